@@ -1,13 +1,13 @@
-"""Run some of AReaL's own test files, about concepts that both projects have, against this project's modules.
+"""Run three of AReaL's own test files against this project's modules. The files test concepts that both projects have.
 
     git clone https://github.com/inclusionAI/AReaL /tmp/AReaL
     python bench/areal_tests.py /tmp/AReaL
 
 The script makes AReaL's import names point to this project's modules. Where the arguments have other names in this
 project, a small adapter in this file translates the names. AReaL's tests are read from the checkout, and nothing of
-AReaL is copied. For each file the script prints three numbers: the tests that pass, the tests that fail because of a
-deliberate difference, and the tests that fail for another reason. The script also names these differences. A test that
-fails for another reason makes the exit status 1.
+AReaL is copied. For each file the script prints how many tests pass and how many fail. The script groups the failed
+tests by the deliberate difference that explains the failure. A failure that no deliberate difference explains is marked
+NOT EXPLAINED, and makes the exit status 1.
 """
 
 import importlib.util
@@ -43,7 +43,8 @@ def ppo_actor_loss_fn(
     importance_sampling_level: Any = "token",
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Call this project's loss with the arguments of AReaL's loss, and return AReaL's statistics."""
+    """Call this project's loss with the arguments of AReaL's loss. Return the loss and the statistics that AReaL's loss
+    returns."""
     assert rejection_sampling is None
     if importance_sampling_level not in ("token", "sequence"):
         raise ValueError(f"Invalid importance_sampling_level: {importance_sampling_level}")
@@ -80,24 +81,28 @@ def ppo_actor_loss_fn(
 def compute_prox_logp_approximations(
     old_logp: Tensor, logprobs: Tensor, versions: Tensor, current_version: int, method: str | None = None
 ) -> dict[str, Tensor]:
-    """Call this project's guesses of pi_prox. AReaL uses alpha as it is after the last mini-batch, so f = 1."""
+    """Call this project's functions that guess pi_prox.
+
+    The third argument of `interpolation` is the share of the step that is done. The share is 1 here, because AReaL uses
+    the value that alpha has after the last mini-batch.
+    """
     alpha = interpolation(versions, current_version - 1, 1.0)
     guesses = {guess.__name__: guess(old_logp, logprobs, alpha) for guess in (loglinear, linear, rollout)}
     return guesses if method is None else {method: guesses[method]}
 
 
 FILES = ("tests/test_staleness_manager.py", "tests/test_functional.py", "tests/test_prox_approx.py")
-# Maps a part of a test's name, or a part of its error, to the deliberate difference. docs/differences.md explains each
-# difference.
+# Maps a part of a failed test's name, or a part of its error message, to the deliberate difference that explains the
+# failure. docs/differences.md explains each difference.
 DIFFERENCES = {
     "test_accept_without_submit_is_invalid": "an event that is impossible in the current state raises RuntimeError",
     "absent: sapo_loss_fn": "there is no SAPO",
-    "absent: RejectionSamplingConfig": "the tests of rows are keys of PPOActorConfig (training/corrections.py)",
-    "absent: grpo_loss_fn": "FSDPPPOActor.piece_loss makes the loss; it has other arguments",
-    "absent: PPOActorConfig": "FSDPPPOActor has no engine inside, and other arguments",
-    "must be called with a dataclass": "the choices of a key are its type, and not metadata of its field",
+    "absent: RejectionSamplingConfig": "keys of PPOActorConfig set the tests of whole rows (training/corrections.py)",
+    "absent: grpo_loss_fn": "FSDPPPOActor.piece_loss computes the loss, and takes other arguments",
+    "absent: PPOActorConfig": "FSDPPPOActor contains no engine, and takes other arguments",
+    "must be called with a dataclass": "a key's type lists the key's choices; AReaL lists them in the field's metadata",
     "absent: stats_tracker": "ppo_update returns its metrics; there is no tracker",
-    "test_negative_versions_in_prompt": "pi_prox is guessed for trained tokens alone, and a prompt has no guess",
+    "test_negative_versions_in_prompt": "pi_prox is guessed for trained tokens only, and not for a prompt's tokens",
 }
 
 
@@ -128,7 +133,7 @@ def provide(checkout: Path) -> None:
     module("areal.utils.functional", ppo_actor_loss_fn=ppo_actor_loss_fn)
     module("areal.trainer.ppo.actor", compute_prox_logp_approximations=compute_prox_logp_approximations)
     sys.modules["areal.infra.staleness_manager"] = staleness
-    path = checkout / "areal" / "utils" / "constants.py"  # names of methods, read from AReaL's checkout
+    path = checkout / "areal" / "utils" / "constants.py"  # AReaL's names of the ways to guess pi_prox
     spec = importlib.util.spec_from_file_location("areal.utils.constants", path)
     assert spec is not None
     assert spec.loader is not None
@@ -138,7 +143,7 @@ def provide(checkout: Path) -> None:
 
 
 class Absent:
-    """A part of AReaL that this project does not have. A test that uses this part fails."""
+    """Stands for a part of AReaL that this project does not have. A test that uses this part fails."""
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -5,15 +5,15 @@
 
 `actor.adv_norm.per_turn=true` compares the k-th turn of a game with the k-th turns of the other games in its group.
 Games differ in length, so a later turn may have no other turn to be compared with, or only turns with the same return.
-A turn without a comparison has advantage 0 and teaches nothing. `per_turn=false` compares a turn with all turns of its
+In both cases the turn has advantage 0 and teaches nothing. `per_turn=false` compares a turn with all turns of its
 group. In both laptop tasks every turn of a game has the game's reward. With `per_turn=false` the baseline is therefore
-the mean reward of the group's games, and a game with k turns counts k times.
+the mean reward of the group's games, in which a game with k turns counts k times.
 
 `train` repeats the runs of bench/staleness.py at eta = 1, as in the demo, and changes only the baseline. `signal` reads
-the batches that a run wrote to its folder tokens/ and computes both kinds of advantages. `signal` counts the turns with
-advantage 0. Groups whose members all have the same reward are left out, because they teach nothing with either
-baseline. The share of turns with advantage 0 depends on the size of the groups. Therefore `signal` also computes the
-share for groups of 4 and 8. For groups of 4 and 8 `signal` uses only the first members of each recorded group.
+the batches that a run wrote to its folder tokens/ and computes the advantages with each baseline. `signal` counts the
+turns with advantage 0. Groups whose members all have the same reward are left out, because they teach nothing with
+either baseline. The share of turns with advantage 0 depends on the size of the groups. Therefore `signal` also computes
+this share for groups of 4 and 8 members. Such a smaller group consists of the first members of a recorded group.
 docs/algorithm.md has the results.
 """
 
@@ -47,7 +47,10 @@ MEMBERS = (4, 8, None)  # None means all members of a group
 
 
 def silent_turns(batch: dict[str, Tensor], per_turn: bool) -> tuple[int, int]:
-    """Return two counts for groups with different rewards: trained turns with advantage 0, and all trained turns."""
+    """Return the number of trained turns with advantage 0, and the number of all trained turns.
+
+    A group whose members all have the same reward is not counted.
+    """
     config = PPOActorConfig(adv_norm=NormConfig(std_level="none", per_turn=per_turn))
     A, trained = compute_advantages(batch, config), batch["loss_mask"] > 0
     silent = total = 0

@@ -7,9 +7,8 @@ The first part counts operations in a conversation of 100 turns. Each turn sends
     read       messages that were converted to canonical form
     rendered   messages that were rendered by the chat template and tokenised
 
-The target is that both counts depend only on the new messages of the turn. The second part measures processor time. The
-benchmark runs this project's cache and AReaL's cache in turn, three times each, and prints the smallest time of each
-cache:
+The target is that both counts depend only on the new messages of the turn. The second part measures processor time. It
+runs this project's cache and AReaL's cache alternately, three times each, and prints the smallest time of each cache:
 
     chain      400 turns of one conversation; target: at most 1.2 times AReaL's time
     siblings   800 turns that share 200 messages; target: at most a quarter of AReaL's time
@@ -53,7 +52,7 @@ PROMPT, OUTPUT, TAIL = 128, 48, 16  # tokens
 
 
 def talk(turns: int, name: str = "") -> Messages:
-    """Return a conversation as a client sends it, made of new objects."""
+    """Return the messages of a conversation as a client sends them. Each call of `talk` makes new objects."""
     roles = ("user", "assistant")
     return [
         {"role": roles[k % 2], "content": f"{name} message {k}, of some dozen words or so"} for k in range(2 * turns)
@@ -125,7 +124,7 @@ def export(make: Callable[[], Any], add: Callable[..., None]) -> float:
 
 
 def count() -> None:
-    """Print both counts for one conversation of 100 turns, which a real PromptBuilder renders."""
+    """Print the counts `read` and `rendered` for one conversation of 100 turns, which a real PromptBuilder renders."""
     from conftest import make_byte_model
     from transformers import AutoTokenizer
 

@@ -3,15 +3,16 @@
     python bench/clusters.py             simulate everything, and write docs/clusters.csv and the tables (minutes)
     python bench/clusters.py --tables    write the tables of docs/simulate.md from docs/clusters.csv
 
-The simulation of bench/simulate.py drives the shipped gate and the shipped dispatcher in virtual time. Here the lengths
-and times of the simulation are given, not measured. docs/simulate.md derives the lengths and times, shows the tables,
-and says what the simulation cannot show. docs/figures.py draws the figures from docs/clusters.csv.
+The simulation of bench/simulate.py drives the shipped gate and the shipped dispatcher in virtual time. This benchmark
+assumes the lengths of sequences and the times of steps, and does not measure them. docs/simulate.md derives the lengths
+and times, shows the tables, and says what the simulation cannot show. docs/figures.py draws the figures from
+docs/clusters.csv.
 
-**The price of an order.** 8 groups of one sequence train in each step. A group takes a lognormal time with a mean of
-2 s, and any number of groups may run. A step takes 0.8 s and a weight update 0.02 s.
+**The price of an order.** Each step trains on 8 groups of one sequence. A group takes a lognormal time with a mean of
+2 s, and any number of groups may run at once. A step takes 0.8 s and a weight update 0.02 s.
 
-**Clusters.** 512 groups of 16 answers train in each step. Synchronous training uses every GPU first for generation and
-then for training. Asynchronous training has three quarters of the GPUs for generation and one quarter for training.
+**Clusters.** Each step trains on 512 groups of 16 answers. Synchronous training uses every GPU first for generation and
+then for training. Asynchronous training uses three quarters of the GPUs for generation and one quarter for training.
 """
 
 import csv
@@ -37,13 +38,14 @@ Rows = dict[tuple[str, ...], dict[str, float]]  # docs/clusters.csv as {(what, g
 
 
 def lognormal(mean: float, sigma: float, most: float = math.inf) -> Draw:
-    """Return a function that draws lengths: lognormal with this mean and this sigma of the logarithm, cut at `most`."""
+    """Return a function that draws lognormal lengths with mean `mean`. `sigma` is the standard deviation of a length's
+    logarithm. A length above `most` becomes `most`."""
     mu = math.log(mean) - sigma**2 / 2
     return lambda rng, _: min(rng.lognormvariate(mu, sigma), most)
 
 
 def small(sigma: float, eta: int, stale: str) -> Setup:
-    """Return the setup of the table about the order: 8 groups of one sequence, and no limit of concurrency."""
+    """Return a setup of the table about orders: 8 groups of one sequence in a step, no limit on running groups."""
     times = {"train": lambda rng, step, tokens: 0.8, "update": lambda rng, step, n: 0.02}
     return Setup(8, lognormal(2.0, sigma), **times, eta=eta, stale=stale, concurrent=10**6)
 
@@ -55,7 +57,7 @@ class Model:
     parameters: float
     a: float  # seconds of a decoding step without sequences: reading the weights, and overhead
     b: float  # seconds that each running sequence adds: reading 5,000 tokens of KV cache
-    slots: int  # sequences whose KV cache fits into the memory
+    slots: int  # number of sequences whose KV caches fit into the memory together
 
 
 SMALL, LARGE = Model(1.5e9, 4e-3, 4.2e-5, 256), Model(7e9, 8e-3, 8.5e-5, 192)
@@ -71,7 +73,7 @@ def cluster(gpus: int, eta: int | None, stale: str = "wait", model: Model = SMAL
     share = 1.0 if eta is None else 0.75
     servers, trainers = max(1, round(share * gpus)), gpus * (1 - share) or gpus
     slow = servers / (share * gpus)  # `slow` is above 1 if generation has only a part of one GPU
-    again = 5000 * 2 * model.parameters / PREFILL_FLOPS  # seconds for the KV cache of one sequence
+    again = 5000 * 2 * model.parameters / PREFILL_FLOPS  # seconds to compute the KV cache of one sequence
     return Setup(
         batch=512,
         members=16,
@@ -97,7 +99,7 @@ def faster_training(factor: float, *args: Any) -> Setup:
 
 
 def simulate_all() -> Iterator[dict[str, Any]]:
-    """Simulate each order with each tail, each cluster, and the settings of the paper."""
+    """Simulate each order of consumption with each sigma, each cluster, and the settings of AReaL's paper."""
     for sigma in SIGMAS:
         for eta in ETAS[1:]:
             for order in ORDERS:
@@ -133,7 +135,7 @@ def read_rows() -> Rows:
 
 
 def order_table(rows: Rows) -> list[str]:
-    """Return the seconds of 24 steps for each order, tail and eta."""
+    """Return a table of the seconds that 24 steps take, for each order, sigma and eta."""
     lines = head("sigma", "eta", *ORDERS, "masked tokens", "mean lag, wait", "mean lag, mask")
     for sigma in SIGMAS:
         for eta in ETAS[1:]:
@@ -147,7 +149,8 @@ def order_table(rows: Rows) -> list[str]:
 
 
 def speed_table(rows: Rows) -> list[str]:
-    """Return how many times as fast as synchronous training each cluster is, with wait and with mask."""
+    """Return a table of the speed of asynchronous training with wait and with mask, divided by the speed of synchronous
+    training, for each cluster and eta."""
     lines = head("GPUs", "synchronous, s a step", *(f"eta {eta}" for eta in ETAS))
     for gpus in GPUS:
         sync = rows["1.5B", str(gpus), "sync", "wait"]["step_s"]
@@ -157,7 +160,10 @@ def speed_table(rows: Rows) -> list[str]:
 
 
 def use_table(rows: Rows) -> list[str]:
-    """Return throughput, use and lag of three clusters. Two numbers in a cell belong to wait and to mask."""
+    """Return a table of the throughput, use and lag of three clusters.
+
+    If a cell holds two numbers, the first belongs to wait and the second to mask.
+    """
     lines = head("GPUs", "eta", "tokens/s", "servers generate", "trainer works", "mean lag", "largest lag", "masked")
     formats = {
         "tokens_s": "{:,.0f}",
@@ -175,7 +181,7 @@ def use_table(rows: Rows) -> list[str]:
 
 
 def paper_table(rows: Rows) -> list[str]:
-    """Return the paper's figures beside the simulation's."""
+    """Return a table with the numbers of AReaL's paper beside the simulated numbers."""
     step = {key: found["step_s"] for key, found in rows.items()}
     sync, pair = step["1.5B", "128", "sync", "wait"], [step["1.5B", "128", "4", order] for order in PAIR]
     lines = head("what", "paper", "simulated, wait", "simulated, mask")
@@ -196,7 +202,7 @@ def paper_table(rows: Rows) -> list[str]:
 
 
 def make_tables(rows: Rows) -> dict[str, list[str]]:
-    """Return the tables that come from docs/clusters.csv, as far as it has their rows."""
+    """Return each table whose rows are in docs/clusters.csv."""
     tables = {"order": order_table(rows)}
     if any(key[0] == "7B" for key in rows):
         tables |= {"speed": speed_table(rows), "use": use_table(rows), "paper": paper_table(rows)}

@@ -4,16 +4,18 @@
     python bench/fuzz.py --requests 5000 --seed 7
     python bench/fuzz.py --only 4711             sends only request 4711 of the seed, and prints the reply
 
-A random request begins as an honest request of its endpoint. The script changes random values of its body: other types,
-deep nesting, huge strings, missing and repeated fields. Then it may damage the bytes, the headers, the method or the
-path, send the request slowly, cut the request, or close its half of the connection. The keys are right or wrong.
+A random request begins as an honest request to an endpoint. The script changes random values of the request's body:
+other types, deep nesting, huge strings, missing and repeated fields. Then the script may damage the bytes, the headers,
+the method or the path, send the request slowly, cut the request, or close the script's half of the connection. The API
+key of a request is right or wrong.
 
 Each complete request must get a reply within 60 seconds, and no reply may have a status of 500 or above. An incomplete
 request must get a reply or a closed connection within 60 seconds. Honest sessions run beside the random requests, and
-bench/load.py checks their tokens. At the end the server must have the same version, the same answer to one prompt and
-no running request. Endpoints that may change a server's state with the right key have a server and a proxy of their
-own, so that no honest session can fail because of them. The two endpoints *_memory_occupation never get the right key,
-because a call at the wrong time ends the small server by design. Such a call ends SGLang, too.
+bench/load.py checks their tokens. At the end the server must have the same version and the same answer to one prompt as
+at the beginning, and no running request. A request with the right key may change a server's state at some endpoints.
+The script sends all requests to these endpoints to a second server and a second proxy, so that no honest session can
+fail because of them. The two endpoints *_memory_occupation never get the right key, because a call at the wrong time
+ends the small server by design. Such a call ends SGLang, too.
 """
 
 import argparse
@@ -276,7 +278,7 @@ class Fuzz:
         return OpenAIProxyClient(self.transport, self.addresses["proxy"], ADMIN, "fuzz", grant=True)
 
     async def stay_honest(self, done: asyncio.Event) -> None:
-        """Run honest sessions until `done` is set, and one session after it."""
+        """Run honest sessions until `done` is set, and then one more session."""
         last = False
         while not last:
             last = done.is_set()
@@ -286,7 +288,7 @@ class Fuzz:
             self.honest += 1
 
     async def state(self) -> Any:
-        """Wait until no request runs. Return the server's state, its version, and its likeliest answer to a prompt."""
+        """Wait until no request runs. Return the server's state, its version, and its greedy answer to a prompt."""
         server, wire = self.addresses["server"], Wire(key=KEY)
         async with asyncio.timeout(SECONDS):
             while "running=0, waiting=0" not in (info := await wire.call(server + "/server_info"))["state"]:
@@ -312,7 +314,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--requests", type=int, default=200_000)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--only", type=int, help="send only the request of this number")
+    parser.add_argument("--only", type=int, help="send only the request with this number")
     args, start = parser.parse_args(), time.monotonic()
     raise_open_files()
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Check every part that needs a GPU, and write a page with the results. The script needs a GPU and no internet.
+"""Check every part that needs a GPU, and write a page with the results. The script needs no internet.
 
     python bench/gpu_check.py                    on a machine with GPUs: all cells, in at most 55 minutes
     python bench/gpu_check.py --minutes 9        in at most 9 minutes; the most important cells come first
@@ -16,9 +16,9 @@ A cell is one process with one question, and the page has one row for each cell:
 - `run-...` is a whole run of train.py. The run's server is SGLang if this Python has SGLang. Without SGLang the server
   is the small server on the CPU, with a small model.
 
-The models have random weights, so the check tests no learning. A cell that takes longer than its limit is ended with
-all its processes. After a cell that fails, the next cell runs. The page is written after every cell. A second call with
-the same `--work` runs only the cells that have not succeeded. The exit code is 1 if a cell has failed.
+The models have random weights, so the check tests no learning. If a cell takes longer than its limit, the script ends
+all processes of the cell. If a cell fails, the next cell still runs. The page is written after every cell. A second
+call with the same `--work` runs only the cells that have not succeeded. The exit code is 1 if a cell has failed.
 """
 
 import argparse
@@ -97,7 +97,7 @@ def list_cells(machine: Machine, work: Path) -> list[Cell]:
 
 
 def list_runs(machine: Machine, work: Path) -> list[Cell]:
-    """Return the cells that run train.py. NCCL refuses two processes on one GPU, so such a cell is not listed."""
+    """Return the cells that run train.py. No cell has two processes on one GPU, because NCCL refuses two."""
     long = 8192 if machine.has_sglang else 256
     changes: dict[str, list[str]] = {
         "async-disk": ["weight_update.mode=disk"],
@@ -134,7 +134,7 @@ def make_run(name: str, own: list[str], machine: Machine, work: Path) -> Cell:
     else:
         words += ["server.backend=tiny", "gconfig.n_samples=2", "train_dataset.batch_size=2"]
         words += ["gconfig.max_new_tokens=16", "actor.dtype=float32"]
-    words += own  # if a key occurs twice, the later word counts.
+    words += own  # if two words set the same key, the later word counts
     # torchrun has one rank for each GPU, or two ranks on a CPU.
     ranks = (machine.gpus or 2) if name == "torchrun" else 1
     start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if name == "torchrun" else []
@@ -145,7 +145,7 @@ def make_run(name: str, own: list[str], machine: Machine, work: Path) -> Cell:
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of every descendant whose parent ends (Linux), so that `descendants` finds it."""
+    """Make this process the parent of all descendants whose own parent ends (Linux). `descendants` then finds them."""
     pr_set_child_subreaper = 36
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1, 0, 0, 0)
@@ -181,17 +181,17 @@ def end(process: subprocess.Popen[bytes]) -> int:
         time.sleep(0.1)
     process.wait()
     for pid in killed - {process.pid}:
-        with suppress(ChildProcessError):  # the process's own parent has waited for it already
+        with suppress(ChildProcessError):  # the killed process's own parent has waited for it
             os.waitpid(pid, 0)
     return len(killed)
 
 
 def run_cell(cell: Cell, folder: Path, limit: float) -> dict[str, Any]:
-    """Run a cell for at most `limit` seconds. Return its exit code (None: the limit), seconds and peak GiB."""
+    """Run a cell for at most `limit` seconds. Return its exit code (None at the limit), seconds and peak GiB."""
     peak, done = [0.0], threading.Event()
 
     def watch() -> None:
-        """Note the largest use of the fullest GPU, every second."""
+        """Read the used memory of the fullest GPU every second, and keep the largest value."""
         query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
         while not done.wait(1.0):
             with suppress(OSError, subprocess.SubprocessError, ValueError):
@@ -225,7 +225,7 @@ def run_cell(cell: Cell, folder: Path, limit: float) -> dict[str, Any]:
 def check(cells: list[Cell], work: Path, seconds: float, prepare: Callable[[Cell], None], head: str) -> int:
     """Run the cells one after another for at most `seconds` seconds. Return the number of cells that failed.
 
-    `prepare(cell)` makes what a cell needs. `head` is the first paragraph of the page.
+    `prepare(cell)` makes the model that a cell needs. `head` is the first paragraph of the page.
     """
     adopt_orphans()
     deadline, results = time.monotonic() + seconds, dict[str, dict[str, Any]]()
@@ -318,7 +318,7 @@ def page(results: dict[str, dict[str, Any]], work: Path, head: str) -> str:
 
 
 def describe(machine: Machine) -> str:
-    """Return the page's first paragraph: what was measured where."""
+    """Return the page's first paragraph, which names the machine, the libraries and the server."""
     import platform
 
     import torch

@@ -2,7 +2,7 @@
 
     python bench/load.py                                                1,000 concurrent sessions with 10 turns each
     python bench/load.py --sessions 10000 --concurrent 32 --turns 1 --out docs/reliability    also writes csv and svg
-    python bench/load.py --sessions 100 --concurrent 20 --cut 0.02       a slow and cutting network before the server
+    python bench/load.py --sessions 100 --concurrent 20 --cut 0.02       a slow network that cuts connections
     python bench/load.py --sessions 400 --concurrent 20 --garbage        a second server answers with garbage
 
 The benchmark starts the small server and the proxy as processes, with a random model of two layers. Each session asks
@@ -10,8 +10,11 @@ questions that contain its own number, and sends its whole history with every ca
 session the benchmark exports the session and checks the exported row:
 
     text       the prompts contain the questions of this session in order, and no other question
-    tokens     the sampled tokens of each turn are the text that the client has read
-    logprobs   the log-probabilities are those that the client has read, and those of a forward pass of transformers
+    tokens     the sampled tokens of each turn decode to the text that the client has read
+    logprobs   the log-probabilities of the sampled tokens equal those that the client has read
+
+For every tenth session the benchmark also computes the log-probabilities with transformers, and prints the largest
+difference.
 
 The printed table has the resident memory and the open descriptors of both processes over the course of the benchmark.
 Descriptors are read from /proc, so the benchmark needs Linux.
@@ -50,7 +53,8 @@ ADMIN, COLUMNS = "admin", ["calls", "seconds", "proxy_mb", "server_mb", "proxy_f
 
 @contextlib.contextmanager
 def process(module: str, model: Path, *options: str, log: Path | None = None) -> Iterator[tuple[str, subprocess.Popen]]:
-    """Run the module of a server or a proxy as a process until the `with` block ends. Yields its URL and its Popen."""
+    """Run the module of a server or a proxy in a process until the `with` block ends. Yields the process's URL and its
+    Popen."""
     command = [sys.executable, "-m", module, "--model-path", str(model), *options]
     with (log or Path(os.devnull)).open("a") as out, server_process(*command, out=out) as (url, child):
         yield url, child
@@ -124,7 +128,7 @@ def check(tokenizer: Any, questions: list[str], replies: list[Any], row: dict[st
 
 
 def worst_logprob(model: Any, row: dict[str, list]) -> float:
-    """Return how far the log-probabilities of the row's trained tokens are at most from those of a forward pass."""
+    """Return the largest difference between the log-probabilities of a row's trained tokens and a forward pass."""
     ids, mask = torch.tensor(row["input_ids"]), torch.tensor(row["loss_mask"][1:], dtype=torch.bool)
     with torch.no_grad():
         logprobs = model(ids[None, :-1]).logits[0].float().log_softmax(-1)
@@ -183,10 +187,10 @@ def main() -> None:
     parser.add_argument("--concurrent", type=int, default=1000, help="sessions at the same time")
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument(
-        "--cut", type=float, default=0.0, help="a slow relay to the server cuts connections; a probability"
+        "--cut", type=float, default=0.0, help="probability that a slow relay cuts a connection (per piece)"
     )
     parser.add_argument("--samples", type=int, default=10, help="number of intervals between samples of memory")
-    parser.add_argument("--forward", type=int, default=10, help="every n-th session is computed by transformers, too")
+    parser.add_argument("--forward", type=int, default=10, help="compute every n-th session with transformers, too")
     parser.add_argument("--garbage", action="store_true", help="a second server answers with garbage")
     parser.add_argument("--out", type=Path, help="path without suffix for a .csv and a .svg")
     args = parser.parse_args()

@@ -1,7 +1,7 @@
 """Claim: advantages and loss take a few milliseconds, and log-probabilities do not need the (T, V) matrix of logits.
 
     python bench/loss.py            all three measurements
-    python bench/loss.py --small    memory with V = 20,000 and T = 1,024, for a machine with less than 16 GB
+    python bench/loss.py --small    measures memory with V = 20,000 and T = 1,024, for a machine with less than 16 GB
 
 **Time of the advantages.** The benchmark computes the advantages of 64 rows of 2,048 tokens. The target for the
 advantages is at most a tenth of the time that AReaL takes.
@@ -11,10 +11,10 @@ pass. The target is at most the time that AReaL's loss takes for the same object
 loss are medians of `--repeat` rounds. Each round runs every function once, in the same process. If `areal` cannot be
 imported, the benchmark prints "peer absent".
 
-**Memory.** The benchmark computes log-probabilities, entropy and the backward pass with T = 4,096 tokens, V = 151,936
-and hidden size 256. The plain way holds all logits; the chunked way holds one chunk of logits at a time. Each way runs
-in a separate process, which measures the rise of its peak resident memory. The target is that the chunked way needs at
-most a quarter of the plain way's memory. The printed check sums show that both ways compute the same numbers.
+**Memory.** The benchmark computes log-probabilities, entropy and the backward pass with T = 4,096 tokens, a vocabulary
+of V = 151,936 and hidden size 256. The plain way holds all logits; the chunked way holds one chunk at a time. Each way
+runs in a separate process, which measures the rise of its peak resident memory. The target is that the chunked way
+needs at most a quarter of the plain way's memory. The printed check sums show that both ways compute the same numbers.
 """
 
 import argparse
@@ -82,7 +82,11 @@ def make_batch(B: int = 64, T: int = 2048) -> dict[str, torch.Tensor]:
 
 
 def peer_advantages() -> Callable[[dict[str, torch.Tensor]], Any] | None:
-    """Return AReaL's function for advantages, with the same settings. If AReaL is absent, print why and return None."""
+    """Return AReaL's function that computes advantages, or None if this function cannot run.
+
+    The function normalises as this project's function in `bench_times` does, by the mean and the standard deviation of
+    a group. If the result is None, the reason is printed.
+    """
     try:
         from areal.api.cli_args import NormConfig as PeerNorm
         from areal.api.cli_args import PPOActorConfig as PeerConfig
@@ -114,7 +118,8 @@ def bench_times(repeat: int) -> None:
     else:
         from areal.api.cli_args import RejectionSamplingConfig
 
-        # AReaL's default objective has no behaviour weight. With rejection sampling, AReaL computes the same objective.
+        # AReaL's default objective has no behaviour weight. With `rejection_sampling`, AReaL computes the objective of
+        # this project.
         where = {"logprobs": theta, "proximal_logprobs": prox, "old_logprobs": old, "advantages": A, "eps_clip": 0.2}
         same = RejectionSamplingConfig(upper=config.behave_imp_weight_cap)
         here, there = (
@@ -152,7 +157,7 @@ def measure(way: str, T: int, V: int, H: int = 256) -> None:
 
 
 def bench_memory(T: int, V: int) -> None:
-    """Print the memory of both ways, each measured in its own process."""
+    """Print the memory of the plain way and of the chunked way. Each way runs in a process of its own."""
     found = {}
     for way in ("plain", "chunked"):
         command = [sys.executable, __file__, "--measure", way, str(T), str(V)]

@@ -3,14 +3,14 @@
     python bench/order.py                                  three runs, one for each value of rollout.stale
     python bench/order.py --seeds 1 2 3 --modes wait mask  three runs for each of two values
 
-bench/clusters.py measures the same price in virtual time (docs/simulate.md). Here the runs are real.
+bench/clusters.py measures these costs in virtual time (docs/simulate.md). This benchmark measures them in real runs.
 
 Each run trains the maze (configs/maze.yaml) for the same number of steps, and therefore on the same number of samples.
-The maze's own episodes differ only by the length of a walk. A real agent also waits for tools and for other people.
-Therefore the benchmark adds a pause: each group of walks pauses after the first cells of its walks. The pause has a
-heavy tail: it is lognormal, with sigma 1.5 and a mean of --pause seconds. The pause depends only on the group's number,
-so all runs have the same pauses. While a group pauses, the trainer makes new versions. A newer version then samples the
-rest of the walk.
+The episodes of the maze differ only by the length of a walk. A real agent also waits for tools and for people.
+Therefore the benchmark adds a pause: each walk pauses after its first 12 tokens, and all walks of a group pause for the
+same time. The pause has a heavy tail: it is lognormal, with sigma 1.5 and a mean of --pause seconds. The pause depends
+only on the group's number, so all runs have the same pauses. While a walk pauses, the trainer makes new versions. A
+newer version then samples the rest of the walk.
 
 The table shows the seconds up to the last step, the seconds that the trainer waited, and the mean reward of the first
 ten steps and of the last ten steps. It also shows the share of masked tokens and the number of dropped groups.

@@ -45,7 +45,7 @@ def train(folder: Path, eta: int, steps: int, seed: int) -> None:
 
 
 def areal(old: Tensor, theta: Tensor, versions: Tensor, version: int) -> Tensor:
-    """Return AReaL's estimate (B, T). For each token, AReaL takes the version from the previous token."""
+    """Return AReaL's estimate (B, T). In place of a token's version, AReaL uses the version of the previous token."""
     neighbour = versions.roll(1, dims=1)
     lag = (version - neighbour).float()
     alpha = torch.where((neighbour >= 0) & (lag > 0), ((lag - 1) / lag).clamp(0, 1), 0.0)

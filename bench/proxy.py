@@ -11,7 +11,8 @@ The benchmark prints:
 
     calls/s, CPU ms    calls a second, and the proxy's processor time for a call, with 200 concurrent sessions of 10
                        turns; every turn sends its whole history. Target: 500 calls a second on one core
-    p50 added          median time of a single call, minus the time of an empty handler for an equally large body
+    p50 added          median time of a single call, minus the median time of a call with an equally large body to an
+                       empty handler
     2 MB history       times of successive calls with 1,000 messages of 2 kB; the first call renders and tokenises all
                        messages, and the next calls render and tokenise only new messages
     streamed           calls/s and CPU ms, with streamed replies
@@ -40,7 +41,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import orjson
 
 ROOT = Path(__file__).resolve().parent.parent
-PERMIT = "LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY"  # this benchmark alone runs a proxy without a key
+PERMIT = "LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY"  # lets LiteLLM's proxy run without a key
 # LITELLM_LOCAL_MODEL_COST_MAP prevents the download of a price list.
 LITELLM = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True", PERMIT: "true"}
 ADMIN = "authorization: Bearer admin\r\n"

@@ -1,13 +1,13 @@
-"""Claim: a replay of an asynchronous run makes the same weights, bit by bit, at every seed and every load.
+"""Claim: a replay of an asynchronous run makes the same weights, bit by bit, with every seed and on a busy machine.
 
     python bench/replay.py                                         ten runs of each task at eta 4, one of each variant
     python bench/replay.py --variants eta=4 --tasks maze --runs 2  a smaller table
 
 Each run trains 20 steps, and a replay then repeats the run. The batches are smaller than in the recipes, so that a run
-takes less time. A group whose members have equal rewards is rejected. A line of the table counts the trained rows that
-a weight update has interrupted, the rejected groups, the dropped groups, and the tokens that were masked because of
-their age. The last column says whether the SHA-256 hashes of the two last models are equal. The exit code is 1 if two
-hashes differ.
+takes less time. A group whose members have equal rewards is rejected. A line of the table shows the share of trained
+rows that a weight update has interrupted, and counts the rejected groups, the dropped groups, and the tokens that were
+masked because of their age. The last two columns show the beginnings of two SHA-256 hashes: of the run's last model,
+and of the replay's last model. The exit code is 1 if two such hashes differ.
 """
 
 import argparse
@@ -43,7 +43,7 @@ def has_signal(group: dict) -> bool:
 
 
 def train(folder: Path, ranks: int, *words: str) -> str:
-    """Run train.py in mode train or replay. Return the SHA-256 hash of the model of its last step."""
+    """Run train.py in mode train or replay. Return the SHA-256 hash of the model after the last step."""
     named = [f"fileroot={folder.parent.parent}", f"experiment_name={folder.parent.name}", f"trial_name={folder.name}"]
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
     command = [sys.executable, *torchrun, "train.py", *words, *named, "logger.live=false"]

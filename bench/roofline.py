@@ -1,4 +1,4 @@
-"""Claim: the time of a training step is estimated from FLOPs and bytes alone, without a GPU (a roofline).
+"""Claim: the time of a training step can be estimated from FLOPs and bytes alone, without a GPU (a roofline).
 
     python bench/roofline.py                                        Qwen2.5-1.5B on one H100, recipe gsm8k
     python bench/roofline.py --model 7b --device h200 --answer 800
@@ -11,17 +11,18 @@ bytes/s a kernel takes at least
 
     seconds = max(flops / peak, bytes / bandwidth)
 
-The kernels of a part run one after another, so the part takes the sum. A matrix product of (t, i) and (i, o) has
-2 t i o FLOPs and moves t i + i o + t o numbers. A pointwise operation, such as a norm, has no FLOPs here, and moves
-what it reads and writes. PyTorch runs each pointwise operation as a kernel of its own; SGLang fuses them, so the
-server's parts have no pointwise kernels.
+The kernels of a part run one after another, so the part takes the sum. A matrix product of (t, i) and (i, o) has 2 t i
+o FLOPs and moves t i + i o + t o numbers. For a pointwise operation, such as a norm, the estimate counts no FLOPs, but
+the bytes that the operation reads and writes. PyTorch runs each pointwise operation as a kernel of its own. SGLang
+fuses pointwise operations into other kernels, so the server's parts have no pointwise kernels.
 
 **FLOPs.** The formulas count the same FLOPs as torch.utils.flop_counter (tests/training/test_roofline.py). For
-attention the counter takes the whole square of queries and keys. A causal kernel computes half of the square, and the
+attention the counter counts the whole square of queries and keys. A causal kernel computes half of the square, and the
 estimated time counts only this half.
 
-**Not included.** Launches of kernels, Python, the network, idle time, padding, and the overlap of generation with
-training. Real kernels reach a part of the peak. The result is therefore a bound and not a measurement.
+**Not included.** The estimate leaves out launches of kernels, Python, the network, idle time, padding, and the overlap
+of generation with training. Real kernels reach only a part of the peak. The result is therefore a lower bound of the
+time, and not a measurement.
 """
 
 import argparse
@@ -227,7 +228,7 @@ def step_parts(s: Shape, w: Work) -> dict[str, Part]:
 
 
 def divide(part: Part, ranks: int) -> Part:
-    """Return the share of one rank."""
+    """Return what one rank computes of a part that `ranks` ranks share."""
     return [Kernel(kernel.flops / ranks, kernel.bytes / ranks, kernel.share) for kernel in part]
 
 
@@ -279,7 +280,7 @@ def least(actions: dict[str, Callable[[], Any]], rounds: int = 12) -> dict[str, 
 
 
 def make_models(layers: int, width: int, vocabulary: int, dtype: Any, folder: Path) -> tuple[Any, Any, Any]:
-    """Make a small random model. Return its configuration, an actor that trains it, and the plain model."""
+    """Make a small random model. Return its configuration, an actor that trains it, and a plain model of its size."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -305,7 +306,7 @@ def measure(layers: int, width: int, vocabulary: int, rows: int, length: int, fo
     from inference.weights import write_checkpoint
     from training.logprobs import token_logprobs
 
-    torch.set_num_threads(1)  # as train.py
+    torch.set_num_threads(1)  # as train.py does
     on_gpu = torch.cuda.is_available()
     device, b, dtype = ("cuda", 2, torch.bfloat16) if on_gpu else ("cpu", 4, torch.float32)
     size, big = (8192, 2**30) if on_gpu else (1024, 2**27)
@@ -365,8 +366,8 @@ def measure(layers: int, width: int, vocabulary: int, rows: int, length: int, fo
 def compare(s: Shape, w: Work, found: dict[str, float], peak: float, bandwidth: float, disk: float) -> str:
     """Return a table of the estimated and the measured seconds of each part.
 
-    The measured server is inference/tiny, which fuses no kernels. `peak` is in FLOP/s, `bandwidth` and `disk` are in
-    bytes per second.
+    The measured generation uses a plain model of transformers, which fuses no kernels. `peak` is in FLOP/s, `bandwidth`
+    and `disk` are in bytes per second.
     """
     b, rows = w.b, w.rows
     parts = step_parts(s, w) | {"new weights: disk": [Kernel(0, b * s.n)]}

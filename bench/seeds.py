@@ -5,8 +5,8 @@
 
 If a run exists already (runs/seeds/<experiment>/seed<k>), the script uses its metrics and does not train again. `first`
 is the success in the first step, in which the policy is still untrained. `last five` is the mean success in the last
-five steps. `seconds to .95` is the time of training until the mean success of five steps in a row is .95. The last line
-shows the median and the largest of these times (docs/speedrun.md).
+five steps. `seconds to .95` is the time of training until the mean success of five steps in a row reaches .95. The last
+line shows the median and the largest of these times (docs/speedrun.md).
 
 `load` is the machine's one-minute load average at the start of the run. On a machine with two cores, a load above 2
 means that other programs were running.
@@ -40,7 +40,7 @@ def train(config: str, seed: int, folder: Path, root: Path) -> None:
 
 
 def seconds_to(lines: list[dict], goal: float = 0.95) -> float:
-    """Return the seconds of training until the mean success of five steps in a row is `goal`, or infinity."""
+    """Return the seconds of training until the mean success of five steps in a row reaches `goal`, or infinity."""
     ends = (k for k in range(5, len(lines) + 1) if mean(line["success"] for line in lines[k - 5 : k]) >= goal)
     return next((lines[k - 1]["wall_s"] for k in ends), math.inf)
 

@@ -1,4 +1,4 @@
-"""Claim: the simulation agrees with finished runs within 10 %.
+"""Claim: the simulated duration of a run differs from the measured duration by at most 10 %.
 
     python bench/simulate.py                        compare with the runs of docs/simulate.json, and write the table
     python bench/simulate.py --check RUN ...        compare the simulation with other finished runs of train.py
@@ -7,8 +7,8 @@
 This is a discrete-event simulation in virtual time. A queue holds the next event of each server and of the trainer, and
 the clock jumps from event to event. The shipped classes make all decisions. StalenessManager (staleness.py) says how
 many groups may start. DispatchState (rollout/dispatcher.py) chooses the groups that start, forms the batches and
-decides about old tokens. Only time is simulated. bench/clusters.py simulates clusters and the price of each order.
-docs/simulate.md explains the results.
+decides which old tokens are left out. Only time is simulated. bench/clusters.py simulates clusters and the price of
+each order. docs/simulate.md explains the results.
 
 **Servers.** A server generates one token for each of its n running sequences in `a + b n` seconds. At most `slots`
 sequences run on a server, and the other sequences wait in order of arrival. A sequence has a length in tokens. A group
@@ -16,11 +16,13 @@ is finished when all its sequences are finished.
 
 **Trainer.** A step waits for B groups, trains for some seconds, and updates the weights. With `interrupt`, each server
 stops for `update` seconds, and its running sequences then go on. Without `interrupt`, each server lets its running
-sequences finish, starts no new ones, and then loads the weights. The step ends after the last server.
+sequences finish, starts no new ones, and then loads the weights. The step ends when the last server has loaded the
+weights.
 
-**A finished run** can give the distributions. The length of a sequence is then its number of seconds in that run, and
-a server has no limit (a = 1, b = 0). The length of group k is drawn from the lengths of groups near k, because
-lengths change during a run. The training times and the times of the weight updates are drawn in the same way.
+**A finished run** can give the distributions of lengths and times. The length of a sequence is then its number of
+seconds in that run, and any number of sequences run on a server (a = 1, b = 0). The length of group k is drawn from the
+lengths of groups near k, because lengths change during a run. The training times and the times of the weight updates
+are drawn in the same way.
 """
 
 import argparse
@@ -63,7 +65,7 @@ class Setup:
     members: int = 1  # sequences of a group
     servers: int = 1
     slots: float = math.inf  # number of sequences that run on a server at once
-    a: float = 1.0  # seconds for a token of one sequence; each further running sequence adds b
+    a: float = 1.0  # n running sequences generate one token each in a + b n seconds
     b: float = 0.0
     stale: str = "wait"  # wait, mask, drop, unbounded (first finished) or window (order of start with slack)
     interrupt: bool = True
@@ -73,14 +75,14 @@ class Setup:
 
 
 class Task:
-    """A group: its sequences that are not finished, and the tokens of each version."""
+    """A group: the number of its unfinished sequences (`left`), and the number of its tokens of each version."""
 
     def __init__(self, task_id: int, members: int) -> None:
         self.task_id, self.left, self.tokens = task_id, members, Versions()
 
 
 class Server:
-    """A server. `ticks` counts the tokens that each running sequence has generated since the beginning."""
+    """A server. `ticks` counts decoding steps: in one tick each running sequence generates one token."""
 
     def __init__(self, setup: Setup) -> None:
         self.s = setup
@@ -111,7 +113,7 @@ class Server:
     def finish(self) -> list[Task]:
         """Finish the sequences that have reached their last tick, and return the groups that are then complete."""
         complete = []
-        while self.running and self.running[0][0] <= self.ticks + 1e-6:  # for rounding
+        while self.running and self.running[0][0] <= self.ticks + 1e-6:  # allows for rounding
             last, _, first, task = heapq.heappop(self.running)
             v = bisect_right(self.begins, first) - 1
             while v < len(self.begins) and self.begins[v] < last:
@@ -129,8 +131,8 @@ class WindowState(DispatchState[Task, Versions]):
     """Order of start with slack: a group that has not finished may be overtaken, as long as its deadline allows it.
 
     The deadline of a group is the version at its start plus eta. A step takes the finished groups that started first.
-    The step may take these groups only if enough steps remain for all others: for each version D, at most (D - v) B
-    groups with a deadline up to D may be left afterwards.
+    The step may take these groups only if enough steps remain for all other groups: for each version D, at most
+    (D - v) B groups with a deadline up to D may be left afterwards.
     """
 
     slack: int = 0  # versions by which the gate is stricter than eta
@@ -153,7 +155,7 @@ class WindowState(DispatchState[Task, Versions]):
 
 @dataclass
 class Result:
-    """What a simulation measures."""
+    """The measurements of a simulation."""
 
     # Each step has four times: the trainer waits from the first time on, trains from the second time on, and updates
     # the weights from the third time to the fourth.
@@ -166,7 +168,7 @@ class Result:
 
     @property
     def ends(self) -> list[float]:
-        """When each step ends."""
+        """The time at which each step ends."""
         return [times[3] for times in self.steps if len(times) == 4]
 
     @property
@@ -198,7 +200,10 @@ class Simulation:
         self.result = Result(steps=[[0.0]])
 
     def make_gate(self, s: Setup) -> tuple[StalenessManager, DispatchState[Task, Versions]]:
-        """Return the shipped gate and the shipped decisions. Only the modes window and unbounded change them."""
+        """Return the gate and the state of the dispatcher. Both are the shipped classes, except in mode window.
+
+        In mode unbounded no group is too old.
+        """
         slack = s.eta // 2 if s.stale == "window" else 0
         concurrent = s.concurrent or (s.eta + 1) * s.batch
         manager = StalenessManager(self, concurrent, s.batch, s.eta - slack)
@@ -303,7 +308,7 @@ class Simulation:
             heapq.heappush(self.events, (self.now + seconds, next(self.numbers), server, server.stamp))
 
     def finish_sequences(self, server: Server) -> None:
-        """Finish a server's sequences whose time has come."""
+        """Finish the sequences of a server that have generated all their tokens."""
         server.advance(self.now)
         for task in server.finish():
             self.state.finish(TimedResult(task.task_id, 0, task.tokens))

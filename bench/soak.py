@@ -1,4 +1,4 @@
-"""Kill random processes of a run, restart the run each time, and check that each step is in the results exactly once.
+"""Kill random processes of a run, start the run again, and check that each step is in the results exactly once.
 
     python bench/soak.py                    60 kills over 200 steps of the demo, seed 1 (`make soak`)
     python bench/soak.py --kills 5 --steps 12 --seed 7
@@ -6,13 +6,13 @@
     python bench/soak.py --steps 170 --usage docs/episodes    20,400 episodes, no kills; writes memory and descriptors
 
 After a random number of steps, or during the start, the script kills the trainer, the proxy or the server (kill -9).
-When the run has ended, the script starts it again with an identical command. A run survives the death of a server.
-Every random choice comes from the printed seed.
+The death of the trainer or the proxy ends the run, and the script then starts the run again with an identical command.
+The death of a server does not end the run. Every random choice comes from the printed seed.
 
-At the end the script checks the trained samples (tokens/*.safetensors). Every step occurs exactly once. No prompt group
-is used in more than one step. Each of the first (steps - eta - 1) * 6 groups is used in a step, where 6 is the batch
-size. Staleness is at most eta in every step. No token was sampled by a newer version than the version that was trained
-on it. After each end of a run, the script also checks that every process of the run has ended.
+At the end the script makes five checks of the trained samples (tokens/*.safetensors). Every step occurs exactly once.
+No prompt group is used in more than one step. Each of the first (steps - eta - 1) * 6 groups is used in a step, where 6
+is the batch size. Staleness is at most eta in every step. In no step is a token's version newer than the version that
+the step trains. Whenever the run has ended, the script also checks that every process of the run has ended.
 """
 
 import argparse
@@ -67,9 +67,11 @@ def end(run: subprocess.Popen, up: set[int], log: TextIO, seconds: float | None 
 
 
 def kill(command: list[str], rng: random.Random, kills: int, run_dir: Path) -> None:
-    """Kill random processes of the run. Start the run again when it has ended, and at last let it run to its end.
+    """Kill random processes of the run, and start the run again whenever it has ended. After the last kill, let the run
+    finish.
 
-    A run survives the death of a server, at most server.max_restarts times.
+    The run itself starts a dead server again, at most server.max_restarts times. After that a server's death ends the
+    run.
     """
     with (run_dir / "soak.log").open("a") as log:
         run, up, done = start(command, log), set[int](), 0
@@ -99,7 +101,8 @@ def kill(command: list[str], rng: random.Random, kills: int, run_dir: Path) -> N
 
 
 def freeze(command: list[str], rng: random.Random, freezes: int, log: Path) -> None:
-    """Run the command to its end. After random lines, stop one of its processes for up to 10 seconds."""
+    """Run the command to its end. From the first step on, stop a random process of the run after a line of output, for
+    up to 10 seconds, `freezes` times."""
     with log.open("a") as out, start(command, out) as run:
         assert run.stdout is not None
         seen, steps = 0, 0

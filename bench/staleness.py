@@ -1,9 +1,9 @@
 """Claim: standard PPO learns more slowly from stale data, and the decoupled objective avoids most of this slowdown.
 
     python bench/staleness.py                              all runs: 7 lags x 3 methods x 5 seeds, about 20 minutes
-    python bench/staleness.py --etas 0 4 inf --seeds 1 2   some of the runs
-    python bench/staleness.py --stability                  how often a run falls: 3 lags x 4 corrections x 20 seeds
-    python bench/staleness.py --draw                       only the tables and the figures, from the CSV file
+    python bench/staleness.py --etas 0 4 inf --seeds 1 2   some of the runs python bench/staleness.py --stability
+    how often the success falls: 3 lags x 4 corrections x 20 seeds python bench/staleness.py --draw
+    only the tables and the figures, from the CSV file
 
 The benchmark repeats the experiment of the paper's staleness table (arXiv 2505.24298) on the game of tasks/guess.py.
 Training uses training/actor.py and ppo.py, as in a real run. Each run writes one line of docs/staleness.csv. If a run
@@ -73,7 +73,8 @@ CORRECTIONS: dict[str, dict[str, Any]] = {
 }
 CORRECTIONS["KL"] = CORRECTIONS["ESS"] | {"entropy_coeff": 0.0, "kl_ctl": 0.1}  # the penalty of configs/demo.yaml
 STABILITY_ETAS = ["0", "4", "8"]
-STABILITY_SEEDS = [*range(301, 321)]  # fixed before any of them was run; the corrections were tuned with 101 to 104
+# chosen before any of these seeds was run; the corrections were tuned with the seeds 101 to 104
+STABILITY_SEEDS = [*range(301, 321)]
 STEPS, GAMES, EVERY = 64, 20, 8  # training steps; games per secret in a batch; steps between points of the curve
 MAX_NEW_TOKENS = 4
 MEASURED = ("clip_frac", "behave_weight_mean", "dropped_share", "kl", "entropy")  # metrics averaged over the run
@@ -286,15 +287,16 @@ def print_table(lines: list[dict[str, Any]]) -> None:
 
 
 def largest_fall(line: dict[str, Any]) -> float:
-    """Return how far a run's curve falls at most below its highest earlier point."""
+    """Return the largest distance of a point of the run's curve below the highest earlier point."""
     curve = [line[name] for name in CURVE]
     return max(max(curve[: i + 1]) - point for i, point in enumerate(curve))
 
 
 def print_stability(lines: list[dict[str, Any]]) -> None:
-    """Print the median and the range of the final success, and how many runs fell by more than 0.1 on the way.
+    """Print the median and the range of the final success, and how many runs fell by more than 0.1 during training.
 
-    A correction has a row for each hundred of seeds, because every new version of a correction gets new seeds.
+    A correction has one row for the seeds 200 to 299 and one for the seeds 300 to 399, because every new version of a
+    correction gets new seeds.
     """
     names = ("eta", "correction", "seeds", "runs", "median", "range", "runs that fell", "largest fall")
     print("\n| " + " | ".join(names) + " |\n" + "|---" * len(names) + "|")
@@ -309,7 +311,8 @@ def print_stability(lines: list[dict[str, Any]]) -> None:
 
 
 def draw_stability(lines: list[dict[str, Any]]) -> None:
-    """Draw the success during training of every run with a lag, for the last two corrections; falls are red."""
+    """Draw the success during training of every run with a lag, for the last two corrections. Draw a run that fell in
+    red."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -2,9 +2,10 @@
 
     python bench/start.py
 
-Each time is compared with the time of `python -c 'import torch'` on the same machine, in turn with the other commands.
+For comparison, the script also measures the time of `python -c 'import torch'`. Each round measures all commands once.
 The run is the demo with two steps, on a terminal (a pty) of 80 columns. A silence is the time between two moments at
-which the terminal receives bytes. The first run also makes the base model of a seed that has none yet.
+which the terminal receives bytes. The first run also makes a base model. The later runs find their base model in the
+cache.
 """
 
 import argparse
@@ -56,7 +57,7 @@ def main() -> None:
     rows, runs = [], Path(tempfile.mkdtemp())
     for k in range(args.repeats):
         imported, helped = time_of("-c", "import torch"), time_of("train.py", "--help")
-        # 1,000,007 is a seed that nobody else uses, so its base model is made anew.
+        # Only this script uses the seed 1,000,007. The first run must make the base model of this seed again.
         shutil.rmtree(next((ROOT / ".cache").glob("tasks.guess-1000007-*"), runs / "none"), ignore_errors=True)
         seed = "seed=1000007" if k == 0 else "seed=1"
         words = ("train.py", "max_steps=2", f"fileroot={runs}", f"trial_name={k}", seed)

@@ -10,8 +10,8 @@
            await client.set_last_reward(reward)
        interactions = await client.export_interactions(discount=0.9, style="concat")
 
-   These are five requests. The following code has the same effect, but sends only two requests and so takes less CPU
-   time of the trainer:
+   This code sends five requests. The following code has the same effect, but sends only two requests, which takes less
+   CPU time of the trainer:
 
        async with OpenAIProxyClient(transport, base_url, admin_key, task_id, grant=True) as client:
            reward = await agent.run(data, base_url=client.session_url, api_key=client.api_key)
@@ -23,11 +23,12 @@
    of the reply. The client never retries a request: the proxy is a process of the run, so a lost connection means that
    the proxy died.
 
-2. Direct approach. AReaL's documents call the direct approach a legacy pattern (Agent Workflow, "Direct Approach"). A
-   RolloutWorkflow calls the model with an `ArealOpenAI`, an AsyncOpenAI that is connected to an engine. The HTTP client
-   of an `ArealOpenAI` passes each request to the proxy's application in the same process. The proxy's code therefore
-   handles prompts, tool calls and errors in both approaches. In the direct approach, setting a reward changes the
-   conversation tree at once.
+2. Direct approach. AReaL's documents call this approach a legacy pattern (section "Direct Approach" of the page on
+agent
+   workflows). A RolloutWorkflow calls the model with an `ArealOpenAI`, an AsyncOpenAI that is connected to an engine.
+   The HTTP client of an `ArealOpenAI` passes each request to the proxy's application in the same process. The proxy's
+   code therefore handles prompts, tool calls and errors in both approaches. In the direct approach, setting a reward
+   changes the conversation tree at once.
 
        client = ArealOpenAI(engine, tokenizer)
        reply = await client.chat.completions.create(model="default", messages=messages)
@@ -89,7 +90,7 @@ class OpenAIProxyClient:
         self._start = {"task_id": task_id, "grant": grant, **options}
         self._transport: httpx.AsyncBaseTransport = transport
         self._base_url = base_url.rstrip("/")
-        self._headers = {"Authorization": f"Bearer {admin_key}"}  # only requests without a session id need the key
+        self._headers = {"Authorization": f"Bearer {admin_key}"}  # the key is for paths without a session id
         self.task_id = task_id
         self.session_id = self.api_key = ""  # set when the session starts
         self.rewarded_count = 0  # number of interactions with a reward; set when the session ends
@@ -119,7 +120,7 @@ class OpenAIProxyClient:
                 raise
 
     async def set_reward(self, interaction_id: str, reward: float) -> None:
-        """Set the reward of one interaction. Raises ValueError if `reward` is not finite, Refusal for an unknown id."""
+        """Set an interaction's reward. Raises ValueError if `reward` is not finite, and Refusal for an unknown id."""
         body = {"interaction_id": interaction_id, "reward": finite(reward)}
         await self._post(f"/{self.session_id}/rl/set_reward", body)
 
@@ -137,8 +138,8 @@ class OpenAIProxyClient:
     async def finish(self, rewards: float | dict[str, float] | None, **options: Any) -> dict[str, Interaction]:
         """Set the rewards, end the session and export its interactions, all in one request.
 
-        `rewards` is the reward of the last interaction, or a dict {interaction id: reward}. `options` are the arguments
-        of `export_interactions`. Raises ValueError or Refusal, as `set_reward` does.
+        `rewards` is the reward of the last interaction, a dict {interaction id: reward}, or None for no reward.
+        `options` are the arguments of `export_interactions`. Raises ValueError or Refusal, as `set_reward` does.
         """
         named = rewards.items() if isinstance(rewards, dict) else [] if rewards is None else [(None, rewards)]
         given = [{"interaction_id": name, "reward": finite(reward)} for name, reward in named]
@@ -179,7 +180,7 @@ class ArealOpenAI(openai.AsyncOpenAI):
 
     `engine` has the method `async agenerate(ModelRequest)`. `options` are keys of rollout.openai and fields of
     `proxy.Proxy`, such as `seed` and `sampling`. `cache` is the conversation tree of the client's only session.
-    The methods for rewards and the export are the tree's own (cache.py).
+    The methods that set rewards or export interactions are methods of the tree (cache.py).
     """
 
     def __init__(self, engine: Any, tokenizer: Any, task_id: str = "", **options: Any) -> None:

@@ -19,7 +19,7 @@ The tree therefore compares only four fields of a message, in the form that `can
     role            `developer` is the newer name of `system`
     text            null, "" and an absent key count as equal; a list of text parts counts as the joined text
     tool calls      id, name and arguments, in order; arguments are compared as JSON: '{"a": 2.0}' equals '{ "a":2 }'
-    tool_call_id    for the result of a tool; some clients call this key `id`
+    tool_call_id    only in a tool's result: the id of the tool call; some clients call this key `id`
 
 Every other key (`name`, reasoning, annotations, cache markers, ids) is ignored. If a client has changed the text of an
 earlier message, the request starts a new conversation. Two equal messages may have different tokens, so the tree uses
@@ -56,7 +56,8 @@ NOTHING: Find = dict[str, Any]().get  # `find` for a request without a session: 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TEXTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text")  # types of parts that hold a text
 BLOCKS = ("text", "tool_result", "tool_use", "thinking", "redacted_thinking")  # accepted types of Anthropic's blocks
-MEDIA = ("image", "image_url", "input_image", "document", "file", "input_file", "audio", "input_audio")  # other parts
+# types of parts that PLACEHOLDER replaces
+MEDIA = ("image", "image_url", "input_image", "document", "file", "input_file", "audio", "input_audio")
 PLACEHOLDER = "[an image or a file, which this model cannot read]"
 NEUTRAL: dict[str, tuple[Any, ...]] = {  # unsupported parameters, each with the values that have no effect
     **dict.fromkeys(("functions", "mcp_servers"), ([],)),
@@ -165,7 +166,7 @@ def _tool_call(raw: Any, where: str) -> Json:
         raise Refusal(f"{where}: a call has an id and the name of a function, both strings")
     if arguments is None or arguments == "":
         arguments = "{}"
-    elif not isinstance(arguments, str):  # an object, as text for `read_json` below, which turns 2.0 into 2
+    elif not isinstance(arguments, str):  # write an object as text, because `read_json` below turns 2.0 into 2
         arguments = write_json(arguments, where)
     with contextlib.suppress(ValueError):  # a model may write arguments that are not JSON
         arguments = read_json(arguments)

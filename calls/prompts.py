@@ -19,18 +19,18 @@ model has already sampled the mark, so `PromptBuilder` has removed the mark from
 length limit, the mark stays in the tail. The mark is then part of the prompt and is not trained.
 
 Many templates change the history. For example, some templates remove reasoning or blanks from earlier turns. A prompt
-that begins with the parent's tokens keeps every answer exactly as the model wrote it. A whole conversation is therefore
-one sequence for training. A prompt with reused tokens is correct only if the tail depends on the new messages alone.
-The constructor of `PromptBuilder` therefore compares the tails after two histories of different length. If the two
-tails differ, the whole conversation is rendered again for every prompt, as with the option chat_template_type "hf". If
-the template refuses the stub of one turn, only the prompt of this turn is rendered in full. The first tokens of a
+that begins with the parent's tokens keeps every answer exactly as the model wrote it. Training can therefore use a
+whole conversation as one sequence. A prompt with reused tokens is correct only if the tail depends on the new messages
+alone. The constructor of `PromptBuilder` therefore compares the tails after two histories of different length. If the
+two tails differ, the whole conversation is rendered again for every prompt, as with the option chat_template_type "hf".
+If the template refuses the stub of one turn, only the prompt of this turn is rendered in full. The first tokens of a
 prompt that is rendered in full can differ from the parent's tokens. In this case a concat export starts a new row at
 this turn.
 
 Text. `TextReader.read` returns only text that no later token can change. The reader holds back incomplete characters
 and text that may be the beginning of a stop string. The text of a token may depend on the tokens before it, because
 some decoders drop or insert a space. The reader therefore decodes new tokens together with a few tokens before them.
-Each token is therefore decoded only a few times, even in a long answer.
+The reader does not decode the whole answer again, so it decodes each token only a few times, even in a long answer.
 
 An opening is the beginning of an answer that the prompt already contains, so the model does not sample it. Examples are
 a <think> at the end of the prompt and the first words of a forced tool call. The text of an answer includes the
@@ -57,10 +57,10 @@ from calls.tools import without_partial
 
 SENTINEL = "\u27e6the assistant's text\u27e7"
 STUB: list[Message] = [{"role": "user", "content": "x"}, {"role": "assistant", "content": SENTINEL}]
-REFUSES = (TemplateError, LookupError, TypeError, ValueError, RecursionError)  # exceptions of a template that refuses
+REFUSES = (TemplateError, LookupError, TypeError, ValueError, RecursionError)  # a template that refuses raises one
 PART = 2**16  # a text much longer than the context is tokenised in parts of this many characters
 INCOMPLETE = 3  # an incomplete character has at most this many bytes, tokens or U+FFFD
-WITHOUT_TEXT = 16  # more tokens than this without any text are special tokens, and `TextReader` may settle them
+WITHOUT_TEXT = 16  # if more tokens in a row than this have no text, they are special, and `TextReader` may settle them
 
 
 class PromptBuilder:
@@ -148,7 +148,8 @@ class PromptBuilder:
 def other_forms(messages: list[Message]) -> list[list[Message]]:
     """Return copies of the messages. Each copy has the tool calls in a form that some templates need.
 
-    Mistral's templates need ids of nine letters or digits. DeepSeek's templates need arguments as text, not an object.
+    Mistral's templates need ids of nine characters, each a letter or a digit. DeepSeek's templates need arguments as
+    text, not as an object.
     Copies that are identical to `messages` are left out.
     """
     short, texts = copy.deepcopy(messages), copy.deepcopy(messages)

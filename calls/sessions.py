@@ -8,7 +8,7 @@ An unused grant lapses after GRANT_SECONDS, so the unused grants of failed start
     -----------+-----------------------------------------------------------------------------
     open       | the session takes calls
     ended      | the session takes no more calls and waits for its export
-    forgotten  | the session was exported or discarded after its end, or it was idle for too long
+    forgotten  | the session was exported, was discarded at its end, or was idle for too long
 
 A session is idle while none of its answers is being generated and no request for it arrives. For example, with a
 timeout of 3600 seconds, a session that becomes idle at 12:00 expires at 13:00. An ended session that nobody exports
@@ -68,7 +68,7 @@ class Session:
     last_used: float  # time of the last request or of the last finished turn, in seconds of `clock`
     cache: InteractionCache
     places: asyncio.Semaphore  # limits the answers that servers generate at once (`Limits.running`)
-    sampling: dict[str, Any] = field(default_factory=dict)  # default sampling parameters, if not those of the proxy
+    sampling: dict[str, Any] = field(default_factory=dict)  # default sampling parameters; replace the proxy's
     calls: int = 0  # number of answers that the agent has requested
     running: set[Any] = field(default_factory=set)  # turns (turn.py) that are being generated
     turns: dict[bytes, list[Any]] = field(default_factory=dict)  # hash of a request's body -> turns with this body

@@ -13,8 +13,8 @@ A suspect is a side conversation if condition 3 also holds:
 
     3. The session has interactions that are not suspects, and all of them have another first message than the suspect.
 
-The rule ignores the time of a call, so a title request may come before, between or after the agent's calls. Two other
-calls may look like a title request, but the rule does not take them for side conversations. An agent may offer no tools
+The rule ignores the time of a call, so a title request may come before, between or after the agent's calls. Two kinds
+of calls resemble a title request, but the rule does not take them for side conversations. An agent may offer no tools
 in the call for its final answer. This call has the same first message as the agent's other calls, so condition 3 does
 not hold. A session may also contain a second agent that makes only one call. The prompt of this call does not request a
 title, so condition 1 does not hold.

@@ -74,7 +74,7 @@ class Parsed:
 
 
 def without_partial(text: str, marks: list[str]) -> str:
-    """If `text` ends with the beginning of a mark, cut it off: for the mark "<tool>", "1 <to" becomes "1 "."""
+    """Cut off the beginning of a mark at the end of `text`: for the mark "<tool>", "1 <to" becomes "1 "."""
     beginnings = [mark[:n] for mark in marks for n in range(1, len(mark))]
     held_back = max((len(beginning) for beginning in beginnings if text.endswith(beginning)), default=0)
     return text[: len(text) - held_back]
@@ -140,7 +140,7 @@ class OutputParser:
             self._prompt = tokenizer.apply_chat_template(talk, add_generation_prompt=True, tokenize=False)
 
     def foreign(self, tools: Tools) -> bool:
-        """Return whether the text has another form than the default, and so must contain the special tokens."""
+        """Return whether the model's text has another form than the default. The other forms need special tokens."""
         return self.special_tokens or (self._sglang is not None and bool(tools))
 
     def parse(self, text: str, tools: Tools) -> Parsed:
