@@ -23,7 +23,7 @@ test: $(VENV)/ready            ## run the tests in a few minutes, without the te
 test-runs: $(VENV)/ready       ## run the tests of whole runs: several ranks, restarts after kills, recipes, slurm
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m runs
 
-test-sglang: $(VENV)/ready .venv-sglang/ready   ## test the server requests, the parsers and a run with SGLang on a CPU
+test-sglang: $(VENV)/ready .venv-sglang/ready   ## with SGLang on a CPU, test the server requests, the parsers and a run
 	NANO_AREAL_SGLANG=$(CURDIR)/.venv-sglang/bin/python $(BIN)/python -m pytest -vv tests/inference/test_contract.py tests/calls/test_tools.py tests/run/test_sglang_run.py
 
 lint: $(VENV)/ready            ## check format, style and types
@@ -34,11 +34,11 @@ lint: $(VENV)/ready            ## check format, style and types
 structure: $(VENV)/ready       ## draw docs/structure.svg, the picture of the imports between the modules
 	$(BIN)/python docs/structure.py
 
-soak: $(VENV)/ready            ## kill processes of a run 60 times at random and check its samples; then send 200,000 random requests
+soak: $(VENV)/ready            ## kill processes of a run 60 times at random and check the run's samples; then send 200,000 random requests
 	$(BIN)/python bench/soak.py
 	$(BIN)/python bench/fuzz.py
 
-bench: $(VENV)/ready           ## run the benchmarks, one for each claim
+bench: $(VENV)/ready           ## run the benchmarks
 	for b in $(filter-out bench/soak.py bench/fuzz.py bench/gpu_check.py bench/areal_tests.py bench/step.py,$(wildcard bench/*.py)); do $(BIN)/python $$b || exit 1; done
 
 agents: .venv-agents/ready examples/node/node_modules/ready   ## test the example agents, in a venv of their own
@@ -49,7 +49,7 @@ agents: .venv-agents/ready examples/node/node_modules/ready   ## test the exampl
 	.venv-agents/bin/pip install --quiet --disable-pip-version-check --no-deps -r $<
 	@touch $@
 
-# Without npm or its network the target is not made, and the tests skip the agents that run in node.
+# Without npm or a network connection this target is not made, and the tests skip the agents that run in node.
 examples/node/node_modules/ready: examples/node/package-lock.json
 	@echo "installing Codex, opencode and Vercel's AI SDK with npm, about 800 MB"
 	@cd $(dir $<) && npm install --no-save --ignore-scripts --no-audit --no-fund --fetch-retries=0 && \
@@ -58,7 +58,7 @@ examples/node/node_modules/ready: examples/node/package-lock.json
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: python3 is too old, 3.11 or newer is needed: make PYTHON=python3.12")'
-	@echo "installing the packages of pyproject.toml and constraints.txt into $(VENV): it is missing, or older than these files"
+	@echo "installing the packages of pyproject.toml and constraints.txt into $(VENV), which is missing or older than these files"
 	$(PYTHON) -m venv $(VENV)
 	@# If the index has a CPU build of the pinned torch, pip takes this build, because torch is installed first.
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch

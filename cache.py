@@ -22,10 +22,11 @@ Rewards. The final reward R of a turn i is computed from the leaves to the roots
 
     R(i) = r(i) + gamma * mean of R(c) over the children c of i        (the mean is 0 if i has no children)
 
-(OpenAI-Compatible Workflows, "Reward Backpropagation Process"). For example, let gamma be 0.5 and let the last of three
-turns have the reward 1. The final rewards of the turns are then 0.25, 0.5 and 1 (Agent Workflow, "Reward System"). A
-side conversation is a call that a client makes for its own purposes, for example to get a title. A side conversation
-does not get the session's reward (calls/side_conversations.py).
+This is the "Reward Backpropagation Process" of AReaL's document OpenAI-Compatible Workflows. For example, let gamma be
+0.5 and let the last of three turns have the reward 1. The other two turns have no reward of their own. The final
+rewards of the three turns are then 0.25, 0.5 and 1 (AReaL's document Agent Workflow, "Reward System"). A side
+conversation is a call that a client makes for its own purposes, for example to get a title. A side conversation does
+not get the session's reward (calls/side_conversations.py).
 
 Export. A row is a sequence of tokens for training. With style "individual" each turn has its own row. With style
 "concat" each leaf has a row, which holds all turns from the root to the leaf. A turn joins its parent's row only if the

@@ -36,7 +36,7 @@ engine does not send the request again.
 **Checks.** A token id outside the vocabulary would crash an SGLang server, so the engine checks all ids before sending.
 
 **Not promised.** In mode `abort`, no server finds a stop string that begins in one segment and ends in the next.
-Frequency and presence penalties count the tokens of each segment separately.
+In this mode, frequency and presence penalties count the tokens of each segment separately.
 """
 
 import asyncio
@@ -92,7 +92,7 @@ class RemoteInfEngine:
     request_timeout: float = 3600.0  # longest time, in seconds, that a server may send nothing during a segment
     request_retries: int = 3  # how often a request is repeated after a connection error, a timeout or a 5xx status
     key: str = ""  # key of the servers
-    wait_for_servers: bool = False  # True if lost servers are started again: a request waits until one is alive
+    wait_for_servers: bool = False  # True if lost servers are started again: a request waits for a living server
     transport: httpx.MockTransport | None = None  # replaces the network in tests
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep  # replaces waiting in tests
 
@@ -366,10 +366,10 @@ class RemoteInfEngine:
             self.executor.destroy()
 
     def score(self, ids: list[int]) -> list[list[float]]:
-        """Return one list from each living server: log p(token | tokens before it) of a sequence, at temperature 1.
+        """Return a list for each living server: log p(token | earlier tokens) of each token, at temperature 1.
 
-        Each list begins with 0, because no token comes before the first token. If a sequence fills the context window,
-        its last token gets no log-probability, because a server needs room to generate one token.
+        Each list begins with 0, because no token comes before the first token. If `ids` fills the context window, its
+        last token gets no log-probability, because a server needs room to generate one token.
         """
         ids = ids[: self.context_length - 1] if self.context_length else ids
         self._check_ids(ids)

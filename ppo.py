@@ -5,7 +5,7 @@ give a log-probability to every sampled token:
 
     pi_behav   the behaviour policy: the weights that sampled the token. The inference server reports the
                log-probability. A weight update may interrupt a completion, so each token has its own version.
-    pi_prox    the proximal policy: the weights at the start of the training step (one more forward pass).
+    pi_prox    the proximal policy: the weights at the start of the training step (needs one more forward pass).
     pi_theta   the current policy: the weights that the optimizer is changing. Only pi_theta receives a gradient.
 
 Standard PPO uses one old policy for two jobs. The old policy corrects for data that older weights sampled. The old
@@ -29,13 +29,13 @@ Three guards limit what a single token can do:
   dual clip     For A < 0 the term u A has no lower bound. Setting c_clip = c gives this term the lower bound c A.
 
 Every trained token of a turn gets the turn's advantage. With GAE, earlier tokens get a smaller share of the advantage.
-The return of a turn starts from the turn's final reward, which includes discounted rewards of later turns (cache.py).
+The return of a turn is computed from its final reward, which includes discounted rewards of later turns (cache.py).
 A turn is compared with turns of its group. The tensor group_ids names the group of each row, so rows may be in any
 order.
 
 Limits: the clip does not keep u inside the bounds. A clipped token has no gradient, but gradients of other tokens
 still change its probability. The cap of the behaviour weight makes the correction biased. There is no critic. Variants
-are in training/: advantages.py, corrections.py and proximal.py. docs/algorithm.md lists each equation.
+of the loss are in training/: advantages.py, corrections.py and proximal.py. docs/algorithm.md lists each equation.
 
 Shapes: a batch has B rows, T columns, N trained turns and M trained tokens. Column t of each tensor describes token t.
 """
@@ -129,7 +129,7 @@ def compute_advantages(batch: dict[str, Tensor], config: PPOActorConfig) -> Tens
     turn_ids = batch["turn_ids"][trained].long()  # (M,)
     rewards = batch["turn_rewards"][trained].float()  # (M,) each token has the final reward of its turn
     if bool((turn_ids < 0).any()):
-        raise ValueError("loss_mask is 1 on a token whose turn_ids is -1; every trained token belongs to a turn")
+        raise ValueError("loss_mask is 1 on a token whose turn_ids is -1; every trained token must belong to a turn")
     if not bool(rewards.isfinite().all()):
         raise ValueError("turn_rewards is not finite on a trained token; check what the reward function returns")
 
@@ -264,7 +264,7 @@ def ppo_actor_loss_fn(
             "behave_weight_mean": weight.sum(),
             "behave_weight_square": weight.square().sum(),
             "dropped_share": torch.count_nonzero(dropped),
-            # the estimator k2 of log (pi_theta / pi_behav); the clamp keeps the sum finite
+            # k2, an estimate of the KL divergence between pi_theta and pi_behav; the clamp keeps the sum finite
             "kl": torch.where(mask, log_ratio(logp, old_logp), 0.0).clamp(-1e4, 1e4).square().sum() / 2,
         }
         stats = {name: x / denominator for name, x in sums.items()}

@@ -4,15 +4,15 @@ Each episode has a session at one proxy. An agent sends the id of its session in
 long and random, so nobody can guess it. A request marked "admin" needs the admin key. A path may leave out `/v1`.
 
     POST /grant_capacity (admin)                  let one more session start
-    POST /rl/start_session (admin)                use one grant to start a session, and return the session's id;
-                                                  body: `grant` first adds this grant, `sampling` has default values
+    POST /rl/start_session (admin)                use one grant to start a session, and return the session's id; with
+                                                  `grant`: first add the grant; `sampling`: default sampling parameters
     POST /{session_id}/v1/chat/completions        answer one call in the protocol of OpenAI's chat completions
     POST /{session_id}/v1/responses               answer one call in the protocol of OpenAI's Responses
     POST /{session_id}/v1/messages                answer one call in the protocol of Anthropic's Messages
     POST /{session_id}/v1/messages/count_tokens   return the number of prompt tokens for a body of /messages
     GET  /{session_id}/v1/models                  list the only model; /models/{id} returns this model
     GET  /{session_id}/v1/responses/{id}          return a finished response; with /input_items: list its input
-    POST /{session_id}/rl/set_reward              set the reward of the interaction with this id; no id: of the last
+    POST /{session_id}/rl/set_reward              set the reward of one interaction, by default of the last
     POST /{session_id}/rl/end_session             end the session: stop its running calls, refuse new calls (410)
     POST /export_trajectories (admin)             return the interactions of an ended session, then forget the session;
                                                   with `rewards`: first set these rewards and end the session
@@ -374,7 +374,7 @@ def create_app(engine: Any, tokenizer: Any, admin_key: str, **options: Any) -> F
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="A server for agents that keeps their tokens for training.")
+    parser = argparse.ArgumentParser(description="Answer the calls of agents, and keep the tokens for training.")
     add = parser.add_argument
     add("--server", action="append", required=True, help="URL of an inference server; may be repeated")
     add("--model-path", required=True, help="Hugging Face folder with the tokenizer")

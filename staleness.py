@@ -1,17 +1,16 @@
 """The staleness gate limits how many prompt groups may start, and checks the age of each group before training.
 
-In asynchronous training a rollout starts under one policy version, and a later version is trained on it. The **age** of
-a token is the policy version of the step that trains on the token, minus the version that generated the token. The age
-of a prompt group is the age of its oldest token. The version of the oldest token is the group's head version. The
-maximum age is `max_head_offpolicyness`, called eta here. With eta = 0 training is synchronous.
+In asynchronous training a rollout starts under one policy version, and a later version is trained on the rollout. The
+**age** of a token is the policy version of the step that trains on the token, minus the version that generated the
+token. The age of a prompt group is the age of its oldest token. The version of the oldest token is the group's head
+version. The maximum age is `max_head_offpolicyness`, called eta here. With eta = 0 training is synchronous.
 
-**The unit is one prompt group**: all n_samples episodes of a prompt. A step consumes B groups (`consumer_batch_size`).
+**The gate** (write-up, section 1.2) counts prompt groups. A group is all n_samples episodes of a prompt. A step
+consumes B groups (`consumer_batch_size`). At most `max_concurrent_rollouts` groups may run at the same time. At version
+v there are also (eta + v + 1) * B places. Each group that runs, and each group accepted since the run began, takes one
+place. A group may start if fewer than `max_concurrent_rollouts` groups run and a place is free. The states of a group:
 
-**The gate** (write-up, section 1.2). At most `max_concurrent_rollouts` groups may run at the same time. The gate also
-counts the groups that run, together with all groups accepted since the run began. At version v this sum may be at most
-(eta + v + 1) * B. A group may start if both limits have room. A group goes through these states:
-
-    enqueued -> running -> accepted   (the group keeps its place for ever: every step adds B places to the limit)
+    enqueued -> running -> accepted   (the group keeps its place for ever: every step adds B new places)
                         -> rejected   (the group's place becomes free; a failed group counts as rejected, too)
 
 If a step drops an accepted group, or if wait_for_task fetches the group, its place becomes free. The gate cannot block
@@ -20,19 +19,19 @@ the trainer, then the gate counts fewer than (v + 1) * B groups, and another gro
 
 **The gate alone does not bound the age.** If each step consumed the groups that finished first, younger groups would
 overtake a slow group. In an example with eta = 1 and B = 2, a slow group reaches age 5 (tests/test_staleness.py).
-`rollout.stale` chooses one of three ways to keep every trained token within eta. Each of the three ways has a price:
+`rollout.stale` chooses one of three ways to keep every trained token within eta:
 
 - **wait** consumes the groups that started first, so a batch waits for its slowest group. *Proof:* number the groups
   that were not rejected 1, 2, 3, ... in order of start. A group that starts at version s gets a number p <=
   (eta + s + 1) * B, because the gate counted this group and every group before it. Later rejections only make p
   smaller. Step ceil(p / B) consumes group p, at version ceil(p / B) - 1 <= eta + s. No token of group p is older than
-  version s.
+  version s, so the age of group p is at most eta.
 - **mask** consumes the groups that finished first, and takes tokens older than eta out of the loss. The first tokens of
   a long answer are the oldest, so these tokens are trained less often. No step waits for a slow group. A group is lost
   only if all its tokens are too old. *Proof:* number the accepted groups in order of finish. A group that finishes at
   version s gets a number p <= (eta + s + 1) * B. As in the proof for wait, a step consumes this group at version eta +
-  s or before. If the group's last tokens have version s, their age is at most eta.
-- **drop** consumes the groups that finished first, and drops a group older than eta. Long episodes are therefore lost.
+  s or before. If the group's last tokens have version s, their age is at most eta, and they are trained.
+- **drop** consumes the groups that finished first, and drops groups older than eta. Long episodes are lost most often.
 
 **What is not promised.** The proofs assume that a trainer consumes B groups per version, that versions only grow, and
 that set_version is called after the servers have the new weights. With mask, a group is dropped if all its tokens are
@@ -65,7 +64,7 @@ class RolloutStat:
     rejected: int = 0  # groups that finished without a trajectory
     failed: int = 0  # rejected groups in which an exception was raised
     dropped: int = 0  # accepted groups that were too old when a step wanted to consume them
-    withdrawn: int = 0  # accepted groups that wait_for_task fetched, outside the batches
+    withdrawn: int = 0  # accepted groups that wait_for_task fetched, so that no batch contains them
     failed_members: int = 0  # members (not groups) that raised an exception while their group continued
 
 

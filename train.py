@@ -76,7 +76,7 @@ class PPOTrainer:
         self.logger: Logger | None = None  # None on every rank except 0
 
     def train(self, workflow: Any = None, workflow_kwargs: dict[str, Any] | None = None) -> None:
-        """Run a whole training run. All ranks call this method.
+        """Train from the start of the run to its last step. All ranks call this method.
 
         `workflow` replaces the workflow of the configuration. `workflow` is an agent or a workflow, in any form that
         `resolve_workflow` (workflow.py) accepts. `workflow_kwargs` are the arguments of the workflow's class. Raises
@@ -136,8 +136,8 @@ class PPOTrainer:
             collate_fn=list,
         )
 
-        # 4. Load the newest checkpoint of this run, if there is one. Servers that this run started have the weights of
-        #    model_path. Push the trainer's weights after a restart, or if the servers were running before.
+        # 4. Load the newest checkpoint of this run, if there is one. Servers that this run started already have the
+        #    weights of model_path. After a restart, or to servers that were running before, push the trainer's weights.
         self.step = self.recovery.load(self.actor, self.rollout.executor)
         if self.step or config.rollout.server_addrs:
             self.push_weights(self.step)
@@ -158,7 +158,7 @@ class PPOTrainer:
         config, inputs, trace, actor = self.run.config, self.run.inputs, self.run.trace, self.actor
         begin, seconds, is_last = time.monotonic(), dict[str, float](), step == self.last_step
 
-        # 1. Wait for a batch: the next B prompt groups, as N rows. No trained token is older than eta versions.
+        # 1. Wait for a batch: the next B prompt groups, as N rows. No trained token is more than eta versions old.
         #    input_ids, loss_mask, versions, logprobs (log pi_behav) are (N, T); rewards are (N,).
         with trace.span("rollout_wait", seconds):
             version = actor.get_version()

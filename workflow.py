@@ -3,7 +3,7 @@
 An **episode** is one run of `arun_episode(engine, data)`, a coroutine that turns one sample of the dataset into rows to
 train on. The executor decides when an episode starts and what happens to its result (rollout/executor.py).
 
-**What a workflow may return** (Rollout Workflow, "Return Types"):
+**What a workflow may return** (AReaL's document Rollout Workflow, "Return Types"):
 - a dict of tensors, which is a trajectory (rollout/trajectory.py);
 - a dict of interactions: the calls of an agent, with their tokens and rewards (cache.py);
 - None, which rejects the sample.
@@ -22,11 +22,11 @@ If the workflow of a sample raises an exception, the sample's group is rejected 
 returns a number (the reward of its last completion) or a dict {completion id: reward}. If the agent has already sent
 its rewards to the proxy over HTTP, it returns None. An episode without any reward is rejected.
 
-**Where agents run** (Agent Workflow, "Execution Modes"). In mode inline all agents run in one event loop. One agent
-object serves many episodes at once, so `run` must keep the state of an episode in local variables. A blocking call (a
-synchronous client, time.sleep) delays every episode. In mode subproc each episode runs alone in a worker process, with
-a copy of the agent (rollout/workers.py). In mode subproc an agent may therefore use synchronous code. The agent must be
-picklable, and each process takes about 50 MB.
+**Where agents run** (AReaL's document Agent Workflow, "Execution Modes"). In mode inline all agents run in one event
+loop. One agent object serves many episodes at once, so `run` must keep the state of an episode in local variables. A
+blocking call (a synchronous client, time.sleep) delays every episode. In mode subproc each episode runs alone in a
+worker process, with a copy of the agent (rollout/workers.py). In mode subproc an agent may therefore use synchronous
+code. The agent must be picklable, and each process takes about 50 MB.
 
 **Groups** (Rollout Workflow, "Grouped Rollout"). The members of a group run concurrently, each with its own copy of
 `data`. If a member returns None or raises an exception, the group continues without this member. Example: in a group of
@@ -116,7 +116,7 @@ def is_interactions(result: Any) -> bool:
 
 
 def to_tensors(result: Any) -> Trajectory:
-    """Return an episode's result as tensors, with one row per interaction. parents[i] is the parent row of row i."""
+    """Return an episode's result as tensors, one row per interaction. parents[i] is the parent row of row i, or -1."""
     if not is_interactions(result):
         return result
     places = {interaction: k for k, interaction in enumerate(result.values())}
@@ -178,8 +178,8 @@ class MultiTurnWorkflow(RLVRWorkflow):
     """Sample an answer. While the reward is not positive, add `reflection_message` and sample another answer.
 
     After k answers the episode's reward is turn_discount^(k-1) times the reward of the last answer. Each new prompt
-    consists of the last prompt, the sampled tokens, and the reflection message. Sampled tokens are not tokenised again
-    (calls/prompts.py). A conversation ends when it fills the context.
+    consists of the previous prompt, the tokens sampled for it, and the reflection message. Sampled tokens are not
+    tokenised again (calls/prompts.py). A conversation ends when it fills the context.
     """
 
     max_turns: int = 3  # the largest number of answers
@@ -204,7 +204,7 @@ class MultiTurnWorkflow(RLVRWorkflow):
             reward = await self.reward(turns[-1], data)
             # The text of the answer is a placeholder, because the next prompt holds the sampled tokens instead.
             answer = [{"role": "assistant", "content": "replaced by the sampled tokens"}]
-            # The parent gets the template key of the next call. Only then does the next prompt begin with its tokens.
+            # The next prompt begins with the parent's tokens only if the parent has the template key of the next call.
             key = AgentRequest(messages).template_key
             parent = Interaction(messages, template_key=key, model_response=turns[-1], output_message_list=answer)
             messages = [*messages, *answer, {"role": "user", "content": self.reflection_message}]
@@ -288,10 +288,10 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
     discount: float = 1.0  # gamma: share of a turn's final reward that its parent receives
     export_style: str = "individual"  # individual: one row per turn; concat: one row per conversation
     episode_timeout: float = 3600.0  # seconds; a longer episode is cancelled and counted as failed
-    sampling: dict[str, Any] = field(default_factory=dict)  # default sampling parameters, if not those of the proxy
+    sampling: dict[str, Any] = field(default_factory=dict)  # default sampling parameters, instead of the proxy's
 
     def __post_init__(self) -> None:
-        remedy = "define its class at the top of a module, clients inside `run`, or set rollout.openai.mode=inline"
+        remedy = "define its class at the top of a module and make clients in `run`, or set rollout.openai.mode=inline"
         if self.mode == "subproc":
             check_importable(self.agent, f"agent {type(self.agent).__name__}", remedy)
         # OpenAI's SDK makes no client without a key. The URL of a session identifies the session, so any key will do.

@@ -103,8 +103,8 @@ def without_effect(config: Any, names: list[str]) -> dict[str, str]:
 def set_keys(config: DictConfig, given: Any, source: str) -> dict[str, str]:
     """Write the given keys into `config`. `source` names the recipe or the command line in error messages.
 
-    Return the given keys that have no effect so far, each with the condition that it needs. Raises ConfigError for an
-    unknown key. The message suggests the nearest known key.
+    Return the given keys whose conditions are not met so far, each with its condition. A later recipe may still meet a
+    condition. Raises ConfigError for an unknown key. The message suggests the nearest known key.
     """
     given.pop("revision", None)  # the config.yaml of a run contains the revision of the code
     known, names = [key.name for key in list_keys()], []
@@ -215,7 +215,7 @@ def load(argv: list[str]) -> TrainConfig:
     paths = ([args.replay / "config.yaml"] if args.replay else []) + (args.config or ([] if args.replay else [DEMO]))
     recipes = [p if p.is_file() or p.suffix else DEMO.parent / f"{p}.yaml" for p in paths]
     if missing := [recipe for recipe in recipes if not recipe.is_file()]:
-        raise ConfigError(f"no recipe at {missing[0]}; configs/ holds the ones that come with the project")
+        raise ConfigError(f"no recipe at {missing[0]}; configs/ holds the recipes of the project")
     merged, idle = OmegaConf.structured(TrainConfig), dict[str, str]()
     source = ""
     try:

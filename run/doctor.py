@@ -35,10 +35,10 @@ from run.report import read_records
 Line = dict[str, Any]  # one line of metrics.jsonl
 Finding = dict[str, Any]  # one line of doctor.jsonl, with the keys step, rule and text
 ROUNDING = {"float32": 1e-3, "bfloat16": 0.5}  # maximum rounding error of a log-probability (nats), by actor.dtype.
-# Above this success little is left to learn, so groups without signal and low entropy are normal.
+# Above this share of successes little is left to learn, so zero advantages and a low entropy are normal.
 SOLVED = 0.9
 BLOCKED_SECONDS = 5.0  # limit of the rule blocked_loop.
-# After this number of rejected batches, the doctor checks the step before its end.
+# If groups for this many batches were rejected during a step, the doctor checks the step before the step ends.
 REJECTED_BATCHES = 10
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "doctor.md"
 TEXTS = {name: " ".join(text.split()) for name, text in re.findall(r"## (\w+)\n\n(.+?)\n\n", PAGE.read_text(), re.S)}
@@ -70,7 +70,7 @@ def is_solved(lines: list[Line]) -> bool:
 
 
 def entropy_fall(lines: list[Line], config: Any) -> float:
-    """Return the factor by which the entropy fell: minimum of the first five lines / maximum of the last two."""
+    """Return the lowest entropy of the first five lines divided by the highest entropy of the last two lines."""
     before, after = min(line["entropy"] for line in lines[:5]), max(line["entropy"] for line in lines[-2:])
     return 0.0 if is_solved(lines[-2:]) else before / max(after, 1e-9)
 
@@ -189,7 +189,7 @@ class Doctor:
                     step, before = self.step, executor.stats
                 counts = {k: getattr(executor.stats, k) - getattr(before, k) for k in ("accepted", "rejected")}
                 if counts["rejected"] >= REJECTED_BATCHES * self.config.train_dataset.batch_size:
-                    # When a run ends, its cancelled tasks count as rejected, and `check_alive` raises RuntimeError.
+                    # The end of a run cancels tasks, which count as rejected. `check_alive` then raises RuntimeError.
                     executor.dispatcher.check_alive()
                     self.report(examine([{"step": step + 1, **counts}] * 3, self.config))
             except Unhealthy as error:

@@ -2,9 +2,9 @@
 
     python -m run.episode my_module.MyAgent --model-path DIR --data '{"question": "..."}'
 
-The command starts a proxy and an inference server with the model. With --server URL the command uses the inference
-server that runs at this URL. The command runs `MyAgent().run(data)` as training would, and prints the conversation
-tree. Each call is printed below its parent call, with its number of tokens and its final reward.
+The command starts a proxy and an inference server with the model. With --server URL the command starts only the proxy,
+and uses the inference server at this URL. The command runs `MyAgent().run(data)` as training would, and prints the
+conversation tree. Each call is printed below its parent call, with its number of tokens and its final reward.
 
 If the command prints one conversation as two trees, the agent's framework has rewritten earlier messages.
 docs/agents.md describes the remedy.
@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--model-path", required=True, help="Hugging Face folder of the model")
     add("--server", help="URL of a running inference server; default: start inference.tiny.server with the model")
     add("--mode", choices=["inline", "subproc"], default="inline", help="subproc: run the agent in its own process")
-    add("--discount", type=float, default=1.0, help="share of a turn's final reward that is added to the turn before")
+    add("--discount", type=float, default=1.0, help="share of a turn's final reward that its parent turn receives")
     args = parser.parse_args(argv)
     options: dict[str, object] = {"--model-path": args.model_path}
     with tempfile.TemporaryDirectory() as logs, closing(Fleet(Path(logs))) as fleet:

@@ -24,7 +24,7 @@ DISK = "make room on the disk, raise the limit of file sizes (ulimit -f), or tak
 ADVICE = (  # a pattern in a failure's description, and what the user can do
     ("finite", "make the agent or the reward function return a finite number for every answer"),
     ("too long", "shorten the prompts, or take a model with a longer context"),
-    # torch hides the error of the disk if it cannot write a checkpoint.
+    # If torch cannot write a checkpoint, it hides the disk's error, so "was not written" is a pattern, too.
     *((words, DISK) for words in ("No space left", "File too large", "was not written")),
     ("KeyError", "if this key is a column of the data, add the column to the data, or correct the named line"),
     ("", "correct the named line; the traceback shows how the program got there"),

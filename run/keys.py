@@ -8,9 +8,9 @@ The type of a number contains the interval of its allowed values, for example Sh
 values that would do silent harm. For example, a learning rate below 0 would make the model worse, and a clip of NaN
 would have no effect, because every comparison with NaN is false. No interval contains NaN.
 
-Three tables follow the keys: other names of keys, names that an error message explains, and the keys that have an
-effect only together with another key. Most keys have the names that AReaL uses. docs/differences.md lists the keys with
-different names.
+Three tables follow the keys: alternative names of keys, wrong names for which an error message suggests a key, and the
+keys that have an effect only together with another key. Most keys have the names that AReaL uses. docs/differences.md
+lists the keys with different names.
 """
 
 from dataclasses import dataclass, field
@@ -36,8 +36,8 @@ class OpenAIConfig:
     tool_call_parser: str | None = None  # format of the model's tool calls; default: the tokenizer's, else qwen
     reasoning_parser: str | None = None  # format of the model's reasoning; default: <think> ... </think>
     limits: Limits = field(default_factory=Limits)  # limits on what one session costs a proxy
-    side_conversations: list[str] = field(default_factory=lambda: [*PATTERNS])  # first messages of side conversations
-    store: Literal["honour", "ignore"] = "ignore"  # honour: calls with `store: false` are not trained
+    side_conversations: list[str] = field(default_factory=lambda: [*PATTERNS])  # regexes that find side conversations
+    store: Literal["honour", "ignore"] = "ignore"  # honour: do not train on calls with `store: false`
     fixed_sampling: list[str] = field(default_factory=list)  # names of gconfig fields that agents cannot override
     session_timeout_seconds: Positive = 3600.0  # time without a request after which the proxy deletes a session
     episode_timeout_seconds: Positive = 3600.0  # time after which a running episode is cancelled and counted as failed
@@ -73,7 +73,7 @@ class ServerConfig:
     tp_size: Count = 1  # GPUs per server (tensor parallelism)
     colocate: bool | None = None  # true: use the trainer's GPUs; default: use them only if there are too few GPUs
     port: Annotated[int, "[0, 65535]"] = 0  # port of the first server; other servers use the next ports; 0: any
-    mem_fraction: Annotated[float, "(0, 1)"] | None = None  # share of GPU memory; default 0.85, or 0.6 on trainer GPUs
+    mem_fraction: Annotated[float, "(0, 1)"] | None = None  # share of GPU memory; default 0.85; 0.6 on a trainer's GPU
     fp32_head: bool = True  # true: SGLang on GPUs computes logits in float32, as the trainer does; false: in bfloat16
     command: str = ""  # command that starts SGLang; default: this Python with -m sglang.launch_server
     args: list[str] = field(default_factory=list)  # further command-line arguments for every server
@@ -181,7 +181,7 @@ class TrainConfig:
     tokenizer_path: str | None = None  # Hugging Face folder of the tokenizer; default: model_path
     workflow: str | None = None  # module.Class of an agent or a RolloutWorkflow; default: the task's workflow
     workflow_kwargs: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the workflow's class
-    should_accept_fn: str | None = None  # module.function of a trajectory; returns false to reject the group
+    should_accept_fn: str | None = None  # module.function that gets a group's trajectory; false rejects the group
     success_above: Annotated[float, "(-inf, inf)"] = 0.0  # a reward above this number is a success; 0: above 0
     gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)  # sampling
     eval_gconfig: EvalSampling = field(default_factory=EvalSampling)
@@ -228,7 +228,7 @@ ALIASES = {
 }
 
 
-# Names that users give to keys, and the key that an error message then suggests.
+# Wrong names that users give to keys, and the key that the error message suggests for each.
 SYNONYMS = {"learning_rate": "actor.optimizer.lr", "staleness": "rollout.max_head_offpolicyness", "steps": "max_steps"}
 
 # Keys that have an effect only under a condition: condition -> regular expression that matches the keys' names.

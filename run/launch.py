@@ -7,9 +7,9 @@ Ctrl-C reaches only train.py, and train.py ends the children in order.
 
 A thread waits for each child. If an inference server dies during training, the thread starts the server again on the
 same port, at most server.max_restarts times. The new process reports the version "0-incomplete", so every engine
-refuses its tokens until the trainer has pushed the current weights. A server that may not start again is lost, and the
-run continues with the other servers. If no server is left, or if a proxy dies, the run fails at once with the last
-lines of the child's log.
+refuses its tokens until the trainer has pushed the current weights. A server that dies once more after its last restart
+is lost, and the run continues with the other servers. If no server is left, or if a proxy dies, the run fails at once
+with the last lines of the child's log.
 
 run/plan.py decides which servers to start.
 """
@@ -36,10 +36,11 @@ logger = logging.getLogger("nano_areal.launch")
 ROOT = Path(__file__).resolve().parent.parent
 START_SECONDS = 1800.0  # maximum time until a server's first reply; a large model may load for minutes
 GRACE_SECONDS = 5.0  # time for a child to end by itself before it is killed
-DEATH_SECONDS = 0.5  # maximum time from closing the connections of a killed process to its end.
-# The environment variables of torchrun. A child with these variables would join the trainer's ranks instead of its own.
+DEATH_SECONDS = 0.5  # the longest time between the moments when a killed process closes its connections and ends
+# The environment variables of torchrun. A child that inherited these variables would take itself for a trainer's rank.
 TORCHRUN = re.compile(r"TORCHELASTIC_\w+|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)")
-# The maximum time in which a process ends. Before its end, the process finishes its replies for up to 2 s (serve.py).
+# A server or proxy that is being stopped ends within this time. It first finishes its replies for up to 2 s (serve.py).
+# The executor therefore waits this long before a failed episode counts as failed (rollout/executor.py).
 HOLD_SECONDS = 3.0
 
 
@@ -163,7 +164,7 @@ class Fleet:
             threading.Thread(target=wait_for, args=(child,), name=f"watch-{child.name}", daemon=True).start()
 
     def restart(self, child: Child, planned: Planned) -> Child | None:
-        """Start `planned` in place of `child`, which has died. Return None if the run ends."""
+        """Start `planned` in place of `child`, which has died. Return None if the run is ending."""
         with self.lock:
             if self.stopping:
                 return None

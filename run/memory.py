@@ -1,10 +1,10 @@
 """Estimate the memory and the disk space that a run needs, before the run starts.
 
 **The trainer.** A rank keeps its share of the parameters, gradients and two AdamW moments: four float32 numbers for
-each of the n parameters. A training step has three phases, and the rank also needs the memory of the largest phase. P
-is the number of parameters in a decoder layer, V the vocabulary size, and H the hidden size. R is the number of
-parameters in the embedding and the last layer: V H if the two share their weights, else 2 V H. A number in a forward
-pass has b bytes, 2 in bfloat16. `saved` is what the forward pass keeps for the backward pass.
+each of the n parameters. A training step has three phases: head, layers and end. The rank also needs the memory of the
+phase that needs most. P is the number of parameters in a decoder layer, V the vocabulary size, and H the hidden size. R
+is the number of parameters in the embedding and the last layer: V H if the two share their weights, else 2 V H. A
+number in a forward pass has b bytes, 2 in bfloat16. `saved` is what the forward pass keeps for the backward pass.
 
     head    b R + (4 + b) V H + saved + chunk        the whole last layer; its gradient in float32; the gradient that
                                                      one chunk of tokens adds to it; the chunk's logits
@@ -121,7 +121,7 @@ def describe_load(config: TrainConfig, n: int) -> str:
     slots = config.server.count * config.server.max_running_requests
     step = samples * config.gconfig.max_new_tokens * TOKEN_BYTES
     # The disk holds the newest models and the best in float32, two recovery checkpoints with two moments each, and two
-    # versions for the servers.
+    # versions of the weights that the servers read.
     models = config.saver.keep + bool(config.evaluator.interval)
     kept = (4 * models + 2 * 12 + 2 * getattr(torch, config.actor.dtype).itemsize) * n
     newest = f", kept for {config.logger.keep_steps} steps" if config.logger.keep_steps else ""

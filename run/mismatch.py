@@ -4,10 +4,10 @@ A server and the trainer should have the same weights. The server and the traine
 log-probabilities differ by rounding (about 1e-6 in float32, 0.05 in bfloat16). A larger difference means that the
 server and the trainer use different weights or different masks, so every importance weight of the run is wrong.
 
-Two checks look for such a difference. `logp_mismatch` compares the tokens of a batch that the current version sampled,
-but a batch may have no such token. After each weight update, the trainer and every server therefore score a few fixed
-tokens, the canary. A busy server scores the canary only when all earlier requests have got a slot. The trainer does not
-wait for these scores, but reads them before the next update.
+Two checks look for a larger difference. `logp_mismatch` compares those tokens of a batch that the current version
+sampled, but a batch may have no such token. After each weight update, the trainer and every server therefore score a
+few fixed tokens, the canary. A busy server scores the canary only when all earlier requests have got a slot. The
+trainer does not wait for these scores, but reads them before the next update.
 """
 
 from concurrent.futures import Future, ThreadPoolExecutor

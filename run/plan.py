@@ -149,7 +149,7 @@ def servers_on_gpus(planned: list[Planned]) -> list[Planned]:
 
 
 def choose_update_mode(config: TrainConfig, planned: list[Planned], gpus: list[str]) -> tuple[Any, str]:
-    """Return weight_update.mode, and why the plan has chosen it. The mode "auto" becomes the fastest that can work."""
+    """Return weight_update.mode, and why the plan has chosen it. "auto" becomes the fastest mode that can work."""
     mode, used = config.weight_update.mode, [gpu for p in servers_on_gpus(planned) for gpu in p.gpus]
     if mode != "auto":
         return mode, "the configuration sets it"

@@ -5,11 +5,11 @@ With `recover: auto`, a run that is started again with the same name continues f
 - **Only one process writes a run.** A second process of the same run is refused while the first process is alive.
 - **A checkpoint contains everything that the next step depends on.** The folder recover/step00040 contains the model
   and the optimizer, the schedules, the states of the random number generators, the position in the data, and the list
-  of open groups. A group is open after its prompt is drawn from the data, until a step has trained on the group.
-  torch.distributed.checkpoint stores the model and the optimizer, so any number of ranks can load them. The file
+  of open groups. A group is open from the moment when its prompt is drawn from the data until a step has trained on the
+  group. torch.distributed.checkpoint stores the model and the optimizer, so any number of ranks can load them. The file
   state.pickle is written last, and a checkpoint without this file is ignored.
 - **Training goes on while a checkpoint is written.** The trainer copies its state into host memory, and a thread writes
-  the copy. The checkpoint before is deleted when the new one is complete. The next checkpoint and the end of the run
+  the copy. The previous checkpoint is deleted when the new one is complete. The next checkpoint and the end of the run
   wait for the thread.
 - **Steps after the last checkpoint run again.** The restart removes the lines of these steps from metrics.jsonl. Each
   step writes its line before its checkpoint, so metrics.jsonl has exactly one line per step at the end.
@@ -88,19 +88,19 @@ def folders_of_steps(folder: Path) -> dict[int, Path]:
 
 
 def best_step(lines: list[dict[str, Any]], steps: Any) -> int:
-    """Return the step among `steps` with the highest eval_reward in the lines of metrics.jsonl, or 0 if none has one.
+    """Return the step among `steps` with the highest eval_reward in `lines`, or 0 if no step has an eval_reward.
 
-    If several steps have this reward, return the newest.
+    `lines` are lines of metrics.jsonl. If several steps share the highest eval_reward, return the newest of them.
     """
     scored = [(line["eval_reward"], line["step"]) for line in lines if line.get("eval_reward") is not None]
     return max((each for each in scored if each[1] in steps), default=(0, 0))[1]
 
 
 def save_model(actor: Any, folder: Path, step: int, keep: int, lines: list[dict[str, Any]] | None = None) -> None:
-    """Write the model to the Hugging Face directory `folder`/step00040 and so on, and delete old models.
+    """Write the model to a Hugging Face directory, such as `folder`/step00040 for step 40, and delete old models.
 
-    The newest `keep` models stay, and the model with the best evaluation in `lines`, the lines of metrics.jsonl. Models
-    of steps after `step` are also deleted: an earlier start of the run wrote them.
+    The newest `keep` models stay, and so does the model with the best evaluation in `lines` (the lines of
+    metrics.jsonl). Models of steps after `step` are also deleted: an earlier start of the run wrote these models.
     """
     actor.save(folder / f"step{step:05d}")
     if actor.rank == 0:
@@ -228,7 +228,7 @@ class Recovery:
         """Wait until every rank has written its part. Then rank 0 makes the checkpoint valid and deletes older ones."""
         try:
             saved.result()
-        except CheckpointException as error:  # no subclass of Exception
+        except CheckpointException as error:  # CheckpointException is no subclass of Exception
             cause, _ = next(iter(error.failures.values()))
             raise RuntimeError(f"the checkpoint {target} was not written") from cause
         if self.groups:

@@ -3,8 +3,9 @@
     python train.py --replay runs/guess/20261122-130000
     python train.py --replay runs/guess/20261122-130000 --replay-until 7      end after step 7
 
-A replay is a training run that takes turns: at each version, it first generates all tokens that the recorded run
-generated with this version, and then trains. An example with eta = 1, in which groups 3 and 4 are interrupted:
+A replay is a training run that alternates between generation and training: at each version, it first generates all
+tokens that the recorded run generated with this version, and then trains. An example with eta = 1, in which groups 3
+and 4 are interrupted:
 
     recorded   trainer   wait          | step 1: groups 1 2 | push v1 | step 2: groups 3 4 ...
                server    groups 1 2 3 4 at v0 ..............          | 3 4 at v1, 5 6 at v1 ...
@@ -23,7 +24,8 @@ as rejected groups. The replay repeats no other decision of the gate and the dis
 - A call has another prompt, a call was not made in the recorded run, or a recorded call is missing. In these cases the
   agent is not deterministic, and the replay ends and names the call.
 - An equal prompt gets other tokens. In this case the server does not compute equal bits, and the replay generates the
-  other tokens of the task freely. `compare` then finds the first step that differs, and by how much.
+  remaining tokens of the task without the recorded versions. `compare` then finds the first step that differs, and by
+  how much.
 """
 
 import os
@@ -80,7 +82,7 @@ class ReplayExecutor(WorkflowExecutor):
         self.step_of = {task: version + 1 for version, tasks in self.recorded.steps.items() for task in tasks}
 
     def prepare_batch(self, dataloader: Any, *args: Any, **kwargs: Any) -> Trajectory:
-        """Return the batch that the recorded run consumed at this version. Raises Differs."""
+        """Return the batch that the recorded run consumed at this version, or raise Differs."""
         version = self.engine.get_version()
 
         # 1. Start the groups that the recorded run started at this version, in the same order.
@@ -110,7 +112,7 @@ class ReplayExecutor(WorkflowExecutor):
         for name, call in own.items() if recorded else ():
             if call["prompt"] != recorded.get(name, {}).get("prompt"):
                 raise self.differs(task, f"call {name} has another prompt, or was not made in the recorded run")
-            # If the server computes other tokens for this prompt, the replay generates the task's other tokens freely.
+            # The server computes other tokens: generate the rest of the task without the recorded versions.
             if call["spans"] != recorded[name]["spans"][: len(call["spans"])]:
                 del self.recorded.calls[task]
                 return []

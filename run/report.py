@@ -204,11 +204,11 @@ def as_lists(x: Tensor) -> list:
 
 
 def add_turns(turns: list[Record], row: Record, above: list[int], names: Record) -> list[int]:
-    """Append the turns of a row to `turns`, each with the entries `names`. Return the row's positions in `turns`.
+    """Append the turns of a row to `turns`, and return the positions of the row's turns in `turns`.
 
-    This row continues its parent row. `above` holds the positions of the parent row's turns. A turn that both rows
-    share is in `turns` only once. A turn holds the tokens that follow its parent turn: the messages between the two,
-    then the sampled tokens.
+    Each turn also gets the entries of the dict `names`. This row continues its parent row. `above` holds the positions
+    of the parent row's turns. A turn that both rows share is in `turns` only once. A turn holds the tokens that follow
+    its parent turn: the messages between the two, then the sampled tokens.
     """
     ids, states = row["input_ids"], row["states"]
     path = [

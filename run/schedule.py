@@ -1,15 +1,15 @@
 """The schedule of a run: which policy version computed which tokens, and which step consumed which prompt group.
 
-**Why an asynchronous run can be repeated.** Two runs with one configuration and one seed differ, because they depend on
-time. For example, a weight update interrupts a completion at token 57 in one run, and at token 61 in the other run. All
-other parts of a run are fixed:
+**Why an asynchronous run can be repeated.** Two runs with the same configuration and the same seed differ, because they
+depend on time. For example, a weight update interrupts a completion at token 57 in one run, and at token 61 in the
+other run. All other parts of a run are fixed:
 
 - The seed fixes the order of the prompts, and the number of each task (rollout/executor.py, DataCursor).
 - The seed of a call is a hash of the run's seed, the episode and the number of the call (`call_seed`). The random
   number that chooses a token is a hash of this seed and of the token's position. No random number depends on time.
-- The small server computes equal bits for every batch (inference/tiny/model.py, "Bits"), and at a weight update it
-  computes all keys and values again. A completion therefore has equal bits, whether it was interrupted or requested in
-  two parts.
+- The small server computes the same bits for a row, whatever other rows are in the batch (inference/tiny/model.py,
+  "Bits"). At a weight update the small server computes all keys and values again. A completion therefore has equal
+  bits, whether it was interrupted or requested in two parts.
 - A training step is a function of the weights and of the batch.
 
 So only the schedule of a run is not deterministic. A run writes its schedule to schedule.jsonl, one fact a line, about
@@ -130,7 +130,7 @@ class ScheduledEngine(RemoteInfEngine):
         os.write(self._file, orjson.dumps(fact) + b"\n")
 
     def recorded_call(self, name: str) -> Fact | None:
-        """Return the recorded line of a call, {} if it has no line, or None if its whole task has no line."""
+        """Return the recorded line of a call, {} if it has no line, or None if its task is not in the schedule."""
         calls = self.recorded.calls.get(task_of(name)) if name else None
         return None if calls is None else calls.get(name, {})
 
@@ -139,7 +139,7 @@ class ScheduledEngine(RemoteInfEngine):
 
         If a call failed in the recorded run, the call fails again in the replay, with the same status.
         """
-        # Only calls of training are recorded. For example, no weight update interrupts a call of an evaluation.
+        # Only calls of training are recorded. No weight update interrupts a call of an evaluation.
         if not TRAINING_CALL.fullmatch(req.call):
             return await super().agenerate(replace(req, call=""), on_tokens)
         prompt, known = digest(req.input_ids), self.recorded_call(req.call)
@@ -169,7 +169,7 @@ class ScheduledEngine(RemoteInfEngine):
         # The stop reason "abort" makes agenerate request the next span.
         if known and made == known["spans"][: len(made)]:
             response.stop_reason = known["stop"] if made == known["spans"] else "abort"
-        # The server computes other bits, so the replay generates the task freely from now on.
+        # The server computes other bits, so the rest of the task is generated without the recorded versions.
         elif known:
             self.recorded.calls.pop(task_of(req.call), None)
         if req.call:

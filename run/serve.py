@@ -127,7 +127,8 @@ class Repeats(logging.Filter):
 class PatientServer(uvicorn.Server):
     """A server of uvicorn whose new clients wait in the listener's queue while few file descriptors are free.
 
-    uvloop's own loop would close the connections of these clients. The limit may change while the process runs.
+    uvloop's own loop would close the connections of these clients. The process's limit of descriptors may change at any
+    time.
     """
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

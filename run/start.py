@@ -72,7 +72,7 @@ def say_ready(what: str) -> None:
 
 
 def max_restarts(run: Run) -> int:
-    """Return how often each inference server may be started again: never in an evaluation or a replay."""
+    """Return how often each server may be started again: 0 in an evaluation, in a replay and with release_memory."""
     config = run.config
     may_restart = run.servers and config.mode == "train" and not (config.replay or config.server.release_memory)
     return config.server.max_restarts if may_restart else 0

@@ -1,6 +1,6 @@
 """The tour follows one prompt group of the demo through a real run, and collects what each part of the system does.
 
-    make tour        docs/lifecycle.py prints the tour; its text is the page docs/lifecycle.md
+    make tour        runs docs/lifecycle.py, which prints the page docs/lifecycle.md with the tour's numbers
 
 The tour is a run of train.py with eta = 1, one group in a batch, four games in a group and two steps. The tour shows
 the second group, on which step 2 trains.
