@@ -8,9 +8,9 @@ GPU. The logprobs of a running server that computes in bfloat16 may differ by 0.
     NANO_AREAL_CONTRACT_URL=http://127.0.0.1:30000 NANO_AREAL_CONTRACT_MODEL=/path/to/model \
         pytest tests/inference/test_contract.py
 
-The tests avoid requests that the two servers treat differently. The tests send no id outside the vocabulary and no
-tensor of a wrong shape, because such an id or tensor crashes SGLang. The tests send no seed, because SGLang ignores
-seeds. The tests send every sampling parameter, because the servers' defaults may differ.
+The tests avoid requests that inference/tiny and SGLang treat differently. The tests send no id outside the vocabulary
+and no tensor of a wrong shape, because such an id or tensor crashes SGLang. The tests send no seed, because SGLang
+ignores seeds. The tests send every sampling parameter, because the servers' defaults may differ.
 """
 
 import asyncio
@@ -371,8 +371,9 @@ def test_spans_say_which_version_computed_which_token(server: Server, mode: str)
 
 
 def test_a_request_outlives_released_memory(server: Server) -> None:
-    """While a paused server has released its memory, requests wait. After an update, a retracted request continues
-    after its last token, and a request that arrived meanwhile gets its answer."""
+    """While a paused server has released its memory, requests wait. After the next weight update, the request that the
+    pause (mode retract) interrupted continues after its last token. A request that arrived during the pause gets its
+    answer, too."""
     if server.http.delete("/release_memory_occupation").status_code == 404:
         pytest.skip("this server has no route /release_memory_occupation")
     waiting = []

@@ -45,7 +45,7 @@ class Machines:
         self.versions: dict[str, Any] = dict(versions)
         self.dead: set[str] = set()
         self.paused: set[str] = set()
-        self.mute: dict[str, int] = {}  # for each host, how many control answers arrive before an answer is lost.
+        self.mute: dict[str, int] = {}  # for each host, how many answers to control calls arrive before one is lost.
         # The URLs that host "router" lists. The router sends requests for tokens to host a.
         self.workers: list[Any] = []
         self.asked: list[tuple[str, str]] = []  # (host, path) of each request
@@ -135,8 +135,8 @@ def test_a_dead_server_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_requests_wait_for_a_server_that_is_started_again() -> None:
-    """If all servers are dead and one of them is started again, requests wait for it, even after all their retries.
-    The new server gets no request before it has current weights."""
+    """If all servers are dead and one of them is started again, requests wait for this server, even after all their
+    retries. The restarted server gets no request before it has the current weights."""
     machines, sleeps = Machines(a=7), list[float]()
     engine = machines.engine(A)
     assert ask(engine) == [7]
@@ -158,7 +158,7 @@ def test_requests_wait_for_a_server_that_is_started_again() -> None:
 
 def test_an_update_waits_for_a_server_that_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If all servers are dead when an update begins, the update waits until one of them is back, or until the run has
-    stopped. The same version is then sent only after `forget_sent`."""
+    stopped. After the update, the engine sends the same version again only if `forget_sent` was called."""
     machines = Machines(a=0)
     engine = machines.engine(A)
     engine.wait_for_servers = True
@@ -180,7 +180,7 @@ def test_an_update_waits_for_a_server_that_is_started_again(tmp_path: Path, monk
 
 def test_an_update_goes_on_without_the_dead(tmp_path: Path) -> None:
     """An update succeeds while at least one server is alive. If all servers are dead, `pause` raises an error that
-    names them."""
+    names a server."""
     machines = Machines(a=0, b=0)
     engine = machines.engine(A, B)
     machines.dead.add("b")

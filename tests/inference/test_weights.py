@@ -42,8 +42,8 @@ def state(tiny_model_dir: Path) -> dict[str, torch.Tensor]:
 
 
 class Servers:
-    """A fake of inference/servers.py::Servers. The fake servers' post_all records each call, and the folder's entries
-    at that moment."""
+    """A fake of inference/servers.py::Servers. The method post_all records each call, and the entries of the folder
+    `root` at that moment."""
 
     def __init__(self, root: Path, error: str | None = None) -> None:
         self.root, self.error = root, error
@@ -129,7 +129,8 @@ def test_the_old_version_outlives_the_loading(tmp_path: Path):
 
 
 def test_nothing_is_deleted_when_a_server_fails(tmp_path: Path):
-    """If a server fails to load a version, both versions stay on disk, because the server may still be reading."""
+    """If a server fails to load the new version, the files of the new and of the old version stay on disk, because a
+    server may still be reading them."""
     for name in ("v1", "v2"):
         (tmp_path / name).mkdir()
     with pytest.raises(RuntimeError, match="b is gone"):
@@ -247,7 +248,8 @@ def test_a_server_that_refuses_the_group_is_named():
 
 
 class Watched:
-    """A fake rollout side that records at each call which directories exist."""
+    """A fake of the engine that train.py updates. Each call of a method records which directories exist at that
+    moment."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.calls = folder, list[tuple[str, list[str]]]()

@@ -1,4 +1,4 @@
-"""Tests of the start of a run: what `open_run` sets for its block, and what Ctrl-C does."""
+"""Tests of the start of a run: what `open_run` sets for its `with` block, and what Ctrl-C does."""
 
 import os
 import signal
@@ -70,9 +70,9 @@ class InterruptedWriter(FileSystemWriter):
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_ctrl_c_during_a_checkpoint_ends_the_run_as_usual(tmp_path: Path) -> None:
-    """During a checkpoint, torch turns Ctrl-C into an exception of its own, and a run would end with a traceback and
-    exit code 1. The run turns this exception back into KeyboardInterrupt, so it ends with code 130. Other errors of a
-    checkpoint stay as they are."""
+    """If Ctrl-C arrives while torch writes a checkpoint, torch raises an exception of its own, which would end the run
+    with a traceback and exit code 1. The run turns this exception back into KeyboardInterrupt and therefore ends with
+    code 130. Other errors of a checkpoint stay as they are."""
 
     def full() -> None:
         raise OSError("No space left on device")

@@ -125,8 +125,8 @@ NEEDY = [(key.name, need) for need, pattern in NEEDS.items() for key in list_key
 @pytest.mark.parametrize(("name", "need"), NEEDY)
 def test_a_key_without_effect_is_refused(name: str, need: str, tmp_path: Path) -> None:
     """If a key has no effect because of another key's value, the error is one line that names both keys. If the other
-    key has a suitable value, the first key is accepted. A recipe may contain a key that has no effect because of a
-    later word."""
+    key has a suitable value, the first key is accepted. A recipe may contain a key that has no effect because of a word
+    on the command line."""
     (tmp_path / "empty.yaml").write_text("gconfig: {n_samples: 2}")
     base, conditions = ["--config", str(tmp_path / "empty.yaml")], need.split(" or ")
     base += ["mode=eval"] * ("gconfig." in name)  # in mode=train most keys of gconfig are refused
@@ -307,7 +307,7 @@ def test_a_broken_recipe_is_an_error_too(tmp_path: Path) -> None:
 
 
 def test_spellings_of_the_documents() -> None:
-    """Keys may also be spelt as in the documents, for example recompute_logprobs and rollout.fileroot."""
+    """Keys may also be spelt as in AReaL's documents, for example recompute_logprobs and rollout.fileroot."""
     config = load(
         [
             "actor.recompute_logprobs=false",
@@ -345,8 +345,8 @@ def test_derived_values_are_written_back() -> None:
 
 
 def test_the_servers_key_is_made_and_never_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A run that starts its servers makes a new key, unless the user gives one. The list of a run's changes does not
-    show this key, because the run's config.yaml does not contain the key."""
+    """A run that starts its servers makes a new key, unless the user gives one. `changed`, which compares a run with
+    its earlier config.yaml, does not report this key, because config.yaml does not contain the key."""
     monkeypatch.delenv("NANO_AREAL_SERVER_KEY", raising=False)
     new, other = load([]), load([])
     assert len(new.rollout.server_key) > 16

@@ -206,8 +206,8 @@ def test_a_finding_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_strict_ends_the_run_and_off_is_silent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With doctor=strict a finding raises Unhealthy with the rule's text. A slow run continues. doctor=off is
-    silent."""
+    """With doctor=strict a finding raises Unhealthy with the rule's text, but the rule `waiting`, which finds a slow
+    run, does not raise Unhealthy. With doctor=off the doctor prints nothing."""
     with pytest.raises(Unhealthy, match="the staleness gate"):
         doctor_of(tmp_path / "strict", "strict").check(lines_of(1, staleness_max=9.0))
     doctor_of(tmp_path / "slow", "strict").check(lines_of(10, rollout_wait_s=2.0))
@@ -227,7 +227,7 @@ def check_afterwards(folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[
 
 
 def test_the_command_checks_a_run_afterwards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The command says which rules fired, at which step, and which side limits the speed."""
+    """The command says which rules fired, at which step, and whether generation or training limits the speed."""
     OmegaConf.save({"actor": {"dtype": "float32"}, "rollout": {"max_head_offpolicyness": 1}}, tmp_path / "config.yaml")
     lines = lines_of(12, staleness_max=[1.0, 2.0, 3.0], rollout_wait_s=1.6)
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -241,7 +241,8 @@ def test_the_command_checks_a_run_afterwards(tmp_path: Path, capsys: pytest.Capt
 
 @pytest.mark.parametrize("text", [None, "", '{"step": 1}\n{"step": 2, "rew'])
 def test_the_command_refuses_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None) -> None:
-    """If there is no run or no step, or if a line is incomplete, the command prints one line and returns 2."""
+    """If there is no run or no step, or if a line is incomplete, the command prints one line and returns exit code
+    2."""
     if text is not None:
         (tmp_path / "metrics.jsonl").write_text(text)
     code, said = check_afterwards(tmp_path, capsys)

@@ -80,8 +80,9 @@ def test_a_log_that_cannot_be_written_hides_no_reason(tmp_path: Path) -> None:
 
 @pytest.mark.runs
 def test_a_full_disk_ends_the_run_with_the_remedy(tmp_path: Path) -> None:
-    """A run that cannot write a checkpoint ends with the reason and with what to do. torch raises an exception that is
-    no subclass of Exception. The limit of file sizes is above the model's size, and below the checkpoint's size."""
+    """A run that cannot write a checkpoint ends with the reason and with what to do. The exception that torch raises
+    here is no subclass of Exception. The test limits the size of files: the limit is above the model's size, and below
+    the checkpoint's size."""
     words = command(tmp_path, *SMALL_GUESS, "max_steps=3", "recover_interval=1")
     limited = ["bash", "-c", 'ulimit -f 1000; exec "$@"', "bash", *words]
     done = subprocess.run(limited, cwd=ROOT, capture_output=True, text=True, timeout=300)

@@ -1,4 +1,5 @@
-"""bench/gpu_check.py lists only cells that can start, ends a cell that hangs, and goes on after a cell that fails."""
+"""bench/gpu_check.py runs a list of cells, each of which is a process that checks one thing on a GPU. The script lists
+only cells that can start, ends a cell that hangs, and goes on after a cell that fails."""
 
 import json
 import os
@@ -100,10 +101,10 @@ def check(work: Path, cells: list[Any], seconds: float = 600) -> tuple[int, dict
 
 
 def test_a_cell_that_hangs_is_ended_with_its_processes(tmp_path: Path) -> None:
-    """A cell that runs longer than its limit is killed with all its processes, including an orphan in a session of its
-    own. The row of the killed cell names the limit. After a cell that fails or cannot start, the next cell still runs.
-    If the time for all cells is over, the remaining cells get a row that says so. A second call repeats only the cells
-    that have not succeeded."""
+    """A cell that runs longer than its limit is killed with all its processes, including a process in a process session
+    of its own whose parent has ended. The row of the killed cell names the limit. After a cell that fails or cannot
+    start, the next cell still runs. If the time for all cells is over, the remaining cells get a row that says so. A
+    second call repeats only the cells that have not succeeded."""
     script, pids = tmp_path / "stubborn.py", tmp_path / "pids"
     script.write_text(STUBBORN)
     count = f"open({str(tmp_path / 'count')!r}, 'a').write('x'); print('fine')"

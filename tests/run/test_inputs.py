@@ -48,8 +48,8 @@ def test_own_modules_beside_an_agent(tmp_path: Path, tiny_model_dir: Path) -> No
 
 @pytest.mark.parametrize("name", ["cache", "engine"])
 def test_a_name_of_the_seven_is_taken(tmp_path: Path, tiny_model_dir: Path, name: str) -> None:
-    """If a user's module has the name of one of the seven files, Python imports this project's file instead. A warning
-    asks the user to rename the module."""
+    """If a user's module has the name of one of the seven files at the top level, Python imports this project's file
+    instead. A warning asks the user to rename the module."""
     done = dry_run(tmp_path, tiny_model_dir, [name])
     assert done.returncode == 2
     assert f"`import {name}` finds this project's module first; rename your module" in done.stderr
@@ -83,8 +83,8 @@ LONG = [{"role": "user", "content": "hello " * 10_000}]
 def test_the_first_sample_is_tried_before_anything_starts(
     workflow: type, sample: dict[str, Any], problem: str | None, tmp_path: Path, tiny_model_dir: Path
 ) -> None:
-    """A missing column of a reward function, a prompt above the context and wrong arguments are found before the run
-    starts a process. The error is one line."""
+    """Before a run starts a process, it tries the first sample. A column that the sample lacks, a prompt that is longer
+    than the context, or an agent with wrong parameters raises an error of one line."""
     data = tmp_path / "mine.jsonl"
     data.write_text(json.dumps(sample) + "\n")
     words = ["task=null", f"model_path={tiny_model_dir}", f"train_dataset.path={data}"]

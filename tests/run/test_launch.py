@@ -133,8 +133,8 @@ def test_a_leash_hands_on_the_exit_code() -> None:
 
 
 def test_one_of_several_servers_may_die(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """If one of two servers dies and may not start again, the log shows its last output. If the second server dies too,
-    the run ends."""
+    """If one of two servers dies and restarts are forbidden, the log shows the dead server's last output. If the second
+    server dies too, the run ends."""
     fleet = Fleet(tmp_path)
     speak = "import sys; print('my last words', flush=True); sys.stdin.read()"
     first, second = (fleet.start(Planned(f"server-{k}", python(speak))) for k in (0, 1))
@@ -180,8 +180,9 @@ HTTPServer(("127.0.0.1", int(sys.argv[-1])), Handler).serve_forever()"""
 
 
 def test_a_dead_server_is_started_again(tmp_path: Path) -> None:
-    """If the only server dies, it is started again at the same address, and its first log stays. If it dies a second
-    time, the run ends, because max_restarts is 1. While a run is ending, no server is started again."""
+    """If the only server dies, it is started again at the same address, and the log of its first process is kept. If
+    the server dies a second time, the run ends, because max_restarts is 1. While a run is ending, no server is started
+    again."""
     fleet, restarted, deaths = Fleet(tmp_path), threading.Event(), list[ProcessDied]()
     died = threading.Event()
     first = fleet.start(Planned("server-0", python(SERVES)))
@@ -241,7 +242,7 @@ def test_a_run_releases_the_servers_memory(tmp_path: Path, mode: str) -> None:
 
 @pytest.mark.runs
 def test_a_run_outlives_one_of_its_two_servers(tmp_path: Path) -> None:
-    """If one of two servers is killed after the first step and may not start again, the run reports the death and
+    """If one of two servers is killed after the first step and restarts are forbidden, the run reports the death and
     continues to its last step."""
     words = ["server.count=2", "server.max_restarts=0", "max_steps=6"]
     output, metrics = kill_a_server(tmp_path, *words)

@@ -104,8 +104,9 @@ def wait_for(log: Path, words: str) -> None:
 
 @pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="prlimit is a call of Linux")
 def test_without_free_descriptors_no_call_is_lost(logged: tuple[str, str, list[int], Path]) -> None:
-    """An attacker holds all connections that server and proxy can open, then the proxy gets no descriptor at all. The
-    calls of the OpenAI SDK wait, and all are answered once descriptors are free. No server counts as lost."""
+    """First an attacker's connections use nearly all file descriptors of the server and of the proxy. Then the limit of
+    open files leaves the proxy no free descriptor at all. In both cases the calls of agents wait, and all calls are
+    answered when descriptors are free again. No server counts as lost."""
     server, proxy, pids, log = logged
     admin = {"authorization": "Bearer secret"}
     body = {"task_id": "1", "grant": True}

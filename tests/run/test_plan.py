@@ -71,7 +71,7 @@ def test_too_few_gpus_are_refused(gpus: int, ranks: int, words: list[str]) -> No
 
 
 def test_the_small_server_refuses_several_gpus() -> None:
-    """server.tp_size above 1 is an error if the small server would ignore the key."""
+    """With the small server, server.tp_size above 1 is an error, because the small server would ignore the key."""
     with pytest.raises(ConfigError, match=r"server.tp_size has no effect on the small server"):
         plan_servers(load(["server.tp_size=2", "server.backend=tiny"]), [], ranks=1)
 
@@ -90,7 +90,7 @@ def test_the_command_of_sglang() -> None:
 
 
 def test_a_server_that_releases_its_memory() -> None:
-    """SGLang needs --enable-memory-saver for server.release_memory. Three settings refuse the key.
+    """With server.release_memory, SGLang gets the option --enable-memory-saver. The key is refused in three cases.
 
     With rollout.pause_mode=in_place a paused server keeps its KV cache. With restarts, a new server could need memory
     that the trainer is using. If no server shares a GPU with the trainer, the key would only cost time.
@@ -171,8 +171,9 @@ def test_a_mode_of_the_update_that_the_gpus_rule_out_is_refused(
     ],
 )
 def test_the_plan_chooses_how_new_weights_are_sent(gpus: int, ranks: int, words: list[str], mode: str) -> None:
-    """If every server uses the trainer's first GPU, the plan chooses mode tensor. If no GPU is shared, the plan chooses
-    distributed. In all other cases, and on a CPU, it chooses disk. Every chosen mode passes the check of the plan."""
+    """If every server uses the trainer's first GPU, the plan chooses mode tensor. If no server shares a GPU with the
+    trainer, the plan chooses mode distributed. In all other cases, and on a CPU, the plan chooses mode disk. Every
+    chosen mode passes the check of the plan."""
     names = [str(k) for k in range(gpus)]
     given = config("DIR", "dry_run=true", f"gpus={max(gpus, 1)}", "server.backend=sglang", *words)
     planned = plan_servers(given, names, ranks)

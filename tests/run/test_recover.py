@@ -134,7 +134,7 @@ def test_data_order_and_gate_go_on_where_they_were(make_executor, tmp_path: Path
     state = first.state_dict()
     assert trained == list(range(6))
     assert sorted(state["open"]) == list(range(6, state["next_id"]))
-    log.write(7, group(4, 7))  # group 7 was rolled out again, in a step that the kill then lost
+    log.write(7, group(4, 7))  # group 7 ran again after the checkpoint, and the kill lost its step
     (log.folder / "10.safetensors").unlink()  # group 10 was still running
 
     second = make_executor(version=3)
@@ -319,7 +319,7 @@ def test_the_saver_keeps_the_newest_of_its_own(tmp_path: Path) -> None:
 
 def test_the_best_model_by_evaluation_stays(tmp_path: Path) -> None:
     """Beside the newest model, save_model keeps the saved model with the best evaluation. A step without a saved model
-    cannot be the best, and of two equal evaluations the newer one counts."""
+    cannot be the best. If two saved models have equal evaluations, the newer model is the best."""
 
     class Actor:
         rank = 0
@@ -492,8 +492,8 @@ os._exit(0)
 def test_half_an_update_stays_half_where_a_run_fails_before_its_first_step(
     tmp_path: Path, start_tiny_server, tiny_model_dir: Path
 ) -> None:
-    """If a run fails before its first step, it leaves the servers in rollout.server_addrs with a version that no engine
-    accepts."""
+    """When a run starts, its server's last weight update is incomplete. If the run fails before its first step, the
+    server still has a version label that no engine accepts."""
     url = start_tiny_server("--model-path", str(tiny_model_dir), "--weight-version", "3")
     httpx.post(f"{url}/update_weight_version", json={"new_version": "4-incomplete"})
     words = command(tmp_path, f"model_path={tiny_model_dir}", f"rollout.server_addrs=[{url}]")
@@ -579,16 +579,16 @@ def test_agents_are_evaluated_on_any_endpoint(tmp_path: Path, proxy: ProxyAddres
 
 
 def test_evaluation_has_a_workflow_of_its_own(tiny_model_dir: Path) -> None:
-    """Evaluation does not run in the event loop of training, and an agent may belong to one loop. So evaluation has a
-    separate instance of the agent."""
+    """Evaluation does not run in the event loop of training, and an instance of an agent may work in only one event
+    loop. So evaluation has an instance of its own."""
     inputs = load_inputs(load([f"model_path={tiny_model_dir}"]))
     assert type(inputs.workflow) is type(inputs.evaluated)
     assert inputs.workflow is not inputs.evaluated
 
 
 def test_a_workflow_that_sends_its_own_requests_is_evaluated_with_other_sampling(tiny_model_dir: Path) -> None:
-    """A RolloutWorkflow sends its own requests to the server. Its evaluation uses the keys of eval_gconfig, and takes
-    every other parameter from gconfig."""
+    """A RolloutWorkflow sends its own requests to the server. In an evaluation the workflow uses the keys that are set
+    in eval_gconfig, and takes every other sampling parameter from gconfig."""
     words = ["--config", "configs/maze.yaml", f"model_path={tiny_model_dir}", "evaluator.interval=1"]
     inputs = load_inputs(load([*words, "gconfig.temperature=0.9", "eval_gconfig.greedy=true", "eval_gconfig.top_k=3"]))
     trained, evaluated = inputs.workflow.gconfig, inputs.evaluated.gconfig

@@ -55,7 +55,8 @@ def test_a_call_is_recorded_as_spans() -> None:
 
 
 def test_a_restart_cancels_what_was_lost(tmp_path: Path) -> None:
-    """The line "run" cancels the steps after its checkpoint. The line "start" cancels the earlier calls of its task."""
+    """When a run continues from a checkpoint, the schedule gets a line "run", which cancels the steps after this
+    checkpoint. A line "start" cancels the earlier calls of its task."""
     first: list[dict[str, Any]] = [{"start": task, "version": 0} for task in range(4)]
     first += [call(f"{task}-0.0", []) for task in range(4)]
     steps = [{"consume": 0, "version": 0}, {"consume": 2, "version": 1}, {"consume": 3, "version": 2}]
@@ -194,7 +195,8 @@ async def test_a_task_without_a_group_is_recorded(follow: Any) -> None:
 
 
 def executor(tmp_path: Path, *own: dict[str, Any]) -> ReplayExecutor:
-    """Return an executor that knows one recorded call of task 7, which step 3 consumed, and its own schedule."""
+    """Return the executor of a replay. The recorded schedule has one call of task 7, which step 3 consumed. The
+    replay's own schedule so far has the start of task 7 and the facts `own`."""
     recorded = write(tmp_path / FILE, {"start": 7, "version": 0}, RECORDED, {"consume": 7, "version": 2})
     made = object.__new__(ReplayExecutor)
     made.recorded, made.step_of = Schedule(recorded).read(), {7: 3}
@@ -279,9 +281,9 @@ def hash_of(run: Path, step: int) -> str:
 
 @pytest.mark.runs
 def test_a_run_with_everything_is_repeated_bit_by_bit(tmp_path: Path) -> None:
-    """A run at eta 4 has interrupted completions and rejected groups, is killed and continued. Its replay makes the
-    same models in one go, and --replay-until ends earlier, without groups of later steps. Another configuration is
-    refused."""
+    """A run with eta = 4 has interrupted completions and rejected groups, is killed, and continues. Its replay makes
+    the same models without a restart. A replay with --replay-until ends earlier and starts no group of a later step. A
+    replay with another configuration is refused."""
     words = [*MAZE, "trial_name=t", "max_steps=12", "recover_interval=5", "saver.interval=6"]
     words += ["should_accept_fn=walkers.has_signal"]
     assert train(tmp_path, *words, dies_at="step 8 ").returncode == -signal.SIGKILL

@@ -294,7 +294,7 @@ def test_a_crashed_run_has_a_report(folder: Path, gone: str) -> None:
 
 @pytest.mark.parametrize("words", [[], ["{tmp}"], ["{tmp}/nowhere"], ["a", "b", "c"]])
 def test_a_wrong_folder_is_one_line(tmp_path: Path, words: list[str]) -> None:
-    """Without a run folder, or with a folder that holds no run, the command prints one line and returns 2."""
+    """Without a run folder, or with a folder that holds no run, the command prints one line and returns exit code 2."""
     command = [sys.executable, "-m", "run.report", *(word.format(tmp=tmp_path) for word in words)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)

@@ -71,7 +71,7 @@ def test_a_header_without_end_is_refused(connect: Connect, start: bytes) -> None
 
 @pytest.mark.parametrize("connect", [60], indirect=True)
 def test_long_headers_and_long_bodies_are_served(connect: Connect) -> None:
-    """A header of 60 KB and a body of 10 MB are below the limits, also if the body arrives in many chunks."""
+    """A header of 60 KB and a body of 10 MB are below the limits, even if the body arrives in many chunks."""
     with connect() as connection:
         client = http.client.HTTPConnection("127.0.0.1")
         client.sock = connection
@@ -82,8 +82,8 @@ def test_long_headers_and_long_bodies_are_served(connect: Connect) -> None:
 
 @pytest.mark.parametrize("connect", [1], indirect=True)
 def test_a_header_that_does_not_arrive_in_time_ends_the_connection(connect: Connect) -> None:
-    """If no whole header arrives in time, the server closes the connection: the client sent nothing, or only a part of
-    a header. The time limit also applies to the second request of a connection."""
+    """If a client sends nothing, or only a part of a header, the server closes the connection after the time limit of a
+    header. The time limit also applies to the second request of a connection."""
     with connect() as silent, connect() as halted, connect() as second:
         second.sendall(POST + b"Content-Length: 1\r\n\r\nx")
         halted.sendall(POST)
@@ -94,7 +94,8 @@ def test_a_header_that_does_not_arrive_in_time_ends_the_connection(connect: Conn
 
 @pytest.mark.parametrize("connect", [60], indirect=True)
 def test_malformed_requests_get_few_lines_in_the_log(connect: Connect, tmp_path: Path) -> None:
-    """100 malformed requests get the lines 1, 2, 4, ..., 64 of the log, each with its number."""
+    """After 100 malformed requests the log has seven lines: for the requests number 1, 2, 4, ..., 64. Each line shows
+    the number of its request."""
     for _ in range(100):
         with connect() as connection:
             connection.sendall(b"nonsense\r\n\r\n")

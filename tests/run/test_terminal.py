@@ -40,8 +40,8 @@ def on_a_terminal(*words: str) -> str:
 
 
 def test_a_clock_counts_before_and_after_the_table() -> None:
-    """On a terminal, a clock is below the words of the start, and above the live table. Before the results the clock is
-    deleted and the cursor is visible. No line of the results is broken."""
+    """On a terminal, a clock is shown below the first words, and later above the live table. Before the results are
+    printed, the clock is deleted and the cursor becomes visible. No line of the results is broken."""
     whole = on_a_terminal()
     before, table, after = whole.replace("a step", "CUT").replace("the end", "CUT").split("CUT")
     assert before.index("importing torch") < before.index("a model is made") < before.index("s since start")

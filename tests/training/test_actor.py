@@ -183,7 +183,7 @@ def test_micro_batches_do_not_change_the_step(make_actor):
 @pytest.mark.parametrize(("own_unit", "units"), [(0, 3), (1_000_000, 1)])
 def test_a_single_rank_shards_small_layers_together(make_actor, monkeypatch, own_unit, units):
     """On a single rank, small layers and the rest of the model are one unit of FSDP. Large layers are units of their
-    own. In both cases the update is the same."""
+    own. The division into units does not change the update."""
     expected = make_actor()
     monkeypatch.setattr("training.actor.OWN_UNIT", own_unit)
     actor = make_actor()
@@ -196,7 +196,8 @@ def test_a_single_rank_shards_small_layers_together(make_actor, monkeypatch, own
 
 @pytest.mark.parametrize("trees", [False, True])
 def test_every_epoch_uses_the_same_pieces(make_actor, monkeypatch, trees):
-    """A mini-batch is cut into pieces once, and all epochs use these pieces. Cutting a tree costs time."""
+    """A mini-batch is cut into pieces once, and all epochs use these pieces, because cutting rows into trees costs
+    time."""
     actor = make_actor(ppo_epochs=3, ppo_n_minibatches=2, enable_tree_training=trees)
     batch, original = prepare(actor, make_batch()), actor.layout
     cut: list[Any] = []
@@ -396,8 +397,8 @@ def test_loglinear_without_versions_says_so(make_actor):
 
 
 def test_the_effective_sample_size_is_that_of_the_weights(make_actor):
-    """The metric behave_ess is (sum w)^2 / (n sum w^2) over the tokens of the step. The metric behave_ess is 1 if every
-    token has the same weight w."""
+    """The metric behave_ess is the effective sample size (sum w)^2 / (n sum w^2), where w are the behaviour weights of
+    the step's n trained tokens. The metric is 1 if all tokens have the same weight."""
     actor = make_actor(mb_tokens=40, behave_imp_weight_cap=None)
     batch = prepare(actor, make_batch())
     w = (batch["prox_logp"] - batch["logprobs"]).exp()[batch["loss_mask"] > 0]
@@ -409,8 +410,9 @@ def test_the_effective_sample_size_is_that_of_the_weights(make_actor):
 
 
 def test_a_small_effective_sample_makes_a_small_step(make_actor):
-    """With ess_lr_power=p the learning rate of a mini-batch is multiplied by ESS^p. The optimizer's step becomes
-    smaller by the same factor, and the metric lr shows the learning rate."""
+    """With ess_lr_power=p the learning rate of a mini-batch is multiplied by ESS^p, where ESS is the mini-batch's
+    effective sample size (behave_ess). The optimizer's step becomes smaller by the same factor, and the metric lr shows
+    the learning rate."""
     steps, stats = {}, {}
     for power in (0.0, 0.5, 2.0):
         actor = make_actor(behave_imp_weight_cap=None, ppo_n_minibatches=1, ess_lr_power=power)

@@ -85,7 +85,8 @@ def test_the_kl_estimates_and_what_they_estimate(kind):
 
 
 def test_k3_counts_as_at_most_10():
-    """k3 is min(exp(-x) - 1 + x, 10), x = log (pi / pi_ref). The bound changes only tokens far from the reference."""
+    """k3 is min(exp(-x) - 1 + x, 10) with x = log (pi / pi_ref). The bound changes only tokens far from the
+    reference."""
     x = torch.tensor([-500.0, -8.0, -2.7, -2.5, 0.0, 2.0, 500.0])
     slow = [min(math.exp(-max(d, -20)) - 1 + d, 10) for d in x.tolist()]
     assert slow.count(10) == 4

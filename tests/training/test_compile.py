@@ -1,7 +1,7 @@
 """Compiled layers compute the same numbers, in a bounded number of graphs. No test needs a GPU.
 
 Most tests count the graphs that the compiler makes of the Python code, and run each graph with the backend "eager",
-which computes every operation as usual. The kernel of packed rows is the kernel for CPUs of test_layout.py.
+which computes every operation as usual. For packed rows, the tests use the kernel for CPUs that test_layout.py defines.
 """
 
 import random
@@ -29,7 +29,7 @@ pytestmark = [
     pytest.mark.usefixtures("forget"),
 ]
 COMPILE = torch.compile
-HEAD_GRAPHS = 2  # the results of a chunk, and its gradient without the entropy's
+HEAD_GRAPHS = 2  # one for the results of a chunk, one for the chunk's gradient without the entropy's gradient
 
 
 @pytest.fixture
@@ -74,16 +74,17 @@ def check_same(path: Path, batches: list[Any], **changes: Any) -> int:
 
 
 def test_padded_rows_have_four_graphs(monkeypatch, tiny_model_dir):
-    """All layers share four graphs, and no layer leaves its graph: one row or several rows, with or without gradients.
-    Further shapes make no graph. Checkpointing and a unit of FSDP for each layer change nothing."""
+    """All layers share four graphs: for one row and for several rows, each with and without gradients. No layer runs
+    code outside its graph. Further shapes make no further graph. With gradient checkpointing, and with a unit of FSDP
+    for each layer, the number of graphs stays four."""
     monkeypatch.setattr(actor_module, "OWN_UNIT", 0)
     assert check_same(tiny_model_dir, make_batches(4), gradient_checkpointing=True) == 4
     assert not counters["graph_break"]
 
 
 def test_packed_rows_have_two_graphs(gpu_kernel, tiny_model_dir):  # noqa: F811
-    """With the kernel, all layers share two graphs, with and without gradients, because a packed piece is always one
-    row. The number of sequences and the longest sequence make no further graph."""
+    """With the kernel, all layers share two graphs, one with gradients and one without, because a packed piece is
+    always one row. Another number of sequences or another longest sequence makes no further graph."""
     assert check_same(tiny_model_dir, make_batches(4), layout="packed", dtype="bfloat16") == 2
     assert not counters["graph_break"]
 
@@ -92,7 +93,7 @@ def test_packed_rows_have_two_graphs(gpu_kernel, tiny_model_dir):  # noqa: F811
 def test_attention_outside_the_graphs(tiny_model_dir, changes):
     """Trees, and packed rows without the kernel, compute the attention outside the graphs. Each layer then has four
     graphs with gradients and four without. If two sizes of the first piece are equal by chance, the compiler assumes
-    that they are always equal, and makes a graph once more when they are not."""
+    that they are always equal, and compiles the graph again when they differ."""
     assert 8 <= check_same(tiny_model_dir, make_batches(4), **changes) <= 12
     [reason] = counters["graph_break"]
     assert "torch.compiler.disable" in reason

@@ -1,8 +1,9 @@
 """On a GPU, one kernel computes the attention of a packed row. These tests run on a CPU.
 
-The kernel is torch.nn.attention.varlen, which only a GPU has. Here a kernel in plain PyTorch takes its place under the
-same operator. It refuses the inputs that the GPU's kernel refuses, and computes the same numbers. So the operator's own
-checks, shapes and backward pass are those of a GPU.
+PyTorch calls the kernel through the operators of torch.nn.attention.varlen, one for the forward pass and one for the
+backward pass. PyTorch has kernels of these operators only for GPUs, so this file registers two kernels for CPUs,
+written in plain PyTorch. A CPU kernel refuses the inputs that the GPU's kernel refuses, and computes the same numbers.
+All other code of the operators, such as the checks of shapes and the rule for gradients, is the same code as on a GPU.
 """
 
 from collections.abc import Iterator
@@ -24,7 +25,8 @@ from training.layout import attend_apart, cut_packed, has_kernel
 
 
 def probabilities(q: Tensor, k: Tensor, bounds: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Return the probabilities (heads, t, t) of causal attention within each sequence, and the log sums (heads, t)."""
+    """Return the probabilities (heads, t, t) of causal attention within each sequence, and the log-sum-exp (heads, t)
+    of each query's scores."""
     t, sequence = torch.arange(len(q)), torch.bucketize(torch.arange(len(q)), bounds[1:], right=True)
     visible = (t[:, None] >= t) & (sequence[:, None] == sequence)  # (t, t)
     scores = torch.einsum("qhd,khd->hqk", q.float(), per_head(k, q)) * scale
@@ -100,7 +102,7 @@ varlen._varlen_attn_backward.register_kernel("cpu")(backward)
 
 @pytest.fixture
 def gpu_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let layout.py take the path with the kernel on a CPU, for tensors in bfloat16."""
+    """Let layout.py use the kernel even on a CPU, for tensors in bfloat16."""
     monkeypatch.setattr(layout, "has_kernel", lambda query: query.dtype == torch.bfloat16)
 
 
@@ -129,7 +131,8 @@ def make_actor(tiny_model_dir: Path) -> Iterator[Any]:
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
 def test_one_kernel_computes_what_the_sequences_alone_give(calls: list[int], groups: int, monkeypatch: Any) -> None:
-    """The kernel's output and gradients are those of one call for each sequence, also if several heads share keys."""
+    """One call of the kernel gives the same output and gradients as a separate attention for each sequence, even if
+    several heads share their keys."""
     batch = make_batch((3, 1, 7))
     [piece] = cut_packed(batch, range(3), 100)
     g = torch.Generator().manual_seed(0)
@@ -183,9 +186,10 @@ def test_an_actor_trains_through_the_kernel(gpu_kernel: None, calls: list[int], 
     ],
 )
 def test_the_kernel_gets_only_what_it_can_compute(device: str, dtype: torch.dtype, d: int, expected: bool) -> None:
-    """The kernel computes 16-bit numbers on a GPU, with heads of at most 256 numbers, a multiple of 8.
+    """The kernel gets only 16-bit numbers on a GPU, and only if the width of a head is a multiple of 8 and at most 256.
 
-    The tensors of this test have no values, so it needs no GPU. The operator accepts them and returns the right shape.
+    The tensors of this test have no values, so the test needs no GPU. The operator accepts these tensors and returns an
+    output of the right shape.
     """
     with FakeTensorMode():
         made = [torch.empty(1, 10, heads, d, device=device, dtype=dtype) for heads in (4, 2, 2)]
@@ -199,7 +203,8 @@ def test_the_kernel_gets_only_what_it_can_compute(device: str, dtype: torch.dtyp
 
 @pytest.mark.parametrize("name", ["padded", "packed"])
 def test_cudnn_computes_no_attention(make_actor: Any, name: str) -> None:
-    """In each call of scaled_dot_product_attention cuDNN's attention is off, because it plans every new shape anew."""
+    """In each call of scaled_dot_product_attention cuDNN's attention is switched off, because cuDNN makes a new plan
+    for every new shape."""
     allowed = []
 
     class Calls(TorchFunctionMode):

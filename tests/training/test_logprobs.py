@@ -33,7 +33,8 @@ def plain(hidden, weight, ids, temperatures):
 @pytest.mark.parametrize("chunk", [1, 5, 13, 1000, None])
 @pytest.mark.parametrize("uses", ["logp", "entropy", "both"])
 def test_chunks_change_neither_values_nor_gradients(chunk, uses):
-    """For every chunk size, log p, entropy and both gradients equal the values that are computed from all logits."""
+    """For every chunk size, log p, the entropy, and the gradients of `hidden` and `weight` equal the values that are
+    computed from all logits."""
     results = []
     for function in (plain, lambda h, w, i, t: token_logprobs(h, w, i, t, chunk)):
         hidden, weight, ids, temperatures = make()
@@ -88,7 +89,7 @@ def test_half_precision_weights_get_gradients_of_their_type():
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_compiled_chunks_change_neither_values_nor_gradients(monkeypatch, backend):
     """Compiled pointwise operations give the same values and gradients in float32, with and without the gradient of the
-    entropy. The number of tokens in a chunk makes no further graph."""
+    entropy. A chunk with another number of tokens makes no further graph."""
     if backend == "inductor" and not shutil.which("g++"):
         pytest.skip("needs a C++ compiler")
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
@@ -107,7 +108,8 @@ def test_compiled_chunks_change_neither_values_nor_gradients(monkeypatch, backen
             results.append((logp, entropy, *(x.grad for x in leaves)))
         for plain_one, compiled_one in zip(*results, strict=True):
             torch.testing.assert_close(compiled_one, plain_one, atol=1e-5, rtol=1e-5)
-    # The results of one token and of several, and the gradient with and without that of the entropy.
+    # Four graphs: for the results of one token and of several tokens, and for the gradient with and without the
+    # entropy.
     assert counters["stats"]["unique_graphs"] == 4
     assert not counters["graph_break"]
     fuse.cache_clear()

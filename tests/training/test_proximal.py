@@ -12,7 +12,8 @@ from training.proximal import guess_errors, interpolation, linear, loglinear, ro
 
 
 def test_alpha_is_where_the_version_lies():
-    """alpha is (v - v_b) / (v + f - v_b). For a fresh token, and for a token newer than the trainer, alpha is 0."""
+    """alpha is (v - v_b) / (v + f - v_b), where v is the trainer's version, v_b the token's version, and f the share of
+    the step that is done. For a fresh token, and for a token newer than the trainer, alpha is 0."""
     v_b = torch.tensor([7, 6, 5, 3, 9])
     for f in (0.0, 0.25, 0.75):
         expected = [0.0] + [(7 - b) / (7 + f - b) for b in (6, 5, 3)] + [0.0]

@@ -95,8 +95,8 @@ def work_memory(model_dir: Path, out: Path) -> None:
 
 
 def work_wait(model_dir: Path, out: Path) -> None:
-    """Rank 0 waits outside of any collective operation. Rank 1 waits in a collective operation. Rank 2 waits or
-    raises."""
+    """Rank 0 waits outside of any collective operation. Rank 1 waits in a collective operation. Rank 2 raises an error
+    if the environment variable RAISE is set, and otherwise waits."""
     actor = FSDPPPOActor(make_config(), model_dir)
     actor.create_process_group()
     actor.initialize(max_steps=1)
@@ -111,7 +111,8 @@ def work_wait(model_dir: Path, out: Path) -> None:
 
 
 def work_checkpoint(model_dir: Path, out: Path) -> None:
-    """Rank 1 writes its part of a checkpoint only after the next training step. Write what each rank then finds."""
+    """Let rank 1 write its part of a checkpoint only after the next training step. Each rank writes into a file which
+    checkpoint it finds before and after this, and whether the checkpoint has the right weights."""
     actor = FSDPPPOActor(make_config(), model_dir)
     actor.create_process_group()
     actor.initialize(max_steps=4)
@@ -189,7 +190,7 @@ def test_gradients_and_parameters_are_those_of_one_rank(numbers, n: int) -> None
 @pytest.mark.runs
 @pytest.mark.parametrize("tied", [False, True])
 def test_no_rank_but_the_first_reads_the_model(tmp_path: Path, tied: bool) -> None:
-    """Only rank 0 reads the model's files, and each parameter is held by exactly one rank."""
+    """Only rank 0 reads the model's files, and exactly one rank holds each number of a parameter."""
     model_dir = make_byte_model(tmp_path / "model", tied=tied)
     total = sum(t.numel() for t in load_file(model_dir / "model.safetensors").values())
     done = start(2, __file__, "work_memory", str(model_dir), str(tmp_path))
