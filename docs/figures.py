@@ -1,15 +1,17 @@
 """Draw the figures of the pages, docs/*.svg, from numbers that the repository keeps.
 
     python docs/figures.py                  draw every figure again
-    python docs/figures.py --run RUN        read the times of the first steps of a finished run, then draw
-    python docs/figures.py --answers RUN    read the answers of a finished run that updates interrupted, then draw
+    python docs/figures.py --run RUN        read the times of a run's first steps, then draw every figure
+    python docs/figures.py --answers RUN    read a run's answers that weight updates interrupted, then draw every figure
 
-RUN is the folder of a run of configs/maze.yaml. docs/figures.json keeps the numbers that are read from this run. The
-two timelines beside each other come from bench/simulate.py with the times of a finished run, the tree from the shipped
-InteractionCache, and the charts from docs/clusters.csv. The commands docs/structure.py and docs/terminal.py draw two
-more figures.
+RUN is the folder of a finished run of configs/maze.yaml. docs/figures.json keeps the numbers that were read from RUN,
+for the figures front.svg and straddle.svg. For timelines.svg, bench/simulate.py simulates two runs with the measured
+times of a finished run. For rewards.svg, the InteractionCache of cache.py computes the rewards. The two charts,
+orders.svg and clusters.svg, show numbers from docs/clusters.csv. The commands docs/structure.py and docs/terminal.py
+draw two more figures.
 
-The colour of a version is the same in all figures. Each figure has a light and a dark form, and the browser chooses.
+The colour of a policy version is the same in all figures. Each figure has light and dark colours, and the browser
+chooses between them.
 """
 
 import csv
@@ -40,7 +42,7 @@ Parts = list[str]  # SVG elements
 
 
 def svg(width: int, height: float, title: str, parts: Iterable[str]) -> str:
-    """Return a picture of these elements."""
+    """Return an SVG picture that contains these elements."""
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height:g}" width="{width}" role="img">'
     paper = f'<rect class="paper" width="{width}" height="{height:g}"/>'
     return (
@@ -49,18 +51,18 @@ def svg(width: int, height: float, title: str, parts: Iterable[str]) -> str:
 
 
 def text(x: float, y: float, words: str, kind: str = "", anchor: str = "start") -> str:
-    """Return a text. `kind` names its classes."""
+    """Return an SVG element that shows `words`. `kind` names the CSS classes of the element."""
     return f'<text x="{x:.1f}" y="{y:.1f}" class="{kind}" text-anchor="{anchor}">{escape(words)}</text>'
 
 
 def bar(x: float, y: float, width: float, height: float, look: str, hint: str = "") -> str:
-    """Return a rectangle. `look` holds its attributes, and `hint` is shown under the mouse."""
+    """Return a rectangle. `look` holds its SVG attributes. `hint` is its tooltip in a browser."""
     title = f"<title>{escape(hint)}</title>" if hint else ""
     return f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(width, 0.5):.1f}" height="{height:g}" {look}>{title}</rect>'
 
 
 def colour(version: int) -> str:
-    """Return the attribute that colours a version."""
+    """Return the SVG attribute that fills an element with the colour of a policy version."""
     return f'fill="{COLOURS[version % len(COLOURS)]}"'
 
 
@@ -68,7 +70,11 @@ def colour(version: int) -> str:
 
 
 def read_answers(run: Path, count: int) -> list[list[Any]]:
-    """Return [step, [[version, tokens], ...], reward] of the answers with the most versions, at most one per step."""
+    """Return [step, [[version, tokens], ...], reward] for each of `count` answers that weight updates interrupted.
+
+    The answers with the most versions are chosen, at most one answer per step. `tokens` is the number of tokens that a
+    version sampled.
+    """
     from safetensors.torch import load_file
 
     found = []
@@ -89,8 +95,11 @@ def read_answers(run: Path, count: int) -> list[list[Any]]:
 def read_run(run: Path, steps: int) -> Run:
     """Return the times of the first steps of a finished run, in seconds after the start of the first group.
 
-    groups: [begin, end] of each prompt group. updates: begin and end of each weight update. waits and trains: of each
-    step. trained: for each step {version: trained tokens}.
+    groups     [begin, end] of each prompt group
+    waits      for each step, [begin, end] of the wait for a batch
+    trains     for each step, [begin, end] of the training
+    updates    for each step, [begin, end] of the weight update
+    trained    for each step, {version: number of the sampled tokens in the batch that have this version}
     """
     from safetensors.torch import load_file
 
@@ -139,16 +148,16 @@ def lanes(groups: list[list[float]]) -> list[tuple[int, float, float]]:
 
 
 def draw_panel(run: Run, top: float, scale: Callable[[float], float], until: float) -> tuple[Parts, float]:
-    """Draw the groups and the trainer of a run, and return the elements and the bottom."""
+    """Draw the groups and the trainer of a run. Return the SVG elements and the y coordinate of the bottom."""
     parts: Parts = []
     placed = [item for item in lanes(run["groups"]) if item[1] < until]
     base = top + 22 * (1 + max(lane for lane, _, _ in placed)) + 8  # y of the trainer
-    starts = [0.0, *(end for _, end in run["updates"])]  # from this time on, the servers have the version
+    starts = [0.0, *(end for _, end in run["updates"])]  # for each version, the time at which the servers get it
     for lane, begin, end in placed:
         for version, (since, to) in enumerate(zip(starts, [*starts[1:], math.inf])):
             if since < min(end, until) and to > begin:
                 a, b = scale(max(since, begin)), scale(min(to, end, until))
-                gap = 1.5 if to >= end else 0  # a group that goes on with a new version has no gap
+                gap = 1.5 if to >= end else 0  # a group that goes on with a new version has no gap before its next bar
                 parts.append(bar(a, top + 22 * lane, b - a - gap, 19, colour(version), f"version {version}"))
     parts.append(text(4, top + 14, "groups", "small"))
     parts.append(text(4, base + 22, "trainer", "small"))
@@ -181,7 +190,7 @@ def draw_axis(top: float, scale: Callable[[float], float], until: float) -> Part
 
 
 def draw_front(data: dict[str, Any]) -> str:
-    """Draw a part of the asynchronous run: each group in the colours of the versions that sampled it."""
+    """Draw the first steps of the asynchronous run in docs/figures.json. A group has the colours of its versions."""
     run, until = data["run"], data["run"]["updates"][7][1] + 0.4
     scale = lambda s: 64 + (640 - 72) * s / until  # noqa: E731
     parts, bottom = draw_panel(run, 44, scale, until)
@@ -210,7 +219,7 @@ def simulate_run(eta: int) -> Run:
 
 
 def draw_timelines() -> str:
-    """Draw the first steps of an asynchronous and of a synchronous run on one axis."""
+    """Draw the first steps of an asynchronous run and, below it, of a synchronous run, with one time axis for both."""
     runs = [("asynchronous, eta 2", simulate_run(2)), ("synchronous, eta 0", simulate_run(0))]
     until = runs[1][1]["updates"][4][1] + 0.2
     scale = lambda s: 64 + (640 - 72) * s / until  # noqa: E731
@@ -253,7 +262,7 @@ CALLS = {  # name: (parent, the new message, the answer, the turn's own reward, 
 
 
 def compute_rewards() -> dict[str, float]:
-    """Return the final reward that the shipped InteractionCache computes for each call in CALLS."""
+    """Return the final reward of each call in CALLS, computed by the InteractionCache of cache.py."""
     from cache import InteractionCache, InteractionWithTokenLogpReward
     from inference.io_struct import ModelResponse
 
@@ -274,7 +283,7 @@ def compute_rewards() -> dict[str, float]:
 
 
 def draw_tree() -> str:
-    """Draw a conversation tree, and how the rewards flow back to the parents."""
+    """Draw the conversation tree of CALLS. Arrows show how the rewards flow from children to their parents."""
     parts = [
         '<defs><marker id="tip" markerWidth="8" markerHeight="8" refX="6" refY="4" orient="auto" markerUnits="userSpaceOnUse">'
     ]
@@ -299,7 +308,10 @@ Line = tuple[str, str, bool, list[float]]  # name, colour, dashed, values
 
 
 def draw_chart(title: str, ticks: list[str], lines: list[Line], top: float, below: str, beside: str) -> str:
-    """Draw lines over equally spaced ticks. The largest value of the vertical axis is `top`."""
+    """Draw a chart of lines. Each line has one value for each of the evenly spaced ticks of the horizontal axis.
+
+    The vertical axis ends at `top`. `below` is the label of the horizontal axis, and `beside` of the vertical axis.
+    """
     width, height, left, roof = 640, 380, 44, 52
     right, floor = width - 150, height - 52
     x = lambda k: left + 14 + (right - left - 28) * k / (len(ticks) - 1)  # noqa: E731
@@ -332,7 +344,7 @@ def read_clusters() -> dict[tuple[str, str, str, str], dict[str, str]]:
 
 
 def draw_orders(sigma: str = "1.0") -> str:
-    """Draw the seconds of 24 steps with each order."""
+    """Draw how many seconds 24 steps take with each order in which steps can consume groups (bench/simulate.py)."""
     rows, etas = read_clusters(), ["1", "2", "4", "8", "16"]
     names = {"wait": "wait", "window": "window", "drop": "drop", "mask": "mask"}
     lines = [
@@ -344,7 +356,7 @@ def draw_orders(sigma: str = "1.0") -> str:
 
 
 def draw_clusters() -> str:
-    """Draw how many times as fast as synchronous training each cluster is."""
+    """Draw the speed of asynchronous training divided by the speed of synchronous training, for each cluster."""
     rows = read_clusters()
     gpus = list(dict.fromkeys(key[1] for key in rows if key[0] == "1.5B"))
     step = {key: float(found["step_s"]) for key, found in rows.items()}
@@ -362,7 +374,7 @@ def draw_clusters() -> str:
 
 
 def draw_all() -> dict[str, str]:
-    """Return {file name: picture}."""
+    """Return {file name: SVG text} of all figures."""
     data = json.loads((DOCS / "figures.json").read_text())
     return {
         "front.svg": draw_front(data),

@@ -1,11 +1,11 @@
-"""Print the tour of run/tour.py, or write it into docs/lifecycle.md.
+"""Take the tour of run/tour.py through the system, and print its page or write its numbers into docs/lifecycle.md.
 
-    make tour                               print the page with the numbers of a new run, formatted for the terminal
-    python docs/lifecycle.py --write        write the numbers of a new run into the page
+    make tour                               print docs/lifecycle.md with the numbers of a new run
+    python docs/lifecycle.py --write        write the numbers of a new run into docs/lifecycle.md
 
-The page itself holds the text of the tour. Each block of the page that begins with ```text holds numbers. The functions
-in MAKERS make these blocks, in the order of the page. The page also names the hash of the base model, because the
-numbers are only the same if the base model is the same.
+docs/lifecycle.md ("the page") holds the text of the tour. Each block of the page that begins with ```text holds numbers
+of a run. The functions in MAKERS make these blocks, in the order of the page. The page also states the hash of the base
+model, because another run gives the same numbers only if it has the same base model.
 """
 
 import os
@@ -28,7 +28,7 @@ from transformers.utils import logging as transformers_logging  # noqa: E402
 
 PAGE = ROOT / "docs" / "lifecycle.md"
 BLOCK = re.compile(r"```text\n.*?```", re.DOTALL)
-EPS, EPS_HIGHER, C_CLIP, SPREAD = 0.2, 0.28, 2.0, 0.4  # of configs/demo.yaml
+EPS, EPS_HIGHER, C_CLIP, SPREAD = 0.2, 0.28, 2.0, 0.4  # the values in configs/demo.yaml
 POLICIES = {"pi_behav": "logprobs", "pi_prox": "prox_logp", "pi_theta": "theta_logp"}
 Tour = dict[str, Any]  # what run/tour.py returns
 
@@ -44,13 +44,13 @@ def tokens(tour: Tour) -> str:
 
 
 def gate(tour: Tour) -> list[str]:
-    """The gate at the beginning, after the start of two groups, and after the weight update."""
+    """Return the state of the gate at three times: at first, after two groups started, and after the update."""
     states = zip(("at first", "started", "updated"), tour["gates"])
     return [line("", list(tour["gates"][0])), *(line(when, list(state.values())) for when, state in states)]
 
 
 def request(tour: Tour) -> list[str]:
-    """The prompt of the last turn: the tokens of the parent turn and the tokens of the new messages."""
+    """Return the prompt of the last turn (the parent turn's tokens and the new messages' tokens), and the answer."""
     group, k = tour["group"], tour["longest"]
     words, turns = [tour["words"][i] for i in group["input_ids"][k].tolist()], group["turn_ids"][k].tolist()
     begin = {turn: turns.index(turn) for turn in range(max(turns) + 1)}
@@ -66,7 +66,7 @@ def request(tour: Tour) -> list[str]:
 
 
 def versions(tour: Tour) -> list[str]:
-    """The version and the log-probability of each sampled token of the game."""
+    """Return the version and the log-probability of each sampled token of the game."""
     game = tour["game"]
     return [tokens(tour), line("version", game["versions"].tolist()), line("log p", game["logprobs"].tolist())]
 
@@ -79,7 +79,7 @@ def returns(tour: Tour) -> list[list[float]]:
 
 
 def tree(tour: Tour) -> list[str]:
-    """The four games as one tree of turns, each turn with its own reward r and its final reward R."""
+    """Return a drawing of the four games as one tree of turns, with each turn's own reward r and final reward R."""
     group, lines = tour["group"], ["guess a number"]
     for k, R in enumerate(returns(tour)):
         turns, ids = group["turn_ids"][k].tolist(), group["input_ids"][k].tolist()
@@ -95,18 +95,18 @@ def tree(tour: Tour) -> list[str]:
 
 
 def age(tour: Tour) -> list[str]:
-    """The age of the group."""
+    """Return a line with the age of the group."""
     head, version = int(tour["game"]["versions"].min()), tour["gates"][2]["version"]
     return [f"head version {head}, consumed at version {version}: age {version - head}, at most eta = 1"]
 
 
 def policies(tour: Tour) -> list[str]:
-    """The probability of each token under three policies."""
+    """Return the probability of each token under three policies."""
     return [tokens(tour), *(line(name, tour["game"][key].exp().tolist()) for name, key in POLICIES.items())]
 
 
 def advantages(tour: Tour) -> list[str]:
-    """The advantages by hand and by the code."""
+    """Return the advantages twice: computed in this function, and computed by the project's code."""
     lines, every, k = list[str](), returns(tour), tour["longest"]
     code = tour["game"]["advantages"].tolist()
     for t, own in enumerate(every[k]):
@@ -120,7 +120,7 @@ def advantages(tour: Tour) -> list[str]:
 
 
 def loss(tour: Tour) -> list[str]:
-    """The loss of the game's tokens by hand, beside the number of the code."""
+    """Return the loss of the game's tokens twice: computed in this function, and computed by the project's code."""
     behav, prox, theta, advantages = (tour["game"][key].tolist() for key in (*POLICIES.values(), "advantages"))
     rows = list[tuple[float, float, float, float]]()
     for b, p, t, A in zip(behav, prox, theta, advantages):
@@ -138,7 +138,7 @@ MAKERS: list[Callable[[Tour], list[str]]] = [gate, request, versions, tree, age,
 
 
 def fill(page: str, tour: Tour) -> str:
-    """Return the page with the blocks of this tour."""
+    """Return the page with its blocks and its hash replaced by those of this tour."""
     blocks = ("\n".join(["```text", *make(tour), "```"]) for make in MAKERS)
     weights = (ROOT / tour["model_path"] / "model.safetensors").read_bytes()
     page = re.sub(r"(?<=has the hash `)\w*", blake2b(weights, digest_size=4).hexdigest(), page)

@@ -2,8 +2,8 @@
 
     python docs/screenshots.py ASYNC SYNC STRADDLING
 
-ASYNC and SYNC are folders of two runs of the demo, with eta 1 and eta 0. STRADDLING is the folder of a run in which
-weight updates interrupt completions (configs/maze.yaml). The command needs Chromium.
+Each argument is the folder of a run. ASYNC is a run of the demo with eta 1, and SYNC is a run of the demo with eta 0.
+STRADDLING is a run in which weight updates interrupt completions (configs/maze.yaml). The command needs Chromium.
 """
 
 import shutil
@@ -22,7 +22,10 @@ ONLY_TRAJECTORIES = "header, section:not(:has(#h-traj)) { display: none }"
 
 
 def take(page: str, name: str, width: int, height: int, style: str = "", dark: bool = False) -> None:
-    """Write docs/{name}.png, a picture of the page in a window of this size."""
+    """Write docs/{name}.png, a picture of the HTML text `page` in a browser window of this size.
+
+    `style` is CSS that is added to the page, and `dark` chooses the page's dark colours.
+    """
     with tempfile.TemporaryDirectory() as folder:
         path, picture = Path(folder) / "page.html", Path(folder) / "page.png"
         path.write_text(page.replace("</head>", f"<style>{style}</style></head>"), encoding="utf-8")

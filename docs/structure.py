@@ -2,8 +2,9 @@
 
 The picture has a box for each row of the table in docs/structure.md. The seven top-level files are in the left column.
 The folders are in the right column, with the names of their modules. An arrow from box A to box B stands for all
-imports of B's modules in A's modules. An arrow between the columns crosses the middle of the picture. An arrow inside a
-column runs along the outer side of the column. In a browser, each arrow has a tooltip, which lists the imports.
+imports in A's modules that import a module of B. An arrow between the columns crosses the middle of the picture. An
+arrow inside a column runs along the outer side of the column. In a browser, each arrow has a tooltip, which lists the
+imports.
 
 The style of the picture has a second set of colours, for dark screens.
 """
@@ -16,8 +17,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 WIDTH, LINE, GAP = 704, 20, 14  # pixels: width of the picture, height of a line of text, space between two folders
-FILE_X, FILE_WIDTH, FILE_HEIGHT, FILE_GAP = 60, 124, 84, 43  # pixels: position and sizes in the left column
-FOLDER_X, FOLDER_WIDTH, MODULE_WIDTH = 344, 290, 128  # pixels: position and widths in the right column
+# Left column, in pixels: x of the files' boxes, their width and height, and the space between them.
+FILE_X, FILE_WIDTH, FILE_HEIGHT, FILE_GAP = 60, 124, 84, 43
+# Right column, in pixels: x of the folders' boxes, their width, and the width of a module's name.
+FOLDER_X, FOLDER_WIDTH, MODULE_WIDTH = 344, 290, 128
 STYLE = """.paper, .box { fill: #ffffff } .box { stroke: #8c959f } text { font: 15px system-ui, sans-serif; fill: #1f2328 }
 .name { font-weight: 600 } path { fill: none; stroke-width: 1.4 } path:hover { stroke-width: 4 }
 .file { stroke: #0969da } .folder { stroke: #bc4c00 } @media (prefers-color-scheme: dark) { text { fill: #e6edf3 }
@@ -72,7 +75,7 @@ def find_arrows(boxes: dict[str, Box]) -> dict[Arrow, list[str]]:
 
 
 def place_ends(boxes: dict[str, Box], arrows: dict[Arrow, list[str]]) -> dict[tuple[str, Arrow], int]:
-    """Return the y coordinate of both ends of each arrow. A key is the name of a box and an arrow that ends there.
+    """Return the y coordinates of both ends of each arrow. A key is a box's name and an arrow that touches this box.
 
     The arrows at one side of a box are evenly spaced. The order of the arrows is the order of the boxes at their other
     ends, from top to bottom.

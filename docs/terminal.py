@@ -2,9 +2,9 @@
 
     python docs/terminal.py RUN
 
-RUN is the folder of a run. The drawing shows the table of the run after two thirds of its steps. No file of a run says
-how long the start took or what the trainer did at this moment, so the clock and the last line of the drawing are
-examples.
+RUN is the folder of a run. The drawing shows the live table of this run after two thirds of its steps. The files of a
+run do not tell how long the start took, or what the trainer was doing at that moment. The clock and the last line of
+the drawing are therefore invented.
 """
 
 import io
