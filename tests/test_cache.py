@@ -392,7 +392,7 @@ def test_a_side_conversation_takes_no_reward(title_first: bool, turns: int) -> N
 
 
 def test_a_side_conversation_that_is_rewarded_is_trained() -> None:
-    """If the agent uses the id of a title call to set its reward, the title call is trained."""
+    """If the agent sets the reward of a title call by the call's id, the title call is trained."""
     cache = InteractionCache()
     title_call(cache, True, 2)
     cache.set_reward("title", 0.5)

@@ -40,7 +40,7 @@ def code_lines(path: Path) -> int:
     return len(lines)
 
 
-# All modules together may have 6,510 lines of code, plus the lines that each of these parts needed.
+# All modules together may have 6,510 lines of code, plus the lines that each part in this table needed.
 RAISED_BY = {
     "agents that change their tools, cheap long chains": 22,
     "ways to start on GPUs": 141,
@@ -198,7 +198,8 @@ def test_named_keys_exist(page: Path) -> None:
 
 
 def test_the_reading_path_has_its_stated_length() -> None:
-    """The README states how many lines of code the stops of its reading path have together, within 5 %."""
+    """The README states how many lines of code the ten stops of its reading path have in total. This number is right to
+    within 5 %."""
     text = (ROOT / "README.md").read_text()
     stops = re.findall(r"^\| \d+ \| `([\w/]+\.py)` \|", text.partition("## Reading path")[2], re.MULTILINE)
     (stated,) = re.findall(r"words and ([\d,]+) lines\)\. Both", " ".join(text.split()))

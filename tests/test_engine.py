@@ -122,7 +122,8 @@ async def test_resumes_where_it_was_interrupted():
 
 @pytest.mark.anyio
 async def test_spans_within_one_answer():
-    """In pause mode retract a server sends a single answer, and the answer's spans show where the weights changed."""
+    """In pause mode retract, a server sends only one answer to an interrupted request, and the answer's spans show
+    where the weights changed."""
     script = Script(generated([5, 6, 7, 8, 9], spans=[(3, 2), (4, 3)]))
     response = await script.engine().agenerate(request())
     assert response.output_versions == [3, 3, 4, 4, 4]
@@ -300,7 +301,7 @@ async def test_an_answer_that_makes_no_sense_is_an_error_of_its_server(answer: h
 
 @pytest.mark.anyio
 async def test_tokens_that_were_sent_are_never_changed() -> None:
-    """If a server's later event has other tokens than an earlier event, the engine keeps the earlier tokens, and
+    """If an event of a stream contradicts the tokens of an earlier event, the engine keeps the earlier tokens, and
     another server continues after them."""
 
     async def events() -> AsyncIterator[bytes]:
@@ -601,7 +602,8 @@ def test_initialize_learns_the_limits(tmp_path: Path):
 
 
 def test_failing_servers_are_all_named():
-    """A control call waits for every server, and then raises one error that names all failing servers."""
+    """A control call, such as pause, waits for every server, and then raises one error that names all failing
+    servers."""
 
     def serve(http_request: httpx.Request) -> httpx.Response:
         if http_request.url.host == "a":

@@ -52,8 +52,8 @@ def test_every_order_of_the_dispatchers_events_keeps_every_property(mode: str, b
 
 @pytest.mark.parametrize("bounds", sessions.SMALL, ids=str)
 def test_every_order_of_the_sessions_events_keeps_every_property(bounds: SessionBounds) -> None:
-    """In every order of calls, ends, exports and waits, the session table holds the right sessions, and it stops the
-    turns of sessions that end."""
+    """In every order of calls, ends and exports, and however much time passes between them, the session table holds the
+    right sessions, and it stops the turns of sessions that end."""
     assert len(explore(SessionMachine(bounds), keep=False)) > 1000
 
 

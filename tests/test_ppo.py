@@ -2,8 +2,8 @@
 hand.
 
 The loop `paper_objective` uses no tensors. For every trained token the loop reads the log-probabilities of the three
-policies, computes the two ratios, and adds the smaller term to the sum. The test checks that its inputs cover every
-case: each clip, the cap, both signs of the advantage, and the mask.
+policies, computes the two ratios, and adds the smaller term to the sum. `test_the_loss_is_the_papers_objective` checks
+that its inputs cover every case: each clip, the cap, both signs of the advantage, and the mask.
 """
 
 import math
@@ -130,7 +130,8 @@ def test_the_first_step_on_fresh_data_is_the_policy_gradient():
 
 
 def test_stale_data_is_weighted_in_the_gradient_too():
-    """If pi_theta = pi_prox, the gradient of the loss for each token is -(pi_prox / pi_behav) * A / n."""
+    """If pi_theta = pi_prox, the gradient of the loss for each of the n trained tokens is -(pi_prox / pi_behav) * A /
+    n."""
     _, prox, behav, A, mask = random_tokens(5)
     theta = prox.clone().requires_grad_()
     ppo_actor_loss_fn(theta, prox, behav, A, mask, behave_imp_weight_cap=None)[0].backward()

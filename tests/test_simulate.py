@@ -65,7 +65,8 @@ def test_the_bound_holds_for_every_order(order: str) -> None:
 
 
 def test_the_gate_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The simulation uses the real gate: if the gate admits too many groups, a group becomes too old."""
+    """The simulation uses the gate of staleness.py: if the test lets this gate admit too many groups, a group becomes
+    too old."""
     shipped = StalenessManager.get_capacity
     monkeypatch.setattr(StalenessManager, "get_capacity", lambda self: shipped(self) + 16)
     with pytest.raises(StalenessError):

@@ -91,7 +91,8 @@ print(gpu_check.check(cells, work, float(sys.argv[3]), lambda cell: None, "Measu
 
 
 def check(work: Path, cells: list[Any], seconds: float = 600) -> tuple[int, dict[str, str]]:
-    """Run cells (name, command, limit) in a process of their own. Return how many failed, and the page's rows."""
+    """Run cells (name, command, limit) with gpu_check.check in another process. Return how many cells failed, and the
+    rows of the page that the check writes."""
     command = [sys.executable, "-c", DRIVER, str(work), json.dumps(cells), str(seconds)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "bench")}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=100)
@@ -132,7 +133,7 @@ def test_a_cell_that_hangs_is_ended_with_its_processes(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_check_ends_its_cell(tmp_path: Path) -> None:
-    """After SIGTERM the script ends the running cell, too."""
+    """If the script gets SIGTERM, it ends the running cell before it ends itself."""
     command = [sys.executable, "bench/gpu_check.py", "--cells", "test-actor", "--work", str(tmp_path)]
     process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
     deadline = time.monotonic() + 120
@@ -153,7 +154,8 @@ def bench_children(pid: int) -> list[int]:
 
 @pytest.mark.runs
 def test_the_script_goes_through_all_its_cells(tmp_path: Path) -> None:
-    """Without a GPU every cell except the tests runs to its end, and each gets a row with its numbers."""
+    """Without a GPU every cell runs to its end, and each cell that trains gets a row with its numbers. The cells that
+    run tests are left out."""
     names = [name for name in cells_of("no GPU", tmp_path) if not name.startswith("test")]
     command = [sys.executable, "bench/gpu_check.py", "--work", str(tmp_path), "--minutes", "20", "--cells", *names]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}

@@ -1,4 +1,4 @@
-"""Tests of the child processes: what a process inherits, how it ends, and what happens when one dies early.
+"""Tests of the child processes: what a process inherits, how it ends, and what happens when a process dies early.
 
 The tests start real processes.
 """

@@ -144,7 +144,8 @@ async def test_each_span_waits_for_its_version(follow: Any) -> None:
 
 @pytest.mark.anyio
 async def test_after_other_tokens_a_task_is_free(follow: Any) -> None:
-    """If the server computes other tokens than in the recorded run, later calls of the task are generated freely."""
+    """If the server computes other tokens than in the recorded run, later calls of the task are generated without the
+    recorded schedule."""
     engine, _ = follow(call("7-0.0", [[0, 2, "other"]], stop="stop"))
     await engine.agenerate(request())
     assert (await engine.agenerate(request("7-0.1", [9]))).output_len == 50
@@ -174,8 +175,8 @@ async def test_a_failed_call_fails_again(follow: Any) -> None:
 @pytest.mark.anyio
 @pytest.mark.parametrize("name", ["eval-7-0.0", "7b.0", ".0", ""])
 async def test_only_training_is_recorded(follow: Any, name: str) -> None:
-    """A call of an evaluation is generated freely, and leaves no line in the schedule. A call of a session whose name
-    does not belong to a task also leaves no line."""
+    """A call of an evaluation is generated without the recorded schedule, and gets no line in the new schedule. A call
+    of a session whose name does not belong to a task is treated in the same way."""
     engine, _ = follow(RECORDED)
     before = engine.schedule.read_bytes()
     assert (await engine.agenerate(request(name))).output_len == 50
@@ -221,8 +222,8 @@ def test_the_first_different_call_is_named(tmp_path: Path, line: dict[str, Any])
 
 
 def test_other_tokens_end_no_replay(tmp_path: Path) -> None:
-    """If an equal prompt gets other tokens, the server is the cause. The replay generates the task freely, and
-    `compare` reports the task's step."""
+    """If the same prompt gets other tokens than in the recorded run, the server is the cause. The replay generates the
+    rest of the task without the recorded schedule, and `compare` reports the task's step."""
     assert executor(tmp_path, call("7-0.0", [[0, 2, "other"]])).missing_calls(7, 5) == []
 
 

@@ -637,8 +637,7 @@ def test_saved_weights_are_a_hugging_face_model(make_actor, tmp_path):
 
 
 def test_a_weight_update_writes_first_and_tells_the_servers_then(make_actor, tmp_path):
-    """update_weights writes a complete checkpoint. Only after the whole checkpoint is written, update_weights tells the
-    servers to load it."""
+    """update_weights first writes a complete checkpoint, and then tells the servers to load it."""
     actor = make_actor()
     seen = []
 

@@ -87,8 +87,8 @@ TESTS = {"reject_geometric_mean": 1.2, "reject_max_k2": 0.7, "reject_veto": 0.35
 @pytest.mark.parametrize("keys", [[name] for name in TESTS] + [list(TESTS)])
 @pytest.mark.parametrize("level", ["token", "geometric"])
 def test_a_rejected_row_leaves_the_sum_whatever_weight_its_tokens_have(keys, level):
-    """A row is left out if its geometric mean, its largest k2 or its smallest weight fails the test that is set. The
-    rows that remain keep the weights that they have without the tests."""
+    """A row is left out of the loss if the geometric mean of its weights, its largest k2 or its smallest weight fails
+    the configured test. All other rows keep the weights that they have without a test."""
     theta, prox, behav, A, mask = random_tokens(5, shape=(20, 40), spread=0.45)
     prox = prox + torch.linspace(-0.3, 0.3, 20, dtype=torch.float64)[:, None]
     mask[4] = 0
@@ -135,7 +135,8 @@ def test_tests_of_a_sequence_read_trained_tokens_only():
 
 
 def test_gspo_clips_the_geometric_mean_of_a_whole_answer():
-    """J = 1/G sum_i min(s_i A_i, clip(s_i) A_i), s_i = (pi_theta(y_i) / pi_old(y_i))^(1/|y_i|), and its gradient."""
+    """The loss and its gradient are those of -J, where J = 1/G sum_i min(s_i A_i, clip(s_i) A_i) is GSPO's objective
+    for G answers y_i, with s_i = (pi_theta(y_i) / pi_old(y_i))^(1/|y_i|)."""
     theta, old, _, A, mask = random_tokens(8, shape=(40, 30), spread=0.2)
     A = A[:, :1].expand(A.shape)  # one advantage for each answer
     mask[7] = 0
@@ -168,7 +169,8 @@ def test_gspo_clips_the_geometric_mean_of_a_whole_answer():
 
 
 def test_cispo_clips_the_weight_and_keeps_the_gradient():
-    """J = mean of stop_gradient(clip(u)) A log pi_theta. A clipped token has the gradient clip(u) A, and not 0."""
+    """CISPO's objective, with the behaviour weight w, is J = mean of w stop_gradient(clip(u)) A log pi_theta. A token
+    that the clip changes has the gradient w clip(u) A, divided by the number of tokens, and not the gradient 0."""
     theta, prox, behav, A, mask = random_tokens(9)
     eps, higher = 0.4, 0.6
     total, gradient, hits = 0.0, torch.zeros_like(theta), Counter[str]()

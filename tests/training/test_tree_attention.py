@@ -200,8 +200,8 @@ def test_interleaved_groups_find_each_other(seed: int) -> None:
 
 
 def test_a_conversation_of_5000_turns_with_a_branch_each() -> None:
-    """5,000 rows become one tree of 10,000 tokens without recursion. Each row branches off one token later than the row
-    before."""
+    """5,000 rows become one tree of 10,000 tokens without recursion. Each row branches off one token later than the
+    previous row."""
     trunk = np.arange(5000) % 1000
     rows = [np.append(trunk[: i + 1], 1000) for i in range(5000)]
     [tree] = build_trees(rows, 10_000)
