@@ -187,7 +187,9 @@ def paper_table(rows: Rows) -> list[str]:
     lines = head("what", "paper", "simulated, wait", "simulated, mask")
     lines.append(row("1.5 B, 128 GPUs: seconds of a synchronous step", 148, f"{sync:.0f}", "same as wait"))
     lines.append(row("1.5 B, 128 GPUs: seconds of an asynchronous step, eta 4", 53, *(f"{s:.0f}" for s in pair)))
-    lines.append(row("1.5 B, 128 GPUs: synchronous over asynchronous seconds, eta 4", "2.77", *(f"{sync / s:.2f}" for s in pair)))
+    lines.append(
+        row("1.5 B, 128 GPUs: synchronous over asynchronous seconds, eta 4", "2.77", *(f"{sync / s:.2f}" for s in pair))
+    )
     large = [step["7B", "192", "sync", "wait"] / step["7B", "192", "4", order] for order in PAIR]
     lines.append(row("7 B, 192 GPUs: synchronous over asynchronous seconds", "2.27", *(f"{x:.2f}" for x in large)))
     for name, paper in (("1.5B", "+12%"), ("7B", "+17%")):

@@ -226,7 +226,7 @@ async def test_a_wrong_reward_is_an_error_of_the_episode(http: httpx.AsyncClient
 
 
 async def say(client: ArealOpenAI, *texts: str, **options: Any) -> Any:
-    """Request a completion for a conversation. The texts are messages from the user and the assistant in turn."""
+    """Request a completion for a conversation. The texts are alternately messages of the user and of the assistant."""
     roles = itertools.cycle(("user", "assistant"))
     messages: Any = [{"role": role, "content": text} for role, text in zip(roles, texts)]
     return await client.chat.completions.create(model="default", messages=messages, **options)

@@ -26,7 +26,7 @@ from calls.tools import Call, Parsed
 from inference.io_struct import GenerationHyperparameters, ModelResponse
 
 LINES = (ROOT / "tests/data/client_pairs.jsonl").read_text().splitlines()
-PAIRS = [json.loads(line) for line in LINES]  # a real client's two requests, and the first reply
+PAIRS = [json.loads(line) for line in LINES]  # each: two requests of a real client, and the first reply
 HELLO = [{"role": "user", "content": "hello"}]
 TOOL = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}
 PARSERS = [parse_chat, parse_responses, parse_anthropic]
@@ -38,7 +38,7 @@ def body_of(parse: Any, **fields: Any) -> dict[str, Any]:
 
 
 def read_reply(path: str, reply: Any) -> list[Message]:
-    """Return the messages with which a client repeats this reply in its next request, in normal form."""
+    """Return, in normal form, the messages with which a client repeats this reply in its next request."""
     if path == "chat/completions":
         return [normalise(reply)]
     if path == "responses":
@@ -557,7 +557,7 @@ def test_what_is_nested_too_deeply_is_refused_by_name() -> None:
 
 
 def finished(prefix: str, messages: list[Message], parsed: Parsed) -> InteractionWithTokenLogpReward:
-    """Return a finished interaction whose id is the prefix and ab. The prefix also names the protocol of the reply."""
+    """Return a finished interaction. Its id is the prefix followed by "ab", and the prefix determines the protocol."""
     name = "responses" if prefix == "resp_" else "messages"
     answer = Answer(f"{prefix}ab", ModelResponse([1], [2], [-1.0], [0], "stop"), parsed)
     found = InteractionWithTokenLogpReward(messages, tools=[TOOL], output_message_list=[answer.message])

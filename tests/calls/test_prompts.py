@@ -80,8 +80,8 @@ class Talk:
 @pytest.mark.parametrize("ends", ["the mark", "<|endoftext|>", ""])
 @pytest.mark.parametrize("last", ["", "\n", "\n\n"])
 def test_a_conversation_is_one_row_under_any_template(tiny_tokenizer: Any, name: str, ends: str, last: str) -> None:
-    """With the template of any model in this test, concat exports the conversation as one row. Each sampled token is
-    trained once, and each turn has one end marker."""
+    """With each template of this test, the export style concat exports the conversation as one row. Each sampled token
+    is trained once, and each turn has one end marker."""
     talk = Talk(tokenizer_with(tiny_tokenizer, TEMPLATES[name]))
     assert talk.prompts.splices
     mark = "<|im_start|>" if name == "nothing at the end" else "<|im_end|>"
@@ -150,8 +150,8 @@ def test_a_hundred_turns_are_rendered_once(tiny_tokenizer: Any) -> None:
 
 
 def test_a_template_that_wants_a_call_before_its_result_is_rendered_in_full(tiny_tokenizer: Any) -> None:
-    """PromptBuilder renders new messages after a placeholder answer. If the template refuses the placeholder because it
-    has no tool call, the prompt is rendered in full."""
+    """PromptBuilder renders new messages after a stub, whose answer has no tool call. If the template refuses a tool
+    result after such an answer, the prompt is rendered in full."""
     wants = "{% if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}{{ raise_exception('no call') }}{% endif %}"
     tokenizer = tokenizer_with(tiny_tokenizer, HEAD + wants + "{{ m.content }}<|im_end|>\n" + TAIL)
     prompts = PromptBuilder(tokenizer)
@@ -173,8 +173,8 @@ def test_a_template_that_wants_a_call_before_its_result_is_rendered_in_full(tiny
 
 @pytest.mark.parametrize("name", ["tokenize", "tools", "conversation", "return_tensors"])
 def test_variables_of_the_template_are_no_arguments_of_the_tokenizer(tiny_tokenizer: Any, name: str) -> None:
-    """chat_template_kwargs may set only variables of the template. If the dict contains an argument of the tokenizer,
-    the request is refused with an error that names the argument."""
+    """chat_template_kwargs may set only variables of the template. If chat_template_kwargs contains an argument of the
+    tokenizer's method, the request is refused with an error that names the argument."""
     with pytest.raises(Refusal, match=f"chat_template_kwargs: {name}"):
         PromptBuilder(tiny_tokenizer).prompt(AgentRequest([user("q")], template_kwargs={name: 1}), None)
 
@@ -197,8 +197,8 @@ IDS = "{% if m.role == 'tool' and m.tool_call_id | length != 9 %}{{ raise_except
 )
 def test_calls_are_given_as_a_template_wants_them(tiny_tokenizer: Any, wants: str, says: str | None) -> None:
     """If a template refuses the tool calls, PromptBuilder tries two other forms. In the first form, ids have nine
-    letters or digits (Mistral). In the second form, the arguments are text (DeepSeek). A call and its result always
-    have the same id."""
+    characters, each a letter or a digit (Mistral). In the second form, the arguments are text (DeepSeek). A call and
+    its result always have the same id."""
     prompts = PromptBuilder(tokenizer_with(tiny_tokenizer, HEAD + wants + "{{ m.content }}<|im_end|>\n" + TAIL))
     call = {"id": "call_ab12_0", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
     messages = [

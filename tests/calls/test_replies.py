@@ -84,8 +84,8 @@ def accumulated(name: str, raw: bytes) -> dict[str, Any]:
 
 
 def said(value: Any) -> Any:
-    """Return a reply without the keys that may differ. The keys that may differ are times, and keys with null or parsed
-    values that an SDK's helper adds."""
+    """Return a reply without the keys in which a streamed and an unstreamed reply may differ. These keys are times, and
+    keys with null or parsed values that an SDK's helper adds."""
     if isinstance(value, dict):
         added = ["created", "created_at", "parsed_arguments", "parsed", *["index"] * ("function" in value)]
         return {key: said(item) for key, item in value.items() if item is not None and key not in added}
@@ -101,7 +101,7 @@ def nulls(value: Any, path: str = "") -> list[str]:
 
 
 def sent_back(name: str, reply: dict[str, Any]) -> dict[str, Any]:
-    """Return the message with which a client repeats this reply in its next request, in normal form."""
+    """Return, in normal form, the message with which a client repeats this reply in its next request."""
     if name == "chat/completions":
         return normalise(reply["choices"][0]["message"])
     if name == "responses":
@@ -334,7 +334,7 @@ def test_an_error_has_the_shape_of_its_protocol(name: str, status: int, error: s
 
 
 def accumulated_error(name: str, raw: bytes, status: int) -> None:
-    """Send a request with the SDK. The SDK raises the error that is in the reply."""
+    """Send a request with the SDK, which gets `raw` as the reply. The SDK raises the error that is in the reply."""
     client = client_of(name, raw, status)
     if name == "chat/completions":
         client.chat.completions.create(model="m", messages=HELLO)

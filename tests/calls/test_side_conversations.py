@@ -90,7 +90,7 @@ def test_an_agent_that_only_writes_titles_is_trained() -> None:
 
 
 def test_a_rewarded_title_is_trained() -> None:
-    """If the agent sets a reward for a title call by its id, the title call is trained."""
+    """If the agent sets a reward by the id of a title call, the title call is trained."""
     cache = session(*agent_of_two_turns(), turn([TITLE, user("hello")]))
     cache.set_reward("2", 0.5)
     assert left_out(cache) == []

@@ -33,7 +33,7 @@ TOOLS: list[Any] = [
     for name in ("look", "open")
 ]
 Start = Callable[..., Harness]
-ENDS: dict[str, Callable[[bytes], bool]] = {  # protocol -> test whether a piece contains the stream's last event
+ENDS: dict[str, Callable[[bytes], bool]] = {  # protocol -> whether a piece has the stream's last event
     "chat/completions": lambda piece: b"data: [DONE]" in piece,
     "responses": lambda piece: b'"response.completed"' in piece,
     "messages": lambda piece: b"message_stop" in piece,
@@ -463,8 +463,8 @@ async def test_a_retry_is_answered_by_the_turn_in_flight(start: Start) -> None:
 async def test_a_retry_of_a_call_that_a_thread_reads_gets_the_same_turn(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A thread reads a long body. If the client hangs up and retries while the thread reads, the call still has one
-    turn."""
+    """The proxy reads a long body in a second thread. If a retry arrives while this thread still reads the first
+    request, both requests get the same turn."""
     monkeypatch.setattr(proxy, "LONG_BODY", 0)
     harness = start("one", "two")
     session = await harness.start()

@@ -267,7 +267,7 @@ async def limited(real_engine: RemoteInfEngine, tiny_tokenizer: Any) -> Any:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("name", NAMES)
 async def test_a_full_context_is_said_in_each_vendors_way(limited: Harness, name: str, stream: bool) -> None:
-    """A prompt that fills the context gets status 400 with OpenAI's code or with Anthropic's words."""
+    """A prompt that fills the context gets status 400 with OpenAI's error code or with Anthropic's error message."""
     session = await limited.start()
     answer = await limited.post(f"/{session}/v1/{name}", body_of(name, [user("x" * 3000)], stream=stream))
     error = answer.json()["error"]

@@ -1,9 +1,10 @@
 """Explore every order of events of a small system, and check each state that the system can reach.
 
     python -m tests.explore --show     draw every state of the smallest case of the dispatcher as text
-    python -m tests.explore --large    explore all machines at large bounds; print the states and the seconds
+    python -m tests.explore --large    explore all state machines at large bounds; print the states and the seconds
     python -m tests.explore --walk     follow random series of events far beyond these bounds
 
-Read search.py first: it explains what a machine is, and how the search works. Each of the other files holds one
-machine. A machine drives the shipped classes, not a model of them. docs/protocol.md states what the machines check.
+Read search.py first: it explains what a state machine is, and how the search works. dispatcher.py, sessions.py,
+turns.py and updates.py each hold one state machine. A state machine drives the shipped classes, not a model of them.
+docs/protocol.md states what the state machines check.
 """

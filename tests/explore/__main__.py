@@ -1,4 +1,4 @@
-"""The commands of tests/explore/__init__.py."""
+"""Run the commands that tests/explore/__init__.py lists."""
 
 import sys
 import time
@@ -22,11 +22,11 @@ WALKS: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = [
     *(("turns", turns.TurnMachine, (b,)) for b in turns.FAR),
     *(("updates", updates.UpdateMachine, (b,)) for b in updates.FAR),
 ]
-SEEDS, LENGTH = range(20), 2000  # number of random walks of each machine, and of events in each walk
+SEEDS, LENGTH = range(20), 2000  # seeds of the random walks of each state machine; events in each walk
 
 
 def search(case: int) -> tuple[int, str]:
-    """Explore one case. Return the number of states, and a line of the table."""
+    """Explore one case. Return the number of states, and a line of text."""
     name, machine, bounds = CASES[case]
     began = time.process_time()
     graph = explore(machine(*bounds), keep=False)
@@ -36,7 +36,7 @@ def search(case: int) -> tuple[int, str]:
 
 
 def stroll(case: int) -> tuple[int, str]:
-    """Follow random events of one machine, with each seed. Return the number of events, and a line of the table."""
+    """Follow random events of one state machine, with each seed. Return the number of events, and a line of text."""
     name, machine, bounds = WALKS[case]
     began = time.monotonic()
     states = sum(len(walk(machine(*bounds), seed, LENGTH)) for seed in SEEDS)

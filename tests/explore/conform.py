@@ -1,8 +1,8 @@
-"""Check that the trace of a real run is a walk of the dispatcher's machine (dispatcher.py).
+"""Check that the events in the trace of a real run are possible in the dispatcher's state machine (dispatcher.py).
 
-`conform` reads the files of a finished run and repeats the run's events with the machine. If an event is impossible in
-the machine's state, or has other consequences than in the run, `conform` raises Broken. The properties of the machine
-are checked after each event. An example:
+`conform` reads the files of a finished run and repeats the run's events with the state machine. If an event is
+impossible in the machine's state, or has other consequences than in the run, `conform` raises Broken. The properties of
+the machine are checked after each event. An example:
 
     trace of the run           event of the machine       consequence in the machine
     start 0, start 1           start, start               groups 0 and 1 run
@@ -11,8 +11,8 @@ are checked after each event. An example:
     consume 0, consume 1       take                       the batch has groups 0 and 1, in this order
     start 2 (at version 1)     version, start             the gate admits group 2
 
-The times of the versions come from the schedule, because the trace marks a version only after the gate knows it. A run
-that was killed and continued is not supported.
+The schedule says between which events each version began, because the trace marks a version only after the gate knows
+the version. A run that was killed and continued is not supported.
 """
 
 import json
@@ -40,7 +40,8 @@ def read_trace(run: Path) -> tuple[list[tuple[str, int]], dict[int, Group]]:
 
 
 def check_calls(schedule: Schedule, consumed_at: dict[int, int]) -> None:
-    """Check that the versions of each call grow, and lie between the start and the consumption of its group."""
+    """Check that the versions of each call never decrease, and lie between the versions at which the call's group
+    started and was consumed."""
     for task, calls in schedule.calls.items():
         for name, call in calls.items():
             versions = [schedule.starts[task], *(version for version, *_ in call["spans"])]

@@ -1,4 +1,4 @@
-"""The machine of the dispatcher: DispatchState (rollout/dispatcher.py) and StalenessManager (staleness.py).
+"""The state machine of the dispatcher: DispatchState (rollout/dispatcher.py) and StalenessManager (staleness.py).
 
 DispatchMachine explores the real classes, not a model of them. Groups start, end, fail and are rejected in every order.
 The trainer consumes batches and makes new versions, with or without a checkpoint, and the process may be killed. A
@@ -95,8 +95,8 @@ class Bounds(NamedTuple):
 
 @dataclass
 class DispatchMachine:
-    """The machine of DispatchState and StalenessManager. Its events come from a trainer, episodes, checkpoints and
-    kills."""
+    """The state machine of DispatchState and StalenessManager. The events come from a trainer, episodes, checkpoints
+    and kills."""
 
     mode: str  # rollout.stale
     bounds: Bounds

@@ -1,7 +1,7 @@
-"""An event loop without sockets, threads and waiting. A machine decides when something happens.
+"""An event loop without sockets, threads and waiting. A state machine (search.py) decides when something happens.
 
-`run` calls every callback that is ready, and returns when no callback is ready. A function for a thread waits in
-`threads` until the machine calls `run_thread`. The clock stands still, so no timer ever ends.
+`run` calls every callback that is ready, and returns when no callback is ready. A function that asyncio would call in a
+thread waits in `threads` until the state machine calls `run_thread`. The clock stands still, so no timer ever ends.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class StillLoop(asyncio.BaseEventLoop):
-    """An event loop that a machine drives."""
+    """An event loop that a state machine drives."""
 
     def __init__(self) -> None:
         super().__init__()

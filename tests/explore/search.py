@@ -1,11 +1,11 @@
-"""Visit every state of a machine, and check each state.
+"""Visit every state of a state machine, and check each state.
 
-A **machine** describes a system: its initial states, the events that are possible in a state, and the properties that
-every state must have. `explore` visits all states, breadth first. Two states with the same key count as one state. So
-if two orders of events lead to the same situation, the search continues from this situation only once. If a property is
-broken, the error shows the shortest series of events that breaks the property. After the search, `explore` checks that
-a goal can be reached from every state. If no goal can be reached from a state, the state is a deadlock or part of a
-loop without a way out.
+A **state machine**, or machine for short, describes a system: its initial states, the events that are possible in a
+state, and the properties that every state must have. `explore` visits all states, breadth first. Two states with the
+same key count as one state. So if two orders of events lead to the same situation, the search continues from this
+situation only once. If a property is broken, the error shows the shortest series of events that breaks the property.
+After the search, `explore` checks that a goal can be reached from every state. If no goal can be reached from a state,
+the state is a deadlock or part of a loop without a way out.
 
 `walk` goes further than `explore` can: it follows random events and checks each state on its way.
 """
@@ -72,7 +72,7 @@ class State(NamedTuple):
 
 
 class PathMachine:
-    """A machine whose state contains coroutines, which cannot be copied.
+    """A state machine whose state contains coroutines, which cannot be copied.
 
     To reach a state, `run` repeats all events that lead to the state.
     """
@@ -103,7 +103,8 @@ class PathMachine:
 
 @dataclass
 class Graph:
-    """All states that were reached, and the transitions between them. States have numbers in the order of the search.
+    """All states that the search reached, and the transitions between them. States are numbered in the order of the
+    search.
 
     If the search does not keep the states, `states` and `events` are empty.
     """

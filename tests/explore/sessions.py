@@ -1,4 +1,4 @@
-"""The machine of the sessions: SessionTable and Limits (calls/sessions.py).
+"""The state machine of the sessions: SessionTable and Limits (calls/sessions.py).
 
 SessionMachine explores the real classes. The trainer adds grants, starts, ends, exports and discards sessions. Agents
 call, their turns end, and time passes in steps of 30 seconds. A turn is a stand-in with the two attributes that the
@@ -6,7 +6,7 @@ table uses. From every state, all sessions and turns can end. The properties:
 
     grants     a session starts exactly if a grant is left that has not lapsed
     expiry     the table holds exactly the sessions that were not exported or discarded, and that were not idle for
-               60 seconds when the table last looked
+               60 seconds when the table last looked for idle sessions
     ended      an open session takes calls, an ended session gets 410, a forgotten session gets 404
     stopped    a turn whose session has ended or is forgotten was told to stop
     access     a session's id leads to this session
@@ -73,7 +73,7 @@ class SessionBounds(NamedTuple):
 
 @dataclass
 class SessionMachine:
-    """The machine of SessionTable. Its events come from a trainer, agents and a clock."""
+    """The state machine of SessionTable. The events come from a trainer, agents and a clock."""
 
     bounds: SessionBounds
     module: ModuleType = calls.sessions  # the module to explore; a test passes a mutant

@@ -1,4 +1,4 @@
-"""The machine of the calls explores Proxy (proxy.py), Turn (calls/turn.py), Session and the tree (cache.py).
+"""The state machine of the calls explores Proxy (proxy.py), Turn (calls/turn.py), Session and the tree (cache.py).
 
 TurnMachine drives the shipped endpoints of the proxy in an event loop of its own. Clients connect, hang up and retry,
 and the proxy notices later that a client has hung up. The engine sends tokens, finishes, fails, and needs a moment to
@@ -9,7 +9,7 @@ events again. The properties:
 
     once      a call and its retries become at most one exported turn
     read      the export contains every reply that a client has read whole before the session ended
-    mixed     a reply belongs to the request, and an exported turn has the tokens of its own generation
+    mixed     a client's reply belongs to its own request, and an exported turn has the tokens of its own generation
     stopped   a generation that nobody waits for, or whose session has ended, was told to stop
     answered  no client waits for a generation that is over
     tree      the unfinished turns of the tree are the running turns of the session
@@ -67,12 +67,12 @@ class Generation:
     on_tokens: Any
     response: ModelResponse
     news: asyncio.Future
-    state: str = "runs"  # runs, stops (after the engine's abort) or over
+    state: str = "runs"  # runs, stops (until the abort is done) or over
 
 
 @dataclass(eq=False)
 class Engine:
-    """A stand-in for RemoteInfEngine that generates when the machine says so."""
+    """A stand-in for RemoteInfEngine that generates a token when the state machine says so."""
 
     servers: Any = None
     context_length: int | None = None
@@ -387,7 +387,7 @@ class World:
 
 @dataclass
 class TurnMachine(PathMachine):
-    """The machine of the proxy's endpoints. Its events come from clients, an engine and a trainer."""
+    """The state machine of the proxy's endpoints. The events come from clients, an engine and a trainer."""
 
     bounds: TurnBounds
     module: ModuleType = proxy  # the module to explore; a test passes a mutant

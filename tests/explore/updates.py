@@ -1,4 +1,4 @@
-"""The machine of the weight updates: PPOTrainer.push_weights (train.py), RemoteInfEngine (engine.py), Servers
+"""The state machine of the weight updates: PPOTrainer.push_weights (train.py), RemoteInfEngine (engine.py), Servers
 (inference/servers.py) and send (inference/weights.py).
 
 UpdateMachine drives the shipped classes twice: as the trainer, which pushes new versions, and as a proxy, whose request
@@ -11,8 +11,9 @@ events that lead to it, as in turns.py. The properties:
     falls      versions never decrease along a completion
     lost       without a fault the request succeeds, and an answer has all its tokens
     kept       a token that the engine has passed on is never changed or removed
-    has        when the gate learns of a version, every server that the trainer counts as living has these weights,
-               unless it has restarted in between; no server claims other weights than it has
+    has        when the gate learns of a version, every server that the trainer counts as living has the weights of this
+               version, unless the server has restarted and got no weights since; no server claims a version that it
+               does not have
     paused     after the trainer's end no server that can be reached is left paused
     deadlock   from every state, the request ends and the trainer ends
 """
@@ -395,7 +396,7 @@ class World:
 
 @dataclass(eq=False)
 class UpdateMachine(PathMachine):
-    """The machine of the weight updates. Its events come from a trainer, a proxy with one request, and servers."""
+    """The state machine of the weight updates. The events come from a trainer, a proxy with a request, and servers."""
 
     bounds: UpdateBounds
     modules: dict[str, ModuleType] = field(

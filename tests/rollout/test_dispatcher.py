@@ -206,7 +206,7 @@ def test_a_timeout_consumes_nothing(make_stage):
 
 
 def test_a_new_version_alone_wakes_the_producer(make_stage):
-    """A new version alone starts the tasks that the gate now admits."""
+    """A new version starts the tasks that the gate then admits, without any other event."""
     stage = make_stage(eta=0, batch=2)
     stage.submit(0, 1, 2, 3)
     assert stage.started(2) == [0, 1]
@@ -216,7 +216,7 @@ def test_a_new_version_alone_wakes_the_producer(make_stage):
 
 
 def test_a_waiting_trainer_is_woken_by_a_new_version(make_stage, log):
-    """If the trainer waits at a closed gate, the dispatcher logs the wait, and a new version ends the wait."""
+    """If the gate admits no group, a waiting trainer waits for a new version. The dispatcher logs the wait."""
     stage = make_stage(eta=0, batch=1)
     stage.submit(0, 1)
     stage.finish(0, 1)

@@ -107,8 +107,8 @@ def test_the_order_of_the_data_is_the_loaders_own_generator(make: Make) -> None:
 
 
 def test_every_loader_begins_at_its_own_beginning(make: Make) -> None:
-    """prepare_batch may be called with two dataloaders in turn, as in a curriculum. Each dataloader continues where it
-    stopped."""
+    """prepare_batch may be called alternately with two dataloaders, as in a curriculum. Each dataloader continues where
+    it stopped."""
     executor, loaders, seen = make(), [loader(SAMPLES), loader([{"n": n} for n in range(10, 15)])], []
     for data in (*loaders, *loaders):
         for _ in range(2):
@@ -119,8 +119,8 @@ def test_every_loader_begins_at_its_own_beginning(make: Make) -> None:
 
 
 def test_a_loader_that_raises_says_so_at_every_call(make: Make) -> None:
-    """If a dataloader raises an error, every call of prepare_batch raises the same error. After the error is repaired,
-    the dataloader starts again."""
+    """If a dataloader raises an error, every call of prepare_batch raises the same error. After the data are repaired,
+    the dataloader begins again with its first sample."""
     samples: list[dict] = [{"n": 0}, {}]
 
     def collate(batch: list[dict]) -> list[dict]:

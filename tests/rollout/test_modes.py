@@ -1,4 +1,5 @@
-"""An agent's episode has the same result in both modes, and no process of the agent is left after the episode."""
+"""An agent's episode has the same result in the modes inline and subproc. After an episode, no process of the agent is
+left."""
 
 import asyncio
 import contextlib
