@@ -54,7 +54,7 @@ import httpx
 import orjson
 
 from inference import weights
-from inference.io_struct import ModelRequest, ModelResponse, generate_body, parse_segment, probe
+from inference.io_struct import ModelRequest, ModelResponse, generate_body, parse_scores, parse_segment, probe
 from inference.servers import LOOK_AGAIN, Servers
 from inference.wire import EngineError, Wire
 
@@ -369,12 +369,13 @@ class RemoteInfEngine:
         """Return a list for each living server: log p(token | earlier tokens) of each token, at temperature 1.
 
         Each list begins with 0, because no token comes before the first token. If `ids` fills the context window, its
-        last token gets no log-probability, because a server needs room to generate one token.
+        last token gets no log-probability, because a server needs room to generate one token. Raises EngineError if a
+        server answers with something else.
         """
         ids = ids[: self.context_length - 1] if self.context_length else ids
         self._check_ids(ids)
         answers = self.servers.post_all("/generate", {**probe(ids), "logprob_start_len": 0}, self.request_timeout)
-        return [[0.0] + [entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]] for answer in answers]
+        return [parse_scores(answer, ids) for answer in answers]
 
     # 3. Rollouts. The WorkflowExecutor implements these methods, and the engine forwards each call to the executor.
 

@@ -209,3 +209,14 @@ def parse_segment(answer: dict[str, Any], vocab_size: int | None = None) -> Mode
         status = 503 if "-incomplete" in str(error) else 502
         raise EngineError(f"the answer cannot be read ({error!r}): {hint}", status) from error
     return ModelResponse([], tokens, [entry[0] for entry in entries], versions, stop_reason=finish.get("type", ""))
+
+
+def parse_scores(answer: dict[str, Any], ids: list[int]) -> list[float]:
+    """Return the log-probabilities of `ids` from a server's answer that contains them. The first one is 0, because no
+    token comes before the first token. Raises EngineError (502 or 503) if the answer contains something else."""
+    try:
+        entries = [[0.0, ids[0]], *answer["meta_info"]["input_token_logprobs"][1:]]
+        check_segment(ids, entries, [{"version": "0", "start": 0, "end": len(ids)}], None)
+    except (LookupError, TypeError) as error:
+        raise EngineError(f"the scores of a sequence cannot be read ({error!r})", 502) from error
+    return [entry[0] for entry in entries]

@@ -2,10 +2,11 @@
 
     python tests/garbage_server.py --model-path DIR --port 30001
 
-The first POST /generate gets an honest answer, because a run tests each server at its start. Each later request gets
-the next of `KINDS`, and after the last of them the first again. All other paths get honest answers, so a client that
-has given up this server finds it healthy again and again. GET /server_info has the number of requests that got garbage
-in `seen`.
+The first POST /generate gets an honest answer, because an engine tests its servers when it starts. `--honest 2` is for
+two engines: those of a trainer and its proxy. Each later request gets the next of `KINDS`, and after the last of them
+the first again. All other paths get honest answers, so a client that has given up this server finds it healthy again
+and again. The server reports the version of the last weight update. GET /server_info has the number of requests that
+got garbage in `seen`.
 """
 
 import argparse
@@ -95,27 +96,32 @@ KINDS: dict[
 }
 
 
-def honest_answer(path: str, model_path: str, seen: int) -> bytes:
+def honest_answer(path: str, model_path: str, version: str, seen: int) -> bytes:
     """Return the answer to a request for another path than /generate."""
-    info = {"model_path": model_path, "max_req_input_len": 2048, "weight_version": "0", "success": True, "seen": seen}
-    return http(b"", "404 Not Found") if path == "/workers" else http(json.dumps(info).encode())
+    info = {"model_path": model_path, "max_req_input_len": 2048, "weight_version": version, "success": True}
+    return http(b"", "404 Not Found") if path == "/workers" else http(json.dumps(info | {"seen": seen}).encode())
 
 
-async def serve(port: int, model_path: str, names: Iterator[str]) -> None:
-    """Serve until the process ends. `names` yields the kinds of garbage in their order."""
+async def serve(port: int, model_path: str, honest: int, names: Iterator[str]) -> None:
+    """Serve until the process ends. The first `honest` POST /generate get honest answers. `names` yields the kinds of
+    garbage in their order."""
     requests = itertools.count()
-    seen = 0
+    version, seen = "0", 0
 
     async def connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonlocal seen
+        nonlocal version, seen
         with contextlib.suppress(OSError, asyncio.IncompleteReadError), contextlib.closing(writer):
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
                 length = head.partition("content-length: ")[2].partition("\r\n")[0]
-                await reader.readexactly(int(length or 0))
+                body = json.loads(await reader.readexactly(int(length or 0)) or b"{}")
                 path = head.split()[1]
-                if path != "/generate" or next(requests) == 0:
-                    writer.write(http(answer([1])) if path == "/generate" else honest_answer(path, model_path, seen))
+                if path != "/generate":
+                    version = body.get("new_version") or body.get("weight_version") or version
+                    writer.write(honest_answer(path, model_path, version, seen))
+                    continue
+                if next(requests) < honest:
+                    writer.write(http(answer([1])))
                     continue
                 seen += 1
                 name = next(names)
@@ -138,10 +144,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model-path", required=True)
     parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--honest", type=int, default=1)
     parser.add_argument("--exit-with-parent", action="store_true", help="end when standard input is closed")
     args = parser.parse_args()
     main_thread = threading.Thread(
-        target=lambda: asyncio.run(serve(args.port, args.model_path, itertools.cycle(KINDS))), daemon=True
+        target=lambda: asyncio.run(serve(args.port, args.model_path, args.honest, itertools.cycle(KINDS))), daemon=True
     )
     main_thread.start()
     if args.exit_with_parent:

@@ -143,6 +143,13 @@ def breaks_off(data: dict) -> float:
     return 1.0
 
 
+def returns_twice(data: dict) -> float:
+    """Return in a forked process, too, and there first."""
+    if child := os.fork():
+        os.waitpid(child, 0)
+    return 1.0 if child else 7.0
+
+
 def is_silent(data: dict) -> None:
     return None
 

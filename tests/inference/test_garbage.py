@@ -11,10 +11,12 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
-from conftest import server_process
+from conftest import StartServer, server_process
 from garbage_server import KINDS
+from runs import SMALL_GUESS, check_metrics, run
 from transformers import AutoModelForCausalLM
 
 import engine as engine_module
@@ -22,6 +24,9 @@ from engine import RemoteInfEngine
 from inference import servers, wire
 from inference.io_struct import GenerationHyperparameters, ModelRequest, ModelResponse
 from inference.servers import rank_servers
+from inference.wire import EngineError
+from run.config import load
+from run.inputs import load_inputs
 
 GARBAGE = [sys.executable, "tests/garbage_server.py", "--model-path"]
 
@@ -71,3 +76,33 @@ def test_garbage_of_every_kind_costs_no_completion(
     counts = [re.search(r"lost (\d+) times", line) for line in caplog.messages]
     assert [int(count[1]) for count in counts if count] == [1, 2, 4, 8, 16, 32, 64]
     assert all("\n" not in line and len(line) < 1000 for line in caplog.messages)
+
+
+def test_garbage_is_no_score(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every kind of garbage is sent to a request for scores. Each is an EngineError, so the canary of a run
+    (run/mismatch.py) misses one value, and the run goes on."""
+    monkeypatch.setattr(wire, "MOST_BYTES", 2**22)
+    with server_process(*GARBAGE, str(tiny_model_dir), out=subprocess.DEVNULL) as (garbage, _):
+        engine = RemoteInfEngine([garbage], request_timeout=5.0)
+        engine.initialize()
+        for _ in KINDS:
+            with pytest.raises(EngineError):
+                engine.score([1, 2, 3])
+            engine.servers.find(garbage)
+        engine.destroy()
+
+
+@pytest.mark.runs
+def test_a_run_beside_a_server_that_answers_with_garbage(tmp_path: Path, start_tiny_server: StartServer) -> None:
+    """A run has two servers, and one of them answers with garbage. The run trains as usual: no episode fails, and every
+    trained token comes from the healthy server."""
+    base = load_inputs(load(["seed=1"])).tokenizer.name_or_path
+    healthy = start_tiny_server("--model-path", base)
+    with server_process(*GARBAGE, base, "--honest", "2", out=subprocess.DEVNULL) as (garbage, _):
+        words = [f"rollout.server_addrs=[{healthy},{garbage}]", "weight_update.mode=disk", "rollout.request_timeout=5"]
+        metrics = run(tmp_path, *SMALL_GUESS, *words, "max_steps=12", "seed=1")
+        check_metrics(metrics, eta=1)
+        seen = httpx.get(garbage + "/server_info").json()["seen"]
+    assert [line["step"] for line in metrics] == list(range(1, 13))
+    assert max(line["logp_mismatch"] for line in metrics) < 1e-4
+    assert seen > 3

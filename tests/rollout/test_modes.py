@@ -139,6 +139,14 @@ def test_a_failing_agent_is_counted_and_the_next_one_runs(
     assert "never retrieved" not in capfd.readouterr().err  # logged if an SDK's client outlives its episode
 
 
+def test_an_agent_that_forks_has_one_result(run_agent: Run) -> None:
+    """An agent forks, and both processes return a reward. Only the worker's own reward counts, and the worker's next
+    episode has its own result."""
+    groups, stats = run_agent(mode_agents.Talks, {"then": "returns_twice"}, {}, subproc_max_workers=1)
+    assert [group["rewards"].tolist() for group in groups] == [[1.0], [1.0]]
+    assert stats == RolloutStat(withdrawn=2)
+
+
 def test_a_timed_out_episode_has_ended(run_agent: Run, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     """The time limit of an episode ends the agent's process and every process that the agent started."""
     os.mkfifo(fifo := tmp_path / "fifo")

@@ -89,7 +89,7 @@ def test_packed_rows_have_two_graphs(gpu_kernel, tiny_model_dir):  # noqa: F811
     assert not counters["graph_break"]
 
 
-@pytest.mark.parametrize("changes", [{"layout": "packed"}], ids=str)
+@pytest.mark.parametrize("changes", [{"layout": "packed"}, {"enable_tree_training": True}], ids=str)
 def test_attention_outside_the_graphs(tiny_model_dir, changes):
     """Trees, and packed rows without the kernel, compute the attention outside the graphs. Each layer then has four
     graphs with gradients and four without. If two sizes of the first piece are equal by chance, the compiler assumes

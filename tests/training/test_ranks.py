@@ -4,6 +4,7 @@ The tests start torchrun with gloo on this machine. With 1, 2 and 4 ranks, the s
 parameters and metrics. If a rank dies, all ranks end within seconds, and the error of the dead rank is shown.
 """
 
+import functools
 import json
 import os
 import re
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -55,9 +57,9 @@ def start(n: int, *words: str) -> subprocess.Popen[str]:
 # ---- the programs that the ranks run
 
 
-def work_numbers(model_dir: Path, out: Path) -> None:
+def work_numbers(model_dir: Path, out: Path, **changes: Any) -> None:
     """Write the gradients of one update, and the parameters after SGD_STEPS more updates, to numbers.safetensors."""
-    actor = FSDPPPOActor(make_config(mb_tokens=40, ppo_n_minibatches=2), model_dir)
+    actor = FSDPPPOActor(make_config(mb_tokens=40, ppo_n_minibatches=2, **changes), model_dir)
     actor.create_process_group()
     actor.initialize(max_steps=10)
     actor.optimizer = torch.optim.SGD(actor.model.parameters(), lr=0.05)
@@ -76,6 +78,11 @@ def work_numbers(model_dir: Path, out: Path) -> None:
         save_file({name: t.contiguous() for name, t in result.items()}, out / "numbers.safetensors")
         (out / "stats.json").write_text(json.dumps(stats))
     actor.destroy()
+
+
+def work_compiled(model_dir: Path, out: Path) -> None:
+    """Do what `work_numbers` does, with compiled layers."""
+    work_numbers(model_dir, out, compile=True)
 
 
 def work_memory(model_dir: Path, out: Path) -> None:
@@ -158,24 +165,28 @@ def test_a_rank_chooses_its_gpu_before_it_joins(monkeypatch: pytest.MonkeyPatch,
 
 
 @pytest.fixture(scope="module")
-def numbers(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[dict, dict]]:
-    """The tensors and metrics that the program work_numbers writes with 1, 2 and 4 ranks."""
-    found = {}
-    for n in (1, 2, 4):
+def numbers(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[dict, dict]]:
+    """Return numbers(n, program), which returns the tensors and metrics that the program writes with n ranks."""
+
+    @functools.cache
+    def run(n: int, program: str = "work_numbers") -> tuple[dict, dict]:
         out = tmp_path_factory.mktemp(f"world{n}")
-        done = start(n, __file__, "work_numbers", str(tiny_model_dir), str(out))
-        output, _ = done.communicate(timeout=200)
+        done = start(n, __file__, program, str(tiny_model_dir), str(out))
+        output, _ = done.communicate(timeout=300)
         assert done.returncode == 0, output
-        found[n] = load_file(out / "numbers.safetensors"), json.loads((out / "stats.json").read_text())
-    return found
+        return load_file(out / "numbers.safetensors"), json.loads((out / "stats.json").read_text())
+
+    return run
 
 
 @pytest.mark.runs
-@pytest.mark.parametrize("n", [2, 4])
-def test_gradients_and_parameters_are_those_of_one_rank(numbers, n: int) -> None:
-    """With n ranks, the gradients, the parameters after 5 SGD steps, the log-probabilities and the metrics are the same
-    as with one rank."""
-    (one, one_stats), (many, many_stats) = numbers[1], numbers[n]
+@pytest.mark.parametrize("case", [(2,), (4,), (2, "work_compiled")], ids=str)
+def test_gradients_and_parameters_are_those_of_one_rank(numbers, case: tuple) -> None:
+    """With several ranks, and with compiled layers on two ranks, the gradients, the parameters after 5 SGD steps, the
+    log-probabilities and the metrics are the same as with one rank."""
+    if "work_compiled" in case and shutil.which("c++") is None:
+        pytest.skip("layers are compiled with a C compiler")
+    (one, one_stats), (many, many_stats) = numbers(1), numbers(*case)
     assert one.keys() == many.keys()
     for name in one:
         if name.startswith("grad."):
