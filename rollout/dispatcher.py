@@ -1,4 +1,4 @@
-"""The dispatcher decides which prompt group starts next, and which groups form the next batch (write-up, section 3).
+"""The dispatcher decides which prompt group starts next, and which groups form the next batch.
 
 A training step needs B finished prompt groups, and an episode takes seconds to minutes. BatchTaskDispatcher keeps as
 many groups running as the staleness gate allows, and returns finished groups in order of start or of finish.
@@ -11,16 +11,16 @@ many groups running as the staleness gate allows, and returns finished groups in
   the lock.
 - AsyncTaskRunner (runner.py) owns the thread, the event loop and the lock, and lets callers wait.
 
-**Producer and consumer.** In the write-up the producer and the consumer are threads that poll. In this module, two
-methods replace the polling threads: `_produce` starts the tasks that the gate admits, and `_consume` records the result
-of a task. The dispatcher calls `_produce` at every event that may open the gate: a caller submits a task, a task ends,
-or the trainer sets a new version. The next tasks therefore start as soon as the gate opens.
+**Producer and consumer.** In the write-up (docs/companion.md) the producer and the consumer are threads that poll. In
+this module, two methods replace the polling threads: `_produce` starts the tasks that the gate admits, and `_consume`
+records the result of a task. The dispatcher calls `_produce` at every event that may open the gate: a caller submits a
+task, a task ends, or the trainer sets a new version. The next tasks therefore start as soon as the gate opens.
 
-**Which groups form a batch.** With stale=wait, a batch has the B unconsumed groups that started first. A slow group
-delays its batch, and faster groups wait for the slow group. With stale=mask and stale=drop, a batch has the B groups
-that finished first. The method take() then masks the tokens that are too old, or drops the groups that are too old.
-With each setting, no trained token is older than max_head_offpolicyness: the essay of staleness.py has the proof, and
-take() checks each age. A rejected group frees its place at the gate, and active_submit_and_wait draws a new task.
+**Which groups form a batch.** With rollout.stale=wait, a batch has the B unconsumed groups that started first. A slow
+group delays its batch, and faster groups wait for the slow group. With mask or drop, a batch has the B groups that
+finished first. take() then masks the tokens that are too old, or drops the groups that are too old. With each setting,
+no trained token is more than max_head_offpolicyness versions old: staleness.py has the proof, and take() checks the age
+of each group. A rejected group frees its place at the gate, and active_submit_and_wait draws a new task.
 
 **Failure.** A task that returns None is rejected. A task that raises an exception is rejected and also counted as
 failed. The run stops if max_failures tasks in a row raise an exception. The run also stops if a caller calls fail(),
@@ -54,7 +54,8 @@ logger = logging.getLogger("nano_areal.dispatcher")
 
 
 class ServerRestarted(Exception):
-    """An inference server was started again and needs the current weights. A wait that raises this took no task."""
+    """An inference server was started again and needs the current weights. A wait that raises this error has consumed
+    no task."""
 
 
 class WithTaskID(Protocol):
@@ -83,10 +84,10 @@ class DispatchState(Generic[TInput, TResult]):
     """All decisions of the dispatcher, as plain methods without threads, locks or a clock."""
 
     manager: StalenessManager
-    head_version: Callable[[TResult], int | None]  # oldest version of a result's tokens; None without tokens
+    head_version: Callable[[TResult], int | None]  # returns the oldest version of a result's tokens, or None
     max_queue_size: int  # largest number of tasks that run at once
     stale: Literal["wait", "mask", "drop"] = "wait"  # how take() keeps the age bound (staleness.py)
-    without_older: Callable[[TResult, int], TResult | None] = untouched  # used by "mask"; masks tokens of old versions
+    without_older: Callable[[TResult, int], TResult | None] = untouched  # for "mask": masks tokens of old versions
     max_failures: int = 0  # number of failures in a row that stops the run; 0 means max(8, 2 * consumer_batch_size)
     trace: Callable[..., None] = untraced  # called with the event and task id
 
@@ -205,7 +206,7 @@ class DispatchState(Generic[TInput, TResult]):
     def take_task(self, task_id: int) -> list[TResult | None]:
         """Return [result] for a finished task, [None] for a rejected task, and [] for a task that has not ended.
 
-        After the call, the state no longer knows a finished or rejected task. Raises ValueError if the task was never
+        The call also removes a finished or rejected task from the state. Raises ValueError if the task was never
         submitted, or if its result was already taken.
         """
         if task_id in self.rejected:

@@ -1,10 +1,10 @@
 """WorkflowExecutor connects the dataloader, the workflows, the staleness gate and the training step.
 
 `prepare_batch` returns the next B accepted prompt groups as one padded dict of tensors (trajectory.py). The dispatcher
-decides which groups come next. With rollout.stale=wait, groups come in order of start, also within a batch. While the
-trainer trains on one batch, groups of later batches run. The gate limits how many groups run. Example: with B = 4 and
-eta = 1, eight groups start at version 0. The first call of prepare_batch returns four of the eight groups, and the
-other four groups continue to run.
+decides which groups come next. With rollout.stale=wait, batches come in order of start, and so do the groups within a
+batch. While the trainer trains on one batch, groups of later batches run. The gate limits how many groups run. Example:
+with B = 4 and eta = 1, eight groups start at version 0. The first call of prepare_batch returns four of the eight
+groups, and the other four groups continue to run.
 
 Each prompt group goes through these steps:
 
@@ -25,8 +25,8 @@ raises an exception, the group is rejected and also counted as failed. Many fail
 (dispatcher.py).
 
 **Arguments.** Each call of prepare_batch draws new samples. A sample runs with the workflow and the should_accept_fn of
-the call that drew it, even if later calls pass other arguments. If the workflow is a class, every call makes a new
-instance. If a workflow must keep state from call to call, pass an instance.
+the call that drew the sample, even if later calls pass other arguments. If the workflow is a class, every call makes a
+new instance. If a workflow must keep state from call to call, pass an instance.
 
 **Recovery.** A task is open until its group is consumed or rejected. A checkpoint holds the open tasks. After a crash
 the unfinished tasks start again under their old ids (DataCursor, run/recover.py).
@@ -66,7 +66,7 @@ from staleness import RolloutStat, StalenessError, StalenessManager
 
 logger = logging.getLogger("nano_areal.executor")
 
-NO_LIMIT = 10**12  # limit for ages and for failures in a row; too large for any evaluation to reach
+NO_LIMIT = 10**12  # limit of ages and of failures in a row, for evaluations; no evaluation reaches this limit
 AcceptFn = Callable[[Trajectory], bool]
 Sample = dict[str, Any]
 T = TypeVar("T")
@@ -149,7 +149,7 @@ class WorkflowExecutor:
 
     engine: Any
     config: RolloutConfig
-    tokenizer: Any = None  # used for dumps, and passed to workflow classes that accept a tokenizer
+    tokenizer: Any = None  # decodes the tokens of dumps; also passed to workflow classes that accept a tokenizer
     gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)  # holds the run's seed
     proxy: ProxyAddress | None = None  # needed for agents
     dump_dir: Path | None = None  # the run's folder; None: no dumps
@@ -227,7 +227,8 @@ class WorkflowExecutor:
         return concat_padded_tensors(groups)
 
     def rollout_each(self, data: Iterable[Sample], *args: Any, **kwargs: Any) -> list[Trajectory | None]:
-        """Run all prompts of `data`. Return a list with one entry for each prompt: its group, or None if rejected.
+        """Run all prompts of `data`. Return a list with one entry for each prompt: its group, or None if it was
+        rejected.
 
         The arguments after `data` are passed to `make_tasks`.
         """
@@ -255,7 +256,7 @@ class WorkflowExecutor:
     def until_restart(self, wait: Callable[[], T]) -> T | None:
         """Return the result of `wait`, or None if an inference server was started again meanwhile.
 
-        After None, push the current weights a second time, and wait again.
+        If the result is None, push the current weights a second time, and wait again.
         """
         try:
             return wait()

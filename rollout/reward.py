@@ -8,9 +8,9 @@ for one second. AsyncRewardWrapper therefore runs a plain function in a worker p
 result. A coroutine function runs in the event loop itself.
 
 Plain functions and coroutine functions have a time limit. If a plain function takes too long, its process is killed. If
-a coroutine function takes too long, it is cancelled. The clock starts when a worker takes the call, so the time in the
-queue does not count. Example: with timeout_seconds=15 and four workers, the fifth call waits until a worker is free,
-and then has 15 s. If an episode is cancelled, its reward computation ends as well.
+a coroutine function takes too long, it is cancelled. The time limit of a plain function starts when a worker takes the
+call, so the time in the queue does not count. Example: with timeout_seconds=15 and four workers, the fifth call waits
+until a worker is free, and then has 15 s. If an episode is cancelled, its reward computation ends as well.
 
 If a reward function raises an exception or takes too long, its episode fails. The episode does not get the reward 0,
 because the policy would learn from this wrong reward.

@@ -1,4 +1,4 @@
-"""AsyncTaskRunner: one thread, one event loop and one lock for all episodes (write-up, section 3.1).
+"""AsyncTaskRunner: one thread, one event loop and one lock for all episodes.
 
 Episodes are coroutines, and hundreds of episodes wait for tokens at once. One event loop in one daemon thread runs all
 episodes.
@@ -7,8 +7,8 @@ episodes.
     runner.on_done(result)                      is called in the loop's thread when the task has ended
 
 **Every change of state happens under one lock.** `wait_for(attempt)` calls `attempt` after each change, so no thread
-polls. Example: three tasks run and the trainer waits for two results. The runner calls `attempt` when the first task
-ends, and again when the second task ends.
+has to poll. Example: three tasks run and the trainer waits for two results. The runner calls `attempt` when the first
+task ends, and again when the second task ends.
 
 **A runner for tests.** The dispatcher uses threads and time only through the public methods of this class. The tests
 can therefore replace the runner with a subclass that has a virtual clock (tests/rollout/test_dispatcher.py).
@@ -89,7 +89,8 @@ class AsyncTaskRunner:
             if len(self._active) >= self.max_queue_size:
                 raise TaskQueueFullError(f"max_queue_size={self.max_queue_size} tasks are submitted and not finished")
             self._active[task_id] = None
-            # The task gets a new context, because the code that calls submit may have set context variables of its own.
+            # The task gets a new context, because the caller of `submit` may have set context variables that the task
+            # must not see.
             self._loop.call_soon_threadsafe(self._start, task_id, async_fn, args, context=contextvars.Context())
 
     def wait_for(self, attempt: Callable[[], T], timeout: float | None) -> T:
@@ -107,8 +108,8 @@ class AsyncTaskRunner:
         return self._thread.is_alive()
 
     def find_blocker(self, seconds: float) -> str | None:
-        """Return the function that blocks the loop for `seconds`, as "name (file:line)". Return None if the loop runs
-        or has ended.
+        """Return the function that has blocked the loop for `seconds`, as "name (file:line)". Return None if the loop
+        answers or has ended.
 
         Functions of Python's library and of installed packages are skipped. Call this method from another thread.
         """

@@ -44,7 +44,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-# The keys that training reads. Each key has a dtype, and a value for positions without a (generated) token.
+# The keys that training reads. Each key has a dtype, and a value for padding and for tokens that the policy did not
+# generate.
 TOKEN_KEYS: dict[str, tuple[torch.dtype, float]] = {  # [B, L]
     "input_ids": (torch.int32, 0),
     "attention_mask": (torch.bool, 0),
@@ -107,7 +108,7 @@ def without_older(traj: Trajectory, oldest: int) -> Trajectory | None:
 def check_trajectory_format(traj: Any, expected_keys: frozenset[str] | None = None) -> None:
     """Raise ValueError if the trajectory is malformed. The message says which key is wrong, and what is needed.
 
-    `expected_keys` are the keys of earlier trajectories of this workflow, or None if there are no earlier ones.
+    `expected_keys` are the keys of earlier trajectories of this workflow, or None if there are no earlier trajectories.
     """
     if not isinstance(traj, dict):
         raise ValueError(f"a trajectory is a dict of tensors, not {type(traj).__name__}")
@@ -131,7 +132,7 @@ def check_trajectory_format(traj: Any, expected_keys: frozenset[str] | None = No
     if (generated(traj) & ~traj["attention_mask"].bool()).any():
         raise ValueError("the trajectory trains on padding: loss_mask is 1 where attention_mask is False")
     if "versions" in traj and (traj["versions"][generated(traj)] < 0).any():
-        raise ValueError("trajectory['versions'] is negative on generated tokens; -1 is for tokens of no policy")
+        raise ValueError("trajectory['versions'] is negative on generated tokens; -1 is only for other tokens")
     if expected_keys is not None and traj.keys() != expected_keys:
         fewer, more = sorted(expected_keys - traj.keys()), sorted(traj.keys() - expected_keys)
         raise ValueError(f"the keys differ from this workflow's earlier trajectories: lacks {fewer}, adds {more}")
@@ -194,7 +195,7 @@ def concat_padded_tensors(trajectories: list[Trajectory]) -> Trajectory:
 
 
 def dump_lines(traj: Trajectory, task_id: int, tokenizer: Any) -> list[dict[str, Any]]:
-    """Return one record per row of a completed trajectory (Rollout Workflow, "Trajectory Dumping").
+    """Return one record per row of a completed trajectory (AReaL's Rollout Workflow, "Trajectory Dumping").
 
     sample_idx is the index of the row in the task. prompt_len is the number of tokens before the first generated token.
     The completion begins with the first generated token, and contains the messages between turns. head_version and

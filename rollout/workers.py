@@ -56,7 +56,7 @@ from urllib.parse import urlsplit
 
 logger = logging.getLogger("nano_areal.workers")
 
-ABANDON_SECONDS = 10.0  # longest time between the cancellation of an agent and its end
+ABANDON_SECONDS = 10.0  # longest time between the cancellation of a call and the end of the call
 
 
 class WorkerDied(RuntimeError):
@@ -66,7 +66,7 @@ class WorkerDied(RuntimeError):
 async def within(seconds: float, work: Coroutine[Any, Any, Any], words: str) -> Any:
     """Return the result of `work`. After `seconds`, cancel the work and raise TimeoutError(words).
 
-    If the work ignores its cancellation for ABANDON_SECONDS, an error is logged and nobody waits for the work.
+    If the work ignores its cancellation for ABANDON_SECONDS, the function logs an error and stops waiting for the work.
     """
     task = asyncio.ensure_future(work)
     try:
@@ -137,7 +137,7 @@ class Worker:
         return answer["value"]
 
     async def end(self) -> None:
-        """Kill the process and every process that its code has started."""
+        """Kill this process and every process that it has started."""
         with suppress(ProcessLookupError, PermissionError):  # macOS refuses to signal a process that has ended
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()

@@ -11,9 +11,9 @@ number", "3", "higher" consists of three parts: the prompt of the first turn, th
 tokens of the new message. The proxy relies on this property of the chat template.
 
 **The model** starts with random weights and is then trained to imitate a bad player of the task. Reinforcement learning
-needs a policy that answers in the right form and sometimes succeeds. A model with random weights neither answers in the
-right form nor succeeds. The warm-up takes seconds. The imitated player knows little or nothing of the game, so the
-model can acquire the game's skill only by reinforcement learning.
+needs a policy that answers in the right form and sometimes succeeds. A model with random weights does neither. The
+warm-up takes seconds. The imitated player knows little or nothing of the game, so the model can acquire the game's
+skill only by reinforcement learning.
 
 **Reproducibility.** On the same machine, the same seed and the same number of threads give the same weights. Different
 machines may give different weights.
@@ -34,11 +34,12 @@ ROLES = ["<system>", "<user>", ASSISTANT]
 ALL_MESSAGES = "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} <end> {% endfor %}"
 CHAT_TEMPLATE = ALL_MESSAGES + "{% if add_generation_prompt %}<assistant>{% endif %}"
 NextBatch = Callable[[], list[list[int]]]  # a function that returns conversations as token ids
-IGNORED = -100  # label of a token that the loss leaves out
+IGNORED = -100  # label of each token that the loss leaves out
 
 
 def make_tokenizer(words: Iterable[str]) -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one token per word. The six markers have the first ids."""
+    """Return a tokenizer with one token per word. The six special tokens, such as <pad> and <user>, have the first
+    ids."""
     vocab = {word: i for i, word in enumerate([PAD, UNKNOWN, END, *ROLES, *words])}
     raw = Tokenizer(models.WordLevel(vocab, unk_token=UNKNOWN))
     raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

@@ -7,18 +7,19 @@ about half of the secrets, and binary search finds all six.
 **The agent** below is an ordinary program on the unmodified OpenAI SDK. The agent contains nothing about training,
 tokens or versions. The agent is given a `base_url`, plays a game, and returns the reward.
 
-**Why six numbers.** With seven numbers, 4 is the only best first guess. Early in training, however, games that begin
-with 4 earn the lowest reward. After a wrong guess of 4, three numbers are still possible. The two remaining guesses
-find all three numbers only if the next guess is the middle number. The model has not learnt this second guess yet. The
-model learns the first guess before the later guesses, because every game has a first guess. The model therefore learns
-a wrong first guess, and with most seeds it stays in this local optimum. With six numbers, 3 and 4 are both best first
-guesses. A first guess of 3 or 4 leaves two numbers on one side and three on the other. A weaker local optimum remains:
-an agent that begins with 2 or 5 can find five of the six secrets. A penalty on the distance to the base model
-(configs/demo.yaml) keeps every first guess likely until the model has learnt the later guesses.
+**Why six numbers.** With the numbers 1 to 7, 4 would be the only best first guess. Early in training, however, games
+that begin with 4 earn the lowest reward. After a wrong guess of 4, three numbers are still possible. The two remaining
+guesses find all three numbers only if the next guess is the middle number. At that time, the model has not learnt this
+second guess yet. The model learns the first guess before the later guesses, because every game has a first guess. The
+model would therefore learn a wrong first guess, and with most seeds it would stay in this local optimum. With six
+numbers, 3 and 4 are both best first guesses. A first guess of 3 or 4 leaves two numbers on one side of the guess and
+three on the other side. A weaker local optimum remains: an agent that begins with 2 or 5 can find five of the six
+secrets. A penalty on the distance to the base model (configs/demo.yaml) keeps every first guess likely until the model
+has learnt the later guesses.
 
-**Several strategies find every secret.** The greedy policy may therefore make different guesses than binary search.
-`summary` counts the secrets that the learnt strategy finds, and draws the learnt strategy beside binary search. Binary
-search needs the fewest guesses.
+**Several strategies find every secret.** The trained model's greedy policy may therefore make different guesses than
+binary search. `summary` counts the secrets that the learnt strategy finds, and draws the learnt strategy beside binary
+search. Binary search needs the fewest guesses.
 """
 
 import random

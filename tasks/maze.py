@@ -7,7 +7,7 @@ or does not end at home, the reward is 0. A walk of 72 moves earns 0.75 if the s
 
 **Why this task.** The length of an answer varies tenfold and depends on the policy. A drunk can wander until the length
 limit, and a sober walker needs 54 moves on average. Some walks are therefore unfinished when new weights arrive, so
-interruption, overlap and staleness can be measured. Generation and training cost about the same.
+interruption, overlap and staleness can be measured. Generation and training take about the same time.
 
 **The base model** imitates a drunk. Each move of the drunk is a step on the shortest way with probability 0.4, and
 otherwise a step in a random open direction. The imitated walks are cut off after 64 moves. A perfect imitation of the
@@ -31,7 +31,7 @@ from rich.text import Text
 # make_model imports base_model when it is called.
 
 SIDE, MAZE_SEED, HOMES = 12, 96, ("a1", "l12")
-SOBER, CURFEW = 0.4, 64  # the probability that a move of the drunk is right, and the maximum number of moves
+SOBER, CURFEW = 0.4, 64  # the probability that the drunk takes the shortest way, and the maximum number of moves
 Cell = tuple[int, int]  # column, row; (0, 0) is a1, at the bottom left
 WORKFLOW = "workflow.RLVRWorkflow"
 WORKFLOW_KWARGS = {"reward_fn": "tasks.maze.reward"}
@@ -89,7 +89,8 @@ def dataset(split: str = "train") -> list[dict]:
 
 
 def walk_of(answer: str, start: str) -> list[Cell] | None:
-    """Return an answer's cells. Return None if a word is no cell, a wall is in the way, or the first cell is wrong."""
+    """Return an answer's cells. Return None if a word is no cell, a wall is in the way, or the first cell is not
+    `start`."""
     words = answer.removesuffix("<end>").split()
     if not words or words[0] != start or any(word not in CELLS for word in words):
         return None
@@ -112,7 +113,8 @@ def reward(prompt: str, completions: str, prompt_ids: list, completion_ids: list
 
 
 def stagger(rng: random.Random, start: str, home: str) -> list[Cell]:
-    """Return a drunk's walk of at most CURFEW moves. A move is right with probability SOBER, and otherwise random."""
+    """Return a drunk's walk of at most CURFEW moves. A move is on the shortest way with probability SOBER, and
+    otherwise random."""
     walk, moves_home = [CELLS[start]], distances(home)
     while walk[-1] != CELLS[home] and len(walk) <= CURFEW:
         ways = sorted(passages()[walk[-1]])
@@ -144,7 +146,8 @@ def make_model(path: Path, seed: int, warmup_steps: int = 1300) -> None:
 
 
 def square(a: Cell, b: Cell) -> tuple[int, int]:
-    """Return the (column, line) at which `draw` shows the passage between two cells, or the cell itself if a is b."""
+    """Return the (column, line) at which `draw` shows the passage between cells a and b, or the cell a if a equals
+    b."""
     return a[0] + b[0] + 1, 2 * SIDE - 1 - a[1] - b[1]  # line 0 is at the top
 
 

@@ -12,18 +12,18 @@ from typing import Annotated, Literal
 
 from run.fields import Count, CountOrZero, NonNegative, Positive, Share
 
-HAS_C_COMPILER = any(map(shutil.which, (os.environ.get("CC", "gcc"), "clang")))  # Triton needs one on a GPU
+HAS_C_COMPILER = any(map(shutil.which, (os.environ.get("CC", "gcc"), "clang")))  # torch.compile needs one on a GPU
 
 
 @dataclass
 class NormConfig:
     """How the advantage A = (R - mean) / std of a return R gets its mean and its std (AReaL: NormConfig)."""
 
-    mean_level: Literal["group", "batch", "none"] = "group"  # which rows' mean return is the baseline
-    std_level: Literal["group", "batch", "constant", "none"] = "group"  # which rows' standard deviation is the divisor
-    mean_leave1out: bool = False  # true: leave a row out of its own baseline (RLOO)
+    mean_level: Literal["group", "batch", "none"] = "group"  # turns whose mean return is the baseline; none: 0
+    std_level: Literal["group", "batch", "constant", "none"] = "group"  # turns whose standard deviation is the divisor
+    mean_leave1out: bool = False  # true: leave a turn out of its own baseline (RLOO)
     std_constant: Positive = 1.0  # divisor for std_level=constant
-    per_turn: bool = True  # true: compare a turn only with turns of the same number
+    per_turn: bool = True  # true: compare a turn only with turns that have the same number
     eps: NonNegative = 1e-5  # added to the standard deviation, to avoid division by 0; 0: nothing is added
 
 
@@ -51,7 +51,7 @@ class PPOActorConfig:
     ppo_epochs: Count = 1  # passes over the batch
     mb_tokens: Count = 16384  # maximum tokens per forward pass, with padding; a larger mini-batch takes several passes
     layout: Literal["auto", "padded", "packed"] = "auto"  # padded: one row per sequence; packed: sequences end to end
-    compile: bool | None = None  # true: torch.compile fuses the operations of each layer; default: on a GPU
+    compile: bool | None = None  # true: torch.compile fuses the operations of each layer; default: true on a GPU
     gradient_checkpointing: bool = False  # true: save memory by recomputing layers in the backward pass
     enable_tree_training: bool = False  # true: compute the shared beginning of several rows only once
     offload: bool = False  # true: parameters, gradients and optimizer are in host memory, which is slow (docs/gpu.md)
@@ -65,7 +65,7 @@ class PPOActorConfig:
     use_cispo_loss: bool = False  # true: a clipped token keeps its gradient (CISPO, training/corrections.py)
     behave_imp_weight_cap: Annotated[float, "[1, inf)"] | None = 5.0  # maximum weight pi_prox / pi_behav; null: no cap
     behave_imp_weight_floor: Annotated[float, "(0, 1]"] | None = None  # minimum weight (IcePop); null: no floor
-    behave_imp_weight_level: Literal["token", "sequence", "geometric"] = "token"  # sequence: product of a row
+    behave_imp_weight_level: Literal["token", "sequence", "geometric"] = "token"  # sequence: product over a row
     behave_imp_weight_action: Literal["mask", "clamp"] = "mask"  # drop or clamp weights outside floor..cap
     reject_geometric_mean: Annotated[float, "(1, inf)"] | None = None  # drop a row whose mean weight is outside 1/c..c
     reject_max_k2: Positive | None = None  # drop a row with a token whose (log weight)^2 / 2 is above this number
@@ -73,7 +73,7 @@ class PPOActorConfig:
     ess_lr_power: NonNegative = 0.0  # lr is multiplied by behave_ess to this power (VCPO: 0.5 for AdamW); 0: no change
     mask_truncated: bool = False  # true: do not train on a turn that reached its token limit
     loss_aggregation: Literal["token", "sequence", "constant"] = "token"  # how the loss averages over tokens (ppo.py)
-    max_new_tokens: Count | None = None  # length by which loss_aggregation=constant divides; default: gconfig's
+    max_new_tokens: Count | None = None  # divisor of loss_aggregation=constant; default: gconfig.max_new_tokens
     entropy_coeff: NonNegative = 0.0  # weight of the entropy bonus in the loss; 0: no bonus
     kl_ctl: NonNegative = 0.0  # weight of the KL penalty towards the reference model; 0: no reference model
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"  # formula for the KL of one token (training/advantages.py)
@@ -90,9 +90,9 @@ class PPOActorConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)  # AdamW and its schedule
 
     def is_compiled(self, device: str) -> bool:
-        """Return whether torch.compile fuses the layers' operations.
+        """Return whether torch.compile fuses the operations of each layer.
 
-        By default it does on a GPU, except with trees or without a C compiler.
+        The default is True on a GPU, except with enable_tree_training or without a C compiler.
         """
         if self.compile is None:
             return device == "cuda" and HAS_C_COMPILER and not self.enable_tree_training

@@ -21,8 +21,8 @@ of 5 drops the row. Products of long rows are far from 1, so long rows are dropp
 lengths alike, but is not the exact weight. The key `behave_imp_weight_level` chooses the weight.
 
 **A row's ratio.** PPO clips each token by itself. GSPO clips the geometric mean of u, so all tokens of an answer keep
-or lose their gradient together. The mean is much closer to 1 than the u of a single token, so GSPO's bounds are small:
-3e-4 below and 4e-4 above.
+or lose their gradient together. The mean is much closer to 1 than the u of a single token, so GSPO's bounds are close
+to 1: 3e-4 below 1 and 4e-4 above 1.
 
 **A clip that keeps the gradient.** A token that PPO clips has no gradient, so a rare but useful word may never become
 likelier. CISPO uses the clipped u only as a constant factor of log pi_theta. The gradient of log pi_theta remains,
@@ -31,13 +31,13 @@ multiplied by at most 1 + eps_higher. CISPO usually has no lower bound.
 **A smaller step for a smaller sample.** If a few weights are much too large, the gradient is as noisy as the gradient
 of a small batch. The effective sample size (ESS) is (sum w)^2 / sum w^2. A batch of ESS tokens with equal weights would
 have an equally noisy gradient. VCPO multiplies AdamW's learning rate by the square root of ESS / M, where M is the
-number of tokens (`ess_lr_power=0.5`). Scaling the gradient instead would do nothing, because AdamW divides by its size.
+number of tokens (`ess_lr_power=0.5`). Scaling the gradient instead has no effect, because AdamW normalises gradients.
 
 **Truncated answers.** An answer that was cut at its token limit might have succeeded with more tokens, so its reward is
 unknown. `without_truncated` removes such turns from the loss and every baseline.
 
-Sources: IcePop (arXiv 2510.18855), verl's documents on rollout correction (tests, products), GSPO (2507.18071), CISPO
-(2506.13585), VCPO (2602.17616, with one weight for each row), DAPO (2503.14476) for truncated answers.
+Sources: IcePop (arXiv 2510.18855), verl's documents on rollout correction (tests of rows, products), GSPO (2507.18071),
+CISPO (2506.13585), VCPO (2602.17616, with one weight for each row), DAPO (2503.14476) for truncated answers.
 """
 
 import math
@@ -60,8 +60,8 @@ def reduce_sequence(x: Tensor, mask: Tensor, sequence_ids: Tensor, how: str) -> 
 
 
 def sequence_weight(log_weight: Tensor, mask: Tensor, sequence_ids: Tensor, level: str) -> Tensor:
-    """Return log w of each token: the token's own weight, or its sequence's weight (levels "sequence" and
-    "geometric")."""
+    """Return log w of each token: w is the token's own weight (level "token") or the weight of its sequence
+    ("sequence", "geometric")."""
     if level == "token":
         return log_weight
     # sequence: log w = sum_t log w_t          geometric: log w = 1/n sum_t log w_t

@@ -18,16 +18,17 @@ one sequence at a time.
 **tree** computes each shared prefix only one time (`tree_attention.py`).
 
 **Example.** Two rows of tokens, [a b c] and [d e], have three tokens that a model can predict: b, c and e. A padded
-piece of these rows has 6 hidden states, numbered a 0, b 1, c 2, d 3, e 4, padding 5. A packed piece has only the first
-5 hidden states. In both pieces state 0 predicts b, state 1 predicts c, and state 3 predicts e.
+piece of these rows has 6 hidden states, one for each token and one for the padding: a is 0, b is 1, c is 2, d is 3, e
+is 4, and the padding is 5. A packed piece has only the first 5 hidden states. In both pieces state 0 predicts b, state
+1 predicts c, and state 3 predicts e.
 
 **Why packed rows need an attention function.** In a packed row, position_ids start at 0 again in each sequence. Some
-attention kernels read position_ids and separate the sequences. In all other kernels, tokens attend to tokens of other
-sequences, and no error is raised. For a long row of t tokens, a dense mask would be correct, but most of its t * t
-numbers would be zero.
+attention kernels read position_ids and separate the sequences. With all other kernels, tokens would attend to tokens of
+other sequences, and no error would be raised. A dense mask would be correct, but most of its t * t numbers would be
+zero for a row of t tokens. `attend_apart` therefore separates the sequences.
 
-**The kernel.** torch.nn.attention.varlen takes 16-bit numbers and heads of at most 256 numbers, a multiple of 8. It
-needs a GPU of the generation Ampere or newer.
+**The kernel** torch.nn.attention.varlen takes 16-bit numbers. The size of a head must be a multiple of 8 and at most
+256. The kernel needs a GPU of the generation Ampere or newer.
 
 **Limits.** In packed rows and trees only the attention function keeps sequences apart. Models with sliding windows,
 capped attention, attention sinks, convolutions or recurrent states are therefore refused in these two layouts. Padded
@@ -168,7 +169,7 @@ def refuse(features: Iterable[str]) -> None:
 
 
 def beyond_full_attention(shape: Any) -> set[str]:
-    """Return the types of layers of a model, given its text configuration, that are not plain causal attention."""
+    """Return the types of layers that are not plain causal attention. `shape` is the model's text configuration."""
     window = ["sliding_window"] if getattr(shape, "sliding_window", None) else []
     return set(getattr(shape, "layer_types", None) or window) - {"full_attention"}
 
@@ -176,7 +177,8 @@ def beyond_full_attention(shape: Any) -> set[str]:
 def refuse_layers(model: Any) -> None:
     """Raise ValueError at the start of a run if the model has layers that packed rows and trees cannot compute.
 
-    The attention function cannot detect convolutions and recurrent states, because such layers do not call it.
+    The attention function cannot detect convolutions and recurrent states, because such layers do not call the
+    attention function.
     """
     if not model._supports_sdpa:
         raise ValueError(f"{type(model).__name__} has attention of its own, so no layout here can train it")
@@ -213,7 +215,7 @@ def pick_layout(actor: PPOActorConfig, device: str, shape: Any) -> tuple[str, st
 
 
 def attend_apart(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **kwargs: Any):
-    """Compute causal attention within each sequence of a packed row. transformers calls this function "packed".
+    """Compute causal attention within each sequence of a packed row. In transformers this function is named "packed".
 
     query (1, heads, t, d); key and value (1, groups, t, d); `bounds` and `longest` as in the piece (cut_packed).
     Returns the output (1, t, heads, d), and None in place of the attention weights.

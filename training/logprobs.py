@@ -31,12 +31,12 @@ Then
 where [j = id] is 1 for the sampled token and 0 for all other words.
 
 **Costs and limits.** On a CPU the logits of a chunk take at most 128 MiB in float32. With V = 151,936 a chunk has 220
-tokens. Chunks on a GPU are four times as large, because each chunk reads and writes the whole gradient of W. The
-backward pass holds three matrices of the size of a chunk's logits: log p, p and the gradient. A bfloat16 model also
-needs the gradient in bfloat16. A chunk therefore needs up to 448 MiB on a CPU. The gradient of W is one whole (V, D)
-matrix. With N = 4,096, forward and backward need 545 MiB instead of 11,740 MiB (`python bench/loss.py`). The last layer
-needs four matrix products instead of three, because the backward pass repeats the forward product. Some models scale,
-cap or shift their logits. `add_read_hidden` refuses such models.
+tokens. Each chunk reads and writes the whole gradient of W, so fewer chunks are faster. Chunks on a GPU are therefore
+four times as large. The backward pass holds three matrices of the size of a chunk's logits: log p, p and the gradient.
+A bfloat16 model also needs a copy of the gradient in bfloat16. A chunk therefore needs up to 448 MiB on a CPU. The
+gradient of W is one whole (V, D) matrix. With N = 4,096, forward and backward need 545 MiB instead of 11,740 MiB
+(`python bench/loss.py`). The last layer needs four matrix products instead of three, because the backward pass repeats
+the forward product. Some models scale, cap or shift their logits. `add_read_hidden` refuses such models.
 """
 
 from collections.abc import Callable
@@ -49,7 +49,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 
 CHUNK_ELEMENTS = {"cpu": 1 << 25, "cuda": 1 << 27}  # maximum number of logits in one chunk, on each kind of device
 
-# The configuration keys with which models of transformers cap or scale their logits.
+# The keys of transformers' model configurations that cap or scale the logits.
 CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 SCALES = ("logits_scaling", "logit_scale", "lm_head_multiplier", "output_multiplier", "logits_mup_width_multiplier")
 
@@ -144,7 +144,7 @@ class TokenLogprobs(torch.autograd.Function):
             # d loss / d W = sum over tokens of (d loss / d z) h^T / tau
             grad_weight += grad_z.t() @ hidden[part]  # (V, c) @ (c, D) -> (V, D)
             del grad_z  # free this chunk's matrices before the next chunk needs memory.
-        # PyTorch expects one gradient for each argument of forward. All but hidden and weight get None.
+        # PyTorch expects one gradient for each argument of forward. All arguments except hidden and weight get None.
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
 
 

@@ -15,14 +15,14 @@ interpolation:
 **Example.** v = 7, v_b = 5, and half of the mini-batches are done (f = 0.5). In this example alpha = 2 / 2.5 = 0.8.
 With log pi_behav = -2.0 and log pi_theta = -1.5 the guess is -2.0 + 0.8 * 0.5 = -1.6.
 
-**Two cases are exact.** In the first mini-batch f is 0, so pi_theta is pi_prox and alpha is 1. A fresh token has
-v_b = v, so pi_behav is pi_prox, alpha is 0, and the objective is that of standard PPO. In all other cases the
+**Two cases are exact.** In the first mini-batch f is 0, so pi_theta is pi_prox and alpha is 1. A fresh token has v_b =
+v, so pi_behav is pi_prox, alpha is 0, and the objective equals that of standard PPO. In all other cases the
 interpolation has an error. The guess is a constant: no gradient flows through it. After a recovery from an older
-checkpoint a token can be newer than the trainer (v_b > v). A token that is newer than the trainer is treated as fresh,
-and the metric versions_ahead counts it.
+checkpoint a token can be newer than the trainer (v_b > v). Such a token is treated as fresh, and the metric
+versions_ahead counts these tokens.
 
 **Comparison.** prox_logp_method=metrics trains with the recomputed pi_prox and logs the errors of three guesses:
-loglinear, linear (the same alpha, applied to probabilities) and rollout (pi_behav itself).
+loglinear, linear (the same interpolation of probabilities instead of log-probabilities) and rollout (pi_behav itself).
 
 **Limit.** The guess may be poor for old tokens. If v_b is far below v, alpha is close to 1, so the guess is close to
 pi_theta.

@@ -1,8 +1,8 @@
 """Ranks are the processes that train together. This module lets ranks join, share data, and end together.
 
-`torchrun --nproc-per-node=N train.py ...` starts N processes of one program, called ranks. Rank 0 runs the rollouts and
-also trains. All other ranks only train. In a collective operation, such as a sum of gradients, every rank waits for all
-other ranks.
+`torchrun --nproc-per-node=N train.py ...` starts N processes of one program. These processes are called ranks. Rank 0
+runs the rollouts and also trains. All other ranks only train. In a collective operation, such as a sum of gradients,
+every rank waits for all other ranks.
 
 **The problem.** If a rank dies, the ranks that wait for the dead rank may hang. With NCCL the waiting ranks may hang
 for hours. With gloo the waiting ranks notice a death only at their next operation.
@@ -70,7 +70,8 @@ def on_loopback() -> Iterator[None]:
 
 
 def second_group() -> Any:
-    """Make one more process group of all ranks, so that a thread can communicate while the main thread does, too."""
+    """Make one more process group of all ranks, so that a thread can communicate while the main thread communicates in
+    the default group."""
     with on_loopback() if dist.get_world_size() == 1 else nullcontext():
         return dist.new_group(backend="gloo", timeout=PATIENCE)
 

@@ -21,9 +21,9 @@ For example, e (q = 4) sees a (4 < 6), b (4 < 5) and itself, but not c and d (4 
 sees exactly the tokens before it in its row. If several rows train a token, their gradients for this token add up.
 
 **Packing.** One tree holds at most `max_tokens` tokens, so the sorted rows are cut into runs: consecutive rows that fit
-into one tree. Row i shares shared[i] tokens with the row before it. A cut between these two rows makes the model
-compute shared[i] tokens twice. `cheapest_runs` finds the cuts that cost least. First-fit packing then puts several
-small runs into one tree.
+into one tree. Row i shares shared[i] tokens with the row before it. A cut between row i and the row before it makes the
+model compute shared[i] tokens twice. `cheapest_runs` finds the cuts that cost least. First-fit packing then puts
+several small runs into one tree.
 
 **Attention.** The N x N mask is nearly empty, so it is never built. On a CPU, each block of 128 queries attends only to
 the keys that at least one of these queries sees. On a GPU, FlexAttention skips each block of 128 queries and 128 keys
@@ -68,7 +68,8 @@ class PackedTree:
 
     @cached_property
     def blocks(self) -> list[tuple[slice, Tensor, Tensor]]:
-        """For each block of b queries: its slice, the m keys (m,) that its queries see, and their mask (b, m) bool."""
+        """For each block of b queries: the slice of the block, the keys (m,) that any of its queries sees, and the mask
+        (b, m)."""
         found = []
         for start in range(0, len(self.subtree_end), BLOCK):
             stop = min(start + BLOCK, len(self.subtree_end))
@@ -161,7 +162,8 @@ def build_trees(sequences: Sequence[Any], max_tokens: int) -> list[PackedTree]:
 
 
 def cut_trees(batch: Batch, rows: Sequence[int], mb_tokens: int) -> list[Piece]:
-    """Cut rows into pieces. Each piece is one tree, and the hidden state of a token's parent predicts the token."""
+    """Cut rows into pieces. Each piece is one tree. A token is predicted from the hidden state of the token before it
+    in its row."""
     lengths, pieces = row_lengths(batch), []
     for tree in build_trees([batch["input_ids"][row, : lengths[row]] for row in rows], mb_tokens):
         inputs = {"input_ids": tree.input_ids, "position_ids": tree.position_ids, "tree": tree}
@@ -219,7 +221,8 @@ def tree_attention(
     return torch.cat(out, dim=2).transpose(1, 2).contiguous(), None  # (1, N, heads, d)
 
 
-# A compiler would compile again for every tree, so a compiled layer leaves its graph for the attention.
+# A compiler would compile again for every tree, so a compiled layer computes this attention outside of its compiled
+# graph.
 AttentionInterface.register("tree", torch.compiler.disable(tree_attention))
 
 TREES = Layout("tree", cut_trees)
