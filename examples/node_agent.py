@@ -1,7 +1,7 @@
 """Run an agent that is a program, such as a coding agent, in a process of its own.
 
 `make agents` installs the programs of the examples into the folder examples/node. Each process has a new, empty home
-directory, so that it finds neither the user's settings nor the state of another episode.
+directory, so that it finds neither your own settings nor the files of another episode.
 """
 
 import asyncio

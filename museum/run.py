@@ -31,7 +31,7 @@ ended the run. Each alarm in the second table would be a false alarm of a rule.
 RUN = re.compile(r"^python train\.py(.*)$", re.MULTILINE)  # a command in an exhibit's page
 LEFT_OUT = shutil.ignore_patterns(".*", "runs", "__pycache__", "*.egg-info", "*.png")
 EXHIBITS = sorted(path.parent.name for path in ROOT.glob("museum/*/bug.patch"))
-HEALTHY = ("", "--config configs/maze.yaml")  # arguments of a healthy run; successive runs alternate between both
+HEALTHY = ("", "--config configs/maze.yaml")  # arguments of healthy runs: even numbers, odd numbers
 
 
 def make_copy(name: str, folder: str) -> Path:
@@ -46,7 +46,7 @@ def make_copy(name: str, folder: str) -> Path:
 
 
 def find_in_solution(name: str, what: str) -> str:
-    """Return what the solution of an exhibit says after "Unit test: " or "Doctor: ", without quotes."""
+    """Return what the solution of an exhibit says after `what`, which is "Unit test" or "Doctor", without quotes."""
     text = (ROOT / "museum" / name / "solution.md").read_text()
     return re.findall(rf"^{what}: `?([^`\n]+)`?", text, re.MULTILINE)[0]
 
@@ -71,7 +71,7 @@ def train(code: Path, words: str, trial: str, seconds: float, doctor: str = "off
 
 
 def show(name: str, seconds: float = SECONDS) -> Path:
-    """Run an exhibit's commands in a patched copy for at most `seconds` together, and return the run's folder."""
+    """Run all commands of an exhibit in a patched copy, for at most `seconds` in total. Return the run's folder."""
     folder, commands = ROOT / "runs" / "museum" / name, RUN.findall((ROOT / "museum" / name / "exhibit.md").read_text())
     shutil.rmtree(folder, ignore_errors=True)
     with tempfile.TemporaryDirectory() as temporary:
@@ -125,7 +125,7 @@ def is_made(folder: Path) -> bool:
 
 
 def describe(name: str, code: int) -> str:
-    """Run an exhibit, and return its row of the table. `code` is the exit code of the exhibit's unit test."""
+    """Return an exhibit's row of the table. Run the exhibit unless its run has a report. `code`: see run_unit_tests."""
     folder, rule = ROOT / "runs" / "museum" / name, find_in_solution(name, "Doctor")
     steps = findings(folder if is_made(folder) else show(name, BUSY))
     others = ", ".join(f"{other} {step}" for other, step in steps.items() if other != rule) or "-"
@@ -134,7 +134,7 @@ def describe(name: str, code: int) -> str:
 
 
 def describe_healthy(number: int) -> str:
-    """Make the healthy run `number` with a strict doctor, and return its row of the table."""
+    """Return the row of the healthy run `number`. Make the run, with a strict doctor, unless it has a report."""
     words = f"{HEALTHY[number % len(HEALTHY)]} seed={number} max_steps=12 doctor=strict".strip()
     folder = ROOT / "runs" / "museum" / f"healthy-{number}"
     if not is_made(folder):

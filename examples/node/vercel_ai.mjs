@@ -1,4 +1,4 @@
-// An agent with Vercel's AI SDK (https://ai-sdk.dev). It prints the model's answer to the question in the arguments.
+// An agent with Vercel's AI SDK (https://ai-sdk.dev). The third argument is the question, and the program prints the answer.
 // In the last step the agent offers no tools (`activeTools`), so that the model must answer.
 
 import { createOpenAI } from "@ai-sdk/openai";
