@@ -352,7 +352,7 @@ def draw_orders(sigma: str = "1.0") -> str:
         for k, (order, name) in enumerate(names.items())
     ]
     lines.append(("trainer never waits", "#808080", True, [24 * 0.82] * len(etas)))
-    return draw_chart(f"What order of start costs, sigma {sigma}", etas, lines, 100, "eta", "seconds of 24 steps")
+    return draw_chart(f"Time with each order, sigma {sigma}", etas, lines, 100, "eta", "seconds of 24 steps")
 
 
 def draw_clusters() -> str:
