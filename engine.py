@@ -324,7 +324,7 @@ class RemoteInfEngine:
         if self._memory_released:  # the weights are lost, so all of them must be sent now
             self.servers.post_all("/resume_memory_occupation", {})
             self._memory_released = False
-        # In mode in_place the paused requests still need the KV cache.
+        # In mode in_place the paused requests still need the KV cache, so it is not flushed.
         weights.send(replace(meta, flush_cache=self.pause_mode != "in_place"), self.servers.post_all, buckets)
         self.servers.newest = self.servers.limit = self._sent = meta.version
 

@@ -13,7 +13,7 @@ Two rules cannot wait for the end of a step. The step may never end if an agent 
 rejected without end. A thread therefore checks these two rules while the trainer waits (`watch`).
 
 The limits are wide, because people who have seen alarms in healthy runs ignore alarms. A rule is silent if the run
-lacks its metric, for example because an earlier revision wrote the run.
+lacks the rule's metric, for example because an earlier revision wrote the run.
 
     python -m run.doctor runs/guess/one     checks a run afterwards; exit code 1: a rule fires; 2: there is no run
 """

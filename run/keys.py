@@ -171,7 +171,7 @@ class TrainConfig:
     doctor: Literal["warn", "strict", "off"] = "warn"  # check each step; strict: end the run if a rule fires
     recover_interval: Count = 10  # training steps between two checkpoints for recovery
     task: str | None = "tasks.guess"  # Python module with data, workflow and model; null: other keys set these
-    experiment_name: str = "guess"  # part of the run's folder, {fileroot}/{experiment_name}/{trial_name}
+    experiment_name: str = "guess"  # the run's folder is {fileroot}/{experiment_name}/{trial_name}
     trial_name: str = "auto"  # name of this run; auto: the date and time
     fileroot: str = "runs"  # folder that holds all runs
     seed: Seed = 1  # seed of the data order, the sampling and the task's base model; 0 is a seed, too

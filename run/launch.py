@@ -5,11 +5,11 @@ and ends when the pipe closes (`--exit-with-parent`). The pipe closes even after
 stays alive. SGLang does not have this option, so SGLang runs under `leash.py`. Each child runs in its own session, so
 Ctrl-C reaches only train.py, and train.py ends the children in order.
 
-A thread waits for each child. If an inference server dies during training, the thread starts the server again on the
-same port, at most server.max_restarts times. The new process reports the version "0-incomplete", so every engine
-refuses its tokens until the trainer has pushed the current weights. A server that dies once more after its last restart
-is lost, and the run continues with the other servers. If no server is left, or if a proxy dies, the run fails at once
-with the last lines of the child's log.
+For each child, one thread waits for the end of the child. If an inference server dies during training, the thread
+starts the server again on the same port, at most server.max_restarts times. The new process reports the version
+"0-incomplete", so every engine refuses its tokens until the trainer has pushed the current weights. A server that dies
+once more after its last restart is lost, and the run continues with the other servers. If no server is left, or if a
+proxy dies, the run fails at once with the last lines of the child's log.
 
 run/plan.py decides which servers to start.
 """

@@ -4,10 +4,10 @@ With `recover: auto`, a run that is started again with the same name continues f
 
 - **Only one process writes a run.** A second process of the same run is refused while the first process is alive.
 - **A checkpoint contains everything that the next step depends on.** The folder recover/step00040 contains the model
-  and the optimizer, the schedules, the states of the random number generators, the position in the data, and the list
-  of open groups. A group is open from the moment when its prompt is drawn from the data until a step has trained on the
-  group. torch.distributed.checkpoint stores the model and the optimizer, so any number of ranks can load them. The file
-  state.pickle is written last, and a checkpoint without this file is ignored.
+  and the optimizer, the number of finished steps, the states of the random number generators, the position in the data,
+  and the list of open groups. A group is open from the moment when its prompt is drawn from the data until a step has
+  trained on the group. torch.distributed.checkpoint stores the model and the optimizer, so any number of ranks can load
+  them. The file state.pickle is written last, and a checkpoint without this file is ignored.
 - **Training goes on while a checkpoint is written.** The trainer copies its state into host memory, and a thread writes
   the copy. The previous checkpoint is deleted when the new one is complete. The next checkpoint and the end of the run
   wait for the thread.

@@ -52,7 +52,7 @@ class Differs(RuntimeError):
 
 
 def facts() -> Fact:
-    """Return the facts, besides the configuration, on which the bits of a run depend."""
+    """Return the facts, besides the configuration, on which the tokens and weights of a run depend."""
     return {"revision": revision(), "torch": torch.__version__, "ranks": torch.distributed.get_world_size()}
 
 

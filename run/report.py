@@ -79,8 +79,8 @@ def read_timeline(records: list[Record]) -> Record:
     phases   [name, begin, duration], without a gap: a time that no phase covers gets the name "other", or "not running"
              between two processes of one run
     weights  [time, version]
-    groups   {task, lane, begin, end, used, state, versions, rewards}; two groups of one lane never overlap. `used` is
-             the time at which a step took the group.
+    groups   {task, lane, begin, end, used, state, versions, reward}; two groups of one lane never overlap. `used` is
+             the time at which a step consumed the group, and `reward` is the mean of its rewards.
     """
     zero = min((record["ts"] for record in records if "ts" in record), default=0)
     spans: list[list] = []

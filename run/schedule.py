@@ -26,8 +26,8 @@ So only the schedule of a run is not deterministic. A run writes its schedule to
 its version, its end, and a hash of all tokens up to its end. Version 2 computed the first 57 tokens of this call, and
 version 3 computed the next 63 tokens.
 
-**Restarts.** If a run is killed and continued, the line "run" cancels all later steps, and the line "start" of a task
-cancels all earlier calls of the task. The schedule then describes a run without an interruption.
+**Restarts.** If a run is killed and continued, its new line "run" cancels all steps after the step in this line. The
+line "start" of a task cancels all earlier calls of the task. The schedule then describes a run without an interruption.
 
 **Who writes.** The trainer and the proxies append to one file. Each line is one write, so lines never mix. Every
 process uses a `ScheduledEngine`, which records each call. In a replay (replay.py) this engine also follows the recorded
