@@ -13,7 +13,7 @@ the mean reward of the group's games, in which a game with k turns counts k time
 the batches that a run wrote to its folder tokens/ and computes the advantages with each baseline. `signal` counts the
 turns with advantage 0. Groups whose members all have the same reward are left out, because they teach nothing with
 either baseline. The share of turns with advantage 0 depends on the size of the groups. Therefore `signal` also computes
-this share for groups of 4 and 8 members. Such a smaller group consists of the first members of a recorded group.
+this share for groups of 4 and 8 members. Each of these smaller groups has the first members of a recorded group.
 docs/algorithm.md has the results.
 """
 

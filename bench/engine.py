@@ -8,7 +8,7 @@ CPU-second, because wall time would also measure other programs on the machine.
 
     generate  model.generate on one batch, sampling at temperature 1
     engine    the scheduler and the slot cache, called in this process; sampling and logprobs for every token
-    http      requests POST /generate to a server process; only the server's CPU time counts
+    http      the requests are sent to POST /generate of a server process; only the server's CPU time counts
     --seed    the engine in deterministic mode, which keeps the sizes of matrix products within limits
 
 The benchmark repeats the four ways in turn, at least three times, and prints the fastest repetition of each way. Other

@@ -12,10 +12,10 @@ key of a request is right or wrong.
 Each complete request must get a reply within 60 seconds, and no reply may have a status of 500 or above. An incomplete
 request must get a reply or a closed connection within 60 seconds. Honest sessions run beside the random requests, and
 bench/load.py checks their tokens. At the end the server must have the same version and the same answer to one prompt as
-at the beginning, and no running request. A request with the right key may change a server's state at some endpoints.
-The script sends all requests to these endpoints to a second server and a second proxy, so that no honest session can
-fail because of them. The two endpoints *_memory_occupation never get the right key, because a call at the wrong time
-ends the small server by design. Such a call ends SGLang, too.
+at the beginning, and no running request. Some endpoints change the state of a server if the key is right. Requests to
+these endpoints go to a second server and a second proxy, so that no honest session can fail because of them. The two
+endpoints *_memory_occupation never get the right key, because a call at the wrong time ends the small server by design.
+Such a call ends SGLang, too.
 """
 
 import argparse

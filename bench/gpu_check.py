@@ -97,7 +97,7 @@ def list_cells(machine: Machine, work: Path) -> list[Cell]:
 
 
 def list_runs(machine: Machine, work: Path) -> list[Cell]:
-    """Return the cells that run train.py. No cell has two processes on one GPU, because NCCL refuses two."""
+    """Return the cells that run train.py. NCCL refuses two processes on one GPU, so no cell needs that."""
     long = 8192 if machine.has_sglang else 256
     changes: dict[str, list[str]] = {
         "async-disk": ["weight_update.mode=disk"],
@@ -527,12 +527,12 @@ def find_machine(gpus: int | None) -> Machine:
 def main() -> int:
     """Run the check, or one cell's own part."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", nargs="?", choices=["probe", "head", "trainer"], help="the part of one cell")
+    parser.add_argument("part", nargs="?", choices=["probe", "head", "trainer"], help="run only this part of a cell")
     parser.add_argument("model", nargs="?", type=Path)
     parser.add_argument("--shape", choices=[*SHAPES], default="tiny")
     parser.add_argument("--layout", choices=["packed", "padded", "tree"], default="packed")
     parser.add_argument("--long", action="store_true")
-    parser.add_argument("--eager", action="store_true", help="with part trainer: compile nothing")
+    parser.add_argument("--eager", action="store_true", help="with the part `trainer`: compile nothing")
     parser.add_argument("--list", action="store_true", help="print the cells, and start nothing")
     parser.add_argument("--gpus", type=int, help="with --list: the cells of a machine with this number of GPUs")
     parser.add_argument("--cells", nargs="+", help="run only these cells")

@@ -11,10 +11,10 @@ bytes/s a kernel takes at least
 
     seconds = max(flops / peak, bytes / bandwidth)
 
-The kernels of a part run one after another, so the part takes the sum. A matrix product of (t, i) and (i, o) has 2 t i
-o FLOPs and moves t i + i o + t o numbers. For a pointwise operation, such as a norm, the estimate counts no FLOPs, but
-the bytes that the operation reads and writes. PyTorch runs each pointwise operation as a kernel of its own. SGLang
-fuses pointwise operations into other kernels, so the server's parts have no pointwise kernels.
+The kernels of a part run one after another, so a part takes the sum of their times. A matrix product of (t, i) and
+(i, o) has 2 t i o FLOPs and moves t i + i o + t o numbers. For a pointwise operation, such as a norm, the estimate
+counts no FLOPs, but the bytes that the operation reads and writes. PyTorch runs each pointwise operation as a kernel of
+its own. SGLang fuses pointwise operations into other kernels, so the server's parts have no pointwise kernels.
 
 **FLOPs.** The formulas count the same FLOPs as torch.utils.flop_counter (tests/training/test_roofline.py). For
 attention the counter counts the whole square of queries and keys. A causal kernel computes half of the square, and the

@@ -7,7 +7,7 @@
 This is a discrete-event simulation in virtual time. A queue holds the next event of each server and of the trainer, and
 the clock jumps from event to event. The shipped classes make all decisions. StalenessManager (staleness.py) says how
 many groups may start. DispatchState (rollout/dispatcher.py) chooses the groups that start, forms the batches and
-decides which old tokens are left out. Only time is simulated. bench/clusters.py simulates clusters and the price of
+decides which old tokens leave the loss. Only time is simulated. bench/clusters.py simulates clusters and the price of
 each order. docs/simulate.md explains the results.
 
 **Servers.** A server generates one token for each of its n running sequences in `a + b n` seconds. At most `slots`

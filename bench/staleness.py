@@ -1,9 +1,9 @@
 """Claim: standard PPO learns more slowly from stale data, and the decoupled objective avoids most of this slowdown.
 
     python bench/staleness.py                              all runs: 7 lags x 3 methods x 5 seeds, about 20 minutes
-    python bench/staleness.py --etas 0 4 inf --seeds 1 2   some of the runs python bench/staleness.py --stability
-    how often the success falls: 3 lags x 4 corrections x 20 seeds python bench/staleness.py --draw
-    only the tables and the figures, from the CSV file
+    python bench/staleness.py --etas 0 4 inf --seeds 1 2   some of the runs
+    python bench/staleness.py --stability                  how often success falls: 3 lags x 4 corrections x 20 seeds
+    python bench/staleness.py --draw                       only the tables and the figures, from the CSV file
 
 The benchmark repeats the experiment of the paper's staleness table (arXiv 2505.24298) on the game of tasks/guess.py.
 Training uses training/actor.py and ppo.py, as in a real run. Each run writes one line of docs/staleness.csv. If a run

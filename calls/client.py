@@ -17,15 +17,14 @@
            reward = await agent.run(data, base_url=client.session_url, api_key=client.api_key)
            interactions = await client.finish(reward, discount=0.9, style="concat")
 
-   The session ends when the block ends, even if the block raises an exception. After an exception nothing is exported,
-   so the client also tells the proxy to forget the session. The caller gets the agent's exception even if the request
-   to forget the session fails. If the proxy refuses a request, the client raises `Refusal` with the status and message
-   of the reply. The client never retries a request: the proxy is a process of the run, so a lost connection means that
-   the proxy died.
+   The session ends when the `async with` block ends, even if the block raises an exception. After an exception nothing
+   is exported, so the client also tells the proxy to forget the session. The caller gets the agent's exception even if
+   the request to forget the session fails. If the proxy refuses a request, the client raises `Refusal` with the status
+   and message of the reply. The client never retries a request: the proxy is a process of the run, so a lost connection
+   means that the proxy died.
 
-2. Direct approach. AReaL's documents call this approach a legacy pattern (section "Direct Approach" of the page on
-agent
-   workflows). A RolloutWorkflow calls the model with an `ArealOpenAI`, an AsyncOpenAI that is connected to an engine.
+2. Direct approach. AReaL's documents call this approach a legacy pattern (page Agent Workflow, section "Direct
+   Approach"). A RolloutWorkflow calls the model with an `ArealOpenAI`, an AsyncOpenAI that is connected to an engine.
    The HTTP client of an `ArealOpenAI` passes each request to the proxy's application in the same process. The proxy's
    code therefore handles prompts, tool calls and errors in both approaches. In the direct approach, setting a reward
    changes the conversation tree at once.

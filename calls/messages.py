@@ -21,9 +21,9 @@ The tree therefore compares only four fields of a message, in the form that `can
     tool calls      id, name and arguments, in order; arguments are compared as JSON: '{"a": 2.0}' equals '{ "a":2 }'
     tool_call_id    only in a tool's result: the id of the tool call; some clients call this key `id`
 
-Every other key (`name`, reasoning, annotations, cache markers, ids) is ignored. If a client has changed the text of an
-earlier message, the request starts a new conversation. Two equal messages may have different tokens, so the tree uses
-the comparison only to find the parent. The prompt contains the parent's sampled tokens unchanged.
+Every other key (`name`, reasoning, annotations, cache markers, other ids) is ignored. If a client has changed the text
+of an earlier message, the request starts a new conversation. Two equal messages may have different tokens, so the tree
+uses the comparison only to find the parent. The prompt contains the parent's sampled tokens unchanged.
 
 References. Some clients send an id in place of the history: `previous_response_id`, `item_reference`, or Anthropic's
 `thread`. The parser calls `find` with this id to get the messages of a finished interaction of the session. New

@@ -57,7 +57,7 @@ from calls.tools import without_partial
 
 SENTINEL = "\u27e6the assistant's text\u27e7"
 STUB: list[Message] = [{"role": "user", "content": "x"}, {"role": "assistant", "content": SENTINEL}]
-REFUSES = (TemplateError, LookupError, TypeError, ValueError, RecursionError)  # a template that refuses raises one
+REFUSES = (TemplateError, LookupError, TypeError, ValueError, RecursionError)  # a refusing template raises one of these
 PART = 2**16  # a text much longer than the context is tokenised in parts of this many characters
 INCOMPLETE = 3  # an incomplete character has at most this many bytes, tokens or U+FFFD
 WITHOUT_TEXT = 16  # if more tokens in a row than this have no text, they are special, and `TextReader` may settle them

@@ -68,7 +68,7 @@ class Session:
     last_used: float  # time of the last request or of the last finished turn, in seconds of `clock`
     cache: InteractionCache
     places: asyncio.Semaphore  # limits the answers that servers generate at once (`Limits.running`)
-    sampling: dict[str, Any] = field(default_factory=dict)  # default sampling parameters; replace the proxy's
+    sampling: dict[str, Any] = field(default_factory=dict)  # default sampling parameters, instead of the proxy's
     calls: int = 0  # number of answers that the agent has requested
     running: set[Any] = field(default_factory=set)  # turns (turn.py) that are being generated
     turns: dict[bytes, list[Any]] = field(default_factory=dict)  # hash of a request's body -> turns with this body
