@@ -116,7 +116,7 @@ class PPOTrainer:
         if is_first:
             say_ready("the trainer's model")
 
-        # 2. Rank 0 starts the rollout side: the engine, the proxies, and the executor that runs the episodes.
+        # 2. Rank 0 starts the rest of the rollout side: the engine, and the executors that run the episodes.
         self.recovery = stack.enter_context(closing(Recovery(config.run_dir, config.recover)))
         self.rollout: RemoteInfEngine | NoRollout = NoRollout()
         self.evaluation: WorkflowExecutor | None = None

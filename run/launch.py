@@ -2,8 +2,8 @@
 
 train.py is the parent of the inference servers and the proxies. Each child process gets a pipe as its standard input
 and ends when the pipe closes (`--exit-with-parent`). The pipe closes even after `kill -9` of the parent, so no child
-stays alive. SGLang does not have this option, so SGLang runs under `leash.py`. Each child runs in its own session, so
-Ctrl-C reaches only train.py, and train.py ends the children in order.
+stays alive. SGLang does not have this option, so SGLang runs under `leash.py`. Each child runs in a process session of
+its own (setsid), so Ctrl-C reaches only train.py, and train.py ends the children in order.
 
 For each child, one thread waits for the end of the child. If an inference server dies during training, the thread
 starts the server again on the same port, at most server.max_restarts times. The new process reports the version
@@ -65,7 +65,7 @@ class Planned:
 
 @dataclass
 class Child:
-    """A running child process, in its own session."""
+    """A running child process, in a process session of its own."""
 
     name: str
     url: str

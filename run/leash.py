@@ -3,8 +3,8 @@
 Servers of this project end by themselves when their standard input closes (`--exit-with-parent`). Other servers, such
 as SGLang, do not have this option, so they run under this script. Standard input is a pipe from the parent process, so
 the pipe closes when the parent dies. The script then sends SIGTERM to the command. After 3 more seconds the script
-kills the whole process group, including itself. Start the script in a new session, so that the process group contains
-nothing else.
+kills the whole process group, including itself. Start the script in a new process session (setsid), so that the process
+group contains nothing else.
 
 `python leash.py --api-key COMMAND ...` reads a key from the first line of standard input, and appends `--api-key=KEY`
 to the command. A key may begin with "-", so the key cannot be a word of its own.

@@ -1,8 +1,8 @@
 """Write and print the results of a run: metrics.jsonl, trace.json, the token files and the live table.
 
 metrics.jsonl gets one JSON object per training step (docs/metrics.md explains every metric). trace.json is a Chrome
-trace, for a trace viewer. The trace has two rows. The first row shows every prompt group from start to finish, with the
-group's rewards and versions. The second row shows the phases of the trainer and the weight updates.
+trace, for a trace viewer. The trace has two tracks. The track "rollout" shows every prompt group from start to finish,
+with the group's rewards and versions. The track "trainer" shows the phases of the trainer and the weight updates.
 
 tokens/{step}.safetensors contains the batch of a step: token ids, versions, log-probabilities under the behaviour,
 proximal and current policy, advantages, loss mask, turns, rewards and parents. The metadata of the file contains the
@@ -61,7 +61,7 @@ NOTICES = {  # metrics that the run reports when their value is above 0 for the 
     "placeholders": "image or file, in whose place the model reads a text",
 }
 ROWS = 12  # number of steps that the live table shows
-TRAINER, ROLLOUT = 1, 2  # ids of the two rows in the trace
+TRAINER, ROLLOUT = 1, 2  # ids of the two tracks in the trace
 END = b"\n]\n"  # the last bytes of every trace file
 
 
