@@ -4,6 +4,7 @@
     python bench/load.py --sessions 10000 --concurrent 32 --turns 1 --out docs/reliability    also writes csv and svg
     python bench/load.py --sessions 100 --concurrent 20 --cut 0.02       a slow network that cuts connections
     python bench/load.py --sessions 400 --concurrent 20 --garbage        a second server answers with garbage
+    python bench/load.py --sessions 20 --concurrent 1 --flood 40         another session floods the proxy meanwhile
 
 The benchmark starts the small server and the proxy as processes, with a random model of two layers. Each session asks
 questions that contain its own number, and sends its whole history with every call. No call is repeated. At the end of a
@@ -24,6 +25,7 @@ import argparse
 import asyncio
 import contextlib
 import csv
+import json
 import os
 import random
 import re
@@ -45,7 +47,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from calls.client import OpenAIProxyClient
-from inference.wire import Wire, make_transport, run_all
+from calls.sessions import Limits
+from inference.wire import EngineError, Wire, make_transport, run_all
 from run.serve import raise_open_files
 
 ADMIN, COLUMNS = "admin", ["calls", "seconds", "proxy_mb", "server_mb", "proxy_files", "server_files"]
@@ -116,6 +119,20 @@ async def session(wire: Wire, transport: Any, proxy: str, number: int, turns: in
     return [message["content"] for message in messages[::2]], replies, row
 
 
+async def flood(wire: Wire, transport: Any, proxy: str, calls: int) -> None:
+    """In one session, keep `calls` calls with 128 answers each running, until the task is cancelled."""
+
+    async def ask_again_and_again(url: str, number: int) -> None:
+        body = {"messages": [{"role": "user", "content": f"{number}"}], "n": 128, "max_tokens": 256}
+        while True:
+            with contextlib.suppress(EngineError):  # the proxy refuses a call when the session has too many answers
+                await wire.call(url + "/chat/completions", body, timeout=600)
+            await asyncio.sleep(0.1)
+
+    async with OpenAIProxyClient(transport, proxy, ADMIN, "flood", grant=True) as client:
+        await asyncio.gather(*(ask_again_and_again(client.session_url, number) for number in range(calls)))
+
+
 def check(tokenizer: Any, questions: list[str], replies: list[Any], row: dict[str, list]) -> None:
     """Check that a row has the questions and the answers of its own session."""
     masked = [token for token, mask in zip(row["input_ids"], row["loss_mask"]) if not mask]
@@ -157,7 +174,11 @@ async def load(args: argparse.Namespace, proxy: str, pids: list[int], tokenizer:
             now = round(time.monotonic() - start, 1)
             samples.append([len(seconds), now, proxy_mb, server_mb, proxy_files, server_files])
 
+    flooding = asyncio.create_task(flood(wire, transport, proxy, args.flood))
     await asyncio.gather(sample(), *map(one, range(args.sessions)))
+    assert not flooding.done() or not args.flood, flooding
+    flooding.cancel()
+    await asyncio.gather(flooding, return_exceptions=True)
     await transport.aclose()
     return sorted(seconds), samples, max(worst)
 
@@ -192,6 +213,8 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=10, help="number of intervals between samples of memory")
     parser.add_argument("--forward", type=int, default=10, help="compute every n-th session with transformers, too")
     parser.add_argument("--garbage", action="store_true", help="a second server answers with garbage")
+    parser.add_argument("--flood", type=int, default=0, help="number of calls with 128 answers of one more session")
+    parser.add_argument("--running", type=int, default=Limits.running, help="the key rollout.openai.limits.running")
     parser.add_argument("--out", type=Path, help="path without suffix for a .csv and a .svg")
     args = parser.parse_args()
     raise_open_files()
@@ -204,6 +227,7 @@ def main() -> None:
             server, first = stack.enter_context(process("inference.tiny.server", path))
             address = start_relay(server, args.cut) if args.cut else server
             words = ["--server", address, "--admin-key", ADMIN, "--wait-for-servers", "--request-timeout", "30"]
+            words += ["--openai", json.dumps({"limits": {"running": args.running}})]
             log = Path(folder) / "proxy.log"
             if args.garbage:
                 garbage, _ = stack.enter_context(process("tests.garbage_server", path))

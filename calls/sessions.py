@@ -39,9 +39,10 @@ GRANT_SECONDS = 60.0  # seconds until an unused grant lapses
 
 @dataclass
 class Limits:
-    """Limits on the requests and answers of one session. No honest agent reaches a limit (SECURITY.md)."""
+    """Limits on the requests and answers of one session (SECURITY.md). `running` lets answers wait. No honest agent
+    reaches another limit."""
 
-    running: Count = 128  # answers of a session that servers generate at once; the session's other answers wait
+    running: Count = 32  # answers of a session that servers generate at once; the session's other answers wait
     answers: Count = 2048  # answers of a session that run or wait; a further call gets status 429
     messages: Count = 20_000  # messages or items in one request
     body_bytes: Count = 2**24  # length of a request's body
