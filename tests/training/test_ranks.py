@@ -372,9 +372,8 @@ def test_a_mistake_is_said_once_and_ends_all_ranks(tmp_path: Path) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    {work.__name__: work for work in (work_numbers, work_memory, work_wait, work_checkpoint)}[sys.argv[1]](
-        *map(Path, sys.argv[2:])
-    )
+    programs = (work_numbers, work_compiled, work_memory, work_wait, work_checkpoint)
+    {work.__name__: work for work in programs}[sys.argv[1]](*map(Path, sys.argv[2:]))
 
 
 LISTENING = """
