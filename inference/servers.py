@@ -122,8 +122,8 @@ class Servers:
     def check_age(self, url: str, versions: list[int], sent_after: int) -> None:
         """Check the versions of new tokens from server `url`, and update `newest`.
 
-        `sent_after` is the value of `newest` at the time of the request. Raises EngineError (503) if a token is older
-        than `sent_after`: the server must have restarted. Also raises EngineError if a token is newer than the
+        `sent_after` is the value that `newest` had when the request was sent. Raises EngineError (503) if a token is
+        older than `sent_after`: the server must have restarted. Also raises EngineError if a token is newer than the
         trainer's version.
         """
         if versions and versions[-1] > self.limit:

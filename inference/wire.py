@@ -9,8 +9,8 @@ server's URL. The status of an EngineError tells the caller how to react:
 
 **Connections.** Each request in flight has its own connection, and idle connections stay open for later requests. The
 HTTP parser of httpx is written in Python, and the parser of aiohttp in C. `make_transport` therefore lets httpx send
-its requests through aiohttp (package httpx-aiohttp). `Wire` also bypasses httpx's client class. The HTTP client of
-agents uses aiohttp too (workflow.py). docs/log.md has measurements of the CPU time.
+its requests through aiohttp (package httpx-aiohttp). To save more CPU time, `Wire` bypasses httpx's client class. The
+HTTP client of agents uses aiohttp too (workflow.py). docs/log.md has measurements of the CPU time.
 
 **Streams.** `Wire.stream` yields the server-sent events of an answer while they arrive. In every event, an inference
 server repeats all tokens that it has generated for the request. If several events arrive together, `Wire.stream`
@@ -150,7 +150,7 @@ class Wire:
     def __init__(self, transport: httpx.MockTransport | None = None, key: str = "") -> None:
         self._headers = HEADERS | ({"authorization": f"Bearer {key}"} if key else {})
         self._transports: PerLoop[httpx.AsyncBaseTransport] = PerLoop(lambda: transport or make_transport())
-        self._short = 0  # how often a request found no free file descriptor
+        self._short = 0  # how often a request has found no free file descriptor
 
     async def call(self, url: str, body: Any = None, timeout: float = CALL_TIMEOUT) -> dict[str, Any]:
         """Send `body` by POST, or send a GET if `body` is None. Return the parsed answer. Raises EngineError."""

@@ -155,7 +155,7 @@ class WorkflowExecutor:
     dump_dir: Path | None = None  # the run's folder; None: no dumps
     trace: Callable[..., None] = untraced  # called with (event, task_id); the event "reward" has more arguments
     keep: Callable[[int, Trajectory], None] | None = None  # called in a thread before a group counts as accepted
-    hold_failures: float = 0.0  # seconds to wait before a failed task counts as failed
+    hold_failures: float = 0.0  # seconds between the exception of a task and the moment at which it counts as failed
     evaluation: bool = False  # whether to run without a staleness gate
 
     def __post_init__(self) -> None:

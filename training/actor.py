@@ -84,7 +84,7 @@ def lr_factor(step: int, config: OptimizerConfig, max_steps: int) -> float:
 
 
 def step_means(parts: list[dict[str, float]]) -> dict[str, float]:
-    """Return a training step's metrics: means over its mini-batches, each weighted by its number of trained tokens."""
+    """Return a training step's metrics: means over the mini-batches, weighted by their numbers of trained tokens."""
     tokens = sum(part["tokens"] for part in parts)
     mean = {key: sum(part[key] * part["tokens"] for part in parts) / tokens for key in parts[0] if key != "tokens"}
     mean["behave_ess"] = effective_sample_size(mean)
@@ -130,7 +130,8 @@ class FSDPEngine:
         model.eval()  # no dropout
         for layer in layers:
             if self.is_compiled:
-                # Only `forward` is compiled. FSDP's hooks and the checkpoint stay outside the graph.
+                # Only `forward` is compiled. FSDP's hooks and gradient checkpointing stay outside of the compiled
+                # graph.
                 layer.forward = torch.compile(layer.forward, dynamic=True)
             if self.config.gradient_checkpointing:
                 # transformers' own switch for gradient checkpointing works only in training mode, and some models apply
@@ -454,7 +455,7 @@ class FSDPPPOActor(FSDPEngine):
         return dcp.async_save(state, checkpoint_id=path, process_group=group)  # type: ignore[return-value]
 
     def load_state(self, path: Path) -> None:
-        """Load a checkpoint that save_state wrote, with this or another number of ranks.
+        """Load a checkpoint that save_state wrote. The run that wrote it may have had another number of ranks.
 
         Learning rate, betas, eps and weight decay come from this run's configuration, not from the checkpoint.
         """

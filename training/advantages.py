@@ -1,8 +1,8 @@
 """Variants of the advantage: length penalty, KL penalty, leave-one-out baseline, GAE, and a filter of groups.
 
-ppo.py compares the return of a turn with the returns of its group. Each function below makes one well-known change to
-this comparison, and a configuration key switches the change on. `compute_advantages` in ppo.py calls four of the
-functions in this order:
+ppo.py compares the return of a turn with the other returns of its cell. By default a cell holds the same turn of all
+members of a group. Each function below makes one well-known change to this comparison, and a configuration key switches
+the change on. `compute_advantages` in ppo.py calls four of the functions in this order:
 
     overlong_penalty        A turn near its length limit pays a growing penalty (DAPO, arXiv 2503.14476).
     kl_estimate             A turn pays a penalty for the policy's distance from a reference model.

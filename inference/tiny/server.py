@@ -3,7 +3,7 @@
     python -m inference.tiny.server --model-path DIR --port 30000
 
 **The rule.** One thread, the engine's thread, owns the model and the scheduler. The HTTP routes run in an asyncio loop.
-A route does not change the model or the scheduler itself, but sends a function call to the engine's thread. When the
+A route never changes the model or the scheduler directly, but sends a function call to the engine's thread. When the
 route's sequence has new tokens or has finished, the thread wakes the route.
 
     asyncio loop (Server)                               engine's thread (Engine)
@@ -121,7 +121,7 @@ class Engine:
 
     @supervised()
     def _event(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Call `function` for a route, and put a step into the queue if no step is queued."""
+        """Call `function` for a route. If no step is queued, put a step into the queue."""
         function(*arguments)
         if not self.stepping:
             self.stepping = True
