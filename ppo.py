@@ -136,7 +136,7 @@ def compute_advantages(batch: dict[str, Tensor], config: PPOActorConfig) -> Tens
     # 1. Number the N trained turns. The M trained tokens are in the order of the batch, row after row. A turn starts
     #    where the row or the turn id changes.
     rows = trained.nonzero()[:, 0]  # (M,) the row of each trained token
-    starts = torch.ones(len(rows), dtype=torch.bool)  # (M,) the first trained token starts a turn
+    starts = torch.ones(len(rows), dtype=torch.bool)  # (M,) whether a token is the first of a turn; token 0 is
     starts[1:] = (rows[1:] != rows[:-1]) | (turn_ids[1:] != turn_ids[:-1])
     turn_of = starts.cumsum(0) - 1  # (M,) the number of each token's turn, from 0 to N - 1
     returns = rewards[starts]  # (N,)

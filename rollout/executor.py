@@ -95,7 +95,7 @@ class RolloutTask(NamedTuple):
 class DataCursor:
     """The position of the run in its data: the drawn samples, their task ids, and the open tasks.
 
-    A checkpoint saves next_id, drawn and open. After a crash, the open tasks that were not finished start again under
+    A checkpoint saves the fields `next_id`, `drawn` and `open`. After a crash, the open tasks that were not finished start again under
     their old ids. The dataloader then skips all samples that were drawn before the crash. New samples get the ids
     next_id, next_id + 1, and so on.
 

@@ -73,7 +73,7 @@ def make_row(turns: Sequence[tuple[Any, bool]]) -> dict[str, list]:
         row["turn_ids"][span] = [turn.turn] * n
         row["turn_rewards"][span] = [turn.reward or 0.0] * n
         row["temperatures"][span] = [turn.tokens.temperature] * n
-        row["regenerated"][0] += turn.tokens.regenerated * trained  # only one row counts a turn's segments
+        row["regenerated"][0] += turn.tokens.regenerated * trained  # rows share turns: only one counts them
     return row
 
 

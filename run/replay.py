@@ -21,11 +21,11 @@ as rejected groups. The replay repeats no other decision of the gate and the dis
 
 **Differences.** The replay writes a schedule of its own, and the trainer compares its calls with the recorded calls:
 
-- A call has another prompt, a call was not made in the recorded run, or a recorded call is missing. In these cases the
-  agent is not deterministic, and the replay ends and names the call.
-- An equal prompt gets other tokens. In this case the server does not compute equal bits, and the replay generates the
-  remaining tokens of the task without the recorded versions. `compare` then finds the first step that differs, and by
-  how much.
+- A call has another prompt than the recorded call, a call was not made in the recorded run, or a recorded call is
+  missing. Then the agent is not deterministic, and the replay ends with an error that names the call.
+- A call has the recorded prompt, but its tokens differ from the recorded tokens. Then the server does not compute equal
+  bits, and the replay generates the remaining tokens of the task without the recorded versions. `compare` finds the
+  first step that differs, and by how much.
 """
 
 import os

@@ -207,8 +207,8 @@ def add_turns(turns: list[Record], row: Record, above: list[int], names: Record)
     """Append the turns of a row to `turns`, and return the positions of the row's turns in `turns`.
 
     Each turn also gets the entries of the dict `names`. This row continues its parent row. `above` holds the positions
-    of the parent row's turns. A turn that both rows share is in `turns` only once. A turn holds the tokens that follow
-    its parent turn: the messages between the two, then the sampled tokens.
+    of the parent row's turns. A turn that both rows share is in `turns` only once. A turn holds the tokens after
+    the end of its parent turn: first the new messages of the turn's prompt, then the sampled tokens.
     """
     ids, states = row["input_ids"], row["states"]
     path = [
