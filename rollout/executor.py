@@ -95,9 +95,9 @@ class RolloutTask(NamedTuple):
 class DataCursor:
     """The position of the run in its data: the drawn samples, their task ids, and the open tasks.
 
-    A checkpoint saves the fields `next_id`, `drawn` and `open`. After a crash, the open tasks that were not finished start again under
-    their old ids. The dataloader then skips all samples that were drawn before the crash. New samples get the ids
-    next_id, next_id + 1, and so on.
+    A checkpoint saves the fields `next_id`, `drawn` and `open`. After a crash, the open tasks that were not finished
+    start again under their old ids. The dataloader then skips all samples that were drawn before the crash. New samples
+    get the ids `next_id`, `next_id` + 1, and so on.
 
     Example: the samples of tasks 0 to 7 were drawn, tasks 0 to 3 were trained on, and task 5 is finished. Then the
     checkpoint holds next_id = 8, drawn = 8 and the samples of tasks 4 to 7. After a crash tasks 4, 6 and 7 start again,
