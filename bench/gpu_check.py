@@ -9,16 +9,17 @@
 
 A cell is one process with one question, and the page has one row for each cell:
 
-- `probe` measures the GPU's peak: a large matrix product, and a copy.
+- `probe` measures the GPU's peak speed: the FLOP/s of a large matrix product, and the bytes per second of a copy.
 - `head` measures how precise log-probabilities are if the last layer computes in bfloat16 or in float32.
 - `train-...` trains on random rows without an inference server, so it needs only torch and transformers.
 - `test-...` runs the tests of code that runs differently on a GPU, such as FlexAttention.
 - `run-...` is a whole run of train.py. The run's server is SGLang if this Python has SGLang. Without SGLang the server
   is the small server on the CPU, with a small model.
 
-The models have random weights, so the check tests no learning. If a cell takes longer than its limit, the script ends
-all processes of the cell. If a cell fails, the next cell still runs. The page is written after every cell. A second
-call with the same `--work` runs only the cells that have not succeeded. The exit code is 1 if a cell has failed.
+The models have random weights, so the check does not test whether a model learns. If a cell takes longer than its
+limit, the script ends all processes of the cell. If a cell fails, the next cell still runs. The page is written after
+every cell. A second call with the same `--work` runs only the cells that have not succeeded. The exit code is 1 if a
+cell has failed.
 """
 
 import argparse
@@ -97,7 +98,8 @@ def list_cells(machine: Machine, work: Path) -> list[Cell]:
 
 
 def list_runs(machine: Machine, work: Path) -> list[Cell]:
-    """Return the cells that run train.py. NCCL refuses two processes on one GPU, so no cell needs that."""
+    """Return the cells that run train.py. NCCL cannot connect two processes on one GPU, so no cell needs such a
+    connection."""
     long = 8192 if machine.has_sglang else 256
     changes: dict[str, list[str]] = {
         "async-disk": ["weight_update.mode=disk"],
@@ -121,7 +123,7 @@ def list_runs(machine: Machine, work: Path) -> list[Cell]:
 
 
 def make_run(name: str, own: list[str], machine: Machine, work: Path) -> Cell:
-    """Return the cell run-NAME. `own` are the keys that differ from the other runs."""
+    """Return the cell run-NAME. `own` sets the keys in which this run differs from the other runs."""
     shape = name if name in SHAPES else "0.6b" if machine.has_sglang else "tiny"
     words = ["--config", "configs/gsm8k.yaml", f"model_path={work / f'model-{shape}'}"]
     words += ["train_dataset.path=tests/data/gsm8k.jsonl", "workflow=workflow.RLVRWorkflow"]
@@ -187,7 +189,8 @@ def end(process: subprocess.Popen[bytes]) -> int:
 
 
 def run_cell(cell: Cell, folder: Path, limit: float) -> dict[str, Any]:
-    """Run a cell for at most `limit` seconds. Return its exit code (None at the limit), seconds and peak GiB."""
+    """Run a cell for at most `limit` seconds. Return the cell's exit code (None at the limit), its seconds, and the
+    peak GPU memory in GiB."""
     peak, done = [0.0], threading.Event()
 
     def watch() -> None:
@@ -264,7 +267,7 @@ def try_cell(cell: Cell, folder: Path, deadline: float, prepare: Callable[[Cell]
 
 
 def row(name: str, result: dict[str, Any], folder: Path) -> list[str]:
-    """Return the row of one cell. The first step of a run is slower, so the means leave it out."""
+    """Return the row of one cell. The first step of a run is slower, so the means leave out the first step."""
     log = folder / "log"
     words = [w for w in log.read_text(errors="replace").splitlines() if w.strip()] if log.exists() else []
     last, seconds = (words or ["no output"])[-1], f"{result['seconds']:.0f}"
@@ -338,7 +341,8 @@ def describe(machine: Machine) -> str:
 
 
 def reward(prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], **_) -> float:
-    """Return the share of odd token ids as the reward. The share differs between samples, so there are gradients."""
+    """Return the share of odd token ids as the reward. The share differs between the samples of a prompt, so their
+    advantages and the gradient are not zero."""
     return sum(i % 2 for i in completion_ids) / max(1, len(completion_ids))
 
 
@@ -441,7 +445,8 @@ def head(shape: str) -> dict[str, Any]:
 
 
 def make_rows(n: int, longest: int, vocabulary: int) -> dict[str, Any]:
-    """Make n random rows in groups of 8. The rows of a group share a prompt of a quarter of the longest row."""
+    """Make n random rows in groups of 8. The rows of a group share a prompt, which is a quarter as long as the longest
+    row."""
     import torch
 
     g = torch.Generator().manual_seed(0)
@@ -466,7 +471,8 @@ def make_rows(n: int, longest: int, vocabulary: int) -> dict[str, Any]:
 
 
 def trainer(path: Path, shape: str, layout: str, is_long: bool, is_eager: bool) -> dict[str, Any]:
-    """Train the actor for a few steps on random rows. Return the speed and the peak memory of the last steps."""
+    """Train the actor for a few steps on random rows. Return the mean speed of all steps except the first, and the peak
+    memory."""
     import torch
     from roofline import Work, flops, shape_of, step_parts
 
@@ -503,7 +509,7 @@ def trainer(path: Path, shape: str, layout: str, is_long: bool, is_eager: bool) 
     mean = sum(seconds[1:]) / len(seconds[1:])
     peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0
     tokens, prompt = int(batch["attention_mask"].sum()), longest // 4
-    # The FLOPs of the rows without padding, and without what gradient checkpointing computes again.
+    # Padding, and the layers that gradient checkpointing computes again, do not count as useful FLOPs.
     work = Work(n, prompt, round(tokens / n) - prompt, config.ppo_n_minibatches, config.mb_tokens, checkpointing=False)
     parts = step_parts(shape_of(make_config(shape, 0, 0)), work).items()
     useful = sum(flops(part) for name, part in parts if not name.startswith("generation"))
@@ -514,7 +520,7 @@ def trainer(path: Path, shape: str, layout: str, is_long: bool, is_eager: bool) 
 
 
 def find_machine(gpus: int | None) -> Machine:
-    """Return what this machine has. `gpus` replaces the real number of GPUs."""
+    """Return the properties of this machine. `gpus` replaces the real number of GPUs."""
     if gpus is None:
         import torch
 
@@ -525,7 +531,7 @@ def find_machine(gpus: int | None) -> Machine:
 
 
 def main() -> int:
-    """Run the check, or one cell's own part."""
+    """Run the check, or one part of it: `probe`, `head` or `trainer`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", nargs="?", choices=["probe", "head", "trainer"], help="run only this part of a cell")
     parser.add_argument("model", nargs="?", type=Path)

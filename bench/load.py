@@ -1,4 +1,4 @@
-"""Claim: 1,000 concurrent sessions lose no answer and mix no answers, and memory does not grow with past sessions.
+"""Claim: with 1,000 concurrent sessions no answer is lost or mixed up, and ended sessions take no memory.
 
     python bench/load.py                                                1,000 concurrent sessions with 10 turns each
     python bench/load.py --sessions 10000 --concurrent 32 --turns 1 --out docs/reliability    also writes csv and svg
@@ -101,7 +101,7 @@ def usage(pid: int) -> tuple[float, int]:
 
 
 async def session(wire: Wire, transport: Any, proxy: str, number: int, turns: int, seconds: list[float]) -> Any:
-    """Run one session. Return its questions, the replies that the client has read, and the exported row.
+    """Run one session. Return the session's questions, the replies that the client has read, and the exported row.
 
     The function appends the seconds of each call to `seconds`.
     """
@@ -120,7 +120,7 @@ async def session(wire: Wire, transport: Any, proxy: str, number: int, turns: in
 
 
 async def flood(wire: Wire, transport: Any, proxy: str, calls: int) -> None:
-    """In one session, keep `calls` calls with 128 answers each running, until the task is cancelled."""
+    """Keep `calls` calls of one session running, each with 128 answers, until the task is cancelled."""
 
     async def ask_again_and_again(url: str, number: int) -> None:
         body = {"messages": [{"role": "user", "content": f"{number}"}], "n": 128, "max_tokens": 256}
@@ -145,7 +145,8 @@ def check(tokenizer: Any, questions: list[str], replies: list[Any], row: dict[st
 
 
 def worst_logprob(model: Any, row: dict[str, list]) -> float:
-    """Return the largest difference between the log-probabilities of a row's trained tokens and a forward pass."""
+    """Return the largest difference between a row's log-probabilities and those of a forward pass, for trained
+    tokens."""
     ids, mask = torch.tensor(row["input_ids"]), torch.tensor(row["loss_mask"][1:], dtype=torch.bool)
     with torch.no_grad():
         logprobs = model(ids[None, :-1]).logits[0].float().log_softmax(-1)
@@ -154,7 +155,8 @@ def worst_logprob(model: Any, row: dict[str, list]) -> float:
 
 
 async def load(args: argparse.Namespace, proxy: str, pids: list[int], tokenizer: Any, model: Any) -> Any:
-    """Run all sessions. Return the seconds of the calls, the samples of memory, and the worst log-probability."""
+    """Run all sessions. Return the seconds of the calls, the samples of memory, and the largest error of a
+    log-probability."""
     transport, places = make_transport(), asyncio.Semaphore(args.concurrent)
     wire = Wire(transport)
     calls, seconds, samples, worst, start = args.sessions * args.turns, [], [], [0.0], time.monotonic()
@@ -184,7 +186,7 @@ async def load(args: argparse.Namespace, proxy: str, pids: list[int], tokenizer:
 
 
 def write_usage(path: Path, columns: list[str], samples: list[list[float]]) -> None:
-    """Write samples as a table (.csv), and draw memory and descriptors over the first column (.svg)."""
+    """Write samples as a table (.csv), and draw their memory and descriptors over the first column (.svg)."""
     import matplotlib
 
     matplotlib.use("svg")

@@ -53,7 +53,7 @@ def areal(old: Tensor, theta: Tensor, versions: Tensor, version: int) -> Tensor:
 
 
 def errors_by_lag(folder: Path) -> dict[int, Tensor]:
-    """Map each lag to a tensor (4,): the number of tokens, and the summed errors of loglinear, AReaL and rollout."""
+    """Map each lag to a tensor (4,): the number of tokens, and the summed errors of the three estimates."""
     sums: dict[int, Tensor] = defaultdict(lambda: torch.zeros(4, dtype=torch.float64))
     for path in sorted((folder / "tokens").glob("*.safetensors")):
         t, version = load_file(path), int(path.stem) - 1

@@ -101,8 +101,8 @@ def kill(command: list[str], rng: random.Random, kills: int, run_dir: Path) -> N
 
 
 def freeze(command: list[str], rng: random.Random, freezes: int, log: Path) -> None:
-    """Run the command to its end. From the first step on, stop a random process of the run after a line of output, for
-    up to 10 seconds, `freezes` times."""
+    """Run the command to its end. After each of the first `freezes` lines of output, counted from step 1, stop a random
+    process of the run for up to 10 seconds."""
     with log.open("a") as out, start(command, out) as run:
         assert run.stdout is not None
         seen, steps = 0, 0
@@ -122,8 +122,8 @@ def freeze(command: list[str], rng: random.Random, freezes: int, log: Path) -> N
 
 
 def watch(command: list[str], log: Path, steps: int, path: Path) -> None:
-    """Run the command to its end. At 40 of its steps, measure the memory and the
-    descriptors of its processes, and write them to `path`."""
+    """Run the command to its end. At about 40 steps of the run, measure the memory and the descriptors of the run's
+    processes. Write the measurements to `path`."""
     samples, begin = list[list[float]](), time.monotonic()
     with log.open("a") as out, start(command, out) as run:
         assert run.stdout is not None

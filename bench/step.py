@@ -1,12 +1,13 @@
-"""Compare the training step of this checkout with an earlier revision: the CPU time of each part, and the gradients.
+"""Compare the training step of this checkout and of an earlier revision: the CPU time of each part, and the gradients.
 
     python train.py max_steps=8 trial_name=short              a run, whose batches are kept in tokens/
     python bench/step.py runs/guess/short --against 76dd0b7
 
-Both source trees train the newest model of the run on the newest batch of the run. Each source tree uses its own file
-of the recipe. A pair is one process of each source tree, one after the other. A process makes several steps and reports
-the median CPU time of its training thread. The table shows medians over the pairs, in milliseconds. The last line is
-the largest difference between the gradients of both source trees, for the whole batch as one mini-batch.
+This checkout and the earlier revision are the two source trees. Each trains the newest model of the run on the newest
+batch of the run. Each source tree uses its own file of the recipe. A pair of measurements is one process of each source
+tree, one after the other. A process makes several steps and reports the median CPU time of its training thread. The
+table shows medians over the pairs, in milliseconds. The last line shows the largest difference between the gradients of
+the two source trees. A gradient is that of the whole batch as one mini-batch.
 """
 
 import argparse

@@ -188,9 +188,9 @@ def check_segment(tokens: list[int], entries: list[list], spans: list[dict[str, 
 def parse_segment(answer: dict[str, Any], vocab_size: int | None = None) -> ModelResponse:
     """Parse an answer of a server, or one event of a stream. Every event except the last has stop_reason "".
 
-    Raises EngineError. If the server reports an error, the status is 400 for a wrong request and 503 otherwise. The
-    status is also 503 if the server's last weight update was not completed, or if the answer contradicts itself. The
-    status is 502 if the answer lacks a fact that training needs.
+    Raises EngineError. If the server reports an error, the error's status is 400 for a wrong request and 503 otherwise.
+    The status is also 503 if the server's last weight update was not completed, or if the answer contradicts itself.
+    The status is 502 if the answer lacks a fact that training needs.
     """
     try:
         meta, tokens = answer["meta_info"], answer["output_ids"]
@@ -212,8 +212,9 @@ def parse_segment(answer: dict[str, Any], vocab_size: int | None = None) -> Mode
 
 
 def parse_scores(answer: dict[str, Any], ids: list[int]) -> list[float]:
-    """Return the log-probabilities of `ids` from a server's answer that contains them. The first one is 0, because no
-    token comes before the first token. Raises EngineError (502 or 503) if the answer contains something else."""
+    """Return the log-probabilities of `ids` from a server's answer that contains them. The first token has
+    log-probability 0, because no token comes before it. Raises EngineError: 502 if the answer has no list of
+    log-probabilities, 503 if a token id or a log-probability is wrong."""
     try:
         entries = [[0.0, ids[0]], *answer["meta_info"]["input_token_logprobs"][1:]]
         check_segment(ids, entries, [{"version": "0", "start": 0, "end": len(ids)}], None)

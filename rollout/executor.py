@@ -66,7 +66,7 @@ from staleness import RolloutStat, StalenessError, StalenessManager
 
 logger = logging.getLogger("nano_areal.executor")
 
-NO_LIMIT = 10**12  # limit of ages and of failures in a row, for evaluations; no evaluation reaches this limit
+NO_LIMIT = 10**12  # evaluations limit ages, and failures in a row, by this number, which they never reach
 AcceptFn = Callable[[Trajectory], bool]
 Sample = dict[str, Any]
 T = TypeVar("T")
@@ -267,7 +267,7 @@ class WorkflowExecutor:
     # ---- recovery (run/recover.py); call both methods in the thread that calls prepare_batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the run in its data: next_id, drawn, and open (see DataCursor).
+        """Return the position of the run in its data: the fields `next_id`, `drawn` and `open` of DataCursor.
 
         Raises RuntimeError if the run has stopped, because a stopped run does not know which tasks are open.
         """

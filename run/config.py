@@ -103,8 +103,9 @@ def without_effect(config: Any, names: list[str]) -> dict[str, str]:
 def set_keys(config: DictConfig, given: Any, source: str) -> dict[str, str]:
     """Write the given keys into `config`. `source` names the recipe or the command line in error messages.
 
-    Return the given keys whose conditions are not met so far, each with its condition. A later recipe may still meet a
-    condition. Raises ConfigError for an unknown key. The message suggests the nearest known key.
+    Return the given keys whose conditions (NEEDS in run/keys.py) are not met so far, each with its condition. A later
+    recipe may still meet a condition. Raises ConfigError for an unknown key. The message suggests the nearest known
+    key.
     """
     given.pop("revision", None)  # the config.yaml of a run contains the revision of the code
     known, names = [key.name for key in list_keys()], []

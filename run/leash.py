@@ -7,7 +7,8 @@ kills the whole process group, including itself. Start the script in a new proce
 group contains nothing else.
 
 `python leash.py --api-key COMMAND ...` reads a key from the first line of standard input, and appends `--api-key=KEY`
-to the command. A key may begin with "-", so the key cannot be a word of its own.
+to the command. The key is not an argument of its own, because the command would take a key that begins with "-" for an
+option.
 """
 
 import os

@@ -1,8 +1,8 @@
 """Start and end a server process. The proxy and the small inference server (inference/tiny) use this module.
 
 A server opens its port before it loads a model or tokenizer, and ends when its parent process dies. A server listens on
-127.0.0.1 by default, and needs a key to listen on any other address. If a server cannot start, the functions raise
-OSError or ValueError. The message says in one line what to do, and the server's script prints this line.
+127.0.0.1 by default, and needs a key to listen on any other address. If a server cannot start, the functions of this
+module raise OSError or ValueError. The message says in one line what to do, and the server's script prints this line.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from run.fields import Refusal, as_object
 
-HEADER_BYTES = 2**16  # length of a request's header; a longer header is refused
+HEADER_BYTES = 2**16  # maximum length of a request's header; a longer header is refused
 FREE_SHARE = 0.2  # share of the file descriptors that connections of clients leave free, for the process's own use
 HEADER_SECONDS = 60.0  # time within which the header of a request must arrive
 
@@ -76,7 +76,7 @@ def listen(host: str, port: int, key: str | None = None) -> socket.socket:
 class BoundedProtocol(HttpToolsProtocol):
     """A connection of uvicorn that limits the length and the arrival time of a header. uvicorn limits neither."""
 
-    timer: Any = None  # closes the connection; runs while the connection waits for the end of a header
+    timer: Any = None  # a timer that closes the connection; runs while the end of a header is missing
     unparsed = 0  # bytes that arrived after the last header or the last part of a body
 
     def connection_made(self, transport: Any) -> None:

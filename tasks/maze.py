@@ -6,8 +6,9 @@ metric of navigation: the length of the shortest way, divided by the length of t
 or does not end at home, the reward is 0. A walk of 72 moves earns 0.75 if the shortest way has 54 moves.
 
 **Why this task.** The length of an answer varies tenfold and depends on the policy. A drunk can wander until the length
-limit, and a sober walker needs 54 moves on average. Some walks are therefore unfinished when new weights arrive, so
-interruption, overlap and staleness can be measured. Generation and training take about the same time.
+limit, and a sober walker needs 54 moves on average. Some walks are therefore unfinished when new weights arrive, so one
+can measure interruptions, staleness, and the overlap of generation and training. Generation and training take about the
+same time.
 
 **The base model** imitates a drunk. Each move of the drunk is a step on the shortest way with probability 0.4, and
 otherwise a step in a random open direction. The imitated walks are cut off after 64 moves. A perfect imitation of the
@@ -69,7 +70,7 @@ def passages() -> dict[Cell, set[Cell]]:
 
 @cache
 def distances(home: str) -> dict[Cell, int]:
-    """Return the number of moves from every cell to the home."""
+    """Return the number of moves from every cell to `home`."""
     moves = {CELLS[home]: 0}
     queue = [CELLS[home]]
     for here in queue:  # the loop also visits the cells that it appends

@@ -2,11 +2,11 @@
 
     python tests/garbage_server.py --model-path DIR --port 30001
 
-The first POST /generate gets an honest answer, because an engine tests its servers when it starts. `--honest 2` is for
-two engines: those of a trainer and its proxy. Each later request gets the next of `KINDS`, and after the last of them
-the first again. All other paths get honest answers, so a client that has given up this server finds it healthy again
-and again. The server reports the version of the last weight update. GET /server_info has the number of requests that
-got garbage in `seen`.
+The first POST /generate gets an honest answer, because an engine tests its servers when it starts. If a trainer and a
+proxy use the server, their two engines test it, so start the server with `--honest 2`. The later requests get the
+answers of `KINDS` in turn, again and again. All other paths get honest answers, so a client that has given up this
+server finds it healthy again and again. The server reports the version of the last weight update. The field `seen` of
+GET /server_info is the number of requests that got garbage.
 """
 
 import argparse
@@ -24,7 +24,7 @@ NEVER = b"never"  # stands for a pause without end in the pieces of an answer
 
 
 def http(body: bytes, status: str = "200 OK", length: int | None = None, *headers: str) -> bytes:
-    """Return an HTTP answer. `length` is the Content-Length, by default the right one."""
+    """Return an HTTP answer. `length` is the Content-Length, by default the length of `body`."""
     lines = [f"HTTP/1.1 {status}", f"content-length: {len(body) if length is None else length}", *headers]
     return "\r\n".join([*lines, "", ""]).encode() + body
 
@@ -40,7 +40,7 @@ def answer(ids: list[Any], change: Callable[[Json, Json], Any] = lambda body, me
 
 
 def changed(**fields: Any) -> bytes:
-    """Return an HTTP answer with the ids 1 and 2, in which `meta_info` has other values for the given fields."""
+    """Return an HTTP answer with the ids 1 and 2, in whose `meta_info` the given fields have the given values."""
     return http(answer([1, 2], lambda body, meta: meta.update(fields)))
 
 
@@ -97,7 +97,7 @@ KINDS: dict[
 
 
 def honest_answer(path: str, model_path: str, version: str, seen: int) -> bytes:
-    """Return the answer to a request for another path than /generate."""
+    """Return the answer to a request whose path is not /generate."""
     info = {"model_path": model_path, "max_req_input_len": 2048, "weight_version": version, "success": True}
     return http(b"", "404 Not Found") if path == "/workers" else http(json.dumps(info | {"seen": seen}).encode())
 

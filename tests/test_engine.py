@@ -173,7 +173,7 @@ async def test_version_is_the_servers_not_the_clocks():
     await in_flight.wait()
     engine.set_version(4)
     release.set()
-    assert (await answer).output_versions == [3, 3]  # the engine's own version changed from 0 to 4
+    assert (await answer).output_versions == [3, 3]  # and not 4, the engine's own version since set_version(4)
 
 
 @pytest.mark.anyio

@@ -53,7 +53,7 @@ async def test_a_childs_prompt_is_its_parents_tokens_and_a_tail(start: Start, ti
     said = [*tiny_tokenizer.encode("two"), eos]
     assert third == second + said + tiny_tokenizer.encode(tail.format("third"))
     full = tiny_tokenizer.apply_chat_template(messages[:5], add_generation_prompt=True, return_dict=False)
-    assert third == full  # this tokenizer has only one encoding of each text, so both are equal
+    assert third == full  # equal, because this tokenizer has only one encoding of each text
 
 
 async def test_a_turn_cut_by_length_gets_its_end_token_untrained(start: Start, tiny_tokenizer: Any) -> None:

@@ -256,7 +256,7 @@ class FSDPPPOActor(FSDPEngine):
         self.guesses = config.use_decoupled_loss and config.prox_logp_method != "recompute"
         # All mutable state of the policy, in addition to the model.
         self.optimizer: Any = None
-        self.steps, self.max_steps = 0, 1  # number of training steps: finished ones, and all of the run
+        self.steps, self.max_steps = 0, 1  # number of finished training steps, and of all training steps of the run
         self.version = 0
         self.rollout: Any = None  # the rollout engine, which only rank 0 uses
         self.weight_update_meta = weights.WeightUpdateMeta()
@@ -455,7 +455,8 @@ class FSDPPPOActor(FSDPEngine):
         return dcp.async_save(state, checkpoint_id=path, process_group=group)  # type: ignore[return-value]
 
     def load_state(self, path: Path) -> None:
-        """Load a checkpoint that save_state wrote. The run that wrote it may have had another number of ranks.
+        """Load a checkpoint that save_state wrote. The run that wrote the checkpoint may have had another number of
+        ranks.
 
         Learning rate, betas, eps and weight decay come from this run's configuration, not from the checkpoint.
         """

@@ -19,7 +19,7 @@ HAS_C_COMPILER = any(map(shutil.which, (os.environ.get("CC", "gcc"), "clang"))) 
 class NormConfig:
     """How the advantage A = (R - mean) / std of a return R gets its mean and its std (AReaL: NormConfig)."""
 
-    mean_level: Literal["group", "batch", "none"] = "group"  # turns whose mean return is the baseline; none: 0
+    mean_level: Literal["group", "batch", "none"] = "group"  # turns whose mean return is the baseline; none: baseline 0
     std_level: Literal["group", "batch", "constant", "none"] = "group"  # turns whose standard deviation is the divisor
     mean_leave1out: bool = False  # true: leave a turn out of its own baseline (RLOO)
     std_constant: Positive = 1.0  # divisor for std_level=constant
@@ -59,7 +59,7 @@ class PPOActorConfig:
     recompute_logprob: bool = True  # true: standard PPO takes old logprobs from a forward pass; false: from the server
     prox_logp_method: Literal["recompute", "loglinear", "metrics"] = "recompute"  # how pi_prox is computed
     eps_clip: Share = 0.2  # lower bound of the ratio pi_theta / pi_prox is 1 - eps_clip; 0: bound 1
-    eps_clip_higher: NonNegative | None = None  # upper bound is 1 + eps_clip_higher; 0: bound 1; default eps_clip
+    eps_clip_higher: NonNegative | None = None  # upper bound is 1 + eps_clip_higher; 0: bound 1; default: eps_clip
     c_clip: Annotated[float, "(1, inf)"] | None = None  # dual clip: where A < 0, loss <= c_clip * |A|; null: none
     importance_sampling_level: Literal["token", "sequence"] = "token"  # clip the ratio of a token, or of a row (GSPO)
     use_cispo_loss: bool = False  # true: a clipped token keeps its gradient (CISPO, training/corrections.py)
@@ -67,7 +67,7 @@ class PPOActorConfig:
     behave_imp_weight_floor: Annotated[float, "(0, 1]"] | None = None  # minimum weight (IcePop); null: no floor
     behave_imp_weight_level: Literal["token", "sequence", "geometric"] = "token"  # sequence: product over a row
     behave_imp_weight_action: Literal["mask", "clamp"] = "mask"  # drop or clamp weights outside floor..cap
-    reject_geometric_mean: Annotated[float, "(1, inf)"] | None = None  # drop a row whose mean weight is outside 1/c..c
+    reject_geometric_mean: Annotated[float, "(1, inf)"] | None = None  # c: drop a row of mean weight outside 1/c..c
     reject_max_k2: Positive | None = None  # drop a row with a token whose (log weight)^2 / 2 is above this number
     reject_veto: Annotated[float, "(0, 1)"] | None = None  # drop a row with a token whose weight is below this number
     ess_lr_power: NonNegative = 0.0  # lr is multiplied by behave_ess to this power (VCPO: 0.5 for AdamW); 0: no change

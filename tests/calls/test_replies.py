@@ -164,7 +164,7 @@ def test_what_a_parser_is_sure_of_makes_a_stream(name: str) -> None:
 
 
 def test_a_chat_completion_has_all_that_strict_clients_read() -> None:
-    """A chat completion has id, model, object, index and usage; only its content may be null."""
+    """A chat completion has `id`, `model`, `object`, `index` and `usage`, and only its `content` may be null."""
     reply = whole("chat/completions", answer_of("chat/completions", Parsed("hi"), "abort"))
     assert reply.pop("created") > 0
     assert reply == {
@@ -180,7 +180,7 @@ def test_a_chat_completion_has_all_that_strict_clients_read() -> None:
 
 
 def test_a_response_has_all_that_strict_clients_read() -> None:
-    """A response has created_at, status and usage. The ids of its items are derived from the response's id."""
+    """A response has `created_at`, `status` and `usage`. The ids of its items are derived from the response's id."""
     reply = whole("responses", answer_of("responses"))
     assert reply["created_at"] > 0
     assert [item["id"] for item in reply["output"]] == ["rs_ab12", "msg_ab12", "fc_ab12_0", "fc_ab12_1"]
@@ -194,8 +194,8 @@ def test_a_response_has_all_that_strict_clients_read() -> None:
 
 
 def test_a_message_has_all_that_strict_clients_read() -> None:
-    """A message has role, type, id, usage and stop_reason. A message has no null citations, because Vercel's client
-    rejects null citations."""
+    """A message has `role`, `type`, `id`, `usage` and `stop_reason`. No text block has `citations` with the value null,
+    because Vercel's client rejects that value."""
     reply = whole("messages", answer_of("messages"))
     assert reply == {
         "id": "msg_ab12",

@@ -1,11 +1,11 @@
-"""The state machine of the calls explores Proxy (proxy.py), Turn (calls/turn.py), Session and the tree (cache.py).
+"""A state machine for the proxy's calls: Proxy (proxy.py), Turn (calls/turn.py), Session and the tree (cache.py).
 
-TurnMachine drives the shipped endpoints of the proxy in an event loop of its own. Clients connect, hang up and retry,
-and the proxy notices later that a client has hung up. The engine sends tokens, finishes, fails, and needs a moment to
-abort. The trainer sets a reward, ends the session and exports it. Only the tokenizer and the engine are stand-ins: a
-token is a letter, and each generation has its own letter, version and log-probabilities. The search cannot copy a
-running coroutine, so a state is the list of the events that lead to the state. To apply an event, the machine runs all
-events again. The properties:
+The state machine, TurnMachine, drives the shipped endpoints of the proxy in an event loop of its own. Clients connect,
+hang up and retry, and the proxy notices later that a client has hung up. The engine sends tokens, finishes, fails, and
+needs a moment to abort. The trainer sets a reward, ends the session and exports it. Only the tokenizer and the engine
+are stand-ins: a token is a letter, and each generation has its own letter, version and log-probabilities. The search
+cannot copy a running coroutine, so a state is the list of the events that lead to the state. To apply an event, the
+machine runs all events again. The properties:
 
     once      a call and its retries become at most one exported turn
     read      the export contains every reply that a client has read whole before the session ended
@@ -67,7 +67,7 @@ class Generation:
     on_tokens: Any
     response: ModelResponse
     news: asyncio.Future
-    state: str = "runs"  # runs, stops (until the abort is done) or over
+    state: str = "runs"  # "runs", "stops" (until the abort is done) or "over"
 
 
 @dataclass(eq=False)
@@ -121,8 +121,8 @@ class Client:
 
 
 class TurnBounds(NamedTuple):
-    """The limits of the search. Bodies w and x are calls, y is a call with a stream, and z continues the answer to
-    x."""
+    """The limits of the search. `bodies` are the requests that clients may send: w and x are plain calls, y is a call
+    with a stream, and z continues the answer to x."""
 
     bodies: str = "x"
     connections: int = 3

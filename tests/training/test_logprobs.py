@@ -89,7 +89,7 @@ def test_half_precision_weights_get_gradients_of_their_type():
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_compiled_chunks_change_neither_values_nor_gradients(monkeypatch, backend):
     """Compiled pointwise operations give the same values and gradients in float32, with and without the gradient of the
-    entropy. A chunk with another number of tokens makes no further graph."""
+    entropy. All chunks of several tokens share their graphs."""
     if backend == "inductor" and not shutil.which("g++"):
         pytest.skip("needs a C++ compiler")
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
@@ -108,8 +108,8 @@ def test_compiled_chunks_change_neither_values_nor_gradients(monkeypatch, backen
             results.append((logp, entropy, *(x.grad for x in leaves)))
         for plain_one, compiled_one in zip(*results, strict=True):
             torch.testing.assert_close(compiled_one, plain_one, atol=1e-5, rtol=1e-5)
-    # Four graphs: for the results of one token and of several tokens, and for the gradient with and without the
-    # entropy.
+    # The four graphs compute the results of one token, the results of several tokens, the gradient with the entropy,
+    # and the gradient without the entropy.
     assert counters["stats"]["unique_graphs"] == 4
     assert not counters["graph_break"]
     fuse.cache_clear()
@@ -117,7 +117,7 @@ def test_compiled_chunks_change_neither_values_nor_gradients(monkeypatch, backen
 
 
 class Products(TorchDispatchMode):
-    """Notes the data type and the rows of the result of each matrix product."""
+    """Notes the data type and the number of rows of each matrix product's result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ def test_a_gpu_computes_float32_logits(device, logits):
 
 
 def test_a_chunk_has_at_most_the_logits_of_its_device(monkeypatch):
-    """Without a chunk size, a chunk has as many tokens as fit into CHUNK_ELEMENTS logits of the device."""
+    """If the caller gives no chunk size, a chunk has as many tokens as CHUNK_ELEMENTS logits of the device allow."""
     assert CHUNK_ELEMENTS["cuda"] == 4 * CHUNK_ELEMENTS["cpu"]
     monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", 5 * 29)
     with Products() as products:
