@@ -120,14 +120,14 @@ def normalise(returns: Tensor, group_ids: Tensor, turn_ids: Tensor, norm: NormCo
 def compute_advantages(batch: dict[str, Tensor], config: PPOActorConfig) -> Tensor:
     """Return the advantages (B, T) float32: each trained token has the advantage of its turn, all other tokens have 0.
 
-    Reads loss_mask, turn_ids and turn_rewards (B, T) and group_ids (B,). A KL penalty in the reward also needs logprobs
-    and ref_logp (B, T). If gamma * gae_lambda is below 1, earlier tokens of a turn get a smaller share of A.
-    Turns without trained tokens get no advantage, and baselines do not include these turns. Raises ValueError if a
-    trained token belongs to no turn or if its reward is not finite.
+    The function reads loss_mask, turn_ids and turn_rewards (B, T) and group_ids (B,). A KL penalty in the reward also
+    needs logprobs and ref_logp (B, T). If gamma * gae_lambda is below 1, earlier tokens of a turn get a smaller share
+    of A. Turns without trained tokens get no advantage, and baselines do not include these turns. Raises ValueError if
+    a trained token belongs to no turn or if its reward is not finite.
     """
     trained = batch["loss_mask"] > 0  # (B, T)
     turn_ids = batch["turn_ids"][trained].long()  # (M,)
-    rewards = batch["turn_rewards"][trained].float()  # (M,) each token has the final reward of its turn
+    rewards = batch["turn_rewards"][trained].float()  # (M,) the final reward of each token's turn
     if bool((turn_ids < 0).any()):
         raise ValueError("loss_mask is 1 on a token whose turn_ids is -1; every trained token must belong to a turn")
     if not bool(rewards.isfinite().all()):
@@ -194,7 +194,7 @@ def token_objectives(
 
     The arguments are those of ppo_actor_loss_fn, and `mask` is True for trained tokens. Each result has the shape of
     `mask`. A token is clipped if the clip changed its objective and w is above 0. A token is dropped if a bound of the
-    behaviour weights excluded it.
+    behaviour weights or a test of its row excluded it.
     """
     prox_logp = prox_logp if config.use_decoupled_loss else old_logp
     log_u = torch.where(mask, log_ratio(logp, prox_logp.detach()), 0.0)  # log (pi_theta / pi_prox)

@@ -1,13 +1,14 @@
-"""Run three of AReaL's own test files against this project's modules. The files test concepts that both projects have.
+"""Run three of AReaL's own test files against this project's modules. The files test concepts that AReaL and this
+project have in common.
 
     git clone https://github.com/inclusionAI/AReaL /tmp/AReaL
     python bench/areal_tests.py /tmp/AReaL
 
-The script makes AReaL's import names point to this project's modules. Where the arguments have other names in this
-project, a small adapter in this file translates the names. AReaL's tests are read from the checkout, and nothing of
-AReaL is copied. For each file the script prints how many tests pass and how many fail. The script groups the failed
-tests by the deliberate difference that explains the failure. A failure that no deliberate difference explains is marked
-NOT EXPLAINED, and makes the exit status 1.
+The script makes AReaL's import names point to this project's modules. If an argument has different names in the two
+projects, a small adapter in this file translates the name. AReaL's tests are read from the checkout, and nothing of
+AReaL is copied. For each file the script prints how many tests pass and how many fail. Some tests fail because this
+project differs from AReaL on purpose. The script groups the failed tests by these differences. A failure that no such
+difference explains is marked NOT EXPLAINED, and makes the exit status 1.
 """
 
 import importlib.util
@@ -83,8 +84,8 @@ def compute_prox_logp_approximations(
 ) -> dict[str, Tensor]:
     """Call this project's functions that guess pi_prox.
 
-    The third argument of `interpolation` is the share of the step that is done. The share is 1 here, because AReaL uses
-    the value that alpha has after the last mini-batch.
+    The third argument of `interpolation` is the share of the step's mini-batches that are done. The share is 1 here,
+    because AReaL guesses pi_prox as if all mini-batches were done.
     """
     alpha = interpolation(versions, current_version - 1, 1.0)
     guesses = {guess.__name__: guess(old_logp, logprobs, alpha) for guess in (loglinear, linear, rollout)}
@@ -92,8 +93,8 @@ def compute_prox_logp_approximations(
 
 
 FILES = ("tests/test_staleness_manager.py", "tests/test_functional.py", "tests/test_prox_approx.py")
-# Maps a part of a failed test's name, or a part of its error message, to the deliberate difference that explains the
-# failure. docs/differences.md explains each difference.
+# Each key is a part of a failed test's name or of its error message. The value is the deliberate difference that
+# explains the failure. docs/differences.md has more about each difference.
 DIFFERENCES = {
     "test_accept_without_submit_is_invalid": "an event that is impossible in the current state raises RuntimeError",
     "absent: sapo_loss_fn": "there is no SAPO",
@@ -143,7 +144,7 @@ def provide(checkout: Path) -> None:
 
 
 class Absent:
-    """Stands for a part of AReaL that this project does not have. A test that uses this part fails."""
+    """A stand-in for a part of AReaL that this project does not have. A test that uses this part fails."""
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -1,4 +1,4 @@
-"""Claim: the cost of a turn depends only on its new messages, and the export of rows is as fast as AReaL's export.
+"""Claim: the work for a turn depends only on the turn's new messages, and rows are exported as fast as in AReaL.
 
     python bench/cache.py            compares with AReaL's cache if the package areal can be imported
 
@@ -83,7 +83,7 @@ def add_peers(cache: Any, name: str, messages: Messages, said: dict[str, Any], t
 
 
 def timed(make: Callable[[], Any], add: Callable[..., None], fill: Callable[[Callable[..., None]], None]) -> float:
-    """Return the total milliseconds of the calls that `fill` makes. The arguments are made before the clock starts."""
+    """Return the total milliseconds of the calls that `fill` collects. All arguments exist before the clock starts."""
     calls: list[tuple] = []
     fill(lambda *call: calls.append(call))
     cache = make()
@@ -124,7 +124,8 @@ def export(make: Callable[[], Any], add: Callable[..., None]) -> float:
 
 
 def count() -> None:
-    """Print the counts `read` and `rendered` for one conversation of 100 turns, which a real PromptBuilder renders."""
+    """Print the counts `read` and `rendered` for a conversation of 100 turns. A real PromptBuilder renders the
+    prompts."""
     from conftest import make_byte_model
     from transformers import AutoTokenizer
 

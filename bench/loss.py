@@ -1,4 +1,4 @@
-"""Claim: advantages and loss take a few milliseconds, and log-probabilities do not need the (T, V) matrix of logits.
+"""Claim: advantages and loss take a few milliseconds, and log-probabilities do not need the whole matrix of logits.
 
     python bench/loss.py            all three measurements
     python bench/loss.py --small    measures memory with V = 20,000 and T = 1,024, for a machine with less than 16 GB
@@ -82,10 +82,10 @@ def make_batch(B: int = 64, T: int = 2048) -> dict[str, torch.Tensor]:
 
 
 def peer_advantages() -> Callable[[dict[str, torch.Tensor]], Any] | None:
-    """Return AReaL's function that computes advantages, or None if this function cannot run.
+    """Return AReaL's function that computes advantages, or None if AReaL's function cannot run.
 
-    The function normalises as this project's function in `bench_times` does, by the mean and the standard deviation of
-    a group. If the result is None, the reason is printed.
+    AReaL's function subtracts the mean of a group and divides by its standard deviation, as compute_advantages does in
+    `bench_times`. If the result is None, the reason is printed.
     """
     try:
         from areal.api.cli_args import NormConfig as PeerNorm

@@ -1,4 +1,4 @@
-"""Claim: the time of a training pass over a tree is proportional to its tokens; building a tree takes about 1 ms.
+"""Claim: a training pass takes time in proportion to the tokens of the tree, and building a tree takes about 1 ms.
 
     python bench/tree.py [--quick]
 

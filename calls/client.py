@@ -85,11 +85,12 @@ class OpenAIProxyClient:
     def __init__(
         self, transport: Any, base_url: str, admin_key: str, task_id: str, grant: bool = False, **options: Any
     ) -> None:
-        # `grant` adds a grant when the session starts. `options` are further fields of /rl/start_session.
+        # With `grant`, the request that starts the session also adds a grant. `options` are further fields of this
+        # request.
         self._start = {"task_id": task_id, "grant": grant, **options}
         self._transport: httpx.AsyncBaseTransport = transport
         self._base_url = base_url.rstrip("/")
-        self._headers = {"Authorization": f"Bearer {admin_key}"}  # the key is for paths without a session id
+        self._headers = {"Authorization": f"Bearer {admin_key}"}  # paths without a session id need this key
         self.task_id = task_id
         self.session_id = self.api_key = ""  # set when the session starts
         self.rewarded_count = 0  # number of interactions with a reward; set when the session ends

@@ -38,7 +38,7 @@ ROUNDING = {"float32": 1e-3, "bfloat16": 0.5}  # maximum rounding error of a log
 # Above this share of successes little is left to learn, so zero advantages and a low entropy are normal.
 SOLVED = 0.9
 BLOCKED_SECONDS = 5.0  # limit of the rule blocked_loop.
-# If groups for this many batches were rejected during a step, the doctor checks the step before the step ends.
+# If groups for this many batches were rejected during a step, the doctor does not wait for the end of the step.
 REJECTED_BATCHES = 10
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "doctor.md"
 TEXTS = {name: " ".join(text.split()) for name, text in re.findall(r"## (\w+)\n\n(.+?)\n\n", PAGE.read_text(), re.S)}
@@ -59,7 +59,8 @@ class Rule(NamedTuple):
 
 
 def share(lines: list[Line], part: str, *whole: str) -> float:
-    """Return the sum of the metric `part` divided by the sum of the metrics `whole`, or 0 if this sum is 0."""
+    """Return the sum of the metric `part` divided by the sum of the metrics `whole`, or 0 if the sum of `whole` is
+    0."""
     total = sum(line[metric] for line in lines for metric in whole)
     return sum(line[part] for line in lines) / total if total else 0.0
 
@@ -134,12 +135,13 @@ def examine(lines: list[Line], config: Any) -> list[Finding]:
 
 
 def describe(step: int, rule: str, measured: str) -> Finding:
-    """Return a finding, with the line that the terminal shows. The line ends with the text of the rule's entry."""
+    """Return a finding, with the line that the terminal shows. The line ends with the text of the rule's entry in
+    docs/doctor.md."""
     return {"step": step, "rule": rule, "text": f"doctor: step {step}, {rule} = {measured}. {TEXTS[rule]}"}
 
 
 def bottleneck(lines: list[Line]) -> str:
-    """Return a sentence that names the side that limits the speed, and what to change."""
+    """Return a sentence that says whether generation or training limits the speed, and what to change."""
     waited, trained = (share(lines[-10:], part, "step_s") for part in ("rollout_wait_s", "train_s"))
     side, remedy = "training", "raise actor.mb_tokens, lower actor.ppo_epochs, or add ranks"
     if waited > trained:
@@ -152,12 +154,12 @@ class Doctor:
 
     def __init__(self, config: Any) -> None:
         self.config, self.path = config, config.run_dir / "doctor.jsonl"
-        # A restarted run does not repeat the findings in its file.
+        # A restarted run does not report the findings that its doctor.jsonl already contains.
         self.said = {finding["rule"] for finding in read_records(self.path)}
         self.step = 0  # the last finished step
 
     def check(self, lines: list[Line]) -> None:
-        """Check the last lines after a step. With doctor=strict a finding raises Unhealthy."""
+        """After a step, check the last of `lines`. With doctor=strict a finding raises Unhealthy."""
         self.step = lines[-1]["step"]
         self.report(examine(lines, self.config) if self.config.doctor != "off" else [])
 
@@ -199,7 +201,7 @@ class Doctor:
 
 
 def main(folders: list[str]) -> int:
-    """Check a run afterwards, as the doctor would after each of its steps, and return the exit code."""
+    """Check the steps of an earlier run, as the doctor checks them during a run, and return the exit code."""
     try:
         [folder] = map(Path, folders)
         text = (folder / "metrics.jsonl").read_text()

@@ -295,8 +295,8 @@ def largest_age(eta: int, batch: int, late: int, in_order_of_start: bool) -> int
     """Simulate training in which group 0 is much slower than all other groups, and return the largest age of a group.
 
     All other groups end as soon as they have started. If groups are consumed in order of start, the first batch waits
-    for group 0. If groups are consumed in order of completion, group 0 ends when the version is `late`. The gate is a
-    real StalenessManager.
+    for group 0. If groups are consumed in order of finish, group 0 ends when the version is `late`. The gate is a real
+    StalenessManager.
     """
     clock = Version()
     manager = StalenessManager(clock, 100, batch, eta)
@@ -320,8 +320,8 @@ def largest_age(eta: int, batch: int, late: int, in_order_of_start: bool) -> int
 
 
 def test_order_of_completion_breaks_the_bound():
-    """If groups are consumed in order of completion (eta = 1, B = 2), training uses a slow group at age 5, which
-    exceeds eta."""
+    """If groups are consumed in order of finish (eta = 1, B = 2), training uses a slow group at age 5, which exceeds
+    eta."""
     assert largest_age(eta=1, batch=2, late=5, in_order_of_start=False) == 5
 
 

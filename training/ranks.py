@@ -8,8 +8,9 @@ every rank waits for all other ranks.
 for hours. With gloo the waiting ranks notice a death only at their next operation.
 
 **The solution.** When a rank's work is over, the rank sends a small message, called a farewell. Rank 0 exchanges
-farewells with every other rank. For each peer, one thread waits for the peer's farewell. If the connection closes
-before the farewell has arrived, the peer has died. The waiting thread then prints a line and ends its own process.
+farewells with every other rank, so rank 0 has all other ranks as peers, and each other rank has rank 0 as its only
+peer. For each peer, one thread waits for the peer's farewell. If the connection closes before the farewell has arrived,
+the peer has died. The waiting thread then prints a line and ends its own process.
 
 **Example.** Rank 2 of 3 ranks raises an error and dies. Rank 0 sees that the connection to rank 2 closes, and rank 0
 ends within moments. Rank 1 then sees that the connection to rank 0 closes, and rank 1 ends too. The error that rank 2

@@ -10,9 +10,9 @@ route's sequence has new tokens or has finished, the thread wakes the route.
     POST /generate  -- call(scheduler.submit, ..) -->   queue: event, event, step, event, step ..
     waits for sequence.changed  <------- announce --    after each step: finished and streaming sequences
 
-An entry of the queue is either an event (a function call of a route) or a step. When a step ends, the thread puts the
-next step into the queue, after the events that arrived during the step. Events are therefore handled between two steps,
-and the scheduler needs no lock.
+Each entry of the thread's queue is either an event (a function call of a route) or a step. When a step ends, the thread
+puts the next step into the queue, after the events that arrived during the step. Events are therefore handled between
+two steps, and the scheduler needs no lock.
 
 **The files.** scheduler.py chooses the sequences of the next step, and model.py computes the step. fast.py is the
 forward pass of the most common architecture. protocol.py translates the bodies of requests and replies.
@@ -115,7 +115,8 @@ class Engine:
     # Called in the thread
 
     def set_released(self, released: bool) -> None:
-        """Release the memory, or take it back. The weights are lost, so they become NaN."""
+        """Release the memory, or take it back. In both cases the weights become NaN, because released memory keeps no
+        weights."""
         self.scheduler.set_released(released)
         self.model.lose_weights()
 

@@ -26,7 +26,7 @@ SEEDS, LENGTH = range(20), 2000  # seeds of the random walks of each state machi
 
 
 def search(case: int) -> tuple[int, str]:
-    """Explore one case. Return the number of states, and a line of text."""
+    """Explore one case. Return the number of states, and a line that describes the search."""
     name, machine, bounds = CASES[case]
     began = time.process_time()
     graph = explore(machine(*bounds), keep=False)
@@ -36,7 +36,7 @@ def search(case: int) -> tuple[int, str]:
 
 
 def stroll(case: int) -> tuple[int, str]:
-    """Follow random events of one state machine, with each seed. Return the number of events, and a line of text."""
+    """For each seed, follow random events of one state machine. Return the number of events, and a line about them."""
     name, machine, bounds = WALKS[case]
     began = time.monotonic()
     states = sum(len(walk(machine(*bounds), seed, LENGTH)) for seed in SEEDS)

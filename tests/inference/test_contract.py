@@ -3,7 +3,7 @@ r"""Each kind of inference server fulfils the contract that engine.py relies on.
 The tests run against inference/tiny/server.py. If NANO_AREAL_SGLANG is the path of a Python with SGLang (`make
 test-sglang`), the tests also run against the real SGLang on a CPU. Both servers compute in float32 and must agree with
 a forward pass of transformers to 1e-4 nats. The command below tests a server that is already running, for example on a
-GPU. The logprobs of a running server that computes in bfloat16 may differ by 0.25 nats.
+GPU. If this server computes in bfloat16, its logprobs may differ by 0.25 nats from those of the forward pass.
 
     NANO_AREAL_CONTRACT_URL=http://127.0.0.1:30000 NANO_AREAL_CONTRACT_MODEL=/path/to/model \
         pytest tests/inference/test_contract.py
@@ -164,7 +164,7 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def outputs(answer: dict[str, Any]) -> tuple[list[int], list[float]]:
-    """Check that an answer's lists contain the same ids, and return its ids and logprobs."""
+    """Check that both lists of an answer contain the same token ids, and return the answer's ids and logprobs."""
     entries = answer["meta_info"]["output_token_logprobs"]
     assert [entry[1] for entry in entries] == answer["output_ids"]
     assert answer["meta_info"]["completion_tokens"] == len(entries)
@@ -172,8 +172,8 @@ def outputs(answer: dict[str, Any]) -> tuple[list[int], list[float]]:
 
 
 def assert_spans(answer: dict[str, Any], versions: list[str]) -> list[int]:
-    """Check that the spans have these versions in this order and cover the output without a gap. Return the end of each
-    span."""
+    """Check that the answer's spans have these versions in this order and cover the output without a gap. Return the
+    end of each span."""
     spans = answer["meta_info"]["weight_versions"]
     assert [span["version"] for span in spans] == versions
     assert [span["start"] for span in spans] == [0] + [span["end"] for span in spans[:-1]]
@@ -183,8 +183,8 @@ def assert_spans(answer: dict[str, Any], versions: list[str]) -> list[int]:
 
 
 def test_a_request_runs_to_its_length(server: Server) -> None:
-    """If a request reaches max_new_tokens, it ends with finish reason length, and its ids, logprobs and counts
-    agree."""
+    """A request that reaches max_new_tokens ends with finish reason length, and its answer has max_new_tokens ids and
+    logprobs."""
     answer = server.generate(8, rid="contract-length")
     ids, _ = outputs(answer)
     assert len(ids) == 8
@@ -355,7 +355,8 @@ def test_a_new_request_waits_out_a_pause(server: Server) -> None:
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 def test_spans_say_which_version_computed_which_token(server: Server, mode: str) -> None:
-    """If the weights are updated during a pause, the spans of the answer contain both versions without a gap."""
+    """If the weights are updated during a pause, the answer has a span of the old version, and directly after it a span
+    of the new version."""
     old, new = server.version(), server.next_version()
 
     def update() -> None:
@@ -498,7 +499,7 @@ def blocking_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Other:
-    """A second model of the same shape, with a method that sends its weights to the server."""
+    """A model of the same shape as the server's model, with a method that sends weights to the server."""
 
     def __init__(self, server: Server, folder: Path) -> None:
         self.server, self.folder = server, folder
@@ -558,8 +559,8 @@ MODES = ["disk", "distributed", "tensor"]
 @pytest.mark.parametrize("pause_mode", ["retract", "abort", "in_place"])
 @pytest.mark.parametrize("mode", MODES)
 def test_new_weights_arrive_while_somebody_generates(server: Server, other: Other, mode: str, pause_mode: str) -> None:
-    """An update keeps the tokens of a running request. Each token's logprob agrees with the weights of the token's
-    version.
+    """A weight update keeps the tokens of a running request. Each token's logprob agrees with the weights of the
+    token's version.
 
     In pause mode in_place the tokens after the update depend on both versions, so the test does not compare their
     logprobs. Requests after the update are computed with the new weights.
@@ -604,7 +605,7 @@ def test_an_update_that_failed_is_never_served(server: Server, other: Other, mod
 
 def test_weights_come_in_sessions(server: Server) -> None:
     """The server accepts weights only between begin_weight_update and end_weight_update. At any other time a call with
-    weights gets a 400. A call with an unknown group also gets a 400."""
+    weights gets a 400. A call with an unknown process group also gets a 400."""
     part = {"names": ["model.norm.weight"], "dtypes": ["float32"], "shapes": [[1]], "group_name": "nobody"}
     handles = {"serialized_named_tensors": [weights.serialise([])]}
     calls: list[tuple[str, dict[str, Any], int]] = [

@@ -159,7 +159,7 @@ def test_rows_come_in_order_of_start_and_members_in_order(make: Make) -> None:
 
 
 def test_rejected_groups_are_refilled_and_failed_ones_counted(make: Make) -> None:
-    """The next prompt replaces a rejected or failed group, and a failed group is counted."""
+    """A group of the next prompt replaces a rejected or failed group, and a failed group is counted."""
     executor = make()
     workflow = Echo(fails=(0,), rejects=(1,))
     batch = executor.prepare_batch(loader(SAMPLES), workflow, None, lambda traj: bool(traj["rewards"][0] != 2))
@@ -284,7 +284,7 @@ def is_even(traj: dict[str, torch.Tensor]) -> bool:
 
 
 def test_submit_and_wait(make: Make) -> None:
-    """wait returns the oldest groups. wait_for_task returns one group, or None if the group was rejected."""
+    """`wait` returns the oldest groups, and `wait_for_task` returns one group, or None if this group was rejected."""
     executor = make(config={"consumer_batch_size": 8})
     workflow = Echo(rejects=(1,))
     ids = [executor.engine.executor.submit(sample, workflow) for sample in SAMPLES]
@@ -393,7 +393,7 @@ def test_a_malformed_trajectory_is_a_failure_that_is_explained(
 
 
 def test_the_tokens_age_is_taken_from_the_trajectory(make: Make) -> None:
-    """The age counts generated tokens only, so a prompt with version -1 does not make a group old."""
+    """Only generated tokens determine the age of a group, so a prompt with version -1 does not make the group old."""
 
     class PromptIsMinusOne(Echo):
         async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
@@ -424,8 +424,8 @@ class OneIsSlow(Echo):
 
 @pytest.mark.parametrize("stale", ["mask", "drop"])
 def test_no_step_waits_for_a_slow_group(make: Make, stale: str) -> None:
-    """With stale=mask, the loss leaves out the tokens of a slow group that are older than eta. With stale=drop, the
-    whole group is dropped. With both settings no trained token is older than eta."""
+    """With stale=mask, the loss leaves out those tokens of a slow group that are more than eta versions old. With
+    stale=drop, the whole group is dropped. With both settings no trained token is more than eta versions old."""
     executor, data, slow = make(config={"max_head_offpolicyness": 1, "stale": stale}), loader(SAMPLES), list[int]()
     while not slow and executor.stats.dropped == 0:
         version, batch = executor.engine.get_version(), executor.prepare_batch(data, OneIsSlow())
@@ -595,8 +595,8 @@ def test_none_means_what_the_agent_set_itself(run_agent: Any) -> None:
 
 
 def test_what_is_no_reward_fails_the_episode_and_is_named(run_agent: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """An episode fails if the agent returns a string, returns a reward without a completion, or raises. The log
-    contains the reason."""
+    """An episode fails if the agent returns a string, returns a reward without a completion, or raises an exception.
+    The log contains the reason."""
     failed = (None, RolloutStat(rejected=1, failed=1))
     assert run_agent(Talks(lambda ids: "1.0")) == failed
     assert "a reward is a number, not str" in caplog.text

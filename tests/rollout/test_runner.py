@@ -130,7 +130,7 @@ class Panic(BaseException):
 
 @pytest.mark.parametrize("error", [SystemExit(3), Panic("unwrap on None"), asyncio.CancelledError()], ids=repr)
 def test_whatever_a_task_raises_ends_that_task_alone(runner, ended, error):
-    """If a task raises SystemExit or a different BaseException, only this task ends, and the runner's thread
+    """If a task raises SystemExit or any other BaseException, only this task ends, and the runner's thread
     continues."""
     runner.submit(crash, error, task_id=0)
     assert ended.next().error is error

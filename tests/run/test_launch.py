@@ -55,8 +55,8 @@ def test_a_child_does_not_inherit_torchruns_variables(tmp_path: Path, monkeypatc
 
 
 def test_agents_requests_are_as_patient_as_configured(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The proxy's command line passes rollout.request_timeout, rollout.request_retries and whether servers are started
-    again to the proxy's engine."""
+    """The proxy's command line contains three settings for the proxy's engine: rollout.request_timeout,
+    rollout.request_retries, and whether servers are started again."""
     given = {}
 
     class Recorder:
@@ -233,7 +233,7 @@ def test_a_run_starts_its_only_server_again(tmp_path: Path, mode: str) -> None:
 @pytest.mark.parametrize("mode", ["disk", "tensor"])
 def test_a_run_releases_the_servers_memory(tmp_path: Path, mode: str) -> None:
     """With server.release_memory the server loses its weights in every training step. The steps also interrupt the long
-    answers of the maze. The run loses no token, and its log-probabilities agree with the server's."""
+    answers of the maze. The run loses no token, and the trainer's log-probabilities agree with the server's."""
     words = [*STRADDLING_MAZE, "max_steps=3", "server.release_memory=true", f"weight_update.mode={mode}"]
     metrics = run(tmp_path, *words)
     check_metrics(metrics, eta=1)

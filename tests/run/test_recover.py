@@ -115,7 +115,7 @@ def test_data_order_and_gate_go_on_where_they_were(make_executor, tmp_path: Path
     """After a restart no sample is lost or repeated. The gate admits as many groups as before, and groups from before
     the restart are consumed first.
 
-    In AReaL's issue #1388, the size of the gate is wrong after a restart.
+    In AReaL's issue #1388, the gate admits too many groups after a restart.
     """
     log = GroupLog(tmp_path / "groups")
     samples = [{"n": n} for n in range(5)]  # 16 draws take more than three epochs, each in a different order
@@ -134,7 +134,7 @@ def test_data_order_and_gate_go_on_where_they_were(make_executor, tmp_path: Path
     state = first.state_dict()
     assert trained == list(range(6))
     assert sorted(state["open"]) == list(range(6, state["next_id"]))
-    log.write(7, group(4, 7))  # group 7 ran again after the checkpoint, and the kill lost its step
+    log.write(7, group(4, 7))  # group 7 ran again with version 4, which the kill lost
     (log.folder / "10.safetensors").unlink()  # group 10 was still running
 
     second = make_executor(version=3)
@@ -492,8 +492,8 @@ os._exit(0)
 def test_half_an_update_stays_half_where_a_run_fails_before_its_first_step(
     tmp_path: Path, start_tiny_server, tiny_model_dir: Path
 ) -> None:
-    """When a run starts, its server's last weight update is incomplete. If the run fails before its first step, the
-    server still has a version label that no engine accepts."""
+    """In this test, a run starts with a server whose last weight update is incomplete. The run fails before its first
+    step, and the server still has a version label that no engine accepts."""
     url = start_tiny_server("--model-path", str(tiny_model_dir), "--weight-version", "3")
     httpx.post(f"{url}/update_weight_version", json={"new_version": "4-incomplete"})
     words = command(tmp_path, f"model_path={tiny_model_dir}", f"rollout.server_addrs=[{url}]")

@@ -24,7 +24,8 @@ def rows_of(mask: torch.Tensor) -> list[list[int]]:
 @pytest.mark.parametrize("action", ["mask", "clamp"])
 @pytest.mark.parametrize(("floor", "cap"), [(0.5, 2.0), (0.5, None), (None, 2.0), (None, None)])
 def test_icepop_bounds_the_weight_on_both_sides(action, floor, cap):
-    """A weight outside floor .. cap becomes 0 with the action mask, and the nearest bound with the action clamp."""
+    """With the action `mask`, a weight outside floor .. cap becomes 0. With the action `clamp`, such a weight becomes
+    the nearest bound."""
     log_w = torch.linspace(-1.5, 1.5, 61, dtype=torch.float64)
     hits: Counter[str] = Counter()
     slow = []
@@ -54,7 +55,8 @@ def test_icepop_drops_a_token_that_the_trainer_finds_impossible():
 
 
 def test_a_sequences_weight_is_the_product_or_the_geometric_mean():
-    """The product is exp(sum log w), clipped to e^-20 .. e^20. The geometric mean is exp(mean log w)."""
+    """The product of a row's weights w is exp(sum log w), clipped to e^-20 .. e^20. The geometric mean of the weights
+    is exp(mean log w)."""
     _, prox, behav, _, mask = random_tokens(1)
     log_w = prox - behav + torch.linspace(-2, 2, 6, dtype=torch.float64)[:, None]
     mask[3] = 0
@@ -71,7 +73,8 @@ def test_a_sequences_weight_is_the_product_or_the_geometric_mean():
 
 
 def test_the_product_of_a_long_row_meets_the_cap_and_the_geometric_mean_does_not():
-    """If w is 1.05 at each of 100 tokens, a cap of 5 drops the product 131, but not the geometric mean 1.05."""
+    """If w is 1.05 at each of 100 tokens, a cap of 5 drops the row for the product 131, but not for the geometric mean
+    1.05."""
     log_w, on = torch.full((1, 100), math.log(1.05)), torch.ones(1, 100)
     zero = torch.zeros(1, 100)
     shares = {}

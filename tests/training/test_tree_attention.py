@@ -279,7 +279,7 @@ def listed(counts: Tensor | None, numbers: Tensor | None) -> Tensor:
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_attention_sees_what_the_blocks_see() -> None:
-    """On a CPU, FlexAttention without its kernel gives the same output with the block mask as tree_attention."""
+    """On a CPU, FlexAttention with the block mask (and without its kernel) gives the same output as tree_attention."""
     [tree] = build_trees(make_rows(5, 9, longest=2 * BLOCK), 10**6)
     N = len(tree.subtree_end)
     q, k, v = (torch.randn(1, heads, N, 16, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 2))
@@ -438,8 +438,8 @@ def assert_same_update(one: Any, other: Any) -> None:
 
 
 def test_the_actor_makes_the_same_step_with_trees(model: Any, tmp_path: Path) -> None:
-    """With enable_tree_training the logprobs, metrics and weights stay the same. The metric tree_token_ratio is below
-    1, because trees have fewer tokens."""
+    """A training step has the same logprobs, metrics and weights with enable_tree_training as without. The metric
+    tree_token_ratio is below 1, because trees have fewer tokens."""
     model.save_pretrained(tmp_path)
     padded, trees = one_update(tmp_path, trees=False), one_update(tmp_path, trees=True)
     assert_same_update(padded, trees)
