@@ -35,8 +35,8 @@ tools, the turn starts a new row. If several leaves share a turn, the turn is tr
 sampled token is therefore trained once, in the context in which it was sampled, with the final reward of its own turn.
 The module rollout/rows.py makes the rows.
 
-Not promised. If an agent changes the messages or the output of a turn, its next call is not a child of this turn. If
-two turns have identical messages and outputs, the next call becomes a child of the newer turn.
+Not promised. If an agent changes the messages or the output of a turn, the agent's next call is not a child of this
+turn. If two turns have identical messages and outputs, the next call becomes a child of the newer of the two turns.
 """
 
 import copy
@@ -63,7 +63,7 @@ class InteractionWithTokenLogpReward:
     messages: list[Message]
     interaction_id: str = ""
     template_key: str = ""  # the tools and template arguments as one text; they change how messages are rendered
-    unstored: str = ""  # after `store: false`: "honour" leaves the call out of training, "ignore" does not
+    unstored: str = ""  # of a call with `store: false`: "honour" (the call is not trained) or "ignore" (it is trained)
     tools: list[dict[str, Any]] = field(default_factory=list)  # tools offered to the model, in chat-completions format
     model_response: ModelResponse | None = None
     output_message_list: list[Message] = field(default_factory=list)
@@ -167,7 +167,8 @@ class InteractionCache(OrderedDict[str, Interaction]):
         self._empty_prefix = Node()
         # The newest finished conversation, and its last node
         self._newest: tuple[list[Message], Node] = ([], self._empty_prefix)
-        self._unfinished: dict[str, tuple[Node, list[Message]]] = {}  # id -> last node on its path, new messages
+        # The id of each unfinished call -> the last node on the call's path, and the call's messages after this node
+        self._unfinished: dict[str, tuple[Node, list[Message]]] = {}
         self._discounted = False
 
     # ---- the life of a call
@@ -186,7 +187,7 @@ class InteractionCache(OrderedDict[str, Interaction]):
         found, node, known = self._follow(interaction.messages)
         self._unfinished[interaction_id] = node, interaction.messages[known:]
         if found:
-            shared = found.conversation  # reuse the parent's message objects, to hold each only once
+            shared = found.conversation  # the parent's message objects are reused to save memory
             interaction.messages = shared + interaction.messages[len(shared) :]
         interaction.parent = parent = interaction.parent or found
         if parent:
@@ -261,7 +262,8 @@ class InteractionCache(OrderedDict[str, Interaction]):
         self[interaction_id].reward = finite(reward)
 
     def set_last_reward(self, reward: Any) -> None:
-        """Reward the last finished call that is not a side conversation. Raises KeyError if there is no such call."""
+        """Set the reward of the last finished call that is not a side conversation. Raises KeyError if there is no such
+        call."""
         self.mark_side_conversations()
         finished = [interaction for interaction in self.finished() if not interaction.is_side]
         if not finished:

@@ -119,7 +119,8 @@ class StalenessManager:
         return self.version_provider.get_version() - self.max_staleness
 
     def is_fresh(self, head_version: int | None) -> bool:
-        """Return whether a group is young enough to be consumed now. None means a group without tokens, which is fresh.
+        """Return whether a group is young enough to be consumed now. A group without tokens (head_version None) is
+        always young enough.
 
         Raises StalenessError if the group's version is newer than the policy, because this version must be wrong.
         """

@@ -73,7 +73,7 @@ class WorkflowContext(NamedTuple):
     """The task and the member that an episode belongs to (Rollout Workflow, "Workflow Context")."""
 
     is_eval: bool = False  # whether the episode belongs to an evaluation
-    task_id: int | None = None  # the dispatcher's task; None if no executor runs the episode
+    task_id: int | None = None  # the id of the dispatcher's task; None if no executor runs the episode
     sample_idx: int = 0  # the index of this member in its group
 
     @property
@@ -116,7 +116,8 @@ def is_interactions(result: Any) -> bool:
 
 
 def to_tensors(result: Any) -> Trajectory:
-    """Return an episode's result as tensors, one row per interaction. parents[i] is the parent row of row i, or -1."""
+    """Return an episode's result as tensors, one row per interaction. parents[i] is the number of the parent row of row
+    i, or -1."""
     if not is_interactions(result):
         return result
     places = {interaction: k for k, interaction in enumerate(result.values())}
@@ -288,7 +289,9 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
     discount: float = 1.0  # gamma: share of a turn's final reward that its parent receives
     export_style: str = "individual"  # individual: one row per turn; concat: one row per conversation
     episode_timeout: float = 3600.0  # seconds; a longer episode is cancelled and counted as failed
-    sampling: dict[str, Any] = field(default_factory=dict)  # default sampling parameters, instead of the proxy's
+    sampling: dict[str, Any] = field(
+        default_factory=dict
+    )  # the session's default sampling parameters, instead of the proxy's
 
     def __post_init__(self) -> None:
         remedy = "define its class at the top of a module and make clients in `run`, or set rollout.openai.mode=inline"

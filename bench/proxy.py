@@ -2,9 +2,9 @@
 
     python bench/proxy.py [--quick] [--litellm PYTHON]      PYTHON: an interpreter that has litellm[proxy]
 
-The proxy runs in a separate process with a fake engine, which answers at once with 24 tokens. The proxy itself is real:
-it parses requests, builds the tree, renders the chat template, tokenises and replies. The tokenizer is a BPE of 4,096
-tokens, trained on this repository when the benchmark starts. The requests are sent over raw sockets, so no client
+The proxy runs in a process of its own. Its engine is a fake that answers at once with 24 tokens. The proxy itself is
+real: it parses requests, builds the tree, renders the chat template, tokenises and replies. The tokenizer is a BPE of
+4,096 tokens, trained on this repository when the benchmark starts. The requests are sent over raw sockets, so no client
 library is measured.
 
 The benchmark prints:
@@ -17,8 +17,8 @@ The benchmark prints:
                        messages, and the next calls render and tokenise only new messages
     streamed           calls/s and CPU ms, with streamed replies
 
-For comparison, the benchmark also sends the calls of `calls/s` to LiteLLM's proxy. LiteLLM's proxy runs on one core,
-too. LiteLLM's proxy returns a constant (mock_response) and does not render, tokenise or store anything.
+For comparison, the benchmark also measures `calls/s` with LiteLLM's proxy. LiteLLM's proxy runs on one core, too.
+LiteLLM's proxy returns a constant (mock_response) and does not render, tokenise or store anything.
 """
 
 import argparse
@@ -176,7 +176,8 @@ async def talk(raw: Raw, path: str, turns: int, more: dict[str, Any]) -> list[fl
 
 
 async def load(port: int, sessions: int, turns: int, more: dict[str, Any], ours: bool = True) -> tuple[float, float]:
-    """Run all sessions concurrently. Return the calls per second and the CPU milliseconds per call (LiteLLM: 0)."""
+    """Run all sessions concurrently. Return the calls per second and the proxy's CPU milliseconds per call. The CPU
+    time of LiteLLM's proxy is not measured, and 0 is returned for it."""
 
     async def one(gate: asyncio.Event) -> None:
         async with Raw(port) as raw:
@@ -216,7 +217,8 @@ async def one_by_one(port: int, rounds: int) -> tuple[float, float]:
 
 
 async def long_history(port: int) -> tuple[float, list[float]]:
-    """Send a long history in three successive calls. Return its megabytes and the milliseconds of each call."""
+    """Send a long history in three successive calls. Return the megabytes of the history and the milliseconds of each
+    call."""
     messages = [{"role": ("user", "assistant")[k % 2], "content": f"{k} " + QUESTION * 20} for k in range(999)]
     milliseconds = []
     async with Raw(port) as raw:

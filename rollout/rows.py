@@ -38,12 +38,12 @@ def is_trainable(turn: Any) -> bool:
 def make_row(turns: Sequence[tuple[Any, bool]]) -> dict[str, list]:
     """Return the row of a conversation as a dict of lists. Each list has L numbers (one per token) or a single number.
 
-    `turns` is a list of pairs (finished interaction, whether the row trains on it), in the order of the turns.
-    L numbers: input_ids, attention_mask, loss_mask, logprobs (behaviour policy), versions, turn_ids, turn_rewards
-    (final reward of the token's turn), temperatures. One number: rewards (of the last turn), truncated (1 if the length
-    limit ended the last turn), regenerated (number of segments generated again), side_conversations (1 if the last turn
-    is a side conversation without a reward), unstored (number of turns that the agent asked not to store), placeholders
-    (number of images and files).
+    `turns` is a list of pairs (finished interaction, whether the row trains on it), in the order of the turns. The
+    lists with L numbers are input_ids, attention_mask, loss_mask, logprobs (behaviour policy), versions, turn_ids,
+    turn_rewards (final reward of the token's turn), temperatures. The lists with one number are rewards (of the last
+    turn), truncated (1 if the length limit ended the last turn), regenerated (number of segments generated again),
+    side_conversations (1 if the last turn is a side conversation without a reward), unstored (number of turns that the
+    agent asked not to store), placeholders (number of images and files).
     """
     leaf = turns[-1][0]
     last = leaf.tokens
@@ -73,7 +73,8 @@ def make_row(turns: Sequence[tuple[Any, bool]]) -> dict[str, list]:
         row["turn_ids"][span] = [turn.turn] * n
         row["turn_rewards"][span] = [turn.reward or 0.0] * n
         row["temperatures"][span] = [turn.tokens.temperature] * n
-        row["regenerated"][0] += turn.tokens.regenerated * trained  # rows share turns: only one counts them
+        # Several rows may hold this turn, but only the row that trains the turn counts its segments.
+        row["regenerated"][0] += turn.tokens.regenerated * trained
     return row
 
 

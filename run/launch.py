@@ -2,8 +2,8 @@
 
 train.py is the parent of the inference servers and the proxies. Each child process gets a pipe as its standard input
 and ends when the pipe closes (`--exit-with-parent`). The pipe closes even after `kill -9` of the parent, so no child
-stays alive. SGLang does not have this option, so SGLang runs under `leash.py`. Each child runs in a process session of
-its own (setsid), so Ctrl-C reaches only train.py, and train.py ends the children in order.
+stays alive. SGLang has no option `--exit-with-parent`, so SGLang runs under `leash.py`. Each child runs in a process
+session of its own (setsid), so Ctrl-C reaches only train.py, and train.py ends the children in order.
 
 For each child, one thread waits for the end of the child. If an inference server dies during training, the thread
 starts the server again on the same port, at most server.max_restarts times. The new process reports the version
@@ -36,11 +36,11 @@ logger = logging.getLogger("nano_areal.launch")
 ROOT = Path(__file__).resolve().parent.parent
 START_SECONDS = 1800.0  # maximum time until a server's first reply; a large model may load for minutes
 GRACE_SECONDS = 5.0  # time for a child to end by itself before it is killed
-DEATH_SECONDS = 0.5  # the longest time between the moments when a killed process closes its connections and ends
+DEATH_SECONDS = 0.5  # a killed process closes its connections, and ends at most this long afterwards
 # The environment variables of torchrun. A child that inherited these variables would take itself for a trainer's rank.
 TORCHRUN = re.compile(r"TORCHELASTIC_\w+|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)")
-# A server or proxy that is being stopped ends within this time. It first finishes its replies for up to 2 s (serve.py).
-# The executor therefore waits this long before a failed episode counts as failed (rollout/executor.py).
+# A stopped server or proxy first finishes its replies, for at most 2 s (serve.py), and ends within this time. Its end
+# may stop the run. The executor waits this long before a failed episode counts as failed (rollout/executor.py).
 HOLD_SECONDS = 3.0
 
 
@@ -59,7 +59,7 @@ class Planned:
     command: list[str]
     gpus: list[str] = field(default_factory=list)  # names of the process's GPUs, as in CUDA_VISIBLE_DEVICES
     port: int | None = 0  # 0: any free port; None: the process does not listen
-    keys: tuple[str, ...] = ()  # keys that the process reads from its standard input, one a line
+    keys: tuple[str, ...] = ()  # keys that the process reads from its standard input, one in each line
     restarts: int = 0  # how often the process was started again after it had died
 
 
@@ -107,7 +107,7 @@ class Child:
 
 
 class Fleet:
-    """The child processes of this process. `start` starts one child, `close` ends all children."""
+    """The child processes of this process. `start` starts one child, and `close` ends all children."""
 
     def __init__(self, log_dir: Path) -> None:
         self.log_dir = log_dir
@@ -137,7 +137,8 @@ class Fleet:
         return self.children[-1]
 
     def watch(self, on_death: list[OnDeath], max_restarts: int, on_restart: Callable[[], None]) -> None:
-        """Start threads that watch the children, and start each inference server again, at most `max_restarts` times.
+        """Start one thread for each child. If an inference server dies, its thread starts the server again, at most
+        `max_restarts` times.
 
         When a server that was started again answers, its thread calls `on_restart`. If a child that the run needs dies,
         the thread of this child calls every function of `on_death`.

@@ -17,8 +17,8 @@ as a whole. Three tests drop the rows on which the two policies differ too much:
     veto             w of one token is below a bound such as 1e-4: pi_prox could not have written this row.
 
 **A row's weight.** The product of all w is the exact weight of a row. In the example above the product is 131, so a cap
-of 5 drops the row. Products of long rows are far from 1, so long rows are dropped first. The geometric mean treats all
-lengths alike, but is not the exact weight. The key `behave_imp_weight_level` chooses the weight.
+of 5 drops the row. The product of a long row is usually far from 1, so long rows are dropped first. The geometric mean
+treats all lengths alike, but is not the exact weight. The key `behave_imp_weight_level` chooses the weight.
 
 **A row's ratio.** PPO clips each token by itself. GSPO clips the geometric mean of u, so all tokens of an answer keep
 or lose their gradient together. The mean is much closer to 1 than the u of a single token, so GSPO's bounds are close
@@ -100,7 +100,7 @@ def rejected(log_weight: Tensor, mask: Tensor, sequence_ids: Tensor, config: PPO
 
 
 def effective_sample_size(stats: Mapping[str, float]) -> float:
-    """Return the effective sample size of the weights w, divided by their number."""
+    """Return the effective sample size of the weights w, divided by the number of weights."""
     # (sum w)^2 / (n sum w^2) = (mean w)^2 / mean of w^2
     square = stats["behave_weight_square"]
     return stats["behave_weight_mean"] ** 2 / square if square > 0 else 0.0

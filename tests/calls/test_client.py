@@ -85,7 +85,7 @@ async def test_an_episode(http: httpx.AsyncClient, client: OpenAIProxyClient) ->
 
 
 class CountingTransport(httpx.ASGITransport):
-    """Sends requests to an application in this process, and keeps the path of each request."""
+    """A transport that sends requests to an application in this process, and keeps the path of each request."""
 
     paths: list[str]
 

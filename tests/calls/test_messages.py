@@ -26,7 +26,7 @@ from calls.tools import Call, Parsed
 from inference.io_struct import GenerationHyperparameters, ModelResponse
 
 LINES = (ROOT / "tests/data/client_pairs.jsonl").read_text().splitlines()
-PAIRS = [json.loads(line) for line in LINES]  # each: two requests of a real client, and the first reply
+PAIRS = [json.loads(line) for line in LINES]  # each pair: two requests of a real client, and the reply to the first
 HELLO = [{"role": "user", "content": "hello"}]
 TOOL = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}
 PARSERS = [parse_chat, parse_responses, parse_anthropic]

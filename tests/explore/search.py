@@ -58,7 +58,7 @@ class Broken(AssertionError):
 
 
 class State(NamedTuple):
-    """A state: the events that lead to the state, and what the machine saw in the state."""
+    """A state: the events that lead to the state, and the facts that the machine recorded in the state."""
 
     path: tuple[Event, ...]
     seen: Hashable
@@ -209,7 +209,7 @@ def show(graph: Graph) -> str:
 
 
 def walk(machine: Machine[S], seed: int, length: int) -> list[S]:
-    """Follow `length` random events, check each state, and return the different states.
+    """Follow `length` random events, check each state, and return the distinct states.
 
     In a state without events, the walk begins again. If a property does not hold, raise Broken with the events since
     the walk's last beginning.

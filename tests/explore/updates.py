@@ -54,8 +54,8 @@ class UpdateBounds(NamedTuple):
 
     servers: int = 1
     versions: int = 1  # weight updates
-    tokens: int = 2  # tokens of the request
-    faults: int = 1  # deaths, restarts, broken connections and lost answers
+    tokens: int = 2  # tokens that the request asks for
+    faults: int = 1  # largest number of deaths, broken connections, lost answers and errors, together
     pause_mode: str = "retract"
 
 
@@ -270,7 +270,7 @@ class World:
 
     def wait_for_trainer(self, url: str, body: Any) -> str:
         """Let events happen until the trainer's next call is due. Return the result of this call."""
-        self.loop.run()  # the proxy notices the changes of the previous call
+        self.loop.run()  # lets the proxy notice what the trainer's previous call changed
         self.look_at_request()
         self.pending = None if self.trainer_ended else (url, body)
         for event in self.path:

@@ -32,7 +32,8 @@ GARBAGE = [sys.executable, "tests/garbage_server.py", "--model-path"]
 
 
 def worst_logprob(model: Any, response: ModelResponse) -> float:
-    """Return how far the response's log-probabilities are at most from those of a forward pass of transformers."""
+    """Return the largest difference between the response's log-probabilities and those of a forward pass of
+    transformers."""
     ids = torch.tensor([response.input_tokens + response.output_tokens])
     with torch.no_grad():
         logprobs = model(ids).logits[0, response.input_len - 1 : -1].float().log_softmax(-1)
@@ -43,10 +44,11 @@ def worst_logprob(model: Any, response: ModelResponse) -> float:
 def test_garbage_of_every_kind_costs_no_completion(
     tiny_server: str, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Every kind of garbage is sent to a request, and to a request that streams. Each request gets its completion from
-    the healthy server, and the log names the other server in lines with a count."""
+    """A server answers with every kind of garbage, once to an ordinary request and once to a streaming request. Each
+    request gets its completion from the healthy server. The log names the bad server and counts how often it was
+    lost."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
-    monkeypatch.setattr(servers, "LOOK_AGAIN", 3600.0)  # the test itself says when the server is back
+    monkeypatch.setattr(servers, "LOOK_AGAIN", 3600.0)  # the test itself marks the server as living again
     monkeypatch.setattr(engine_module, "FAILURE_WAIT", (0.0, 0.0))
     monkeypatch.setattr(wire, "MOST_BYTES", 2**22)
     with server_process(*GARBAGE, str(tiny_model_dir), out=subprocess.DEVNULL) as (garbage, _):
@@ -79,8 +81,8 @@ def test_garbage_of_every_kind_costs_no_completion(
 
 
 def test_garbage_is_no_score(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every kind of garbage is sent to a request for scores. Each is an EngineError, so the canary of a run
-    (run/mismatch.py) misses one value, and the run goes on."""
+    """With every kind of garbage, a request for scores raises an EngineError, so the canary of a run (run/mismatch.py)
+    misses one value, and the run goes on."""
     monkeypatch.setattr(wire, "MOST_BYTES", 2**22)
     with server_process(*GARBAGE, str(tiny_model_dir), out=subprocess.DEVNULL) as (garbage, _):
         engine = RemoteInfEngine([garbage], request_timeout=5.0)

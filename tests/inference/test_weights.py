@@ -355,7 +355,8 @@ def test_collectives_that_block_until_every_side_has_entered(monkeypatch: pytest
 
 
 def test_handles_name_the_gpu_by_its_uuid(monkeypatch: pytest.MonkeyPatch):
-    """A handle of a tensor on a GPU contains the GPU's UUID, because the server may number the GPUs differently.
+    """A handle of a tensor on a GPU contains the GPU's UUID, because the server may number the GPUs differently than
+    the trainer does.
 
     A server on a CPU gets the bytes of the tensor instead of a handle.
     """

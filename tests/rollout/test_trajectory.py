@@ -91,7 +91,7 @@ def test_complete_keeps_what_the_workflow_said() -> None:
 
 def test_unknown_versions_are_those_of_the_episodes_start() -> None:
     """If the versions are missing, `complete` sets them to the version at the episode's start. With this version, a
-    group never seems younger than its true age."""
+    group never seems younger than it is."""
     given = documented()
     del given["versions"]
     traj = complete(given, task_id=0, version=4)

@@ -83,8 +83,8 @@ LONG = [{"role": "user", "content": "hello " * 10_000}]
 def test_the_first_sample_is_tried_before_anything_starts(
     workflow: type, sample: dict[str, Any], problem: str | None, tmp_path: Path, tiny_model_dir: Path
 ) -> None:
-    """Before a run starts a process, it tries the first sample. A column that the sample lacks, a prompt that is longer
-    than the context, or an agent with wrong parameters raises an error of one line."""
+    """Before a run starts a process, the run tries the first sample. A column that the sample lacks, a prompt that is
+    longer than the context, or an agent with wrong parameters raises an error of one line."""
     data = tmp_path / "mine.jsonl"
     data.write_text(json.dumps(sample) + "\n")
     words = ["task=null", f"model_path={tiny_model_dir}", f"train_dataset.path={data}"]

@@ -40,7 +40,8 @@ def per_head(x: Tensor, q: Tensor) -> Tensor:
 
 
 def refuse(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, others: Tensor, longest: tuple[int, int]) -> None:
-    """Raise an error for inputs that FlashAttention's kernel refuses, or with which it reads other memory."""
+    """Raise an error for inputs that FlashAttention's kernel refuses, or with which the kernel reads beyond the inputs'
+    memory."""
     assert {x.dtype for x in (q, k, v)} <= {torch.bfloat16} or {x.dtype for x in (q, k, v)} <= {torch.float16}
     assert all(x.dim() == 3 and x.is_contiguous() for x in (q, k, v))
     assert q.shape[-1] % 8 == 0
@@ -203,7 +204,7 @@ def test_the_kernel_gets_only_what_it_can_compute(device: str, dtype: torch.dtyp
 
 @pytest.mark.parametrize("name", ["padded", "packed"])
 def test_cudnn_computes_no_attention(make_actor: Any, name: str) -> None:
-    """In each call of scaled_dot_product_attention cuDNN's attention is switched off, because cuDNN makes a new plan
+    """In each call of scaled_dot_product_attention, cuDNN's attention is switched off, because cuDNN makes a new plan
     for every new shape."""
     allowed = []
 

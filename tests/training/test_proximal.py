@@ -1,5 +1,5 @@
-"""The guess of pi_prox follows its formula, is exact in two cases, and is closer to the truth than AReaL's
-guess."""
+"""The guess of pi_prox (training/proximal.py) follows its formula, is exact in two cases, and is closer to the truth
+than AReaL's guess."""
 
 import math
 
@@ -61,7 +61,7 @@ def areal(old, theta, v_b, v):
 
 def test_the_error_falls_to_nothing_as_the_data_gets_fresh():
     """The smaller the lag, the smaller the mean error of the guess. At lag 0 the guess has no error. At lag 1 the error
-    is less than half of AReaL's error."""
+    is less than half of the error of AReaL's guess."""
     v, f = 9, 0.5
     theta, truth = policy(v + f), policy(v)
     errors, theirs = [], []
@@ -75,7 +75,8 @@ def test_the_error_falls_to_nothing_as_the_data_gets_fresh():
 
 
 def test_the_reported_errors_are_those_of_the_definition():
-    """For log pi_prox, prox / behav and theta / prox, guess_errors returns the same errors as a plain loop."""
+    """For log pi_prox, pi_prox / pi_behav and pi_theta / pi_prox, guess_errors returns the same errors as a plain
+    loop."""
     g = torch.Generator().manual_seed(2)
     prox, old, theta = (-3 * torch.rand(20, generator=g, dtype=torch.float64) - 0.1 for _ in range(3))
     alpha = torch.rand(20, generator=g, dtype=torch.float64)

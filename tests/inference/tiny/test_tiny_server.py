@@ -552,8 +552,8 @@ def test_any_integer_is_a_seed(seed: int) -> None:
 
 
 def overtaken(last: int) -> dict[str, Any]:
-    """Return the answer of Protocol.answer for a sequence. The sequence's last token arrives during this call, when the
-    call reads attribute number `last`."""
+    """Return what Protocol.answer returns for a sequence. The sequence's last token arrives while Protocol.answer runs,
+    when it reads attribute number `last` of the sequence."""
     scheduler, looks = make_scheduler(slots=1), itertools.count()
     one = Sequence("a", [7], SamplingParams(), stop_ids=frozenset({2}), return_logprob=True)
     scheduler.submit(one)
