@@ -15,7 +15,7 @@ session the benchmark exports the session and checks the exported row:
     logprobs   the log-probabilities of the sampled tokens equal those that the client has read
 
 For every tenth session the benchmark also computes the log-probabilities with transformers, and prints the largest
-difference.
+difference from the exported ones.
 
 The printed table has the resident memory and the open descriptors of both processes over the course of the benchmark.
 Descriptors are read from /proc, so the benchmark needs Linux.

@@ -7,7 +7,7 @@ This checkout and the earlier revision are the two source trees. Each trains the
 batch of the run. Each source tree uses its own file of the recipe. A pair of measurements is one process of each source
 tree, one after the other. A process makes several steps and reports the median CPU time of its training thread. The
 table shows medians over the pairs, in milliseconds. The last line shows the largest difference between the gradients of
-the two source trees. A gradient is that of the whole batch as one mini-batch.
+the two source trees. To compute its gradient, a source tree uses the whole batch as one mini-batch.
 """
 
 import argparse

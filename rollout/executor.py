@@ -178,7 +178,7 @@ class WorkflowExecutor:
         self.on_new_version, self.fail = self.dispatcher.on_new_version, self.dispatcher.fail
         # All mutable state of this object. The dispatcher and the staleness manager have state of their own.
         self._cursor = DataCursor()
-        self.ended = 0  # members of groups whose episodes have ended, for the live table
+        self.ended = 0  # number of episodes that have ended, for the live table
         self._keys: dict[type, frozenset[str]] = {}  # workflow class -> the keys of its first trajectory
         if not self.evaluation:
             self.engine.executor = self

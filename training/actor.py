@@ -381,6 +381,7 @@ class FSDPPPOActor(FSDPEngine):
             hint = "check that all logprobs and rewards are finite, or lower actor.optimizer.lr"
             raise FloatingPointError(f"{problem}; only earlier mini-batches of this step changed the weights; {hint}")
         # 3. Make the optimizer step. VCPO (corrections.py): lr <- lr * (effective sample size / number of tokens)^p
+        #    with p = ess_lr_power.
         lr *= effective_sample_size(stats) ** c.ess_lr_power
         self.optimizer.param_groups[0]["lr"] = lr  # this AdamW has a single parameter group
         self.optimizer.step()

@@ -4,8 +4,8 @@ The state machine, TurnMachine, drives the shipped endpoints of the proxy in an 
 hang up and retry, and the proxy notices later that a client has hung up. The engine sends tokens, finishes, fails, and
 needs a moment to abort. The trainer sets a reward, ends the session and exports it. Only the tokenizer and the engine
 are stand-ins: a token is a letter, and each generation has its own letter, version and log-probabilities. The search
-cannot copy a running coroutine, so a state is the list of the events that lead to the state. To apply an event, the
-machine runs all events again. The properties:
+(search.py) cannot copy a running coroutine, so a state is the list of the events that lead to the state. To apply an
+event, the machine runs all events again. The properties:
 
     once      a call and its retries become at most one exported turn
     read      the export contains every reply that a client has read whole before the session ended
