@@ -63,7 +63,7 @@ logger = logging.getLogger("nano_areal.engine")
 EMPTY_ABORT_WAIT = 0.05, 1.0  # first and longest wait, in seconds, after an abort that brought no token
 FAILURE_WAIT = 0.5, 10.0  # first and longest wait, in seconds, after a failed request
 
-OnTokens = Callable[[ModelResponse], None]  # receives the response so far each time tokens arrive
+OnTokens = Callable[[ModelResponse], None]  # called with the response so far each time tokens arrive
 
 
 def backoff(attempt: int, first: float, most: float) -> float:
@@ -158,7 +158,8 @@ class RemoteInfEngine:
         """Generate one segment: send one POST /generate to `server`, and append the generated tokens to `response`.
 
         A streamed answer has many events, and an answer without streaming has one event. Every event contains all
-        tokens of the segment so far. An event therefore replaces all tokens of `response` from index `start` on.
+        tokens of the segment so far. An event therefore replaces the tokens that earlier events of this segment have
+        appended to `response`.
         """
         url = server + "/generate"
         start = response.output_len
@@ -286,7 +287,7 @@ class RemoteInfEngine:
                 self.pause_mode = "abort"
 
     def pause(self) -> None:
-        """Stop starting rollouts, then pause every server. After this call the weights may change.
+        """Stop starting rollouts, then pause every server. After this call it is safe to change the weights.
 
         With `wait_for_servers`, the method waits while all servers are lost. The wait ends with RuntimeError if the
         executor has stopped the run.
@@ -317,7 +318,8 @@ class RemoteInfEngine:
         """Send the weights of version `meta.version` to every server, from `buckets` or from disk.
 
         Call `pause` first, because a server that is not paused finishes all its requests before it changes weights.
-        Raises EngineError with the message of every server that failed, and ValueError if the version is not newer.
+        Raises EngineError with the message of every server that failed, and ValueError if an update has already sent
+        this version or a newer one.
         """
         if meta.version is None or meta.version <= self._sent:
             raise ValueError(f"version {meta.version} is not newer than {self._sent}; use meta.with_version(the next)")
@@ -355,7 +357,8 @@ class RemoteInfEngine:
             self.executor.resume()
 
     def destroy(self) -> None:
-        """Let servers that this engine has paused continue, and shut down the executor. A second call does nothing."""
+        """Send /continue_generation to the servers that this engine has paused, and shut down the executor. A second
+        call does nothing."""
         if self._servers_paused and not self._memory_released:
             self._servers_paused = False
             try:
@@ -370,7 +373,7 @@ class RemoteInfEngine:
 
         Each list begins with 0, because no token comes before the first token. If `ids` fills the context window, its
         last token gets no log-probability, because a server needs room to generate one token. Raises EngineError if a
-        server answers with something else.
+        server's answer lacks a log-probability.
         """
         ids = ids[: self.context_length - 1] if self.context_length else ids
         self._check_ids(ids)

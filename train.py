@@ -20,8 +20,8 @@ The overlap. The server generates the next groups while the trainer trains. An e
     server    groups 1 2 3 4 start at v0          | 5 6 start at v1              | 7 8 start at v2
     age            | 0                            | 1                            | 1
 
-Step 2 trains the weights of version 1 on groups that started at version 0, so these groups have age 1. With eta = 0
-the gate (staleness.py) starts groups 3 and 4 only after the push. All groups then have age 0, so training is
+Step 2 trains the weights of version 1 on groups that started at version 0, so these groups have age 1. With eta = 0 the
+gate (staleness.py) starts groups 3 and 4 only after the push of version 1. All groups then have age 0, so training is
 synchronous.
 
 Versions count from 0 and steps from 1: step s consumes a batch at version s - 1 and makes version s. A push interrupts
@@ -227,7 +227,7 @@ class PPOTrainer:
         self.rollout.pause()  # running generations stop, and their tokens are kept
         self.actor.update_weights(meta)
         self.actor.set_version(version)
-        self.rollout.set_version(version)  # the gate now admits the groups of this version
+        self.rollout.set_version(version)  # the gate may now start more groups
         self.run.trace.mark("weights", version=version)
         self.rollout.resume()  # the generations continue under the new weights
 

@@ -12,12 +12,12 @@ CPU-second, because wall time would also measure other programs on the machine.
     --seed    the engine in deterministic mode, which keeps the sizes of matrix products within limits
 
 The benchmark repeats the four ways in turn, at least three times, and prints the fastest repetition of each way. Other
-programs can only make a repetition slower, never faster. Each target is a lower limit of the ratio engine / generate.
-For the smallest model the limit is 1.9 with 1 and 16 requests, and 1.5 with 64 requests. The limit is 1.3 for the
-second model and 1.15 for the largest model. The last column, "bits", shows whether deterministic mode works on this
-machine (inference/tiny/model.py, "Bits"). The check computes the logits of a prompt's last token three times: in a
-prefill of this prompt alone, in a prefill of a batch, and in a decode step. The word "yes" means that the three results
-are identical, bit for bit.
+programs can only make a repetition slower, never faster. The column "engine / generate" shows how many times as fast
+`engine` is as `generate`. The target for the smallest model is at least 1.9 with 1 request and with 16 requests, and at
+least 1.5 with 64 requests. The target is at least 1.3 for the second model, and at least 1.15 for the largest model.
+The last column, "bits", shows whether deterministic mode works on this machine (inference/tiny/model.py, "Bits"). For
+this column, the benchmark computes the logits of a prompt's last token three times: in a prefill of this prompt alone,
+in a prefill of a batch, and in a decode step. The word "yes" means that the three results are identical, bit for bit.
 """
 
 import argparse

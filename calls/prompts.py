@@ -24,7 +24,7 @@ whole conversation as one sequence. A prompt with reused tokens is correct only 
 alone. The constructor of `PromptBuilder` therefore compares the tails after two histories of different length. If the
 two tails differ, the whole conversation is rendered again for every prompt, as with the option chat_template_type "hf".
 If the template refuses the stub of one turn, only the prompt of this turn is rendered in full. The first tokens of a
-prompt that is rendered in full can differ from the parent's tokens. In this case a concat export starts a new row at
+prompt that is rendered in full can differ from the parent's tokens. If they differ, a concat export starts a new row at
 this turn.
 
 Text. `TextReader.read` returns only text that no later token can change. The reader holds back incomplete characters
@@ -87,7 +87,7 @@ class PromptBuilder:
             names = ", ".join(sorted(taken))
             raise Refusal(f"chat_template_kwargs: {names} cannot be set; only variables of the template can")
         variables = ask.template_kwargs | ({"tools": ask.tools} if ask.tools else {})
-        # A parent that the client names by id may have other instructions in its first message.
+        # If the client names the parent by id, the call may begin with a different message than its parent.
         same_start = parent and canonical(parent.messages[0]) == canonical(ask.messages[0])
         if parent and same_start and self.splices and parent.template_key == ask.template_key:
             known = len(parent.conversation)
@@ -100,8 +100,8 @@ class PromptBuilder:
     def _tail(self, new: list[Message], variables: dict[str, Any], before: Iterable[Message] = ()) -> list[int]:
         """Return the tokens that the template writes between an assistant's answer and the next answer.
 
-        `new` are the messages between the two answers. `before` are messages that come before the stub. Raises Refusal
-        if the template does not accept the messages.
+        `new` are the messages between these two answers. `before` are messages that come before the stub. Raises
+        Refusal if the template does not accept the messages.
         """
         _, found, tail = self._render([*before, *STUB, *new], variables).partition(SENTINEL)
         if not found:
@@ -134,13 +134,13 @@ class PromptBuilder:
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text, without the special token that some tokenizers put at the beginning.
 
-        A text that probably exceeds the context is tokenised in parts. When the tokens exceed twice the context, the
-        rest of the text is left out. The engine refuses a prompt that is longer than the context anyway.
+        A text that probably exceeds the context is tokenised in parts. When there are more than twice as many tokens as
+        the context holds, the rest of the text is left out. The engine would refuse such a long prompt in any case.
         """
         context, tokens = self._context_length or len(text), []
         for begin in range(0, len(text), PART) if len(text) > 4 * context else ():
             tokens += self._tokenizer.encode(text[begin : begin + PART], add_special_tokens=False)
-            if len(tokens) > 2 * context:  # the prompt is too long, even if the cuts have added some tokens
+            if len(tokens) > 2 * context:  # certainly too long, even without the tokens that the cuts have added
                 return tokens
         return self._tokenizer.encode(text, add_special_tokens=False)
 
@@ -169,7 +169,7 @@ class TextReader:
                       context         ^ settled
 
     The text of the tokens before `settled` can no longer change. The tokens from `settled` on are pending. Tokens
-    become settled in groups. The reader's context is the last group of settled tokens that has a text. Every `read`
+    become settled in blocks. The reader's context is the last block of settled tokens that has a text. Every `read`
     decodes the context and the pending tokens together. The decoder writes U+FFFD for the bytes of an incomplete
     character.
     """

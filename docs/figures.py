@@ -7,8 +7,8 @@
 RUN is the folder of a finished run of configs/maze.yaml. docs/figures.json keeps the numbers that were read from RUN,
 for the figures front.svg and straddle.svg. For timelines.svg, bench/simulate.py simulates two runs with the measured
 times of a finished run. For rewards.svg, the InteractionCache of cache.py computes the rewards. The two charts,
-orders.svg and clusters.svg, show numbers from docs/clusters.csv. The commands docs/structure.py and docs/terminal.py
-draw two more figures.
+orders.svg and clusters.svg, show numbers from docs/clusters.csv. Two other scripts draw one figure each:
+docs/structure.py draws structure.svg, and docs/terminal.py draws terminal.svg.
 
 The colour of a policy version is the same in all figures. Each figure has light and dark colours, and the browser
 chooses between them.
@@ -29,7 +29,8 @@ from typing import Any
 DOCS = Path(__file__).resolve().parent
 sys.path.insert(0, str(DOCS.parent))
 
-COLOURS = "#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377"  # Paul Tol's colours, safe for all eyes
+# These colours are by Paul Tol. Colour-blind readers can tell them apart.
+COLOURS = "#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377"
 STYLE = """text { font: 15px system-ui, sans-serif; fill: #1f2328 } .small { font-size: 12px } .faint { fill: #59636e }
 .paper { fill: #ffffff } .box { fill: #f6f8fa; stroke: #818b98 } .line { stroke: #818b98; fill: none }
 .wait { fill: none; stroke: #818b98; stroke-dasharray: 3 3 }
@@ -157,7 +158,7 @@ def draw_panel(run: Run, top: float, scale: Callable[[float], float], until: flo
         for version, (since, to) in enumerate(zip(starts, [*starts[1:], math.inf])):
             if since < min(end, until) and to > begin:
                 a, b = scale(max(since, begin)), scale(min(to, end, until))
-                gap = 1.5 if to >= end else 0  # a group that goes on with a new version has no gap before its next bar
+                gap = 1.5 if to >= end else 0  # only the last bar of a group has a gap after it
                 parts.append(bar(a, top + 22 * lane, b - a - gap, 19, colour(version), f"version {version}"))
     parts.append(text(4, top + 14, "groups", "small"))
     parts.append(text(4, base + 22, "trainer", "small"))
@@ -344,7 +345,8 @@ def read_clusters() -> dict[tuple[str, str, str, str], dict[str, str]]:
 
 
 def draw_orders(sigma: str = "1.0") -> str:
-    """Draw how many seconds 24 steps take with each order in which steps can consume groups (bench/simulate.py)."""
+    """Draw how many seconds 24 steps take, with one line for each rule that chooses a step's groups
+    (bench/simulate.py)."""
     rows, etas = read_clusters(), ["1", "2", "4", "8", "16"]
     names = {"wait": "wait", "window": "window", "drop": "drop", "mask": "mask"}
     lines = [

@@ -29,11 +29,11 @@ Example: a prompt of two tokens and an answer of two tokens, sampled by versions
 
     input_ids 10 11 12 13 0    loss_mask 0 0 1 1 0    versions -1 -1 3 4 -1    turn_ids -1 -1 0 0 -1
 
-A workflow must return the first two keys. A workflow may return any other key, too. `check_trajectory_format` raises an
-error that describes what is wrong with a trajectory. `complete` adds the missing keys with default values. Without
-`loss_mask` no token is trained on. Without `turn_ids` every unbroken run of trained tokens counts as one turn. Without
-`temperatures` every token has temperature 1. A completed trajectory has every key, so completed trajectories can be
-concatenated.
+A workflow must return the first two keys of the table. A workflow may return any other key, too.
+`check_trajectory_format` raises an error that describes what is wrong with a trajectory. `complete` adds the missing
+keys with default values. Without `loss_mask` no token is trained on. Without `turn_ids` every unbroken run of trained
+tokens counts as one turn. Without `temperatures` every token has temperature 1. A completed trajectory has every key,
+so completed trajectories can be concatenated.
 """
 
 import json
@@ -139,7 +139,7 @@ def check_trajectory_format(traj: Any, expected_keys: frozenset[str] | None = No
 
 
 def number_turns(loss_mask: Tensor) -> Tensor:
-    """Number the unbroken runs of ones in each row from 0. Return these numbers (B, L), with -1 on zeros."""
+    """Number the unbroken sequences of ones in each row from 0. Return these numbers (B, L), with -1 on zeros."""
     trained = loss_mask > 0  # (B, L)
     starts = trained.clone()
     starts[:, 1:] &= ~trained[:, :-1]
@@ -151,7 +151,7 @@ def complete(traj: Trajectory, task_id: int, version: int = 0) -> Trajectory:
 
     If `versions` is missing, every generated token gets `version`. The caller passes the version at which the episode
     started. The true version of a token may be newer than `version`, but not older. Missing `logprobs` become zeros.
-    Zeros are correct only for an objective that recomputes the old log-probabilities.
+    These zeros are correct only for an objective that recomputes the old log-probabilities.
     """
     rows, shape = len(traj["input_ids"]), traj["input_ids"].shape
     full = {key: torch.full(shape, fill, dtype=dtype) for key, (dtype, fill) in TOKEN_KEYS.items()}
@@ -170,7 +170,7 @@ def complete(traj: Trajectory, task_id: int, version: int = 0) -> Trajectory:
 
 
 def concat_padded_tensors(trajectories: list[Trajectory]) -> Trajectory:
-    """Pad all trajectories to the longest one, and stack their rows in order.
+    """Pad all trajectories to the length of the longest trajectory, and stack their rows in order.
 
     If all tensors of a key have the shape [B, L, ...], they are padded along L. The padding value is PADDING[key], or 0
     if PADDING lacks the key. Tensors of every other key are concatenated without padding. Raises ValueError if there is

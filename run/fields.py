@@ -77,7 +77,7 @@ def write_json(value: Any, name: str) -> str:
     """
     try:
         text = _encode(value)
-        # Counting brackets is fast. A text has at least as many opening brackets as levels.
+        # Counting brackets is fast. A JSON text has at least one opening bracket for each level of nesting.
         if text.count("{") + text.count("[") <= LEVELS or not _is_deep(value, LEVELS):
             return text
     except RecursionError:

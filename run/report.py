@@ -38,7 +38,7 @@ from training.proximal import interpolation, loglinear
 
 MAX_STEPS, MAX_TOKENS, MAX_GROUPS = 24, 60_000, 4000  # maximum numbers of steps, tokens and groups on a page
 FILES = ("metrics.jsonl", "trace.json", "tokens")  # a folder of a run contains at least one of these files.
-# The (B, T) tensors of a batch that the page shows.
+# The page shows these (B, T) tensors of a batch.
 COLUMNS = "input_ids versions turn_ids turn_rewards logprobs prox_logp theta_logp advantages states"
 TEMPLATE = Path(__file__).with_suffix(".html")
 Record = dict[str, Any]
@@ -116,7 +116,7 @@ def read_timeline(records: list[Record]) -> Record:
 def fill_gaps(spans: list[list], starts: list[float], last: float) -> list[list]:
     """Return the spans in order of time, and fill each gap of more than 1 ms between 0 and `last` with a phase.
 
-    The phase is called "not running" if the run was started during the gap, and "other" if not.
+    The phase is called "not running" if a process of the run started during the gap, and "other" if not.
     """
     phases, now = [], 0.0
     for span in [*sorted(spans, key=lambda span: span[1]), ["", last, 0.0]]:
@@ -207,8 +207,8 @@ def add_turns(turns: list[Record], row: Record, above: list[int], names: Record)
     """Append the turns of a row to `turns`, and return the positions of the row's turns in `turns`.
 
     Each turn also gets the entries of the dict `names`. This row continues its parent row. `above` holds the positions
-    of the parent row's turns. A turn that both rows share is in `turns` only once. A turn holds the tokens after
-    the end of its parent turn: first the new messages of the turn's prompt, then the sampled tokens.
+    of the parent row's turns. A turn that a row shares with its parent row is in `turns` only once. A turn holds the
+    tokens after the end of its parent turn: first the new messages of the turn's prompt, then the sampled tokens.
     """
     ids, states = row["input_ids"], row["states"]
     path = [
@@ -220,8 +220,7 @@ def add_turns(turns: list[Record], row: Record, above: list[int], names: Record)
         at, end = places[0], places[-1] + 1
         if number < 0 or end <= begin:
             continue
-        # If a turn's prompt does not begin with its parent's tokens, the parent is the turn in `above` with the
-        # preceding number.
+        # If a turn's prompt does not begin with its parent's tokens, the parent is turn `number` - 1 in `above`.
         earlier = path[-1:] or [i for i in above if turns[i]["turn"] == number - 1] or [-1]
         turn = names | {"turn": number, "parent": earlier[0], "reward": row["turn_rewards"][at], "ids": ids[begin:end]}
         turn |= {key: row[key][at:end] for key in ("versions", "advantages", "states")}

@@ -6,9 +6,9 @@ The tour is a run of train.py with eta = 1, one group in a batch, four games in 
 the second group, on which step 2 trains.
 
 In a real run a weight update may arrive at any moment. In the tour the update always arrives after the first turns of
-the second group. The first group waits for these turns. The later turns of the second group wait for the third group,
-which starts after the update. All seeds are fixed, so every tour on one machine shows the same numbers. Another machine
-may make a slightly different base model, and then the numbers differ.
+the second group. The games of the first group end only after these turns. The later turns of the second group wait for
+the third group, which starts after the update. All seeds are fixed, so every tour on one machine shows the same
+numbers. Another machine may make a slightly different base model, and then the numbers differ.
 """
 
 import asyncio

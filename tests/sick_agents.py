@@ -23,7 +23,7 @@ class SilentAgent:
 
 
 class CallingAgent:
-    """Agents that send one request and then use the reply."""
+    """The base class of agents that send one request and compute the reward from the reply."""
 
     prompt, key = "guess a number", "secret"
 

@@ -612,7 +612,7 @@ def test_an_unknown_style_is_an_error() -> None:
 
 
 def test_the_state_can_be_read() -> None:
-    """The cache's repr shows how many interactions are unfinished and unrewarded."""
+    """The cache's repr shows how many interactions are unfinished, and how many have no reward."""
     cache = chain(2)
     cache.enter("open", InteractionWithTokenLogpReward([user("x")]))
     assert repr(cache) == "InteractionCache(3 interactions, 1 unfinished, 3 unrewarded)"

@@ -40,7 +40,7 @@ EXAMPLES = {  # module of the agent: its framework's package, and the prefix of 
     "autogen_agent": ("autogen_agentchat", "chatcmpl-"),
 }
 IN_NODE = {"vercel_ai": "resp_", "codex_cli": "resp_", "opencode_cli": "resp_"}
-TOOLS_CHANGE = ("autogen_agent", "vercel_ai")  # the last turn has no tools, so its prompt begins with other tokens
+TOOLS_CHANGE = ("autogen_agent", "vercel_ai")  # without tools in the last turn, its prompt has a new beginning
 UNSTORED = ("codex_cli", "opencode_cli")  # clients that send `store: false`
 
 

@@ -57,7 +57,8 @@ def test_an_update_without_interruption_waits_for_the_longest_answer() -> None:
 
 @pytest.mark.parametrize("order", ["wait", "window", "drop", "mask"])
 def test_the_bound_holds_for_every_order(order: str) -> None:
-    """With the bound eta no trained token is older than eta versions. Without a bound some trained tokens are older."""
+    """With each of the four orders, no trained token is more than eta versions old. With the order "unbounded", some
+    trained tokens are older."""
     eta = 2
     bounded, unbounded = (simulate.simulate(clusters.small, 1.0, eta, o, seeds=range(3)) for o in (order, "unbounded"))
     assert bounded["lag_max"] <= eta < unbounded["lag_max"]

@@ -1,8 +1,8 @@
 """Variants of the advantage: length penalty, KL penalty, leave-one-out baseline, GAE, and a filter of groups.
 
-ppo.py compares the return of a turn with the other returns of its cell. By default a cell holds the same turn of all
-members of a group. Each function below makes one well-known change to this comparison, and a configuration key switches
-the change on. `compute_advantages` in ppo.py calls four of the functions in this order:
+ppo.py compares the return of a turn with the other returns of its cell. By default a cell holds turn k of each member
+of a group. Each function below makes one well-known change to this comparison, and a configuration key switches the
+change on. `compute_advantages` in ppo.py calls four of the functions in this order:
 
     overlong_penalty        A turn near its length limit pays a growing penalty (DAPO, arXiv 2503.14476).
     kl_estimate             A turn pays a penalty for the policy's distance from a reference model.
@@ -26,9 +26,9 @@ furthest from the reference without a gradient.
 subtracted. AReaL uses the KL to go instead: after the baseline is subtracted, token t pays for the KL of token t and of
 later tokens. On average both choices have the same gradient, because the KL of the tokens before t does not depend on
 token t. The turn's KL fits this module for two reasons. First, one turn is one action, as in RLOO, so all its tokens
-keep one advantage. Second, the baseline cancels the KL that all members pay. The KL to go would need another baseline
-at each position: it shrinks towards the end of a turn, so a common baseline would reward late tokens. A disadvantage of
-the turn's KL is more noise: a token also pays for the KL of the tokens before it.
+keep one advantage. Second, the baseline cancels the KL that all members pay. The KL to go shrinks towards the end of a
+turn, so with one baseline for all positions it would reward late tokens. A disadvantage of the turn's KL is more noise:
+a token also pays for the KL of the tokens before it.
 
 **Filter.** If all members of a group earned the same reward, every advantage is 0, so training on the group changes
 nothing. `informative` is a filter that rejects such groups, like the dynamic sampling of DAPO. The key should_accept_fn

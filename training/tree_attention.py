@@ -85,9 +85,9 @@ class PackedTree:
 def sort_rows(sequences: list[np.ndarray]) -> tuple[list[int], np.ndarray]:
     """Return the n rows sorted by their tokens, and how many tokens each row shares with the row before it.
 
-    The first result contains the numbers of the sorted rows. The second result has shape (n,) and starts with 0.
+    The first result contains the row numbers in sorted order. The second result has shape (n,) and starts with 0.
     """
-    # Sorting by big-endian bytes is the same as sorting by token ids.
+    # The order of the big-endian bytes is the order of the token ids.
     order = sorted(range(len(sequences)), key=lambda row: sequences[row].astype(">u4").tobytes())
     shared = np.zeros(len(order), dtype=np.int64)  # (n,)
     for i, (before, row) in enumerate(pairwise(order), 1):
@@ -155,7 +155,7 @@ def build_trees(sequences: Sequence[Any], max_tokens: int) -> list[PackedTree]:
     trees = []
     for part in split_packs(range(len(runs)), [size for _, _, size in runs], max_tokens):
         places = [i for first, last, _ in sorted(runs[k] for k in part) for i in range(first, last)]
-        # Of the sorted rows, rows a < b share min(shared[a + 1], ..., shared[b]) tokens.
+        # The sorted rows a and b, with a < b, begin with the same min(shared[a + 1], ..., shared[b]) tokens.
         common = [0] + [int(shared[a + 1 : b + 1].min()) for a, b in pairwise(places)]
         trees.append(lay_out([order[i] for i in places], arrays, common))
     return trees

@@ -1,8 +1,9 @@
 """The state machine of the sessions: SessionTable and Limits (calls/sessions.py).
 
-SessionMachine explores the real classes. The trainer adds grants, starts, ends, exports and discards sessions. Agents
-call, their turns end, and time passes in steps of 30 seconds. A turn is a stand-in with the two attributes that the
-table uses. From every state, all sessions and turns can end. The properties:
+SessionMachine explores the real classes. The trainer adds grants. The trainer also starts, ends, exports and discards
+sessions. Agents call, their turns end, and time passes in steps of 30 seconds. The class Work stands in for turns, and
+has the two attributes of a turn that SessionTable uses. From every state, all sessions and turns can end. The
+properties:
 
     grants     a session starts exactly if a grant is left that has not lapsed
     expiry     the table holds exactly the sessions that were not exported or discarded, and that were not idle for
@@ -25,7 +26,7 @@ from calls.messages import Refusal
 
 from .search import Broken, Event
 
-TICK, TIMEOUT = 30, 60  # in seconds; an unused grant also expires after TIMEOUT
+TICK, TIMEOUT = 30, 60  # in seconds; idle sessions and unused grants expire after TIMEOUT
 
 
 @dataclass(eq=False)
@@ -67,7 +68,7 @@ class SessionBounds(NamedTuple):
     """The limits of the search."""
 
     sessions: int = 2
-    answers: int = 2  # most answers that one session may have in flight (Limits.answers)
+    answers: int = 2  # largest number of answers that one session may have in flight (Limits.answers)
     grants: int = 3
 
 
@@ -76,7 +77,7 @@ class SessionMachine:
     """The state machine of SessionTable. The events come from a trainer, agents and a clock."""
 
     bounds: SessionBounds
-    module: ModuleType = calls.sessions  # the module to explore; a test passes a mutant
+    module: ModuleType = calls.sessions  # the module to explore; tests put a mutant in its place
 
     def initial(self) -> Iterable[World]:
         world = World()

@@ -70,8 +70,8 @@ def test_a_failing_run_says_what_to_do(tmp_path: Path, agent: str, reason: str, 
 
 
 def test_a_log_that_cannot_be_written_hides_no_reason(tmp_path: Path) -> None:
-    """If the disk is full, the traceback cannot be written either. The terminal still shows the reason and the remedy.
-    Here the log's folder is a file, so that nothing can be written into it."""
+    """If the disk is full, the traceback cannot be written into the log. The terminal still shows the reason and the
+    remedy. Here the log's folder is a file, so that nothing can be written into it."""
     (tmp_path / "logs").write_text("")
     text = report(OSError(28, "No space left on device"), tmp_path / "logs" / "failures.log")
     assert "No space left on device" in text
