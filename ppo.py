@@ -122,8 +122,8 @@ def compute_advantages(batch: dict[str, Tensor], config: PPOActorConfig) -> Tens
 
     The function reads loss_mask, turn_ids and turn_rewards (B, T) and group_ids (B,). A KL penalty in the reward also
     needs logprobs and ref_logp (B, T). If gamma * gae_lambda is below 1, earlier tokens of a turn get a smaller share
-    of A. Turns without trained tokens get no advantage, and baselines do not include these turns. Raises ValueError if
-    a trained token belongs to no turn or if its reward is not finite.
+    of the turn's advantage. Turns without trained tokens get no advantage, and baselines do not include these turns.
+    Raises ValueError if a trained token belongs to no turn or if its reward is not finite.
     """
     trained = batch["loss_mask"] > 0  # (B, T)
     turn_ids = batch["turn_ids"][trained].long()  # (M,)
@@ -193,8 +193,8 @@ def token_objectives(
     """Return the weight w and the objective of each token, and masks of the clipped and of the dropped tokens.
 
     The arguments are those of ppo_actor_loss_fn, and `mask` is True for trained tokens. Each result has the shape of
-    `mask`. A token is clipped if the clip changed its objective and w is above 0. A token is dropped if a bound of the
-    behaviour weights or a test of its row excluded it.
+    `mask`. A token is clipped if the clip changed its objective and w is above 0. A token counts as dropped if its
+    behaviour weight was outside floor .. cap, or if its row failed a test.
     """
     prox_logp = prox_logp if config.use_decoupled_loss else old_logp
     log_u = torch.where(mask, log_ratio(logp, prox_logp.detach()), 0.0)  # log (pi_theta / pi_prox)
@@ -219,7 +219,7 @@ def token_objectives(
     if config.use_cispo_loss:
         objective, clipped = cispo_objective(torch.where(mask, logp, 0.0), u, u_clipped, A)
 
-    # w = pi_prox / pi_behav of the token or of its sequence; w is 0 outside floor .. cap and in a rejected sequence
+    # w = pi_prox / pi_behav of the token or of its sequence, with a floor and a cap; w is 0 in a rejected sequence
     sequence_log_weight = sequence_weight(log_weight, mask, ids, config.behave_imp_weight_level)
     weight, dropped = behaviour_weight(sequence_log_weight, config)
     reject = rejected(log_weight, mask, ids, config)

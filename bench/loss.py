@@ -12,9 +12,10 @@ loss are medians of `--repeat` rounds. Each round runs every function once, in t
 imported, the benchmark prints "peer absent".
 
 **Memory.** The benchmark computes log-probabilities, entropy and the backward pass with T = 4,096 tokens, a vocabulary
-of V = 151,936 and hidden size 256. The plain way holds all logits; the chunked way holds one chunk at a time. Each way
-runs in a separate process, which measures the rise of its peak resident memory. The target is that the chunked way
-needs at most a quarter of the plain way's memory. The printed check sums show that both ways compute the same numbers.
+of V = 151,936 and hidden size 256. The plain way keeps all logits in memory. The chunked way keeps the logits of one
+chunk of tokens at a time. Each way runs in a separate process, which measures the rise of its peak resident memory. The
+target is that the chunked way needs at most a quarter of the plain way's memory. The printed check sums show that both
+ways compute the same numbers.
 """
 
 import argparse

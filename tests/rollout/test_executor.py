@@ -193,8 +193,8 @@ class Panic(BaseException):
 def test_whatever_an_episode_raises_is_its_failure(
     make: Make, caplog: pytest.LogCaptureFixture, error: BaseException, group_size: int
 ) -> None:
-    """If an episode raises any exception, the failure is counted and logged, and the next prompt replaces the failed
-    prompt."""
+    """If an episode raises any exception, the failure is counted and logged, and a group of the next prompt replaces
+    the failed group."""
 
     class Raises(Echo):
         async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
@@ -256,7 +256,7 @@ def test_the_loaders_batch_is_what_the_gate_counts(make: Make) -> None:
 
 def test_group_size_and_n_samples_are_one_number(make: Make) -> None:
     """A caller may set group_size or n_samples. If both are set to different numbers, prepare_batch raises an error.
-    Evaluation may use a different number than training."""
+    Evaluation may use a different group size than training."""
     executor = make(gconfig=GenerationHyperparameters(n_samples=3))
     with pytest.raises(ValueError, match=r"group_size=2 and gconfig.n_samples=3 are one number"):
         executor.prepare_batch(loader(SAMPLES), Echo(), group_size=2)
@@ -572,7 +572,7 @@ def test_a_conversation_is_one_row_in_style_concat(run_agent: Any) -> None:
 
 
 def test_a_dict_rewards_the_completions_it_names(run_agent: Any) -> None:
-    """An agent may return a dict from completion ids to rewards. If an id is unknown, the episode fails."""
+    """An agent may return a dict that maps completion ids to rewards. If an id is unknown, the episode fails."""
     group, _ = run_agent(Talks(lambda ids: {ids[0]: 3, ids[1]: np.float32(1)}), export_style="individual")
     assert group["rewards"].tolist() == [4.0, 1.0]
     assert run_agent(Talks(lambda ids: {"nobody": 1.0})) == (None, RolloutStat(rejected=1, failed=1))

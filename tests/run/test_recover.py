@@ -56,7 +56,7 @@ def group(version: int, task_id: int = 0) -> dict[str, torch.Tensor]:
 
 
 def test_the_lines_of_lost_steps_are_cut(tmp_path: Path) -> None:
-    """cut_metrics removes complete and incomplete lines after the checkpoint's step. If the line of a step is missing,
+    """cut_metrics removes all lines after the checkpoint's step, complete or not. If the line of a step is missing,
     cut_metrics raises an error."""
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps({"step": i}) + "\n" for i in range(1, 5)) + '{"step": 5, "rew')
@@ -318,8 +318,8 @@ def test_the_saver_keeps_the_newest_of_its_own(tmp_path: Path) -> None:
 
 
 def test_the_best_model_by_evaluation_stays(tmp_path: Path) -> None:
-    """Beside the newest model, save_model keeps the saved model with the best evaluation. A step without a saved model
-    cannot be the best. If two saved models have equal evaluations, the newer model is the best."""
+    """In addition to the newest model, save_model keeps the saved model with the best evaluation. A step without a
+    saved model cannot be the best. If two saved models have equal evaluations, the newer model is the best."""
 
     class Actor:
         rank = 0
