@@ -6,16 +6,16 @@
 
 A random request begins as an honest request to an endpoint. The script changes random values of the request's body:
 other types, deep nesting, huge strings, missing and repeated fields. Then the script may damage the bytes, the headers,
-the method or the path, send the request slowly, cut the request, or close the script's half of the connection. The API
-key of a request is right or wrong.
+the method or the path, send the request slowly, send only its beginning, or close the script's half of the connection.
+The API key of a request is right or wrong.
 
 Each complete request must get a reply within 60 seconds, and no reply may have a status of 500 or above. An incomplete
 request must get a reply or a closed connection within 60 seconds. Honest sessions run beside the random requests, and
-bench/load.py checks their tokens. At the end the server must have the same version and the same answer to one prompt as
-at the beginning, and no running request. Some endpoints change the state of a server if the key is right. Requests to
-these endpoints go to a second server and a second proxy, so that no honest session can fail because of them. The two
-endpoints *_memory_occupation never get the right key, because a call at the wrong time ends the small server by design.
-Such a call ends SGLang, too.
+bench/load.py checks their tokens. At the end the server must have its initial version, run no request, and give the
+same answer to one prompt as at the beginning. Some endpoints change the state of a server if the key is right. Requests
+to these endpoints go to a second server and a second proxy, so that no honest session can fail because of them. The two
+endpoints *_memory_occupation never get the right key, because a call with the right key at the wrong time ends the
+small server by design. Such a call ends SGLang, too.
 """
 
 import argparse
@@ -240,12 +240,12 @@ class Fuzz:
             ("control proxy" if path == "/set_version" else "proxy", ADMIN, method, path) for path, method in routes
         ]
         names = [name for name, _ in inspect.getmembers(Server, inspect.iscoroutinefunction) if name[0] != "_"]
-        names = sorted(names * 4)  # the proxy has several paths for each of its endpoints
+        names = sorted(names * 4)  # four times each, because the proxy has several paths for each endpoint
         self.targets += [("server" if n in SAFE else "control server", KEY, "POST", f"/{n}") for n in names]
         self.counts: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
 
     async def one(self, number: int, session_id: str, other_id: str) -> None:
-        """Send request `number`. Raises SystemExit if the reply breaks a rule.
+        """Send request `number`. Raises SystemExit if the reply breaks a rule of this module's essay.
 
         Requests that may end a session go to the session `other_id`.
         """
@@ -266,9 +266,10 @@ class Fuzz:
             raise SystemExit(f"seed {self.seed}, request {number}: {status}\n{raw[:3000]!r}\n{reply!r}")
 
     async def work(self, numbers: Any) -> None:
-        """Send the requests of a shared iterator. For every hundred requests, start two new sessions."""
+        """Send the requests whose numbers the shared iterator `numbers` yields. For every hundred requests, start two
+        new sessions."""
         while batch := list(itertools.islice(numbers, 100)):
-            with contextlib.suppress(Refusal):  # a random request may have exported the second session
+            with contextlib.suppress(Refusal):  # a random request may have exported the session of `other`
                 async with self.client() as client, self.client() as other:
                     for number in batch:
                         await self.one(number, client.session_id, other.session_id)

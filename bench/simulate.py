@@ -4,11 +4,12 @@
     python bench/simulate.py --check RUN ...        compare the simulation with other finished runs of train.py
     python bench/simulate.py --record RUN ...       keep the times of finished runs in docs/simulate.json
 
-This is a discrete-event simulation in virtual time. A queue holds the next event of each server and of the trainer, and
-the clock jumps from event to event. The shipped classes make all decisions. StalenessManager (staleness.py) says how
-many groups may start. DispatchState (rollout/dispatcher.py) chooses the groups that start, forms the batches and
-decides which old tokens leave the loss. Only time is simulated. bench/clusters.py simulates clusters and the price of
-each order. docs/simulate.md explains the results.
+The script is a discrete-event simulation in virtual time. A queue holds the next event of each server and of the
+trainer, and the clock jumps from event to event. The same classes as in a real run make all decisions. StalenessManager
+(staleness.py) says how many groups may start. DispatchState (rollout/dispatcher.py) chooses the groups that start,
+forms the batches and decides which old tokens leave the loss. Only time is simulated. bench/clusters.py simulates
+clusters of GPUs, and compares the rules by which a training step chooses its groups. docs/simulate.md explains the
+results.
 
 **Servers.** A server generates one token for each of its n running sequences in `a + b n` seconds. At most `slots`
 sequences run on a server, and the other sequences wait in order of arrival. A sequence has a length in tokens. A group
@@ -58,8 +59,8 @@ class Setup:
 
     batch: int  # prompt groups in a batch (B)
     length: Draw  # number of tokens of a sequence in group k
-    train: Callable[[random.Random, int, float], float]  # seconds to train in step k on this number of tokens
-    update: Callable[[random.Random, int, int], float]  # seconds of step k's update of a server with n sequences
+    train: Callable[[random.Random, int, float], float]  # (rng, step, tokens) -> seconds of training
+    update: Callable[[random.Random, int, int], float]  # (rng, step, n) -> seconds to update a server with n sequences
     rest: Draw = lambda rng, step: 0.0  # seconds between an update and the next step
     eta: int = 0
     members: int = 1  # sequences of a group
@@ -128,11 +129,12 @@ class Server:
 
 @dataclass(eq=False)
 class WindowState(DispatchState[Task, Versions]):
-    """Order of start with slack: a group that has not finished may be overtaken, as long as its deadline allows it.
+    """Order of start with slack: finished groups may overtake an unfinished group, as long as the deadline of the
+    unfinished group allows this.
 
-    The deadline of a group is the version at its start plus eta. A step takes the finished groups that started first.
-    The step may take these groups only if enough steps remain for all other groups: for each version D, at most
-    (D - v) B groups with a deadline up to D may be left afterwards.
+    The deadline of a group is the version at its start plus eta. A step takes the finished groups that started first. A
+    step at version v may take these groups only if later steps can consume all other groups in time: for each version D
+    from v on, at most (D - v) B of the other groups may have a deadline of D or less.
     """
 
     slack: int = 0  # versions by which the gate is stricter than eta
@@ -200,7 +202,8 @@ class Simulation:
         self.result = Result(steps=[[0.0]])
 
     def make_gate(self, s: Setup) -> tuple[StalenessManager, DispatchState[Task, Versions]]:
-        """Return the gate and the state of the dispatcher. Both are the shipped classes, except in mode window.
+        """Return the gate and the state of the dispatcher. The gate is a StalenessManager. The state is a
+        DispatchState, or in mode window a WindowState.
 
         In mode unbounded no group is too old.
         """
@@ -373,7 +376,7 @@ def simulate(make: Callable[..., Setup], *args: Any, seeds: Iterable[int] = (0,)
 
 
 def record(folder: Path) -> dict[str, Any]:
-    """Return the times of a finished run in seconds: the times of its groups, in order of start, and of its steps."""
+    """Return how many seconds the groups (in order of start) and the parts of the steps of a finished run took."""
     import yaml
 
     from run.report import read_records
@@ -411,11 +414,11 @@ def record(folder: Path) -> dict[str, Any]:
 
 
 def blocks(values: list[float], size: int, width: int = 2) -> Draw:
-    """Return a function that draws whole blocks of `size` values, each from at most `width` blocks away.
+    """Return a function that draws a value for group or step k, from a block at most `width` blocks away from k's own.
 
-    The groups of one batch run at the same time on the same machine, so their times are alike. The slowest of B
-    independent draws would be slower than the slowest of B groups that run together. A block bootstrap keeps the times
-    within a block alike.
+    A block has `size` values. The groups of one batch run at the same time on the same machine, so their times are
+    alike. The slowest of B independent draws would be slower than the slowest of B groups that run together. A block
+    bootstrap keeps the times within a block alike.
     """
     shifts: dict[int, int] = {}
     most = max(0, len(values) // size - 1)  # index of the last complete block of values

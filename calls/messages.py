@@ -21,9 +21,9 @@ The tree therefore compares only four fields of a message, in the form that `can
     tool calls      id, name and arguments, in order; arguments are compared as JSON: '{"a": 2.0}' equals '{ "a":2 }'
     tool_call_id    only in a tool's result: the id of the tool call; some clients call this key `id`
 
-Every other key (`name`, reasoning, annotations, cache markers, other ids) is ignored. If a client has changed the text
-of an earlier message, the request starts a new conversation. Two equal messages may have different tokens, so the tree
-uses the comparison only to find the parent. The prompt contains the parent's sampled tokens unchanged.
+Every other key (`name`, reasoning, annotations, cache markers, message ids) is ignored. If a client has changed the
+text of an earlier message, the request starts a new conversation. The comparison serves only to find the parent,
+because equal messages may have different tokens. The prompt contains the parent's sampled tokens unchanged.
 
 References. Some clients send an id in place of the history: `previous_response_id`, `item_reference`, or Anthropic's
 `thread`. The parser calls `find` with this id to get the messages of a finished interaction of the session. New
@@ -99,7 +99,7 @@ class AgentRequest:
     template_kwargs: Json = field(default_factory=dict)  # additional variables of the chat template
     n: int = 1  # number of answers
     logprobs: bool = False  # whether the reply contains the logprobs of the sampled tokens
-    store: bool = True  # False keeps this turn out of training
+    store: bool = True  # if False, `rollout.openai.store` decides whether the turn is trained
     stream: bool = False  # whether the reply is a stream of events
     stream_usage: bool = False  # whether a stream of chat completions ends with a chunk of token counts
 
@@ -405,7 +405,7 @@ def _join_items(pieces: list[Message]) -> list[Message]:
         only_adds_calls = "tool_calls" in piece and not piece["content"] and "reasoning_content" not in piece
         only_reasoning_so_far = not last.get("content") and "tool_calls" not in last
         if last["role"] == piece["role"] == "assistant" and (only_adds_calls or only_reasoning_so_far):
-            for key in piece.keys() - {"role"}:  # the values are texts and lists of tool calls
+            for key in piece.keys() - {"role"}:  # each value is a text or a list of tool calls
                 last[key] = last[key] + piece[key] if key in last else piece[key]
         else:
             messages.append(piece)

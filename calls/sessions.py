@@ -39,8 +39,8 @@ GRANT_SECONDS = 60.0  # seconds until an unused grant lapses
 
 @dataclass
 class Limits:
-    """Limits on the requests and answers of one session (SECURITY.md). `running` lets answers wait. No honest agent
-    reaches another limit."""
+    """Limits on the requests and answers of one session (SECURITY.md). Answers above the limit `running` wait. No
+    honest agent reaches any of the other limits."""
 
     running: Count = 32  # answers of a session that servers generate at once; the session's other answers wait
     answers: Count = 2048  # answers of a session that run or wait; a further call gets status 429
@@ -82,7 +82,7 @@ class Session:
         return sum(interaction.reward is not None for interaction in self.cache.finished())
 
     def finished(self, interaction_id: str) -> Interaction | None:
-        """Return the interaction with this id whose reply is complete, or None if there is none."""
+        """Return the interaction with this id if its reply is complete, and None otherwise."""
         found = self.cache.get(interaction_id)
         return found if found and found.reply else None
 

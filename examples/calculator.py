@@ -1,4 +1,4 @@
-"""The task of the example agents, and a tiny base model for this task, which is trained in seconds on one core.
+"""The task of the example agents, and a tiny base model for this task. One core trains the model in seconds.
 
 The agent computes ( a + b ) * c and gives the answer in words. An episode has three turns. If the agent has the tools
 add and multiply, the agent calls add, calls multiply with the sum, and then answers. A coding agent has a shell instead
@@ -7,12 +7,12 @@ add and multiply, the agent calls add, calls multiply with the sum, and then ans
     user: ( 1 + 2 ) * 3     assistant: add(1, 2)     tool: 3     assistant: multiply(3, 3)     tool: 9
     assistant: the answer is 9
 
-Every word is one token of the model (tasks/base_model.py). The model learns to imitate such conversations. The model's
-tool calls have the format of Hermes and Qwen: <tool_call> {"name": ..., "arguments": ...} </tool_call>. The model
-copies numbers from the question and from the tools' results. Words that the model does not know become unknown tokens.
-The chat template renders only the last 12 words of a message, because the instructions of a coding agent have thousands
-of words. The base model already solves the task. The examples show only that training works with the conversations of
-each framework.
+Every word is one token of the model (tasks/base_model.py). The model learns to imitate conversations like the one
+above. The model's tool calls have the format of Hermes and Qwen: <tool_call> {"name": ..., "arguments": ...}
+</tool_call>. The model copies numbers from the question and from the tools' results. Words that the model does not know
+become unknown tokens. The chat template renders only the last 12 words of a message, because the instructions of a
+coding agent have thousands of words. The base model already solves the task. The examples show only that training works
+with the conversations of each framework.
 
     python -m examples.calculator .cache/calculator        make the folder of the model, for the server and the proxy
 """
@@ -51,10 +51,10 @@ def dataset(split: str = "train") -> list[dict]:
 def conversation(sample: dict, noise: random.Random, shell: str = "") -> list[dict]:
     """Return a correct conversation about a sample, as a warm-up example. `shell` is the name of a coding agent's tool.
 
-    The conversation has a system prompt with probability 1/2. The conversation of a coding agent has other tools, may
-    have a message about the agent's environment, and may have unknown words around the question and before each tool
-    result. Some agents without a shell ask for the answer without tools, so half of the conversations without a shell
-    list no tools.
+    The conversation has a system prompt with probability 1/2. The conversation of a coding agent lists the shell and
+    perhaps unknown tools, may have a message about the agent's environment, and may have unknown words around the
+    question and before each tool result. Some agents without a shell ask for the answer without tools, so half of the
+    conversations without a shell list no tools.
     """
     a, b, c = sample["numbers"]
     calls = CALL.format("add", a, b), CALL.format("multiply", a + b, c)

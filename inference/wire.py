@@ -62,7 +62,7 @@ class EngineError(RuntimeError):
 
 
 def is_logged(count: int) -> bool:
-    """Return True for the counts 1, 2, 4, 8, ... An event that happens again and again gets few lines in the log."""
+    """Return True for the counts 1, 2, 4, 8, ..., so that a frequent event gets few lines in the log."""
     return not count & (count - 1)
 
 

@@ -174,7 +174,7 @@ class DispatchState(Generic[TInput, TResult]):
         else:
             del self.order[task_id]
             self.rejected.append(task_id)
-            failed = result.error is not None and self.failure is None  # tasks cancelled by destroy() did not fail
+            failed = result.error is not None and self.failure is None  # a task that destroy() cancels does not fail
             self.manager.on_rollout_rejected(failed)
             if failed:
                 self.trace("fail", task_id)

@@ -1,10 +1,11 @@
 """Estimate the memory and the disk space that a run needs, before the run starts.
 
 **The trainer.** A rank keeps its share of the parameters, gradients and two AdamW moments: four float32 numbers for
-each of the n parameters. A training step has three phases: head, layers and end. The rank also needs the memory of the
-phase that needs most. P is the number of parameters in a decoder layer, V the vocabulary size, and H the hidden size. R
-is the number of parameters in the embedding and the last layer: V H if the two share their weights, else 2 V H. A
-number in a forward pass has b bytes, 2 in bfloat16. `saved` is what the forward pass keeps for the backward pass.
+each of the n parameters. A training step has three phases: head, layers and end. In addition to its share, the rank
+needs the bytes of the largest phase (table below). P is the number of parameters in a decoder layer, V the vocabulary
+size, and H the hidden size. R is the number of parameters in the embedding and the last layer: V H if these two layers
+share their weights, else 2 V H. A number in a forward pass has b bytes, 2 in bfloat16. `saved` is the number of bytes
+that the forward pass keeps for the backward pass.
 
     head    b R + (4 + b) V H + saved + chunk        the whole last layer; its gradient in float32; the gradient that
                                                      one chunk of tokens adds to it; the chunk's logits
@@ -24,8 +25,8 @@ With actor.gradient_checkpointing a layer keeps only its input, b H bytes, and o
 Example: a layer of Qwen2.5-1.5B in bfloat16 keeps 103,424 bytes for each token, which is 67 times the hidden size H.
 `tests/run/test_memory.py` compares the formulas with tensors that real layers save, and with the memory of a real step.
 
-**Not promised.** The formulas describe dense models like Llama and Qwen. The context of CUDA, CUDA graphs and the gaps
-between tensors are one rough number for each process (`CUDA_BYTES`).
+**Not promised.** The formulas describe dense models like Llama and Qwen. One guessed number for each process
+(`CUDA_BYTES`) stands for the CUDA context, CUDA graphs and the gaps between tensors.
 """
 
 from typing import Any
@@ -81,7 +82,8 @@ def estimate_memory(config: TrainConfig, ranks: int, on_gpus: bool) -> tuple[flo
     The estimates are the memory of a rank in a step, of a rank between two steps, and of a server on each of its GPUs.
     With actor.offload and a GPU, the parameters, gradients and moments are in host memory. A reference model has 4 n
     bytes of parameters. A server has its weights and the keys and values of max_total_tokens tokens. In a server a
-    number takes 2 bytes on a GPU and 4 on a CPU. The tp_size GPUs of a server share this memory.
+    number takes 2 bytes on a GPU and 4 on a CPU. The weights, keys and values of a server are divided among its tp_size
+    GPUs.
     """
     assert config.model_path is not None
     shape = AutoConfig.from_pretrained(config.model_path).get_text_config()
@@ -120,8 +122,8 @@ def describe_load(config: TrainConfig, n: int) -> str:
     running = (config.rollout.max_concurrent_rollouts or 1) * config.gconfig.n_samples
     slots = config.server.count * config.server.max_running_requests
     step = samples * config.gconfig.max_new_tokens * TOKEN_BYTES
-    # The disk holds the newest models and the best in float32, two recovery checkpoints with two moments each, and two
-    # versions of the weights that the servers read.
+    # The disk holds the newest models, the best model, and two recovery checkpoints (parameters and two moments), all
+    # in float32. The disk also holds two versions of the weights that the servers read.
     models = config.saver.keep + bool(config.evaluator.interval)
     kept = (4 * models + 2 * 12 + 2 * getattr(torch, config.actor.dtype).itemsize) * n
     newest = f", kept for {config.logger.keep_steps} steps" if config.logger.keep_steps else ""

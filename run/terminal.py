@@ -1,10 +1,10 @@
-"""Print the first words of train.py, show a clock, and make a run silent with `--quiet`.
+"""Print the first words of a run's output, show a clock, and make a run silent with `--quiet`.
 
 Imports, models and servers take seconds or minutes. On a terminal, a clock therefore counts the seconds since the
-start, from the first words until the results are printed. During training the live table (run/logger.py) is below the
-clock. While there is a clock, rich prints every line and breaks long lines. The results contain commands, which must
-not be broken, so the clock ends before the results. If the output goes to a file, there is no clock: each event of the
-start and each training step is one line.
+start. The clock is shown from the first words until the results are printed. During training the live table
+(run/logger.py) is below the clock. While there is a clock, rich prints every line and breaks long lines. The results
+contain commands, which must not be broken, so the clock ends before the results. If the output goes to a file, there is
+no clock: each event of the start and each training step is one line.
 
 With `--quiet` a run prints only warnings, errors and its results at the end. Warnings and errors go to the standard
 error. The run redirects its standard output until the results are there.
@@ -26,11 +26,11 @@ from run.config import load
 
 BEGIN = monotonic()
 clock = Live(get_renderable=lambda: f"{monotonic() - BEGIN:.0f} s since start", refresh_per_second=2, transient=True)
-before_results = ExitStack()  # its `close` ends the silence of a quiet run, and the clock
+before_results = ExitStack()  # closing it ends the clock, and the silence of a quiet run
 
 
 def greet(words: list[str]) -> None:
-    """Print the first words of train.py and start the clock, or print the help. `words` is the command line."""
+    """Print the first words of the output and start the clock, or print the help. `words` is the command line."""
     is_first = os.environ.get("RANK", "0") == "0"
     if {"-h", "--help"} & {*words}:
         if is_first:

@@ -83,7 +83,8 @@ WORKFLOW_KWARGS = {"reward_fn": "tasks.gsm8k.reward"}
 
 
 class MathAgent:
-    """Lets the model try again while its answer is wrong. The reward of a right answer at try k is discount^(k-1)."""
+    """An agent that lets the model try again while the model's answer is wrong. The reward of a right answer at try k
+    is discount^(k-1)."""
 
     def __init__(self, max_turns: int = 2, discount: float = 0.9) -> None:
         self.max_turns, self.discount = max_turns, discount

@@ -2,8 +2,9 @@
 hand.
 
 The loop `paper_objective` uses no tensors. For every trained token the loop reads the log-probabilities of the three
-policies, computes the two ratios, and adds the smaller term to the sum. `test_the_loss_is_the_papers_objective` checks
-that its inputs cover every case: each clip, the cap, both signs of the advantage, and the mask.
+policies, computes the two ratios, and adds the smaller of the clipped and the unclipped term to the sum.
+`test_the_loss_is_the_papers_objective` checks that its inputs cover every case: each clip, the cap, both signs of the
+advantage, and the mask.
 """
 
 import math
@@ -32,8 +33,8 @@ def ppo_actor_loss_fn(theta, prox, behav, A, mask, *, sequence_ids=None, denomin
 
 
 def paper_objective(theta, prox, behav, A, mask, *, eps, eps_high, c, cap) -> tuple[float, Counter[str]]:
-    """Compute J in a loop over tokens. Return J and a count of the tokens in each case (clipped, dropped, masked and so
-    on)."""
+    """Compute the paper's objective J in a loop over tokens. Return J and a count of the tokens in each case (clipped,
+    dropped, masked and so on)."""
     theta, prox, behav, A, mask = (x.tolist() for x in (theta, prox, behav, A, mask))
     hits: Counter[str] = Counter()
     total, count = 0.0, 0
@@ -459,10 +460,10 @@ def test_a_broken_trajectory_says_what_is_wrong():
 @pytest.mark.parametrize("cap", [1.6, None])
 @pytest.mark.parametrize("how", ["token", "sequence", "constant"])
 def test_weights_and_aggregation_by_the_loop(level, action, cap, how):
-    """A loop over rows and tokens computes the same loss, for all settings of the behaviour weight (level, action, cap)
-    and of the aggregation."""
+    """A loop over rows and tokens computes the same loss as ppo_actor_loss_fn, for all settings of the behaviour weight
+    (level, action, cap) and of the aggregation."""
     theta, prox, behav, A, mask = random_tokens(11, spread=0.5)
-    prox = prox + torch.linspace(-0.6, 0.9, 6)[:, None]  # these shifts make some sequences exceed the cap
+    prox = prox + torch.linspace(-0.6, 0.9, 6)[:, None]  # these shifts push the weights of some rows above the cap
     eps, C = 0.2, 50
     mask[2] = 0  # a row without trained tokens
     total, capped, n_tokens, n_rows, weights = 0.0, 0, int(mask.sum()), 0, []

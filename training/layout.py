@@ -19,16 +19,16 @@ one sequence at a time.
 
 **Example.** Two rows of tokens, [a b c] and [d e], have three tokens that a model can predict: b, c and e. A padded
 piece of these rows has 6 hidden states, one for each token and one for the padding: a is 0, b is 1, c is 2, d is 3, e
-is 4, and the padding is 5. A packed piece has only the first 5 hidden states. In both pieces state 0 predicts b, state
-1 predicts c, and state 3 predicts e.
+is 4, and the padding is 5. A packed piece of the two rows has only the states 0 to 4. In both pieces state 0 predicts
+b, state 1 predicts c, and state 3 predicts e.
 
 **Why packed rows need an attention function.** In a packed row, position_ids start at 0 again in each sequence. Some
 attention kernels read position_ids and separate the sequences. With all other kernels, tokens would attend to tokens of
 other sequences, and no error would be raised. A dense mask would be correct, but most of its t * t numbers would be
 zero for a row of t tokens. `attend_apart` therefore separates the sequences.
 
-**The kernel** torch.nn.attention.varlen takes 16-bit numbers. The size of a head must be a multiple of 8 and at most
-256. The kernel needs a GPU of the generation Ampere or newer.
+**The kernel** torch.nn.attention.varlen takes 16-bit numbers. The kernel needs heads whose size is a multiple of 8 and
+at most 256, and a GPU of the generation Ampere or newer.
 
 **Limits.** In packed rows and trees only the attention function keeps sequences apart. Models with sliding windows,
 capped attention, attention sinks, convolutions or recurrent states are therefore refused in these two layouts. Padded
@@ -140,7 +140,7 @@ def cut_padded(batch: Batch, rows: Sequence[int], mb_tokens: int) -> list[Piece]
     for part in split_microbatches(rows, row_lengths(batch), mb_tokens):
         real = batch["attention_mask"][part].bool()  # (b, T)
         t = int(real.sum(1).max())
-        row, previous = real[:, 1:t].nonzero(as_tuple=True)  # (n,), (n,): a token's row, the column of the token before
+        row, previous = real[:, 1:t].nonzero(as_tuple=True)  # (n,), (n,): each token's row, and its column - 1
         inputs = {"input_ids": batch["input_ids"][part, :t].long()}  # (b, t)
         pieces.append(Piece(inputs, torch.tensor(part)[row], previous + 1, predicted_by=row * t + previous))
     return pieces
@@ -151,7 +151,7 @@ def cut_packed(batch: Batch, rows: Sequence[int], mb_tokens: int) -> list[Piece]
     pieces = []
     for part in split_packs(rows, row_lengths(batch), mb_tokens):
         real = batch["attention_mask"][part].bool()  # (b, T)
-        row, column = (x.clone() for x in real.nonzero(as_tuple=True))  # (t,), (t,): all tokens, row after row
+        row, column = (x.clone() for x in real.nonzero(as_tuple=True))  # (t,), (t,): row and column of each token
         ids = batch["input_ids"][part][real].long()[None]  # (1, t)
         lengths = real.sum(1)  # (b,)
         bounds = F.pad(lengths.cumsum(0), (1, 0)).int()  # (b + 1,) where each sequence begins, then t
@@ -198,7 +198,7 @@ def has_kernel(query: Tensor) -> bool:
 def pick_layout(actor: PPOActorConfig, device: str, shape: Any) -> tuple[str, str]:
     """Return the name of the trainer's layout, and the reason. By default the layout depends on the type of `device`.
 
-    `shape` is the model's text configuration. The default never takes a layout that refuses the model.
+    `shape` is the model's text configuration. The default is never a layout that refuses the model.
     """
     if actor.enable_tree_training:
         return "tree", "actor.enable_tree_training is set"
@@ -217,7 +217,7 @@ def pick_layout(actor: PPOActorConfig, device: str, shape: Any) -> tuple[str, st
 def attend_apart(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **kwargs: Any):
     """Compute causal attention within each sequence of a packed row. In transformers this function is named "packed".
 
-    query (1, heads, t, d); key and value (1, groups, t, d); `bounds` and `longest` as in the piece (cut_packed).
+    `query` is (1, heads, t, d), and `key` and `value` are (1, groups, t, d). cut_packed makes `bounds` and `longest`.
     Returns the output (1, t, heads, d), and None in place of the attention weights.
     """
     refuse(name for name in BEYOND_CAUSAL if kwargs.get(name) is not None)

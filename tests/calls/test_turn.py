@@ -33,7 +33,7 @@ TOOLS: list[Any] = [
     for name in ("look", "open")
 ]
 Start = Callable[..., Harness]
-ENDS: dict[str, Callable[[bytes], bool]] = {  # protocol -> whether a piece has the stream's last event
+ENDS: dict[str, Callable[[bytes], bool]] = {  # protocol -> test: does a piece of a stream hold its last event?
     "chat/completions": lambda piece: b"data: [DONE]" in piece,
     "responses": lambda piece: b'"response.completed"' in piece,
     "messages": lambda piece: b"message_stop" in piece,
@@ -161,8 +161,8 @@ async def test_a_stream_without_tokens_is_not_silent(start: Start, monkeypatch: 
 
 @pytest.mark.parametrize("streams", [True, False])
 async def test_an_error_before_the_first_token_is_a_status(start: Start, streams: bool) -> None:
-    """A call that fails before its first token gets an HTTP error status, even if the reply is a stream. The proxy
-    sends the headers of a stream only with the first token."""
+    """A call that fails before its first token gets an HTTP error status, even if the client has asked for a stream.
+    The proxy sends the headers of a stream only with the first token."""
     harness = start()
     session = await harness.start()
     harness.engine.error = EngineError("the prompt is too long", 400)
@@ -509,8 +509,8 @@ async def test_an_orphan_is_dropped(start: Start, says_so: bool, streams: bool) 
 
 
 async def test_an_orphan_is_dropped_while_it_is_aborted(start: Start) -> None:
-    """If a retry arrives while the engine is still aborting the first generation, the abandoned turn is also
-    removed."""
+    """A retry may arrive while the engine is still aborting the first generation. The turn of that generation is
+    removed all the same."""
     harness = start("hello you", "hello me")
     session = await harness.start()
     asked = harness.engine.agenerate
@@ -645,7 +645,7 @@ async def real(tiny_tokenizer: Any, tiny_server: str) -> AsyncIterator[Harness]:
 
 
 async def assert_equal_rows(harness: Harness, sessions: list[str]) -> None:
-    """Check that both sessions export the same rows. The last bits of the log-probabilities may differ, because the
+    """Check that two sessions export the same rows. The last bits of the log-probabilities may differ, because the
     server batches requests."""
     one, other = [i["tensors"] for s in sessions for i in (await harness.export(s)).values()]
     assert one.pop("logprobs") == pytest.approx(other.pop("logprobs"), abs=1e-4)
@@ -664,7 +664,7 @@ async def test_streaming_is_not_streaming_chat(real: Harness, seed: int) -> None
         async with client.chat.completions.stream(**request, **options) as stream:
             async for _ in stream:
                 pass
-            streamed = stream.current_completion_snapshot  # get_final_completion raises an error for a cut text
+            streamed = stream.current_completion_snapshot  # get_final_completion refuses a truncated text
     assert streamed.choices[0].message.content == whole.choices[0].message.content
     assert streamed.choices[0].finish_reason == whole.choices[0].finish_reason
     assert streamed.usage == whole.usage
@@ -675,7 +675,7 @@ async def test_streaming_is_not_streaming_chat(real: Harness, seed: int) -> None
 async def test_streaming_is_not_streaming_responses(real: Harness, seed: int) -> None:
     """A streamed response has the same text and tokens as an unstreamed response."""
     sessions = [await real.start() for _ in range(2)]
-    stops = {"seed": seed, "stop_token_ids": list(range(100, 104))}  # end the answer before a length limit
+    stops = {"seed": seed, "stop_token_ids": list(range(100, 104))}  # so that the answer ends before its length limit
     request: Any = {"model": "m", "input": "hello", "extra_body": stops}
     async with sdk(real, f"/{sessions[0]}/v1") as client:
         whole = await client.responses.create(**request)

@@ -174,8 +174,8 @@ async def test_an_echo_without_reasoning_is_spliced(start: Start, name: str) -> 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("store", ["ignore", "honour"])
 async def test_store_false_is_trained_unless_a_run_honours_it(start: Start, name: str, store: str) -> None:
-    """Codex sends `store: false` with every call. By default a call with `store: false` is trained, and the row counts
-    the calls with `store: false`."""
+    """Codex sends `store: false` with every call. By default a call with `store: false` is trained. The field
+    `unstored` of the row counts such calls."""
     harness = start("one", store=store)
     session = await harness.start()
     await ask(harness, session, name, [user()], store=False)
@@ -206,7 +206,8 @@ PARTS: dict[str, Items] = {
 @pytest.mark.parametrize(("name", "part"), [(name, part) for name in NAMES for part in PARTS[name]])
 async def test_an_image_becomes_a_text(start: Start, tiny_tokenizer: Any, name: str, part: dict[str, Any]) -> None:
     """An image or a file in a message or in a tool result becomes a placeholder text. For example, Claude Code's tool
-    Read returns a PNG as an image. The row counts the placeholders, and the turns stay one conversation."""
+    Read returns a PNG as an image. The field `placeholders` of the row counts the placeholders, and the turns stay one
+    conversation."""
     harness = start(CALL, "a cat")
     text = {"type": "input_text" if name == "responses" else "text", "text": "Look: "}
     session, items = await harness.start(), [user([text, part])]
@@ -356,7 +357,7 @@ async def test_only_allowed_tools_are_called(tool_tokenizer: Any, name: str, mod
 
 @pytest.mark.parametrize("tools", [[], [{"type": "function", "name": "h"}], [{"name": 3}], "f"])
 def test_allowed_tools_are_offered_tools(tools: Any) -> None:
-    """A required call needs at least one allowed tool that the request offers."""
+    """A request that demands a call is refused if it offers none of its allowed tools."""
     choice = {"type": "allowed_tools", "mode": "required", "tools": tools}
     with pytest.raises(ValueError, match="tool"):
         parse_responses({"input": "hello", "tools": [offer("responses")], "tool_choice": choice})
@@ -407,9 +408,9 @@ async def test_a_response_can_be_fetched(start: Start, stream: bool) -> None:
 
 
 async def test_the_input_of_a_response_can_be_listed(start: Start) -> None:
-    """GET /v1/responses/{id}/input_items lists everything that the response has read. The list contains instructions,
-    earlier turns that the client has named by an id, reasoning, tool calls and results. An SDK that reads the list in
-    pages gets every item."""
+    """GET /v1/responses/{id}/input_items lists the whole input of a response. The list contains instructions, earlier
+    turns that the client has named by an id, reasoning, tool calls and results. An SDK that reads the list in pages
+    gets every item."""
     harness = start(f"<think>hm</think>{CALL}", "21 degrees")
     session = await harness.start()
     async with sdk(harness, f"/{session}/v1") as client:
@@ -435,8 +436,8 @@ async def test_the_input_of_a_response_can_be_listed(start: Start) -> None:
 
 
 async def test_management_names_the_wrong_field(start: Start) -> None:
-    """The proxy refuses an API key that the caller chooses, and an export without a session. Each error names the
-    field."""
+    """The proxy refuses to start a session with an API key that the caller chooses, and to export without a session id.
+    Each error names the wrong or missing field."""
     harness = start()
     await harness.post("/grant_capacity", headers=ADMIN)
     answer = await harness.post("/rl/start_session", {"task_id": "t", "api_key": "sk-mine"}, headers=ADMIN)

@@ -359,7 +359,7 @@ def test_any_order_of_deaths_returns_and_updates(tmp_path_factory: pytest.TempPa
     """While at least one server is alive, every request is answered with current weights, and no living server stays
     paused.
 
-    In any order, servers die, restart at version 0, and lose their answers during an update.
+    The test makes servers die, restart at version 0, and lose their answers during an update, in any order.
     """
     machines = Machines(a=0, b=0, c=0)
     trainer, proxy = (machines.engine(A, B, "http://c") for _ in range(2))

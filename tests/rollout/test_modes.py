@@ -136,11 +136,11 @@ def test_a_failing_agent_is_counted_and_the_next_one_runs(
     assert [None if group is None else group["rewards"].tolist() for group in groups] == [None, [1.0], None, [1.0]]
     assert (stats.failed, stats.rejected) == (2, 2)
     assert re.search(says, caplog.text)
-    assert "never retrieved" not in capfd.readouterr().err  # logged if an SDK's client outlives its episode
+    assert "never retrieved" not in capfd.readouterr().err  # asyncio logs it if an SDK's client outlives its episode
 
 
 def test_an_agent_that_forks_has_one_result(run_agent: Run) -> None:
-    """An agent forks, and both processes return a reward. Only the worker's own reward counts, and the worker's next
+    """If an agent forks, and both processes return a reward, only the reward of the worker counts. The worker's next
     episode has its own result."""
     groups, stats = run_agent(mode_agents.Talks, {"then": "returns_twice"}, {}, subproc_max_workers=1)
     assert [group["rewards"].tolist() for group in groups] == [[1.0], [1.0]]

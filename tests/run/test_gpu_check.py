@@ -28,7 +28,7 @@ MACHINES = {  # for each name, a machine whose cells the tests check
 
 
 def cells_of(machine: str, work: Path) -> dict[str, Any]:
-    """Return the cells of one of MACHINES."""
+    """Return the cells that the script lists for MACHINES[machine], by name."""
     return {cell.name: cell for cell in bench.list_cells(MACHINES[machine], work)}
 
 

@@ -29,8 +29,8 @@ REQUESTS = 2000
 
 
 def limited(flag: str, files: int, command: list[str]) -> list[str]:
-    """Return a command that runs under a limit of open files. The flag -Sn sets the soft limit, and -Hn sets both
-    limits."""
+    """Return a command that runs `command` with a limit of `files` open files. The flag -Sn sets the soft limit, and
+    -Hn sets both limits."""
     lower = f'ulimit -Sn {files}; ulimit {flag} {files}; exec "$@"'
     return ["bash", "-c", lower, "bash", *command]
 
@@ -156,7 +156,8 @@ def test_a_run_raises_its_soft_limit(tmp_path: Path) -> None:
 
 
 def test_a_hard_limit_that_is_too_low_is_one_line(tmp_path: Path, tiny_model_dir: Path) -> None:
-    """If the hard limit is too low for the recipe, train.py says what to raise or lower before anything starts."""
+    """If the hard limit is too low for the recipe, train.py starts nothing, and says which limit to raise or which key
+    to lower."""
     words = ["--config", "configs/gsm8k.yaml", f"model={tiny_model_dir}", "data=tests/data/gsm8k.jsonl"]
     whole = limited("-Hn", 1024, command(tmp_path, *words))
     done = subprocess.run(whole, cwd=ROOT, capture_output=True, text=True, timeout=100)

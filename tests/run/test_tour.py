@@ -23,7 +23,7 @@ def blocks(page: str) -> list[list[str]]:
 
 
 def test_the_page_is_the_output_of_the_tour(tour: str) -> None:
-    """The page is identical to the output of a new tour. The numbers must be the same, unless this machine makes
+    """The page is identical to the output of a new tour. Only the numbers may differ, and only if this machine makes
     another base model."""
     page = PAGE.read_text()
     model, committed = (re.findall(r"has the hash `(\w+)`", text) for text in (tour, page))

@@ -119,7 +119,7 @@ def work_wait(model_dir: Path, out: Path) -> None:
 
 def work_checkpoint(model_dir: Path, out: Path) -> None:
     """Let rank 1 write its part of a checkpoint only after the next training step. Each rank writes into a file which
-    checkpoint it finds before and after this, and whether the checkpoint has the right weights."""
+    checkpoint it finds before and after rank 1 writes its part, and whether the checkpoint has the right weights."""
     actor = FSDPPPOActor(make_config(), model_dir)
     actor.create_process_group()
     actor.initialize(max_steps=4)

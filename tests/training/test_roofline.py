@@ -1,4 +1,4 @@
-"""bench/roofline.py counts the FLOPs that PyTorch counts in a real training step."""
+"""bench/roofline.py computes the number of FLOPs that PyTorch counts in a real training step."""
 
 import sys
 from pathlib import Path
@@ -51,7 +51,7 @@ def test_the_table_on_the_page() -> None:
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("family", SHAPES)
 def test_the_flops_of_a_step_are_those_that_pytorch_counts(family: str, checkpointing: bool, tmp_path: Path) -> None:
-    """The FLOPs of compute_logp and of ppo_update are exactly those that FlopCounterMode counts, for three
+    """For compute_logp and for ppo_update, the script computes exactly the FLOPs that FlopCounterMode counts, for three
     architectures, with two mini-batches."""
     config = AutoConfig.for_model(family, num_hidden_layers=3, vocab_size=300, pad_token_id=0, **SHAPES[family])
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)

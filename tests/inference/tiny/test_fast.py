@@ -1,4 +1,4 @@
-"""FastForward gives the same tokens and logits as the model of transformers, and every new weight reaches it."""
+"""FastForward gives the same tokens and logits as the model of transformers, also after weight updates."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -48,8 +48,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make_model(path: Path, family: str, noise: float = 0.0, **changes: Any) -> Path:
-    """Write a random model of this family. Add noise to the model's norms and biases, which are 1 and 0 in a new
-    model."""
+    """Write a random model of the architecture `family` to `path`. Add noise to the model's norms and biases, which are
+    1 and 0 in a new model."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SHAPE | changes), dtype=torch.float32)
     for name, weight in model.named_parameters():
@@ -66,13 +66,14 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(params=[False, True], ids=["untied", "tied"])
 def path(request: pytest.FixtureRequest, kind: str, tmp_path: Path) -> Path:
-    """Return the folder of a random model of this kind. If the model is tied, one matrix is both embedding and head."""
+    """Return the folder of a random model of KINDS[kind]. If the model is tied, one matrix is both embedding and
+    head."""
     family, changes = KINDS[kind]
     return make_model(tmp_path / "model", family, noise=0.3, **changes, tie_word_embeddings=request.param)
 
 
 def both(path: Path, **options: Any) -> tuple[TinyModel, TinyModel]:
-    """Return the model of this folder twice: with FastForward, and with the forward pass of transformers."""
+    """Return the model of the folder `path` twice: with FastForward, and with the forward pass of transformers."""
     fast, general = (TinyModel(str(path), slots=4, **options) for _ in range(2))
     assert fast.fast is not None
     general.fast = None
