@@ -30,7 +30,7 @@ An example: a call becomes a prompt. In the session's first turn the model answe
     4. `Proxy.gconfig` collects the sampling parameters from the body, the session and the option `sampling`.
     5. engine.py requests the tokens from a server, and calls/replies.py writes the reply, whole or as a stream.
 
-Sampling. The option `sampling` gives default values of the sampling parameters. An evaluation's session may have other
+Sampling. The option `sampling` gives default values of the sampling parameters. An evaluation may have its own
 default values. An agent can override each default value, unless the key `fixed_sampling` names the parameter. If an
 agent sets top_p or a penalty, training cannot reproduce the probabilities, so the turn is left out of the loss.
 
@@ -249,7 +249,7 @@ class Proxy:
             raise Refusal(error.args[0]) from error
 
     async def end_session(self, request: Request) -> Response:
-        """End a session. An ended session may be ended again. With {"discard": true}, forget the session, too."""
+        """End a session. To end a session twice is no error. With {"discard": true}, forget the session, too."""
         body = await self.read_json(request)
         session = self.sessions.find(session_id_of(request))
         self.sessions.end(session)

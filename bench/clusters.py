@@ -1,4 +1,5 @@
-"""Claim: order of start costs time if a few answers are very long; asynchronous training gains most on large clusters.
+"""Claim: to consume groups in order of start costs time if a few answers are very long, and asynchronous training gains
+most on large clusters.
 
     python bench/clusters.py             simulate everything, and write docs/clusters.csv and the tables (minutes)
     python bench/clusters.py --tables    write the tables of docs/simulate.md from docs/clusters.csv
@@ -8,8 +9,9 @@ assumes the lengths of sequences and the times of steps, and does not measure th
 and times, shows the tables, and says what the simulation cannot show. docs/figures.py draws the figures from
 docs/clusters.csv.
 
-**The price of an order.** Each step trains on 8 groups of one sequence. A group takes a lognormal time with a mean of
-2 s, and any number of groups may run at once. A step takes 0.8 s and a weight update 0.02 s.
+**Orders.** The first simulation compares orders in which steps can consume groups. Each step trains on 8 groups of one
+sequence. A group takes a lognormal time with a mean of 2 s, and any number of groups may run at once. A step takes
+0.8 s and a weight update 0.02 s.
 
 **Clusters.** Each step trains on 512 groups of 16 answers. Synchronous training uses every GPU first for generation and
 then for training. Asynchronous training uses three quarters of the GPUs for generation and one quarter for training.
@@ -45,7 +47,7 @@ def lognormal(mean: float, sigma: float, most: float = math.inf) -> Draw:
 
 
 def small(sigma: float, eta: int, stale: str) -> Setup:
-    """Return a setup of the table about orders: 8 groups of one sequence in a step, no limit on running groups."""
+    """Return a setup that compares orders: 8 groups of one sequence in a step, and no limit on running groups."""
     times = {"train": lambda rng, step, tokens: 0.8, "update": lambda rng, step, n: 0.02}
     return Setup(8, lognormal(2.0, sigma), **times, eta=eta, stale=stale, concurrent=10**6)
 
@@ -55,7 +57,7 @@ class Model:
     """A model on a GPU with 80 GB and 3.35 TB/s. docs/simulate.md derives the numbers."""
 
     parameters: float
-    a: float  # seconds of a decoding step without sequences: reading the weights, and overhead
+    a: float  # seconds of every decoding step: reading the weights, and overhead
     b: float  # seconds that each running sequence adds: reading 5,000 tokens of KV cache
     slots: int  # number of sequences whose KV caches fit into the memory together
 
@@ -125,8 +127,8 @@ def simulate_all() -> Iterator[dict[str, Any]]:
 
 
 def read_rows() -> Rows:
-    """Read docs/clusters.csv. A row about an order has a sigma and no number of GPUs, and a row about a cluster has no
-    sigma."""
+    """Read docs/clusters.csv. A row about an order has a sigma and no number of GPUs. A row about a cluster has a
+    number of GPUs and no sigma."""
     rows = {}
     for line in csv.DictReader(TABLE.read_text().splitlines()):
         key = tuple(line.pop(name) for name in ("what", "gpus", "sigma", "eta", "order"))
@@ -149,8 +151,8 @@ def order_table(rows: Rows) -> list[str]:
 
 
 def speed_table(rows: Rows) -> list[str]:
-    """Return a table of the speed of asynchronous training with wait and with mask, divided by the speed of synchronous
-    training, for each cluster and eta."""
+    """Return a table of the speed of asynchronous training, divided by the speed of synchronous training. A cell of a
+    cluster and an eta holds two numbers: with rollout.stale=wait and with rollout.stale=mask."""
     lines = head("GPUs", "synchronous, s a step", *(f"eta {eta}" for eta in ETAS))
     for gpus in GPUS:
         sync = rows["1.5B", str(gpus), "sync", "wait"]["step_s"]
@@ -162,7 +164,7 @@ def speed_table(rows: Rows) -> list[str]:
 def use_table(rows: Rows) -> list[str]:
     """Return a table of the throughput, use and lag of three clusters.
 
-    If a cell holds two numbers, the first belongs to wait and the second to mask.
+    If a cell holds two numbers, the first was simulated with rollout.stale=wait and the second with rollout.stale=mask.
     """
     lines = head("GPUs", "eta", "tokens/s", "servers generate", "trainer works", "mean lag", "largest lag", "masked")
     formats = {

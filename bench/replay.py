@@ -1,4 +1,4 @@
-"""Claim: a replay of an asynchronous run makes the same weights, bit by bit, with every seed and on a busy machine.
+"""Claim: a replay of an asynchronous run ends with the run's weights, bit for bit, for every seed, on a busy machine.
 
     python bench/replay.py                                         ten runs of each task at eta 4, one of each variant
     python bench/replay.py --variants eta=4 --tasks maze --runs 2  a smaller table
@@ -27,7 +27,7 @@ FIXED = ["rollout.max_concurrent_rollouts=5", "logger.report_interval=0", "train
 FIXED += ["actor.ppo_n_minibatches=2", "actor.ppo_epochs=1", "should_accept_fn=bench.replay.has_signal"]
 # With one group in a batch, slow groups become too old at eta 1.
 OVERTAKEN = ["rollout.max_head_offpolicyness=1", "train_dataset.batch_size=1"]
-VARIANTS: dict[str, tuple[int, list[str]]] = {  # the number of ranks, and the keys
+VARIANTS: dict[str, tuple[int, list[str]]] = {  # name: (number of ranks, configuration keys)
     "eta=4": (1, ["rollout.max_head_offpolicyness=4"]),
     "eta=0": (1, ["rollout.max_head_offpolicyness=0"]),
     "eta=2": (1, ["rollout.max_head_offpolicyness=2"]),
@@ -55,7 +55,8 @@ def train(folder: Path, ranks: int, *words: str) -> str:
 
 
 def measure(task: str, variant: str, seed: int, steps: int) -> bool:
-    """Train one run and replay it. Print the run's line of the table, and return whether the models are equal."""
+    """Train one run and replay it. Print the run's line of the table, and return whether both last models are
+    equal."""
     ranks, keys = VARIANTS[variant]
     with tempfile.TemporaryDirectory() as temporary:
         run = Path(temporary) / task / "run"

@@ -13,11 +13,12 @@ bytes/s a kernel takes at least
 
 The kernels of a part run one after another, so a part takes the sum of their times. A matrix product of (t, i) and
 (i, o) has 2 t i o FLOPs and moves t i + i o + t o numbers. For a pointwise operation, such as a norm, the estimate
-counts no FLOPs, but the bytes that the operation reads and writes. PyTorch runs each pointwise operation as a kernel of
-its own. SGLang fuses pointwise operations into other kernels, so the server's parts have no pointwise kernels.
+counts only the bytes that the operation reads and writes, and no FLOPs. PyTorch runs each pointwise operation as a
+kernel of its own. SGLang fuses pointwise operations into other kernels, so the server's parts have no pointwise
+kernels.
 
 **FLOPs.** The formulas count the same FLOPs as torch.utils.flop_counter (tests/training/test_roofline.py). For
-attention the counter counts the whole square of queries and keys. A causal kernel computes half of the square, and the
+attention the counter counts every pair of a query and a key. A causal kernel computes only half of these pairs, and the
 estimated time counts only this half.
 
 **Not included.** The estimate leaves out launches of kernels, Python, the network, idle time, padding, and the overlap
@@ -108,7 +109,7 @@ class Work:
 
     @property
     def passes(self) -> int:
-        """Forward passes in which all rows go through the model once."""
+        """The number of forward passes that take all rows through the model once."""
         return self.minibatches * ceil(self.rows * self.length / self.minibatches / self.mb_tokens)
 
 
@@ -145,7 +146,7 @@ def product(t: float, i: int, o: int, b: int, times: int = 1) -> Part:
 
 
 def attention(s: Shape, rows: float, length: float, b: int, products: int = 2) -> Part:
-    """Compute causal attention with `products` products of queries and keys: 2 forward, 5 backward."""
+    """Compute causal attention with `products` matrix products: 2 in a forward pass, 5 in a backward pass."""
     numbers = rows * length * (2 * s.Q + 2 * s.K) * products / 2
     return [Kernel(2 * products * s.Q * rows * length**2, b * numbers, share=0.5)]
 
@@ -180,7 +181,7 @@ def layers_backward(s: Shape, rows: float, length: int, b: int, passes: int) -> 
 
 
 def head_forward(s: Shape, n: float, b: int, chunk: int) -> Part:
-    """Read n tokens through the last layer (training/logprobs.py): logits, softmax and entropy in float32."""
+    """Compute the last layer for n tokens (training/logprobs.py): logits, softmax and entropy in float32."""
     chunks = ceil(n / max(1, chunk // s.V))
     # logits in float32 instead of b bytes, divide, log_softmax (reads twice), exp, multiply, sum
     softmax = (4 - b + 8 + 12 + 8 + 12 + 4) * n * s.V
@@ -228,7 +229,7 @@ def step_parts(s: Shape, w: Work) -> dict[str, Part]:
 
 
 def divide(part: Part, ranks: int) -> Part:
-    """Return what one rank computes of a part that `ranks` ranks share."""
+    """Return one rank's share of a part that `ranks` ranks compute together."""
     return [Kernel(kernel.flops / ranks, kernel.bytes / ranks, kernel.share) for kernel in part]
 
 
@@ -264,8 +265,8 @@ def describe(s: Shape, w: Work, peak: float, bandwidth: float) -> str:
 
 
 def least(actions: dict[str, Callable[[], Any]], rounds: int = 12) -> dict[str, float]:
-    """Return the least seconds of each action. Each round calls every action once, because other programs may slow some
-    rounds down."""
+    """Call every action once in each round, and return the shortest time of each action in seconds. Other programs may
+    slow some rounds down."""
     import torch
 
     found: dict[str, list[float]] = {name: [] for name in actions}
@@ -280,7 +281,8 @@ def least(actions: dict[str, Callable[[], Any]], rounds: int = 12) -> dict[str, 
 
 
 def make_models(layers: int, width: int, vocabulary: int, dtype: Any, folder: Path) -> tuple[Any, Any, Any]:
-    """Make a small random model. Return its configuration, an actor that trains it, and a plain model of its size."""
+    """Make a small random model. Return its configuration, an actor that trains the model, and a model of transformers
+    with the same configuration."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -12,10 +12,10 @@ the results.
 
 **A fixed lag.** On a small machine, generation is as fast as training, so a real run has little lag. In this benchmark
 generation and training alternate in one process. Steps are counted from 0. Version max(s - eta, 0) samples all tokens
-of step s. The gate of staleness.py allows no larger lag than this fixed lag. For eta = inf there is no gate. The
-sampler generates two batches while the trainer consumes one batch, so version s // 2 samples the batch of step s. Every
-run trains on 64 batches of 120 games. The CSV file contains the measured lag: the trainer's version minus the version
-that sampled the token.
+of step s. This lag is the largest that the gate of staleness.py allows. For eta = inf there is no gate. The sampler
+generates two batches while the trainer consumes one batch, so version s // 2 samples the batch of step s. Every run
+trains on 64 batches of 120 games. The CSV file contains the measured lag: the trainer's version minus the version that
+sampled the token.
 
 **Methods.** "naive" is standard PPO whose old policy is the behaviour policy. "decoupled" is decoupled PPO that
 computes pi_prox by a forward pass. "loglinear" is decoupled PPO that interpolates pi_prox between pi_behav and
@@ -287,7 +287,7 @@ def print_table(lines: list[dict[str, Any]]) -> None:
 
 
 def largest_fall(line: dict[str, Any]) -> float:
-    """Return the largest distance of a point of the run's curve below the highest earlier point."""
+    """Return the largest fall of the run's curve: how far a point lies below the highest earlier point."""
     curve = [line[name] for name in CURVE]
     return max(max(curve[: i + 1]) - point for i, point in enumerate(curve))
 
@@ -311,7 +311,7 @@ def print_stability(lines: list[dict[str, Any]]) -> None:
 
 
 def draw_stability(lines: list[dict[str, Any]]) -> None:
-    """Draw the success during training of every run with a lag, for the last two corrections. Draw a run that fell in
+    """Draw the success during training of every run with a lag, for the last two corrections. The runs that fell are
     red."""
     import matplotlib
 

@@ -31,7 +31,8 @@ def time_of(*words: str) -> float:
 
 
 def watch(*words: str) -> tuple[float, float, bytes]:
-    """Run a command on a terminal. Return the seconds to its first words, its longest later silence, and its output."""
+    """Run a command on a terminal. Return the seconds until the first words, the longest later silence, and the
+    output."""
     begin = time.monotonic()
     child, terminal = pty.fork()
     if child == 0:

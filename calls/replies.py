@@ -25,9 +25,9 @@ calls of chatcmpl-<x> have the ids call_<x>_0 and call_<x>_1. The items of resp_
 (text) and fc_<x>_0 (tool call).
 
 Strict clients. Some clients fail if a reply lacks a role, index, usage or created_at, so a reply has each of these keys
-that its protocol defines. Other clients fail if a key is null, so keys without a value are left out. Only a chat
-message with tool calls and without text has a null key: `content: null`. Anthropic's clients need an `event:` line, so
-every event of Anthropic's protocol has this line.
+that its protocol defines. Other clients fail if a key is null, so keys without a value are left out. There is one
+exception: a chat message with tool calls and without text has `content: null`. Anthropic's clients need an `event:`
+line, so every event of Anthropic's protocol has this line.
 
 Annotations, citations, refusals and counts of cached tokens are not supported: these fields are empty or 0. The
 signature of a reasoning block is a placeholder.

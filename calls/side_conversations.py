@@ -11,7 +11,7 @@ The rule. A finished interaction is a *suspect* if conditions 1 and 2 hold:
 
 A suspect is a side conversation if condition 3 also holds:
 
-    3. The session has interactions that are not suspects, and all of them have another first message than the suspect.
+    3. The session has interactions that are not suspects, and none of them has the suspect's first message.
 
 The rule ignores the time of a call, so a title request may come before, between or after the agent's calls. Two kinds
 of calls resemble a title request, but the rule does not take them for side conversations. An agent may offer no tools
@@ -24,7 +24,7 @@ of letters does not matter. An empty list turns the rule off. For a client whose
 pattern to the list.
 
 A side conversation is not trained, and gets none of the session's reward. There is one exception: a side conversation
-is trained if the agent sets a reward by its id. The metric side_conversations counts the side conversations. When the
+is trained if the agent gives a reward to its id. The metric side_conversations counts the side conversations. When the
 first side conversation is found, the run prints a message.
 """
 

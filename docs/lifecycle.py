@@ -1,4 +1,4 @@
-"""Take the tour of run/tour.py through the system, and print its page or write its numbers into docs/lifecycle.md.
+"""Take the tour of run/tour.py. Print docs/lifecycle.md with the tour's numbers, or write the numbers into this file.
 
     make tour                               print docs/lifecycle.md with the numbers of a new run
     python docs/lifecycle.py --write        write the numbers of a new run into docs/lifecycle.md
@@ -39,7 +39,7 @@ def line(name: str, values: list) -> str:
 
 
 def tokens(tour: Tour) -> str:
-    """Return the line of the game's sampled tokens."""
+    """Return a line with the sampled tokens of one game, tour["game"]."""
     return line("token", [tour["words"][i] for i in tour["game"]["input_ids"].tolist()])
 
 
@@ -138,7 +138,7 @@ MAKERS: list[Callable[[Tour], list[str]]] = [gate, request, versions, tree, age,
 
 
 def fill(page: str, tour: Tour) -> str:
-    """Return the page with its blocks and its hash replaced by those of this tour."""
+    """Return the page with the blocks and the hash of this tour."""
     blocks = ("\n".join(["```text", *make(tour), "```"]) for make in MAKERS)
     weights = (ROOT / tour["model_path"] / "model.safetensors").read_bytes()
     page = re.sub(r"(?<=has the hash `)\w*", blake2b(weights, digest_size=4).hexdigest(), page)

@@ -52,7 +52,7 @@ class RolloutConfig:
     consumer_batch_size: Count | None = None  # prompt groups per training step; default train_dataset.batch_size
     queue_size: Count | None = None  # maximum of running plus waiting groups; default 16 * max_concurrent_rollouts
     group_size: Count | None = None  # episodes per prompt; another name for gconfig.n_samples
-    stale: Literal["wait", "mask", "drop"] = "wait"  # how a run trains on no token older than eta (staleness.py)
+    stale: Literal["wait", "mask", "drop"] = "wait"  # how to keep tokens older than eta out of training (staleness.py)
     pause_mode: Literal["retract", "abort", "in_place"] = "retract"  # how a weight update interrupts generation
     request_timeout: Positive = 3600.0  # seconds to wait for the reply to one generation request
     request_retries: CountOrZero = 3  # maximum repeats of a request after a lost connection or 5xx status; 0: none
@@ -73,7 +73,7 @@ class ServerConfig:
     tp_size: Count = 1  # GPUs per server (tensor parallelism)
     colocate: bool | None = None  # true: use the trainer's GPUs; default: use them only if there are too few GPUs
     port: Annotated[int, "[0, 65535]"] = 0  # port of the first server; other servers use the next ports; 0: any
-    mem_fraction: Annotated[float, "(0, 1)"] | None = None  # share of GPU memory; default 0.85; 0.6 on a trainer's GPU
+    mem_fraction: Annotated[float, "(0, 1)"] | None = None  # share of GPU memory; default 0.85, or 0.6 on shared GPUs
     fp32_head: bool = True  # true: SGLang on GPUs computes logits in float32, as the trainer does; false: in bfloat16
     command: str = ""  # command that starts SGLang; default: this Python with -m sglang.launch_server
     args: list[str] = field(default_factory=list)  # further command-line arguments for every server
@@ -123,7 +123,7 @@ class EvaluatorConfig:
 
 @dataclass
 class EvalSampling:
-    """How evaluations sample, where they differ from training. A null takes the value of the same key of gconfig."""
+    """The sampling of evaluations. A key that is null takes the value of the same key of gconfig."""
 
     max_new_tokens: Count | None = None  # maximum number of tokens of a turn in an evaluation
     temperature: NonNegative | None = None  # divides the logits before sampling; 0: always the likeliest token
@@ -182,7 +182,7 @@ class TrainConfig:
     workflow: str | None = None  # module.Class of an agent or a RolloutWorkflow; default: the task's workflow
     workflow_kwargs: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the workflow's class
     should_accept_fn: str | None = None  # module.function that gets a group's trajectory; false rejects the group
-    success_above: Annotated[float, "(-inf, inf)"] = 0.0  # a reward above this number is a success; 0: above 0
+    success_above: Annotated[float, "(-inf, inf)"] = 0.0  # a reward above this number is a success
     gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)  # sampling
     eval_gconfig: EvalSampling = field(default_factory=EvalSampling)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)

@@ -20,14 +20,15 @@ from inference.wire import EngineError
 from run.start import NoRollout
 from training.actor import FSDPPPOActor
 
-CANARY_ROWS, CANARY_TOKENS = 2, 16  # a packed layout may mix up rows, so the canary has two
+CANARY_ROWS, CANARY_TOKENS = 2, 16  # two rows, because a packed layout may mix up rows
 CANARY_MOVE = 1e-4  # nats; if the trainer's score changes by more, the servers' scores must change
 
 
 def logp_mismatch(batch: dict[str, Tensor], version: int) -> float:
     """Return max |log p_server - log p_trainer| in nats, over the tokens that were sampled at the trainer's version.
 
-    The result is 0 if there is no such token, or if the trainer does not compute log-probabilities before the update.
+    The result is 0 if there is no such token, or if the batch has no `prox_logp`, which holds the trainer's
+    log-probabilities.
     """
     current = batch["loss_mask"].bool() & (batch["versions"] == version)  # (B, T)
     differences = (batch["logprobs"] - batch.get("prox_logp", batch["logprobs"]))[current]
@@ -38,8 +39,8 @@ class Canary:
     """Two short sequences that every server and the trainer score after each weight update.
 
     Two signs reveal a server without the new weights. The first sign is a score that differs from the trainer's score.
-    The second sign is a score that the update did not change in any bit. The second sign reveals a missing update even
-    if its effect would be smaller than the rounding of bfloat16.
+    The second sign is a score that the update did not change in any bit. The second sign also reveals a missing update
+    whose effect would be smaller than the rounding of bfloat16.
     """
 
     def __init__(self, actor: FSDPPPOActor, rollout: RemoteInfEngine | NoRollout) -> None:

@@ -50,7 +50,8 @@ def plan_servers(config: TrainConfig, gpus: list[str], ranks: int) -> list[Plann
     tp, spare = server.tp_size, gpus[ranks:]
     wanted = server.count * tp
     shared = len(spare) < wanted if server.colocate is None else server.colocate
-    pool = gpus * server.count if shared else spare[-wanted:]  # on shared GPUs, the servers use all GPUs in turn
+    # Servers that share GPUs with the ranks take one GPU after another, and begin again with the first GPU at the end.
+    pool = gpus * server.count if shared else spare[-wanted:]
     if gpus and len(pool) < wanted:
         need = f"server.count={server.count} with server.tp_size={tp}"
         remedy = "lower them, or set server.colocate=true"

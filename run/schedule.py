@@ -22,7 +22,7 @@ So only the schedule of a run is not deterministic. A run writes its schedule to
     {"finish": 7, "version": 3}                                                   all episodes of task 7 have ended
     {"consume": 7, "version": 4}                                                  step 5 consumes the group of task 7
 
-"7-3.1" is call 1 of the episode of task 7 and member 3. A **span** is a part of a completion that one version computed:
+"7-3.1" is call 1 of task 7's member 3. A **span** is a part of a completion that one version computed:
 its version, its end, and a hash of all tokens up to its end. Version 2 computed the first 57 tokens of this call, and
 version 3 computed the next 63 tokens.
 
@@ -83,7 +83,7 @@ class Schedule:
     starts: dict[int, int] = field(default_factory=dict)  # for each task, the version at which it started
     calls: dict[int, dict[str, Fact]] = field(default_factory=dict)  # for each task and call, the line of the call
     ended: set[int] = field(default_factory=set)  # the tasks whose episodes have ended
-    steps: dict[int, list[int]] = field(default_factory=dict)  # for each version, the tasks that were consumed
+    steps: dict[int, list[int]] = field(default_factory=dict)  # for each version, the tasks that its step consumed
 
     def read(self) -> "Schedule":
         """Add the facts of all lines that were written since the last call. Return this object."""
@@ -156,7 +156,7 @@ class ScheduledEngine(RemoteInfEngine):
     ) -> None:
         """Generate one segment, and record the spans of the completion so far.
 
-        In a replay, a segment is a recorded span, and waits until the servers have the version of the span.
+        In a replay, a segment generates one recorded span, as soon as the servers have the version of the span.
         """
         known = self.recorded_call(req.call)
         if known:
@@ -169,7 +169,7 @@ class ScheduledEngine(RemoteInfEngine):
         # The stop reason "abort" makes agenerate request the next span.
         if known and made == known["spans"][: len(made)]:
             response.stop_reason = known["stop"] if made == known["spans"] else "abort"
-        # The server computes other bits, so the rest of the task is generated without the recorded versions.
+        # The new tokens differ from the recorded tokens. The rest of the task is generated without the schedule.
         elif known:
             self.recorded.calls.pop(task_of(req.call), None)
         if req.call:

@@ -144,7 +144,7 @@ def breaks_off(data: dict) -> float:
 
 
 def returns_twice(data: dict) -> float:
-    """Return in a forked process, too, and there first."""
+    """Fork this process, and return in both processes, first in the child."""
     if child := os.fork():
         os.waitpid(child, 0)
     return 1.0 if child else 7.0

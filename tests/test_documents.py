@@ -309,8 +309,8 @@ async def test_the_agents_run(agents: str, proxy: ProxyAddress, agent: str, mode
 
 
 async def test_an_interaction_of_the_proxy_has_the_documents_fields(agents: str, proxy: ProxyAddress) -> None:
-    """An exported interaction has each field of the dataclass on AReaL's page Agent Workflow, with the field's type on
-    this page."""
+    """An exported interaction has each field of the dataclass on AReaL's page Agent Workflow, and each value has the
+    type that the page gives."""
     workflow: Any = resolve_workflow(f"{agents}.MyAgent", proxy=vars(proxy))
     (turn,) = (await workflow.arun_episode(None, QUESTION)).values()
     named = (await execute("interaction"))["InteractionWithTokenLogpReward"]
@@ -571,8 +571,8 @@ class Version:
 
 
 async def test_the_listing_of_the_gate_agrees(tiny_tokenizer: Any) -> None:
-    """If both get the same events, the write-up's gate has the same counts and the same capacity as this project's
-    StalenessManager."""
+    """After the same events, the write-up's gate and this project's StalenessManager have the same counts and the same
+    capacity."""
     rng, version = random.Random(0), Version()
     ours = StalenessManager(version, max_concurrent_rollouts=7, consumer_batch_size=3, max_staleness=2)
     names = await execute("life cycle")
@@ -713,7 +713,7 @@ def test_the_loop(start_tiny_server: StartServer, tiny_model_dir: Path, tiny_tok
         exec(block("loop"), names)
         assert rollout.get_version() == actor.get_version() == 2
         assert httpx.get(server + "/model_info", trust_env=False).json()["weight_version"] == "2"
-        assert names["batch"]["versions"].max() == 1  # the batch of the last step, whose weights have version 1
+        assert names["batch"]["versions"].max() == 1  # step 2 trains on tokens of version 1
         assert evaluated == [0, 1]
         assert [path.name for path in saved.iterdir()] == ["step00001"]
         with pytest.raises(ValueError, match="version 2 is not newer than 2"):

@@ -52,14 +52,14 @@ def test_every_order_of_the_dispatchers_events_keeps_every_property(mode: str, b
 
 @pytest.mark.parametrize("bounds", sessions.SMALL, ids=str)
 def test_every_order_of_the_sessions_events_keeps_every_property(bounds: SessionBounds) -> None:
-    """In every order of calls, ends and exports, and however much time passes between them, the session table holds the
-    right sessions, and it stops the turns of sessions that end."""
+    """Sessions get calls, end and are exported in every order, with any time between these events. The session table
+    always holds the right sessions, and stops the turns of a session that ends."""
     assert len(explore(SessionMachine(bounds), keep=False)) > 1000
 
 
 @pytest.mark.parametrize("bounds", turns.SMALL, ids=str)
 def test_every_order_of_a_calls_events_keeps_every_property(bounds: TurnBounds) -> None:
-    """In every order of calls, hang-ups, retries, failures and ends, each call is trained at most once, and a
+    """In every order of calls, hang-ups, retries, failures and ends of sessions, each call is trained at most once. A
     generation that nobody waits for ends."""
     graph = explore(TurnMachine(bounds))
     assert len(graph) > 300
@@ -370,7 +370,7 @@ def test_the_trace_of_a_run_is_a_walk_of_the_machine(tmp_path: Path, mode: str, 
 
 def test_a_falling_version_is_found_in_a_schedule() -> None:
     """The versions of a call never fall, and they lie between the version at the start of its group and the version at
-    which the group is consumed. `check_calls` raises Broken for any other call."""
+    which the group is consumed. `check_calls` raises Broken if a call breaks this rule."""
     for spans, start, consumed in (([[2, 5, ""], [1, 9, ""]], 0, 3), ([[1, 5, ""]], 2, 3), ([[4, 5, ""]], 2, 3)):
         schedule = Schedule("", starts={7: start}, calls={7: {"7-0.0": {"spans": spans}}})
         with pytest.raises(Broken, match="is consumed in"):

@@ -22,14 +22,14 @@ in the last column. Padding (--) is written to slot 13, which no step reads.
     slot 2            c0 c1 .  .      row 1           -- -- c2 c3      0  0  2  3     13 13  2  2
 
 **Bits.** In deterministic mode (`--seed`), two runs with one seed give the same tokens. The logits of a row must
-therefore not depend on the other rows of the batch. But for matrices of another shape, torch may choose another kernel,
-which adds the numbers in another order. Three rules make torch choose the same kernel:
+therefore not depend on the other rows of the batch. But torch chooses a kernel by the shape of the matrices, and two
+kernels may add the same numbers in different orders. Three rules make torch choose the same kernel for every batch:
 
 - The weights of a linear layer are stored in the order of their transpose: (in, out). `fuse` changes the order.
 - Every matrix product has 8 to 128 rows (MIN_ROWS, MAX_TOKENS). `step_in_parts` divides a larger step.
 - `key_length` chooses the number of keys to which a step attends.
 
-The three rules come from measurements (docs/results.md). On a CPU with other kernels, logits agree only to about 1e-6.
+The three rules come from measurements (docs/results.md). On other CPUs, the logits may agree only to about 1e-6.
 Padding a sequence to eight rows costs time, so only deterministic mode follows the last two rules.
 
 **Randomness.** A random number chooses each token. For position p of a request with seed s, the number is a hash of
@@ -65,7 +65,7 @@ MAX_TOKENS = 128  # largest number of rows of a matrix product in deterministic 
 
 
 class ModelError(ValueError):
-    """A model folder or a set of weights cannot be used. The error's message is one line and gives the reason."""
+    """Raised if a model folder or a set of weights cannot be used. The message is one line and gives the reason."""
 
 
 # The cache, and the attention function that reads it
@@ -191,7 +191,7 @@ class TinyModel:
 
     @torch.inference_mode()
     def check(self) -> None:
-        """Compare the logits of `step` with the model's own forward pass. Raises ModelError if the logits differ."""
+        """Compare the logits of `step` with those of the model's own forward pass. Raises ModelError if they differ."""
         kinds = set(getattr(self.model.config, "layer_types", None) or []) - {"full_attention"}
         if kinds:
             raise ModelError(f"layers of kind {', '.join(kinds)} are not supported, only full attention")
@@ -247,7 +247,7 @@ class TinyModel:
         return logits[:n, -longest if all_logits else -1 :]
 
     def step_in_parts(self, feeds: list[list[int]], cached: list[int], first_slot: int, all_logits: bool) -> Tensor:
-        """Divide a step that is too large into two steps, each with half of the rows or with half of the only row.
+        """Divide a step that is too large into two steps: each gets half of the rows, or half of the only row's tokens.
 
         The mask and the hidden layers of a step need memory for each fed token. A long prompt is fed in parts, so the
         memory does not grow with the square of the prompt's length.

@@ -66,7 +66,7 @@ def test_base_model_is_an_ordinary_one(models: dict, task) -> None:
 
 
 def test_processes_may_race(models: dict) -> None:
-    """make_model does not change an existing model. It raises an error if the directory contains other files."""
+    """make_model does not change an existing model, and raises an error if the directory contains other files."""
     path = models[guess, 1, 0]
     before = (path / "model.safetensors").stat().st_mtime_ns
     guess.make_model(path, 1, warmup_steps=0)

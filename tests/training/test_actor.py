@@ -157,7 +157,7 @@ def test_a_checkpointed_layer_drops_nothing_out(make_actor, tmp_path, name):
 
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_a_checkpointed_layer_computes_again_in_the_backward_pass(make_actor, checkpointed):
-    """In a step each layer runs twice with gradient_checkpointing, and once without."""
+    """In a step the forward pass of each layer runs twice with gradient_checkpointing, and once without."""
     actor = make_actor(gradient_checkpointing=checkpointed)
     batch, entered = prepare(actor, make_batch()), []
     layers = actor.model.base_model.layers
@@ -364,8 +364,8 @@ def test_loglinear_needs_no_forward_pass_and_starts_at_the_truth(make_actor):
 
 
 def test_metrics_trains_on_the_truth_and_reports_the_guesses(make_actor):
-    """prox_logp_method=metrics gives bitwise the same weights as recompute, and logs 18 metrics of the guesses'
-    errors."""
+    """prox_logp_method=metrics gives bitwise the same weights as recompute, and logs 18 metrics with the errors of
+    approximations of pi_prox."""
     steps = {}
     for method in ("recompute", "metrics"):
         actor = make_actor(prox_logp_method=method, ppo_n_minibatches=4)
@@ -456,8 +456,8 @@ def test_every_aggregation_is_the_same_however_it_is_cut(make_actor, plain, how)
     ],
 )
 def test_corrections_of_whole_rows_are_the_same_however_a_batch_is_cut(make_actor, keys):
-    """A row is never split between pieces. The ratios, weights and tests of whole rows therefore give the same loss for
-    all sizes of pieces and all layouts."""
+    """A row is never split between pieces. Ratios, behaviour weights and rejections that are computed for whole rows
+    therefore give the same loss for all sizes of pieces and all layouts."""
     cuts: tuple[dict[str, Any], ...] = ({}, {"mb_tokens": 40}, {"layout": "packed"}, {"enable_tree_training": True})
     stats = []
     for cut in cuts:
@@ -470,7 +470,7 @@ def test_corrections_of_whole_rows_are_the_same_however_a_batch_is_cut(make_acto
 
 
 def test_the_speed_counts_tokens_and_flops(make_actor):
-    """The metrics of the speed count the tokens of all rows. The FLOPs of pi_prox count only if it is recomputed."""
+    """The speed metrics count the tokens of all rows. The FLOPs of pi_prox count only if it is recomputed."""
     batch = make_batch()
     tokens = int(batch["attention_mask"].sum())
     for method, per_parameter in (("recompute", 14), ("loglinear", 12)):

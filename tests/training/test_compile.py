@@ -1,4 +1,4 @@
-"""Compiled layers compute the same numbers, in a bounded number of graphs. No test needs a GPU.
+"""Compiled layers compute the same numbers as uncompiled layers, in a bounded number of graphs. No test needs a GPU.
 
 Most tests count the graphs that the compiler makes of the Python code, and run each graph with the backend "eager",
 which computes every operation as usual. For packed rows, the tests use the kernel for CPUs that test_layout.py defines.
@@ -63,7 +63,7 @@ def make_batches(n: int) -> list[Any]:
 
 
 def check_same(path: Path, batches: list[Any], **changes: Any) -> int:
-    """Check that compiled layers give the same losses and gradients. Return how many graphs the layers have."""
+    """Check that compiled and uncompiled layers give the same losses and gradients. Return the number of graphs."""
     expected, plain = train(path, batches, compile=False, **changes)
     assert not counters["stats"]
     losses, found = train(path, batches, compile=True, **changes)
@@ -84,7 +84,7 @@ def test_padded_rows_have_four_graphs(monkeypatch, tiny_model_dir):
 
 def test_packed_rows_have_two_graphs(gpu_kernel, tiny_model_dir):  # noqa: F811
     """With the kernel, all layers share two graphs, one with gradients and one without, because a packed piece is
-    always one row. Another number of sequences or another longest sequence makes no further graph."""
+    always one row. A piece with more sequences or a longer sequence makes no further graph."""
     assert check_same(tiny_model_dir, make_batches(4), layout="packed", dtype="bfloat16") == 2
     assert not counters["graph_break"]
 
@@ -113,7 +113,7 @@ CASES = [
 
 @pytest.mark.parametrize(("changes", "device", "expected"), CASES, ids=str)
 def test_the_defaults_depend_on_the_device(changes, device, expected, monkeypatch):
-    """On a GPU, packed rows and compiled layers are the defaults. A key that is set always wins."""
+    """On a GPU, packed rows and compiled layers are the defaults. A key that the user sets overrides its default."""
     monkeypatch.setattr("training.config.HAS_C_COMPILER", True)
     config = PPOActorConfig(**{"dtype": "bfloat16"} | changes)
     shape = AutoConfig.for_model("qwen2", hidden_size=64, num_attention_heads=4)
