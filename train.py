@@ -136,8 +136,8 @@ class PPOTrainer:
             collate_fn=list,
         )
 
-        # 4. Load the newest checkpoint of this run, if there is one. Servers that this run started already have the
-        #    weights of model_path. After a restart, or to servers that were running before, push the trainer's weights.
+        # 4. Load the newest checkpoint of this run, if there is one. Servers that this run has started hold the weights
+        #    of model_path. Push the trainer's weights after a restart, or if the servers were running before the run.
         self.step = self.recovery.load(self.actor, self.rollout.executor)
         if self.step or config.rollout.server_addrs:
             self.push_weights(self.step)

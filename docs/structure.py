@@ -1,8 +1,8 @@
 """Draw docs/structure.svg, the picture of the imports between the modules (`make structure`).
 
 The picture has a box for each row of the table in docs/structure.md. The seven top-level files are in the left column.
-The folders are in the right column, with the names of their modules. An arrow from box A to box B stands for all
-imports in A's modules that import a module of B. An arrow between the columns crosses the middle of the picture. An
+The folders are in the right column, with the names of their modules. An arrow from box A to box B stands for all import
+statements in A's modules that name a module of B. An arrow between the columns crosses the middle of the picture. An
 arrow inside a column runs along the outer side of the column. In a browser, each arrow has a tooltip, which lists the
 imports.
 

@@ -253,7 +253,7 @@ async def test_a_reward_that_raises_is_an_error_and_not_zero(rewards: ModuleType
 
 
 def test_a_function_that_no_process_can_import_is_refused_at_once() -> None:
-    """AsyncRewardWrapper refuses a lambda at its construction, and the message suggests a `def` at the top of a
+    """The constructor of AsyncRewardWrapper refuses a lambda, and the message suggests a `def` at the top of a
     module."""
     with pytest.raises(ValueError, match="define it with `def` at the top of a module"):
         AsyncRewardWrapper(lambda *args: 1.0)
