@@ -289,9 +289,7 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
     discount: float = 1.0  # gamma: share of a turn's final reward that its parent receives
     export_style: str = "individual"  # individual: one row per turn; concat: one row per conversation
     episode_timeout: float = 3600.0  # seconds; a longer episode is cancelled and counted as failed
-    sampling: dict[str, Any] = field(
-        default_factory=dict
-    )  # the session's default sampling parameters, instead of the proxy's
+    sampling: dict[str, Any] = field(default_factory=dict)  # the session's default sampling parameters
 
     def __post_init__(self) -> None:
         remedy = "define its class at the top of a module and make clients in `run`, or set rollout.openai.mode=inline"

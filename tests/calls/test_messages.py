@@ -334,7 +334,8 @@ FLAT = {"type": "json_schema", "name": "s", "schema": SCHEMA}
     ],
 )
 def test_structured_output_is_one_schema(parse: Any, fields: dict[str, Any], schema: Any) -> None:
-    """Each protocol's structured output becomes one JSON schema, with the keys in the caller's order."""
+    """In each protocol, a request for structured output becomes one JSON schema, with the keys in the caller's
+    order."""
     sampling = parse(body_of(parse, **fields)).sampling
     assert sampling == ({} if schema is None else {"json_schema": json.dumps(schema)})
 

@@ -109,7 +109,7 @@ class Graph:
     If the search does not keep the states, `states` and `events` are empty.
     """
 
-    states: list[Any] = field(default_factory=list)  # for each key, the first state that was found
+    states: list[Any] = field(default_factory=list)  # for each key, the first state with this key
     events: list[Event] = field(default_factory=list)  # for each transition, its event
     came_by: list[Way] = field(default_factory=list)  # the shortest way to each state
     sources: array = field(default_factory=lambda: array("I"))  # number of the state before each transition

@@ -192,14 +192,14 @@ def test_names_and_numbers_are_those_of_the_checkpoint(tmp_path: Path, name: str
 
 
 def test_buckets_hold_the_model_once(tmp_path: Path):
-    """Every weight is in exactly one bucket, no bucket exceeds its limit, and each bucket is freed before the next
-    bucket is made."""
+    """Every weight is in exactly one bucket, a bucket of several tensors never exceeds the limit, and each bucket is
+    freed before the next bucket is made."""
     config = Qwen3Config(
         vocab_size=1000, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2, head_dim=16
     )
     config.tie_word_embeddings = True
     model = AutoModelForCausalLM.from_config(config)
-    limit = 20_000 / 2**20  # bucket size in MiB; the embedding has 64,000 bytes in bfloat16
+    limit = 20_000 / 2**20  # in MiB: 20,000 bytes; the embedding alone has 64,000 bytes
     sent: list[tuple[str, torch.Tensor]] = []
     lent: list[weakref.ref] = []
     buckets = 0

@@ -276,7 +276,7 @@ def test_baseline_bias() -> None:
 
 
 def test_standard_ppo_and_other_baselines_raise_nothing() -> None:
-    """The rule no_correction is silent with standard PPO, and the rule baseline is silent if the baseline is the
+    """The rule `no_correction` is silent with standard PPO, and the rule `baseline` is silent if the baseline is the
     batch's mean."""
     lines = lines_of(3, behave_ess=1.0, behave_weight_mean=1.0, baseline_bias=0.5)
     assert rules_that_fire(lines) == {"no_correction", "baseline"}
@@ -299,7 +299,7 @@ def test_scores_of_the_canary() -> None:
 
 def test_the_trainer_does_not_wait_for_the_canary(start_tiny_server: Any, tiny_model_dir: Path) -> None:
     """While a server is paused, Canary.start returns, although the server answers only after the pause. If a server has
-    died, Canary.finish returns {}. If a thread raises any other error, finish raises this error."""
+    died, Canary.finish returns {}. If a thread raises any other error, Canary.finish raises this error."""
     actor = FSDPPPOActor(PPOActorConfig(), tiny_model_dir)
     actor.create_process_group()
     actor.initialize(max_steps=1)

@@ -308,7 +308,7 @@ def test_samples_follow_the_distribution_that_was_asked_for() -> None:
         assert logprobs == pytest.approx(p.log()[tokens].tolist(), abs=1e-5)
         p[change.get("top_k", 4) :] = 0
         if "top_p" in change:
-            p[2:] = 0  # probabilities: 0.64 for the first token, 0.88 for the first two
+            p[2:] = 0  # the probabilities are 0.64, 0.24, ...: top_p = 0.7 keeps two tokens
         if change.get("temperature") == 0:
             p = torch.tensor([1.0, 0, 0, 0])
         counts = torch.bincount(torch.tensor(tokens), minlength=4) / n
