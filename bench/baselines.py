@@ -7,7 +7,7 @@
 Games differ in length, so a later turn may have no other turn to be compared with, or only turns whose final reward
 equals its own. In both cases the turn has advantage 0 and teaches nothing. `per_turn=false` compares a turn with all
 turns of its group. In both laptop tasks every turn of a game has the game's reward. With `per_turn=false` the baseline
-is therefore the mean reward of the group's games, in which a game with k turns counts k times.
+is therefore a weighted mean of the rewards of the group's games: a game with k turns has the weight k.
 
 `train` repeats the runs of bench/staleness.py at eta = 1, as in the demo, and changes only the baseline. `signal` reads
 the batches that a run wrote to its folder tokens/ and computes the advantages with each baseline. `signal` counts the

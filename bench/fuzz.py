@@ -173,7 +173,7 @@ def body_of(rng: random.Random, name: str, session_id: str) -> bytes:
 
 
 def request_of(rng: random.Random, method: str, path: str, key: str, session_id: str) -> tuple[bytes, bool]:
-    """Return the bytes of a random request, and whether the request is complete and its HTTP is valid.
+    """Return the bytes of a random request, and whether these bytes are a complete and valid HTTP request.
 
     `method` is the endpoint's HTTP method.
     """

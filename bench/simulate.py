@@ -432,7 +432,7 @@ def blocks(values: list[float], size: int, width: int = 2) -> Draw:
 
 
 def replay(run: dict[str, Any]) -> Setup:
-    """Return the setup with the distributions of a finished run."""
+    """Return a setup that draws its lengths and times from the lengths and times of a finished run."""
     train, update = blocks(run["train"], 1), blocks(run["update"], 1)
     return Setup(
         batch=run["batch"],

@@ -259,7 +259,7 @@ def _conversation(name: str, new: list[Message], system: str = "", parent: Any =
 
 
 def _shared(body: Json, tools: list[Json], form: Json, effort: str | None, most_answers: int = 1) -> Json:
-    """Return the fields of an AgentRequest that all protocols share.
+    """Return the fields of an AgentRequest that the parsers of all protocols read in the same way.
 
     The caller reads the structured output (`form`) and the reasoning effort (`effort`) from the body, because their
     keys depend on the protocol. Raises Refusal for a parameter that is not valid or not supported.

@@ -103,7 +103,8 @@ def make_transport() -> httpx.AsyncBaseTransport:
 
 
 class PerLoop(Generic[T]):
-    """One object for each event loop. The first `get` in a loop makes the object, and the loop's end closes it."""
+    """One object for each event loop. The first `get` in a loop makes the loop's object. The object is closed when the
+    loop ends."""
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make

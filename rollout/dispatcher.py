@@ -17,10 +17,10 @@ records the result of a task. The dispatcher calls `_produce` at every event tha
 task, a task ends, or the trainer sets a new version. The next tasks therefore start as soon as the gate opens.
 
 **Which groups form a batch.** With rollout.stale=wait, a batch has the B unconsumed groups that started first. A slow
-group delays its batch, and faster groups wait for the slow group. With mask or drop, a batch has the B groups that
-finished first. take() then masks the tokens that are too old, or drops the groups that are too old. With each setting,
-no trained token is more than max_head_offpolicyness versions old: staleness.py has the proof, and take() checks the age
-of each group. A rejected group frees its place at the gate, and active_submit_and_wait draws a new task.
+group delays its batch, and faster groups wait for the slow group. With mask or drop, a batch has the B unconsumed
+groups that finished first. take() then masks the tokens that are too old, or drops the groups that are too old. With
+each setting, no trained token is more than max_head_offpolicyness versions old: staleness.py has the proof, and take()
+checks the age of each group. A rejected group frees its place at the gate, and active_submit_and_wait draws a new task.
 
 **Failure.** A task that returns None is rejected. A task that raises an exception is rejected and also counted as
 failed. The run stops if max_failures tasks in a row raise an exception. The run also stops if a caller calls fail(),

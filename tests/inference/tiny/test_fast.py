@@ -114,8 +114,8 @@ def assert_equal(fast: TinyModel, general: TinyModel) -> None:
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_the_written_out_pass_equals_transformers(path: Path, deterministic: bool) -> None:
-    """For each architecture that `fits` accepts, both forward passes give the same tokens, and logits that agree to
-    1e-5."""
+    """For each architecture that `fits` accepts, FastForward and transformers give the same tokens, and logits that
+    agree to 1e-5."""
     assert_equal(*both(path, deterministic=deterministic))
 
 
@@ -143,7 +143,7 @@ def by_broadcast(new: dict[str, torch.Tensor], path: Path) -> Iterator[dict[str,
 
 @pytest.mark.parametrize("mode", [by_disk, by_tensor, by_broadcast])
 def test_new_weights_reach_the_fused_matrices(path: Path, mode: Any) -> None:
-    """After a weight update, in each of the three modes, both forward passes use the new weights."""
+    """After a weight update in any of the three modes, FastForward and transformers use the new weights."""
     fast, general = both(path)
     before = fast.step([[1, 2, 3]], [0])
     model = AutoModelForCausalLM.from_pretrained(path)
