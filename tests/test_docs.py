@@ -4,6 +4,7 @@ The pages are README.md, SECURITY.md and docs/*.md.
 """
 
 import ast
+import functools
 import io
 import re
 import tokenize
@@ -141,9 +142,12 @@ def is_skip(marker: ast.expr) -> bool:
     return ast.unparse(marker).partition("(")[0] == "pytest.mark.skip"
 
 
+parse = functools.cache(ast.parse)  # many pages name tests of the same few large files
+
+
 def running_tests(path: Path) -> set[str]:
     """Return the names of a file's test functions, without the tests that are always skipped."""
-    tree = ast.parse(path.read_text())
+    tree = parse(path.read_text())
     if any(isinstance(node, ast.Assign) and is_skip(node.value) for node in tree.body):
         return set()
     tests = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]

@@ -180,7 +180,7 @@ def test_destroy_ends_agents_that_run(proxy: ProxyAddress, tiny_server: str, tmp
 def test_what_cannot_be_pickled_is_named_before_anything_starts() -> None:
     """The error for an agent that cannot be pickled names the agent's class and suggests a change."""
     address = {"proxy_addr": "http://127.0.0.1:1", "admin_key": "k", "mode": "subproc"}
-    with pytest.raises(ValueError, match=r"agent Unpicklable .*cannot be pickled.*inside `run`.*mode=inline"):
+    with pytest.raises(ValueError, match=r"agent Unpicklable .*cannot be pickled.*clients in `run`.*mode=inline"):
         resolve_workflow(mode_agents.Unpicklable, proxy=address)
 
     class Local(mode_agents.Talks):

@@ -25,7 +25,7 @@ from runs import SMALL_GUESS, command
 from inference.wire import Wire
 from run.serve import raise_open_files
 
-REQUESTS = 2000
+REQUESTS, SESSIONS = 2000, 80  # 25 requests of a session, because `Limits.running` is 32
 
 
 def limited(flag: str, files: int, command: list[str]) -> list[str]:
@@ -56,7 +56,7 @@ def test_2000_requests_in_flight_lose_none(addresses: tuple[str, str]) -> None:
     assert raise_open_files() > REQUESTS + 100
     admin = {"authorization": "Bearer secret"}
     sessions = []
-    for number in range(20):
+    for number in range(SESSIONS):
         httpx.post(proxy + "/grant_capacity", headers=admin).raise_for_status()
         start = httpx.post(proxy + "/rl/start_session", json={"task_id": str(number)}, headers=admin)
         sessions.append(start.json()["session_id"])
@@ -65,7 +65,7 @@ def test_2000_requests_in_flight_lose_none(addresses: tuple[str, str]) -> None:
     async def ask(number: int) -> int:
         messages = [{"role": "user", "content": f"question {number}"}]
         body = {"model": "default", "messages": messages, "max_tokens": 1}
-        answer = await wire.call(f"{proxy}/{sessions[number % 20]}/v1/chat/completions", body, timeout=200)
+        answer = await wire.call(f"{proxy}/{sessions[number % SESSIONS]}/v1/chat/completions", body, timeout=200)
         return answer["usage"]["completion_tokens"]
 
     async def ask_all() -> list[int]:
