@@ -154,18 +154,32 @@ def test_discounting_is_its_recursive_definition(session: list[Call], gamma: flo
 def test_concat_trains_every_sampled_token_once(session: list[Call]) -> None:
     """In an export in style concat, each sampled token is trained in exactly one row. In this row the token follows the
     same tokens as when it was sampled. The row holds the version, log-probability and temperature with which the token
-    was sampled, and the reward of the token's turn.""" cache = play(session) cache.apply_reward_discount(0.5) of_token
-    = {t: i for i in cache.finished() for t in i.tokens.output_tokens} trained = [] for interaction in
-    cache.export_interactions("concat").values(): row = interaction.to_lists() per_row = ("rewards", "truncated",
-    "regenerated", "side_conversations", "unstored", "placeholders") assert {len(values) for key, values in row.items()
-    if key not in per_row} == {len(row["input_ids"])} for t, token in enumerate(row["input_ids"]): if row["turn_ids"][t]
-    < 0: assert not row["loss_mask"][t] assert row["versions"][t] == -1 assert (row["logprobs"][t],
-    row["turn_rewards"][t], row["temperatures"][t]) == (0.0, 0.0, 1.0) continue source = of_token[token] place =
-    source.tokens.output_tokens.index(token) assert row["input_ids"][:t] == source.tokens.input_tokens +
-    source.tokens.output_tokens[:place] assert row["logprobs"][t] == -float(token) assert row["versions"][t] == token %
-    5 assert row["turn_ids"][t] == source.turn assert row["turn_rewards"][t] == source.reward assert
-    row["temperatures"][t] == source.tokens.temperature if row["loss_mask"][t]: trained.append(token) assert
-    sorted(trained) == sorted(of_token)
+    was sampled, and the reward of the token's turn."""
+    cache = play(session)
+    cache.apply_reward_discount(0.5)
+    of_token = {t: i for i in cache.finished() for t in i.tokens.output_tokens}
+    trained = []
+    for interaction in cache.export_interactions("concat").values():
+        row = interaction.to_lists()
+        per_row = ("rewards", "truncated", "regenerated", "side_conversations", "unstored", "placeholders")
+        assert {len(values) for key, values in row.items() if key not in per_row} == {len(row["input_ids"])}
+        for t, token in enumerate(row["input_ids"]):
+            if row["turn_ids"][t] < 0:
+                assert not row["loss_mask"][t]
+                assert row["versions"][t] == -1
+                assert (row["logprobs"][t], row["turn_rewards"][t], row["temperatures"][t]) == (0.0, 0.0, 1.0)
+                continue
+            source = of_token[token]
+            place = source.tokens.output_tokens.index(token)
+            assert row["input_ids"][:t] == source.tokens.input_tokens + source.tokens.output_tokens[:place]
+            assert row["logprobs"][t] == -float(token)
+            assert row["versions"][t] == token % 5
+            assert row["turn_ids"][t] == source.turn
+            assert row["turn_rewards"][t] == source.reward
+            assert row["temperatures"][t] == source.tokens.temperature
+            if row["loss_mask"][t]:
+                trained.append(token)
+    assert sorted(trained) == sorted(of_token)
 
 
 @given(calls)
