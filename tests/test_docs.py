@@ -60,7 +60,7 @@ RAISED_BY = {
     "failures in one line, Ctrl-C": 118,
     "two rules of the doctor that the museum needed": 10,
     "the terminal, the chat": 74,
-    "speed on GPUs": 24,
+    "speed on GPUs": 29,
     "released memory, the mode of weight updates, float32 logits": 71,
     "true is not 1 in the conversation tree": 5,
     "the schedule of a run, and its replay": 205,

@@ -67,7 +67,15 @@ from training.proximal import guess_errors, interpolation, loglinear
 from training.ranks import join_ranks, leave_ranks, share
 from training.tree_attention import TREES
 
+# TFLOP/s of dense matrix products in bfloat16, from NVIDIA's data sheets. The first name within a GPU's name counts.
+PEAK_TFLOPS = {"A100": 312.0, "H100 PCIe": 756.0, "H100": 989.0, "H200": 989.0, "B200": 2250.0}
 OWN_UNIT = 1_000_000  # if there is only one rank, a layer with fewer parameters is not an FSDP unit of its own
+
+
+def share_of_peak(gpu: str, tflops: float) -> dict[str, float]:
+    """Return {"peak_share": a GPU's TFLOP/s divided by its peak in bfloat16}, or {} if PEAK_TFLOPS lacks the GPU."""
+    peaks = [peak for name, peak in PEAK_TFLOPS.items() if name in gpu]
+    return {"peak_share": tflops / peaks[0]} if peaks else {}
 
 
 def lr_factor(step: int, config: OptimizerConfig, max_steps: int) -> float:
@@ -438,6 +446,7 @@ class FSDPPPOActor(FSDPEngine):
         found = {"train_tokens_s": tokens / seconds, "train_tflops": flops / dist.get_world_size() / seconds / 1e12}
         if self.device.type == "cuda":
             found["peak_gib"] = torch.cuda.max_memory_allocated(self.device) / 2**30
+            found |= share_of_peak(torch.cuda.get_device_name(self.device), found["train_tflops"])
         return found
 
     def step_lr_scheduler(self) -> None:

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from inference.weights import WeightUpdateMeta
 from ppo import describe_mode, ppo_actor_loss_fn
-from training.actor import FSDPEngine, FSDPPPOActor, lr_factor, split_minibatches
+from training.actor import FSDPEngine, FSDPPPOActor, lr_factor, share_of_peak, split_minibatches
 from training.config import OptimizerConfig
 from training.layout import row_lengths, split_microbatches, split_packs
 
@@ -479,6 +479,13 @@ def test_the_speed_counts_tokens_and_flops(make_actor):
         n = sum(x.numel() for x in actor.full_state().values())
         assert found["train_tokens_s"] == 2 * tokens
         assert found["train_tflops"] == pytest.approx(per_parameter * n * 2 * tokens / 1e12)
+
+
+def test_the_share_of_the_peak_is_that_of_the_gpu():
+    """The metric peak_share divides by the peak of the named GPU, and is missing if the peak is not known."""
+    assert share_of_peak("NVIDIA H100 80GB HBM3", 400) == {"peak_share": 400 / 989}
+    assert share_of_peak("NVIDIA H100 PCIe", 378) == {"peak_share": 0.5}
+    assert share_of_peak("NVIDIA GeForce GTX 1080", 4) == {}
 
 
 def test_a_learning_rate_of_0_changes_no_weight(make_actor):
