@@ -2,8 +2,8 @@
 
     enter the call in the tree -> generate the answers -> store the answers in the tree -> send the reply
 
-Order. The interaction is in the tree before the first byte of the reply leaves, and has its tokens before the last
-byte. A client that has read a reply can therefore continue or reward the turn at once.
+Order. The call's interaction is in the tree before the first byte of the reply leaves, and has its tokens before the
+last byte leaves. A client that has read a reply can therefore continue or reward the turn at once.
 
 States. Each turn runs as an asyncio task. A connection that waits for the turn's reply is a listener of the turn.
 
@@ -33,7 +33,8 @@ request:
        running, the request is a retry of the last identical turn.
     3. In all other cases the request is a new call. An agent that sends the same body twice therefore gets two answers.
 
-A retry gets the reply of its turn. A failed or abandoned turn has no reply, so a new turn replaces the old turn.
+A retry gets the reply of the turn that it repeats. A failed or abandoned turn has no reply, so a new turn replaces the
+old turn.
 
 Example. An agent sends a call and hangs up after 10 seconds. The turn becomes abandoned, and the server stops
 generating. The agent sends the same body again. By rule 1 the second request is a retry, so the abandoned turn becomes
@@ -83,7 +84,7 @@ class Turn:
 
         # Only these attributes change:
         self.state = State.RUNNING
-        self.task: asyncio.Task[tuple[dict[str, Any], list[Answer]]]  # set by `start`; returns reply and answers
+        self.task: asyncio.Task[tuple[dict[str, Any], list[Answer]]]  # its result: the reply and the answers
         self.so_far: list[ModelResponse | None] = [None] * ask.n  # the streamed part of each answer
         self.news = asyncio.get_running_loop().create_future()  # done when tokens arrive; then replaced by a new future
         self.listeners = 0  # number of connections that wait for the reply
@@ -269,7 +270,7 @@ def match_retry(equal: list[Turn], says_so: bool) -> Turn | None:
 
 
 def earlier_turn(session: Session, body: bytes, says_so: bool) -> Turn | None:
-    """Return the turn that answers a retry, or None if a new turn must answer.
+    """Return the earlier turn whose reply answers the request, or None if a new turn must answer the request.
 
     `body` is the hash of the request's body.
     """
@@ -290,7 +291,7 @@ def earlier_turn(session: Session, body: bytes, says_so: bool) -> Turn | None:
 
 
 class EventStream(StreamingResponse):
-    """Sends server-sent events. The generator of the events is always closed at the end.
+    """Sends server-sent events. When sending ends for any reason, the generator of the events is closed.
 
     Starlette's own class would cancel the generator when the client hangs up. This class does not cancel the generator,
     because `Turn.events` notices the hang-up and ends by itself.

@@ -1,4 +1,4 @@
-"""Take the pictures of the report that the pages show: docs/report-{wide,narrow,dark}.png and docs/timeline.png.
+"""Take the pictures of the report for the pages in docs/: docs/report-{wide,narrow,dark}.png and docs/timeline.png.
 
     python docs/screenshots.py ASYNC SYNC STRADDLING
 
@@ -22,7 +22,7 @@ ONLY_TRAJECTORIES = "header, section:not(:has(#h-traj)) { display: none }"
 
 
 def take(page: str, name: str, width: int, height: int, style: str = "", dark: bool = False) -> None:
-    """Write docs/{name}.png, a picture of the HTML text `page` in a browser window of this size.
+    """Write docs/{name}.png, a picture of the HTML text `page` in a browser window of `width` x `height` pixels.
 
     `style` is CSS that is added to the page, and `dark` chooses the page's dark colours.
     """

@@ -5,7 +5,8 @@
     python museum/run.py --all 20           run every exhibit and 20 healthy runs, and write museum/results.md
 
 The checkout itself is never changed. A copy is a temporary folder, and the run's folder is runs/museum/NAME. If --all
-is stopped and started again, each run with a report is kept. To run all exhibits again, delete the folder runs/museum.
+is stopped and started again, the runs that already have a report are not repeated. To run all exhibits again, delete
+the folder runs/museum.
 """
 
 import json
@@ -21,7 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 SECONDS = 60.0  # longest time of an exhibit
-BUSY = 240.0  # longest time of an exhibit with --all: other runs may slow it down
+BUSY = 240.0  # longest time of an exhibit with --all: longer, because other runs may slow the exhibit down
 NOTES = """
 The doctor checked each run after its end (`python -m run.doctor runs/museum/NAME`). If the column "rule" says "none",
 only the unit test finds the bug. The run of areal-1345 restarts after step 3. An exhibit had at most 240 s here instead
@@ -31,7 +32,7 @@ ended the run. Each alarm in the second table would be a false alarm of a rule.
 RUN = re.compile(r"^python train\.py(.*)$", re.MULTILINE)  # a command in an exhibit's page
 LEFT_OUT = shutil.ignore_patterns(".*", "runs", "__pycache__", "*.egg-info", "*.png")
 EXHIBITS = sorted(path.parent.name for path in ROOT.glob("museum/*/bug.patch"))
-HEALTHY = ("", "--config configs/maze.yaml")  # arguments of healthy runs: even numbers, odd numbers
+HEALTHY = ("", "--config configs/maze.yaml")  # arguments of healthy runs with an even number, and with an odd number
 
 
 def make_copy(name: str, folder: str) -> Path:
@@ -46,13 +47,13 @@ def make_copy(name: str, folder: str) -> Path:
 
 
 def find_in_solution(name: str, what: str) -> str:
-    """Return what the solution of an exhibit says after `what`, which is "Unit test" or "Doctor", without quotes."""
+    """Return the text after `what` in the solution of an exhibit, without quotes. `what` is "Unit test" or "Doctor"."""
     text = (ROOT / "museum" / name / "solution.md").read_text()
     return re.findall(rf"^{what}: `?([^`\n]+)`?", text, re.MULTILINE)[0]
 
 
 def train(code: Path, words: str, trial: str, seconds: float, doctor: str = "off") -> None:
-    """Run train.py of `code` for at most `seconds`. Then send Ctrl-C, so that the run writes its report."""
+    """Run train.py in the folder `code` for at most `seconds`. Then send Ctrl-C, so that the run writes its report."""
     fixed = [
         f"fileroot={ROOT / 'runs'}",
         "experiment_name=museum",
@@ -125,7 +126,8 @@ def is_made(folder: Path) -> bool:
 
 
 def describe(name: str, code: int) -> str:
-    """Return an exhibit's row of the table. Run the exhibit unless its run has a report. `code`: see run_unit_tests."""
+    """Return an exhibit's row of the table. Run the exhibit unless its run has a report. `code` is pytest's exit
+    code."""
     folder, rule = ROOT / "runs" / "museum" / name, find_in_solution(name, "Doctor")
     steps = findings(folder if is_made(folder) else show(name, BUSY))
     others = ", ".join(f"{other} {step}" for other, step in steps.items() if other != rule) or "-"

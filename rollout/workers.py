@@ -1,8 +1,8 @@
 """Workers are processes that run the user's code and can be killed.
 
 Reward functions and agents in mode subproc are the user's code, which may compute for a long time, hang, or crash. All
-episodes of a run share one event loop. The user's code therefore runs in a separate process, and the event loop awaits
-the result.
+episodes of a run share one event loop, which such code would block. The user's code therefore runs in a separate
+process, and the event loop awaits the result.
 
     pool = WorkerPool(4)                        at most four calls at once; later calls wait in order
     async with pool.worker() as worker:         starts a process, or takes an idle one
@@ -18,13 +18,13 @@ worker has started. Processes that the worker starts do not inherit the socket. 
 therefore closes, and the parent notices at once. Ctrl-C reaches only the parent, because each worker has a process
 group of its own.
 
-**Messages.** A call goes through the socket as a pickle. The pickle contains only the name of the function, so the
-worker imports the function's module. The worker does not import the main script, because the script would import torch
-in every worker. Functions and classes must therefore not be defined in `__main__`. A result comes back as JSON, because
-a pickle from an agent could run code in the trainer. A scalar of numpy or torch becomes a plain number. If a function
-raises an exception, the caller gets a RuntimeError with the exception's type and text. The cause of the RuntimeError
-contains the worker's traceback. A worker runs many calls one after another, so a call sees the changes that earlier
-calls made to global variables and to the environment.
+**Messages.** A call goes through the socket as a pickle. The pickle contains the function's name and not its code, so
+the worker imports the function's module. The worker does not import the main script, because the script would import
+torch in every worker. Functions and classes must therefore not be defined in `__main__`. A result comes back as JSON,
+because a pickle from an agent could run code in the trainer. A scalar of numpy or torch becomes a plain number. If a
+function raises an exception, the caller gets a RuntimeError with the exception's type and text. The cause of the
+RuntimeError contains the worker's traceback. A worker runs many calls one after another, so a call sees the changes
+that earlier calls made to global variables and to the environment.
 
 **Agents.** `run_agent` puts the URL and the key of the session into the environment. The SDKs of OpenAI and Anthropic
 read the URL and the key from the environment. An agent may use synchronous clients, because nothing else runs in its
@@ -64,7 +64,7 @@ class WorkerDied(RuntimeError):
 
 
 async def within(seconds: float, work: Coroutine[Any, Any, Any], words: str) -> Any:
-    """Return the result of `work`. After `seconds`, cancel the work and raise TimeoutError(words).
+    """Return the result of `work`. If the work takes longer than `seconds`, cancel it and raise TimeoutError(words).
 
     If the work ignores its cancellation for ABANDON_SECONDS, the function logs an error and stops waiting for the work.
     """
@@ -137,7 +137,7 @@ class Worker:
         return answer["value"]
 
     async def end(self) -> None:
-        """Kill this process and every process that it has started."""
+        """Kill the worker's process and every process that it has started."""
         with suppress(ProcessLookupError, PermissionError):  # macOS refuses to signal a process that has ended
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -155,7 +155,7 @@ class WorkerPool:
 
     @asynccontextmanager
     async def worker(self) -> AsyncIterator[Worker]:
-        """Wait for a free worker and lend it to the block."""
+        """Wait for a free worker and lend it to the `with` block."""
         async with self._places:
             worker = self._idle.pop() if self._idle else await Worker.start()
             if not worker.free:  # the worker died while it was idle
@@ -210,8 +210,8 @@ def outcome_of(payload: bytes) -> bytes:
         return json.dumps({"error": f"{type(error).__name__}: {error}", "note": note}).encode()
 
 
-# `_runner()` returns the one event loop of this worker. Python may close an SDK's client of one episode during the next
-# episode. Closing needs the loop in which the client was used, so all episodes share this loop.
+# `_runner()` returns the Runner of this worker's only event loop. Python may close an SDK's client of one episode
+# during the next episode. Closing needs the loop in which the client was used, so all episodes share this loop.
 _runner = functools.cache(asyncio.Runner)
 
 

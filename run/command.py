@@ -54,11 +54,11 @@ from run.start import Run
 from run.terminal import before_results, hush
 from training.ranks import join_ranks, leave_ranks, share
 
-FAILURES = "failures.log"  # the tracebacks of a run, in its folder logs/
+FAILURES = "failures.log"  # file with the tracebacks of a run, in the run's folder logs/
 
 
 def end_at_once(*_: Any) -> None:
-    """End this process without a traceback and without any other work."""
+    """End this process at once, without a traceback and without any clean-up."""
     os.write(2, b"\x1b[?25h\n" if os.isatty(2) else b"\n")  # show the cursor, which the live table hides
     os._exit(130)
 
@@ -176,7 +176,7 @@ def open_run(config: TrainConfig, *agent: Any) -> Iterator[Run]:
             yield Run(config, inputs, servers, fleet, trace, stack)
         except BaseException as error:
             trace.mark("end", error=repr(error))
-            # The doctor's thread has found the cause and stopped the rollout.
+            # If the doctor's thread stopped the rollout, the error's cause is the doctor's finding.
             if isinstance(error.__cause__, Unhealthy):
                 raise error.__cause__ from None
             if isinstance(error, Exception):
@@ -205,8 +205,8 @@ def main(train: Callable[[TrainConfig], None], argv: list[str] | None = None) ->
     torch.set_num_threads(1)  # small models on shared cores are slower with more threads
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    # Rank 0 ends the processes that it has started. The other ranks start no processes, so SIGTERM may kill these
-    # ranks.
+    # After SIGTERM, rank 0 ends the processes that it has started. The other ranks start no processes, so SIGTERM may
+    # kill these ranks at once.
     if os.environ.get("RANK", "0") == "0":
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     # A background job of a shell would ignore Ctrl-C without this line.

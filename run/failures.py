@@ -47,7 +47,7 @@ def record_traceback(error: BaseException, log: Path) -> None:
 
 
 class Failures(logging.Handler):
-    """Prints, counts and records the failures that the project's loggers report, until it is closed."""
+    """Prints, counts and records the failures that the project's loggers report, until `close` is called."""
 
     def __init__(self, log: Path) -> None:
         super().__init__(logging.WARNING)
@@ -56,7 +56,7 @@ class Failures(logging.Handler):
         self.counts = Counter[str]()  # for each description without its digits, the number of failures
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print a warning. If the warning has an exception, print and record it only the first time."""
+        """Print a warning. If the warning has an exception, print and record the exception only the first time."""
         error = record.exc_info[1] if record.exc_info else None
         if error is None:
             print(record.getMessage(), file=sys.stderr, flush=True)
@@ -68,7 +68,8 @@ class Failures(logging.Handler):
             print(f"failed: {describe(error)}; traceback: {self.log}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Stop handling warnings, and print how often each repeated failure occurred, for the five most frequent."""
+        """Stop handling warnings. Of the five most frequent failures, print how often each repeated failure
+        occurred."""
         LOGGER.removeHandler(self)
         for kind, count in self.counts.most_common(5):
             if count > 1:

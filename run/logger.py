@@ -79,8 +79,8 @@ class Trace:
     """
 
     def __init__(self, path: Path | None) -> None:
-        self.phase = "", time.monotonic()  # the trainer's running phase, and when it began
-        self.epoch = time.monotonic_ns() - time.time_ns()  # time of the monotonic clock at the start of 1970
+        self.phase = "", time.monotonic()  # the trainer's current phase, and when the phase began
+        self.epoch = time.monotonic_ns() - time.time_ns()  # reading of the monotonic clock at the start of 1970
         self.lock = threading.Lock()
         earlier = read_records(path) if path else []
         self.file = Path(path or os.devnull).open("wb", buffering=0)  # noqa: SIM115
@@ -166,10 +166,12 @@ def no_signal_share(batch: dict[str, Tensor]) -> float:
 
 
 def baseline_bias(batch: dict[str, Tensor]) -> float:
-    """Return the largest |mean advantage| of a prompt group. Each trained turn counts once in its group's mean."""
+    """Compute the mean advantage of each prompt group, and return the largest absolute value of these means. Each
+    trained turn counts once in its group's mean."""
     turns = batch["turn_ids"].masked_fill(batch["loss_mask"] == 0, -1)  # (B, T)
 
-    # Take the last token of each trained turn, because this token has the whole advantage of the turn.
+    # Take the last token of each trained turn, because with GAE the earlier tokens have only a share of the turn's
+    # advantage.
     ends = (turns >= 0) & (turns != turns.roll(-1, 1))
     _, group = batch["task_ids"][:, None].expand_as(turns)[ends].unique(return_inverse=True)
     return (torch.bincount(group, batch["advantages"][ends]) / torch.bincount(group)).abs().max().item()

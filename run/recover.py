@@ -22,10 +22,10 @@ With `recover: auto`, a run that is started again with the same name continues f
   token from the lost version 41 is therefore generated again. A group is kept if none of its tokens is newer than
   version 40.
 
-The age bound of staleness.py also holds after a restart. Restored groups come first and keep their order, so the
-restart does not delay the step that consumes a restored group. With a batch size of B, the gate counts version * B
-consumed groups plus the restored groups as accepted. If eta or B was reduced at the restart, groups that would become
-too old are generated again.
+The age bound of staleness.py also holds after a restart. Restored groups come first and keep their order, so no step
+consumes a restored group later than without the restart. With a batch size of B, the gate counts version * B consumed
+groups plus the restored groups as accepted. If eta or B was reduced at the restart, groups that would become too old
+are generated again.
 
 **Limits.** After the restart of an asynchronous run, groups may start in a different order than without the
 interruption. In a power failure, files that the operating system has not written to the disk may be lost. Groups that
@@ -82,7 +82,7 @@ def claim(run_dir: Path) -> TextIO:
 
 
 def folders_of_steps(folder: Path) -> dict[int, Path]:
-    """Return the folders named step00040 and so on, by step. Folders with other names are ignored."""
+    """Return a dict from each step to its folder (step00040 and so on). Folders with other names are ignored."""
     named = {path.name.removeprefix("step"): path for path in folder.glob("step*")}
     return {int(step): path for step, path in named.items() if step.isdecimal()}
 
@@ -111,9 +111,11 @@ def save_model(actor: Any, folder: Path, step: int, keep: int, lines: list[dict[
 
 
 def discard(run_dir: Path, last: int, max_age: int) -> None:
-    """Delete the files of the steps up to `last` in tokens/ and in rollout/. No group is older than `max_age` versions.
+    """Delete from tokens/ the files of the steps up to `last`, and from rollout/ the folders of versions that no later
+    step uses.
 
-    Step s trains at version s - 1, so step `last` + 1 may train on a group of version `last` - `max_age`.
+    Step s trains at version s - 1, and no group is older than `max_age` versions. Step `last` + 1 may therefore train
+    on a group of version `last` - `max_age`.
     """
     for path in (run_dir / "tokens").glob("*.safetensors"):
         if int(path.stem) <= last:
@@ -238,7 +240,8 @@ class Recovery:
             self.groups.keep(rollout["open"], below=rollout["next_id"])
 
     def wait(self) -> None:
-        """Wait until the newest checkpoint is complete. Raise the error of its thread, if there is one."""
+        """Wait until the newest checkpoint is complete. If the thread failed to write the checkpoint, raise the
+        thread's error."""
         if self.writing:
             self.writing.result()
 

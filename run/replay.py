@@ -17,15 +17,17 @@ for version 3, and requests the next 63 tokens. `ReplayExecutor.prepare_batch` s
 version, waits until all tokens of this version are generated, and returns the recorded groups in their recorded order.
 
 A step depends only on the groups that it consumes. A replay therefore leaves out all groups that no step consumed, such
-as rejected groups. The replay repeats no other decision of the gate and the dispatcher.
+as rejected groups. The replay takes the starts and the batches from the schedule, and repeats no other decision of the
+gate and the dispatcher.
 
-**Differences.** The replay writes a schedule of its own, and the trainer compares its calls with the recorded calls:
+**Differences.** The replay writes a schedule of its own, and the trainer compares the calls of the replay with the
+recorded calls:
 
 - A call has another prompt than the recorded call, a call was not made in the recorded run, or a recorded call is
   missing. Then the agent is not deterministic, and the replay ends with an error that names the call.
-- A call has the recorded prompt, but its tokens differ from the recorded tokens. Then the server does not compute equal
-  bits, and the replay generates the remaining tokens of the task without the recorded versions. `compare` finds the
-  first step that differs, and by how much.
+- A call has the recorded prompt, but its tokens differ from the recorded tokens. Then the server does not compute the
+  same bits again, and the replay generates the remaining tokens of the task without the recorded versions. `compare`
+  finds the first step that differs, and by how much.
 """
 
 import os
@@ -77,7 +79,7 @@ class ReplayExecutor(WorkflowExecutor):
         super().__post_init__()
         self.recorded: Schedule = self.engine.recorded
         self.samples = dict[int, Sample]()  # the samples of tasks that have not started
-        self.running = list[int]()  # the tasks that have started and are not consumed
+        self.running = list[int]()  # the tasks that have started and are not yet consumed
         self.own = Schedule(self.engine.schedule)  # the schedule of this replay
         self.step_of = {task: version + 1 for version, tasks in self.recorded.steps.items() for task in tasks}
 
@@ -104,15 +106,16 @@ class ReplayExecutor(WorkflowExecutor):
         return concat_padded_tensors([self.take_group(task, version) for task in self.recorded.steps[version]])
 
     def missing_calls(self, task: int, version: int) -> list[str]:
-        """Return the calls of a task that lack tokens up to this version.
+        """Return the names of a task's calls that still lack tokens of this version or of an older version.
 
-        Raises Differs if a call of the replay has another prompt, or was not made in the recorded run.
+        Raises Differs if a call has another prompt than the recorded call, or was not made in the recorded run.
         """
         recorded, own = self.recorded.calls.get(task, {}), self.own.calls.get(task, {})
         for name, call in own.items() if recorded else ():
             if call["prompt"] != recorded.get(name, {}).get("prompt"):
                 raise self.differs(task, f"call {name} has another prompt, or was not made in the recorded run")
-            # The server computes other tokens: generate the rest of the task without the recorded versions.
+            # If the server computes other tokens than recorded, the rest of the task is generated without the recorded
+            # versions.
             if call["spans"] != recorded[name]["spans"][: len(call["spans"])]:
                 del self.recorded.calls[task]
                 return []
@@ -121,7 +124,8 @@ class ReplayExecutor(WorkflowExecutor):
         return [name for name, spans in left.items() if any(needed <= version for needed, *_ in spans)]
 
     def take_group(self, task: int, version: int) -> Trajectory:
-        """Wait for the group of a task, and consume it. Raises Differs if the group is not repeated."""
+        """Wait for the group of a task, and consume it. Raises Differs if the group is rejected or lacks a recorded
+        call."""
         group = self.wait_for_task(task)
         self.own.read()
         missing = self.missing_calls(task, version)
@@ -133,7 +137,7 @@ class ReplayExecutor(WorkflowExecutor):
         return group
 
     def differs(self, task: int, why: str) -> Differs:
-        """Return the error that names a task that is not repeated."""
+        """Return an error that names a task, and says why the task differs from the recorded run."""
         return Differs(f"task {task} of step {self.step_of[task]} differs: {why}; is the agent deterministic?")
 
 

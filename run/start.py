@@ -67,7 +67,7 @@ class NoRollout:
 
 
 def say_ready(what: str) -> None:
-    """Print that a part of the run is ready, and how many seconds have passed on the clock of the terminal."""
+    """Print that a part of the run is ready, and how many seconds have passed since the start of the command."""
     print(f"{what} is ready after {time.monotonic() - BEGIN:.0f} s", flush=True)
 
 
@@ -88,7 +88,7 @@ def start_processes(run: Run) -> Keys:
 
 
 def start_rollout(run: Run, keys: Keys, keep: Keep | None = None) -> tuple[ScheduledEngine, WorkflowExecutor]:
-    """Start the rollout side. Return the engine (with the training executor in it) and the evaluation executor.
+    """Start the rollout side. Return the engine, with the training executor as `executor`, and the evaluation executor.
 
     `start_processes` has started the processes and returned `keys`. `keep(task_id, group)` saves each accepted group
     for a restart. After the death of a child process that the run needs, both executors raise ProcessDied in every call

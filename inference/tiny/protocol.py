@@ -1,20 +1,21 @@
 """This module translates SGLang's wire format: it parses /generate bodies, and it writes the bodies of replies.
 
 **The rule.** `Protocol.parse` refuses a request that the server cannot serve, before the request enters the queue. The
-error message names the wrong field and describes the allowed values. Every sequence that reaches the scheduler can
-therefore run to its end.
+error message names the wrong field and describes the allowed values. The scheduler can therefore serve every accepted
+request to its end.
 
 **How it works.** `Protocol.parse` reads the body of a request, and `Protocol.answer` writes the body of a reply.
-Observed replies of SGLang have these forms:
+The replies have these forms, which were observed in SGLang's replies:
 
 - A logprob entry is [logprob, token id, null], and finish_reason is an object.
-- `weight_versions` lists spans of the output: {"version": "3", "start": 0, "end": 5} covers output tokens 0 to 4.
+- `weight_versions` lists spans of the output: {"version": "3", "start": 0, "end": 5} says that version 3 computed
+  output tokens 0 to 4.
 - `output_ids` includes the stop token, and `text` does not.
 - The reply to one prompt is an object. The reply to a list of prompts is a list.
 
-The server ignores unknown fields at the top level of the body. The server refuses unknown or unimplemented sampling
-parameters, because they would change the distribution of the tokens. Prompts are token ids and never text, because a
-client that trains on tokens already has the ids.
+The server ignores unknown fields at the top level of a request's body. The server refuses unknown or unimplemented
+sampling parameters, because they would change the distribution of the tokens. Prompts are token ids and never text,
+because a client that trains on tokens already has the ids.
 """
 
 import random
@@ -49,7 +50,7 @@ class Protocol:
     max_length: int  # maximum number of tokens of prompt and output together
     eos: frozenset[int]  # token ids that end a text
     decode: Callable[..., str]  # the tokenizer's method that turns token ids into text
-    seeds: random.Random  # generates the seeds of requests that have no seed
+    seeds: random.Random  # makes a seed for each prompt whose request has no seed
 
     def parse(self, body: dict[str, Any]) -> tuple[list[Sequence], bool]:
         """Return the sequences of a /generate body, and True if the body has a list of prompts. Raises Refusal."""
@@ -98,7 +99,7 @@ class Protocol:
         meta: dict[str, Any] = {"id": sequence.rid, "finish_reason": finish, "num_retractions": sequence.retractions}
         meta |= {"prompt_tokens": len(sequence.prompt), "cached_tokens": sequence.reused_tokens, "completion_tokens": n}
         meta |= {"weight_version": sequence.version_starts[-1][0], "weight_versions": sequence.spans(n)}
-        if sequence.return_logprob:  # prompt_logprobs is empty if the client requested none
+        if sequence.return_logprob:  # prompt_logprobs is empty if the client requested no prompt logprobs
             meta["input_token_logprobs"] = [[*pair, None] for pair in zip(sequence.prompt_logprobs, sequence.prompt)]
             meta["output_token_logprobs"] = [[*pair, None] for pair in zip(sequence.logprobs, ids)]
         matched = finish.get("matched") if finish else None

@@ -1,7 +1,8 @@
 """The scheduler chooses the sequences of the next step, and decides when new weights may be loaded.
 
-**The rule.** A request becomes a sequence. The sequence waits in a queue, runs in a *slot* (one row of the KV cache),
-and finishes once. A step feeds running sequences to the model, and each sequence that is fed gets one new token.
+**The rule.** Each prompt of a request becomes a sequence. The sequence waits in a queue, runs in a *slot* (one row of
+the KV cache), and finishes once. A step feeds running sequences to the model, and each sequence that is fed gets one
+new token.
 
 **How it works.** The engine's thread (server.py) calls `plan` and `extend` in turn. Between `plan` and `extend`,
 `model.py` computes a forward pass.
@@ -12,8 +13,8 @@ and finishes once. A step feeds running sequences to the model, and each sequenc
                    (decode)
     extend()    append one token to each sequence that was fed, and finish the sequences that have reached their end
 
-The running sequences occupy slots 0 to n-1, so a step reads one contiguous part of the cache. When a sequence finishes,
-the last running sequence moves into the free slot. An example with three slots and four requests:
+The n running sequences occupy slots 0 to n-1, so a step reads one contiguous part of the cache. When a sequence
+finishes, the last running sequence moves into the free slot. An example with three slots and four requests:
 
     event               waiting    slot 0  slot 1  slot 2    the step that follows
     submit A, B, C, D   A B C D    -       -       -
@@ -25,7 +26,7 @@ the last running sequence moves into the free slot. An example with three slots 
 
 **What the scheduler guarantees.**
 
-- *Order.* Sequences start in the order of their arrival. If the first waiting sequence does not fit, all later
+- *Order.* Sequences start in the order of their arrival. If there is no room for the first waiting sequence, all later
   sequences wait too. A retracted sequence (see below) goes to the end of the queue, as in SGLang.
 - *Memory.* The prompts and max_new_tokens of all running sequences together never exceed max_total_tokens. A running
   sequence therefore always has room for its next token, and never has to leave its slot for a different sequence.
@@ -123,7 +124,7 @@ class Slot:
 
     cached: list[int] = field(default_factory=list)  # tokens with keys and values in this slot, from position 0 on
     stale: bool = False  # True if old weights computed some keys and values of this slot
-    used: int = 0  # number of the last step that fed this slot
+    used: int = 0  # index of the last step that fed this slot, counted from 1
 
 
 @dataclass
@@ -169,7 +170,7 @@ class Scheduler:
         """Return all running and all waiting sequences."""
         return [*self.running, *self.waiting]
 
-    # Calls of the server between two steps
+    # The server calls these methods between two steps
 
     def submit(self, sequence: Sequence) -> None:
         """Append a sequence to the queue. protocol.py has already refused requests with more tokens than
@@ -210,7 +211,8 @@ class Scheduler:
         self.paused = None
 
     def set_released(self, released: bool) -> None:
-        """Release the memory, or take it back. As in SGLang, a call at the wrong time ends the server."""
+        """Release the memory, or take it back. As in SGLang, the same call twice ends the server, and so does a release
+        while the server is not idle."""
         is_idle = not self.running and (self.paused or not self.waiting)
         assert is_idle or not released, "release_memory_occupation should be called only when the server is idle"
         assert released != self.released, "the memory is in this state already"
@@ -317,7 +319,7 @@ class Scheduler:
         if token in sequence.stop_ids:
             return {"type": "stop", "matched": token}
         if params.stop:
-            # A stop string of n bytes is in the last n tokens, because a token has at least one byte. Eight more tokens
+            # A stop string of n bytes spans at most n tokens, because a token has at least one byte. Eight more tokens
             # before these n tokens are decoded too, because a decoder may change the first characters of a text.
             tail = max(len(stop.encode()) for stop in params.stop) + 8
             text = self.decode(sequence.output[-tail:])

@@ -150,8 +150,8 @@ def test_a_hundred_turns_are_rendered_once(tiny_tokenizer: Any) -> None:
 
 
 def test_a_template_that_wants_a_call_before_its_result_is_rendered_in_full(tiny_tokenizer: Any) -> None:
-    """PromptBuilder renders new messages after a stub, whose answer has no tool call. If the template refuses a tool
-    result after such an answer, the prompt is rendered in full."""
+    """PromptBuilder renders new messages after a short stub conversation, whose answer has no tool call. If the
+    template refuses a tool result after such an answer, the prompt is rendered in full."""
     wants = "{% if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}{{ raise_exception('no call') }}{% endif %}"
     tokenizer = tokenizer_with(tiny_tokenizer, HEAD + wants + "{{ m.content }}<|im_end|>\n" + TAIL)
     prompts = PromptBuilder(tokenizer)

@@ -1,8 +1,8 @@
 """Check that the events in the trace of a real run are possible in the dispatcher's state machine (dispatcher.py).
 
 `conform` reads the files of a finished run and repeats the run's events with the state machine. If an event is
-impossible in the machine's state, or has other consequences than in the run, `conform` raises Broken. The properties of
-the machine are checked after each event. An example:
+impossible in the machine's state, or has other consequences in the machine than in the run, `conform` raises Broken.
+The properties of the machine are checked after each event. An example:
 
     trace of the run           event of the machine       consequence in the machine
     start 0, start 1           start, start               groups 0 and 1 run
@@ -11,8 +11,8 @@ the machine are checked after each event. An example:
     consume 0, consume 1       take                       the batch has groups 0 and 1, in this order
     start 2 (at version 1)     version, start             the gate admits group 2
 
-The schedule says between which events each version began, because the trace marks a version only after the gate knows
-the version. A run that was killed and continued is not supported.
+The file schedule.jsonl says between which events each version began, because the trace marks a version only after the
+gate knows the version. A run that was killed and continued is not supported.
 """
 
 import json

@@ -1,8 +1,8 @@
 """The state machine of the dispatcher: DispatchState (rollout/dispatcher.py) and StalenessManager (staleness.py).
 
-DispatchMachine explores the real classes, not a model of them. Groups start, end, fail and are rejected in every order.
-The trainer consumes batches and makes new versions, with or without a checkpoint, and the process may be killed. A
-group has tokens of every version between its start and its end. The properties:
+DispatchMachine explores these two classes themselves, not a model of the classes. Groups start, end, fail and are
+rejected in every order. The trainer consumes batches and makes new versions, with or without a checkpoint, and the
+process may be killed. A group has tokens of every version between its start and its end. The properties:
 
     age          no trained token is older than eta
     gate         when a group starts, accepted + running <= (eta + version + 1) * B

@@ -58,7 +58,7 @@ def test_a_second_ctrl_c_ends_at_once() -> None:
 
 
 class InterruptedWriter(FileSystemWriter):
-    """Writes a checkpoint, and gets a signal or an error during the writing."""
+    """A checkpoint writer that calls `act` instead of writing; `act` raises a signal or an error."""
 
     def __init__(self, path: Path, act: Callable[[], Any]) -> None:
         super().__init__(path)

@@ -80,8 +80,8 @@ def names_read(source: str) -> set[str]:
 
 
 def test_every_key_is_read() -> None:
-    """The code reads each key somewhere, and does not only declare it. The fields of WeightUpdateConfig are passed on
-    as a WeightUpdateMeta, which has the same fields."""
+    """The code reads each key somewhere, and does not only declare it. The test skips the fields of WeightUpdateConfig,
+    because the code passes them on as a WeightUpdateMeta, which has the same fields."""
     assert names_read("a.b = c.d\nNAMES = 'e f'") == {"d", "e", "f"}
     read = set.union(*(names_read(path.read_text()) for path in MODULES))
     read |= {f"weight_update.{field.name}" for field in fields(WeightUpdateMeta)}
@@ -246,7 +246,7 @@ def test_a_number_outside_its_interval_is_refused(name: str, value: str, tmp_pat
     one line that names the key. The help text of a key that accepts 0 says what 0 does."""
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("gconfig: {n_samples: 2}")
-    words = ["mode=eval"] * ("gconfig." in name)  # in mode=train most of these values are refused
+    words = ["mode=eval"] * ("gconfig." in name)  # in mode=train most keys of gconfig are refused
     try:
         config = load(["--config", str(recipe), f"{name}={value}", *words])
     except ConfigError as error:
@@ -263,7 +263,7 @@ def test_a_number_outside_its_interval_is_refused(name: str, value: str, tmp_pat
         assert value in MAY_BE_NEGATIVE[name]
 
 
-ZERO_IS_PLAIN = {  # keys whose help explains 0 without the number 0
+ZERO_IS_PLAIN = {  # keys whose help explains the value 0 without the digit 0, and words of this help
     "gconfig.frequency_penalty": "subtracted from",
     "gconfig.presence_penalty": "subtracted from",
     "gconfig.seed": "seed of the sampling",

@@ -114,7 +114,7 @@ SMALL = {
         ("qwen2", 4000, True, "bfloat16", False, 1024),  # here most memory is saved activations
         ("qwen2", 4000, True, "bfloat16", True, 1024),
         ("qwen3", 4000, True, "float32", True, 512),
-        ("llama", 16000, False, "bfloat16", True, 256),  # here most memory is the embedding and the last layer
+        ("llama", 16000, False, "bfloat16", True, 256),  # here the embedding and the last layer take most of the memory
         ("llama", 16000, True, "float32", False, 256),
     ],
 )

@@ -90,10 +90,11 @@ def test_the_command_of_sglang() -> None:
 
 
 def test_a_server_that_releases_its_memory() -> None:
-    """With server.release_memory, SGLang gets the option --enable-memory-saver. The key is refused in three cases.
+    """With server.release_memory, SGLang gets the option --enable-memory-saver.
 
-    With rollout.pause_mode=in_place a paused server keeps its KV cache. With restarts, a new server could need memory
-    that the trainer is using. If no server shares a GPU with the trainer, the key would only cost time.
+    The key is refused with rollout.pause_mode=in_place, because a paused server then keeps its KV cache. The key is
+    refused together with server.max_restarts, because a new server could need memory that the trainer is using. The key
+    is also refused if no server shares a GPU with the trainer, because the key would then only cost time.
     """
     given = ["server.backend=sglang", "server.command=sglang", "server.release_memory=true"]
     [process] = plan_servers(config("DIR", *given), ["0"], 1)

@@ -46,7 +46,7 @@ def make_batch() -> dict[str, torch.Tensor]:
     """Return the batch of step 5, which trains at version 4. Group 7 is a conversation with a branch, and group 8 has
     two equal rewards."""
     tree = InteractionCache()
-    tree.enter("a", turn([1, 2], [3, 5], [2, 3], "q", "a"))  # a weight update came between the two tokens
+    tree.enter("a", turn([1, 2], [3, 5], [2, 3], "q", "a"))  # a weight update came between tokens 3 and 5
     tree.enter("b", turn([1, 2, 3, 5, 1], [6, 7], [3, 3], "q", "a", "more", "b"))
     tree.enter("c", turn([1, 2, 3, 5, 1], [8], [4], "q", "a", "more", "c"))
     tree.set_reward("b", 1.0)
@@ -155,8 +155,8 @@ def test_every_token_has_its_version_and_its_numbers(folder: Path) -> None:
 
 
 def test_a_shared_turn_is_shown_once_with_its_final_reward(folder: Path) -> None:
-    """Both rows of group 7 contain turn a, but the page has turn a once, with two children. Turn a's reward is half the
-    mean of the children's rewards."""
+    """Both rows of group 7 contain turn `a`, but the page has this turn once, with two children. The turn's reward is
+    half the mean of the children's rewards."""
     [run] = read_page(make_page([folder]))
     a, b, c = (turn for turn in run["steps"][-1]["turns"] if turn["task"] == 7)
     places = {id(turn): k for k, turn in enumerate(run["steps"][-1]["turns"])}

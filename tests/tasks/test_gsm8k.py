@@ -1,5 +1,5 @@
-"""Whole runs of the GSM8K recipe on a CPU. The commands are those for a GPU machine, but the model is tiny and there
-are only twelve problems.
+"""Whole runs of the GSM8K recipe on a CPU. The tests run the commands for a GPU machine, but with a tiny model and only
+twelve problems.
 
 A random model solves no problem, so the runs check only properties that hold for any model. One run uses
 a reward that a random model can earn, and checks that training uses the configured reward function.
