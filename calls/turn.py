@@ -124,7 +124,7 @@ class Turn:
     async def _run(self, engine: Any, calls: list[ModelRequest]) -> tuple[dict[str, Any], list[Answer]]:
         """Generate all answers.
 
-        Return the reply and the answers. If any answer fails, none of the interactions is finished.
+        Return the reply and the answers. If any answer fails, no interaction of the turn is marked as finished.
         """
         tasks = [asyncio.ensure_future(self._generate(engine, k, call)) for k, call in enumerate(calls)]
         try:
@@ -241,7 +241,8 @@ class Turn:
                     raise  # an unexpected error also goes to the log of the proxy
 
     def _new_events(self, streams: list[Stream], readers: list[TextReader]) -> bytes:
-        """Return the events for the text that has become certain since the last call, or b"" if there is none."""
+        """Return the events for the text that has become certain since this method last ran, or b"" if there is no such
+        text."""
         frames = b""
         for stream, reader, response in zip(streams, readers, self.so_far):
             if response is not None:

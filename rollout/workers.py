@@ -170,7 +170,7 @@ class WorkerPool:
                     await worker.end()
 
     async def aclose(self) -> None:
-        """End the idle workers. Workers that run a call end when the event loop cancels the call."""
+        """End the idle workers. A busy worker ends when the event loop cancels the worker's call."""
         while self._idle:
             await self._idle.pop().end()
 

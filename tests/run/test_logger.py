@@ -52,8 +52,8 @@ def test_the_table_fits_the_terminal(logger: Logger, monkeypatch: pytest.MonkeyP
 def test_what_a_client_sends_unasked_is_counted_and_said_once(
     tiny_tokenizer: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each of two steps has a title call, a call with `store: false` and an image. The metrics count all three in both
-    steps. The logger reports them only in the first step, and names the configuration key of each."""
+    """Each of two steps has a request for a title, a call with `store: false` and an image. The metrics count all three
+    in both steps. The logger reports them only in the first step, and names the configuration key of each."""
     cache = InteractionCache()
     for name, system in (("work", "You code."), ("title", "You write titles.")):
         messages = [{"role": "system", "content": system}, {"role": "user", "content": f"hello {PLACEHOLDER}"}]

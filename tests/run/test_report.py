@@ -63,7 +63,7 @@ def make_batch() -> dict[str, torch.Tensor]:
     config.adv_norm.std_level, config.adv_norm.per_turn = "none", True
     batch["prox_logp"] = batch["logprobs"] + 0.1 * trained
     batch["theta_logp"] = batch["prox_logp"].clone()
-    batch["theta_logp"][0, 5] += 1.0  # token 6: u = e, with A > 0, so the clip changes the objective
+    batch["theta_logp"][0, 5] += 1.0  # token 6: log u = 1 and A > 0, so the clip changes the objective
     batch["prox_logp"][1, 5] += 3.0  # token 8: pi_prox / pi_behav is above the cap
     batch["advantages"] = compute_advantages(batch, config)
     return batch
