@@ -33,8 +33,7 @@ request:
        running, the request is a retry of the last identical turn.
     3. In all other cases the request is a new call. An agent that sends the same body twice therefore gets two answers.
 
-A retry gets the reply of the turn that it repeats. A failed or abandoned turn has no reply, so a new turn replaces the
-old turn.
+A retry gets the reply of the turn that it repeats. A failed or abandoned turn has no reply, so a new turn replaces it.
 
 Example. An agent sends a call and hangs up after 10 seconds. The turn becomes abandoned, and the server stops
 generating. The agent sends the same body again. By rule 1 the second request is a retry, so the abandoned turn becomes
