@@ -38,7 +38,7 @@ VARIANTS: dict[str, tuple[int, list[str]]] = {  # name: (number of ranks, config
 
 
 def has_signal(group: dict) -> bool:
-    """Return whether the rewards of a group differ, so that the group teaches something."""
+    """Return whether the rewards of a group differ. A group with equal rewards teaches nothing."""
     return len(set(group["rewards"].tolist())) > 1
 
 

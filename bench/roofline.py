@@ -52,10 +52,10 @@ class Shape:
     layers: int
     H: int  # hidden size
     inner: int  # inner size of the MLP
-    Q: int  # how many numbers the queries of a token have
-    K: int  # how many numbers the keys of a token have
+    Q: int  # size of a token's queries, all heads together
+    K: int  # size of a token's keys, all heads together
     V: int  # vocabulary
-    tied: bool  # embedding and last layer share their weights
+    tied: bool  # whether embedding and last layer share their weights
 
     @property
     def products(self) -> list[tuple[int, int]]:
@@ -100,7 +100,7 @@ class Work:
     chunk: int = 1 << 27  # number of logits in a chunk of the last layer
     slots: int = 256  # sequences that the server decodes at the same time
     ranks: int = 1
-    disk: float = 2e9  # bytes/s of a file that is written or read (weight update of mode disk)
+    disk: float = 2e9  # speed of writing or reading a file, in bytes/s (weight update of mode disk)
 
     @property
     def length(self) -> int:
@@ -183,7 +183,7 @@ def layers_backward(s: Shape, rows: float, length: int, b: int, passes: int) -> 
 def head_forward(s: Shape, n: float, b: int, chunk: int) -> Part:
     """Compute the last layer for n tokens (training/logprobs.py): logits, softmax and entropy in float32."""
     chunks = ceil(n / max(1, chunk // s.V))
-    # logits in float32 instead of b bytes, divide, log_softmax (reads twice), exp, multiply, sum
+    # bytes per logit: float32 instead of b bytes, divide, log_softmax (reads twice), exp, multiply, sum
     softmax = (4 - b + 8 + 12 + 8 + 12 + 4) * n * s.V
     return [*product(n, s.H, s.V, b, chunks), Kernel(0, softmax)]
 
@@ -191,7 +191,7 @@ def head_forward(s: Shape, n: float, b: int, chunk: int) -> Part:
 def head_backward(s: Shape, n: float, b: int, chunk: int) -> Part:
     """Compute the logits again, and the gradients of the hidden states and of the last layer."""
     chunks = ceil(n / max(1, chunk // s.V))
-    # logits in float32, divide, log_softmax, exp, multiply by -g, divide, convert
+    # bytes per logit: float32 instead of b bytes, divide, log_softmax, exp, multiply by -g, divide, convert
     softmax = (4 - b + 8 + 12 + 8 + 8 + 8 + (b + 4) * (b < 4)) * n * s.V
     added = (b + 8) * chunks * s.V * s.H  # each chunk is added to the whole gradient in float32
     return [*(3 * product(n, s.H, s.V, b, chunks)), Kernel(0, softmax + added)]

@@ -293,7 +293,7 @@ def largest_fall(line: dict[str, Any]) -> float:
 
 
 def print_stability(lines: list[dict[str, Any]]) -> None:
-    """Print the median and the range of the final success, and how many runs fell by more than 0.1 during training.
+    """Print the median and the range of the final success, and in how many runs the success fell by more than 0.1.
 
     A correction has one row for the seeds 200 to 299 and one for the seeds 300 to 399, because every new version of a
     correction gets new seeds.
@@ -311,8 +311,8 @@ def print_stability(lines: list[dict[str, Any]]) -> None:
 
 
 def draw_stability(lines: list[dict[str, Any]]) -> None:
-    """Draw the success during training of every run with a lag, for the last two corrections. The runs that fell are
-    red."""
+    """Draw the success during training of every run with a lag, for the last two corrections. A run whose success
+    fell by more than 0.1 is red."""
     import matplotlib
 
     matplotlib.use("Agg")

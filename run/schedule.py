@@ -2,14 +2,14 @@
 
 **Why an asynchronous run can be repeated.** Two runs with the same configuration and the same seed differ, because they
 depend on time. For example, a weight update interrupts a completion at token 57 in one run, and at token 61 in the
-other run. All other parts of a run are fixed:
+other run. Everything except the times of such events is fixed:
 
 - The seed fixes the order of the prompts, and the number of each task (rollout/executor.py, DataCursor).
 - The seed of a call is a hash of the run's seed, the episode and the number of the call (`call_seed`). The random
   number that chooses a token is a hash of this seed and of the token's position. No random number depends on time.
 - The small server computes the same bits for a row, whatever other rows are in the batch (inference/tiny/model.py,
-  "Bits"). At a weight update the small server computes all keys and values again. A completion therefore has equal
-  bits, whether it was interrupted or requested in two parts.
+  "Bits"). At a weight update the small server computes all keys and values again. A completion therefore has the
+  same bits, whether it was interrupted or requested in two parts.
 - A training step is a function of the weights and of the batch.
 
 So only the schedule of a run is not deterministic. A run writes its schedule to schedule.jsonl, one fact a line, about
@@ -51,10 +51,10 @@ from inference.wire import EngineError
 
 Fact = dict[str, Any]
 FILE = "schedule.jsonl"
-EVENTS = ("start", "finish", "consume")  # the events of a task that a schedule contains
+EVENTS = ("start", "finish", "consume")  # the events of a task in a schedule
 TRAINING_CALL = re.compile(r"(\d+)(-\d+)?\.\d+")  # call 1 of task 7: "7.1", or "7-3.1" of the group's member 3
 GONE = 499  # the status of a call whose client has hung up
-POLL = 0.02  # seconds between two looks at a version or a file, which another process changes
+POLL = 0.02  # seconds between two reads of a version or a file that another process changes
 
 
 def digest(ids: list[int]) -> str:

@@ -34,7 +34,8 @@ def test_every_figure_is_what_its_command_draws(pictures: dict[str, str]) -> Non
 
 
 def test_every_figure_has_a_title_and_stays_inside(pictures: dict[str, str]) -> None:
-    """A figure is well-formed, has a title for screen readers and a dark form, and no rectangle leaves the picture."""
+    """A figure is well-formed, and has a title for screen readers and colours for dark mode. No rectangle leaves the
+    picture."""
     for name, picture in pictures.items():
         root = ElementTree.fromstring(picture)
         width, height = map(float, root.attrib["viewBox"].split()[2:])

@@ -122,7 +122,7 @@ class SlotCache:
     def __init__(self, layers: int, slots: int, groups: int, d: int) -> None:
         self.kv = torch.zeros(layers, 2, slots + MIN_ROWS, groups, 64, d)
         self.discard = slots + MIN_ROWS - 1
-        self.write: Tensor  # for each new key or value, its row in kv[layer, 0 or 1] seen as a matrix (.., d)
+        self.write: Tensor  # row of each new key or value in kv[layer, 0 or 1], viewed as a matrix (.., d)
         self.read: Tensor  # the part of kv that the step reads: (layers, 2, rows, groups, n_keys, d)
 
     def begin_step(self, slots: Tensor, positions: Tensor, read_slots: slice, n_keys: int) -> None:
