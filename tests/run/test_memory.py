@@ -175,7 +175,7 @@ def test_the_plan_on_the_page(
 
 
 def test_a_released_server_is_counted_between_the_steps(tmp_path: Path) -> None:
-    """The plan of configs/gsm8k.yaml needs 48 GiB on one GPU. With server.release_memory 43 GiB suffice: the server has
+    """The plan of configs/gsm8k.yaml needs 47 GiB on one GPU. With server.release_memory 43 GiB suffice: the server has
     its memory only between two steps, when the trainer has no activations."""
     AutoConfig.for_model("qwen2", **QWEN).save_pretrained(tmp_path)
     given = ["--config", "gsm8k", f"model_path={tmp_path}", "--dry-run", "--gpus", "1", "--gpu-memory", "43"]
