@@ -265,8 +265,9 @@ def match_retry(equal: list[Turn], says_so: bool) -> Turn | None:
             return turn
     if not equal or not says_so:
         return None
+    # Two equal turns that run get the retries alternately.
     running = [turn for turn in equal if turn.state is State.RUNNING]
-    return min(running or equal[-1:], key=lambda turn: turn.retries)  # retries alternate between two running turns
+    return min(running or equal[-1:], key=lambda turn: turn.retries)
 
 
 def earlier_turn(session: Session, body: bytes, says_so: bool) -> Turn | None:

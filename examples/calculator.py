@@ -53,8 +53,8 @@ def conversation(sample: dict, noise: random.Random, shell: str = "") -> list[di
 
     The conversation has a system prompt with probability 1/2. The conversation of a coding agent lists the shell and
     perhaps unknown tools, may have a message about the agent's environment, and may have unknown words around the
-    question and before each tool result. Some agents without a shell ask for the answer without tools, so half of the
-    conversations without a shell list no tools.
+    question and before each tool result. Some agents that have no shell send requests that list no tools.
+    Half of the conversations that have no shell therefore list no tools.
     """
     a, b, c = sample["numbers"]
     calls = CALL.format("add", a, b), CALL.format("multiply", a + b, c)

@@ -88,7 +88,8 @@ def start_processes(run: Run) -> Keys:
 
 
 def start_rollout(run: Run, keys: Keys, keep: Keep | None = None) -> tuple[ScheduledEngine, WorkflowExecutor]:
-    """Start the rollout side. Return the engine, with the training executor as `executor`, and the evaluation executor.
+    """Start the rollout side. Return the engine and the evaluation executor. The engine's attribute `executor` is the
+    training executor.
 
     `start_processes` has started the processes and returned `keys`. `keep(task_id, group)` saves each accepted group
     for a restart. After the death of a child process that the run needs, both executors raise ProcessDied in every call

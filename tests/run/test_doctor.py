@@ -298,8 +298,9 @@ def test_scores_of_the_canary() -> None:
 
 
 def test_the_trainer_does_not_wait_for_the_canary(start_tiny_server: Any, tiny_model_dir: Path) -> None:
-    """While a server is paused, Canary.start returns, although the server answers only after the pause. If a server has
-    died, Canary.finish returns {}. If a thread raises any other error, Canary.finish raises this error."""
+    """While a server is paused, Canary.start returns, although the server answers only after the pause. Threads
+    wait for the answers. If a server has died, Canary.finish returns {}. If a thread raises another error than that of
+    a dead server, Canary.finish raises this error."""
     actor = FSDPPPOActor(PPOActorConfig(), tiny_model_dir)
     actor.create_process_group()
     actor.initialize(max_steps=1)
