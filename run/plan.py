@@ -169,7 +169,7 @@ def check_update_mode(config: TrainConfig, planned: list[Planned], gpus: list[st
     """Raise ConfigError if weight_update.mode cannot work on these GPUs. Rank 0 sends the weights from the first GPU.
 
     In mode "distributed", NCCL refuses two processes on one GPU, and all processes need the same version of NCCL. In
-    mode "tensor", a server reads the weights from the memory of rank 0's GPU. The small server has none of these limits.
+    mode "tensor", a server reads the weights from the memory of rank 0's GPU. The small server has no such limit.
     """
     mode, on_gpus = config.weight_update.mode, servers_on_gpus(planned)
     used = [*gpus[:1], *(gpu for p in on_gpus for gpu in p.gpus)]
