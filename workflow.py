@@ -274,7 +274,7 @@ _agents_client = PerLoop(make_agents_client)
 @functools.cache
 def agents_pool(size: int) -> PerLoop[WorkerPool]:
     """Return the pools of mode subproc. Each event loop has one pool of at most `size` worker processes."""
-    return PerLoop(lambda: WorkerPool(size))
+    return PerLoop(lambda: WorkerPool(size, reuse=False))
 
 
 @dataclass(eq=False, repr=False)

@@ -23,12 +23,13 @@ the worker imports the function's module. The worker does not import the main sc
 torch in every worker. Functions and classes must therefore not be defined in `__main__`. A result comes back as JSON,
 because a pickle from an agent could run code in the trainer. A scalar of numpy or torch becomes a plain number. If a
 function raises an exception, the caller gets a RuntimeError with the exception's type and text. The cause of the
-RuntimeError contains the worker's traceback. A worker runs many calls one after another, so a call sees the changes
-that earlier calls made to global variables and to the environment.
+RuntimeError contains the worker's traceback. A worker of reward functions runs many calls one after another, so a call
+sees the changes that earlier calls made to global variables.
 
-**Agents.** `run_agent` puts the URL and the key of the session into the environment. The SDKs of OpenAI and Anthropic
-read the URL and the key from the environment. An agent may use synchronous clients, because nothing else runs in its
-process.
+**Agents.** Each episode of an agent gets a new worker. In a used worker, a thread that an earlier agent has left could
+read the key of the next session, or answer in place of the next agent. `run_agent` puts the URL and the key of the
+session into the environment, from which the SDKs of OpenAI and Anthropic read them. An agent may use synchronous
+clients, because nothing else runs in its process.
 
 **What is not promised.** Workers need process groups, so workers do not run on Windows. If a worker's code never
 releases the interpreter's lock, the worker continues after its parent was killed.
@@ -56,6 +57,7 @@ from urllib.parse import urlsplit
 
 logger = logging.getLogger("nano_areal.workers")
 
+MOST_BYTES = 2**24  # longest result of a call, as JSON
 ABANDON_SECONDS = 10.0  # longest time between the cancellation of a call and the end of the call
 
 
@@ -124,6 +126,8 @@ class Worker:
             self._writer.write(len(payload).to_bytes(8, "big") + payload)
             await self._writer.drain()
             size = int.from_bytes(await self._reader.readexactly(8), "big")
+            if size > MOST_BYTES:
+                raise RuntimeError(f"the result of a call has {size:,} bytes, but at most {MOST_BYTES:,} are allowed")
             outcome = await self._reader.readexactly(size)
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             with suppress(subprocess.TimeoutExpired):  # the socket is closed, so the process ends now
@@ -147,10 +151,14 @@ class Worker:
 
 
 class WorkerPool:
-    """At most `size` workers for one event loop. A worker starts when it is needed, and is kept for later calls."""
+    """At most `size` workers for one event loop. A worker starts when it is needed.
 
-    def __init__(self, size: int) -> None:
-        self._places = asyncio.Semaphore(size)
+    If `reuse` is true, a worker is kept for later blocks. If it is false, each block gets a new process,
+    which ends with the block.
+    """
+
+    def __init__(self, size: int, reuse: bool = True) -> None:
+        self._places, self._reuse = asyncio.Semaphore(size), reuse
         self._idle: list[Worker] = []  # the most recently used worker is the last one
 
     @asynccontextmanager
@@ -164,7 +172,7 @@ class WorkerPool:
             try:
                 yield worker
             finally:
-                if worker.free:
+                if worker.free and self._reuse:
                     self._idle.append(worker)
                 else:
                     await worker.end()
@@ -210,8 +218,8 @@ def outcome_of(payload: bytes) -> bytes:
         return json.dumps({"error": f"{type(error).__name__}: {error}", "note": note}).encode()
 
 
-# `_runner()` returns the Runner of this worker's only event loop. Python may close an SDK's client of one episode
-# during the next episode. Closing needs the loop in which the client was used, so all episodes share this loop.
+# `_runner()` returns the Runner of this worker's only event loop. Nobody closes the loop, because that would wait for
+# tasks of the agent that ignore their cancellation. The tasks end with the worker.
 _runner = functools.cache(asyncio.Runner)
 
 

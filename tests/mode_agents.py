@@ -143,6 +143,10 @@ def breaks_off(data: dict) -> float:
     return 1.0
 
 
+def process_id(data: dict) -> float:
+    return float(os.getpid())
+
+
 def returns_twice(data: dict) -> float:
     """Fork this process, and return in both processes, first in the child."""
     if child := os.fork():

@@ -139,6 +139,14 @@ def test_a_failing_agent_is_counted_and_the_next_one_runs(
     assert "never retrieved" not in capfd.readouterr().err  # asyncio logs it if an SDK's client outlives its episode
 
 
+def test_every_episode_has_a_process_of_its_own(run_agent: Run) -> None:
+    """In mode subproc, no two episodes share a process. In a shared process, a thread that an agent has left could read
+    the key of the next session."""
+    samples = [{"then": "process_id"}] * 3
+    groups, _ = run_agent(mode_agents.Talks, *samples, subproc_max_workers=1)
+    assert len({group["rewards"].item() for group in groups}) == 3
+
+
 def test_an_agent_that_forks_has_one_result(run_agent: Run) -> None:
     """If an agent forks, and both processes return a reward, only the reward of the worker counts. The worker's next
     episode has its own result."""
@@ -293,6 +301,18 @@ async def test_a_result_runs_no_code_in_the_trainer(tmp_path: Path) -> None:
         with pytest.raises(RuntimeError, match="AttributeError"):
             await worker.call(mode_agents.Bomb, str(tmp_path / "ran"))
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.anyio
+async def test_a_result_that_is_too_long_is_not_read() -> None:
+    """The parent reads no result of more than MOST_BYTES. The next call gets a new process."""
+    pool = WorkerPool(1)
+    async with pool.worker() as worker:
+        with pytest.raises(RuntimeError, match="at most 16,777,216 are allowed"):
+            await worker.call(str.rjust, "x", workers.MOST_BYTES)
+    async with pool.worker() as worker:
+        assert await worker.call(str.upper, "x") == "X"
+    await pool.aclose()
 
 
 @pytest.mark.anyio
