@@ -8,7 +8,6 @@ import sys
 import time
 from typing import Any
 
-import anthropic
 import httpx
 import openai
 from openai import AsyncOpenAI, OpenAI
@@ -69,6 +68,8 @@ class Reads:
     """An agent that makes SDK clients without arguments and checks that they use the session's URL and key."""
 
     async def run(self, data: dict, base_url: str, api_key: str, **extra_kwargs: Any) -> float:
+        import anthropic  # a slow import, and every other agent's process does without it
+
         mine, theirs = OpenAI(), anthropic.Anthropic()
         assert str(mine.base_url).rstrip("/") == base_url
         assert (mine.api_key, theirs.api_key) == (api_key, api_key)
