@@ -31,6 +31,8 @@ from run.memory import CUDA_BYTES, GIB, check_memory, describe_load, estimate_me
 from run.serve import listen, raise_open_files
 from training.layout import pick_layout
 
+LOOPBACK = ("127.0.0.1", "::1", "localhost")  # with these addresses a machine reaches only itself
+
 
 def visible_gpus() -> list[str]:
     """Return the names of the GPUs that the run may use, as in CUDA_VISIBLE_DEVICES."""
@@ -116,7 +118,7 @@ def check_addresses(config: TrainConfig, planned: list[Planned]) -> None:
     """
     for url in config.rollout.server_addrs:
         try:
-            if not config.rollout.server_key and httpx.URL(url).host not in ("127.0.0.1", "::1", "localhost"):
+            if not config.rollout.server_key and httpx.URL(url).host not in LOOPBACK:
                 raise ConfigError(f"rollout.server_addrs: {url} is not this machine: set rollout.server_key")
             urls = [url.rstrip("/") + path for path in ("/model_info", "/workers")]
             headers = {"authorization": f"Bearer {config.rollout.server_key or 'none'}"}
@@ -172,6 +174,10 @@ def check_update_mode(config: TrainConfig, planned: list[Planned], gpus: list[st
     mode "tensor", a server reads the weights from the memory of rank 0's GPU. The small server has no such limit.
     """
     mode, on_gpus = config.weight_update.mode, servers_on_gpus(planned)
+    others = [url for url in config.rollout.server_addrs if httpx.URL(url).host not in LOOPBACK]
+    if mode == "distributed" and others and (own := config.weight_update.address) in LOOPBACK:
+        remedy = "set weight_update.address to this machine's address in their network, or weight_update.mode=disk"
+        raise ConfigError(f"weight_update.address={own}: {others[0]} would connect to itself: {remedy}")
     used = [*gpus[:1], *(gpu for p in on_gpus for gpu in p.gpus)]
     away = [p.name for p in on_gpus if gpus[0] not in p.gpus]
     is_shared = len(set(used)) < len(used)

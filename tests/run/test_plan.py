@@ -155,6 +155,24 @@ def test_a_mode_of_the_update_that_the_gpus_rule_out_is_refused(
 
 
 @pytest.mark.parametrize(
+    ("server", "words", "works"),
+    [
+        ("http://10.0.0.5:30000", [], False),
+        ("http://10.0.0.5:30000", ["weight_update.address=localhost"], False),
+        ("http://10.0.0.5:30000", ["weight_update.address=10.0.0.7"], True),
+        ("http://127.0.0.1:30000", [], True),
+    ],
+)
+def test_servers_elsewhere_need_the_address_of_the_trainer(server: str, words: list[str], works: bool) -> None:
+    """In the update mode distributed, a server on another machine connects to weight_update.address. The plan refuses a
+    loopback address there, because the server would connect to itself."""
+    given = config("DIR", "weight_update.mode=distributed", f"rollout.server_addrs=['{server}']", *words)
+    refused = pytest.raises(ConfigError, match=r"10.0.0.5:30000 would connect to itself: set weight_update.address to")
+    with nullcontext() if works else refused:
+        check_update_mode(given, [], [])
+
+
+@pytest.mark.parametrize(
     ("gpus", "ranks", "words", "mode"),
     [
         (1, 1, [], "tensor"),  # trainer and server share the GPU
