@@ -47,6 +47,9 @@ def plan_servers(config: TrainConfig, gpus: list[str], ranks: int) -> list[Plann
     If rollout.server_addrs is set, the list is empty. Raises ConfigError if there are too few GPUs.
     """
     server = config.server
+    if gpus and ranks > len(gpus):
+        remedy = f"torchrun --nproc-per-node={len(gpus)}"
+        raise ConfigError(f"{ranks} trainers (LOCAL_WORLD_SIZE) need one GPU each, but there are {len(gpus)}: {remedy}")
     if config.rollout.server_addrs:
         return []
     tp, spare = server.tp_size, gpus[ranks:]

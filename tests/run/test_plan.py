@@ -70,6 +70,13 @@ def test_too_few_gpus_are_refused(gpus: int, ranks: int, words: list[str]) -> No
         gpus_of(gpus, ranks, *words)
 
 
+@pytest.mark.parametrize("words", [[], ["rollout.server_addrs=[http://up]", "server.backend=auto"]])
+def test_more_ranks_than_gpus_are_refused(words: list[str]) -> None:
+    """Each rank needs a GPU of its own, with servers of the run and with servers that are already running."""
+    with pytest.raises(ConfigError, match=r"4 trainers .* need one GPU each, but there are 2: .*--nproc-per-node=2"):
+        gpus_of(2, 4, *words)
+
+
 def test_the_small_server_refuses_several_gpus() -> None:
     """With the small server, server.tp_size above 1 is an error, because the small server would ignore the key."""
     with pytest.raises(ConfigError, match=r"server.tp_size has no effect on the small server"):
