@@ -47,11 +47,16 @@ CUDA_BYTES = 3 * GIB
 TOKEN_BYTES = 50
 
 
+def count_heads(shape: Any) -> tuple[int, int]:
+    """Return how many heads the queries of a layer have, and how many heads its keys have."""
+    return shape.num_attention_heads, getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
+
+
 def attention_widths(shape: Any) -> tuple[int, int]:
     """Return how many numbers a token's queries have, and how many its keys have."""
-    heads = shape.num_attention_heads
-    width = getattr(shape, "head_dim", None) or shape.hidden_size // heads
-    return width * heads, width * (getattr(shape, "num_key_value_heads", None) or heads)
+    queries, keys = count_heads(shape)
+    width = getattr(shape, "head_dim", None) or shape.hidden_size // queries
+    return width * queries, width * keys
 
 
 def saved_bytes(shape: Any, b: int, has_head_norms: bool) -> int:
@@ -83,7 +88,8 @@ def estimate_memory(config: TrainConfig, ranks: int, on_gpus: bool) -> tuple[flo
     With actor.offload and a GPU, the parameters, gradients and moments are in host memory. A reference model has 4 n
     bytes of parameters. A server has its weights and the keys and values of max_total_tokens tokens. In a server a
     number takes 2 bytes on a GPU and 4 on a CPU. The weights, keys and values of a server are divided among its tp_size
-    GPUs.
+    GPUs. If the keys have fewer heads than the server has GPUs, several GPUs keep a copy of the same head. Raises
+    ConfigError if SGLang cannot give the same number of heads to each of tp_size GPUs (srt/models/qwen2.py).
     """
     assert config.model_path is not None
     shape = AutoConfig.from_pretrained(config.model_path).get_text_config()
@@ -94,7 +100,11 @@ def estimate_memory(config: TrainConfig, ranks: int, on_gpus: bool) -> tuple[flo
     kept = 0 if config.actor.offload and on_gpus else (16 if config.ref.path is None else 20) * n / ranks
     trainer = kept + step_bytes(config.actor, shape, n, has_head_norms, "cuda" if on_gpus else "cpu")
     cache = 2 * attention_widths(shape)[1] * shape.num_hidden_layers * config.server.max_total_tokens  # in numbers
-    server = (2 if on_gpus else 4) * (n + cache) / config.server.tp_size
+    tp, (heads, keys) = config.server.tp_size, count_heads(shape)
+    fits = [k for k in range(1, heads + 1) if heads % k == 0 and max(k, keys) % min(k, keys) == 0]
+    if tp not in fits:
+        raise ConfigError(f"server.tp_size={tp} does not fit {heads} query and {keys} key heads: use one of {fits}")
+    server = (2 if on_gpus else 4) * (n / tp + cache / min(tp, keys))
     context = CUDA_BYTES if on_gpus else 0
     return (trainer + context) / GIB, (kept + context) / GIB, (server + context) / GIB, n
 

@@ -174,6 +174,19 @@ def test_the_plan_on_the_page(
     assert shown in (ROOT / "docs/gpu.md").read_text()
 
 
+def test_the_heads_of_the_model_limit_the_gpus_of_a_server(tmp_path: Path) -> None:
+    """Qwen2.5-1.5B has 12 heads of queries and 2 heads of keys, so SGLang cannot use 3 or 8 GPUs for it. With 4 GPUs
+    each GPU has half of the keys and values: SGLang copies each of the 2 heads to 2 GPUs."""
+    AutoConfig.for_model("qwen2", **QWEN).save_pretrained(tmp_path)
+    given = ["--config", "gsm8k", f"model_path={tmp_path}", "--dry-run", "--gpus", "8"]
+    for size in (3, 8):
+        with pytest.raises(ConfigError, match=rf"server.tp_size={size} does not fit 12 .* one of \[1, 2, 4, 6, 12\]"):
+            plan_run(load([*given, f"server.tp_size={size}"]))
+    _, text = plan_run(load([*given, "server.tp_size=4"]))
+    weights, cache = 2 * 1_543_714_304, 2 * 2 * 2 * 128 * 28 * 400_000
+    assert re.search(rf"server-0  4,5,6,7 any +{3 + (weights / 4 + cache / 2) / GIB:.1f} ", text)
+
+
 def test_a_released_server_is_counted_between_the_steps(tmp_path: Path) -> None:
     """The plan of configs/gsm8k.yaml needs 47 GiB on one GPU. With server.release_memory 43 GiB suffice: the server has
     its memory only between two steps, when the trainer has no activations."""
