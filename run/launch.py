@@ -60,6 +60,7 @@ class Planned:
     gpus: list[str] = field(default_factory=list)  # names of the process's GPUs, as in CUDA_VISIBLE_DEVICES
     port: int | None = 0  # 0: any free port; None: the process does not listen
     keys: tuple[str, ...] = ()  # keys that the process reads from its standard input, one in each line
+    variables: dict[str, str] = field(default_factory=dict)  # environment variables that only this process gets
     restarts: int = 0  # how often the process was started again after it had died
 
 
@@ -130,7 +131,7 @@ class Fleet:
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env={**inherited, **ours},
+                env={**inherited, **ours, **planned.variables},
             )
         self.children.append(Child(planned.name, f"http://127.0.0.1:{port}", log, process, planned))
         self.children[-1].send_keys(planned.keys)

@@ -31,7 +31,8 @@ def python(code: str, *words: str) -> list[str]:
 
 
 def test_a_child_does_not_inherit_torchruns_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under torchrun, a process starts its children without torchrun's variables, but with all other variables.
+    """Under torchrun, a process starts its children without torchrun's variables, but with all other variables and with
+    the variables that are planned for the child.
 
     SGLang connects its own processes to each other. With torchrun's variables SGLang would wait for torchrun's store.
     """
@@ -44,14 +45,14 @@ def test_a_child_does_not_inherit_torchruns_variables(tmp_path: Path, monkeypatc
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     fleet = Fleet(tmp_path)
-    child = fleet.start(Planned("server-0", python(show)))
+    child = fleet.start(Planned("server-0", python(show), variables={"LOCAL_CHECK": "0"}))
     child.process.wait(timeout=30)
     fleet.close()
     seen = json.loads(child.log.read_text())
     assert {
         name for name in added if re.search("RANK|WORLD_SIZE|ROLE|MASTER|TORCHELASTIC", name)
     } & seen.keys() == set()
-    assert seen["LOCAL_SCRATCH"] == "/scratch"
+    assert (seen["LOCAL_SCRATCH"], seen["LOCAL_CHECK"]) == ("/scratch", "0")
 
 
 def test_agents_requests_are_as_patient_as_configured(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,8 +92,17 @@ def test_the_command_of_sglang() -> None:
     assert "run/leash.py --api-key PY -m it --model-path DIR --weight-version 0" in text
     assert "--mem-fraction-static 0.85" in text
     assert text.endswith("--tool-call-parser qwen")
+    assert split.variables == {}
     [shared] = plan_servers(config("DIR", *given), ["0"], 1)
     assert "--mem-fraction-static 0.6" in " ".join(shared.command)
+
+
+def test_a_server_may_share_only_some_of_its_gpus() -> None:
+    """If the trainer uses one of a server's two GPUs, the server's GPUs have different amounts of free memory. SGLang
+    0.5.23 ends for this reason, unless an environment variable turns the check off (srt/distributed/bootstrap.py)."""
+    [server] = plan_servers(config("DIR", *SGLANG, "server.tp_size=2"), ["0", "1"], 1)
+    assert server.gpus == ["0", "1"]
+    assert server.variables == {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0"}
 
 
 def test_a_server_that_releases_its_memory() -> None:
