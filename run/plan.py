@@ -242,6 +242,9 @@ def plan_run(config: TrainConfig) -> tuple[list[Planned], str]:
     lines.append(f"{parameters:,} parameters; GiB for each rank, and for each GPU of a server, are estimates")
     if is_released:
         lines.append(f"server.release_memory: in a step, a server needs {idle:.1f}; between steps, a rank {kept:.1f}")
+    if unused := [gpu for gpu in gpus if not any(gpu in p.gpus for p in [*trainers, *servers])]:
+        keys = "server.count or " * (not config.rollout.server_addrs) + "torchrun --nproc-per-node"
+        lines.append(f"GPUs {','.join(unused)} are idle; to use them, raise {keys}")
     lines.append(f"weight_update.mode={config.weight_update.mode}: {why}")
     lines += [describe_layout(config, "cuda" if gpus else "cpu"), describe_load(config, parameters)]
     return servers, "\n".join(lines)

@@ -187,6 +187,14 @@ def test_the_heads_of_the_model_limit_the_gpus_of_a_server(tmp_path: Path) -> No
     assert re.search(rf"server-0  4,5,6,7 any +{3 + (weights / 4 + cache / 2) / GIB:.1f} ", text)
 
 
+def test_the_plan_names_idle_gpus(tmp_path: Path) -> None:
+    """With 8 GPUs the recipe uses the first GPU and the last GPU. The plan names the other GPUs, and what uses them."""
+    AutoConfig.for_model("qwen2", **QWEN).save_pretrained(tmp_path)
+    _, text = plan_run(load(["--config", "gsm8k", f"model_path={tmp_path}", "--dry-run", "--gpus", "8"]))
+    says = "GPUs 1,2,3,4,5,6 are idle; to use them, raise server.count or torchrun --nproc-per-node"
+    assert says in text.splitlines()
+
+
 def test_a_released_server_is_counted_between_the_steps(tmp_path: Path) -> None:
     """The plan of configs/gsm8k.yaml needs 47 GiB on one GPU. With server.release_memory 43 GiB suffice: the server has
     its memory only between two steps, when the trainer has no activations."""
