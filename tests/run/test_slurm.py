@@ -5,6 +5,7 @@ The two nodes are 127.0.0.1 and localhost. The server is inference/tiny/server.p
 
 import json
 import os
+import re
 import signal
 import socket
 import stat
@@ -15,6 +16,9 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, free_port, two_free_ports
 from runs import children
+
+from run.config import load
+from run.plan import plan_servers
 
 pytestmark = pytest.mark.runs
 
@@ -128,6 +132,21 @@ def test_steps_get_their_gpus_and_cores_and_a_job_near_its_end_is_requeued(
     text = SCRIPT.read_text()
     assert "#SBATCH --requeue\n" in text
     assert "#SBATCH --signal=B:USR1@" in text
+
+
+@pytest.mark.parametrize("file", ["examples/slurm/train.sbatch", "docs/cluster.md"])
+def test_servers_of_a_cluster_get_the_options_of_train_py(file: str) -> None:
+    """The commands that start SGLang on a cluster set the options that a server of train.py gets on a GPU of its own,
+    except for --max-total-tokens, because no other process needs memory of this GPU."""
+    given = ["--config", "configs/gsm8k.yaml", "model_path=DIR", "server.backend=sglang", "server.command=sglang"]
+    [server] = plan_servers(load(given), ["0", "1"], 1)
+    own = " ".join(server.command)
+    text = (ROOT / file).read_text().replace("\\\n", "").replace("$SLOTS", "256")
+    commands = re.findall(r"python -m sglang.launch_server\b.*--port.*|SERVE:-python.*", text)
+    assert commands
+    for option in ("--enable-fp32-lm-head", "--max-running-requests 256", "--mem-fraction-static 0.85"):
+        assert option in own
+        assert all(option in command for command in commands)
 
 
 def test_no_node_left_to_train(cluster: dict[str, str], tmp_path: Path) -> None:
