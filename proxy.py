@@ -73,7 +73,7 @@ from run.keys import OpenAIConfig
 from run.schedule import ScheduledEngine
 from run.serve import bearer, check_key, listen, load_tokenizer, read_object, read_secret, reply, serve
 
-LONG_BODY = 2**18  # bytes; a longer body is read in a thread, because a long text takes seconds to read and to tokenise
+LONG_BODY = 2**15  # bytes; a longer body is read in a thread, because a long text takes seconds to read and to tokenise
 
 
 @dataclass(eq=False, repr=False)
@@ -190,8 +190,9 @@ class Proxy:
         """Reply with the number of prompt tokens that a call with this body would have (Anthropic's endpoint)."""
         session = self.sessions.open(session_id_of(request))
         raw = await self.read_body(request)
-        ask = await in_thread(raw, lambda: PROTOCOLS["messages"].parse(read_object(raw), session.finished))
-        ids, _ = await in_thread(raw, lambda: self.prompt(ask, session.cache.find_parent(ask.messages)))
+        async with session.beginning:  # one request of a session at a time, so that it takes only one thread
+            ask = await in_thread(raw, lambda: PROTOCOLS["messages"].parse(read_object(raw), session.finished))
+            ids, _ = await in_thread(raw, lambda: self.prompt(ask, session.cache.find_parent(ask.messages)))
         return reply({"input_tokens": len(ids)})
 
     async def models(self, request: Request) -> Response:
@@ -233,6 +234,7 @@ class Proxy:
 
     async def set_reward(self, request: Request) -> Response:
         """Set the reward of the interaction `interaction_id`, or of the last interaction if the body has no id."""
+        self.sessions.open(session_id_of(request))  # without a session, the body is not read
         body = await self.read_json(request)
         self.reward(self.sessions.open(session_id_of(request)), body)
         return reply({"message": "ok"})
@@ -250,8 +252,8 @@ class Proxy:
 
     async def end_session(self, request: Request) -> Response:
         """End a session. To end a session twice is no error. With {"discard": true}, forget the session, too."""
+        session = self.sessions.find(session_id_of(request))  # without a session, the body is not read
         body = await self.read_json(request)
-        session = self.sessions.find(session_id_of(request))
         self.sessions.end(session)
         if body.get("discard"):
             self.sessions.forget(session)

@@ -178,6 +178,8 @@ class TextReader:
         self._tokenizer, self._opening, self._skips = tokenizer, opening, not special_tokens
         self._stop, self._stop_ids = gconfig.stop, frozenset(gconfig.stop_token_ids)
         # Only these attributes change:
+        self.tokens_read = -1  # number of tokens of the last `read`
+        self._certain = 0  # number of characters that the last `read` returned
         self.stopped_by = ""  # the stop string that ended the complete answer, if there is one
         self._settled = 0  # number of tokens whose text is in `_text`
         self._text = opening  # the opening and the text of the settled tokens
@@ -210,7 +212,9 @@ class TextReader:
             self._settled += len(pending)
             if fresh:
                 self._context = pending
-        return without_partial(text, self._stop)[: self._stop_at(text)]
+        text = without_partial(text, self._stop, self._certain)[: self._stop_at(text)]
+        self.tokens_read, self._certain = len(tokens), len(text)
+        return text
 
     def token(self, token: int) -> str:
         """Return the text of one token, including a space that the decoder drops at the beginning of a text."""

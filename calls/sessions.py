@@ -46,16 +46,17 @@ class Limits:
     answers: Count = 2048  # answers of a session that run or wait; a further call gets status 429
     messages: Count = 20_000  # messages or items in one request
     body_bytes: Count = 2**24  # length of a request's body
-    stop_strings: Count = 64  # stop strings of one request
+    stop_strings: Count = 64  # stop strings of one request; its stop token ids have the same limit
     stop_length: Count = 1000  # characters of a stop string
     seconds: Positive = 120.0  # seconds within which the body of a request must arrive
 
     def check(self, session: "Session", ask: AgentRequest) -> None:
         """Raise Refusal if a request asks for more than an honest agent needs."""
         stops, answers = ask.sampling.get("stop", []), ask.n + sum(len(turn.ids) for turn in session.running)
-        sizes = len(ask.messages), len(stops), max(map(len, stops), default=0)
+        count = max(len(stops), len(ask.sampling.get("stop_token_ids", [])))
+        sizes = len(ask.messages), count, max(map(len, stops), default=0)
         if any(map(operator.gt, sizes, (self.messages, self.stop_strings, self.stop_length))):
-            raise Refusal(f"messages, stop: the request is larger than {self}")
+            raise Refusal(f"messages, stop, stop_token_ids: the request is larger than {self}")
         if answers > self.answers:
             raise Refusal(f"n: {self.answers} answers of this session are being generated; wait for them", 429)
 

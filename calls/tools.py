@@ -73,11 +73,18 @@ class Parsed:
     calls: list[Call] = field(default_factory=list)
 
 
-def without_partial(text: str, marks: list[str]) -> str:
-    """Cut off the beginning of a mark at the end of `text`: for the mark "<tool>", "1 <to" becomes "1 "."""
-    beginnings = [mark[:n] for mark in marks for n in range(1, len(mark))]
-    held_back = max((len(beginning) for beginning in beginnings if text.endswith(beginning)), default=0)
-    return text[: len(text) - held_back]
+def without_partial(text: str, marks: list[str], certain: int = 0) -> str:
+    """Cut off the beginning of a mark at the end of `text`: for the mark "<tool>", "1 <to" becomes "1 ".
+
+    The first `certain` characters are never cut off. If an earlier call with a shorter text returned as many characters
+    as `certain`, the result is the same as without `certain`, and no position is tried again.
+    """
+    longest = max(map(len, marks), default=1)
+    for begin in range(max(certain, len(text) - longest + 1), len(text)):
+        end = text[begin:]
+        if any(mark.startswith(end) and mark != end for mark in marks):
+            return text[:begin]
+    return text
 
 
 def split_thinking(text: str) -> tuple[str, str, bool]:

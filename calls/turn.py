@@ -244,7 +244,7 @@ class Turn:
         text."""
         frames = b""
         for stream, reader, response in zip(streams, readers, self.so_far):
-            if response is not None:
+            if response is not None and response.output_len != reader.tokens_read:
                 text = reader.read(response.output_tokens)
                 frames += stream.grow(parts_of(self._parser.certain(text, self.ask.callable_tools)))
         return frames

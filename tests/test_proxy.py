@@ -397,6 +397,7 @@ async def test_a_template_that_refuses_is_a_400(start: Start, tiny_tokenizer: An
 FLOODS: dict[str, dict[str, Any]] = {
     "a long stop string": {"stop": "a" * 1001},
     "many stop strings": {"stop": ["a"] * 65},
+    "many stop token ids": {"stop_token_ids": [7] * 65},
     "many messages": {"messages": [{"role": "user"}] * 20_001},
     "a long body": {"messages": [{"role": "user", "content": "a" * 2**24}]},
 }
@@ -488,6 +489,23 @@ async def test_a_body_that_never_ends_is_a_408(start: Start) -> None:
     scope = {"type": "http", "method": "POST", "path": path, "headers": [], "query_string": b""}
     await asyncio.wait_for(harness.app(scope, receive, send), timeout=30)
     assert sent[1]["status"] == 408
+
+
+@pytest.mark.parametrize("path", ["rl/set_reward", "rl/end_session", "v1/chat/completions"])
+async def test_without_a_session_no_body_is_read(start: Start, path: str) -> None:
+    """If no session has the id in the path, the proxy refuses the request without reading its body."""
+    harness, sent, reads = start(), [], []
+
+    async def receive() -> dict[str, Any]:
+        reads.append(path)
+        return {"type": "http.request", "body": b"{}", "more_body": False}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": f"/nobody/{path}", "headers": [], "query_string": b""}
+    await harness.app(scope, receive, send)
+    assert (sent[0]["status"], reads) == (404, [])
 
 
 def nested(levels: int) -> Any:

@@ -328,6 +328,28 @@ def test_reading_a_stream_is_linear(tiny_tokenizer: Any) -> None:
         assert sum(decoded) < 200 * len(tokens)
 
 
+def test_long_stop_strings_cost_little(tiny_tokenizer: Any) -> None:
+    """A stream compares the end of its text with a stop string at most twice for each token, however long the stop
+    strings are."""
+    compared = []
+
+    class Mark(str):
+        def startswith(self, *args: Any) -> bool:
+            compared.append(1)
+            return super().startswith(*args)
+
+        def __getitem__(self, index: Any) -> str:
+            compared.append(1)
+            return super().__getitem__(index)
+
+    marks: list[str] = [Mark("ab" * 499 + "a" + chr(0x4E00 + k)) for k in range(8)]
+    tokens = tiny_tokenizer.encode("ab" * 100 + "c" + "ab" * 100)
+    reader = TextReader(tiny_tokenizer, GenerationHyperparameters(stop=marks))
+    texts = read_all(reader, tokens)
+    assert (texts[199], texts[200]) == ("", "ab" * 100 + "c")
+    assert len(tokens) < len(compared) <= 2 * len(tokens) * len(marks)
+
+
 @pytest.mark.parametrize("kind", ["bytes", "words", "pieces", "pieces and bytes"])
 def test_a_tokens_text_has_its_space(tiny_tokenizer: Any, kind: str) -> None:
     """Joining the texts of the single tokens gives the whole text, even if the decoder removes the first space of a

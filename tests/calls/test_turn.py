@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from conftest import ROOT, idle_connections
 from harness import ADMIN, HELLO, Clock, Connection, Harness, claude, reply_message, sdk
 
 import proxy
+from calls.prompts import TextReader
 from calls.tools import OutputParser
 from calls.turn import PING_SECONDS, State, match_retry
 from engine import EngineError, RemoteInfEngine
@@ -94,6 +96,21 @@ async def test_tokens_are_sent_while_others_are_still_sampled(start: Start) -> N
         harness.engine.hold.set()
         text += "".join(e["choices"][0]["delta"].get("content") or "" for e in events(await call.rest()))
     assert text == "hello you"
+
+
+async def test_only_answers_with_new_tokens_are_read(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream with several answers reads an answer only if the answer has new tokens."""
+    texts = ["word " * 20, *["ok"] * 7]
+    harness, read, lengths = start(*texts), TextReader.read, []
+
+    def counted(reader: TextReader, tokens: list[int]) -> str:
+        lengths.append((reader, len(tokens)))
+        return read(reader, tokens)
+
+    monkeypatch.setattr(TextReader, "read", counted)
+    answer = await harness.post(f"/{await harness.start()}/v1/chat/completions", {**STREAM, "n": 8})
+    assert answer.status_code == 200
+    assert len(lengths) == len({*lengths}) > 20
 
 
 async def test_who_hangs_up_on_a_stream_leaves_what_was_read(start: Start, tiny_tokenizer: Any) -> None:
@@ -407,6 +424,35 @@ async def test_tokens_can_be_counted_beforehand(start: Start) -> None:
             assert counted.input_tokens == message.usage.input_tokens == len(harness.engine.requests[-1].input_ids)
             messages += [{"role": "assistant", "content": message.content}, {"role": "user", "content": "?"}]
     assert len(await harness.export(session, style="concat")) == 1
+
+
+async def test_one_count_of_a_session_at_a_time(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a session counts tokens many times at once, the proxy reads one of the requests at a time. A thread reads
+    each body of more than 32 KB."""
+    harness, in_thread, open_reads, most, threads = start(), proxy.in_thread, 0, 0, set()
+    build = harness.app.state.proxy.prompts.prompt
+
+    async def counted(raw: bytes, function: Callable[[], Any]) -> Any:
+        nonlocal open_reads, most
+        open_reads += 1
+        most = max(most, open_reads)
+        await asyncio.sleep(0)
+        result = await in_thread(raw, function)
+        open_reads -= 1
+        return result
+
+    def noted(*args: Any) -> list[int]:
+        threads.add(threading.current_thread())
+        return build(*args)
+
+    monkeypatch.setattr(proxy, "in_thread", counted)
+    harness.app.state.proxy.prompts.prompt = noted
+    path = f"/{await harness.start()}/v1/messages/count_tokens"
+    body = {"messages": [{"role": "user", "content": "x" * 2**15}]}
+    answers = await asyncio.gather(*(harness.post(path, body) for _ in range(6)))
+    assert [answer.status_code for answer in answers] == [200] * 6
+    assert most == 1
+    assert threading.main_thread() not in threads
 
 
 async def test_models_are_listed(start: Start) -> None:

@@ -144,7 +144,7 @@ class World:
         self.turns: list[Any] = []
         self.exported: dict[str, Any] | None = None
         self.rewarded = ""  # the interaction that got the reward 1
-        module.LONG_BODY = -1 if bounds.threads else 2**18  # type: ignore[attr-defined]
+        module.LONG_BODY = -1 if bounds.threads else 2**15  # type: ignore[attr-defined]
 
     # ---- events
 
