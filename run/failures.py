@@ -32,8 +32,11 @@ ADVICE = (  # a pattern in a failure's description, and what the user can do
 
 
 def describe(error: BaseException) -> str:
-    """Return an exception as one line: type, text, and the innermost function outside of installed packages."""
-    text = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    """Return an exception as one line: type, text, and the innermost function outside of installed packages.
+
+    Lone surrogates of the text, which no terminal and no UTF-8 file can show, are written as `\\ud800`.
+    """
+    text = " ".join(f"{type(error).__name__}: {error}".split())[:200].encode(errors="backslashreplace").decode()
     frames = own_frames(traceback.extract_tb(error.__traceback__))
     return text + "".join(f", in {f.name} ({Path(f.filename).name}:{f.lineno})" for f in frames[-1:])
 
@@ -42,7 +45,7 @@ def record_traceback(error: BaseException, log: Path) -> None:
     """Append the traceback of an exception to the log. If the disk is full, write nothing."""
     with contextlib.suppress(OSError):
         log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("a") as file:
+        with log.open("a", encoding="utf-8", errors="backslashreplace") as file:
             file.write("".join(traceback.format_exception(error)) + "\n")
 
 
