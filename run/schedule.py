@@ -28,6 +28,7 @@ version 3 computed the next 63 tokens.
 
 **Restarts.** If a run is killed and continued, its new line "run" cancels all steps after the step in this line. The
 line "start" of a task cancels all earlier calls of the task. The schedule then describes a run without an interruption.
+If the kill left the last line incomplete, the trainer cuts this line before it goes on.
 
 **Who writes.** The trainer and the proxies append to one file. Each line is one write, so lines never mix. Every
 process uses a `ScheduledEngine`, which records each call. In a replay (replay.py) this engine also follows the recorded
@@ -128,6 +129,16 @@ class ScheduledEngine(RemoteInfEngine):
     def record(self, **fact: Any) -> None:
         """Append one fact to the schedule."""
         os.write(self._file, orjson.dumps(fact) + b"\n")
+
+    def record_run(self, run: Fact, step: int) -> None:
+        """Record that the run begins after step `step`, before any other process writes to the schedule.
+
+        If the run was killed while it wrote a line, the last line is incomplete. Cut this line, because the next fact
+        would continue it. The fact is not needed: if a checkpoint contains the step that consumed a group, then all
+        facts of the group were written earlier. The continued run repeats all other groups.
+        """
+        os.truncate(self.schedule, Path(self.schedule).read_bytes().rfind(b"\n") + 1)
+        self.record(run=run, step=step)
 
     def recorded_call(self, name: str) -> Fact | None:
         """Return the recorded line of a call, {} if it has no line, or None if its task is not in the schedule."""

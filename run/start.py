@@ -123,7 +123,7 @@ def start_rollout(run: Run, keys: Keys, keep: Keep | None = None) -> tuple[Sched
     if config.mode == "train":
         rollout.proxies = Servers([*proxy.proxy_addr], Wire(key=proxy.admin_key))
         rollout.set_version(0)
-        rollout.record(run=facts(), step=newest_checkpoint(config.run_dir))
+        rollout.record_run(facts(), newest_checkpoint(config.run_dir))
 
     def trace(event: str, task_id: int, **args: Any) -> None:
         run.trace.event(event, task_id, **args)

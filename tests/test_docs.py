@@ -63,7 +63,7 @@ RAISED_BY = {
     "speed on GPUs": 29,
     "released memory, the mode of weight updates, float32 logits": 71,
     "true is not 1 in the conversation tree": 5,
-    "the schedule of a run, and its replay": 205,
+    "the schedule of a run, and its replay": 208,
     "retries of a long call, a label that arrives with its weights": 4,
     "help in groups with choices, the README of a run": 6,
     "one kernel for packed rows": 10,

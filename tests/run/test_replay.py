@@ -82,6 +82,19 @@ def test_an_incomplete_line_is_read_later(tmp_path: Path) -> None:
     assert schedule.read().read().steps == {0: [4, 5]}
 
 
+@pytest.mark.parametrize("cut", [0, 1, 9, 10**6])
+def test_a_continued_run_cuts_an_incomplete_line(tmp_path: Path, cut: int) -> None:
+    """A kill or a full disk may cut the last bytes of the schedule. The run that continues cuts the incomplete line,
+    and keeps all complete lines."""
+    path = write(tmp_path / FILE, {"consume": 4, "version": 0}, {"consume": 5, "version": 1})
+    content = path.read_bytes()
+    path.write_bytes(content[: max(0, len(content) - cut)])
+    ScheduledEngine(["http://a"], schedule=path).record_run(CODE, 1)
+    schedule = Schedule(path).read()
+    assert schedule.runs == [CODE, CODE][cut == 10**6 :]
+    assert schedule.steps == ({} if cut == 10**6 else {0: [4]})
+
+
 # ---- the engine
 
 
@@ -282,12 +295,14 @@ def hash_of(run: Path, step: int) -> str:
 
 @pytest.mark.runs
 def test_a_run_with_everything_is_repeated_bit_by_bit(tmp_path: Path) -> None:
-    """A run with eta = 4 has interrupted completions and rejected groups, is killed, and continues. Its replay makes
-    the same models without a restart. A replay with --replay-until ends earlier and starts no group of a later step. A
-    replay with another configuration is refused."""
+    """A run with eta = 4 has interrupted completions and rejected groups, is killed in the middle of a line
+    of the schedule, and continues. Its replay makes the same models without a restart. A replay with --replay-until
+    ends earlier and starts no group of a later step. A replay with another configuration is refused."""
     words = [*MAZE, "trial_name=t", "max_steps=12", "recover_interval=5", "saver.interval=6"]
     words += ["should_accept_fn=walkers.has_signal"]
     assert train(tmp_path, *words, dies_at="step 8 ").returncode == -signal.SIGKILL
+    recorded = tmp_path / "e/t" / FILE
+    recorded.write_bytes(recorded.read_bytes()[:-9])
     done = train(tmp_path, *words)
     assert done.returncode == 0, done.stderr
     metrics = [orjson.loads(line) for line in (tmp_path / "e/t/metrics.jsonl").read_text().splitlines()]
