@@ -74,7 +74,11 @@ def listen(host: str, port: int, key: str | None = None) -> socket.socket:
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """A connection of uvicorn that limits the length and the arrival time of a header. uvicorn limits neither."""
+    """A connection of uvicorn that limits the length and the arrival time of a header. uvicorn limits neither.
+
+    The connection also refuses a request that arrives before the previous request is answered. If such a client hangs
+    up, uvicorn tells only the newest request, so the others would generate tokens that nobody reads.
+    """
 
     timer: Any = None  # a timer that closes the connection; runs while the end of a header is missing
     unparsed = 0  # bytes that arrived after the last header or the last part of a body
@@ -94,6 +98,8 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self.unparsed = 0
         self.stop_timer()
+        if self.cycle and not self.cycle.response_complete:
+            raise ValueError("this request arrived before the previous one was answered")  # the parser replies 400
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:

@@ -78,8 +78,8 @@ RAISED_BY = {
     "small layers in one unit, pieces for all epochs": 6,
     "no wait for the canary, sampling that training cannot reproduce": 16,
     "evaluations with their own sampling": 23,
-    "servers that answer garbage, requests that wait for a file descriptor": 45,
     "a process for each episode of an agent, results of at most 16 MB": 3,
+    "servers that answer garbage, requests that wait for a file descriptor": 47,
     "compiled layers, packed rows as the default on a GPU": 51,
     "clients that wait for a file descriptor, few lines for malformed requests": 43,
 }

@@ -1,4 +1,4 @@
-"""A server closes a connection whose request header is too long or never ends."""
+"""A server closes a connection whose request header is too long or never ends, or that does not wait for an answer."""
 
 import http.client
 import itertools
@@ -12,16 +12,29 @@ import pytest
 from conftest import ROOT
 
 SERVER = """
-import sys
+import asyncio, sys
 from fastapi import FastAPI, Request, Response
 from run import serve
 
 async def length(request: Request) -> Response:
     return Response(str(len(await request.body())))
 
+async def wait(request: Request) -> Response:
+    await request.body()
+    await request.receive()  # returns when the client has hung up
+    ended.set()
+    return Response()
+
+async def when_ended(request: Request) -> Response:
+    await ended.wait()
+    return Response("ended")
+
+ended = asyncio.Event()
 serve.HEADER_SECONDS = float(sys.argv[1])
 app = FastAPI()
 app.add_route("/", length, methods=["POST"])
+app.add_route("/wait", wait)
+app.add_route("/when-ended", when_ended)
 listener = serve.listen("127.0.0.1", 0)
 print(listener.getsockname()[1], flush=True)
 serve.serve(app, listener, exit_with_parent=True)
@@ -102,3 +115,14 @@ def test_malformed_requests_get_few_lines_in_the_log(connect: Connect, tmp_path:
             assert read_until(connection, b"nothing").startswith(b"HTTP/1.1 400 ")
     lines = [line for line in (tmp_path / "log").read_text().splitlines() if "Invalid HTTP request" in line]
     assert [line.rpartition("(")[2] for line in lines] == [f"{2**k} times)" for k in range(7)]
+
+
+@pytest.mark.parametrize("connect", [60], indirect=True)
+def test_a_request_that_does_not_wait_for_the_answer_ends_the_connection(connect: Connect) -> None:
+    """A client sends a second request before the first is answered. The server refuses the second request and closes
+    the connection, and the first request learns that its client is gone."""
+    with connect() as connection, connect() as other:
+        connection.sendall(b"GET /wait HTTP/1.1\r\nHost: x\r\n\r\n" * 2)
+        assert read_until(connection, b"nothing").startswith(b"HTTP/1.1 400 ")
+        other.sendall(b"GET /when-ended HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert read_until(other, b"ended").startswith(b"HTTP/1.1 200 ")
