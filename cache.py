@@ -48,7 +48,7 @@ from statistics import fmean
 from typing import Any
 
 from calls.messages import Message, Refusal, canonical
-from calls.side_conversations import PATTERNS, find_side_conversations
+from calls.side_conversations import PATTERNS, find_side_conversations, make_matcher
 from inference.io_struct import ModelResponse
 from rollout.rows import is_left_out, make_row, row_to_tensors
 
@@ -162,13 +162,13 @@ class InteractionCache(OrderedDict[str, Interaction]):
 
     def __init__(self, side_patterns: Collection[str] = PATTERNS) -> None:
         super().__init__()
-        self.side_patterns = side_patterns
+        self._matches_side_pattern = make_matcher(side_patterns)
         # The cache has no mutable state except the dictionary itself and these four attributes:
         self._empty_prefix = Node()
         # The newest finished conversation, and its last node
         self._newest: tuple[list[Message], Node] = ([], self._empty_prefix)
-        # The id of each unfinished call -> the last node on the call's path, and the call's messages after this node
-        self._unfinished: dict[str, tuple[Node, list[Message]]] = {}
+        # The id of each unfinished call -> the last node on the call's path, and the edges that the call adds after it
+        self._unfinished: dict[str, tuple[Node, list[tuple]]] = {}
         self._discounted = False
 
     # ---- the life of a call
@@ -177,7 +177,7 @@ class InteractionCache(OrderedDict[str, Interaction]):
         """Add an interaction, find its parent, and return the interaction.
 
         The method also finishes an interaction that already has tokens. Raises ValueError if the interaction has no
-        messages or if the cache already contains the id.
+        messages or if the cache already contains the id, and Refusal if a message has no canonical form.
         """
         if not interaction.messages:
             raise ValueError(f"interaction {interaction_id!r} has no messages")
@@ -185,7 +185,7 @@ class InteractionCache(OrderedDict[str, Interaction]):
             raise ValueError(f"interaction {interaction_id!r} is already in the cache")
         interaction.interaction_id = interaction_id
         found, node, known = self._follow(interaction.messages)
-        self._unfinished[interaction_id] = node, interaction.messages[known:]
+        self._unfinished[interaction_id] = node, [canonical(message) for message in interaction.messages[known:]]
         if found:
             shared = found.conversation  # the parent's message objects are reused to save memory
             interaction.messages = shared + interaction.messages[len(shared) :]
@@ -199,12 +199,14 @@ class InteractionCache(OrderedDict[str, Interaction]):
         return interaction
 
     def finish(self, interaction_id: str, response: ModelResponse, output: list[Message]) -> None:
-        """Store the tokens and the output of a call. A finished call can be a parent, take a reward and be exported."""
-        interaction = self[interaction_id]
-        interaction.model_response, interaction.output_message_list = response, output
+        """Store the tokens and the output of a call. A finished call can be a parent, take a reward and be exported.
+
+        Raises Refusal if a message of the output has no canonical form. The call then stays unfinished.
+        """
+        interaction, said = self[interaction_id], [canonical(message) for message in output]
         node, rest = self._unfinished.pop(interaction_id)
-        for k, message in enumerate(rest + output, len(interaction.messages) - len(rest)):
-            edge = canonical(message)
+        interaction.model_response, interaction.output_message_list = response, output
+        for k, edge in enumerate(rest + said, len(interaction.messages) - len(rest)):
             doubtful = (*node.doubtful, (k, edge)) if TRUE_OR_ONE.search(edge[2]) else node.doubtful
             node = node.edges.setdefault(edge, Node(doubtful=doubtful))
         node.ended.append(interaction)
@@ -298,7 +300,7 @@ class InteractionCache(OrderedDict[str, Interaction]):
 
     def mark_side_conversations(self) -> list[Interaction]:
         """Set `is_side` of every interaction. Return the finished interactions that are side conversations."""
-        side = find_side_conversations(self.finished(), self.side_patterns)
+        side = find_side_conversations(self.finished(), self._matches_side_pattern)
         for interaction in self.values():
             interaction.is_side = interaction in side
         return side

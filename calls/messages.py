@@ -47,7 +47,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from run.fields import NOUN, Refusal, as_object, get, read_json, write_json
+from run.fields import LEVELS, NOUN, Refusal, as_object, get, read_json, write_json
 
 Json = dict[str, Any]  # a JSON object
 Message = Json  # a message of a conversation, in chat-completions form
@@ -158,6 +158,7 @@ def canonical(message: Message) -> tuple:
 def _tool_call(raw: Any, where: str) -> Json:
     """Return a tool call in normal form. Arguments in JSON become an object, and arguments that are not JSON stay text.
 
+    Arguments also stay text if, as an object, they would make the list of tool calls too deep for `write_json`.
     Raises Refusal if the name of the function is missing or the call's id is not a string.
     """
     function = as_object(as_object(raw, where).get("function"), where)
@@ -169,7 +170,8 @@ def _tool_call(raw: Any, where: str) -> Json:
     elif not isinstance(arguments, str):  # write an object as text, because `read_json` below turns 2.0 into 2
         arguments = write_json(arguments, where)
     with contextlib.suppress(ValueError):  # a model may write arguments that are not JSON
-        arguments = read_json(arguments)
+        # The list of tool calls adds 3 levels. The fourth level is spare, because `write_json` may be off by one level.
+        arguments = read_json(arguments, LEVELS - 4)
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 

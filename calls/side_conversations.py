@@ -28,8 +28,9 @@ is trained if the agent gives a reward to its id. The metric side_conversations 
 first side conversation is found, the run prints a message.
 """
 
+import functools
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from calls.messages import canonical
@@ -42,14 +43,22 @@ PATTERNS = (
 )
 
 
-def find_side_conversations(finished: Iterable[Any], patterns: Collection[str]) -> list[Any]:
-    """Return the side conversations among `finished`, which are all finished interactions of a session."""
+def make_matcher(patterns: Collection[str]) -> Callable[[str], bool]:
+    """Return a function that tells whether one of the patterns matches a text. Each text is searched only once."""
+    return functools.cache(lambda text: any(re.search(p, text, re.IGNORECASE | re.DOTALL) for p in patterns))
+
+
+def find_side_conversations(finished: Iterable[Any], matches: Callable[[str], bool]) -> list[Any]:
+    """Return the side conversations among `finished`, which are all finished interactions of a session.
+
+    `matches` tells whether one of the patterns matches a text (`make_matcher`).
+    """
     suspects = []
     openings = set()  # first messages of all interactions that are not suspects
     for interaction in finished:
         opening = canonical(interaction.messages[0])  # a tuple (role, text, tool calls, id of a tool result)
         is_single = not (interaction.tools or interaction.parent or interaction.children)
-        if is_single and any(re.search(pattern, opening[1], re.IGNORECASE | re.DOTALL) for pattern in patterns):
+        if is_single and matches(opening[1]):
             suspects.append((opening, interaction))
         else:
             openings.add(opening)

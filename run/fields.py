@@ -46,13 +46,16 @@ def is_within(value: float, interval: str) -> bool:
     return above and (value < high or (value == high and interval[-1] == "]"))
 
 
-def read_json(text: str) -> Any:
-    """Return the value of a JSON text. Raises ValueError if some clients cannot read or write the JSON."""
+def read_json(text: str, levels: int = LEVELS) -> Any:
+    """Return the value of a JSON text.
+
+    Raises ValueError if some clients cannot read or write the JSON, or if it has more than `levels` levels of nesting.
+    """
     try:
         value = json.loads(text, parse_float=_number, parse_int=_number, parse_constant=_number)
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
-    write_json(value, "JSON").encode()  # raises UnicodeEncodeError, a ValueError, for a lone surrogate
+    write_json(value, "JSON", levels).encode()  # raises UnicodeEncodeError, a ValueError, for a lone surrogate
     return value
 
 
@@ -70,15 +73,15 @@ def _number(text: str) -> float | int:
 _encode = json.JSONEncoder(sort_keys=True, ensure_ascii=False).encode  # one encoder object, used for every message
 
 
-def write_json(value: Any, name: str) -> str:
+def write_json(value: Any, name: str, levels: int = LEVELS) -> str:
     """Return `value` as JSON text with sorted keys.
 
-    If `value` is nested too deeply, raise Refusal with the field's `name`.
+    If `value` has more than `levels` levels of nesting, raise Refusal with the field's `name`.
     """
     try:
         text = _encode(value)
         # Counting brackets is fast. A JSON text has at least one opening bracket for each level of nesting.
-        if text.count("{") + text.count("[") <= LEVELS or not _is_deep(value, LEVELS):
+        if text.count("{") + text.count("[") <= levels or not _is_deep(value, levels):
             return text
     except RecursionError:
         pass

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache import InteractionCache, InteractionWithTokenLogpReward
-from calls.messages import canonical
+from calls.messages import Refusal, canonical
 from inference.io_struct import ModelResponse
 
 PAIRS = [json.loads(line) for line in (Path(__file__).parent / "data/chat_pairs.jsonl").read_text().splitlines()]
@@ -316,6 +316,24 @@ def test_bad_entries_are_refused() -> None:
         cache.enter("x", InteractionWithTokenLogpReward([]))
     with pytest.raises(ValueError, match="already"):
         cache.enter("0", turn([user("hi")]))
+
+
+def test_a_message_that_cannot_be_compared_changes_nothing() -> None:
+    """A call with a message that is nested too deeply is refused before it enters the tree. If the output of a call is
+    nested too deeply, the call stays unfinished, so it can be discarded."""
+    deep: Any = {}
+    for _ in range(300):
+        deep = {"a": deep}
+    cache = InteractionCache()
+    with pytest.raises(Refusal, match="nested too deeply"):
+        cache.enter("deep", InteractionWithTokenLogpReward([user("hi"), called(deep), user("more")]))
+    assert not cache
+    cache.enter("0", InteractionWithTokenLogpReward([user("hi")]))
+    with pytest.raises(Refusal, match="nested too deeply"):
+        cache.finish("0", turn([]).tokens, [called(deep)])
+    assert not cache.finished()
+    cache.discard("0")
+    assert not cache
 
 
 # Rewards

@@ -48,7 +48,7 @@ RAISED_BY = {
     "ways to start on GPUs": 161,
     "the algorithm's corners": 107,
     "the report": 241,
-    "keys, limits, checked answers": 102,
+    "keys, limits, checked answers": 104,
     "what real clients send": 43,
     "the documents' examples, a trainer in a script, every user": 48,
     "a fast path of the small server": 77,

@@ -1,5 +1,6 @@
 """A client's request for a title gets no reward and is not trained. All other calls are trained."""
 
+from collections.abc import Iterator
 from itertools import permutations
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 from test_cache import CODER, TITLE, TOOLS, said, turn, user
 
 from cache import InteractionCache, InteractionWithTokenLogpReward
+from calls.side_conversations import PATTERNS
 from run.config import ConfigError, load
 
 CLIENTS = {
@@ -109,3 +111,22 @@ def test_a_pattern_that_is_no_regular_expression_is_refused() -> None:
     """If a pattern is not a valid regular expression, loading the configuration raises an error."""
     with pytest.raises(ConfigError, match=r"side_conversations: '\(' is no regular expression"):
         load(["rollout.openai.side_conversations=['(']"])
+
+
+def test_each_first_message_is_searched_once() -> None:
+    """The regular expressions search each different first message once, however often a reward is set. Some regular
+    expressions are slow, and no other session is served while they search."""
+
+    class Counted(tuple):
+        searches = 0
+
+        def __iter__(self) -> Iterator[Any]:
+            Counted.searches += 1
+            return super().__iter__()
+
+    titles = [turn([user(f"Write a title for {k % 2}")]) for k in range(4)]
+    cache = session(*agent_of_two_turns(), *titles, turn([user("hi")]), side_patterns=Counted(PATTERNS))
+    for _ in range(3):
+        cache.set_last_reward(1.0)
+    assert len(cache.mark_side_conversations()) == 4
+    assert Counted.searches == 3

@@ -263,6 +263,25 @@ async def test_a_tool_call_is_parsed_and_gone_on_from(start: Start, tiny_tokeniz
     assert len(await harness.export(session, style="concat")) == 1
 
 
+@pytest.mark.parametrize("levels", range(193, 203))
+async def test_a_call_that_is_nested_deeply_has_a_reply(start: Start, levels: int) -> None:
+    """A tool call whose arguments are nested to any depth gets a reply, in the history of a request and as the answer
+    of the model. A turn without a reply would be trained, although its agent has seen an error."""
+    deep = '{"a": ' * levels + "1" + "}" * levels
+    call = f'<tool_call>\n{{"name": "look", "arguments": {deep}}}\n</tool_call>'
+    harness = start("one", call, "two")
+    session = await harness.start()
+    calls = [{"id": "c", "type": "function", "function": {"name": "look", "arguments": deep}}]
+    result = {"role": "tool", "tool_call_id": "c", "content": "blue"}
+    messages = [*HELLO, {"role": "assistant", "content": None, "tool_calls": calls * 2}, result]
+    completion = await harness.chat(session, messages, tools=TOOLS, n=2)
+    answer = completion["choices"][1]["message"]
+    await harness.chat(session, [*messages, answer, *HELLO], tools=TOOLS)
+    first, second, third = (await harness.export(session)).values()
+    assert first["reply"] == second["reply"] == completion
+    assert third["parent"] == f"{completion['id']}-1"
+
+
 @pytest.mark.parametrize(("choice", "opening"), [("required", '"'), ("look", '"look", "arguments": ')])
 async def test_a_call_is_forced_by_its_beginning(start: Start, tiny_tokenizer: Any, choice: str, opening: str) -> None:
     """The beginning of a forced call is part of the prompt and is not trained. The reply still contains the whole
