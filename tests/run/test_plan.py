@@ -131,6 +131,15 @@ def test_sglang_on_a_gpu_computes_float32_logits() -> None:
         assert ("--enable-fp32-lm-head" in process.command) == has_flag
 
 
+def test_the_recipe_for_ones_own_model_fits_gpus() -> None:
+    """configs/own.yaml has answers as long as in configs/gsm8k.yaml, and the servers and the trainer get as much
+    memory. With the default of 16,384 tokens a server would decode only about 14 such answers at a time."""
+    own = load(["--config", "own", "model_path=DIR", "train_dataset.path=DATA", "workflow=MODULE.AGENT"])
+    assert own.gconfig.max_new_tokens == config().gconfig.max_new_tokens
+    assert own.server == config().server
+    assert own.actor.gradient_checkpointing
+
+
 # What is refused
 
 
