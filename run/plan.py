@@ -245,6 +245,10 @@ def plan_run(config: TrainConfig) -> tuple[list[Planned], str]:
     if unused := [gpu for gpu in gpus if not any(gpu in p.gpus for p in [*trainers, *servers])]:
         keys = "server.count or " * (not config.rollout.server_addrs) + "torchrun --nproc-per-node"
         lines.append(f"GPUs {','.join(unused)} are idle; to use them, raise {keys}")
+    if config.actor.offload and gpus:  # a checkpoint copies the parameters and both moments
+        here = parameters * ranks / int(os.environ.get("WORLD_SIZE", 1)) / GIB
+        host = f"{(16 if config.ref.path is None else 20) * here:.1f} GiB, and {12 * here:.1f} more during a checkpoint"
+        lines.append(f"actor.offload: the ranks of this machine need host memory, {host}")
     lines.append(f"weight_update.mode={config.weight_update.mode}: {why}")
     lines += [describe_layout(config, "cuda" if gpus else "cpu"), describe_load(config, parameters)]
     return servers, "\n".join(lines)

@@ -195,6 +195,18 @@ def test_the_plan_names_idle_gpus(tmp_path: Path) -> None:
     assert says in text.splitlines()
 
 
+def test_the_plan_counts_the_host_memory_of_offload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With actor.offload, host memory holds 16 bytes a parameter, and 12 more while a checkpoint is written. This
+    machine has 2 of 4 ranks, so it needs half of both."""
+    AutoConfig.for_model("qwen2", **QWEN).save_pretrained(tmp_path)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    given = ["--config", "gsm8k", f"model_path={tmp_path}", "--dry-run", "--gpus", "4", "actor.offload=true"]
+    _, text = plan_run(load(given))
+    host, more = (size * 1_543_714_304 / 2 / GIB for size in (16, 12))
+    assert f"actor.offload: the ranks of this machine need host memory, {host:.1f} GiB, and {more:.1f} more" in text
+
+
 def test_a_released_server_is_counted_between_the_steps(tmp_path: Path) -> None:
     """The plan of configs/gsm8k.yaml needs 47 GiB on one GPU. With server.release_memory 43 GiB suffice: the server has
     its memory only between two steps, when the trainer has no activations."""
