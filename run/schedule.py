@@ -64,7 +64,8 @@ def digest(ids: list[int]) -> str:
 
 
 def spans_of(response: ModelResponse) -> list[list[Any]]:
-    """Return [version, end, hash of all tokens up to the end] for each part of a completion with one version."""
+    """Split a completion into parts whose tokens have the same version. For each part, return
+    [version, end, hash of the completion's tokens before index `end`]."""
     ends = {version: k + 1 for k, version in enumerate(response.output_versions)}  # versions never fall
     return [[version, end, digest(response.output_tokens[:end])] for version, end in ends.items()]
 

@@ -209,7 +209,7 @@ def test_a_run_leaves_no_process(tmp_path: Path, end: signal.Signals) -> None:
     """A run in mode subproc trains, and leaves no process behind after Ctrl-C or kill -9 of the trainer."""
     words = (*SMALL_GUESS, *SUBPROC, "train_dataset.batch_size=2", "max_steps=10000")
     process, pids = start_and_wait_for_step(tmp_path, *words)
-    assert len([name for name in pids if "workers.serve" in name]) == 2
+    assert len([name for name in pids if "workers.serve" in name]) in (1, 2)  # each episode gets a new worker
     process.send_signal(end)
     process.communicate(timeout=30)
     metrics = (tmp_path / "e" / "t" / "metrics.jsonl").read_text().splitlines()

@@ -40,10 +40,13 @@ def test_one_line_for_each_distinct_failure(tmp_path: Path, capsys: pytest.Captu
     assert log.read_text().count("Traceback") == 2
 
 
-def test_a_text_that_is_no_unicode_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_text_that_is_no_unicode_is_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The text of an exception may contain a lone surrogate (a half of a UTF-16 pair). The terminal and the log show
     the surrogate's number, and the report of the failure raises nothing. The captured terminal takes only UTF-8, as the
     terminal of a live table does."""
+    monkeypatch.setattr(logging.getLogger("nano_areal"), "propagate", False)  # pytest-xdist cannot send a surrogate
     logger, log = logging.getLogger("nano_areal.test"), tmp_path / "logs" / "failures.log"
     failures, error = Failures(log), raised(ValueError("bad \ud800 name"))
     logger.warning("a member failed", exc_info=error)
