@@ -267,6 +267,7 @@ ZERO_IS_PLAIN = {  # keys whose help explains the value 0 without the digit 0, a
     "gconfig.frequency_penalty": "subtracted from",
     "gconfig.presence_penalty": "subtracted from",
     "gconfig.seed": "seed of the sampling",
+    "success_above": "above this number",
 }
 
 
