@@ -878,7 +878,7 @@ def test_a_stream_may_break_anywhere(end: str, data: st.DataObject, failure: Exc
 
     async def rest() -> httpx.Response:
         tokens = [4, 5, 6][len(script.sent()[-1]["input_ids"]) - 3 :]
-        return streamed(generated(tokens or [7, 8], end))  # a request after the end would get more tokens
+        return streamed(generated(tokens or [7, 8], end))  # all tokens were sent: a wrong extra request gets 7 and 8
 
     script = Script(answered(content, failure), rest)
     heard: list[list[int]] = []
