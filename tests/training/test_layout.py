@@ -155,7 +155,8 @@ def test_one_kernel_computes_what_the_sequences_alone_give(calls: list[int], gro
 
 def test_an_actor_trains_through_the_kernel(gpu_kernel: None, calls: list[int], make_actor: Any) -> None:
     """With packed rows, every layer of every pass calls the kernel once. Padded rows give the same log-probabilities
-    and gradients up to the rounding of bfloat16."""
+    and gradients up to the rounding of bfloat16: a relative error of the whole vector, because the largest error of one
+    number depends on the CPU."""
     found = {}
     for name in ("packed", "padded"):
         actor = make_actor(layout=name, gradient_checkpointing=True)
@@ -170,9 +171,10 @@ def test_an_actor_trains_through_the_kernel(gpu_kernel: None, calls: list[int], 
             assert sum(calls) == 3 * layers * 8
             calls.clear()
     assert calls == []  # padded rows do not need the kernel
-    torch.testing.assert_close(*(logp for logp, _ in found.values()), atol=0.06, rtol=0)
-    one, two = (torch.cat([x.flatten() for x in grads.values()]) for _, grads in found.values())
-    assert (one - two).norm() < 0.05 * two.norm()
+    logps = [logp for logp, _ in found.values()]
+    grads = [torch.cat([x.flatten() for x in of_layer.values()]) for _, of_layer in found.values()]
+    for (one, two), bound in ((logps, 0.01), (grads, 0.05)):
+        assert (one - two).norm() < bound * two.norm()
 
 
 @pytest.mark.parametrize(
