@@ -47,8 +47,8 @@ class GenerationHyperparameters:
     stop_token_ids: list[int] = field(default_factory=list)  # token ids that end a turn, in addition to the model's own
     frequency_penalty: Annotated[float, "[-2, 2]"] = 0.0  # subtracted from a token's logit once per earlier use
     presence_penalty: Annotated[float, "[-2, 2]"] = 0.0  # subtracted from a token's logit if the token was used before
-    greedy: bool = False  # True: always take the likeliest token, as temperature 0 does
-    seed: Annotated[int, "[0, 4294967295]"] | None = None  # seed of the sampling; None: from the run's seed, or random
+    greedy: bool = False  # true: always take the likeliest token, as temperature 0 does
+    seed: Annotated[int, "[0, 4294967295]"] | None = None  # seed of the sampling; null: from the run's seed, or random
     json_schema: str | None = None  # sample only JSON that fits this schema; needs a server with a grammar backend
 
     def new(self, **changes: Any) -> "GenerationHyperparameters":

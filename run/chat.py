@@ -26,12 +26,12 @@ from run.summary import ask_greedily
 
 def main(words: list[str]) -> int:
     """Talk to the model of a run, and return the exit code: 2 if there is no run or no checkpoint."""
+    folder = Path(*words)
     try:
-        [folder] = map(Path, words)
         gconfig = OmegaConf.load(folder / "config.yaml").gconfig
         step, model = max(folders_of_steps(folder / "checkpoints").items())
-    except (OSError, ValueError) as error:
-        print(f"error: no trained model ({error}); give the folder of a run that has checkpoints", file=sys.stderr)
+    except (OSError, ValueError):
+        print(f"error: no model in {folder.resolve()}; give the folder of a run that has checkpoints", file=sys.stderr)
         return 2
     print(f"the model of step {step}; end with Ctrl-D. To play the demo, type: guess a number", flush=True)
     key, messages = secrets.token_urlsafe(), list[dict]()

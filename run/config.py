@@ -196,10 +196,11 @@ def load(argv: list[str]) -> TrainConfig:
     """
     epilog = "keys, their defaults and meanings:\n"
     for group, keys in groupby(list_keys(), key=lambda key: key.group):
-        epilog += "\n" + group.partition("\n")[0].removeprefix(": ") + "\n"
+        epilog += "\n" + " ".join(group.split()).removeprefix(": ") + "\n"
         for k in keys:
             values = f"; in {k.interval}" if k.interval else f"; one of {k.choices}" if k.choices else ""
-            epilog += f"  {k.name}={'null' if k.default is None else k.default}\n      {k.meaning}{values}\n"
+            default = str(k.default).lower() if isinstance(k.default, bool) else k.default
+            epilog += f"  {k.name}={'null' if default is None else default}\n      {k.meaning}{values}\n"
     parser = Parser("python train.py", epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter)
     meaning = f"YAML recipe, or a name in configs/; may be repeated, and later recipes win; default: {DEMO.stem}"
     parser.add_argument("--config", type=Path, action="append", metavar="FILE", help=meaning)
@@ -217,8 +218,7 @@ def load(argv: list[str]) -> TrainConfig:
     recipes = [p if p.is_file() or p.suffix else DEMO.parent / f"{p}.yaml" for p in paths]
     if missing := [recipe for recipe in recipes if not recipe.is_file()]:
         raise ConfigError(f"no recipe at {missing[0]}; configs/ holds the recipes of the project")
-    merged, idle = OmegaConf.structured(TrainConfig), dict[str, str]()
-    source = ""
+    merged, idle, source = OmegaConf.structured(TrainConfig), dict[str, str](), ""
     try:
         for recipe in recipes:
             source = str(recipe)

@@ -202,8 +202,8 @@ class Doctor:
 
 def main(folders: list[str]) -> int:
     """Check the steps of an earlier run, as the doctor checks them during a run, and return the exit code."""
+    folder = Path(*folders)
     try:
-        [folder] = map(Path, folders)
         text = (folder / "metrics.jsonl").read_text()
         if not text.endswith("\n"):
             raise ValueError(f"{folder}/metrics.jsonl has no step, or its last line is cut short: delete that line")

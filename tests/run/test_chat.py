@@ -19,4 +19,4 @@ def test_no_model_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert main([]) == 2
     first, second = capsys.readouterr().err.splitlines()
     assert "give the folder of a run that has checkpoints" in first
-    assert second.startswith("error: ")
+    assert second.startswith("error: no model in ")

@@ -192,7 +192,11 @@ def test_help_lists_every_key(capsys: pytest.CaptureFixture[str]) -> None:
     assert said.startswith("usage: python train.py")
     for k in list_keys():
         values = f"; in {k.interval}" if k.interval else f"; one of {k.choices}" if k.choices else ""
-        assert f"  {k.name}={'null' if k.default is None else k.default}\n      {k.meaning}{values}\n" in said
+        default = "null" if k.default is None else k.default
+        default = str(default).lower() if isinstance(default, bool) else default  # as YAML writes true and false
+        assert f"  {k.name}={default}\n      {k.meaning}{values}\n" in said
+    assert "  logger.live=true\n" in said
+    assert "Answers above the limit `running` wait. No honest agent reaches any of the other limits.\n" in said
     assert "(staleness.py); one of wait, mask, drop\n" in said
     assert "\n\nevaluator: The evaluation: one episode per validation prompt" in said
     assert said.index("\nevaluator: ") < said.index("  evaluator.interval=") < said.index("\nsaver: ")
