@@ -45,7 +45,7 @@ import inspect
 import logging
 import math
 import os
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -272,9 +272,10 @@ _agents_client = PerLoop(make_agents_client)
 
 
 @functools.cache
-def agents_pool(size: int) -> PerLoop[WorkerPool]:
-    """Return the pools of mode subproc. Each event loop has one pool of at most `size` worker processes."""
-    return PerLoop(lambda: WorkerPool(size, reuse=False))
+def agents_pool(size: int, *prefix: str) -> PerLoop[WorkerPool]:
+    """Return the pools of mode subproc. Each event loop has one pool of at most `size` workers, which start with the
+    command `prefix` (WorkerPool)."""
+    return PerLoop(lambda: WorkerPool(size, reuse=False, prefix=prefix))
 
 
 @dataclass(eq=False, repr=False)
@@ -286,6 +287,7 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
     admin_key: str  # key of the proxy's management endpoints
     mode: str = "inline"  # where agents run: inline or subproc
     subproc_max_workers: int = 4  # the largest number of agents that run at once in mode subproc
+    subproc_prefix: Sequence[str] = ()  # a command that starts each worker of mode subproc
     discount: float = 1.0  # gamma: share of a turn's final reward that its parent receives
     export_style: str = "individual"  # individual: one row per turn; concat: one row per conversation
     episode_timeout: float = 3600.0  # seconds; a longer episode is cancelled and counted as failed
@@ -302,7 +304,7 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
         if self.mode == "inline":
             http_client = await _agents_client.get()
             return await self._episode(functools.partial(self.agent.run, data, http_client=http_client))
-        pool = await agents_pool(self.subproc_max_workers).get()
+        pool = await agents_pool(self.subproc_max_workers, *self.subproc_prefix).get()
         async with pool.worker() as worker:  # an agent that waits for a worker has no session yet
             return await self._episode(functools.partial(worker.call, run_agent, self.agent, data))
 

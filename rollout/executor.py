@@ -331,6 +331,7 @@ class WorkflowExecutor:
         return asdict(self.proxy) | {
             "mode": openai.mode,
             "subproc_max_workers": openai.subproc_max_workers,
+            "subproc_prefix": openai.subproc_prefix,
             "discount": openai.turn_discount,
             "export_style": openai.export_style,
             "episode_timeout": openai.episode_timeout_seconds,

@@ -12,11 +12,13 @@ process, and the event loop awaits the result.
 limit may end the block before the call has returned. The pool then kills the worker and starts a new process for the
 next call. If a worker crashes, only the call of this worker fails.
 
-**How a worker ends.** A socket connects a worker with its parent, and a thread of the worker reads from the socket.
-When the parent ends, even by kill -9, the read returns. The thread then kills the worker and every process that the
-worker has started. Processes that the worker starts do not inherit the socket. When the worker dies, the socket
-therefore closes, and the parent notices at once. Ctrl-C reaches only the parent, because each worker has a process
-group of its own.
+**How a worker ends.** A worker is a pair of processes: the user's code runs in the child, and the parent of this
+child is the guard. A socket connects the pair with the trainer. The guard waits until the user's process ends, or until
+the trainer closes the socket or ends, even by kill -9. The guard then kills the user's process and all descendants of
+this process. On Linux the guard is their subreaper: if a descendant's parent dies, the guard becomes the new parent.
+So a descendant with a process session of its own (`setsid`) ends, too. Processes that the user's code starts do not
+inherit the socket. When the pair has ended, the socket closes, and the trainer notices at once. Ctrl-C reaches only the
+trainer, because each worker has a process group of its own.
 
 **Messages.** A call goes through the socket as a pickle. The pickle contains the function's name and not its code, so
 the worker imports the function's module. The worker does not import the main script, because the script would import
@@ -31,25 +33,28 @@ read the key of the next session, or answer in place of the next agent. `run_age
 session into the environment, from which the SDKs of OpenAI and Anthropic read them. An agent may use synchronous
 clients, because nothing else runs in its process.
 
-**What is not promised.** Workers need process groups, so workers do not run on Windows. If a worker's code never
-releases the interpreter's lock, the worker continues after its parent was killed.
+**What is not promised.** Workers need process groups, so workers do not run on Windows. Code that kills its guard can
+leave processes behind. The option `prefix` starts a worker inside a container, which ends them (SECURITY.md).
 """
 
 import asyncio
+import ctypes
 import functools
 import json
 import logging
 import os
 import pickle
 import queue
+import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -59,6 +64,7 @@ logger = logging.getLogger("nano_areal.workers")
 
 MOST_BYTES = 2**24  # longest result of a call, as JSON
 ABANDON_SECONDS = 10.0  # longest time between the cancellation of a call and the end of the call
+END_SECONDS = 10.0  # longest time between the closing of a worker's socket and the end of its guard
 
 
 class WorkerDied(RuntimeError):
@@ -91,22 +97,22 @@ def check_importable(thing: Any, name: str, remedy: str) -> None:
 
 
 class Worker:
-    """A process, and the socket that connects the parent with it."""
+    """A guard with its child, and the socket that connects the trainer with them."""
 
     def __init__(self, process: subprocess.Popen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._process, self._reader, self._writer = process, reader, writer
         self._busy = False  # a call was sent and has not returned
 
     @classmethod
-    async def start(cls) -> "Worker":
-        """Start a process that runs `serve`."""
+    async def start(cls, prefix: Sequence[str] = ()) -> "Worker":
+        """Start a process that runs `serve`. `prefix` is a command that runs the command after it, as `env` does."""
         ours, theirs = socket.socketpair()
         with theirs:
             streams = await asyncio.open_unix_connection(sock=ours)
             fd = theirs.fileno()
             paths = [path for path in sys.path if isinstance(path, str)]  # Python ignores entries that are not texts
             code = f"import sys; sys.path[:] = {paths}; from rollout import workers; workers.serve({fd})"
-            command = [sys.executable, "-c", code]
+            command = [*prefix, sys.executable, "-c", code]
             env = {name: value for name, value in os.environ.items() if not name.startswith("NANO_AREAL_")}
             process = subprocess.Popen(
                 command, pass_fds=[fd], stdin=subprocess.DEVNULL, start_new_session=True, env=env
@@ -141,34 +147,37 @@ class Worker:
         return answer["value"]
 
     async def end(self) -> None:
-        """Kill the worker's process and every process that it has started."""
-        with suppress(ProcessLookupError, PermissionError):  # macOS refuses to signal a process that has ended
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        """End the worker's processes and every process that they have started."""
         self._writer.close()
         with suppress(ConnectionError):
             await self._writer.wait_closed()
+        try:
+            await asyncio.to_thread(self._process.wait, END_SECONDS)
+        except subprocess.TimeoutExpired:  # the user's code may have stopped its guard (SIGSTOP)
+            logger.error("a worker has not ended %g s after its socket was closed, so it is killed", END_SECONDS)
+            self._process.kill()
+            self._process.wait()
 
 
 class WorkerPool:
     """At most `size` workers for one event loop. A worker starts when it is needed.
 
     If `reuse` is true, a worker is kept for later blocks. If it is false, each block gets a new process,
-    which ends with the block.
+    which ends with the block. `prefix` is the argument of Worker.start.
     """
 
-    def __init__(self, size: int, reuse: bool = True) -> None:
-        self._places, self._reuse = asyncio.Semaphore(size), reuse
+    def __init__(self, size: int, reuse: bool = True, prefix: Sequence[str] = ()) -> None:
+        self._places, self._reuse, self._prefix = asyncio.Semaphore(size), reuse, prefix
         self._idle: list[Worker] = []  # the most recently used worker is the last one
 
     @asynccontextmanager
     async def worker(self) -> AsyncIterator[Worker]:
         """Wait for a free worker and lend it to the `with` block."""
         async with self._places:
-            worker = self._idle.pop() if self._idle else await Worker.start()
+            worker = self._idle.pop() if self._idle else await Worker.start(self._prefix)
             if not worker.free:  # the worker died while it was idle
                 await worker.end()
-                worker = await Worker.start()
+                worker = await Worker.start(self._prefix)
             try:
                 yield worker
             finally:
@@ -186,10 +195,49 @@ class WorkerPool:
 # ---- in the worker
 
 
+def guard(channel: socket.socket) -> None:
+    """Split this process into a guard and its child, and return in the child (see the top of this file)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+    child = os.fork()
+    if not child:
+        os.setpgid(0, 0)  # a signal to the child's group does not reach the guard
+        return
+
+    def follow_trainer() -> None:
+        (hangup := select.poll()).register(channel, 0)
+        hangup.poll()
+        os.kill(child, signal.SIGKILL)
+
+    threading.Thread(target=follow_trainer, daemon=True).start()
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    with suppress(ProcessLookupError, PermissionError):  # the group is empty; macOS then reports a lack of permission
+        os.killpg(child, signal.SIGKILL)
+    with suppress(ChildProcessError):  # raised when no descendant is left
+        while True:
+            for pid in children_of(os.getpid()):
+                os.kill(pid, signal.SIGKILL)
+            os.waitpid(-1, 0)
+    if code < 0:  # a signal has ended the child, and now ends the guard
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+def children_of(parent: int) -> list[int]:
+    """Return the ids of a process's children. On a system without /proc, return an empty list."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # the process has ended meanwhile
+            if int(path.read_bytes().rpartition(b")")[2].split()[1]) == parent:
+                found.append(int(path.parent.name))
+    return found
+
+
 def serve(fd: int) -> None:
     """Read calls from the socket `fd`, run them in order, and write their outcomes, until the parent process ends."""
     channel = socket.socket(fileno=fd)
     channel.set_inheritable(False)
+    guard(channel)
     # A forked child must close the socket. If the child kept the socket open, the parent would not notice the death of
     # this worker. The child calls the close() of the base class. The close() of Python's socket class would wait for
     # the thread below, which reads from the socket.
@@ -200,7 +248,7 @@ def serve(fd: int) -> None:
         with channel.makefile("rb") as stream, suppress(ConnectionError):
             while head := stream.read(8):
                 calls.put(stream.read(int.from_bytes(head, "big")))
-        os.killpg(0, signal.SIGKILL)
+        os.killpg(0, signal.SIGKILL)  # the trainer has ended; the guard ends the processes outside this group
 
     threading.Thread(target=listen, name="parent", daemon=True).start()
     while True:

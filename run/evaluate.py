@@ -87,7 +87,7 @@ def evaluate_endpoint(config: TrainConfig, inputs: Inputs) -> dict[str, float | 
         if options.mode == "inline":
             async with asyncio.timeout(timeout):
                 return await agent.run(sample, http_client=http_client, **where)
-        pool = await agents_pool(options.subproc_max_workers).get()
+        pool = await agents_pool(options.subproc_max_workers, *options.subproc_prefix).get()
         async with pool.worker() as worker, asyncio.timeout(timeout):
             return await worker.call(run_agent, agent, sample, **where, ours=False)
 

@@ -30,6 +30,7 @@ class OpenAIConfig:
 
     mode: Literal["inline", "subproc"] = "inline"  # run agents in the trainer's process, or in worker processes
     subproc_max_workers: Count = 4  # number of worker processes for agents (mode subproc)
+    subproc_prefix: list[str] = field(default_factory=list)  # command that contains each worker, such as [bwrap, ...]
     turn_discount: Share = 1.0  # gamma: share of a turn's final reward that its parent turn receives; 0: nothing
     chat_template_type: Literal["hf", "concat"] = "concat"  # prompts: concat reuses earlier tokens; hf reuses none
     export_style: Literal["individual", "concat"] = "concat"  # one training row per turn, or per whole conversation
@@ -236,7 +237,7 @@ NEEDS = {
     "rollout.server_addrs=[]": r"server\..*",
     "rollout.pause_mode=retract|abort": r"server\.release_memory",
     "server.release_memory=false": r"server\.max_restarts",
-    "rollout.openai.mode=subproc": r"rollout\.openai\.subproc_max_workers",
+    "rollout.openai.mode=subproc": r"rollout\.openai\.subproc_.*",
     "gconfig.greedy=false": r"gconfig\.(temperature|top_p|top_k)",
     "dry_run=true": r"gpus|gpu_memory",
     "mode=eval": r"evaluator\.base_url",

@@ -167,3 +167,41 @@ def hangs(data: dict) -> float:
         subprocess.Popen(["sleep", "3600"], stdout=file)
         while True:
             time.sleep(3600)
+
+
+def leaves_a_daemon(data: dict) -> float:
+    """Start a process that holds the named pipe open, in a process session of its own, and whose parent has ended."""
+    if child := os.fork():
+        os.waitpid(child, 0)
+        return 1.0
+    os.setsid()
+    with open(data["fifo"], "w") as file:
+        file.write("alive")
+        file.flush()
+        subprocess.Popen(["sleep", "3600"], stdout=file, start_new_session=True)
+    os._exit(0)
+
+
+def leaves_a_daemon_and_hangs(data: dict) -> float:
+    leaves_a_daemon(data)
+    while True:
+        time.sleep(3600)
+
+
+def leaves_a_daemon_and_is_killed(data: dict) -> float:
+    leaves_a_daemon(data)
+    return is_killed(data)
+
+
+def stops_its_guard(data: dict) -> float:
+    """Stop the process that would end this one."""
+    os.kill(os.getppid(), signal.SIGSTOP)
+    return leaves_at_once(data)
+
+
+def is_contained(data: dict) -> float:
+    """Return 1 if this process sees neither the trainer's processes nor the files in `data["hidden"]`."""
+    hidden = data["hidden"]
+    unmounted = subprocess.run(["umount", hidden], capture_output=True).returncode == 0
+    others = [name for name in os.listdir("/proc") if name.isdecimal()]
+    return float(not unmounted and not os.listdir(hidden) and len(others) < 10)

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from typing import Any
 import mode_agents
 import pytest
 import torch
+import yaml
 from conftest import ROOT
 from runs import SMALL_GUESS, assert_gone, check_metrics, start_and_wait_for_step, wait_gone
 
@@ -169,6 +171,48 @@ def test_a_timed_out_episode_has_ended(run_agent: Run, caplog: pytest.LogCapture
     assert stats.failed == 1
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has subreapers")
+@pytest.mark.parametrize("then", ["leaves_a_daemon", "leaves_a_daemon_and_hangs", "leaves_a_daemon_and_is_killed"])
+def test_no_descendant_outlives_its_episode(run_agent: Run, tmp_path: Path, then: str) -> None:
+    """If an agent starts a process in a process session of its own (`setsid`), the process ends with the episode: after
+    the agent has returned, has been killed, or has reached its time limit."""
+    os.mkfifo(fifo := tmp_path / "fifo")
+    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    run_agent(mode_agents.Talks, {"then": then, "fifo": str(fifo)}, subproc_max_workers=1, episode_timeout_seconds=20)
+    os.set_blocking(reader, True)
+    assert select.select([reader], [], [], 30)[0]
+    with open(reader) as file:
+        assert file.read(5) == "alive"
+        assert select.select([file], [], [], 30)[0], "the process is still there"
+        assert file.read() == ""
+
+
+def test_an_agent_that_stops_its_guard_holds_up_no_episode(
+    run_agent: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """If an agent stops the process that guards it (SIGSTOP), the trainer kills the guard, and the next episode
+    runs."""
+    monkeypatch.setattr(workers, "END_SECONDS", 0.1)
+    samples: list[dict] = [{"then": "stops_its_guard"}, {}]
+    groups, stats = run_agent(mode_agents.Talks, *samples, subproc_max_workers=1, episode_timeout_seconds=10)
+    assert (groups[0], groups[1]["rewards"].tolist(), stats.failed) == (None, [1.0], 1)
+    assert "after its socket was closed, so it is killed" in caplog.text
+
+
+def test_the_recipe_of_the_security_page_contains_an_agent(run_agent: Run, tmp_path: Path) -> None:
+    """SECURITY.md gives a command that contains agents. The agent then sees none of the trainer's processes, and no
+    file in the folder that the command hides."""
+    recipe = (ROOT / "SECURITY.md").read_text().split("```\n")[1].replace("/path/to/runs", str(tmp_path))
+    prefix = yaml.safe_load(recipe)["rollout"]["openai"]["subproc_prefix"]
+    if subprocess.run([*prefix, "true"], capture_output=True).returncode:
+        pytest.skip("this system allows no user namespaces")
+    (tmp_path / "secret").write_text("the seed of the next batch")
+    data = {"then": "is_contained", "hidden": str(tmp_path)}
+    for subproc_prefix, reward in (prefix, 1.0), ([], 0.0):
+        groups, _ = run_agent(mode_agents.Talks, data, subproc_prefix=subproc_prefix)
+        assert [group["rewards"].tolist() for group in groups] == [[reward]]
+
+
 def test_destroy_ends_agents_that_run(proxy: ProxyAddress, tiny_server: str, tmp_path: Path) -> None:
     """The executor's destroy() ends running agents and every process that the agents started."""
     os.mkfifo(fifo := tmp_path / "fifo")
@@ -229,9 +273,9 @@ async def test_a_worker_that_dies_while_idle_is_replaced() -> None:
     """If an idle worker was killed, the next call succeeds in a new process."""
     pool = WorkerPool(1)
     async with pool.worker() as worker:
-        first = await worker.call(os.getpid)
+        first, guard = await worker.call(os.getpid), await worker.call(os.getppid)
     os.kill(first, signal.SIGKILL)
-    wait_gone(first)
+    wait_gone(guard)
     async with pool.worker() as worker:
         assert await worker.call(os.getpid) != first
     await pool.aclose()

@@ -48,6 +48,14 @@ def hang(fifo):
         while True:
             signal.pause()
 
+def hang_in_a_daemon(fifo):
+    """Holds the fifo open in a process session of its own, and never returns."""
+    if not os.fork():
+        os.setsid()
+        os._exit(0) if os.fork() else hang(fifo)
+    while True:
+        signal.pause()
+
 def compute(fifo):
     """Holds the fifo open, and computes for ever."""
     with open(fifo, "w") as file:
@@ -229,9 +237,10 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("busy", ["hang", "compute"])
+@pytest.mark.parametrize("busy", ["hang", "compute", "hang_in_a_daemon"])
 def test_a_worker_does_not_outlive_a_killed_trainer(rewards: ModuleType, tmp_path: Path, fifo: str, busy: str) -> None:
-    """After kill -9 of the trainer, the trainer's workers end by themselves, even while they compute."""
+    """After kill -9 of the trainer, the trainer's workers end by themselves, even while they compute. Processes that
+    the workers have started end, too, even in a process session of their own."""
     (tmp_path / "trainer.py").write_text(TRAINER)
     paths = os.pathsep.join([str(ROOT), str(Path(rewards.__file__ or "").parent)])
     command = [sys.executable, str(tmp_path / "trainer.py"), busy, fifo]
