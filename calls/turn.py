@@ -30,14 +30,14 @@ request:
 
     1. If an identical turn is unread, failed or abandoned, the request is a retry of that turn.
     2. If the header marks a retry, the request is a retry of an identical turn that is still running. If none is
-       running, the request is a retry of the last identical turn.
+       running, the request is a retry of the last identical turn whose connection has been closed since.
     3. In all other cases the request is a new call. An agent that sends the same body twice therefore gets two answers.
 
-A retry gets the reply of the turn that it repeats. A failed or abandoned turn has no reply, so a new turn replaces it.
+A client closes the connection of a reply that it has not read whole, so rule 2 leaves out open connections. A retry
+gets the reply of the turn that it repeats. A failed or abandoned turn has no reply, so a new turn replaces it.
 
-Example. An agent sends a call and hangs up after 10 seconds. The turn becomes abandoned, and the server stops
-generating. The agent sends the same body again. By rule 1 the second request is a retry, so the abandoned turn becomes
-replaced, and the proxy generates a new turn. Only the new turn is trained.
+Example. An agent hangs up during a call and sends the call again. By rule 1 the second request is a retry, so the
+abandoned turn becomes replaced, and the proxy generates a new turn. Only the new turn is trained.
 """
 
 import asyncio
@@ -88,6 +88,7 @@ class Turn:
         self.news = asyncio.get_running_loop().create_future()  # done when tokens arrive; then replaced by a new future
         self.listeners = 0  # number of connections that wait for the reply
         self.retries = 0  # number of requests that repeated this turn
+        self.transport: Any = None  # the connection of the last listener; None if it is not known (run/serve.py)
 
     # Events
 
@@ -181,7 +182,7 @@ class Turn:
         the last listener hangs up after the turn has finished, the turn becomes unread.
         """
         hangup = asyncio.ensure_future(request.receive())  # only a disconnect can follow the request's body
-        self.listeners += 1
+        self.listeners, self.transport = self.listeners + 1, request.scope.get("transport")
         try:
             yield hangup
         finally:
@@ -267,7 +268,8 @@ def match_retry(equal: list[Turn], says_so: bool) -> Turn | None:
         return None
     # Two equal turns that run get the retries alternately.
     running = [turn for turn in equal if turn.state is State.RUNNING]
-    return min(running or equal[-1:], key=lambda turn: turn.retries)
+    closed = [turn for turn in equal if not turn.transport or turn.transport.is_closing()]
+    return min(running or closed[-1:], key=lambda turn: turn.retries, default=None)
 
 
 def earlier_turn(session: Session, body: bytes, says_so: bool) -> Turn | None:

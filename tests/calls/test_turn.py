@@ -8,10 +8,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable
+from contextlib import closing
+from http.client import HTTPConnection
 from types import SimpleNamespace
 from typing import Any
 
 import anthropic
+import httpx
 import openai
 import pytest
 from conftest import ROOT, idle_connections
@@ -493,6 +496,8 @@ async def test_models_are_listed(start: Start) -> None:
         ("finished", False, None),
         ("running", False, None),
         ("finished finished", True, 1),
+        ("finished read", True, 0),
+        ("read", True, None),
         ("running finished", True, 0),
         ("finished unread", False, 1),
         ("running failed", True, 1),
@@ -501,8 +506,13 @@ async def test_models_are_listed(start: Start) -> None:
 )
 def test_which_turn_a_retry_belongs_to(states: str, says_so: bool, match: int | None) -> None:
     """A request counts as a retry if the turn of an identical earlier request is unread, failed or abandoned. With a
-    retry header, the request may also be a retry of a running turn or of the last turn."""
-    turns: list[Any] = [SimpleNamespace(state=State[name.upper()], retries=0) for name in states.split()]
+    retry header, the request may also be a retry of a running turn or of the last turn whose connection is closed. The
+    connection of a reply that the client has read ("read") is open."""
+    turns: list[Any] = []
+    for name in states.split():
+        transport = SimpleNamespace(is_closing=lambda name=name: name != "read")
+        state = State.FINISHED if name == "read" else State[name.upper()]
+        turns.append(SimpleNamespace(state=state, retries=0, transport=transport))
     assert match_retry(turns, says_so) is (None if match is None else turns[match])
 
 
@@ -549,6 +559,25 @@ async def test_a_retry_whose_reply_was_lost_gets_the_same_reply(start: Start) ->
     again = await harness.post(path, CHAT, headers=RETRY)
     assert again.json() == lost.json()
     assert len(await harness.export(session)) == 1
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+def test_a_retry_whose_first_try_never_arrived_gets_its_own_answer(proxy: Any, is_read: bool) -> None:
+    """A retry arrives, and the session has finished an identical call. If the connection of this call is open, its
+    client has read the reply, so the retry is a new call. If the connection is closed, the reply may have been lost, so
+    the retry gets the same reply."""
+    admin, body = {"authorization": f"Bearer {proxy.admin_key}"}, json.dumps(CHAT | {"max_tokens": 4})
+    started = httpx.post(f"{proxy.proxy_addr}/rl/start_session", headers=admin, json={"task_id": "t", "grant": True})
+    path, host = f"/{started.json()['session_id']}/v1/chat/completions", httpx.URL(proxy.proxy_addr).netloc.decode()
+    with closing(HTTPConnection(host, timeout=60)) as first, closing(HTTPConnection(host, timeout=60)) as second:
+        first.request("POST", path, body)
+        reply = json.loads(first.getresponse().read())
+        if not is_read:
+            first.close()
+        second.request("POST", path, body, RETRY)
+        again = json.loads(second.getresponse().read())
+    assert (again["id"] != reply["id"]) is is_read
+    httpx.post(proxy.proxy_addr + path.replace("v1/chat/completions", "rl/end_session"))
 
 
 @pytest.mark.parametrize("says_so", [True, False])
