@@ -422,7 +422,7 @@ def main(argv: list[str] | None = None) -> int:
         if not args.exit_with_parent:  # a person who starts the proxy by hand gets a session to try an agent
             session = f"{url}/{app.state.proxy.start_own_session('by hand').session_id}"
             print(f"a session: OPENAI_BASE_URL={session}/v1 ANTHROPIC_BASE_URL={session}, any key", flush=True)
-        serve(app, listener, args.exit_with_parent)
+        serve(app, listener, args.exit_with_parent, openai.limits.header_bytes, openai.limits.header_seconds)
     return 0
 
 

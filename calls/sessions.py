@@ -49,6 +49,8 @@ class Limits:
     stop_strings: Count = 64  # stop strings of one request; its stop token ids have the same limit
     stop_length: Count = 1000  # characters of a stop string
     seconds: Positive = 120.0  # seconds within which the body of a request must arrive
+    header_bytes: Count = 2**16  # length of a request's header
+    header_seconds: Positive = 60.0  # seconds within which the header of a connection's next request must arrive
 
     def check(self, session: "Session", ask: AgentRequest) -> None:
         """Raise Refusal if a request asks for more than an honest agent needs."""

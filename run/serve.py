@@ -25,9 +25,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from run.fields import Refusal, as_object
 
-HEADER_BYTES = 2**16  # maximum length of a request's header; a longer header is refused
 FREE_SHARE = 0.2  # share of the file descriptors that connections of clients leave free, for the process's own use
-HEADER_SECONDS = 60.0  # time within which the header of a request must arrive
 
 
 def read_secret(word: str) -> str:
@@ -80,19 +78,26 @@ class BoundedProtocol(HttpToolsProtocol):
     up, uvicorn tells only the newest request, so the others would generate tokens that nobody reads.
     """
 
+    header_bytes: ClassVar[int] = 2**16  # `serve` sets these limits
+    header_seconds: ClassVar[float] = 60.0
+
     timer: Any = None  # a timer that closes the connection; runs while the end of a header is missing
     unparsed = 0  # bytes that arrived after the last header or the last part of a body
 
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope["transport"] = self.transport  # type: ignore[typeddict-unknown-key]  # for calls/turn.py
+
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self.timer = self.loop.call_later(HEADER_SECONDS, transport.close)
+        self.timer = self.loop.call_later(self.header_seconds, transport.close)
 
     def data_received(self, data: bytes) -> None:
         self.unparsed += len(data)
         super().data_received(data)
         if self.timer is None and (self.cycle is None or self.cycle.response_complete):
-            self.timer = self.loop.call_later(HEADER_SECONDS, self.transport.close)
-        if self.unparsed > HEADER_BYTES and not self.transport.is_closing():
+            self.timer = self.loop.call_later(self.header_seconds, self.transport.close)
+        if self.unparsed > self.header_bytes and not self.transport.is_closing():
             self.send_400_response("The header is too long.")
 
     def on_headers_complete(self) -> None:
@@ -166,11 +171,19 @@ class PatientServer(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def serve(app: FastAPI, listener: socket.socket, exit_with_parent: bool) -> None:
+def serve(
+    app: FastAPI,
+    listener: socket.socket,
+    exit_with_parent: bool,
+    header_bytes: int = BoundedProtocol.header_bytes,
+    header_seconds: float = BoundedProtocol.header_seconds,
+) -> None:
     """Serve `app` until the process receives a signal. With `exit_with_parent`, also stop when standard input closes.
 
     With `exit_with_parent`, standard input is a pipe from the parent process, and the pipe closes when the parent dies.
+    header_bytes: maximum length of a request's header; header_seconds: time within which the header must arrive.
     """
+    BoundedProtocol.header_bytes, BoundedProtocol.header_seconds = header_bytes, header_seconds
     raise_open_files()
     # A request would fail if the server closed the connection just when the client sends the request. The server
     # therefore keeps idle connections open for 75 s, much longer than clients do.

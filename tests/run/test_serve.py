@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, server_process
 
 SERVER = """
 import asyncio, sys
@@ -30,14 +30,13 @@ async def when_ended(request: Request) -> Response:
     return Response("ended")
 
 ended = asyncio.Event()
-serve.HEADER_SECONDS = float(sys.argv[1])
 app = FastAPI()
 app.add_route("/", length, methods=["POST"])
 app.add_route("/wait", wait)
 app.add_route("/when-ended", when_ended)
 listener = serve.listen("127.0.0.1", 0)
 print(listener.getsockname()[1], flush=True)
-serve.serve(app, listener, exit_with_parent=True)
+serve.serve(app, listener, exit_with_parent=True, header_seconds=float(sys.argv[1]))
 """
 POST = b"POST / HTTP/1.1\r\nHost: x\r\n"
 Connect = Callable[[], socket.socket]
@@ -126,3 +125,16 @@ def test_a_request_that_does_not_wait_for_the_answer_ends_the_connection(connect
         assert read_until(connection, b"nothing").startswith(b"HTTP/1.1 400 ")
         other.sendall(b"GET /when-ended HTTP/1.1\r\nHost: x\r\n\r\n")
         assert read_until(other, b"ended").startswith(b"HTTP/1.1 200 ")
+
+
+def test_the_keys_of_the_proxy_limit_a_header(tiny_server: str, tiny_model_dir: Path) -> None:
+    """The keys rollout.openai.limits.header_bytes and header_seconds set the limits of the proxy."""
+    command = [sys.executable, "proxy.py", "--server", tiny_server, "--model-path", str(tiny_model_dir)]
+    limits = '{"limits": {"header_bytes": 200, "header_seconds": 0.5}}'
+    with server_process(*command, "--openai", limits, "--admin-key", "secret", out=subprocess.DEVNULL) as (url, _):
+        address = url.removeprefix("http://").split(":")
+        with socket.create_connection((address[0], int(address[1])), timeout=60) as silent:
+            assert silent.recv(1) == b""
+        with socket.create_connection((address[0], int(address[1])), timeout=60) as long:
+            long.sendall(b"GET /health HTTP/1.1\r\nX-Long: " + b"x" * 300)
+            assert b"The header is too long" in read_until(long, b"long.")
