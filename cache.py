@@ -285,12 +285,20 @@ class InteractionCache(OrderedDict[str, Interaction]):
             raise Refusal(f"discount: a number from 0 to 1 is needed, not {gamma}")
         self._discounted = True
         self.mark_side_conversations()
+        own = {turn: turn.reward or 0.0 for turn in self.finished() if not is_left_out(turn)}
         child_rewards: defaultdict[Any, list[float]] = defaultdict(list)  # parent -> final rewards of its children
-        for interaction in reversed(self.finished()):
-            if is_left_out(interaction):
-                continue
-            interaction.reward = (interaction.reward or 0.0) + gamma * fmean(child_rewards[interaction] or [0.0])
-            child_rewards[interaction.parent].append(interaction.reward)
+        for turn in reversed(own):
+            turn.reward = own[turn] + gamma * fmean(child_rewards[turn] or [0.0])
+            child_rewards[turn.parent].append(turn.reward)
+        self._check_rewards(own, gamma)
+
+    def _check_rewards(self, own: dict[Interaction, float], gamma: float) -> None:
+        """Raise RuntimeError if a final reward does not follow from the turn's own reward and its children's."""
+        children: defaultdict[Any, list[Any]] = defaultdict(list)
+        for turn in own:
+            children[turn.parent].append(turn.reward)
+        if any(turn.reward != own[turn] + gamma * fmean(children[turn] or [0.0]) for turn in own):
+            raise RuntimeError("rewards: the final rewards differ from a recomputation of the whole tree")
 
     # ---- queries
 

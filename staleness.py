@@ -51,7 +51,8 @@ class VersionProvider(Protocol):
 
 
 class StalenessError(AssertionError):
-    """A group that a step wants to consume is older than max_head_offpolicyness allows, or newer than the policy."""
+    """A group that a step wants to consume is older than max_head_offpolicyness allows, or newer than the policy. Or a
+    group has started although the gate was closed."""
 
 
 @dataclass
@@ -146,8 +147,11 @@ class StalenessManager:
             self._stat.enqueued += 1
 
     def on_rollout_submitted(self) -> None:
-        """Count an enqueued group as running."""
+        """Count an enqueued group as running. Raises StalenessError if the gate has no place for the group."""
         self._move("enqueued", "running")
+        stat, version = self.get_stats(), self.version_provider.get_version()
+        if (stat.accepted + stat.running - 1) // self.consumer_batch_size > self.max_staleness + version:
+            raise StalenessError(f"a group started at version {version} although the gate was closed: {stat}")
 
     def on_rollout_accepted(self) -> None:
         """Count a running group as accepted."""

@@ -82,6 +82,10 @@ RAISED_BY = {
     "servers that answer garbage, requests that wait for a file descriptor": 47,
     "compiled layers, packed rows as the default on a GPU": 51,
     "clients that wait for a file descriptor, few lines for malformed requests": 43,
+    "no descendant of an agent outlives its episode; workers in a container": 44,
+    "keys for the limits of headers": 7,
+    "a retry whose first try never arrived": 4,
+    "checks of the gate and of the final rewards in every run": 9,
 }
 
 

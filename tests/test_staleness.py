@@ -141,7 +141,7 @@ def test_stats_are_a_copy():
 
 def test_counters_survive_many_threads():
     """If four threads each report two thousand rollouts at the same time, the manager counts all eight thousand."""
-    manager = make_manager()
+    manager = make_manager(batch=8000)
 
     def live() -> None:
         for _ in range(2000):

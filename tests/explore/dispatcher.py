@@ -152,7 +152,11 @@ class DispatchMachine:
         world.state.enqueue(Prompt(world.next_id))
         world.submitted += 1
         world.next_id += 1
-        for task in world.state.start():
+        try:
+            tasks = world.state.start()
+        except self.staleness.StalenessError as error:
+            raise Broken("gate", str(error)) from error
+        for task in tasks:
             world.started[task.task_id] = world.version
             stat, b = world.state.manager.get_stats(), self.bounds
             if stat.accepted + stat.running > (b.eta + world.version + 1) * b.batch:

@@ -143,6 +143,7 @@ class World:
         self.clients: list[Client] = []
         self.turns: list[Any] = []
         self.exported: dict[str, Any] | None = None
+        self.refused = ""  # the error with which the proxy has refused the export
         self.rewarded = ""  # the interaction that got the reward 1
         module.LONG_BODY = -1 if bounds.threads else 2**15  # type: ignore[attr-defined]
 
@@ -235,7 +236,11 @@ class World:
 
         async def export() -> None:
             raw = orjson.dumps({**path, "discount": DISCOUNT})
-            answer = await self.proxy.export_trajectories(self.request({}, raw))
+            try:
+                answer = await self.proxy.export_trajectories(self.request({}, raw))
+            except RuntimeError as error:
+                self.refused = str(error)
+                raise
             self.exported = orjson.loads(answer.body)["interactions"]
 
         self.loop.create_task(export())
@@ -313,6 +318,8 @@ class World:
         return f"session {state}; clients [{clients}]; turns [{turns}]; generations [{jobs}]"
 
     def check(self) -> None:
+        if self.refused:
+            raise Broken("rewards", self.refused)
         for k, client in enumerate(self.clients):
             letters = {g.letter for g in self.engine.generations if g.body == client.body}
             if client.text and not set(client.text) <= letters:
