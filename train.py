@@ -186,14 +186,16 @@ class PPOTrainer:
 
         # 6. Push the new weights into the servers. Then the canary (run/mismatch.py) checks that the servers have the
         #    trainer's weights. The servers answer during the next step, which reads the answers before its own push.
-        metrics |= self.canary.finish()
+        with trace.span("canary"):
+            metrics |= self.canary.finish()
         with trace.span("sync", seconds):
             if config.server.release_memory:
                 torch.cuda.empty_cache()  # the servers take their memory back
             self.push_weights(step)
-        self.canary.start(batch)
-        if is_last:  # no later step reads the canary's answers
-            metrics |= {name: max(x, metrics.get(name, x)) for name, x in self.canary.finish().items()}
+        with trace.span("canary"):
+            self.canary.start(batch)
+            if is_last:  # no later step reads the canary's answers
+                metrics |= {name: max(x, metrics.get(name, x)) for name, x in self.canary.finish().items()}
 
         # 7. Evaluate: run one episode for each validation prompt.
         if is_due(step, config.evaluator.interval):

@@ -7,8 +7,9 @@
 RUN is the folder of a finished run of configs/maze.yaml. docs/figures.json keeps the numbers that were read from RUN,
 for the figures front.svg and straddle.svg. For timelines.svg, bench/simulate.py simulates two runs with the measured
 times of a finished run. For rewards.svg, the InteractionCache of cache.py computes the rewards. The two charts,
-orders.svg and clusters.svg, show numbers from docs/clusters.csv. Two other scripts draw one figure each:
-docs/structure.py draws structure.svg, and docs/terminal.py draws terminal.svg.
+orders.svg and clusters.svg, show numbers from docs/clusters.csv. Other scripts draw
+three more figures: docs/structure.py draws structure.svg, and docs/terminal.py draws terminal.svg and
+terminal-wide.svg.
 
 The colour of a policy version is the same in all figures. Each figure has light and dark colours, and the browser
 chooses between them.

@@ -1,10 +1,10 @@
-"""Draw docs/terminal.svg: what the terminal of a run shows at 80 columns.
+"""Draw what the terminal of a run shows: docs/terminal.svg at 80 columns, and docs/terminal-wide.svg at 160 columns.
 
     python docs/terminal.py RUN
 
-RUN is the folder of a run. The drawing shows the live table of this run after two thirds of its steps. The files of a
+RUN is the folder of a run. The drawings show the live table of this run after two thirds of its steps. The files of a
 run do not tell how long the start took, or what the trainer was doing at that moment. The clock and the last line of
-the drawing are therefore invented.
+the drawings are therefore invented.
 """
 
 import io
@@ -20,7 +20,6 @@ sys.path.insert(0, str(DOCS.parent))
 
 
 def main() -> None:
-    os.environ["COLUMNS"] = "80"
     from omegaconf import OmegaConf
     from rich.console import Console
 
@@ -37,10 +36,12 @@ def main() -> None:
     logger.executor.ended = logger.executor.stats.accepted * config.gconfig.n_samples
     trace: Any = SimpleNamespace(phase=("rollout_wait", time.monotonic() - 3))
     logger.trace = trace
-    console = Console(width=80, record=True, file=io.StringIO())
-    console.print(f"{logger.history[-1]['wall_s'] + 12:.0f} s since start", highlight=False)
-    console.print(logger._screen())
-    console.save_svg(str(DOCS / "terminal.svg"), title="python train.py")
+    for name, width in (("terminal", 80), ("terminal-wide", 160)):
+        os.environ["COLUMNS"] = str(width)  # the table asks for the width of the terminal
+        console = Console(width=width, record=True, file=io.StringIO())
+        console.print(f"{logger.history[-1]['wall_s'] + 12:.0f} s since start", highlight=False)
+        console.print(logger._screen())
+        console.save_svg(str(DOCS / f"{name}.svg"), title="python train.py")
 
 
 if __name__ == "__main__":

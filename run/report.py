@@ -21,7 +21,6 @@ import json
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Iterable
 from contextlib import suppress
 from itertools import compress, groupby
 from pathlib import Path
@@ -76,8 +75,7 @@ def clean(value: Any) -> Any:
 def read_timeline(records: list[Record]) -> Record:
     """Return three parts of a trace: the trainer's phases, the weight updates and the prompt groups. Times are seconds.
 
-    phases   [name, begin, duration], without a gap: a time that no phase covers gets the name "other", or "not running"
-             between two processes of one run
+    phases   [name, begin, duration], without a gap (`fill_gaps`)
     weights  [time, version]
     groups   {task, lane, begin, end, used, state, versions, reward}; two groups of one lane never overlap. `used` is
              the time at which a step consumed the group, and `reward` is the mean of its rewards.
@@ -116,13 +114,14 @@ def read_timeline(records: list[Record]) -> Record:
 def fill_gaps(spans: list[list], starts: list[float], last: float) -> list[list]:
     """Return the spans in order of time, and fill each gap of more than 1 ms between 0 and `last` with a phase.
 
-    The phase is called "not running" if a process of the run started during the gap, and "other" if not.
+    The phase is called "not running" if a process of the run started during the gap, "stop" if it is after all spans,
+    and "other" if neither is true. A phase that a kill cut off has no span, so it is a part of "stop".
     """
     phases, now = [], 0.0
     for span in [*sorted(spans, key=lambda span: span[1]), ["", last, 0.0]]:
         if span[1] - now > 1e-3:
             restarted = any(now < start <= span[1] for start in starts)
-            phases.append(["not running" if restarted else "other", now, span[1] - now])
+            phases.append(["not running" if restarted else "other" if span[0] else "stop", now, span[1] - now])
         phases.append(span)
         now = max(now, span[1] + span[2])
     return phases[:-1]
@@ -264,12 +263,11 @@ def read_run(folder: Path, share: float = 1.0) -> Record:
     }
 
 
-def make_page(folders: Iterable[Path]) -> str:
+def make_page(folders: list[Path]) -> str:
     """Return the page of one run or of several runs. Raises ValueError if a folder holds no run.
 
     Each "<" in the data is escaped, so that no text from an agent can close the script element that holds the data.
     """
-    folders = list(folders)
     runs = [read_run(folder, 1 / len(folders)) for folder in folders]
     data = json.dumps({"runs": runs}, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     return TEMPLATE.read_text(encoding="utf-8").replace("{{data}}", data)

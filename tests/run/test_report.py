@@ -243,10 +243,10 @@ def test_the_timeline_says_what_became_of_each_group(folder: Path) -> None:
 
 
 def test_no_second_is_unexplained() -> None:
-    """The phases of the timeline follow each other without a gap. The time before a restart is the phase `not
-    running`."""
+    """The phases of the timeline follow each other without a gap. The time before a restart is the phase `not running`,
+    and the time after the last phase is the phase `stop`."""
     phases = fill_gaps([["train", 2.0, 1.0], ["start", 0.5, 0.5], ["start", 9.0, 1.0]], [0.0, 8.0], last=12.0)
-    assert [phase[0] for phase in phases] == ["other", "start", "other", "train", "not running", "start", "other"]
+    assert [phase[0] for phase in phases] == ["other", "start", "other", "train", "not running", "start", "stop"]
     now = 0.0
     for _, begin, duration in phases:
         assert begin == now
