@@ -292,11 +292,18 @@ def test_a_crashed_run_has_a_report(folder: Path, gone: str) -> None:
     assert len(read_page((folder / "report.html").read_text())) == 1
 
 
-@pytest.mark.parametrize("words", [[], ["{tmp}"], ["{tmp}/nowhere"], ["a", "b", "c"]])
-def test_a_wrong_folder_is_one_line(tmp_path: Path, words: list[str]) -> None:
-    """Without a run folder, or with a folder that holds no run, the command prints one line and returns exit code 2."""
-    command = [sys.executable, "-m", "run.report", *(word.format(tmp=tmp_path) for word in words)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+@pytest.mark.parametrize("words", [["{tmp}"], ["{tmp}/nowhere"], ["a", "b", "c"]])
+def test_a_wrong_folder_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+    """With a folder that holds no run, or with three folders, the command prints one line and returns exit code 2."""
+    assert main([word.format(tmp=tmp_path) for word in words]) == 2
+    said = capsys.readouterr()
+    assert (said.out, said.err.count("\n")) == ("", 1)
+    assert "runs/guess/NAME" in said.err
+
+
+def test_no_folder_is_one_line() -> None:
+    """The command without an argument prints one line and ends with exit code 2."""
+    done = subprocess.run([sys.executable, "-m", "run.report"], cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert "runs/guess/NAME" in done.stderr
 
