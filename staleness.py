@@ -32,6 +32,7 @@ overtake a slow group. In an example with eta = 1 and B = 2, a slow group reache
   version s gets a number p <= (eta + s + 1) * B. As in the proof for wait, a step consumes this group at version eta +
   s or before. If the group's last tokens have version s, their age is at most eta, and they are trained.
 - **drop** consumes the groups that finished first, and drops groups older than eta. Long episodes are lost most often.
+  *Proof:* a step checks the age of each group before it trains on the group, and the place of a dropped group is free.
 
 **What is not promised.** The proofs assume that a trainer consumes B groups per version, that versions only grow, and
 that set_version is called after the servers have the new weights. With mask, a group is dropped if all its tokens are

@@ -74,7 +74,7 @@ CORRECTIONS: dict[str, dict[str, Any]] = {
 CORRECTIONS["KL"] = CORRECTIONS["ESS"] | {"entropy_coeff": 0.0, "kl_ctl": 0.1}  # the penalty of configs/demo.yaml
 STABILITY_ETAS = ["0", "4", "8"]
 # chosen before any of these seeds was run; the corrections were tuned with the seeds 101 to 104
-STABILITY_SEEDS = [*range(301, 321)]
+STABILITY_SEEDS = {method: range(201, 221) for method in CORRECTIONS} | {"KL": range(301, 321)}
 STEPS, GAMES, EVERY = 64, 20, 8  # training steps; games per secret in a batch; steps between points of the curve
 MAX_NEW_TOKENS = 4
 MEASURED = ("clip_frac", "behave_weight_mean", "dropped_share", "kl", "entropy")  # metrics averaged over the run
@@ -373,21 +373,21 @@ def main() -> None:
     parser.add_argument("--stability", action="store_true")
     parser.add_argument("--draw", action="store_true")
     args = parser.parse_args()
-    etas, methods, seeds = (
-        (STABILITY_ETAS, CORRECTIONS, STABILITY_SEEDS) if args.stability else (ETAS, METHODS, [1, 2, 3, 4, 5])
-    )
+    etas = args.etas or (STABILITY_ETAS if args.stability else ETAS)
+    seeds = STABILITY_SEEDS if args.stability else dict.fromkeys(METHODS, range(1, 6))  # the seeds of each method
     torch.set_num_threads(1)
     transformers_logging.disable_progress_bar()
     words = ["actor.ppo_epochs=1", "actor.kl_ctl=0", "actor.entropy_coeff=0.03", "actor.enable_tree_training=true"]
     recipe = load(["--config", str(ROOT / "configs" / "demo.yaml"), *words]).actor
     done = {(line["eta"], line["method"], line["seed"]) for line in read()}
     # Seeds are the outer loop, so a stopped benchmark has complete results for some seeds.
-    for seed in [] if args.draw else args.seeds or seeds:
+    for seed in [] if args.draw else args.seeds or sorted(set().union(*seeds.values())):
         base = BASES / f"base-{seed}"
         if not base.exists():
             guess.make_model(base, seed)
-        for eta in args.etas or etas:
-            for method in args.methods or methods:
+        methods = args.methods or [method for method, own in seeds.items() if args.seeds or seed in own]
+        for eta in etas:
+            for method in methods:
                 if (eta, method, seed) not in done:
                     line = run(eta, method, seed, base, recipe)
                     append(line)

@@ -224,7 +224,8 @@ def load(argv: list[str]) -> TrainConfig:
             source = str(recipe)
             idle |= set_keys(merged, OmegaConf.load(recipe), source)
         source = "the command line"
-        options = [f"{name}={value}" for name, value in vars(args).items() if name not in ("config", "words") and value]
+        given = {name: value for name, value in vars(args).items() if name not in ("config", "words")}
+        options = [f"{name}={value}" for name, value in given.items() if value is not None and value is not False]
         idle |= set_keys(merged, OmegaConf.from_dotlist(args.words + options), source)
         config: Any = OmegaConf.to_object(merged)
     except (OmegaConfBaseException, YAMLError) as error:

@@ -55,6 +55,7 @@ from run.keys import NEEDS, TrainConfig
         (["gconfig.greedy=true"], "or set mode=eval"),
         (["gconfig.temperature=0"], "or set mode=eval"),
         (["logger.tracker=wandbee"], "logger.tracker=wandbee is not installed here: pip install wandbee, or omit"),
+        (["--dry-run", "--gpus", "0"], "gpus=0; it must be a number in [1, inf)"),
         (["--fast"], "unrecognized arguments: --fast; options are"),
         (["train"], "cannot read 'train'"),
     ],
