@@ -23,6 +23,7 @@ from inference.weights import WeightUpdateMeta
 from ppo import describe_mode, ppo_actor_loss_fn
 from training.actor import FSDPEngine, FSDPPPOActor, lr_factor, share_of_peak, split_minibatches
 from training.config import OptimizerConfig
+from training.corrections import effective_sample_size
 from training.layout import row_lengths, split_microbatches, split_packs
 
 
@@ -398,7 +399,7 @@ def test_loglinear_without_versions_says_so(make_actor):
 
 def test_the_effective_sample_size_is_that_of_the_weights(make_actor):
     """The metric behave_ess is the effective sample size (sum w)^2 / (n sum w^2), where w are the behaviour weights of
-    the step's n trained tokens. The metric is 1 if all tokens have the same weight."""
+    the step's n trained tokens. The metric is 1 if all tokens have the same weight, and 0 if all tokens are dropped."""
     actor = make_actor(mb_tokens=40, behave_imp_weight_cap=None)
     batch = prepare(actor, make_batch())
     w = (batch["prox_logp"] - batch["logprobs"]).exp()[batch["loss_mask"] > 0]
@@ -407,6 +408,9 @@ def test_the_effective_sample_size_is_that_of_the_weights(make_actor):
     )
     fresh = prepare(actor, make_batch(), drift=0.0)
     assert actor.ppo_update(fresh)["behave_ess"] == pytest.approx(1, abs=1e-5)
+    assert effective_sample_size({"behave_weight_mean": 0.0, "behave_weight_square": 0.0}) == 0, (
+        "every token is dropped"
+    )
 
 
 def test_a_small_effective_sample_makes_a_small_step(make_actor):
