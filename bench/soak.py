@@ -151,8 +151,8 @@ def check(run_dir: Path, steps: int) -> None:
         groups = set(ledger["task_ids"].tolist())
         assert len(groups) == BATCH, f"step {line['step']} trained {len(groups)} groups"
         assert not groups & seen.keys(), f"step {line['step']} trained {groups & seen.keys()} again"
-        assert line["staleness_max"] <= ETA
-        assert int(ledger["versions"].max()) <= line["version"]
+        assert line["staleness_max"] <= ETA, f"step {line['step']} trained a group that is too old"
+        assert int(ledger["versions"].max()) <= line["version"], f"step {line['step']} trained a token of the future"
         seen |= dict.fromkeys(groups, line["step"])
     assert max(seen) < (steps + ETA + 1) * BATCH, "the gate opened too wide"
     missing = set(range((steps - ETA - 1) * BATCH)) - seen.keys()

@@ -32,6 +32,7 @@ import inference.servers
 import inference.weights
 import proxy
 import rollout.dispatcher
+import rollout.executor
 import rollout.rows
 import staleness
 import train
@@ -130,7 +131,7 @@ def find_error(machine: Any, name: str) -> str:
     return str(caught.value)
 
 
-DISPATCHER, STALENESS = rollout.dispatcher, staleness
+DISPATCHER, STALENESS, EXECUTOR = rollout.dispatcher, staleness, rollout.executor
 # For each mutant: the property that it breaks, the mode, the module, the original code, and the changed code
 MUTANTS = [
     ("gate", "wait", STALENESS, "(self.max_staleness + version + 1) *", "(self.max_staleness + version + 2) *"),
@@ -140,6 +141,9 @@ MUTANTS = [
     ("counters", "wait", DISPATCHER, "            self.manager.on_rollout_rejected(failed)\n", ""),
     ("counters", "drop", DISPATCHER, "                self.manager.on_rollout_dropped()\n", ""),
     ("counters", "wait", STALENESS, "consumer_batch_size + finished_untrained", "consumer_batch_size"),
+    ("counters", "wait", EXECUTOR, "on_version_recovered(version, len(kept))", "on_version_recovered(version)"),
+    ("counters", "drop", EXECUTOR, "self.dispatcher.restore(kept)", "pass"),
+    ("counters", "wait", DISPATCHER, "self.manager.on_rollout_withdrawn()", "pass"),
     ("starvation", "wait", DISPATCHER, "islice(self.order.items(), count) if", "finished[:count] if"),
     ("starvation", "drop", DISPATCHER, "finished[:count]", "finished[-count:]"),
     ("lost", "mask", DISPATCHER, "if data is None]):", "if data != self.order[task_id]]):"),
@@ -154,10 +158,11 @@ def test_a_planted_error_of_the_dispatcher_is_found_by_name(
     name: str, mode: str, module: ModuleType, line: str, changed: str
 ) -> None:
     """The search finds each planted error, names the broken property, and tells the events that lead to it."""
-    wrong = {"dispatcher": DISPATCHER, "staleness": STALENESS}
+    wrong = {"dispatcher": DISPATCHER, "staleness": STALENESS, "executor": EXECUTOR}
     wrong[module.__name__.rpartition(".")[2]] = mutant(module, line, changed)
-    kills = int("finished_untrained" in line)
-    story = find_error(DispatchMachine(mode, Bounds(versions=4, rejections=1 - kills, kills=kills), **wrong), name)
+    kills = int("finished_untrained" in line or module is EXECUTOR)
+    bounds = Bounds(versions=4, rejections=1 - kills, kills=kills, withdrawals=int("withdrawn" in line))
+    story = find_error(DispatchMachine(mode, bounds, **wrong), name)
     assert "1. start" in story
     assert "in  version 0" in story
 

@@ -24,7 +24,7 @@ import proxy
 from calls import tools
 from calls.messages import AgentRequest, Refusal
 from calls.prompts import PromptBuilder
-from calls.sessions import GRANT_SECONDS, Limits, SessionTable
+from calls.sessions import GRANT_SECONDS, Limits, Session, SessionTable
 from engine import EngineError
 from inference.io_struct import ModelRequest, ModelResponse, call_seed
 
@@ -716,6 +716,27 @@ def test_use_keeps_a_session_and_not_its_neighbours() -> None:
     with pytest.raises(Refusal, match="expired"):
         table.find(unused.session_id)
     assert repr(table) == "SessionTable(1 sessions, 0 generations, capacity 0)"
+
+
+def test_expiry_looks_only_at_the_session_that_is_idle_longest() -> None:
+    """A request does not look at every session of the table, so the cost of a request does not grow with the number of
+    sessions."""
+    table, looked = SessionTable(10.0, Clock()), []
+
+    class Watched(Session):
+        def __getattribute__(self, name: str) -> Any:
+            if name == "last_used":
+                looked.append(self)
+            return super().__getattribute__(name)
+
+    for k in range(1000):
+        table.grant()
+        table.start(str(k))
+    for session in table.values():
+        session.__class__ = Watched
+    [*_, newest] = table
+    table.find(newest)
+    assert len(looked) == 1
 
 
 async def test_a_session_disturbs_no_other(start: Start) -> None:

@@ -1,12 +1,13 @@
 """The state machine of the dispatcher: DispatchState (rollout/dispatcher.py) and StalenessManager (staleness.py).
 
-DispatchMachine explores these two classes themselves, not a model of the classes. Groups start, end, fail and are
+DispatchMachine explores these two classes themselves, not a model of the classes. After a kill, the machine restores
+the checkpoint with WorkflowExecutor.load_state_dict (rollout/executor.py). Groups start, end, fail and are
 rejected in every order. The trainer consumes batches and makes new versions, with or without a checkpoint, and the
 process may be killed. A group has tokens of every version between its start and its end. The properties:
 
     age          no trained token is older than eta
     gate         when a group starts, accepted + running <= (eta + version + 1) * B
-    counters     submitted = enqueued + running + accepted + rejected + dropped, and each counter is right
+    counters     submitted = enqueued + running + accepted + rejected + dropped + withdrawn, and each counter is right
     starvation   no group waits longer than eta versions (after its start in mode wait, after its end in mask and drop)
     lost         modes wait and mask drop no group
     deadlock     from every state the trainer can reach the last version
@@ -17,10 +18,12 @@ rejected group and one kill.
 
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
-from types import ModuleType
+from functools import cached_property
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import rollout.dispatcher
+import rollout.executor
 import staleness
 from rollout.runner import TimedResult
 
@@ -91,6 +94,7 @@ class Bounds(NamedTuple):
     versions: int = 2  # the trainer stops at this version
     rejections: int = 1  # rejected and failed groups
     kills: int = 0
+    withdrawals: int = 0  # groups that wait_for_task fetches
 
 
 @dataclass
@@ -102,6 +106,7 @@ class DispatchMachine:
     bounds: Bounds
     dispatcher: ModuleType = rollout.dispatcher  # the module to explore; a test passes a mutant
     staleness: ModuleType = staleness
+    executor: ModuleType = rollout.executor
 
     def initial(self) -> Iterable[World]:
         world = World(None)
@@ -128,6 +133,8 @@ class DispatchMachine:
                 if world.rejections < b.rejections:
                     yield "reject", task_id
                     yield "fail", task_id
+            elif state.manager.get_stats().withdrawn < b.withdrawals:
+                yield "withdraw", task_id
         if world.training:
             yield ("version",)
             if b.kills:
@@ -168,6 +175,11 @@ class DispatchMachine:
             if name.endswith("checkpoint"):
                 world.saved = world.version, frozenset(world.state.in_flight())
             return
+        if name == "withdraw":
+            [group] = world.state.take_task(task_id)
+            if group != world.files[task_id]:
+                raise Broken("lost", f"group {task_id} became {group}")
+            return
         if name == "end":
             world.files[task_id] = Group(world.started[task_id], world.version)
             world.state.finish(TimedResult(task_id, 0, world.files[task_id]))
@@ -187,20 +199,27 @@ class DispatchMachine:
                 raise Broken("age", f"a token of version {group.oldest} is trained at version {world.version}")
 
     def kill(self, world: World, name: str) -> None:
-        """End the process, and continue from the checkpoint as WorkflowExecutor.load_state_dict does."""
+        """End the process, and continue from the checkpoint."""
         b, (version, open_tasks) = self.bounds, world.saved
-        kept: dict[int, Group] = {}
-        for task_id in sorted(open_tasks & world.files.keys()):
-            group = world.files[task_id]
-            head = group.newest if self.mode == "mask" else group.oldest
-            if group.newest <= version and version + len(kept) // b.batch - head <= b.eta:
-                kept[task_id] = group
-        world.version, world.training, world.kills, world.files = version, False, world.kills + 1, dict(kept)
+        files = {i: world.files[i] for i in sorted(open_tasks & world.files.keys())}
+        finished = {i: group for i, group in files.items() if group.newest <= version}  # as GroupLog.read does
+        world.version, world.training, world.kills = version, False, world.kills + 1
         self.build(world)
-        world.state.manager.on_version_recovered(version, len(kept))
-        world.state.order.update(kept)
-        world.submitted, world.started = version * b.batch + len(kept), {i: kept[i].oldest for i in kept}
+        gate, restore, config = world.state.manager, world.state.order.update, SimpleNamespace(stale=self.mode)
+        stub = SimpleNamespace(config=config, staleness_manager=gate, dispatcher=SimpleNamespace(restore=restore))
+        checkpoint = {"next_id": world.next_id, "drawn": world.next_id, "open": dict.fromkeys(open_tasks)}
+        self.load_state_dict(stub, checkpoint, finished, version)
+        world.files = dict(world.state.order)
+        world.submitted = version * b.batch + len(world.files)
+        world.started = {i: group.oldest for i, group in world.files.items()}
         world.rejections = 0 if b.kills else world.rejections
+
+    @cached_property
+    def load_state_dict(self) -> Callable[..., None]:
+        """WorkflowExecutor.load_state_dict for groups of this machine instead of groups of tensors."""
+        code = self.executor.WorkflowExecutor.load_state_dict.__code__
+        versions = {"head_version": lambda group: group.oldest, "tail_version": lambda group: group.newest}
+        return FunctionType(code, vars(self.executor) | versions)
 
     def copy(self, world: World) -> World:
         """Return a copy of a world, with copies of its dispatcher and its staleness manager."""
@@ -216,17 +235,17 @@ class DispatchMachine:
             (data or world.started[task_id], task_id in open_tasks) for task_id, data in world.state.order.items()
         ]
         stat = world.state.manager._stat
-        counters = (stat.enqueued, stat.running, stat.accepted, stat.rejected, stat.dropped, world.submitted)
+        counters = (stat.enqueued, stat.running, stat.accepted, stat.rejected, stat.dropped, stat.withdrawn)
         used = sorted((i, group) for i, group in world.files.items() if i in open_tasks) if self.bounds.kills else ()
         files = tuple((group.oldest, group.newest) for _, group in used)
         spent = (world.rejections, world.kills, saved_version, files, len(open_tasks))
-        return world.version, world.training, tuple(groups), counters, spent
+        return world.version, world.training, tuple(groups), counters, world.submitted, spent
 
     def check(self, world: World) -> None:
         stat, b = world.state.manager._stat, self.bounds
         order = world.state.order
         finished = [data for data in order.values() if data is not None]
-        known = stat.enqueued + stat.running + stat.accepted + stat.rejected + stat.dropped
+        known = stat.enqueued + stat.running + stat.accepted + stat.rejected + stat.dropped + stat.withdrawn
         consumed = (world.version + world.training) * b.batch
         if known != world.submitted:
             raise Broken("counters", f"{world.submitted} groups were submitted: {stat}")
@@ -249,12 +268,14 @@ SMALL = (
     Bounds(eta=1, batch=1, concurrent=2, versions=3, rejections=1),
     Bounds(eta=0, batch=2, concurrent=3, versions=2, rejections=1),
     Bounds(eta=1, batch=1, concurrent=2, versions=2, rejections=0, kills=1),
+    Bounds(eta=1, batch=1, concurrent=2, versions=3, rejections=0, withdrawals=1),
 )
 LARGE = (
     Bounds(eta=1, batch=2, concurrent=3, versions=3, rejections=1),
     Bounds(eta=2, batch=1, concurrent=3, versions=4, rejections=2),
     Bounds(eta=1, batch=1, concurrent=2, versions=3, rejections=1, kills=1),
     Bounds(eta=1, batch=2, concurrent=4, versions=4, rejections=0),
+    Bounds(eta=1, batch=2, concurrent=3, versions=3, rejections=1, withdrawals=2),
     Bounds(eta=2, batch=2, concurrent=4, versions=5, rejections=2),
 )
 # Many rejections keep the pipeline empty, so that no group becomes too old. Two cases therefore have few rejections.

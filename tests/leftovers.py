@@ -1,0 +1,73 @@
+"""Run train.py with a planted error, and print what the run has left behind.
+
+    python tests/leftovers.py run/command.py "stack.callback(fleet.close)" "pass" max_steps=1
+
+The first three arguments plant the error: in the file, the script replaces the code by the other code. Empty code
+plants no error. The other arguments are those of train.py. The last line of the output is JSON, with one list of names
+for each kind of thing that a run must not leave behind. For a private list of files, set TMPDIR to an empty folder.
+"""
+
+import gc
+import importlib.util
+import json
+import os
+import runpy
+import sys
+import tempfile
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+ROOT, MARK = Path(__file__).resolve().parent.parent, "LEFTOVERS_OF"
+
+
+def plant(file: str, line: str, changed: str) -> None:
+    """Import a module of the project with a piece of its code replaced."""
+    source, name = (ROOT / file).read_text(), file.removesuffix(".py").replace("/", ".")
+    assert source.count(line) == 1, f"{line!r} is not in {file} one time"
+    spec = importlib.util.spec_from_file_location(name, ROOT / file)
+    assert spec is not None
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    exec(compile(source.replace(line, changed), file, "exec"), vars(module))
+
+
+def processes() -> list[str]:
+    """Return the command of every process that descends from this process, even if its parents have ended."""
+    mark, found = f"{MARK}={os.getpid()}\0".encode(), []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # the process has ended meanwhile
+            if folder.name != str(os.getpid()) and mark in (folder / "environ").read_bytes():
+                found.append((folder / "cmdline").read_text().replace("\0", " ")[:200])
+    return found
+
+
+def sockets() -> list[str]:
+    """Return the addresses of the open TCP sockets of this process."""
+    inodes = set()
+    for link in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            inodes.add(os.readlink(link).removeprefix("socket:[").removesuffix("]"))
+    tables = "".join(Path(f"/proc/self/net/{name}").read_text() for name in ("tcp", "tcp6"))
+    rows = [row.split() for row in tables.splitlines()]
+    return [f"{row[1]} {row[2]}" for row in rows if row[9:] and row[9] in inodes]
+
+
+def main() -> None:
+    _, file, line, changed, *words = sys.argv
+    os.environ[MARK] = str(os.getpid())
+    sys.argv, sys.path[0] = ["train.py", *words], str(ROOT)
+    if line:
+        plant(file, line, changed)
+    with suppress(SystemExit):
+        runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+    gc.collect()  # objects of the run that nothing refers to may still hold a socket
+    paths = *Path(tempfile.gettempdir()).rglob("*"), *Path("/dev/shm").glob(f"*{os.getpid()}*")
+    files = [str(path) for path in paths if path.is_file()]
+    threads = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
+    left = {"threads": threads, "processes": processes(), "sockets": sockets(), "files": files}
+    print(json.dumps(left), flush=True)
+    os._exit(0)  # a planted error may leave a thread that would hold up the end of this process
+
+
+if __name__ == "__main__":
+    main()
