@@ -16,7 +16,6 @@ run/plan.py decides which servers to start.
 
 import logging
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -29,16 +28,14 @@ from pathlib import Path
 
 import httpx
 
+from run.early import ROOT, environment, take
 from run.serve import free_port
 
 logger = logging.getLogger("nano_areal.launch")
 
-ROOT = Path(__file__).resolve().parent.parent
 START_SECONDS = 1800.0  # maximum time until a server's first reply; a large model may load for minutes
 GRACE_SECONDS = 5.0  # time for a child to end by itself before it is killed
 DEATH_SECONDS = 0.5  # a killed process closes its connections, and ends at most this long afterwards
-# The environment variables of torchrun. A child that inherited these variables would take itself for a trainer's rank.
-TORCHRUN = re.compile(r"TORCHELASTIC_\w+|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)")
 # A stopped server or proxy first finishes its replies, for at most 2 s (serve.py), and ends within this time. Its end
 # may stop the run. The executor waits this long before a failed episode counts as failed (rollout/executor.py).
 HOLD_SECONDS = 3.0
@@ -121,17 +118,16 @@ class Fleet:
         port = planned.port or free_port()
         self.log_dir.mkdir(parents=True, exist_ok=True)
         log = self.log_dir / f"{planned.name}{f'-restart{planned.restarts}' if planned.restarts else ''}.log"
-        inherited = {name: value for name, value in os.environ.items() if not TORCHRUN.fullmatch(name)}
-        ours = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ",".join(planned.gpus)}
-        ours["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        command = [*planned.command, "--port", str(port)]
         with log.open("wb") as out:
-            process = subprocess.Popen(
-                [*planned.command, "--port", str(port)],
+            early = None if planned.gpus or planned.variables else take(command, log)
+            process = early or subprocess.Popen(
+                command,
                 stdin=subprocess.PIPE,
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env={**inherited, **ours, **planned.variables},
+                env=environment(planned.gpus) | planned.variables,
             )
         self.children.append(Child(planned.name, f"http://127.0.0.1:{port}", log, process, planned))
         self.children[-1].send_keys(planned.keys)

@@ -66,7 +66,7 @@ def plan_servers(config: TrainConfig, gpus: list[str], ranks: int) -> list[Plann
     share = server.mem_fraction or (0.6 if shared else 0.85)
     command, keys = server_command(config, share if gpus else None), (config.rollout.server_key,)
     # By default a server with several GPUs ends if another process uses the memory of only some of these GPUs.
-    variables = {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0"} if shared else {}
+    variables = {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0"} if gpus and shared else {}
     ports = [server.port + k if server.port else 0 for k in range(server.count)]
     return [
         Planned(f"server-{k}", command, pool[k * tp : (k + 1) * tp], port, keys, variables)

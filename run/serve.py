@@ -232,18 +232,23 @@ def reply(body: Any, status: int = 200) -> Response:
     return Response(orjson.dumps(body), status, headers, media_type="application/json")
 
 
-def load_tokenizer(model_path: str) -> Any:
-    """Return the tokenizer of a model folder. Raises ValueError if the folder has no tokenizer.
+def import_tokenizers() -> Any:
+    """Return the class AutoTokenizer of transformers.
 
     A tokenizer does not need torch, but transformers imports torch if it is installed. The import takes seconds, so
-    `load_tokenizer` hides torch from transformers.
+    torch is hidden from transformers, unless this process has imported torch already.
     """
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import AutoTokenizer
 
+    return AutoTokenizer
+
+
+def load_tokenizer(model_path: str) -> Any:
+    """Return the tokenizer of a model folder. Raises ValueError if the folder has no tokenizer."""
     try:
-        return AutoTokenizer.from_pretrained(model_path)
+        return import_tokenizers().from_pretrained(model_path)
     except (OSError, ValueError) as error:
         reason = str(error) if os.path.isdir(model_path) else "no such folder"
         raise ValueError(f"--model-path {model_path}: no tokenizer there: {reason}") from error

@@ -3,9 +3,9 @@
     inference servers  <-  RemoteInfEngine  <-  proxies  <-  WorkflowExecutor (training), WorkflowExecutor (evaluation)
 
 In the line above each part uses the parts to its left. The processes of the servers and the proxies start at the same
-time. A proxy first imports its modules, and then waits for its keys, which it gets as soon as the servers answer. The
-run's ExitStack ends the parts in the order from right to left. Only rank 0 has a rollout side; the other ranks have a
-`NoRollout`.
+time, and some of them import their modules even earlier (early.py). A proxy first imports its modules, and then waits
+for its keys, which it gets as soon as the servers answer. The run's ExitStack ends the parts in the order from right to
+left. Only rank 0 has a rollout side; the other ranks have a `NoRollout`.
 
 Servers that were running before the run began (rollout.server_addrs) may be paused or may have the weights of another
 run. A training run therefore aborts the running generations of these servers, resumes the servers, and gives their

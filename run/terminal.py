@@ -15,14 +15,15 @@ train.py imports this module before torch, so this module imports nothing that t
 import atexit
 import os
 import sys
-from contextlib import ExitStack, redirect_stdout
+from contextlib import ExitStack, redirect_stdout, suppress
 from pathlib import Path
 from time import monotonic
 
 from rich.console import Console
 from rich.live import Live
 
-from run.config import load
+from run.config import ConfigError, load
+from run.early import prepare
 
 BEGIN = monotonic()
 clock = Live(get_renderable=lambda: f"{monotonic() - BEGIN:.0f} s since start", refresh_per_second=2, transient=True)
@@ -30,12 +31,18 @@ before_results = ExitStack()  # closing it ends the clock, and the silence of a 
 
 
 def greet(words: list[str]) -> None:
-    """Print the first words of the output and start the clock, or print the help. `words` is the command line."""
+    """Print the first words of the output and start the clock, or print the help. `words` is the command line.
+
+    Also start the early processes (run/early.py), unless the configuration is wrong.
+    """
     is_first = os.environ.get("RANK", "0") == "0"
     if {"-h", "--help"} & {*words}:
         if is_first:
             load(["--help"])  # prints the keys and ends this process
         sys.exit()
+    if is_first:
+        with suppress(ConfigError, SystemExit):  # the run itself reports the mistake
+            prepare(load(words[1:]))
     if not is_first or {"--quiet", "quiet=true"} & {*words}:
         return
     if "--dry-run" not in words:

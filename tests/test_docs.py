@@ -86,6 +86,7 @@ RAISED_BY = {
     "keys for the limits of headers": 7,
     "a retry whose first try never arrived": 4,
     "checks of the gate and of the final rewards in every run": 9,
+    "processes that import their modules while train.py does": 55,
 }
 
 

@@ -1,0 +1,93 @@
+"""Start child processes early: a server and a proxy import their modules while train.py imports torch.
+
+The imports of train.py, of the small server and of the proxy take seconds each. Without this module the imports follow
+one another, because train.py can only start its children when it has imported torch and read the configuration. An
+early process is a Python process that imports one module, and then waits for an order on its standard input. The order
+is one line of JSON with the words of the module's command line and the file of its log. After the order the process
+does what `python -m MODULE WORDS` does.
+
+`prepare` starts the early processes. `take` returns the early process of a module, and run/launch.py then sends the
+order. If there is no early process, run/launch.py starts an ordinary process. An early process that gets no order ends
+when its standard input is closed, at the latest with train.py.
+
+train.py imports this module before torch, so this module imports nothing that takes long.
+"""
+
+import atexit
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from run.keys import TrainConfig
+
+ROOT = Path(__file__).resolve().parent.parent
+# The environment variables of torchrun. A child that inherited these variables would take itself for a trainer's rank.
+TORCHRUN = re.compile(r"TORCHELASTIC_\w+|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)")
+waiting: dict[str, subprocess.Popen[bytes]] = {}  # module -> the early process that waits for an order
+
+
+def environment(gpus: list[str]) -> dict[str, str]:
+    """Return the environment variables of a child process that uses these GPUs."""
+    inherited = {name: value for name, value in os.environ.items() if not TORCHRUN.fullmatch(name)}
+    ours = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+    ours["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return inherited | ours
+
+
+def prepare(config: TrainConfig) -> None:
+    """Start the early processes of a run: a proxy and, if the run starts small servers, a small server."""
+    has_server = config.server.backend == "tiny" and not config.rollout.server_addrs
+    for module in [] if config.dry_run else ["inference.tiny.server"] * has_server + ["proxy"]:
+        start(module)
+
+
+def start(module: str) -> None:
+    """Start the early process of a module."""
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    command = [sys.executable, "-P", "-m", "run.early", module]
+    waiting[module] = subprocess.Popen(command, **pipes, start_new_session=True, env=environment([]))
+
+
+@atexit.register
+def kill_waiting() -> None:
+    """Kill the early processes that got no order."""
+    for process in waiting.values():
+        process.kill()
+        process.communicate()  # waits for the end, and closes the pipe
+
+
+def take(command: list[str], log: Path) -> subprocess.Popen[bytes] | None:
+    """Order an early process to do what `command` does, with its output in the file `log`. Return the process.
+
+    Return None if no early process has imported the command's module, or if the process has ended.
+    """
+    module = command[3] if command[1:3] == ["-P", "-m"] else ""
+    process = waiting.pop(module, None)
+    if process is None or process.poll() is not None:
+        return None
+    with suppress(BrokenPipeError):
+        os.write(process.stdin.fileno(), json.dumps([str(log), *command[4:]]).encode() + b"\n")  # type: ignore[union-attr]
+    return process
+
+
+def main(module: str) -> int:
+    """Import `module`, wait for the order, and run the module's `main`. Without an order, return 0."""
+    run = importlib.import_module(module).main
+    importlib.import_module("run.serve").import_tokenizers()
+    order = sys.stdin.readline()
+    if not order:
+        return 0
+    log, *sys.argv[1:] = json.loads(order)
+    for stream in (1, 2):
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+    return run(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
