@@ -53,6 +53,7 @@ class World:
     ended: frozenset[int] = frozenset()
     lapses: tuple[int, ...] = ()  # the times at which the unused grants expire
     granted: int = 0
+    crashes: int = 0  # how often the proxy has died
 
     def __str__(self) -> str:
         rows = []
@@ -70,26 +71,37 @@ class SessionBounds(NamedTuple):
     sessions: int = 2
     answers: int = 2  # largest number of answers that one session may have in flight (Limits.answers)
     grants: int = 3
+    crashes: int = 0  # deaths of the proxy
 
 
 @dataclass
 class SessionMachine:
-    """The state machine of SessionTable. The events come from a trainer, agents and a clock."""
+    """The state machine of SessionTable. The events come from a trainer, agents and a clock. The proxy may die, and a
+    proxy that is started in its place has an empty table."""
 
     bounds: SessionBounds
     module: ModuleType = calls.sessions  # the module to explore; tests put a mutant in its place
 
     def initial(self) -> Iterable[World]:
         world = World()
+        self.start_proxy(world)
+        return [world]
+
+    def start_proxy(self, world: World) -> None:
+        """Make the empty table of a proxy that has just started. The sessions of an earlier proxy are lost."""
         world.table = self.module.SessionTable(TIMEOUT, lambda: world.now)
         world.table.limits.answers = self.bounds.answers
-        return [world]
+        world.used, world.lapses, world.ended = {}, (), frozenset(range(len(world.sessions)))
+        for session in world.sessions:
+            session.running, session.ended = set(), True
 
     def events(self, world: World) -> Iterator[Event]:
         if world.granted < self.bounds.grants:
             yield ("grant",)
         if len(world.sessions) < self.bounds.sessions:
             yield ("start",)
+        if world.crashes < self.bounds.crashes:
+            yield ("the proxy dies",)
         yield ("look",)
         yield ("30 s pass",)
         for k, session in enumerate(world.sessions):
@@ -107,6 +119,9 @@ class SessionMachine:
             world.table.grant()
         elif name == "start":
             self.start(world)
+        elif name == "the proxy dies":
+            world.crashes += 1
+            self.start_proxy(world)
         elif name == "look":
             self.look(world)
             world.table.expire()
@@ -211,7 +226,8 @@ class SessionMachine:
         )
         order = tuple(number[name] for name in world.table)
         grants = tuple(lapse - world.now for lapse in world.table._grants if lapse > world.now)
-        return sessions, order, grants, tuple(lapse - world.now for lapse in world.lapses), world.granted
+        lapses = tuple(lapse - world.now for lapse in world.lapses)
+        return sessions, order, grants, lapses, world.granted, world.crashes
 
     def check(self, world: World) -> None:
         number = {session.session_id: k for k, session in enumerate(world.sessions)}
@@ -233,6 +249,10 @@ class SessionMachine:
         return not world.table and not any(session.running for session in world.sessions)
 
 
-SMALL = (SessionBounds(sessions=2, answers=2, grants=2),)
-LARGE = (SessionBounds(sessions=3, answers=2, grants=3), SessionBounds(sessions=2, answers=4, grants=4))
-FAR = (SessionBounds(sessions=40, answers=5, grants=10**6),)
+SMALL = (SessionBounds(sessions=2, answers=2, grants=2), SessionBounds(sessions=2, answers=2, grants=2, crashes=1))
+LARGE = (
+    SessionBounds(sessions=3, answers=2, grants=3),
+    SessionBounds(sessions=2, answers=4, grants=4),
+    SessionBounds(sessions=2, answers=2, grants=3, crashes=1),
+)
+FAR = (SessionBounds(sessions=40, answers=5, grants=10**6), SessionBounds(40, 5, 10**6, crashes=20))
