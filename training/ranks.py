@@ -48,7 +48,10 @@ def join_ranks() -> bool:
     backend = "gloo"
     if torch.cuda.is_available():
         backend = "cpu:gloo,cuda:nccl"
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))  # init_device_mesh warns if no device is set
+        # SGLang sets this variable to 0 for itself. All members of an NCCL group need the same value.
+        os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
+        # init_device_mesh warns if no device is set. The plan (run/plan.py) refuses more ranks than GPUs.
+        torch.cuda.set_device(min(int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count() - 1))
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         dist.init_process_group(backend, timeout=PATIENCE)
         _await_farewells()

@@ -6,6 +6,7 @@ than MISMATCH nats. The largest difference seen among 200,000 tokens is 0.07 nat
 """
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -126,3 +127,25 @@ def test_the_gsm8k_recipe_launches_its_own_sglang(tiny_model_dir: Path, tmp_path
     assert "eval_reward" in metrics[1]
     assert pids
     assert_gone(pids)
+
+
+ENVIRONMENT = """
+import os, sys
+import launch
+from sglang.srt.entrypoints.engine import _set_envs_and_config
+from sglang.srt.server_args import prepare_server_args
+options = [word for option in launch.DEFAULTS.items() for word in option]
+_set_envs_and_config(prepare_server_args(["--model-path", sys.argv[1], *options, *launch.FLAGS]))
+print("CUMEM", os.environ["NCCL_CUMEM_ENABLE"])
+"""
+
+
+@pytest.mark.parametrize(("inherited", "value"), [({}, "0"), ({"NCCL_CUMEM_ENABLE": "1"}, "1")])
+def test_sglang_configures_nccl_like_the_trainer(model_dir: Path, inherited: dict[str, str], value: str) -> None:
+    """SGLang sets NCCL_CUMEM_ENABLE to 0, as the trainer does (training/ranks.py), and keeps a value that it inherits.
+    With different values the NCCL group of the update mode distributed may hang."""
+    here = {name: text for name, text in os.environ.items() if name != "NCCL_CUMEM_ENABLE"}
+    here |= {"PYTHONPATH": str(ROOT / "tests/sglang_cpu"), **inherited}
+    shown = [SGLANG, "-c", ENVIRONMENT, str(model_dir)]
+    done = subprocess.run(shown, env=here, capture_output=True, text=True, timeout=300, check=True)
+    assert done.stdout.splitlines()[-1] == f"CUMEM {value}"

@@ -146,22 +146,30 @@ def work_checkpoint(model_dir: Path, out: Path) -> None:
 # ---- the tests
 
 
-@pytest.mark.parametrize("torchrun_rank", [None, "3"])
-def test_a_rank_chooses_its_gpu_before_it_joins(monkeypatch: pytest.MonkeyPatch, torchrun_rank: str | None) -> None:
+@pytest.mark.parametrize(("torchrun_rank", "gpu"), [(None, 0), ("3", 3), ("5", 3)])
+@pytest.mark.parametrize(("given", "cumem"), [(None, "0"), ("1", "1")])
+def test_a_rank_chooses_its_gpu_before_it_joins(
+    monkeypatch: pytest.MonkeyPatch, torchrun_rank: str | None, gpu: int, given: str | None, cumem: str
+) -> None:
     """A rank sets its GPU before it makes the process group, because init_device_mesh otherwise warns that it has to
-    guess the GPU. Without torchrun the rank uses the first GPU."""
+    guess the GPU. Without torchrun the rank uses the first GPU. A rank without a GPU of its own joins, too, so that
+    rank 0 can report that there are too few GPUs. NCCL_CUMEM_ENABLE gets the value that SGLang gives it
+    (test_sglang_run.py), unless the user has set it."""
     calls: list[Any] = []
     monkeypatch.setattr(ranks.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(ranks.torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(ranks.torch.cuda, "set_device", calls.append)
     monkeypatch.setattr(ranks.dist, "is_initialized", lambda: False)
-    monkeypatch.setattr(ranks.dist, "init_process_group", lambda backend, **_: calls.append(backend))
+    join = lambda backend, **_: calls.extend([backend, os.environ["NCCL_CUMEM_ENABLE"]])  # noqa: E731
+    monkeypatch.setattr(ranks.dist, "init_process_group", join)
     monkeypatch.setattr(ranks, "_await_farewells", lambda: None)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
-        if torchrun_rank:
-            monkeypatch.setenv(name, torchrun_rank)
+    variables = dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK"), torchrun_rank) | {"NCCL_CUMEM_ENABLE": given}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value or "")
+        if value is None:
+            monkeypatch.delenv(name)
     assert ranks.join_ranks()
-    assert calls == [int(torchrun_rank or 0), "cpu:gloo,cuda:nccl"]
+    assert calls == [gpu, "cpu:gloo,cuda:nccl", cumem]
 
 
 @pytest.fixture(scope="module")
