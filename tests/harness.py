@@ -11,6 +11,7 @@ import httpx2
 import openai
 import orjson
 
+from calls.client import sdk_http
 from calls.sessions import SessionTable
 from inference.io_struct import ModelRequest, ModelResponse
 from proxy import create_app
@@ -160,7 +161,7 @@ def client_options(path: str, api_key: str) -> dict[str, Any]:
 @asynccontextmanager
 async def sdk(harness: Harness, path: str, api_key: str = "DUMMY") -> AsyncIterator[openai.AsyncOpenAI]:
     """Return an OpenAI client whose base URL is the proxy's URL followed by `path`."""
-    transport = httpx2.ASGITransport(harness.app)
+    transport = sdk_http.ASGITransport(harness.app)
     async with openai.DefaultAsyncHttpxClient(transport=transport) as http:
         yield openai.AsyncOpenAI(**client_options(path, api_key), http_client=http)
 

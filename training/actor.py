@@ -130,8 +130,7 @@ class FSDPEngine:
         attention = self.layout.attention
         with torch.device("meta"):  # tensors on the device "meta" have shapes but no values
             model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
-        if self.layout is not LAYOUTS["padded"]:
-            refuse_layers(model)
+        refuse_layers(model, self.layout)
         layers = [module for module in model.modules() if type(module).__name__ in model._no_split_modules]
         self.shard(model, layers)
         self.load(model)

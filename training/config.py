@@ -7,12 +7,18 @@ actor.eps_clip or actor.adv_norm.per_turn. docs/algorithm.md gives the equation 
 
 import os
 import shutil
+import sysconfig
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Literal
 
 from run.fields import Count, CountOrZero, NonNegative, Positive, Share
 
-HAS_C_COMPILER = any(map(shutil.which, (os.environ.get("CC", "gcc"), "clang")))  # torch.compile needs one on a GPU
+
+def can_compile() -> bool:
+    """Return whether torch.compile can compile for a GPU: it needs a C compiler and Python's header files."""
+    has_compiler = any(map(shutil.which, (os.environ.get("CC", "gcc"), "clang")))
+    return has_compiler and (Path(sysconfig.get_path("include")) / "Python.h").exists()
 
 
 @dataclass
@@ -92,8 +98,8 @@ class PPOActorConfig:
     def is_compiled(self, device: str) -> bool:
         """Return whether torch.compile fuses the operations of each layer.
 
-        The default is True on a GPU, except with enable_tree_training or without a C compiler.
+        The default is True on a GPU, except with enable_tree_training or on a machine that cannot compile.
         """
         if self.compile is None:
-            return device == "cuda" and HAS_C_COMPILER and not self.enable_tree_training
+            return device == "cuda" and not self.enable_tree_training and can_compile()
         return self.compile

@@ -174,15 +174,18 @@ def beyond_full_attention(shape: Any) -> set[str]:
     return set(getattr(shape, "layer_types", None) or window) - {"full_attention"}
 
 
-def refuse_layers(model: Any) -> None:
-    """Raise ValueError at the start of a run if the model has layers that packed rows and trees cannot compute.
+def refuse_layers(model: Any, layout: Layout) -> None:
+    """Raise ValueError at the start of a run if the model has layers that the layout cannot compute.
 
-    The attention function cannot detect convolutions and recurrent states, because such layers do not call the
-    attention function.
+    Some versions of transformers, such as 5.19, compute capped attention (Gemma 2) without its cap. The attention
+    function of packed rows and trees cannot detect convolutions and recurrent states, because such layers do not call
+    the attention function.
     """
-    if not model._supports_sdpa:
+    shape = model.config.get_text_config()
+    if not model._supports_sdpa or getattr(shape, "attn_logit_softcapping", None):
         raise ValueError(f"{type(model).__name__} has attention of its own, so no layout here can train it")
-    refuse(beyond_full_attention(model.config.get_text_config()))
+    if layout is not LAYOUTS["padded"]:
+        refuse(beyond_full_attention(shape))
 
 
 def fits_kernel(device: str, dtype: torch.dtype, d: int) -> bool:

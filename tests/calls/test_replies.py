@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from calls.client import sdk_http
 from calls.messages import AgentRequest, canonical, normalise, parse_anthropic, parse_responses
 from calls.replies import PROTOCOLS, Answer, parts_of
 from calls.tools import Call, OutputParser, Parsed
@@ -62,8 +63,9 @@ def frames_of(raw: bytes) -> Iterator[tuple[str, Any]]:
 def client_of(name: str, content: bytes, status: int = 200) -> Any:
     """Return a client of the protocol's official SDK that gets `content` as the reply to any request."""
     kind = "text/event-stream" if status == 200 else "application/json"
-    transport = httpx2.MockTransport(lambda _: httpx2.Response(status, content=content, headers={"content-type": kind}))
-    options: Any = {"api_key": "k", "base_url": "http://proxy", "http_client": httpx2.Client(transport=transport)}
+    http: Any = httpx2 if name == "messages" else sdk_http
+    transport = http.MockTransport(lambda _: http.Response(status, content=content, headers={"content-type": kind}))
+    options: Any = {"api_key": "k", "base_url": "http://proxy", "http_client": http.Client(transport=transport)}
     return (anthropic.Anthropic if name == "messages" else openai.OpenAI)(**options, max_retries=0)
 
 

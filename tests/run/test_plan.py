@@ -5,7 +5,6 @@ The plan is a pure function of the configuration and the list of GPUs, so these 
 
 import socket
 import subprocess
-import sys
 import threading
 from contextlib import nullcontext
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -143,6 +142,14 @@ def test_the_recipe_for_ones_own_model_fits_gpus() -> None:
 # What is refused
 
 
+def make_python(folder: Path, nccl: str) -> str:
+    """Write a program that stands in for the Python of a server, and prints its version of NCCL. Return the path."""
+    path = folder / "python"
+    path.write_text(f"#!/bin/sh\necho '{nccl}'\n")
+    path.chmod(0o755)
+    return str(path)
+
+
 SGLANG_WORDS = ("server.backend=sglang", "server.command='PY -m sglang.launch_server'")
 
 
@@ -168,13 +175,13 @@ SGLANG_WORDS = ("server.backend=sglang", "server.command='PY -m sglang.launch_se
     ],
 )
 def test_a_mode_of_the_update_that_the_gpus_rule_out_is_refused(
-    gpus: int, ranks: int, words: list[str], says: str | None, monkeypatch: pytest.MonkeyPatch
+    gpus: int, ranks: int, words: list[str], says: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The update mode distributed is refused if two processes share a GPU, because NCCL refuses this. The mode tensor
     is refused if a server does not use rank 0's GPU. The error names a mode of the update that works."""
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 5))
     names, given = [str(k) for k in range(gpus)], config("DIR", *SGLANG_WORDS[: 2 if gpus else 0], *words)
-    given.server.command = given.server.command.replace("PY", sys.executable)
+    given.server.command = given.server.command.replace("PY", make_python(tmp_path, "(2, 27, 5)"))
     with pytest.raises(ConfigError, match=says) if says else nullcontext():
         check_update_mode(given, plan_servers(given, names, ranks), names)
 
@@ -229,12 +236,11 @@ def test_the_plan_chooses_how_new_weights_are_sent(gpus: int, ranks: int, words:
 def test_another_version_of_nccl_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the server's own Python environment has another version of NCCL, the update mode distributed is refused, but
     the mode disk is accepted."""
-    (tmp_path / "python").write_text("#!/bin/sh\necho '(2, 30, 1)'\n")
-    (tmp_path / "python").chmod(0o755)
+    python = make_python(tmp_path, "(2, 30, 1)")
     for version in ((2, 30, 1), (2, 27, 5)):
         monkeypatch.setattr(torch.cuda.nccl, "version", lambda version=version: version)
         for mode in ("disk", "distributed"):
-            command = f"server.command='{tmp_path}/python -m sglang.launch_server'"
+            command = f"server.command='{python} -m sglang.launch_server'"
             given = config("DIR", "server.backend=sglang", command, f"weight_update.mode={mode}")
             refused = pytest.raises(ConfigError, match=r"NCCL \(2, 27, 5\) here, \(2, 30, 1\) in the server")
             with refused if mode == "distributed" and version[1] == 27 else nullcontext():

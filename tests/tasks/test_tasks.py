@@ -7,7 +7,6 @@ import random
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import pytest
 import torch
 from hypothesis import given
@@ -15,6 +14,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from calls.client import sdk_http
 from tasks import base_model, guess, maze
 
 TASKS = pytest.mark.parametrize("task", [guess, maze], ids=["guess", "maze"])
@@ -157,17 +157,17 @@ class Endpoint:
     def __init__(self, *answers: str) -> None:
         self.answers, self.asked = list(answers), list[list[dict]]()
 
-    def reply(self, request: httpx2.Request) -> httpx2.Response:
+    def reply(self, request: Any) -> Any:
         """Answer a request with the next scripted answer."""
         self.asked.append(json.loads(request.content)["messages"])
         message = {"role": "assistant", "content": self.answers.pop(0)}
         choice = {"index": 0, "finish_reason": "stop", "message": message}
         body = {"id": "1", "object": "chat.completion", "created": 0, "model": "default", "choices": [choice]}
-        return httpx2.Response(200, json=body)
+        return sdk_http.Response(200, json=body)
 
     async def play(self, secret: int) -> float:
         """Let the agent play one game and return its reward."""
-        async with httpx2.AsyncClient(transport=httpx2.MockTransport(self.reply)) as http:
+        async with sdk_http.AsyncClient(transport=sdk_http.MockTransport(self.reply)) as http:
             kwargs: Any = {"base_url": "http://test/v1", "http_client": http, "api_key": "DUMMY"}
             return await guess.GuessAgent().run({"secret": secret}, **kwargs)
 

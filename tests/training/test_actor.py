@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 from trainers import FAMILIES, NEVER, PLAIN, gradients, make_batch, make_config, make_family, prepare
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.models.gemma2.modeling_gemma2 import Gemma2PreTrainedModel
 
 from inference.weights import WeightUpdateMeta
 from ppo import describe_mode, ppo_actor_loss_fn
@@ -122,6 +123,14 @@ def test_a_layout_is_right_for_a_family_or_refuses_it(make_actor, tmp_path, name
         expected = plain_logp(model.eval(), batch) * batch["loss_mask"]
     logp = make_actor(path, **changes).compute_logp(batch)
     torch.testing.assert_close(logp, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("changes", [{}, {"layout": "packed"}, {"enable_tree_training": True}], ids=str)
+def test_capped_attention_is_refused(make_actor, tmp_path, monkeypatch, changes):
+    """Every layout refuses Gemma 2. transformers 5.19, which SGLang 0.5.23 pins, computes it without its cap."""
+    monkeypatch.setattr(Gemma2PreTrainedModel, "_supports_sdpa", True)
+    with pytest.raises(ValueError, match="Gemma2ForCausalLM has attention of its own"):
+        make_actor(make_family(tmp_path, "gemma2"), **changes)
 
 
 @pytest.mark.parametrize("changes", [{}, {"layout": "packed"}, {"gradient_checkpointing": True}], ids=str)

@@ -21,7 +21,7 @@ from transformers import AutoConfig
 from training import actor as actor_module
 from training import logprobs
 from training.actor import FSDPPPOActor
-from training.config import PPOActorConfig
+from training.config import PPOActorConfig, can_compile
 from training.layout import pick_layout
 
 pytestmark = [
@@ -114,12 +114,24 @@ CASES = [
 @pytest.mark.parametrize(("changes", "device", "expected"), CASES, ids=str)
 def test_the_defaults_depend_on_the_device(changes, device, expected, monkeypatch):
     """On a GPU, packed rows and compiled layers are the defaults. A key that the user sets overrides its default."""
-    monkeypatch.setattr("training.config.HAS_C_COMPILER", True)
+    monkeypatch.setattr("training.config.can_compile", lambda: True)
     config = PPOActorConfig(**{"dtype": "bfloat16"} | changes)
     shape = AutoConfig.for_model("qwen2", hidden_size=64, num_attention_heads=4)
     assert (pick_layout(config, device, shape)[0], config.is_compiled(device)) == expected
-    monkeypatch.setattr("training.config.HAS_C_COMPILER", False)
-    assert config.is_compiled(device) == bool(config.compile), "nothing can be compiled without a C compiler"
+    monkeypatch.setattr("training.config.can_compile", lambda: False)
+    assert config.is_compiled(device) == bool(config.compile), "nothing is compiled on a machine that cannot compile"
+
+
+def test_what_a_machine_needs_to_compile(tmp_path, monkeypatch):
+    """Triton, which compiles for GPUs, needs a C compiler and Python.h, which Debian has in the package python3-dev."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr("sysconfig.get_path", lambda _: str(tmp_path))
+    found = []
+    for name in ("empty", "gcc", "Python.h"):
+        (tmp_path / name).touch(mode=0o755)
+        found.append(can_compile())
+    assert found == [False, False, True]
 
 
 @pytest.mark.parametrize("name", sorted({*FAMILIES} - {*NEVER}))

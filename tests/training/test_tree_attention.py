@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import httpx2
 import numpy as np
 import pytest
 import torch
@@ -25,7 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 from trainers import DEVICE
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from calls.client import OpenAIProxyClient
+from calls.client import OpenAIProxyClient, sdk_http
 from inference.io_struct import GenerationHyperparameters
 from proxy import create_app
 from rollout.trajectory import complete, concat_padded_tensors
@@ -332,7 +331,7 @@ async def guess_batch(style: str) -> dict[str, Tensor]:
     engine = ScriptedEngine(tokenizer, lambda request: str(rng.choice(guess.SECRETS)))
     app = create_app(engine, tokenizer, "admin")
     rows = []
-    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app)) as http:
+    async with sdk_http.AsyncClient(transport=sdk_http.ASGITransport(app)) as http:
         for game in range(36):
             client = OpenAIProxyClient(httpx.ASGITransport(app), "http://proxy/", "admin", f"{game}")
             await client.grant_capacity()
