@@ -210,8 +210,7 @@ def prepare_model(config: TrainConfig, task: Any) -> None:
         config.model_path = str(path)
     config.model_path, config.model_revision = fetch(config.model_path, config.model_revision)
     folder = Path(config.model_path)
-    weights = [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
-    if not weights or not (folder / "config.json").is_file():
+    if not [*folder.glob("*.safetensors"), *folder.glob("*.bin")] or not (folder / "config.json").is_file():
         raise ConfigError(f"no model at model_path={folder}: config.json and *.safetensors or *.bin are needed there")
     config.tokenizer_path = config.tokenizer_path or config.model_path
     if config.actor.kl_ctl > 0:

@@ -97,10 +97,9 @@ def server_command(config: TrainConfig, mem_fraction: float | None) -> list[str]
         check_sglang()
     command = shlex.split(server.command) or [sys.executable, "-m", "sglang.launch_server"]
     options |= {"--tp-size": server.tp_size, "--random-seed": config.seed, "--mem-fraction-static": mem_fraction}
-    flags = ["--enable-fp32-lm-head"] if server.fp32_head and mem_fraction else []
-    flags += ["--enable-memory-saver"] if server.release_memory and mem_fraction else []
+    flags = {"--enable-fp32-lm-head": server.fp32_head, "--enable-memory-saver": server.release_memory}
     leash = [sys.executable, str(ROOT / "run" / "leash.py"), "--api-key"]
-    return [*leash, *command, *words(options), *flags, *server.args]
+    return [*leash, *command, *words(options), *[f for f, on in flags.items() if on and mem_fraction], *server.args]
 
 
 def check_sglang() -> None:

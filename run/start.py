@@ -182,7 +182,6 @@ def plan_proxies(config: TrainConfig, servers: list[str], wait_for_servers: bool
         "--request-timeout": rollout.request_timeout,
         "--request-retries": rollout.request_retries,
     }
-    flags = ["--wait-for-servers"] * wait_for_servers
-    command = own_command("proxy", options, *flags)
-    secret_lines = secrets.token_urlsafe(16), rollout.server_key
-    return [Planned(f"proxy-{k}", command, keys=secret_lines) for k in range(config.proxy.workers)]
+    command = own_command("proxy", options, *["--wait-for-servers"] * wait_for_servers)
+    keys = secrets.token_urlsafe(16), rollout.server_key
+    return [Planned(f"proxy-{k}", command, keys=keys) for k in range(config.proxy.workers)]

@@ -9,7 +9,6 @@ import os
 import shutil
 import sysconfig
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Literal
 
 from run.fields import Count, CountOrZero, NonNegative, Positive, Share
@@ -17,8 +16,8 @@ from run.fields import Count, CountOrZero, NonNegative, Positive, Share
 
 def can_compile() -> bool:
     """Return whether torch.compile can compile for a GPU: it needs a C compiler and Python's header files."""
-    has_compiler = any(map(shutil.which, (os.environ.get("CC", "gcc"), "clang")))
-    return has_compiler and (Path(sysconfig.get_path("include")) / "Python.h").exists()
+    header = os.path.join(sysconfig.get_path("include"), "Python.h")
+    return os.path.exists(header) and any(map(shutil.which, (os.environ.get("CC", "gcc"), "clang")))
 
 
 @dataclass
@@ -100,6 +99,5 @@ class PPOActorConfig:
 
         The default is True on a GPU, except with enable_tree_training or on a machine that cannot compile.
         """
-        if self.compile is None:
-            return device == "cuda" and not self.enable_tree_training and can_compile()
-        return self.compile
+        default = device == "cuda" and not self.enable_tree_training and can_compile()
+        return default if self.compile is None else self.compile

@@ -184,8 +184,7 @@ def refuse_layers(model: Any, layout: Layout) -> None:
     shape = model.config.get_text_config()
     if not model._supports_sdpa or getattr(shape, "attn_logit_softcapping", None):
         raise ValueError(f"{type(model).__name__} has attention of its own, so no layout here can train it")
-    if layout is not LAYOUTS["padded"]:
-        refuse(beyond_full_attention(shape))
+    refuse(() if layout is LAYOUTS["padded"] else beyond_full_attention(shape))
 
 
 def fits_kernel(device: str, dtype: torch.dtype, d: int) -> bool:
