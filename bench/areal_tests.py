@@ -192,7 +192,7 @@ def ppo_actor_loss_fn(
     tensors = (logprobs, proximal_logprobs, old_logprobs, advantages)
     loss, _ = ppo.ppo_actor_loss_fn(*tensors, loss_mask, config, sequence_ids=ids)
     mask = loss_mask.bool()
-    weight, objective, clipped, _ = ppo.token_objectives(*tensors, mask, config, ids)
+    weight, objective, clipped, dropped = ppo.token_objectives(*tensors, mask, config, ids)
     log_u = torch.where(mask, logprobs - proximal_logprobs, 0.0)
     if importance_sampling_level == "sequence":
         log_u = reduce_sequence(log_u, mask, ids, "mean")
@@ -202,8 +202,11 @@ def ppo_actor_loss_fn(
         "clip_mask": clipped,
         "dual_clip_mask": (objective == c_clip * advantages if c_clip else torch.zeros_like(clipped)) & mask,
         "loss": -weight * objective.detach(),
-        "behave_imp_weight": weight,
     }
+    if rejection_sampling is not None:
+        stats |= {"behave_imp_weight": weight, "behave_mask": mask & ~dropped}
+        stats["behave_approx_kl"] = (proximal_logprobs - old_logprobs).detach()
+        stats["filtered_fraction"] = dropped.sum() / max(1, int(mask.sum()))
     return loss, stats
 
 
@@ -233,6 +236,9 @@ FILES = (
 # explains the failure. docs/differences.md has more about each difference.
 DIFFERENCES = {
     "test_accept_without_submit_is_invalid": "an event that is impossible in the current state raises RuntimeError",
+    "test_concurrent_mixed_operations": "an event that is impossible in the current state raises RuntimeError",
+    "test_capacity_can_be_negative": "a group that starts while the gate is closed raises StalenessError",
+    "test_concurrent_submissions": "a group that starts while the gate is closed raises StalenessError",
     "absent: sapo_loss_fn": "there is no SAPO",
     "absent: rejection_sampling": "rows are tested by their geometric mean, their largest k2 or a veto, tokens by their w",
     "test_shape_mismatch": "a wrong shape raises an error of torch, which is a RuntimeError",
@@ -245,7 +251,6 @@ DIFFERENCES = {
     "test_non_trivial_loss_mask_leave_one_out": "the leave-one-out mean does not change the standard deviation",
     "absent: grpo_loss_fn": "FSDPPPOActor.piece_loss computes the loss, and takes other arguments",
     "absent: PPOActorConfig": "FSDPPPOActor contains no engine, and takes other arguments",
-    "must be called with a dataclass": "a key's type lists the key's choices; AReaL lists them in the field's metadata",
     "absent: stats_tracker": "ppo_update returns its metrics; there is no tracker",
     "test_negative_versions_in_prompt": "pi_prox is guessed for trained tokens only, and not for a prompt's tokens",
 }
