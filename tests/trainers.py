@@ -39,6 +39,7 @@ def make_config(**changes) -> PPOActorConfig:
     # 0 would move the weight by a full step.
     optimizer = OptimizerConfig(lr=1e-3, eps=1e-4, gradient_clipping=changes.pop("gradient_clipping", 1e9))
     defaults: dict[str, Any] = {
+        "compile": False,
         "ppo_n_minibatches": 1,
         "adv_norm": NormConfig(std_level="none"),
         "optimizer": optimizer,

@@ -24,10 +24,7 @@ from training.actor import FSDPPPOActor
 from training.config import PPOActorConfig, can_compile
 from training.layout import pick_layout
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),  # the compiler looks at every input
-    pytest.mark.usefixtures("forget"),
-]
+pytestmark = pytest.mark.usefixtures("forget")
 COMPILE = torch.compile
 HEAD_GRAPHS = 2  # one for the results of a chunk, one for the chunk's gradient without the entropy's gradient
 
@@ -120,6 +117,14 @@ def test_the_defaults_depend_on_the_device(changes, device, expected, monkeypatc
     assert (pick_layout(config, device, shape)[0], config.is_compiled(device)) == expected
     monkeypatch.setattr("training.config.can_compile", lambda: False)
     assert config.is_compiled(device) == bool(config.compile), "nothing is compiled on a machine that cannot compile"
+
+
+def test_the_actors_of_other_tests_compile_nothing(monkeypatch):
+    """On a GPU, too, the other tests compile no layers. bench/gpu_check.py runs them there, and each of their actors
+    would take seconds to compile."""
+    monkeypatch.setattr("training.config.can_compile", lambda: True)
+    assert PPOActorConfig().is_compiled("cuda")
+    assert not make_config().is_compiled("cuda")
 
 
 def test_what_a_machine_needs_to_compile(tmp_path, monkeypatch):

@@ -84,8 +84,6 @@ def test_half_precision_weights_get_gradients_of_their_type():
     torch.testing.assert_close(logp.cpu(), expected, atol=0.3, rtol=0.05)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_compiled_chunks_change_neither_values_nor_gradients(monkeypatch, backend):
     """Compiled pointwise operations give the same values and gradients in float32, with and without the gradient of the

@@ -408,6 +408,7 @@ def one_update(path: Path, trees: bool, **changes: Any) -> tuple[dict[str, float
     optimizer = OptimizerConfig(lr=1e-3, eps=1e-4)
     config = PPOActorConfig(
         enable_tree_training=trees,
+        compile=False,
         mb_tokens=128,
         ppo_n_minibatches=1,
         entropy_coeff=0.1,
