@@ -1,6 +1,6 @@
 """Claim: the decoding loop of inference/tiny decodes faster than transformers' own model.generate.
 
-    python bench/engine.py [--quick]
+    python bench/engine.py [--quick] [--models 0.13M 3.3M 15.7M]
 
 The benchmark generates 128 new tokens for random prompts of 64 tokens, with 1, 16 and 64 concurrent requests. The
 benchmark measures four ways to generate with the same Qwen3 model, in float32 on one thread. The unit is tokens per
@@ -162,15 +162,16 @@ def start_server(path: str) -> subprocess.Popen:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="32 new tokens, one repetition, 40 s")
-    quick = parser.parse_args().quick
-    new, rounds = (32, 1) if quick else (NEW, 3)
+    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=MODELS, help="the models to measure")
+    args = parser.parse_args()
+    new, rounds = (32, 1) if args.quick else (NEW, 3)
     torch.set_num_threads(1)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     print(f"prompt {PROMPT}, generate {new}, fp32, one thread, torch {torch.__version__}; tokens per CPU-second\n")
     print("| model | n | generate | engine | http | engine / generate | http / engine | --seed / generate | bits |")
     print("|---|---|---|---|---|---|---|---|---|")
-    for shape in MODELS.values():
+    for shape in map(MODELS.__getitem__, args.models):
         with tempfile.TemporaryDirectory() as path:
             model = build(*shape)
             model.save_pretrained(path)

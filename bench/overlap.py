@@ -1,0 +1,196 @@
+"""Claim: on two cores, asynchronous training of the maze needs less time than synchronous training, at equal reward.
+
+    python bench/overlap.py                             all runs: eta 0, 1, 2 and 4, and eta 2 with drained servers
+    python bench/overlap.py --seconds 200               start no run after 200 seconds; the next call makes the others
+    python bench/overlap.py --etas 0 2 --steps 60 --seeds 301
+
+Every run trains configs/maze.yaml for the same number of steps, and therefore on the same number of samples. The
+trainer's process runs on one core, and the inference server on another core. A finished run is kept in runs/overlap and
+not made again.
+
+`concurrent` is rollout.max_concurrent_rollouts. The first seed is run with several values of this key. The other seeds
+are run with the value that made the first run fastest.
+
+`update` tells how new weights reach the server. With `interrupt`, an update interrupts the running walks, which then
+continue with the new weights. With `drain`, the trainer starts no new group before an update, and waits until all
+running groups have finished. The class `Drained` adds this wait, because train.py has no such mode.
+
+The remaining columns of the table come from the trace of each run (trace.json). All times are in seconds.
+
+    seconds      time of the whole training, without the start of the processes
+    factor       seconds of the synchronous run with the same seed / seconds
+    generation   CPU time of the inference server
+    training     CPU time of the trainer's process, which also runs the episodes and the logger
+    oldest       time that the trainer waited although B groups had finished, because an older group was still running
+    ideal        max(generation, training + oldest): the time if both cores always worked
+    share        ideal / seconds
+    reward       mean reward in the last ten steps
+    mixed        share of the walks that an update interrupted
+
+A step consumes the groups in order of start, so no overlap can avoid the time `oldest`. Each cell is the median over
+the seeds. The ideal of the synchronous run is the time that a perfect overlap of its work would need.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import mean, median
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+BATCH = 8  # prompt groups in a batch of configs/maze.yaml
+CONCURRENT = {0: (8,), 1: (4, 6, 8), 2: (4, 6, 8), 4: (4, 6, 8)}  # for each eta, the values to try
+TABLE = "eta,update,concurrent,seconds,factor,generation,training,oldest,ideal,share,reward,mixed"
+
+
+class Mode(NamedTuple):
+    """A way to train."""
+
+    eta: int
+    update: str = "interrupt"  # interrupt or drain
+
+
+def folder_of(root: Path, mode: Mode, concurrent: int, seed: int, steps: int) -> Path:
+    """Return the folder of a run."""
+    return root / "overlap" / f"eta{mode.eta}-{mode.update}-{concurrent}-steps{steps}-seed{seed}"
+
+
+def train(update: str, words: list[str]) -> int:
+    """Train in this process, with the inference server on another core. Return the exit code."""
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    os.sched_setaffinity(0, cores[:1])
+    from run.command import main
+    from train import PPOTrainer
+
+    class Pinned(PPOTrainer):
+        """A trainer that gives the server a core of its own, and writes CPU times to the trace."""
+
+        def start(self, run: Any) -> None:
+            super().start(run)
+            for child in run.fleet.children[: len(run.servers)]:
+                for thread in Path(f"/proc/{child.process.pid}/task").iterdir():
+                    os.sched_setaffinity(int(thread.name), cores[1:])
+            self.mark()
+
+        def train_step(self, step: int) -> None:
+            super().train_step(step)
+            if step == self.last_step:
+                self.mark()
+
+        def mark(self) -> None:
+            """Write the CPU time of both processes to the trace."""
+            [info] = self.rollout.servers.post_all("/model_info")
+            self.run.trace.mark("cpu", training=time.process_time(), generation=info["cpu_seconds"])
+
+    class Drained(Pinned):
+        """A trainer that lets all running groups finish before it sends new weights."""
+
+        def push_weights(self, version: int) -> None:
+            dispatcher = self.rollout.executor.dispatcher
+            dispatcher.pause()
+            with self.run.trace.span("drain"):
+                dispatcher.runner.wait_for(
+                    lambda: dispatcher.check_alive() or not self.rollout.executor.stats.running, None
+                )
+            super().push_weights(version)
+
+    trainer = {"interrupt": Pinned, "drain": Drained}[update]
+    return main(lambda config: trainer(config).train(), words)
+
+
+def behind_the_oldest(trace: list[dict]) -> float:
+    """Return the seconds that the trainer waited for a batch although at least BATCH groups had finished."""
+    points = []  # (time, change of the number of finished groups, change of the number of waits)
+    for event in trace:
+        if event.get("name") == "rollout_wait":
+            points += [(event["ts"], 0, 1), (event["ts"] + event["dur"], 0, -1)]
+        elif event.get("name") in ("accept", "consume"):
+            points.append((event["ts"], 1 if event["name"] == "accept" else -1, 0))
+    seconds, ready, waits, last = 0.0, 0, 0, 0.0
+    for now, groups, wait in sorted(points):
+        if waits and ready >= BATCH:
+            seconds += (now - last) / 1e6
+        ready, waits, last = ready + groups, waits + wait, now
+    return seconds
+
+
+def measure(folder: Path) -> dict[str, float]:
+    """Return the numbers of one run, by the names of the table's columns."""
+    trace = json.loads((folder / "trace.json").read_text())
+    begin, end = (event for event in trace if event.get("name") == "cpu")
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    found = {name: end["args"][name] - begin["args"][name] for name in ("generation", "training")}
+    found |= {"seconds": (end["ts"] - begin["ts"]) / 1e6, "oldest": behind_the_oldest(trace)}
+    found["ideal"] = max(found["generation"], found["training"] + found["oldest"])
+    found["share"] = found["ideal"] / found["seconds"]
+    found["reward"] = mean(line["reward"] for line in lines[-10:])
+    return found | {"mixed": mean(line["mixed_version_share"] for line in lines)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--etas", nargs="*", type=int, default=[0, 1, 2, 4])
+    parser.add_argument("--drain", nargs="*", type=int, default=[2], help="values of eta, with drained servers")
+    parser.add_argument("--seeds", nargs="*", type=int, default=[301, 302, 303, 304, 305])
+    parser.add_argument("--steps", type=int, default=240, help="training steps of a run")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no run after this time")
+    parser.add_argument("--fileroot", type=Path, default=Path("runs"))
+    parser.add_argument("--train", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.train:
+        return train(args.train[0], args.train[1:])
+
+    start = time.monotonic()
+
+    def run(mode: Mode, concurrent: int, seed: int) -> dict[str, float]:
+        """Return the numbers of a run. Make the run if it was not made before."""
+        folder = folder_of(args.fileroot, mode, concurrent, seed, args.steps)
+        if not (folder / "done").exists():
+            if time.monotonic() - start > args.seconds:
+                return {}
+            folder.mkdir(parents=True, exist_ok=True)
+            words = ["--config", "configs/maze.yaml", f"seed={seed}", f"max_steps={args.steps}", "logger.live=false"]
+            words += [f"rollout.max_head_offpolicyness={mode.eta}", f"rollout.max_concurrent_rollouts={concurrent}"]
+            words += [f"fileroot={args.fileroot}", "experiment_name=overlap", f"trial_name={folder.name}"]
+            command = [sys.executable, __file__, "--train", mode.update, *words]
+            with (folder / "output.txt").open("w") as out:
+                subprocess.run(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, check=True)
+            (folder / "done").write_text(f"load {os.getloadavg()[0]:.1f}\n")
+        return measure(folder)
+
+    modes = [*(Mode(eta) for eta in args.etas), *(Mode(eta, "drain") for eta in args.drain)]
+    best = {}
+    for mode in modes:
+        tried = {concurrent: run(mode, concurrent, args.seeds[0]) for concurrent in CONCURRENT[mode.eta]}
+        if all(tried.values()):
+            best[mode] = min(tried, key=lambda concurrent: tried[concurrent]["seconds"])
+        print(
+            mode, {concurrent: f"{found['seconds']:.0f} s" for concurrent, found in tried.items() if found}, flush=True
+        )
+    # The runs of one seed are made one after another, so that the modes of each seed are compared with similar load.
+    runs = {mode: list[dict[str, float]]() for mode in best}
+    for seed in args.seeds:
+        found = {mode: run(mode, concurrent, seed) for mode, concurrent in best.items()}
+        for mode, numbers in found.items():
+            if numbers:
+                sync = found.get(Mode(0)) or {"seconds": float("nan")}
+                runs[mode].append(numbers | {"factor": sync["seconds"] / numbers["seconds"]})
+    columns = TABLE.split(",")
+    print(f"\nmedians of {[len(found) for found in runs.values()]} runs of {args.steps} steps\n")
+    print(f"| {' | '.join(columns)} |\n" + "|---" * len(columns) + "|")
+    for mode, found in runs.items():
+        middle = {name: median(numbers[name] for numbers in found) for name in columns[3:]} if found else {}
+        formats = {"factor": ".2f", "share": ".2f", "reward": ".3f", "mixed": ".0%"}
+        cells = [f"{value:{formats.get(name, '.1f')}}" for name, value in middle.items()]
+        print(f"| {mode.eta} | {mode.update} | {best[mode]} | {' | '.join(cells)} |")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
