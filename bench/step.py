@@ -60,7 +60,8 @@ def measure(tree: Path, config: str, run: Path, steps: int, gradients: Path) -> 
             for name, begin, end in zip(PARTS, (0, 1, 2, 0), (1, 2, 3, 3), strict=True):
                 times[name].append(1e3 * (at[end] - at[begin]))
         if words:
-            save_file({name: p.grad.full_tensor() for name, p in actor.model.named_parameters()}, gradients)
+            found = {name: p.grad for name, p in actor.model.named_parameters()}
+            save_file({name: getattr(g, "full_tensor", g.clone)() for name, g in found.items()}, gradients)
         actor.destroy()
     print(json.dumps({name: median(values[2:]) for name, values in times.items()}))
 

@@ -53,6 +53,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import state_dict as sharded
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -69,7 +70,6 @@ from training.tree_attention import TREES
 
 # TFLOP/s of dense matrix products in bfloat16, from NVIDIA's data sheets. The first name within a GPU's name counts.
 PEAK_TFLOPS = {"A100": 312.0, "H100 PCIe": 756.0, "H100": 989.0, "H200": 989.0, "B200": 2250.0}
-OWN_UNIT = 1_000_000  # if there is only one rank, a layer with fewer parameters is not an FSDP unit of its own
 
 
 def share_of_peak(gpu: str, tflops: float) -> dict[str, float]:
@@ -98,6 +98,21 @@ def step_means(parts: list[dict[str, float]]) -> dict[str, float]:
     mean["behave_ess"] = effective_sample_size(mean)
     del mean["behave_weight_square"]
     return mean
+
+
+def own_shard(x: Tensor) -> Tensor:
+    """Return this rank's shard of a sharded tensor as a plain tensor. Operations on sharded tensors are slow."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+class ShardAdamW(torch.optim.AdamW):
+    """AdamW whose state is sharded like the model, and which computes with each rank's own shards."""
+
+    def _init_group(self, group: dict[str, Any], *lists: list[Any]) -> bool:
+        has_complex = super()._init_group(group, *lists)  # type: ignore[misc]
+        for tensors in lists:  # the weights, their gradients and the moments
+            tensors[:] = map(own_shard, tensors)
+        return has_complex
 
 
 class FSDPEngine:
@@ -150,15 +165,17 @@ class FSDPEngine:
     def shard(self, model: Any, layers: list[Any]) -> None:
         """Shard each decoder layer of the model, and then the rest of the model, over all ranks.
 
-        Each separately sharded module (FSDP unit) costs time. A single rank gathers nothing, so it keeps small layers
-        in one unit with the rest of the model.
+        FSDP also computes in another data type, and keeps the weights in host memory. A single rank that needs neither
+        does without FSDP, because FSDP's hooks would take a sixth of a small model's step (docs/log.md).
         """
-        if dist.get_world_size() == 1:
-            layers = [layer for layer in layers if sum(p.numel() for p in layer.parameters()) >= OWN_UNIT]
+        if dist.get_world_size() == 1 and self.dtype == torch.float32 and not self.config.offload:
+            return
         mesh = init_device_mesh(self.device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))
-        precision = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
         offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if self.config.offload else OffloadPolicy()
         for module in [*layers, model]:
+            # The inputs of the whole model are integers. A cast would copy a piece's tree and lose its cached blocks.
+            cast = module is not model
+            precision = MixedPrecisionPolicy(self.dtype, reduce_dtype=torch.float32, cast_forward_inputs=cast)
             fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload)
 
     def load(self, model: Any) -> None:
@@ -276,7 +293,7 @@ class FSDPPPOActor(FSDPEngine):
         self.max_steps = max_steps
         o = self.config.optimizer
         betas = (o.beta1, o.beta2)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), o.lr, betas, o.eps, o.weight_decay, fused=True)
+        self.optimizer = ShardAdamW(self.model.parameters(), o.lr, betas, o.eps, o.weight_decay, fused=True)
 
     def connect_engine(self, rollout: Any, meta: weights.WeightUpdateMeta) -> None:
         """Set the rollout engine, which makes the batches and receives new weights."""
@@ -380,13 +397,16 @@ class FSDPPPOActor(FSDPEngine):
             parts.append(part)
 
         # 2. Clip the gradient, and check that loss and gradient are finite.
-        norm: Any = torch.nn.utils.clip_grad_norm_(self.model.parameters(), c.optimizer.gradient_clipping or math.inf)
-        grad_norm = float(norm.full_tensor())
-        stats = {key: float(self.all_reduce(torch.stack([part[key] for part in parts]).sum())) for key in parts[0]}
+        shards = [own_shard(p.grad) for p in self.model.parameters() if p.grad is not None]
+        grad_norm = math.sqrt(self.all_reduce(torch.nn.utils.get_total_norm(shards).square()))
+        sums = torch.stack([torch.stack([*part.values()]) for part in parts]).sum(0)  # (number of metrics,)
+        stats = dict(zip(parts[0], self.all_reduce(sums).tolist()))
         if not (math.isfinite(grad_norm) and math.isfinite(stats["loss"])):
             problem = f"loss {stats['loss']}, gradient norm {grad_norm} in training step {self.steps + 1}"
             hint = "check that all logprobs and rewards are finite, or lower actor.optimizer.lr"
             raise FloatingPointError(f"{problem}; only earlier mini-batches of this step changed the weights; {hint}")
+        if 0 < c.optimizer.gradient_clipping < grad_norm:
+            torch._foreach_mul_(shards, c.optimizer.gradient_clipping / (grad_norm + 1e-6))
         # 3. Make the optimizer step. VCPO (corrections.py): lr <- lr * (effective sample size / number of tokens)^p
         #    with p = ess_lr_power.
         lr *= effective_sample_size(stats) ** c.ess_lr_power

@@ -106,6 +106,8 @@ def cheapest_runs(lengths: np.ndarray, shared: np.ndarray, max_tokens: int) -> l
     # tokens(i, j) = shared[i] + sum over rows i..j-1 of (lengths - shared)          tokens of the run i..j-1
     # waste[j]     = min over i with tokens(i, j) <= max_tokens of waste[i] + shared[i]
     added = np.concatenate([[0], np.cumsum(lengths - shared)])  # (n + 1,)
+    if added[-1] <= max_tokens:  # shared[0] is 0, so one run wastes nothing
+        return [(0, len(lengths), int(added[-1]))]
     waste = np.zeros(len(lengths) + 1)  # (n + 1,) waste[j]: fewest tokens that rows 0..j-1 must compute twice
     start = np.zeros(len(lengths) + 1, dtype=np.int64)  # (n + 1,) start[j]: first row of the last run of rows 0..j-1
     for j in range(1, len(waste)):
@@ -164,11 +166,12 @@ def build_trees(sequences: Sequence[Any], max_tokens: int) -> list[PackedTree]:
 def cut_trees(batch: Batch, rows: Sequence[int], mb_tokens: int) -> list[Piece]:
     """Cut rows into pieces. Each piece is one tree. A token is predicted from the hidden state of the token before it
     in its row."""
-    lengths, pieces = row_lengths(batch), []
-    for tree in build_trees([batch["input_ids"][row, : lengths[row]] for row in rows], mb_tokens):
+    lengths, pieces, ids = row_lengths(batch), [], batch["input_ids"].numpy()  # (B, T)
+    for tree in build_trees([ids[row, : lengths[row]] for row in rows], mb_tokens):
         inputs = {"input_ids": tree.input_ids, "position_ids": tree.position_ids, "tree": tree}
-        row = torch.cat([torch.full((len(path) - 1,), rows[i]) for i, path in zip(tree.rows, tree.paths)])  # (n,)
-        column = torch.cat([torch.arange(1, len(path)) for path in tree.paths])  # (n,)
+        counts = torch.tensor([len(path) - 1 for path in tree.paths])  # each row's first token is left out
+        row = torch.tensor([rows[i] for i in tree.rows]).repeat_interleave(counts)  # (n,)
+        column = tree.position_ids[0, torch.cat([path[1:] for path in tree.paths])]  # (n,)
         pieces.append(Piece(inputs, row, column, predicted_by=torch.cat([path[:-1] for path in tree.paths])))
     return pieces
 

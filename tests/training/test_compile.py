@@ -18,7 +18,6 @@ from torch._dynamo.utils import counters
 from trainers import FAMILIES, NEVER, PLAIN, gradients, make_batch, make_config, make_family, prepare
 from transformers import AutoConfig
 
-from training import actor as actor_module
 from training import logprobs
 from training.actor import FSDPPPOActor
 from training.config import PPOActorConfig, can_compile
@@ -70,12 +69,11 @@ def check_same(path: Path, batches: list[Any], **changes: Any) -> int:
     return counters["stats"]["unique_graphs"] - HEAD_GRAPHS
 
 
-def test_padded_rows_have_four_graphs(monkeypatch, tiny_model_dir):
+def test_padded_rows_have_four_graphs(tiny_model_dir):
     """All layers share four graphs: for one row and for several rows, each with and without gradients. No layer runs
     code outside its graph. Further shapes make no further graph. With gradient checkpointing, and with a unit of FSDP
-    for each layer, the number of graphs stays four."""
-    monkeypatch.setattr(actor_module, "OWN_UNIT", 0)
-    assert check_same(tiny_model_dir, make_batches(4), gradient_checkpointing=True) == 4
+    for each layer (offload=True), the number of graphs stays four."""
+    assert check_same(tiny_model_dir, make_batches(4), gradient_checkpointing=True, offload=True) == 4
     assert not counters["graph_break"]
 
 

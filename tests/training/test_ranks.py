@@ -73,7 +73,7 @@ def work_numbers(model_dir: Path, out: Path, **changes: Any) -> None:
     actor.config.ppo_n_minibatches = 2
     for _ in range(SGD_STEPS):
         actor.ppo_update(batch)
-    result |= {f"param.{name}": p.full_tensor() for name, p in actor.model.named_parameters()}
+    result |= {f"param.{name}": p for name, p in actor.full_state().items()}
     if actor.rank == 0:
         save_file({name: t.contiguous() for name, t in result.items()}, out / "numbers.safetensors")
         (out / "stats.json").write_text(json.dumps(stats))
