@@ -109,7 +109,7 @@ class ShardAdamW(torch.optim.AdamW):
     """AdamW whose state is sharded like the model, and which computes with each rank's own shards."""
 
     def _init_group(self, group: dict[str, Any], *lists: list[Any]) -> bool:
-        has_complex = super()._init_group(group, *lists)  # type: ignore[misc]
+        has_complex = super()._init_group(group, *lists)
         for tensors in lists:  # the weights, their gradients and the moments
             tensors[:] = map(own_shard, tensors)
         return has_complex
