@@ -53,7 +53,6 @@ from torch import Tensor
 from torch.distributed.checkpoint import state_dict as sharded
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -64,6 +63,7 @@ from training.config import OptimizerConfig, PPOActorConfig
 from training.corrections import effective_sample_size, without_truncated
 from training.layout import LAYOUTS, Batch, Piece, pick_layout, refuse_layers, row_lengths, split_minibatches
 from training.logprobs import add_read_hidden, token_logprobs
+from training.optimizer import ShardAdamW, own_shard
 from training.proximal import guess_errors, interpolation, loglinear
 from training.ranks import join_ranks, leave_ranks, share
 from training.tree_attention import TREES
@@ -98,21 +98,6 @@ def step_means(parts: list[dict[str, float]]) -> dict[str, float]:
     mean["behave_ess"] = effective_sample_size(mean)
     del mean["behave_weight_square"]
     return mean
-
-
-def own_shard(x: Tensor) -> Tensor:
-    """Return this rank's shard of a sharded tensor as a plain tensor. Operations on sharded tensors are slow."""
-    return x.to_local() if isinstance(x, DTensor) else x
-
-
-class ShardAdamW(torch.optim.AdamW):
-    """AdamW whose state is sharded like the model, and which computes with each rank's own shards."""
-
-    def _init_group(self, group: dict[str, Any], *lists: list[Any]) -> bool:
-        has_complex = super()._init_group(group, *lists)
-        for tensors in lists:  # the weights, their gradients and the moments
-            tensors[:] = map(own_shard, tensors)
-        return has_complex
 
 
 class FSDPEngine:
@@ -171,11 +156,9 @@ class FSDPEngine:
         if dist.get_world_size() == 1 and self.dtype == torch.float32 and not self.config.offload:
             return
         mesh = init_device_mesh(self.device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))
+        precision = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
         offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if self.config.offload else OffloadPolicy()
         for module in [*layers, model]:
-            # The inputs of the whole model are integers. A cast would copy a piece's tree and lose its cached blocks.
-            cast = module is not model
-            precision = MixedPrecisionPolicy(self.dtype, reduce_dtype=torch.float32, cast_forward_inputs=cast)
             fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload)
 
     def load(self, model: Any) -> None:
