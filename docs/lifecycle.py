@@ -1,4 +1,4 @@
-"""Take the tour of run/tour.py. Print docs/lifecycle.md with the tour's numbers, or write the numbers into this file.
+"""Take the tour of docs/tour.py. Print docs/lifecycle.md with the tour's numbers, or write the numbers into this file.
 
     make tour                               print docs/lifecycle.md with the numbers of a new run
     python docs/lifecycle.py --write        write the numbers of a new run into docs/lifecycle.md
@@ -30,7 +30,7 @@ PAGE = ROOT / "docs" / "lifecycle.md"
 BLOCK = re.compile(r"```text\n.*?```", re.DOTALL)
 EPS, EPS_HIGHER, C_CLIP, SPREAD = 0.2, 0.28, 2.0, 0.4  # the values in configs/demo.yaml
 POLICIES = {"pi_behav": "logprobs", "pi_prox": "prox_logp", "pi_theta": "theta_logp"}
-Tour = dict[str, Any]  # what run/tour.py returns
+Tour = dict[str, Any]  # what docs/tour.py returns
 
 
 def line(name: str, values: list) -> str:
@@ -147,7 +147,7 @@ def fill(page: str, tour: Tour) -> str:
 
 def main() -> None:
     """Take the tour, then print or write the page."""
-    from run.tour import take_tour
+    from tour import take_tour
 
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()

@@ -55,7 +55,6 @@ RAISED_BY = {
     "the doctor": 180,
     "input items of a response": 31,
     "keys that need another key": 42,
-    "the tour": 57,
     "a single rank listens on the loopback address; no thread outlives the process group": 14,
     "failures in one line, Ctrl-C": 118,
     "two rules of the doctor that the museum needed": 10,

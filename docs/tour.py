@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from ppo import ppo_actor_loss_fn
 from run.command import open_run
 from run.config import load
+from train import PPOTrainer
 from workflow import import_string, workflow_context
 
 KEYS = """experiment_name=tour max_steps=2 train_dataset.batch_size=1 gconfig.n_samples=4 gconfig.seed=1 actor.kl_ctl=0
@@ -69,7 +70,7 @@ def take_tour() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         config = load([*KEYS.split(), f"fileroot={folder}"])
         agent = PacedAgent(import_string(f"{config.task}.WORKFLOW")())
-        trainer = import_string("train.PPOTrainer")(config)
+        trainer = PPOTrainer(config)
         with open_run(config, agent) as run:
             trainer.start(run)
             gates = [read_gate(trainer.rollout)]
