@@ -197,7 +197,17 @@ class TextReader:
 
         Each call must pass all tokens so far: those of the previous call, then the new tokens.
         """
-        pending = self._without_end(tokens)[self._settled :]
+        text = self._text_so_far(self._without_end(tokens))
+        text = without_partial(text, self._stop, self._certain)[: self._stop_at(text)]
+        self.tokens_read, self._certain = len(tokens), len(text)
+        return text
+
+    def _text_so_far(self, tokens: list[int]) -> str:
+        """Return the opening and the text of `tokens`, without an incomplete character at the end.
+
+        The method also settles the pending tokens, if their text can no longer change.
+        """
+        pending = tokens[self._settled :]
         fresh = self._text_behind_context(pending)
         held_back = min(len(fresh) - len(fresh.rstrip("\ufffd")), INCOMPLETE)
         certain = fresh[: len(fresh) - held_back]
@@ -210,10 +220,7 @@ class TextReader:
         if certain.startswith(fresh) and (fresh or len(pending) > WITHOUT_TEXT):
             self._text += fresh
             self._settled += len(pending)
-            if fresh:
-                self._context = pending
-        text = without_partial(text, self._stop, self._certain)[: self._stop_at(text)]
-        self.tokens_read, self._certain = len(tokens), len(text)
+            self._context = pending if fresh else self._context
         return text
 
     def token(self, token: int) -> str:
