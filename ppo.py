@@ -51,12 +51,9 @@ from training.corrections import behaviour_weight, cispo_objective, reduce_seque
 def describe_mode(config: PPOActorConfig) -> str:
     """Return one line that states the objective and the source of each policy's logprobs (write-up, section 5.2)."""
     server, forward = "the inference server", "a forward pass before the update"
-    variants = {
-        ", CISPO": config.use_cispo_loss,
-        ", one ratio per row (GSPO)": config.importance_sampling_level == "sequence",
-        ", truncated turns left out": config.mask_truncated,
-    }
-    theta = "pi_theta from each training pass" + "".join(name for name, is_on in variants.items() if is_on)
+    theta = "pi_theta from each training pass" + ", CISPO" * config.use_cispo_loss
+    theta += ", one ratio per row (GSPO)" * (config.importance_sampling_level == "sequence")
+    theta += ", truncated turns left out" * config.mask_truncated
     if not config.use_decoupled_loss:
         return f"standard PPO: pi_old from {forward if config.recompute_logprob else server}, {theta}"
     prox = {

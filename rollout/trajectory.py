@@ -56,14 +56,10 @@ TOKEN_KEYS: dict[str, tuple[torch.dtype, float]] = {  # [B, L]
     "turn_rewards": (torch.float32, 0.0),
     "temperatures": (torch.float32, 1.0),
 }
+COUNTS = ("truncated", "regenerated", "side_conversations", "unstored", "masked", "placeholders")
 ROW_KEYS: dict[str, tuple[torch.dtype, float]] = {  # [B]
     "rewards": (torch.float32, 0.0),
-    "truncated": (torch.int32, 0),
-    "regenerated": (torch.int32, 0),
-    "side_conversations": (torch.int32, 0),
-    "unstored": (torch.int32, 0),
-    "masked": (torch.int32, 0),
-    "placeholders": (torch.int32, 0),
+    **dict.fromkeys(COUNTS, (torch.int32, 0)),
     "parents": (torch.int32, -1),
     "group_ids": (torch.int32, 0),
     "task_ids": (torch.int32, 0),
@@ -82,20 +78,17 @@ def generated(traj: Trajectory) -> Tensor:
 
 def head_version(traj: Trajectory) -> int | None:
     """Return the oldest version among the generated tokens, or None if no token was generated."""
-    versions = traj["versions"][generated(traj)]
-    return int(versions.min()) if len(versions) else None
+    return min(traj["versions"][generated(traj)].tolist(), default=None)
 
 
 def tail_version(traj: Trajectory) -> int | None:
     """Return the newest version among the generated tokens, or None if no token was generated."""
-    versions = traj["versions"][generated(traj)]
-    return int(versions.max()) if len(versions) else None
+    return max(traj["versions"][generated(traj)].tolist(), default=None)
 
 
 def oldest_trained(traj: Trajectory) -> int | None:
     """Return the oldest version among the trained tokens, or None if no token is trained."""
-    versions = traj["versions"][traj["loss_mask"] > 0]
-    return int(versions.min()) if len(versions) else None
+    return min(traj["versions"][traj["loss_mask"] > 0].tolist(), default=None)
 
 
 def without_older(traj: Trajectory, oldest: int) -> Trajectory | None:
