@@ -51,7 +51,9 @@ def start_and_hold(tmp_path: Path, *words: str) -> tuple[subprocess.Popen[str], 
     The run continues when it receives SIGCONT.
     """
     held = signalled(command(tmp_path, *words), "step 1 ", signal.SIGSTOP)
-    process = subprocess.Popen(held, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(
+        held, cwd=ROOT, env=WITH_TEST_MODULES, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     assert process.stdout is not None
     seen = []
     for line in process.stdout:

@@ -221,6 +221,7 @@ def test_sigterm_of_2000_tasks(tmp_path: Path) -> None:
     warning of the doctor. No process is left behind."""
     words = ["max_steps=10000", "rollout.max_concurrent_rollouts=2000", "rollout.max_head_offpolicyness=400"]
     words += ["gconfig.n_samples=2"]  # 2,000 groups make 4,000 episodes, below the limit of open files
+    words += ["workflow=walkers.FirstBatchAgent"]  # no task of a later batch ends before the signal
     process, pids = start_and_wait_for_step(tmp_path, *SMALL_GUESS, *words)
     process.send_signal(signal.SIGTERM)
     lines = rest_of(process, 60).splitlines()

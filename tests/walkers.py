@@ -1,13 +1,15 @@
 """Workflows for tests of whole runs.
 
 With `WalkUntilUpdated` every weight update of an asynchronous run interrupts a completion. `Moody` gives the episodes
-of one task random prompts.
+of one task random prompts. `FirstBatchAgent` plays only the games of the first batch.
 """
 
+import asyncio
 import random
 from dataclasses import dataclass
 from typing import Any
 
+from tasks.guess import GuessAgent
 from tasks.maze import CELLS
 from workflow import EpisodeResult, RLVRWorkflow, workflow_context
 
@@ -44,6 +46,15 @@ class Moody(RLVRWorkflow):
         if workflow_context.get().task_id == self.moody:
             data["messages"] = [{"role": "user", "content": f"from {random.choice([*CELLS])} to a1"}]
         return await super().arun_episode(engine, data)
+
+
+class FirstBatchAgent:
+    """The demo's agent with one change: after the first batch (six groups) no game ends."""
+
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
+        if (workflow_context.get().task_id or 0) >= 6:
+            await asyncio.Event().wait()
+        return await GuessAgent().run(data, **extra_kwargs)
 
 
 def has_signal(trajectory: dict[str, Any]) -> bool:
