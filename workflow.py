@@ -62,7 +62,7 @@ from inference.wire import PerLoop, make_transport, many_connections
 from rollout.reward import AsyncRewardWrapper, parse_rewards
 from rollout.rows import make_row, row_to_tensors
 from rollout.trajectory import Trajectory, check_trajectory_format, concat_padded_tensors
-from rollout.workers import WorkerPool, check_importable, run_agent, within
+from rollout.workers import WorkerPool, check_importable, run_agent, within, without_exit
 
 logger = logging.getLogger("nano_areal.workflow")
 
@@ -250,9 +250,7 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
         """Run the i-th member, with its own context and copy of `data`. Raises ValueError for a malformed result."""
         workflow_context.set(_context.get()._replace(sample_idx=i))
         try:
-            result = await self.workflow.arun_episode(engine, copy.deepcopy(data))
-        except SystemExit as error:  # a SystemExit in a task would end the event loop and every episode
-            raise RuntimeError(f"the episode called sys.exit({error.code!r})") from error
+            result = await without_exit(self.workflow.arun_episode(engine, copy.deepcopy(data)))
         finally:
             self.on_end()
         if result is not None and not is_interactions(result):

@@ -52,7 +52,7 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -71,12 +71,23 @@ class WorkerDied(RuntimeError):
     """The process that ran a call ended before the call returned."""
 
 
+async def without_exit(work: Awaitable[Any]) -> Any:
+    """Return the result of `work`. If the work calls sys.exit(), raise RuntimeError.
+
+    A SystemExit in a task of asyncio would end the event loop, and with the loop every episode.
+    """
+    try:
+        return await work
+    except SystemExit as error:
+        raise RuntimeError(f"the episode called sys.exit({error.code!r})") from error
+
+
 async def within(seconds: float, work: Coroutine[Any, Any, Any], words: str) -> Any:
     """Return the result of `work`. If the work takes longer than `seconds`, cancel it and raise TimeoutError(words).
 
     If the work ignores its cancellation for ABANDON_SECONDS, the function logs an error and stops waiting for the work.
     """
-    task = asyncio.ensure_future(work)
+    task = asyncio.ensure_future(without_exit(work))
     try:
         if not (await asyncio.wait({task}, timeout=seconds))[0]:
             raise TimeoutError(words)

@@ -141,6 +141,15 @@ def test_a_failing_agent_is_counted_and_the_next_one_runs(
     assert "never retrieved" not in capfd.readouterr().err  # asyncio logs it if an SDK's client outlives its episode
 
 
+def test_an_agent_that_exits_inline_ends_no_other_episode(run_agent: Run, caplog: pytest.LogCaptureFixture) -> None:
+    """In mode inline, an agent that calls sys.exit() counts as failed, and the next episode runs in the same event
+    loop."""
+    groups, stats = run_agent(mode_agents.Talks, {"then": "exits"}, {}, mode="inline")
+    assert [group is None for group in groups] == [True, False]
+    assert (stats.failed, stats.rejected) == (1, 1)
+    assert "the episode called sys.exit('enough')" in caplog.text
+
+
 def test_every_episode_has_a_process_of_its_own(run_agent: Run) -> None:
     """In mode subproc, no two episodes share a process. In a shared process, a thread that an agent has left could read
     the key of the next session."""
