@@ -14,9 +14,7 @@ without a parent is a root. Clients reorder keys and change spaces, so messages 
 (calls/messages.py, `canonical`).
 
 Most calls continue the call that finished last. The cache therefore first checks whether a request begins with the
-whole conversation of the last finished call. If so, the cache follows only the messages after this conversation. This
-check compares messages with `==`, which cannot tell `True` from 1. The cache therefore also compares the canonical
-forms of tool calls that contain true, false, 0 or 1.
+whole conversation of the last finished call. If so, the cache follows only the messages after this conversation.
 
 Rewards. The final reward R of a turn i is computed from the leaves to the roots:
 
@@ -29,18 +27,14 @@ conversation is a call that a client makes for its own purposes, for example to 
 not get the session's reward (calls/side_conversations.py).
 
 Export. A row is a sequence of tokens for training. With style "individual" each turn has its own row. With style
-"concat" each leaf has a row, which holds all turns from the root to the leaf. A turn joins its parent's row only if the
-turn's prompt begins with exactly the parent's tokens. If the prompt differs, for example because the agent offers other
-tools, the turn starts a new row. If several leaves share a turn, the turn is trained in only one of their rows. Each
-sampled token is therefore trained once, in the context in which it was sampled, with the final reward of its own turn.
-The module rollout/rows.py makes the rows.
+"concat" each leaf has a row, which holds the turns from the root to the leaf. In both styles each sampled token is
+trained once, in the context in which it was sampled, with the final reward of its own turn. The module rollout/rows.py
+makes the rows.
 
 Not promised. If an agent changes the messages or the output of a turn, the agent's next call is not a child of this
 turn. If two turns have identical messages and outputs, the next call becomes a child of the newer of the two turns.
 """
 
-import copy
-import re
 from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Hashable
 from dataclasses import dataclass, field
@@ -50,9 +44,8 @@ from typing import Any
 from calls.messages import Message, Refusal, canonical
 from calls.side_conversations import PATTERNS, find_side_conversations, make_matcher
 from inference.io_struct import ModelResponse
-from rollout.rows import is_left_out, make_row, row_to_tensors
+from rollout.rows import is_left_out, join_turns, make_row, row_to_tensors
 
-TRUE_OR_ONE = re.compile(r"\b(true|false|[01])\b")  # values in JSON that Python's == confuses: True == 1, False == 0
 LARGEST_REWARD = 1e30  # maximum absolute value of a reward, so that a sum of many rewards fits into a float32
 
 
@@ -150,8 +143,11 @@ class Node:
     edges: dict[Hashable, "Node"] = field(default_factory=dict)  # canonical message -> the node after this message
     ended: list[Interaction] = field(default_factory=list)  # finished interactions that end at this node, oldest first
 
-    # The messages on the path whose tool calls contain a match of TRUE_OR_ONE: (position, canonical form) of each.
-    doubtful: tuple[tuple[int, tuple], ...] = ()
+
+def are_identical(messages: list[Message], others: list[Message]) -> bool:
+    """Return whether two lists of messages are equal. In tool calls, True and 1 count as different."""
+    pairs = ((a["tool_calls"], b["tool_calls"]) for a, b in zip(messages, others) if a.get("tool_calls"))
+    return messages == others and all(repr(a) == repr(b) for a, b in pairs)  # `==` cannot tell True from 1
 
 
 class InteractionCache(OrderedDict[str, Interaction]):
@@ -206,9 +202,8 @@ class InteractionCache(OrderedDict[str, Interaction]):
         interaction, said = self[interaction_id], [canonical(message) for message in output]
         node, rest = self._unfinished.pop(interaction_id)
         interaction.model_response, interaction.output_message_list = response, output
-        for k, edge in enumerate(rest + said, len(interaction.messages) - len(rest)):
-            doubtful = (*node.doubtful, (k, edge)) if TRUE_OR_ONE.search(edge[2]) else node.doubtful
-            node = node.edges.setdefault(edge, Node(doubtful=doubtful))
+        for edge in rest + said:
+            node = node.edges.setdefault(edge, Node())
         node.ended.append(interaction)
         self._newest = interaction.conversation, node
 
@@ -236,7 +231,7 @@ class InteractionCache(OrderedDict[str, Interaction]):
         """
         conversation, node = self._newest
         known = len(conversation)
-        if messages[:known] != conversation or any(canonical(messages[k]) != edge for k, edge in node.doubtful):
+        if not are_identical(messages[:known], conversation):
             node, known = self._empty_prefix, 0
         parent = node.ended[-1] if node.ended else None
         for message in messages[known:]:
@@ -314,33 +309,15 @@ class InteractionCache(OrderedDict[str, Interaction]):
         return side
 
     def export_interactions(self, style: str = "individual") -> dict[str, Interaction]:
-        """Return the interactions that become training rows, by id. Raises ValueError for an unknown style.
+        """Return the interactions that become training rows, by id. Raises Refusal, a ValueError, for an unknown style.
 
-        Style "individual" returns every finished interaction. Style "concat" returns a copy of each leaf. `row_turns`
-        of the copy contains all turns of the row. A row trains only turns that no earlier row trains. Let t be the
-        first turn that the row trains. Then `parent` of the copy is the row that trains t's parent.
+        Style "individual" returns every finished interaction. Style "concat" returns a copy of each leaf, which holds
+        the turns of its row (`join_turns`).
         """
         check_style(style)
         self.mark_side_conversations()
-        finished = self.finished()
-        if style == "individual":
-            return {turn.interaction_id: turn for turn in finished}
-        joined = {turn: turn.parent for turn in finished if turn.parent and turn.continues(turn.parent)}
-        inner = set(joined.values())
-        leaves = [turn for turn in finished if turn not in inner]
-        rows: dict[str, Interaction] = {}
-        row_of: dict[Interaction | None, Interaction] = {}  # turn -> the row that trains it
-        for leaf in leaves:
-            path = [leaf]  # from the leaf to the first turn of its row
-            while path[-1] in joined:
-                path.append(joined[path[-1]])
-            row = rows[leaf.interaction_id] = copy.copy(leaf)
-            row.row_turns = [(turn, turn not in row_of) for turn in reversed(path)]
-            row_of |= {turn: row for turn, is_new in row.row_turns if is_new}
-        for row in rows.values():
-            first = next(turn for turn, is_new in row.row_turns if is_new)
-            row.parent = row_of.get(first.parent)
-        return rows
+        rows = self.finished() if style == "individual" else join_turns(self.finished())
+        return {row.interaction_id: row for row in rows}
 
     def __repr__(self) -> str:
         unset = sum(i.reward is None for i in self.values())

@@ -1,4 +1,4 @@
-"""make_row makes one row for training from the turns of one conversation.
+"""make_row makes one row for training from the turns of one conversation, and join_turns chooses the turns of each row.
 
 The prompt of a conversation's last turn contains the tokens of all earlier turns, so the last turn's prompt and output
 are the whole row. The row marks which tokens each turn generated. Example: a conversation has two turns. Between the
@@ -11,6 +11,10 @@ turns a tool answered, and the policy got new weights:
 
 Entry t of each list describes token t.
 
+In export style concat (cache.py) each leaf of the conversation tree has a row. A turn joins its parent's row only if
+the turn's prompt begins with exactly the parent's tokens. If the prompt differs, for example because the agent offers
+other tools, the turn starts a new row. If several leaves share a turn, the turn is trained in only one of their rows.
+
 A row trains on its turns, with four exceptions. In these four cases the tokens of a turn are only context for other
 turns:
 - another row already trains on the turn;
@@ -19,6 +23,7 @@ turns:
 - the turn is a side conversation (calls/side_conversations.py).
 """
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,6 +38,31 @@ def is_left_out(turn: Any) -> bool:
 def is_trainable(turn: Any) -> bool:
     """Return whether the tokens of an interaction may enter the loss."""
     return turn.unstored != "honour" and turn.tokens.trains_exactly and not is_left_out(turn)
+
+
+def join_turns(finished: Sequence[Any]) -> list[Any]:
+    """Return a copy of each leaf of the conversation tree. `row_turns` of the copy are the turns of the leaf's row.
+
+    `finished` are all finished interactions of a session, in the order of their requests. A row trains only turns that
+    no earlier row trains. Let t be the first turn that the row trains. Then `parent` of the copy is the row that trains
+    t's parent.
+    """
+    joined = {turn: turn.parent for turn in finished if turn.parent and turn.continues(turn.parent)}
+    inner = set(joined.values())
+    rows = []
+    row_of: dict[Any, Any] = {}  # turn -> the row that trains the turn
+    for leaf in (turn for turn in finished if turn not in inner):
+        path = [leaf]  # from the leaf to the first turn of its row
+        while path[-1] in joined:
+            path.append(joined[path[-1]])
+        row = copy.copy(leaf)
+        row.row_turns = [(turn, turn not in row_of) for turn in reversed(path)]
+        row_of |= {turn: row for turn, is_new in row.row_turns if is_new}
+        rows.append(row)
+    for row in rows:
+        first = next(turn for turn, is_new in row.row_turns if is_new)
+        row.parent = row_of.get(first.parent)
+    return rows
 
 
 def make_row(turns: Sequence[tuple[Any, bool]]) -> dict[str, list]:
