@@ -108,9 +108,7 @@ def start_rollout(run: Run, keys: Keys, keep: Keep | None = None) -> tuple[Sched
     stack.callback(rollout.destroy)
     were_up = config.mode == "train" and bool(config.rollout.server_addrs)
     if were_up:
-        rollout.servers.refresh()
-        label(rollout.servers.post_all, "0", abort=True)
-        rollout.resume()
+        take_over(rollout)
     rollout.initialize()
     try:
         for child in proxies:
@@ -151,6 +149,17 @@ def start_rollout(run: Run, keys: Keys, keep: Keep | None = None) -> tuple[Sched
 
     run.fleet.watch([executor.fail, evaluation.fail], max_restarts(run), on_restart)
     return rollout, evaluation
+
+
+def take_over(rollout: ScheduledEngine) -> None:
+    """Prepare servers that were running before this run, perhaps for a run that was killed.
+
+    Let them continue, abort what they generate, and give them a version that `initialize` can read. They continue
+    first, so that a killed run leaves no server paused even if this run cannot start.
+    """
+    rollout.servers.refresh()
+    rollout.resume()
+    label(rollout.servers.post_all, "0", abort=True)
 
 
 def weights_folder(run: Run) -> str:

@@ -85,6 +85,7 @@ RAISED_BY = {
     "keys for the limits of headers": 7,
     "a retry whose first try never arrived": 4,
     "checks of the gate and of the final rewards in every run": 9,
+    "servers that a killed run has left paused": 2,
     "processes that import their modules while train.py does": 55,
 }
 

@@ -3,9 +3,10 @@
 
 UpdateMachine drives the shipped classes twice: as the trainer, which pushes new versions, and as a proxy, whose request
 must survive the updates. Between two calls of the trainer anything may happen: a server generates a token, dies or
-restarts with its first weights, a connection breaks, an answer is lost, or a wait of the proxy ends. Only the servers
-are stand-ins. The id of a token is the version of the weights that really computed it. A state is the list of the
-events that lead to it, as in turns.py. The properties:
+restarts with its first weights, a connection breaks, an answer is lost, a wait of the proxy ends, or the trainer dies
+with its proxy. After its death a new trainer and a new proxy use the same servers (`take_over` in run/start.py), and
+the trainer continues from its last version. Only the servers are stand-ins. The id of a token is the version of the
+weights that really computed it. A state is the list of the events that lead to it, as in turns.py. The properties:
 
     label      every token has the version of the weights that computed it
     falls      versions never decrease along a completion
@@ -35,6 +36,7 @@ import httpx
 import engine
 import inference.servers
 import inference.weights
+import run.start
 import train
 from inference.io_struct import GenerationHyperparameters, ModelRequest, ModelResponse
 from inference.wire import EngineError
@@ -49,14 +51,19 @@ class PathEnds(BaseException):
     """Raised when all events of the path have happened."""
 
 
+class TrainerDies(BaseException):
+    """Raised in the trainer's code when the trainer dies."""
+
+
 class UpdateBounds(NamedTuple):
     """The limits of the search."""
 
     servers: int = 1
     versions: int = 1  # weight updates
     tokens: int = 2  # tokens that the request asks for
-    faults: int = 1  # largest number of deaths, broken connections, lost answers and errors, together
+    faults: int = 1  # largest number of servers' deaths, broken connections, lost answers and errors, together
     pause_mode: str = "retract"
+    deaths: int = 0  # largest number of the trainer's deaths
 
 
 @dataclass(eq=False)
@@ -102,6 +109,8 @@ class Server:
         """Answer a control call."""
         if path == "/workers":
             raise EngineError("no router", 400)
+        if path == "/generate":  # the test of `initialize`
+            return Generation(1, asyncio.Queue(), [(self.weights, self.label)]).answer(self.label, "length")
         if path == "/pause_generation":
             self.paused = True
             if body["mode"] == "abort":
@@ -110,6 +119,8 @@ class Server:
             self.paused = False
         elif path == "/update_weight_version":
             self.label = body["new_version"]
+            if body["abort_all_requests"]:
+                self.abort([*self.running])
         elif path == "/abort_request":
             self.abort([body["rid"]])
         elif path == "/update_weights_from_disk":
@@ -134,8 +145,11 @@ class Wires:
 
     def __init__(self, world: "World", of_trainer: bool) -> None:
         self.world, self.of_trainer = world, of_trainer
+        self.dead = False  # whether the process has died
 
     async def call(self, url: str, body: Any = None, timeout: float = 0.0) -> dict[str, Any]:
+        if self.dead:
+            return {}
         name, _, path = url.removeprefix("http://").partition("/")
         outcome = self.world.wait_for_trainer(url, body) if self.of_trainer else TRAINER[0]
         if name == "proxy":
@@ -194,11 +208,17 @@ class World:
         self.request: asyncio.Task | None = None
         self.passed: list[tuple[int, int]] = []  # (token, version) of all tokens that the engine has passed on
         self.broken: Broken | None = None
-        self.trainer, self.proxy = self.make_engine(True), self.make_engine(False)
-        self.trainer.proxies = modules["servers"].Servers(["http://proxy"], Wires(self, True))
-        self.trainer.executor = SimpleNamespace(
-            pause=lambda: None, resume=lambda: None, destroy=lambda: None, on_new_version=self.on_new_version
+        self.deaths = bounds.deaths
+        self.claiming = (
+            0  # number of calls of a new trainer that prepares the servers, whose labels are wrong meanwhile
         )
+        self.starting = False  # whether a new trainer has not yet pushed its weights, so that no agent runs
+        self.make_processes()
+
+    def make_processes(self) -> None:
+        """Make a trainer and a proxy."""
+        self.trainer, self.proxy = self.make_engine(True), self.make_engine(False)
+        self.trainer.proxies = self.modules["servers"].Servers(["http://proxy"], Wires(self, True))
 
     def make_engine(self, of_trainer: bool) -> Any:
         addresses = [f"http://{k}" for k in range(self.bounds.servers)]
@@ -237,7 +257,10 @@ class World:
         """Let all events of the path happen."""
         self.path = iter(path)
         with contextlib.suppress(PathEnds):
-            self.train()
+            while not self.trainer_ended:
+                with contextlib.suppress(TrainerDies):
+                    self.train()
+                    self.trainer_ended = True
             self.trainer_ended, self.pending = True, None
             for k, server in enumerate(self.servers):
                 if server.alive and server.paused:
@@ -256,9 +279,14 @@ class World:
         run = SimpleNamespace(trace=SimpleNamespace(mark=lambda *args, **kwargs: None))
         trainer: Any = SimpleNamespace(actor=actor, rollout=rollout, run=run)
         try:
-            for version in range(1, self.bounds.versions + 1):
+            first = self.continue_after_death() if self.deaths < self.bounds.deaths else 1
+            rollout.executor = SimpleNamespace(
+                pause=lambda: None, resume=lambda: None, destroy=lambda: None, on_new_version=self.on_new_version
+            )
+            for version in range(first, self.bounds.versions + 1):
                 self.wait_for_trainer("trains", None)
                 self.modules["train"].PPOTrainer.push_weights(trainer, version)
+                self.starting = False
         except (EngineError, ValueError) as error:
             self.failed = True
             if self.request is not None:
@@ -268,18 +296,43 @@ class World:
                 self.fail("has", str(error))
         rollout.destroy()
 
+    def continue_after_death(self) -> int:
+        """Start the new trainer as run/start.py does. Return the version that the trainer pushes first."""
+        self.modules["start"].take_over(self.trainer)
+        self.trainer.initialize()
+        inference.weights.label(self.trainer.servers.post_all, "0-incomplete")
+        self.trainer.set_version(0)
+        self.claiming = 0
+        return self.version
+
+    def die(self) -> None:
+        """End the trainer and the proxy, without a last request. The servers continue."""
+        self.deaths -= 1
+        self.proxy._wire.dead = True
+        if self.request is not None:
+            self.request.cancel()
+            self.loop.run()
+        self.request, self.passed, self.attempts, self.starting = None, [], 0, True
+        self.claiming = 1
+        self.make_processes()
+        raise TrainerDies
+
     def wait_for_trainer(self, url: str, body: Any) -> str:
         """Let events happen until the trainer's next call is due. Return the result of this call."""
+        self.claiming += bool(self.claiming)
         self.loop.run()  # lets the proxy notice what the trainer's previous call changed
         self.look_at_request()
         self.pending = None if self.trainer_ended else (url, body)
         for event in self.path:
             for server in self.servers:
-                if server.alive and server.label.isdecimal() and int(server.label) != server.weights:
+                claims = server.alive and server.label.isdecimal() and not self.claiming
+                if claims and int(server.label) != server.weights:
                     self.fail("has", f"a server with weights {server.weights} claims version {server.label}")
             if event[0] in TRAINER:
                 self.faults -= event[0] != TRAINER[0]
                 return event[0]
+            if event[0] == "trainer dies":
+                self.die()
             self.apply(event)
         raise PathEnds
 
@@ -344,7 +397,9 @@ class World:
                 yield (TRAINER[1],)
                 if self.pending[0].endswith("disk"):
                     yield (TRAINER[2],)
-        if self.request is None:
+            if self.deaths:
+                yield ("trainer dies",)
+        if self.request is None and not self.starting:
             yield ("asks",)
         for k, server in enumerate(self.servers):
             if not server.alive:
@@ -379,7 +434,8 @@ class World:
         due = tuple(self.proxy.servers._look_at[url] > self.clock for url in self.proxy.servers.lost)
         pending = self.pending and (self.pending[0], str(self.pending[1]), self.version)
         request = self.request and (self.attempts, self.request.done(), len(self.waits), *self.passed)
-        return servers, engines, due, pending, request, self.faults, self.trainer_ended, self.failed
+        spent = self.faults, self.deaths, self.claiming, self.starting, self.version
+        return servers, engines, due, pending, request, spent, self.trainer_ended, self.failed
 
     def text(self) -> str:
         servers = "; ".join(
@@ -391,7 +447,8 @@ class World:
 
     @property
     def is_goal(self) -> bool:
-        return self.trainer_ended and self.request is not None and self.request.done()
+        answered = self.request is not None and self.request.done()
+        return self.trainer_ended and (answered or self.starting)  # a run that cannot start has no request
 
 
 @dataclass(eq=False)
@@ -400,7 +457,7 @@ class UpdateMachine(PathMachine):
 
     bounds: UpdateBounds
     modules: dict[str, ModuleType] = field(
-        default_factory=lambda: {"servers": inference.servers, "engine": engine, "train": train}
+        default_factory=lambda: {"servers": inference.servers, "engine": engine, "train": train, "start": run.start}
     )
 
     @cached_property
@@ -428,6 +485,11 @@ class UpdateMachine(PathMachine):
             engine.logger.disabled = False
 
 
-SMALL = (UpdateBounds(tokens=1), UpdateBounds(tokens=1, pause_mode="abort"))
-LARGE = (UpdateBounds(2, 2, 2, 1), UpdateBounds(2, 1, 2, 2), UpdateBounds(1, 2, 3, 2, "abort"))
-FAR = (UpdateBounds(3, 4, 6, 6), UpdateBounds(3, 4, 6, 6, "abort"))
+SMALL = (UpdateBounds(tokens=1), UpdateBounds(tokens=1, pause_mode="abort"), UpdateBounds(tokens=1, faults=0, deaths=1))
+LARGE = (
+    UpdateBounds(2, 2, 2, 1),
+    UpdateBounds(2, 1, 2, 2),
+    UpdateBounds(1, 2, 3, 2, "abort"),
+    UpdateBounds(2, 1, 1, 1, deaths=1),
+)
+FAR = (UpdateBounds(3, 4, 6, 6), UpdateBounds(3, 4, 6, 6, "abort"), UpdateBounds(3, 4, 6, 6, deaths=3))
