@@ -376,7 +376,7 @@ class FSDPPPOActor(FSDPEngine):
             (loss * dist.get_world_size()).backward()
             if c.enable_tree_training:
                 computed = piece.inputs["input_ids"].numel() if len(piece.row) else 0
-                part["tree_token_ratio"] = computed / batch["attention_mask"][rows].sum()
+                part["tree_token_ratio"] = loss.new_tensor(computed / int(batch["attention_mask"][rows].sum()))
             parts.append(part)
 
         # 2. Clip the gradient, and check that loss and gradient are finite.

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ import pytest
 from conftest import ROOT, free_port, server_process, wait_until_up
 from runs import SMALL_GUESS, command
 
-from inference.wire import Wire
+from inference.wire import EngineError, Wire
 from run.serve import raise_open_files
 
 REQUESTS, SESSIONS = 2000, 80  # 25 requests of a session, because `Limits.running` is 32
@@ -71,9 +71,12 @@ def test_2000_requests_in_flight_lose_none(addresses: tuple[str, str]) -> None:
     async def ask_all() -> list[int]:
         asked = asyncio.gather(*map(ask, range(REQUESTS)))
         deadline = time.monotonic() + 150
-        while f"waiting={REQUESTS}" not in (await wire.call(server + "/server_info"))["state"]:
+        state = ""
+        while f"waiting={REQUESTS}" not in state:
             assert time.monotonic() < deadline, "some requests do not reach the server"
             await asyncio.sleep(0.2)
+            with suppress(EngineError):  # on a busy machine the server may not answer in time
+                state = (await wire.call(server + "/server_info"))["state"]
         await wire.call(server + "/continue_generation", {})
         return await asked
 

@@ -125,6 +125,27 @@ def test_a_layout_is_right_for_a_family_or_refuses_it(make_actor, tmp_path, name
     torch.testing.assert_close(logp, expected, atol=1e-4, rtol=0)
 
 
+def test_the_metrics_are_on_the_device_of_the_loss(make_actor, monkeypatch):
+    """All metrics of a piece are added up in one tensor, so a GPU must hold all of them. The test uses the device
+    "meta" in place of a GPU."""
+    actor, devices = make_actor(enable_tree_training=True), list[str]()
+    batch = prepare(actor, make_batch())
+
+    def piece_loss(*_):
+        loss = torch.zeros((), device="meta", requires_grad=True)
+        return loss, {"loss": loss.detach()}
+
+    def stack(tensors):
+        devices.extend(x.device.type for x in tensors)
+        raise StopIteration
+
+    monkeypatch.setattr(actor, "piece_loss", piece_loss)
+    monkeypatch.setattr(torch, "stack", stack)
+    with pytest.raises(StopIteration):
+        actor.ppo_update(batch)
+    assert devices == ["meta"] * 2
+
+
 @pytest.mark.parametrize("changes", [{}, {"layout": "packed"}, {"enable_tree_training": True}], ids=str)
 def test_capped_attention_is_refused(make_actor, tmp_path, monkeypatch, changes):
     """Every layout refuses Gemma 2. transformers 5.19, which SGLang 0.5.23 pins, computes it without its cap."""
