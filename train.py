@@ -48,19 +48,17 @@ if __name__ == "__main__":  # the imports below take seconds, so --help is answe
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader
 
-from engine import RemoteInfEngine
 from inference.weights import WeightUpdateMeta
 from ppo import describe_mode
-from rollout.executor import WorkflowExecutor
 from run.command import interruptible, main, open_run, record
 from run.evaluate import evaluate
+from run.inputs import make_dataloader
 from run.logger import Logger, describe_batch
 from run.mismatch import Canary, logp_mismatch
 from run.recover import Recovery, save_model
 from run.replay import compare
-from run.start import NoRollout, Run, say_ready, start_processes, start_rollout, weights_folder
+from run.start import Run, say_ready, start_processes, start_rollout, weights_folder
 from run.summary import summarise
 from training.actor import FSDPEngine, FSDPPPOActor
 from training.ranks import share
@@ -102,7 +100,7 @@ class PPOTrainer:
             print(f"the run's folder is {config.run_dir}\n{describe_mode(config.actor)}", flush=True)
 
         # 1. Start the inference servers, the proxies and the trainer. They load at the same time.
-        keys = start_processes(run) if is_first else ()
+        keys = start_processes(run)
         assert config.model_path is not None
         self.actor = FSDPPPOActor(config.actor, config.model_path)
         stack.callback(self.actor.destroy)
@@ -118,23 +116,13 @@ class PPOTrainer:
 
         # 2. Rank 0 starts the rest of the rollout side: the engine, and the executors that run the episodes.
         self.recovery = stack.enter_context(closing(Recovery(config.run_dir, config.recover)))
-        self.rollout: RemoteInfEngine | NoRollout = NoRollout()
-        self.evaluation: WorkflowExecutor | None = None
-        if is_first:
-            keep = self.recovery.groups.write if self.recovery.groups else None
-            self.rollout, self.evaluation = start_rollout(run, keys, keep)
+        self.rollout, self.evaluation = start_rollout(run, keys, self.recovery.groups)
         meta = asdict(config.weight_update) | {"path": weights_folder(run)}
         self.actor.connect_engine(self.rollout, WeightUpdateMeta(**meta))
         self.canary = Canary(self.actor, self.rollout)
 
         # 3. Make the data loader, which yields batches of prompts in an order that depends on the seed.
-        self.train_dataloader: DataLoader = DataLoader(
-            run.inputs.dataset,  # type: ignore[arg-type]
-            batch_size=config.train_dataset.batch_size,
-            shuffle=config.train_dataset.shuffle,
-            generator=torch.Generator().manual_seed(config.seed),
-            collate_fn=list,
-        )
+        self.train_dataloader = make_dataloader(config, run.inputs.dataset)
 
         # 4. Load the newest checkpoint of this run, if there is one. Servers that this run has started hold the weights
         #    of model_path. Push the trainer's weights after a restart, or if the servers were running before the run.
@@ -195,7 +183,7 @@ class PPOTrainer:
         with trace.span("canary"):
             self.canary.start(batch)
             if is_last:  # no later step reads the canary's answers
-                metrics |= {name: max(x, metrics.get(name, x)) for name, x in self.canary.finish().items()}
+                metrics |= self.canary.finish(**metrics)
 
         # 7. Evaluate: run one episode for each validation prompt.
         if is_due(step, config.evaluator.interval):

@@ -21,8 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.utils import enable_progress_bars
+from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoTokenizer
 
 from run.config import ConfigError
@@ -191,6 +193,13 @@ def read_jsonl(path: Path) -> list[dict]:
             if not isinstance(samples[-1], dict):
                 raise ConfigError(f"{path}, line {number}: an object is needed, not {samples[-1]!r:.40}")
     return samples
+
+
+def make_dataloader(config: TrainConfig, dataset: Any) -> DataLoader:
+    """Return a loader of batches, which are lists of prompts. The order of the prompts depends on the run's seed."""
+    batch_size, shuffle = config.train_dataset.batch_size, config.train_dataset.shuffle
+    generator = torch.Generator().manual_seed(config.seed)
+    return DataLoader(dataset, batch_size, shuffle, generator=generator, collate_fn=list)
 
 
 def prepare_model(config: TrainConfig, task: Any) -> None:

@@ -64,10 +64,11 @@ class Canary:
             rows = [ids[m].tolist() for ids, m in zip(self.rows["input_ids"], mask, strict=True)]
             self.asked = [self.threads.submit(self.rollout.score, ids) for ids in rows]
 
-    def finish(self) -> dict[str, float]:
+    def finish(self, **known: float) -> dict[str, float]:
         """Wait for the servers' scores, and return the metrics of the canary, or {} if a server does not answer.
 
-        The result is also {} if `start` was not called since the last call of `finish`.
+        If a metric in `known` is larger, the result has the larger value. The result is also {} if `start` was not
+        called since the last call of `finish`.
         """
         asked, self.asked = self.asked, []
         try:
@@ -78,7 +79,7 @@ class Canary:
             return {}
         servers = [torch.cat([torch.tensor(x) for x in of_server]) for of_server in zip(*rows)]  # (L,) of each server
         before, self.before = self.before, torch.stack([self.trainer, *servers])
-        return compare_scores(before, self.before)
+        return {name: max(x, known.get(name, x)) for name, x in compare_scores(before, self.before).items()}
 
 
 def compare_scores(before: Tensor, now: Tensor) -> dict[str, float]:

@@ -17,29 +17,28 @@ import json
 import secrets
 import shutil
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
 
 from inference.servers import Servers
 from inference.weights import WeightUpdateMeta, label
 from inference.wire import Wire
 from rollout.dispatcher import ServerRestarted
 from rollout.executor import ProxyAddress, WorkflowExecutor
-from rollout.trajectory import Trajectory
 from run.inputs import Inputs
 from run.keys import TrainConfig
 from run.launch import HOLD_SECONDS, Fleet, Planned, own_command
 from run.logger import Trace
-from run.recover import newest_checkpoint
+from run.recover import GroupLog, newest_checkpoint
 from run.replay import ReplayExecutor, facts
 from run.schedule import EVENTS, FILE, ScheduledEngine
 from run.terminal import BEGIN
 
 Keys = tuple[str, ...]  # the admin key of the proxies, and the key of the servers
-Keep = Callable[[int, Trajectory], None]  # keep(task_id, group) saves a finished group for a restart
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,12 @@ def max_restarts(run: Run) -> int:
 
 
 def start_processes(run: Run) -> Keys:
-    """Start the inference servers and the proxies, and return at once. Return the keys that the proxies wait for."""
+    """Start the inference servers and the proxies, and return at once. Return the keys that the proxies wait for.
+
+    Only rank 0 starts processes. On every other rank the result is ().
+    """
+    if dist.get_rank() > 0:
+        return ()
     servers = [run.fleet.start(planned).url for planned in run.servers]
     proxies = plan_proxies(run.config, servers or run.config.rollout.server_addrs, max_restarts(run) > 0)
     names = [run.fleet.start(replace(proxy, keys=())).name for proxy in proxies]
@@ -87,14 +91,16 @@ def start_processes(run: Run) -> Keys:
     return proxies[0].keys
 
 
-def start_rollout(run: Run, keys: Keys, keep: Keep | None = None) -> tuple[ScheduledEngine, WorkflowExecutor]:
+def start_rollout(run: Run, keys: Keys, groups: GroupLog | None = None) -> tuple[Any, Any]:
     """Start the rollout side. Return the engine and the evaluation executor. The engine's attribute `executor` is the
-    training executor.
+    training executor. On every rank except 0 the result is (NoRollout(), None).
 
-    `start_processes` has started the processes and returned `keys`. `keep(task_id, group)` saves each accepted group
-    for a restart. After the death of a child process that the run needs, both executors raise ProcessDied in every call
-    that waits for an episode.
+    `start_processes` has started the processes and returned `keys`. `groups` saves each accepted group for a restart.
+    After the death of a child process that the run needs, both executors raise ProcessDied in every call that waits for
+    an episode.
     """
+    if not keys:
+        return NoRollout(), None
     config, options, stack = run.config, run.config.rollout, run.stack
     servers, proxies = run.fleet.children[: len(run.servers)], run.fleet.children[len(run.servers) :]
     for server in servers:
@@ -136,7 +142,7 @@ def start_rollout(run: Run, keys: Keys, keep: Keep | None = None) -> tuple[Sched
         proxy=proxy,
         dump_dir=config.run_dir,
         trace=trace,
-        keep=keep,
+        keep=groups.write if groups else None,
         hold_failures=HOLD_SECONDS,
     )
     stack.callback(executor.destroy)

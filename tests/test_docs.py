@@ -50,7 +50,7 @@ RAISED_BY = {
     "the report": 241,
     "keys, limits, checked answers": 104,
     "what real clients send": 43,
-    "the documents' examples, a trainer in a script, every user": 43,
+    "the documents' examples, a trainer in a script, every user": 39,
     "a fast path of the small server": 77,
     "the doctor": 180,
     "input items of a response": 31,
