@@ -88,6 +88,8 @@ async def within(seconds: float, work: Coroutine[Any, Any, Any], words: str) -> 
     If the work ignores its cancellation for ABANDON_SECONDS, the function logs an error and stops waiting for the work.
     """
     task = asyncio.ensure_future(without_exit(work))
+    # If the caller is cancelled, nobody reads the work's exception, and asyncio would print its traceback.
+    task.add_done_callback(lambda task: task.cancelled() or task.exception())
     try:
         if not (await asyncio.wait({task}, timeout=seconds))[0]:
             raise TimeoutError(words)

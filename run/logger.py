@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from rich.console import Console, Group
-from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from safetensors.torch import save_file
@@ -33,6 +32,7 @@ from run.doctor import Doctor
 from run.keys import TrainConfig
 from run.recover import discard
 from run.report import read_records, write_report
+from run.terminal import terminal
 
 # The columns of the live table: metric, heading, format. A narrow terminal shows only the first columns.
 COLUMNS = (
@@ -200,8 +200,7 @@ class Logger:
         self.counts = asdict(executor.stats)  # the executor's counters at the last logged step
         self.words: dict[int, str] = {}  # the text of each token id that was in a batch
         self.tracker = track(config) if config.logger.tracker else None
-        show = config.logger.live and Console().is_terminal
-        self.live = Live(get_renderable=self._screen, refresh_per_second=2) if show else nullcontext()
+        self.live = terminal.show(self._screen) if config.logger.live and terminal.is_terminal else nullcontext()
 
     def log(self, batch: dict[str, Tensor], metrics: dict[str, Any]) -> None:
         """Write one step's batch and metrics, and print the metrics.
@@ -238,7 +237,7 @@ class Logger:
             if metrics[name] and not any(line.get(name) for line in self.history[:-1]):
                 example = self._text(batch, int(batch[name].argmax()))[:160]
                 print(f"step {step} has the first {notice}: {example!r}", flush=True)
-        if not isinstance(self.live, Live):
+        if isinstance(self.live, nullcontext):
             first, *others = (f"{title} {as_text(metrics, key, text)}" for key, title, text in COLUMNS)
             print(f"{first} of {self.config.max_steps}", *others, self._time(), sep="  ", flush=True)
         if "eval_episodes" in metrics:
@@ -275,10 +274,11 @@ class Logger:
             table.add_row(*(as_text(metrics, key, text) for key, text in shown))
         phase, begin = self.trace.phase if self.trace else ("", self.start)
         finished = min(batch, max(0, self.executor.stats.accepted - done * batch))
-        step, seconds = min(done + 1, self.config.max_steps), f"{time.monotonic() - begin:.0f} s"
-        members = self.config.gconfig.n_samples
-        ended = f"; {self.executor.ended} episodes, {batch * members} a batch" if members > 1 else ""
-        doing = f"step {step}, {phase.replace('_', ' ')}, {seconds}; {finished} of {batch} groups{ended}"
+        step, episodes = min(done + 1, self.config.max_steps), batch * self.config.gconfig.n_samples
+        doing = (
+            f"step {step}, {phase.replace('_', ' ')}, {time.monotonic() - begin:.0f} s; {finished} of {batch} groups"
+        )
+        doing += f"; {self.executor.ended} episodes, {episodes} a batch"
         bar = ProgressBar(total=self.config.max_steps, completed=done, width=30)
         pace = self._time() if done else "the first is running"
         return Group(table, bar, f" {done} of {self.config.max_steps} steps; {pace}", doing)

@@ -15,9 +15,11 @@ train.py imports this module before torch, so this module imports nothing that t
 import atexit
 import os
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack, redirect_stdout, suppress
 from pathlib import Path
 from time import monotonic
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
@@ -26,7 +28,34 @@ from run.config import ConfigError, load
 from run.early import prepare
 
 BEGIN = monotonic()
-clock = Live(get_renderable=lambda: f"{monotonic() - BEGIN:.0f} s since start", refresh_per_second=2, transient=True)
+
+
+class Terminal(Console):
+    """A console with displays, which one thread at a time prints on or refreshes.
+
+    rich first computes how many lines of the displays a print replaces, and writes the print later. After a refresh in
+    between, the number may be wrong: then a printed line would be lost, or a part of an old display would remain.
+    """
+
+    def __enter__(self) -> Console:
+        self._lock.acquire()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            super().__exit__(*error)
+        finally:
+            self._lock.release()
+
+    def show(self, content: Callable[[], Any], transient: bool = False) -> Live:
+        """Return a display of what `content` returns, twice a second."""
+        live = Live(console=self, get_renderable=content, refresh_per_second=2, transient=transient)
+        live._lock = self._lock  # two threads that take two locks in different orders would wait for ever
+        return live
+
+
+terminal = Terminal()
+clock = terminal.show(lambda: f"{monotonic() - BEGIN:.0f} s since start", transient=True)
 before_results = ExitStack()  # closing it ends the clock, and the silence of a quiet run
 
 
@@ -47,7 +76,7 @@ def greet(words: list[str]) -> None:
         return
     if "--dry-run" not in words:
         print("nano-areal: importing torch and transformers", flush=True)
-    if Console().is_terminal:
+    if terminal.is_terminal:
         clock.start()
         before_results.callback(clock.stop)  # also shows the cursor again
         atexit.register(before_results.close)  # ends the clock after an error, too

@@ -57,8 +57,8 @@ class LongAgent(CallingAgent):
     prompt = "guess a number " * 100
 
 
-class RaisingAgent:
-    """An agent that raises an exception in every episode."""
+class RaisingAgent(CallingAgent):
+    """An agent that raises an exception in every episode, after its request."""
 
-    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
-        raise OSError(f"no board {id(data)}")
+    def reward(self, answer: str, text: str) -> float:
+        raise OSError(f"no board {id(text)}")

@@ -3,6 +3,7 @@ left."""
 
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import re
@@ -379,6 +380,24 @@ async def test_a_limit_tells_its_own_timeout_from_another() -> None:
         await within(60, fails(), "the episode")
     with pytest.raises(TimeoutError, match="the episode"):
         await within(0, asyncio.sleep(3600), "the episode")
+
+
+@pytest.mark.anyio
+async def test_an_error_that_nobody_waits_for_prints_nothing() -> None:
+    """The work may raise an exception in the moment in which its caller is cancelled, as at the end of a run whose
+    agents fail. asyncio reports no exception that was never retrieved."""
+    reported: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: reported.append(context))
+
+    async def fails() -> None:
+        callers[0].cancel()
+        raise OSError("no board")
+
+    callers = [asyncio.ensure_future(within(60, fails(), "the episode"))]
+    await asyncio.wait(callers)
+    assert callers.pop().cancelled()
+    gc.collect()  # asyncio reports the exception when the work's task is deleted
+    assert reported == []
 
 
 def test_a_loop_that_ends_takes_its_workers_along() -> None:

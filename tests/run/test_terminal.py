@@ -1,20 +1,26 @@
 """What a user sees before the first training step: the first words, a clock on a terminal, and silence with --quiet."""
 
+import io
 import os
 import pty
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from threading import Thread
+from typing import Any
 
 import pytest
 from conftest import ROOT
 
+from run.terminal import Terminal
+
 SHOW = """
 import sys
-from rich.live import Live
-from run.terminal import before_results, greet
+from run.terminal import before_results, greet, terminal
 greet(sys.argv[1:])
 print("a model is made", flush=True)
-with Live("the table"):
+with terminal.show(lambda: "the table"):
     print("a step", flush=True)
 print("the end", flush=True)
 before_results.close()
@@ -51,6 +57,46 @@ def test_a_clock_counts_before_and_after_the_table() -> None:
     assert after.rindex("\x1b[2K") > after.rindex("s since start")
     assert whole.rindex("\x1b[?25h") > whole.rindex("\x1b[?25l")
     assert after.endswith("the results " * 10 + "\r\n")
+
+
+def lines_on_screen(received: str) -> list[str]:
+    """Return the lines that a terminal shows after it has received these characters."""
+    lines, row = [""], 0
+    for part in re.findall(r"\x1b\[\??\d*[A-Za-z]|[\r\n]|[^\x1b\r\n]+", received):
+        if part == "\n":
+            row += 1
+            lines += [""] * (row == len(lines))
+        elif part == "\x1b[1A":
+            row -= 1
+        elif part == "\x1b[2K":
+            lines[row] = ""
+        elif part[0] not in "\x1b\r":
+            lines[row] = part + lines[row][len(part) :]
+    return [line for line in map(str.rstrip, lines) if line]
+
+
+def test_a_refresh_and_a_print_leave_both_on_the_screen() -> None:
+    """A table may grow and be refreshed while another thread prints a line. The screen then shows the line and the
+    whole table, each once."""
+    received, rows = io.StringIO(), ["row 1"]
+    terminal = Terminal(file=received, force_terminal=True, width=40, color_system=None)
+    refreshes = list[Thread]()
+
+    class Line:
+        def __rich_console__(self, *_: Any) -> Iterator[str]:
+            # At this moment rich has computed how many lines of the table the print replaces.
+            rows.append("row 2")
+            refreshes.append(Thread(target=table.refresh))
+            refreshes[0].start()
+            refreshes[0].join(0.3)  # a refresh that need not wait for the print is over now
+            yield "a printed line"
+
+    with terminal.show(lambda: "\n".join(rows)) as table:
+        table.refresh()
+        assert lines_on_screen(received.getvalue()) == ["row 1"]
+        terminal.print(Line())
+        refreshes[0].join()
+    assert lines_on_screen(received.getvalue()) == ["a printed line", "row 1", "row 2"]
 
 
 def test_a_file_gets_no_clock() -> None:
