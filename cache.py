@@ -150,6 +150,44 @@ def are_identical(messages: list[Message], others: list[Message]) -> bool:
     return messages == others and all(repr(a) == repr(b) for a, b in pairs)  # `==` cannot tell True from 1
 
 
+class PrefixTree:
+    """The finished interactions of a session, each at the node that stands for its whole conversation."""
+
+    def __init__(self) -> None:
+        self.first = Node()  # stands for the empty prefix
+        self.newest: tuple[list[Message], Node] = ([], self.first)  # the newest conversation, and its node
+
+    def follow(self, messages: list[Message]) -> tuple[Interaction | None, Node, int]:
+        """Follow `messages` along the tree as far as possible.
+
+        Return the last finished interaction on the path, the last node, and the number of messages before this node.
+        """
+        conversation, node = self.newest
+        known = len(conversation)
+        if not are_identical(messages[:known], conversation):
+            node, known = self.first, 0
+        parent = node.ended[-1] if node.ended else None
+        for message in messages[known:]:
+            following = node.edges.get(canonical(message))
+            if following is None:
+                break
+            node, known = following, known + 1
+            parent = node.ended[-1] if node.ended else parent
+        return parent, node, known
+
+    def insert(self, interaction: Interaction, node: Node, edges: list[tuple]) -> None:
+        """Add a finished interaction at the end of the path that begins at `node` and has the edges `edges`."""
+        for edge in edges:
+            node = node.edges.setdefault(edge, Node())
+        node.ended.append(interaction)
+        self.newest = interaction.conversation, node
+
+    def remove(self, interaction: Interaction) -> None:
+        """Remove a finished interaction. The nodes stay."""
+        self.follow(interaction.conversation)[1].ended.remove(interaction)
+        self.newest = [], self.first
+
+
 class InteractionCache(OrderedDict[str, Interaction]):
     """The interactions of one session by completion id, in the order of their requests.
 
@@ -159,10 +197,8 @@ class InteractionCache(OrderedDict[str, Interaction]):
     def __init__(self, side_patterns: Collection[str] = PATTERNS) -> None:
         super().__init__()
         self._matches_side_pattern = make_matcher(side_patterns)
-        # The cache has no mutable state except the dictionary itself and these four attributes:
-        self._empty_prefix = Node()
-        # The newest finished conversation, and its last node
-        self._newest: tuple[list[Message], Node] = ([], self._empty_prefix)
+        # The cache has no mutable state except the dictionary itself and these three attributes:
+        self._tree = PrefixTree()
         # The id of each unfinished call -> the last node on the call's path, and the edges that the call adds after it
         self._unfinished: dict[str, tuple[Node, list[tuple]]] = {}
         self._discounted = False
@@ -180,7 +216,7 @@ class InteractionCache(OrderedDict[str, Interaction]):
         if interaction_id in self:
             raise ValueError(f"interaction {interaction_id!r} is already in the cache")
         interaction.interaction_id = interaction_id
-        found, node, known = self._follow(interaction.messages)
+        found, node, known = self._tree.follow(interaction.messages)
         self._unfinished[interaction_id] = node, [canonical(message) for message in interaction.messages[known:]]
         if found:
             shared = found.conversation  # the parent's message objects are reused to save memory
@@ -202,10 +238,7 @@ class InteractionCache(OrderedDict[str, Interaction]):
         interaction, said = self[interaction_id], [canonical(message) for message in output]
         node, rest = self._unfinished.pop(interaction_id)
         interaction.model_response, interaction.output_message_list = response, output
-        for edge in rest + said:
-            node = node.edges.setdefault(edge, Node())
-        node.ended.append(interaction)
-        self._newest = interaction.conversation, node
+        self._tree.insert(interaction, node, rest + said)
 
     def discard(self, interaction_id: str) -> None:
         """Remove an unfinished interaction whose call failed or was cancelled. A finished interaction stays."""
@@ -216,31 +249,12 @@ class InteractionCache(OrderedDict[str, Interaction]):
         """Remove a finished interaction whose reply the client never read, unless it has children."""
         interaction = self.get(interaction_id)
         if interaction is not None and interaction.complete and not interaction.children:
-            self._follow(interaction.conversation)[1].ended.remove(interaction)
-            self._newest = [], self._empty_prefix
+            self._tree.remove(interaction)
             self._remove(interaction_id)
 
     def find_parent(self, messages: list[Message]) -> Interaction | None:
         """Return the finished interaction whose conversation is the longest prefix of `messages`, or None."""
-        return self._follow(messages)[0]
-
-    def _follow(self, messages: list[Message]) -> tuple[Interaction | None, Node, int]:
-        """Follow `messages` along the tree as far as possible.
-
-        Return the last finished interaction on the path, the last node, and the number of messages before this node.
-        """
-        conversation, node = self._newest
-        known = len(conversation)
-        if not are_identical(messages[:known], conversation):
-            node, known = self._empty_prefix, 0
-        parent = node.ended[-1] if node.ended else None
-        for message in messages[known:]:
-            following = node.edges.get(canonical(message))
-            if following is None:
-                break
-            node, known = following, known + 1
-            parent = node.ended[-1] if node.ended else parent
-        return parent, node, known
+        return self._tree.follow(messages)[0]
 
     def _remove(self, interaction_id: str) -> None:
         removed = self.pop(interaction_id)

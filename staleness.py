@@ -149,10 +149,10 @@ class StalenessManager:
 
     def on_rollout_submitted(self) -> None:
         """Count an enqueued group as running. Raises StalenessError if the gate has no place for the group."""
-        self._move("enqueued", "running")
         stat, version = self.get_stats(), self.version_provider.get_version()
-        if (stat.accepted + stat.running - 1) // self.consumer_batch_size > self.max_staleness + version:
-            raise StalenessError(f"a group started at version {version} although the gate was closed: {stat}")
+        if (stat.accepted + stat.running) // self.consumer_batch_size > self.max_staleness + version:
+            raise StalenessError(f"a group must not start at version {version}, because the gate is closed: {stat}")
+        self._move("enqueued", "running")
 
     def on_rollout_accepted(self) -> None:
         """Count a running group as accepted."""

@@ -144,15 +144,13 @@ class PPOTrainer:
     def train_step(self, step: int) -> None:
         """Run one training step: consume a batch of prompt groups, and push the weights of version `step`."""
         config, inputs, trace, actor = self.run.config, self.run.inputs, self.run.trace, self.actor
-        begin, seconds, is_last = time.monotonic(), dict[str, float](), step == self.last_step
+        begin, seconds = time.monotonic(), dict[str, float]()
+        version, is_last = actor.get_version(), step == self.last_step
 
         # 1. Wait for a batch: the next B prompt groups, as N rows. No trained token is more than eta versions old.
         #    input_ids, loss_mask, versions, logprobs (log pi_behav) are (N, T); rewards are (N,).
         with trace.span("rollout_wait", seconds):
-            version = actor.get_version()
-            options = {"should_accept_fn": config.should_accept_fn, "group_size": config.rollout.group_size}
-            while not (batch := actor.prepare_batch(self.train_dataloader, workflow=inputs.workflow, **options)):
-                self.push_weights(version)  # there is no batch, because a server was started again and needs weights
+            batch = self.wait_for_batch()
         metrics: dict[str, Any] = {"step": step, "version": version, **describe_batch(batch, version)}
         if config.server.release_memory:  # generation pauses until the push at the end of this step
             metrics |= self.canary.finish()
@@ -177,8 +175,6 @@ class PPOTrainer:
         with trace.span("canary"):
             metrics |= self.canary.finish()
         with trace.span("sync", seconds):
-            if config.server.release_memory:
-                torch.cuda.empty_cache()  # the servers take their memory back
             self.push_weights(step)
         with trace.span("canary"):
             self.canary.start(batch)
@@ -189,7 +185,7 @@ class PPOTrainer:
         if is_due(step, config.evaluator.interval):
             with trace.span("evaluate"):
                 while not (found := share(evaluate(self.evaluation, inputs) if self.evaluation else None)):
-                    self.push_weights(step)
+                    self.push_weights(step)  # a server was started again and needs the weights
                 metrics |= found
         # 8. Save the model as a Hugging Face directory.
         if is_last or is_due(step, config.saver.interval):
@@ -205,6 +201,14 @@ class PPOTrainer:
         if is_last or is_due(step, config.recover_interval):
             self.save(step)
 
+    def wait_for_batch(self) -> dict[str, Any]:
+        """Wait for the next batch. If a server was started again meanwhile, push the weights to it and wait again."""
+        config, workflow = self.run.config, self.run.inputs.workflow
+        options = {"should_accept_fn": config.should_accept_fn, "group_size": config.rollout.group_size}
+        while not (batch := self.actor.prepare_batch(self.train_dataloader, workflow=workflow, **options)):
+            self.push_weights(self.actor.get_version())
+        return batch
+
     def save(self, step: int | None = None) -> None:
         """Write a checkpoint of `step`, or of the last finished step. A killed run continues from the checkpoint."""
         with self.run.trace.span("save"):
@@ -215,6 +219,8 @@ class PPOTrainer:
         meta = self.actor.weight_update_meta.with_version(version)
         self.actor.write_weights(meta)  # mode disk: write the files while the servers still generate
         self.rollout.pause()  # running generations stop, and their tokens are kept
+        if self.run.config.server.release_memory:
+            torch.cuda.empty_cache()  # the servers take their memory back
         self.actor.update_weights(meta)
         self.actor.set_version(version)
         self.rollout.set_version(version)  # the gate may now start more groups

@@ -87,6 +87,7 @@ RAISED_BY = {
     "checks of the gate and of the final rewards in every run": 9,
     "servers that a killed run has left paused": 2,
     "processes that import their modules while train.py does": 55,
+    "the prefix tree is a class, the wait for a batch is a method": 11,
 }
 
 
