@@ -24,8 +24,8 @@ overtake a slow group. In an example with eta = 1 and B = 2, a slow group reache
 - **wait** consumes the groups that started first, so a batch waits for its slowest group. *Proof:* number the groups
   that were not rejected 1, 2, 3, ... in order of start. A group that starts at version s gets a number p <=
   (eta + s + 1) * B, because the gate counted this group and every group before it. Later rejections only make p
-  smaller. Step ceil(p / B) consumes group p, at version ceil(p / B) - 1 <= eta + s. No token of group p is older than
-  version s, so the age of group p is at most eta.
+  smaller. Step ceil(p / B) consumes group p at version ceil(p / B) - 1, which is at most eta + s. No token of group p
+  is older than version s, so the age of group p is at most eta.
 - **mask** consumes the groups that finished first, and takes tokens older than eta out of the loss. The first tokens of
   a long answer are the oldest, so these tokens are trained less often. No step waits for a slow group. A group is lost
   only if all its tokens are too old. *Proof:* number the accepted groups in order of finish. A group that finishes at

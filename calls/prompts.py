@@ -59,7 +59,7 @@ SENTINEL = "\u27e6the assistant's text\u27e7"
 STUB: list[Message] = [{"role": "user", "content": "x"}, {"role": "assistant", "content": SENTINEL}]
 REFUSES = (TemplateError, LookupError, TypeError, ValueError, RecursionError)  # a refusing template raises one of these
 PART = 2**16  # a text much longer than the context is tokenised in parts of this many characters
-INCOMPLETE = 3  # an incomplete character has at most this many bytes, tokens or U+FFFD
+INCOMPLETE = 3  # the largest number of bytes, of tokens and of characters U+FFFD in an incomplete character
 WITHOUT_TEXT = 16  # if more tokens in a row than this have no text, they are special, and `TextReader` may settle them
 
 

@@ -198,7 +198,7 @@ def update_from_distributed(meta: WeightUpdateMeta, post_all: PostAll, buckets: 
     """Make a process group of this process (rank 0) and all GPUs of all servers, and broadcast every bucket in it."""
     import torch
 
-    # 1. Plan the group. In the group the trainer has rank 0. The ranks of a server begin at the server's rank_offset.
+    # 1. Plan the group. The trainer has rank 0 in the group. The ranks of a server begin at the server's rank_offset.
     infos = post_all("/server_info")
     sizes = [info["tp_size"] for info in infos]
     on_gpus = torch.cuda.is_available() and all(info["device"] == "cuda" for info in infos)

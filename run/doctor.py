@@ -10,7 +10,7 @@ each rule once in a run: on the terminal, and as one line of doctor.jsonl. With 
 rule but `waiting` also ends the run.
 
 Two rules cannot wait for the end of a step. The step may never end if an agent blocks the event loop, or if groups are
-rejected without end. A thread therefore checks these two rules while the trainer waits (`watch`).
+rejected without end. While the trainer waits, a thread of `watch` therefore checks these two rules.
 
 The limits are wide, because people who have seen alarms in healthy runs ignore alarms. A rule is silent if the run
 lacks the rule's metric, for example because an earlier revision wrote the run.

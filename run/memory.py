@@ -1,9 +1,9 @@
 """Estimate the memory and the disk space that a run needs, before the run starts.
 
-**The trainer.** A rank keeps its share of the parameters, gradients and two AdamW moments: four float32 numbers for
-each of the n parameters. A training step has three phases: head, layers and end. In addition to its share, the rank
-needs the bytes of the largest phase (table below). P is the number of parameters in a decoder layer, V the vocabulary
-size, and H the hidden size. R is the number of parameters in the embedding and the last layer: V H if these two layers
+**The trainer.** A rank keeps a share of the model's parameters. For each of these parameters the rank stores four
+float32 numbers: the parameter, its gradient and two AdamW moments. A training step has three phases: head, layers and
+end. In addition to its share, the rank needs the bytes of the largest phase (table below). P is the number of
+parameters in a decoder layer, V the vocabulary size, and H the hidden size. R is the number of parameters in the embedding and the last layer: V H if these two layers
 share their weights, else 2 V H. A number in a forward pass has b bytes, 2 in bfloat16. `saved` is the number of bytes
 that the forward pass keeps for the backward pass.
 

@@ -126,7 +126,7 @@ def test_a_rejected_row_leaves_the_sum_whatever_weight_its_tokens_have(keys, lev
 
 
 def test_tests_of_a_sequence_read_trained_tokens_only():
-    """An untrained token fails no test. Flat tokens with sequence_ids give the same result as the (B, T) grid."""
+    """An untrained token never rejects its row. Flat tokens with sequence_ids have the same result as a (B, T) grid."""
     log_w = torch.tensor([[-9.0, 0.0, 0.1], [0.0, 0.0, -9.0]])
     mask = torch.tensor([[False, True, True], [True, True, True]])
     config = PPOActorConfig(reject_veto=0.01)
