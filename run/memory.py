@@ -3,9 +3,9 @@
 **The trainer.** A rank keeps a share of the model's parameters. For each of these parameters the rank stores four
 float32 numbers: the parameter, its gradient and two AdamW moments. A training step has three phases: head, layers and
 end. In addition to its share, the rank needs the bytes of the largest phase (table below). P is the number of
-parameters in a decoder layer, V the vocabulary size, and H the hidden size. R is the number of parameters in the embedding and the last layer: V H if these two layers
-share their weights, else 2 V H. A number in a forward pass has b bytes, 2 in bfloat16. `saved` is the number of bytes
-that the forward pass keeps for the backward pass.
+parameters in a decoder layer, V the vocabulary size, and H the hidden size. R is the number of parameters in the
+embedding and the last layer: V H if these two layers share their weights, else 2 V H. A number in a forward pass has b
+bytes, 2 in bfloat16. `saved` is the number of bytes that the forward pass keeps for the backward pass.
 
     head    b R + (4 + b) V H + saved + chunk        the whole last layer; its gradient in float32; the gradient that
                                                      one chunk of tokens adds to it; the chunk's logits
