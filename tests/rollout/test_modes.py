@@ -347,6 +347,16 @@ async def test_work_that_swallows_its_cancellation_is_abandoned(
 
 
 @pytest.mark.anyio
+async def test_a_worker_gets_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment of a worker contains no key of the run, even if the user has set a key in the environment."""
+    monkeypatch.setenv("NANO_AREAL_SERVER_KEY", "secret")
+    monkeypatch.setenv("MY_TOOLS_KEY", "the agent's")
+    async with contextlib.aclosing(WorkerPool(1)) as pool, pool.worker() as worker:
+        assert await worker.call(os.getenv, "NANO_AREAL_SERVER_KEY") is None
+        assert await worker.call(os.getenv, "MY_TOOLS_KEY") == "the agent's"
+
+
+@pytest.mark.anyio
 async def test_a_result_runs_no_code_in_the_trainer(tmp_path: Path) -> None:
     """If a worker returns an object whose pickle would run code, the call raises an error, and the parent runs no such
     code."""

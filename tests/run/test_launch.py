@@ -22,6 +22,7 @@ from runs import SMALL_GUESS, STRADDLING_MAZE, assert_gone, check_metrics, is_al
 import proxy
 from run.config import load
 from run.launch import Child, Fleet, Planned, ProcessDied, plan_restart
+from run.plan import plan_servers
 from run.start import plan_proxies
 
 
@@ -81,6 +82,20 @@ def test_agents_requests_are_as_patient_as_configured(tiny_model_dir: Path, monk
     assert proxy.main([*planned.command[4:], "--port", "0"]) == 2
     patience = {"request_timeout": 7.0, "request_retries": 5, "wait_for_servers": True}
     assert given == {**patience, "key": "the server's", "schedule": "runs/gsm8k/auto/schedule.jsonl", "replay": ""}
+
+
+def test_keys_reach_the_processes_by_a_pipe() -> None:
+    """No command line and no environment variable of a server or proxy contains a key, because other processes can read
+    both. The keys are sent to standard input."""
+    config = load(["--config", str(ROOT / "configs/demo.yaml"), "rollout.server_key=very-secret", "tokenizer_path=DIR"])
+    [server], [front] = plan_servers(config, [], ranks=1), plan_proxies(config, ["http://up"], wait_for_servers=True)
+    assert server.keys == ("very-secret",)
+    admin_key, server_key = front.keys
+    assert server_key == "very-secret"
+    for planned in (server, front):
+        told = " ".join([*planned.command, *planned.variables.values()])
+        assert "very-secret" not in told
+        assert admin_key not in told
 
 
 def test_a_leash_passes_a_key_that_begins_with_a_hyphen() -> None:
