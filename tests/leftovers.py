@@ -7,7 +7,6 @@ plants no error. The other arguments are those of train.py. The last line of the
 for each kind of thing that a run must not leave behind. For a private list of files, set TMPDIR to an empty folder.
 """
 
-import gc
 import importlib.util
 import json
 import os
@@ -41,17 +40,6 @@ def processes() -> list[str]:
     return found
 
 
-def sockets() -> list[str]:
-    """Return the addresses of the open TCP sockets of this process."""
-    inodes = set()
-    for link in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):
-            inodes.add(os.readlink(link).removeprefix("socket:[").removesuffix("]"))
-    tables = "".join(Path(f"/proc/self/net/{name}").read_text() for name in ("tcp", "tcp6"))
-    rows = [row.split() for row in tables.splitlines()]
-    return [f"{row[1]} {row[2]}" for row in rows if row[9:] and row[9] in inodes]
-
-
 def main() -> None:
     _, file, line, changed, *words = sys.argv
     os.environ[MARK] = str(os.getpid())
@@ -60,11 +48,10 @@ def main() -> None:
         plant(file, line, changed)
     with suppress(SystemExit):
         runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
-    gc.collect()  # objects of the run that nothing refers to may still hold a socket
     paths = *Path(tempfile.gettempdir()).rglob("*"), *Path("/dev/shm").glob(f"*{os.getpid()}*")
     files = [str(path) for path in paths if path.is_file()]
     threads = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
-    left = {"threads": threads, "processes": processes(), "sockets": sockets(), "files": files}
+    left = {"threads": threads, "processes": processes(), "files": files}
     print(json.dumps(left), flush=True)
     os._exit(0)  # a planted error may leave a thread that would hold up the end of this process
 

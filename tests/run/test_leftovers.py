@@ -17,12 +17,11 @@ from conftest import ROOT
 from runs import SMALL_GUESS, command
 from safetensors.torch import save_file
 
-KINDS = ("threads", "processes", "sockets", "files")
+KINDS = ("threads", "processes", "files")
 # For each error: the kind of thing that it leaves behind, the file, the original code, and the changed code
 ERRORS = [
     ("threads", "rollout/runner.py", "self._loop.call_soon_threadsafe(self._stop.set)", "pass"),
     ("processes", "run/command.py", "stack.callback(fleet.close)", "pass"),
-    ("sockets", "training/ranks.py", "    dist.destroy_process_group()", "    pass"),
     ("files", "run/start.py", "run.stack.callback(shutil.rmtree, folder, ignore_errors=True)", "pass"),
 ]
 
@@ -46,8 +45,8 @@ def leftovers(tmp_path: Path, *error: str) -> dict[str, list[str]]:
 @pytest.mark.runs
 @pytest.mark.skipif(sys.platform != "linux", reason="tests/leftovers.py reads /proc")
 def test_a_run_leaves_nothing_behind(tmp_path: Path) -> None:
-    """After a run in mode subproc, no thread, process, open socket or temporary file of the run is left, and no file in
-    shared memory."""
+    """After a run in mode subproc, no thread, process or temporary file of the run is left, and no file in shared
+    memory."""
     assert leftovers(tmp_path) == {kind: [] for kind in KINDS}
 
 
