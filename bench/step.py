@@ -1,7 +1,7 @@
 """Compare the training step of this checkout and of an earlier revision: the CPU time of each part, and the gradients.
 
     python train.py max_steps=8 trial_name=short              a run, whose batches are kept in tokens/
-    python bench/step.py runs/guess/short --against 76dd0b7
+    python bench/step.py runs/guess/short --against 7827978
 
 This checkout and the earlier revision are the two source trees. Each trains the newest model of the run on the newest
 batch of the run. Each source tree uses its own file of the recipe. A pair of measurements is one process of each source

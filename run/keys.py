@@ -157,7 +157,7 @@ class LoggerConfig:
 
     live: bool = True  # true: show a live table if there is a terminal; false: print one line per step
     sample_interval: CountOrZero = 20  # number of steps between two printed sample conversations; 0: never
-    report_interval: CountOrZero = 10  # number of steps between two updates of report.html; 0: only at the end
+    report_interval: CountOrZero = 10  # least number of steps between two updates of report.html; 0: only at the end
     tokens_interval: CountOrZero = 1  # number of steps between two saved batches, tokens/{step}.safetensors; 0: never
     tracker: str | None = None  # module that also gets the metrics: wandb, trackio or one with their interface
     keep_steps: Count | None = None  # number of newest steps whose files in tokens/ and rollout/ are kept; default: all

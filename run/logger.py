@@ -62,6 +62,7 @@ NOTICES = {  # metrics that the run reports when their value is above 0 for the 
 }
 ROWS = 12  # number of steps that the live table shows
 TRAINER, ROLLOUT = 1, 2  # ids of the two tracks in the trace
+REPORT_SHARE = 0.02  # a report is left out if the earlier reports took a larger share of the run's time
 END = b"\n]\n"  # the last bytes of every trace file
 
 
@@ -199,6 +200,7 @@ class Logger:
         self.start = time.monotonic() - (self.history[-1]["wall_s"] if self.history else 0.0)
         self.counts = asdict(executor.stats)  # the executor's counters at the last logged step
         self.words: dict[int, str] = {}  # the text of each token id that was in a batch
+        self.report_s = 0.0  # seconds spent on reports
         self.tracker = track(config) if config.logger.tracker else None
         self.live = terminal.show(self._screen) if config.logger.live and terminal.is_terminal else nullcontext()
 
@@ -227,9 +229,7 @@ class Logger:
         if self.tracker:
             self.tracker.log({k: v for k, v in metrics.items() if isinstance(v, int | float)}, step=step)
 
-        if self.config.logger.report_interval and step % self.config.logger.report_interval == 0:
-            write_report(self.config.run_dir)
-
+        self._report(step, metrics["wall_s"])
         if keep := self.config.logger.keep_steps:
             discard(self.config.run_dir, step - keep, self.config.rollout.max_head_offpolicyness)
 
@@ -247,6 +247,13 @@ class Logger:
         if every and (step - 1) % every == 0:
             print(f"a sample, reward {batch['rewards'][0]:.2f}: {self._text(batch, 0)}", flush=True)
         self.doctor.check(self.history)
+
+    def _report(self, step: int, wall_s: float) -> None:
+        """Write the report if it is due after this step, and if the earlier reports took little of the run's time."""
+        every, begin = self.config.logger.report_interval, time.monotonic()
+        if every and step % every == 0 and self.report_s <= REPORT_SHARE * wall_s:
+            write_report(self.config.run_dir)
+            self.report_s += time.monotonic() - begin
 
     def _text(self, batch: dict[str, Tensor], row: int) -> str:
         """Return the text of a row of the batch, on one line."""

@@ -3,7 +3,7 @@
     python -m run.report runs/guess/one                        writes runs/guess/one/report.html
     python -m run.report runs/guess/one runs/guess/other       writes runs/guess/one/beside-other.html
 
-A training run writes its report every `logger.report_interval` steps and when it ends, even if it ends by Ctrl-C or a
+A training run writes its report every `logger.report_interval` steps, and when it ends, even if it ends by Ctrl-C or a
 failure. The report is made only from files in the run's folder, so it can also be written for a run that crashed.
 
     metrics.jsonl     the curves and the lag histogram

@@ -49,6 +49,22 @@ def test_the_table_fits_the_terminal(logger: Logger, monkeypatch: pytest.MonkeyP
     assert status.endswith("; 0 of 6 groups; 34 episodes, 120 a batch")
 
 
+def test_reports_take_a_small_share_of_the_time(logger: Logger, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step takes 1 s, and so does a report. A report is left out if the earlier reports took more than 1/50 of the
+    time."""
+    seconds, written = [0.0], []
+
+    def write(_: Path) -> None:
+        written.append(step)
+        seconds[0] += 1
+
+    monkeypatch.setattr("run.logger.time", SimpleNamespace(monotonic=lambda: seconds[0]))
+    monkeypatch.setattr("run.logger.write_report", write)
+    for step in range(1, 121):
+        logger._report(step, wall_s=step)
+    assert written == [10, 50, 100]
+
+
 def test_what_a_client_sends_unasked_is_counted_and_said_once(
     tiny_tokenizer: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
