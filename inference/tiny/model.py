@@ -122,7 +122,7 @@ class SlotCache:
     def __init__(self, layers: int, slots: int, groups: int, d: int) -> None:
         self.kv = torch.zeros(layers, 2, slots + MIN_ROWS, groups, 64, d)
         self.discard = slots + MIN_ROWS - 1
-        self.write: Tensor  # row of each new key or value in kv[layer, 0 or 1], viewed as a matrix (.., d)
+        self.write: Tensor  # rows of the new keys, then of the new values, in kv[layer], viewed as a matrix (.., d)
         self.read: Tensor  # the part of kv that the step reads: (layers, 2, rows, groups, n_keys, d)
 
     def begin_step(self, slots: Tensor, positions: Tensor, read_slots: slice, n_keys: int) -> None:
@@ -138,7 +138,8 @@ class SlotCache:
             self.kv = F.pad(self.kv, (0, 0, 0, max(n_keys, 2 * length) - length))
             length = self.kv.shape[-2]
         group = slots[:, None] * groups + torch.arange(groups)[:, None]  # (rows, groups, columns)
-        self.write = (group * length + positions[:, None]).view(-1)
+        keys = (group * length + positions[:, None]).view(-1)
+        self.write = torch.cat((keys, keys + self.kv[0, 0].numel() // self.kv.shape[-1]))
         self.read = self.kv[:, :, read_slots, :, :n_keys]
 
     def update(self, k: Tensor, v: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
@@ -147,9 +148,9 @@ class SlotCache:
         transformers calls this method in every layer. k and v have the shape (rows, groups, columns, d). The returned
         views have the shape (rows, groups, keys, d).
         """
-        for stored, new in zip(self.kv[layer], (k, v), strict=True):
-            stored.view(-1, k.shape[-1]).index_copy_(0, self.write, new.reshape(-1, k.shape[-1]))
-        return self.read[layer, 0], self.read[layer, 1]
+        d = k.shape[-1]
+        self.kv[layer].view(-1, d).index_copy_(0, self.write, torch.cat((k, v)).reshape(-1, d))
+        return self.read[layer].unbind()
 
     def exchange(self, i: int, j: int) -> None:
         """Exchange the contents of slots i and j."""
@@ -222,19 +223,21 @@ class TinyModel:
         # 2. Positions: in each row, positions increase up to the last token in the last column. Padding has position 0.
         ends = [done + len(feed) for done, feed in zip(cached, feeds, strict=True)]
         positions = torch.tensor(ends)[:, None] + torch.arange(-columns, 0)  # (rows, columns)
-        padding = positions < torch.tensor(cached)[:, None]
-        positions.masked_fill_(padding, 0)
 
         # 3. Slots: fed tokens are written to the row's own slot, and padding to the discard slot.
         read = slice(first_slot, first_slot + rows)
-        slots = torch.arange(read.start, read.stop)[:, None].masked_fill(padding, self.cache.discard)  # (rows, columns)
+        slots = torch.arange(read.start, read.stop)[:, None].expand_as(positions)  # (rows, columns)
+        if min(map(len, feeds)) < columns:
+            padding = positions < torch.tensor(cached)[:, None]
+            positions.masked_fill_(padding, 0)
+            slots = slots.masked_fill(padding, self.cache.discard)
         n_keys = key_length(max(ends), deterministic=self.min_rows > 1)
         self.cache.begin_step(slots, positions, read, n_keys)
 
         # 4. Mask: a token at position p attends to positions 0 to p. The mask is 0 at positions 0 to p and -inf
         # elsewhere.
         hidden = torch.arange(n_keys) > positions[:, None, :, None]  # (rows, 1, columns, keys)
-        mask = torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
+        mask = torch.where(hidden, float("-inf"), 0.0)
 
         # 5. Run the model. In each layer, `update` stores the new keys and values, and attention reads all keys and
         # values.
@@ -374,8 +377,10 @@ def sample(logits: Tensor, sequences: list[Sequence]) -> tuple[list[int], list[f
 
     # 2. Logprobs: log_softmax(logits / T)
     greedy = [p.temperature < 1e-6 for p in params]  # SGLang's limit; dividing by a smaller number would overflow
-    temperature = torch.tensor([1.0 if p.temperature < 1e-6 else p.temperature for p in params])[:, None]  # (n, 1)
-    logprobs = torch.log_softmax(logits / temperature, dim=-1)  # (n, vocab)
+    temperatures = [1.0 if p.temperature < 1e-6 else p.temperature for p in params]
+    if set(temperatures) != {1.0}:
+        logits = logits / torch.tensor(temperatures)[:, None]  # (n, vocab) / (n, 1)
+    logprobs = torch.log_softmax(logits, dim=-1)  # (n, vocab)
 
     # 3. Apply top_k and top_p only to rows that need them, because `truncate` sorts the whole vocabulary.
     weights = logprobs.exp()
