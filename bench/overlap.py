@@ -45,7 +45,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 BATCH = 8  # prompt groups in a batch of configs/maze.yaml
-CONCURRENT = {0: (8,), 1: (4, 6, 8), 2: (4, 6, 8), 4: (4, 6, 8)}  # for each eta, the values to try
+CONCURRENT = {0: (8,), 1: (4, 8), 2: (4, 8), 4: (4, 8)}  # for each eta, the values to try
 TABLE = "eta,update,concurrent,seconds,factor,generation,training,oldest,ideal,share,reward,mixed"
 
 
