@@ -148,9 +148,9 @@ class SlotCache:
         transformers calls this method in every layer. k and v have the shape (rows, groups, columns, d). The returned
         views have the shape (rows, groups, keys, d).
         """
-        d = k.shape[-1]
-        self.kv[layer].view(-1, d).index_copy_(0, self.write, torch.cat((k, v)).reshape(-1, d))
-        return self.read[layer].unbind()
+        self.kv[layer].view(-1, k.shape[-1]).index_copy_(0, self.write, torch.cat((k, v)).reshape(-1, k.shape[-1]))
+        keys, values = self.read[layer].unbind()
+        return keys, values
 
     def exchange(self, i: int, j: int) -> None:
         """Exchange the contents of slots i and j."""
@@ -236,8 +236,8 @@ class TinyModel:
 
         # 4. Mask: a token at position p attends to positions 0 to p. The mask is 0 at positions 0 to p and -inf
         # elsewhere.
-        hidden = torch.arange(n_keys) > positions[:, None, :, None]  # (rows, 1, columns, keys)
-        mask = torch.where(hidden, float("-inf"), 0.0)
+        # (keys,) > (rows, 1, columns, 1) -> (rows, 1, columns, keys)
+        mask = torch.where(torch.arange(n_keys) > positions[:, None, :, None], float("-inf"), 0.0)
 
         # 5. Run the model. In each layer, `update` stores the new keys and values, and attention reads all keys and
         # values.
