@@ -175,6 +175,8 @@ class PPOTrainer:
         with trace.span("canary"):
             metrics |= self.canary.finish()
         with trace.span("sync", seconds):
+            if config.server.release_memory:
+                torch.cuda.empty_cache()  # the servers take their memory back
             self.push_weights(step)
         with trace.span("canary"):
             self.canary.start(batch)
@@ -219,8 +221,6 @@ class PPOTrainer:
         meta = self.actor.weight_update_meta.with_version(version)
         self.actor.write_weights(meta)  # mode disk: write the files while the servers still generate
         self.rollout.pause()  # running generations stop, and their tokens are kept
-        if self.run.config.server.release_memory:
-            torch.cuda.empty_cache()  # the servers take their memory back
         self.actor.update_weights(meta)
         self.actor.set_version(version)
         self.rollout.set_version(version)  # the gate may now start more groups

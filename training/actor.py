@@ -173,7 +173,8 @@ class FSDPEngine:
             if any(len(conversion.target_patterns) > 1 for conversion in whole._weight_conversions):
                 raise ValueError(f"{type(model).__name__} splits its files' tensors, which cannot be undone")
         offload = self.config.offload
-        model.to_empty(device="cpu" if offload else self.device)
+        # Without FSDP, `to_empty` gives tied layers a tensor each, so the layers are tied again.
+        model.to_empty(device="cpu" if offload else self.device).tie_weights()
         options = sharded.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=offload)
         sharded.set_model_state_dict(model, state, options=options)
         # The files do not hold all buffers (rotary frequencies, for example), so rank 0 sends its buffers as well.
