@@ -19,6 +19,7 @@ import argparse
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -31,7 +32,7 @@ from load import usage, write_usage
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = {"trainer": "train.py", "proxy": "-m proxy", "server": "-m inference.tiny.server"}
+SCRIPTS = {"trainer": r"train\.py", "proxy": r"(-m| run\.early) proxy\b", "server": r"inference\.tiny\.server\b"}
 BATCH, ETA, GAMES = 6, 2, 20  # prompt groups in a step, largest age, games of a prompt group in the demo
 
 
@@ -41,7 +42,7 @@ def pids(run: subprocess.Popen) -> dict[str, int]:
     found = {"trainer": run.pid}
     for pid, parent, args in (line.split(None, 2) for line in table.splitlines()):
         if int(parent) == run.pid:
-            found |= {role: int(pid) for role, script in SCRIPTS.items() if script in args}
+            found |= {role: int(pid) for role, script in SCRIPTS.items() if re.search(script, args)}
     return found
 
 

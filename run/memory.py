@@ -13,6 +13,8 @@ bytes, 2 in bfloat16. `saved` is the number of bytes that the forward pass keeps
                                                      float32 before and after the ranks add their gradients
     end     max(4 b V H, 8 R)                        the gradient of the embedding, then its copies in float32
 
+A single rank in float32 uses no FSDP (training/actor.py). The terms with R and P and the phase `end` are then 0.
+
 **Saved activations.** For each token, the queries of a decoder layer are Q numbers, its keys are K numbers, and its MLP
 has I inner numbers. The layer keeps the bytes below for each token. A norm keeps three tensors: its input (in float32),
 the normalised input, and its output.
@@ -67,7 +69,9 @@ def saved_bytes(shape: Any, b: int, has_head_norms: bool) -> int:
     return norms + 2 * b * qk + 4 * b * inner
 
 
-def step_bytes(actor: PPOActorConfig, shape: Any, n: int, has_head_norms: bool, device: str = "cpu") -> int:
+def step_bytes(
+    actor: PPOActorConfig, shape: Any, n: int, has_head_norms: bool, device: str = "cpu", ranks: int = 1
+) -> int:
     """Return how many bytes a step needs in addition to the parameters, gradients and moments that a rank keeps."""
     b, tokens, layers = getattr(torch, actor.dtype).itemsize, actor.mb_tokens, shape.num_hidden_layers
     last = shape.vocab_size * shape.hidden_size  # V H
@@ -76,9 +80,11 @@ def step_bytes(actor: PPOActorConfig, shape: Any, n: int, has_head_norms: bool, 
     one = tokens * saved_bytes(shape, b, has_head_norms)
     is_kept = not actor.gradient_checkpointing
     saved = layers * (one if is_kept else tokens * b * shape.hidden_size)
-    head = b * root + (4 + b) * last + saved + (12 + b) * logprobs.CHUNK_ELEMENTS[device]
-    middle = b * root + b * last + (8 + 3 * b) * layer + saved + (0 if is_kept else one)
-    return max(head, middle, 4 * b * last, 8 * root)
+    head = (4 + b) * last + saved + (12 + b) * logprobs.CHUNK_ELEMENTS[device]
+    middle = b * last + saved + (0 if is_kept else one)
+    if ranks == 1 and b == 4 and not actor.offload:
+        return max(head, middle)
+    return max(b * root + head, b * root + middle + (8 + 3 * b) * layer, 4 * b * last, 8 * root)
 
 
 def estimate_memory(config: TrainConfig, ranks: int, on_gpus: bool) -> tuple[float, float, float, int]:
@@ -98,7 +104,7 @@ def estimate_memory(config: TrainConfig, ranks: int, on_gpus: bool) -> tuple[flo
     n = sum(p.numel() for p in model.parameters())
     has_head_norms = any("q_norm" in name for name, _ in model.named_parameters())
     kept = 0 if config.actor.offload and on_gpus else (16 if config.ref.path is None else 20) * n / ranks
-    trainer = kept + step_bytes(config.actor, shape, n, has_head_norms, "cuda" if on_gpus else "cpu")
+    trainer = kept + step_bytes(config.actor, shape, n, has_head_norms, "cuda" if on_gpus else "cpu", ranks)
     cache = 2 * attention_widths(shape)[1] * shape.num_hidden_layers * config.server.max_total_tokens  # in numbers
     tp, (heads, keys) = config.server.tp_size, count_heads(shape)
     fits = [k for k in range(1, heads + 1) if heads % k == 0 and max(k, keys) % min(k, keys) == 0]

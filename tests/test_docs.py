@@ -74,7 +74,7 @@ RAISED_BY = {
     "checkpoints in the background": 18,
     "limits of headers": 31,
     "a full disk": 7,
-    "pieces for all epochs; clipping and AdamW on plain tensors": 24,
+    "pieces for all epochs; clipping and AdamW on plain tensors": 28,
     "no wait for the canary, sampling that training cannot reproduce": 16,
     "evaluations with their own sampling": 23,
     "a process for each episode of an agent, results of at most 16 MB": 3,
