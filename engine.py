@@ -2,7 +2,7 @@
 
 The servers generate while the trainer works. When new weights arrive, thousands of completions are unfinished. Waiting
 for the longest completion would leave GPUs idle. Throwing the unfinished completions away would waste work and favour
-short completions. A **partial rollout** (write-up, section 2.1) avoids the waiting and the waste. A weight update
+short completions. A **partial rollout** (write-up, section 2.1) avoids idle GPUs and wasted work. A weight update
 interrupts a completion, the completion keeps its tokens, and the new weights compute the next token. The trainer must
 know which weights computed which token, so every token carries a version:
 
@@ -14,8 +14,8 @@ know which weights computed which token, so every token carries a version:
 that one POST /generate produces. The pause mode decides how a weight update interrupts a server's requests:
 
 - `retract` (the default): the server keeps the tokens of a request and drops the request's KV cache. After the update,
-  the server computes the KV cache again with the new weights and continues the request. The engine receives one
-  segment. The server's answer lists spans (`weight_versions`): a span is a run of tokens that one version computed.
+  the server computes the KV cache again with the new weights and continues the request. The engine receives all tokens
+  as one segment. The server's answer lists spans (`weight_versions`): a span is consecutive tokens of one version.
 - `abort`: the server returns the tokens generated so far, with finish reason `abort`. The engine sends a new request
   with the prompt and the generated tokens. The new request waits until the update is over and then runs with the new
   weights.
@@ -24,19 +24,19 @@ that one POST /generate produces. The pause mode decides how a weight update int
   probability.
 
 **Versions.** The versions of tokens come from the server's answers. The engine does not label tokens with its own
-version, because this version may change while a request runs. SGLang 0.5.16 to 0.5.18 reports no spans, only the
-version at the end of a segment. If a server reports no spans, `initialize` changes the pause mode to `abort`, so that
-every segment has one version.
+version, because this version may change while a request runs. SGLang 0.5.16 to 0.5.18 does not report spans, but only
+the version at the end of a segment. If a server reports no spans, `initialize` changes the pause mode to `abort`, so
+that every segment has one version.
 
 **Failures.** If a server fails in the middle of a segment, the engine keeps the tokens that the server has streamed.
 The engine waits, and then requests the missing tokens from a server that is alive (inference/servers.py). If a request
-fails several times, each wait is about twice as long as the previous wait. If a server refuses a request as wrong, the
-engine does not send the request again.
+fails several times, each wait is about twice as long as the previous wait. If a server refuses a request as invalid,
+the engine does not retry the request.
 
 **Checks.** A token id outside the vocabulary would crash an SGLang server, so the engine checks all ids before sending.
 
 **Not promised.** In mode `abort`, no server finds a stop string that begins in one segment and ends in the next.
-In this mode, frequency and presence penalties count the tokens of each segment separately.
+In mode `abort`, frequency and presence penalties count the tokens of each segment separately.
 """
 
 import asyncio
@@ -60,7 +60,7 @@ from inference.wire import EngineError, Wire
 
 logger = logging.getLogger("nano_areal.engine")
 
-EMPTY_ABORT_WAIT = 0.05, 1.0  # first and longest wait, in seconds, after an abort that brought no token
+EMPTY_ABORT_WAIT = 0.05, 1.0  # first and longest wait, in seconds, after an abort that returned no tokens
 FAILURE_WAIT = 0.5, 10.0  # first and longest wait, in seconds, after a failed request
 
 OnTokens = Callable[[ModelResponse], None]  # called with the response so far each time tokens arrive
@@ -90,11 +90,11 @@ class RemoteInfEngine:
     addresses: list[str]  # base URLs of the servers, or of routers in front of them
     pause_mode: str = "retract"  # retract, abort or in_place; becomes abort if a server reports no spans
     request_timeout: float = 3600.0  # longest time, in seconds, that a server may send nothing during a segment
-    request_retries: int = 3  # how often a request is repeated after a connection error, a timeout or a 5xx status
-    key: str = ""  # key of the servers
-    wait_for_servers: bool = False  # True if lost servers are started again: a request waits for a living server
-    transport: httpx.MockTransport | None = None  # replaces the network in tests
-    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep  # replaces waiting in tests
+    request_retries: int = 3  # number of retries of a request after a connection error, a timeout or a 5xx status
+    key: str = ""  # API key of the servers
+    wait_for_servers: bool = False  # True if lost servers are restarted; requests then wait for a living server
+    transport: httpx.MockTransport | None = None  # tests give a mock of the network here
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep  # tests give a function that does not wait
 
     def __post_init__(self) -> None:
         if not self.addresses:
@@ -102,7 +102,7 @@ class RemoteInfEngine:
         if self.pause_mode not in ("retract", "abort", "in_place"):
             raise ValueError(f"pause_mode is retract, abort or in_place, not {self.pause_mode!r}")
         self._wire = Wire(self.transport, self.key)
-        # During a run the engine changes these attributes, and sometimes `pause_mode`:
+        # During a run the engine changes the attributes below, and sometimes `pause_mode`:
         self.servers = Servers(self.addresses, self._wire)
         self.vocab_size: int | None = None  # number of token ids; None if no config.json of the model can be read
         self.context_length: int | None = None  # maximum length of prompt plus completion; None if unknown
@@ -147,7 +147,7 @@ class RemoteInfEngine:
                 response.stop_reason = "stop" if response.stop_reason == "stop" else "length"
                 return response
 
-            # 4. Continue after the last token. If the abort brought no token, wait before the next request.
+            # 4. Continue after the last token. If the abort returned no tokens, wait before the next request.
             empty_aborts = 0 if response.output_len > length_before else empty_aborts + 1
             if empty_aborts:
                 await self.sleep(backoff(empty_aborts, *EMPTY_ABORT_WAIT))
@@ -185,16 +185,16 @@ class RemoteInfEngine:
                         on_tokens(response)
         except EngineError as error:
             failure = error
-        except asyncio.CancelledError:  # the caller does not want the completion any more
+        except asyncio.CancelledError:  # the caller has cancelled the completion
             await self._abort(server, rid)
             raise
 
-        # 2. Return if the segment is complete. A failure after the last token does no harm.
+        # 2. Return if the segment is complete. A failure after the last token is ignored.
         if response.stop_reason or response.output_len >= g.max_new_tokens:
             return
 
         # 3. The segment is incomplete. Tell the server to stop generating, and raise the failure.
-        if failure.status != 400:  # the server has not refused the request and may still be generating
+        if failure.status != 400:  # the server accepted the request and may still be generating
             response.regenerated += 1
             await self._abort(server, rid)
         raise failure
@@ -289,8 +289,8 @@ class RemoteInfEngine:
     def pause(self) -> None:
         """Stop starting rollouts, then pause every server. After this call it is safe to change the weights.
 
-        With `wait_for_servers`, the method waits while all servers are lost. The wait ends with RuntimeError if the
-        executor has stopped the run.
+        If `wait_for_servers` is true, the method waits while all servers are lost. The wait ends with RuntimeError if
+        the executor has stopped the run.
         """
         if self._memory_released:
             return
@@ -309,7 +309,7 @@ class RemoteInfEngine:
             self._rollouts().dispatcher.check_alive()
 
     def release_memory(self) -> None:
-        """Pause every server, and let it free its weights and its KV cache. `update_weights` sends new weights."""
+        """Pause every server, and free its weights and KV cache. The next `update_weights` must send all weights."""
         self.pause()
         self.servers.post_all("/release_memory_occupation", {})
         self._memory_released = True
@@ -323,7 +323,7 @@ class RemoteInfEngine:
         """
         if meta.version is None or meta.version <= self._sent:
             raise ValueError(f"version {meta.version} is not newer than {self._sent}; use meta.with_version(the next)")
-        if self._memory_released:  # the weights are lost, so all of them must be sent now
+        if self._memory_released:  # the servers have freed their weights
             self.servers.post_all("/resume_memory_occupation", {})
             self._memory_released = False
         # In mode in_place the paused requests still need the KV cache, so it is not flushed.
@@ -331,7 +331,7 @@ class RemoteInfEngine:
         self.servers.newest = self.servers.limit = self._sent = meta.version
 
     def forget_sent(self) -> None:
-        """Let `update_weights` send the current version a second time, because a server was started again."""
+        """Let `update_weights` send the current version a second time, because a server was restarted."""
         self._sent = -1
 
     def set_version(self, version: int) -> None:
@@ -405,5 +405,5 @@ class RemoteInfEngine:
         return self._rollouts().rollout_batch(data, *args, **kwargs)
 
     def prepare_batch(self, dataloader: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return the next training batch, and keep later prompts running."""
+        """Return the next training batch, while groups of later batches continue to run."""
         return self._rollouts().prepare_batch(dataloader, *args, **kwargs)

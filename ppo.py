@@ -8,10 +8,10 @@ give a log-probability to every sampled token:
     pi_prox    the proximal policy: the weights at the start of the training step (needs one more forward pass).
     pi_theta   the current policy: the weights that the optimizer is changing. Only pi_theta receives a gradient.
 
-Standard PPO uses one old policy for two jobs. The old policy corrects for data that older weights sampled. The old
-policy is also the centre of the clip, which limits how far one step moves the policy. If the data is several versions
-old, a clip around the old policy pulls the new policy back towards old weights. Decoupled PPO (arXiv 2505.24298,
-equation 5) clips around pi_prox and corrects with pi_behav. With u = pi_theta / pi_prox, its objective is
+Standard PPO uses one old policy for two jobs. First, the ratio to the old policy corrects for data of older weights.
+Second, the old policy is the centre of the clip, which limits how far a step moves the policy. If the data is several
+versions old, a clip around the old policy pulls the new policy back towards old weights. Decoupled PPO (arXiv
+2505.24298, equation 5) clips around pi_prox and corrects with pi_behav. With u = pi_theta / pi_prox, its objective is
 
     J = mean over trained tokens of   pi_prox / pi_behav * min(u A, clip(u, 1 - eps, 1 + eps) A)
                                       behaviour weight     the clip, centred on pi_prox
@@ -22,7 +22,7 @@ the objective of standard PPO. With use_decoupled_loss=false one old policy serv
 Example: a token has probability 0.2 under pi_behav, 0.3 under pi_prox and 0.45 under pi_theta, and A = 1. Then the
 behaviour weight is 1.5 and u is 1.5. With eps = 0.2 the clip lowers u to 1.2, so the token adds 1.5 * 1.2 = 1.8.
 
-Three guards limit what a single token can do:
+Three guards limit the influence of a single token on the loss:
   cap           A token whose behaviour weight exceeds behave_imp_weight_cap is left out of the sum. The mean still
                 divides by the number of all trained tokens, so a batch with many such tokens makes a small step.
   clip higher   The upper bound of u may be further from 1 (eps_clip_higher), so that rare tokens can become likelier.
@@ -30,8 +30,8 @@ Three guards limit what a single token can do:
 
 Every trained token of a turn gets the turn's advantage. With GAE, earlier tokens get a smaller share of the advantage.
 The return of a turn is computed from its final reward, which includes discounted rewards of later turns (cache.py).
-A turn is compared with turns of its group. The tensor group_ids names the group of each row, so rows may be in any
-order.
+By default, a turn is compared with turns of its group. The tensor group_ids names the group of each row, so rows may be
+in any order.
 
 Limits: the clip does not keep u inside the bounds. A clipped token has no gradient, but gradients of other tokens
 still change its probability. The cap of the behaviour weight makes the correction biased. There is no critic. Variants
@@ -72,8 +72,8 @@ def describe_mode(config: PPOActorConfig) -> str:
 def compute_cells(level: str, group_ids: Tensor, turn_ids: Tensor, per_turn: bool) -> Tensor:
     """Return the cell numbers of N turns, (N,). The turns of a cell are compared with each other.
 
-    If `level` is "group", each group is a cell. For any other level the whole batch is one cell. `per_turn` splits each
-    cell, so that all turns of a cell have the same turn id.
+    If `level` is "group", each group is a cell. For any other level the whole batch is one cell. If `per_turn` is true,
+    each cell is split into cells whose turns have the same turn id.
     """
     group = group_ids if level == "group" else torch.zeros_like(group_ids)
     turn = turn_ids if per_turn else torch.zeros_like(turn_ids)
@@ -133,7 +133,7 @@ def compute_advantages(batch: dict[str, Tensor], config: PPOActorConfig) -> Tens
     # 1. Number the N trained turns. The M trained tokens are in the order of the batch, row after row. A turn starts
     #    where the row or the turn id changes.
     rows = trained.nonzero()[:, 0]  # (M,) the row of each trained token
-    starts = torch.ones(len(rows), dtype=torch.bool)  # (M,) whether a token is the first of a turn; token 0 is
+    starts = torch.ones(len(rows), dtype=torch.bool)  # (M,) whether a token is the first token of its turn
     starts[1:] = (rows[1:] != rows[:-1]) | (turn_ids[1:] != turn_ids[:-1])
     turn_of = starts.cumsum(0) - 1  # (M,) the number of each token's turn, from 0 to N - 1
     returns = rewards[starts]  # (N,)
@@ -189,9 +189,9 @@ def token_objectives(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the weight w and the objective of each token, and masks of the clipped and of the dropped tokens.
 
-    The arguments are those of ppo_actor_loss_fn, and `mask` is True for trained tokens. Each result has the shape of
-    `mask`. A token is clipped if the clip changed its objective and w is above 0. A token counts as dropped if its
-    behaviour weight was outside floor .. cap, or if its row failed a test.
+    The arguments have the same meaning as in ppo_actor_loss_fn, and `mask` is True for trained tokens. Each result has
+    the shape of `mask`. A token is clipped if the clip changed its objective and w is above 0. A token counts as
+    dropped if its behaviour weight is outside the range from floor to cap, or if its row was rejected.
     """
     prox_logp = prox_logp if config.use_decoupled_loss else old_logp
     log_u = torch.where(mask, log_ratio(logp, prox_logp.detach()), 0.0)  # log (pi_theta / pi_prox)

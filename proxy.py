@@ -1,7 +1,7 @@
 r"""The proxy answers agents in the protocols of OpenAI and Anthropic, and records all sampled tokens for training.
 
 Each episode has a session at one proxy. An agent sends the id of its session in the URL or as the API key. The id is
-long and random, so nobody can guess it. A request marked "admin" needs the admin key. A path may leave out `/v1`.
+long and random, so nobody can guess it. A request marked "admin" needs the admin key. `/v1` is optional in a path.
 
     POST /grant_capacity (admin)                  let one more session start
     POST /rl/start_session (admin)                use one grant to start a session, and return the session's id; with
@@ -135,7 +135,7 @@ class Proxy:
         if not turn.ask.stream:
             return reply(await turn.reply(request))
         frames = turn.events(request)
-        await anext(frames)  # raises an error that came before the first token, so the reply gets an error status
+        await anext(frames)  # raises the error of a call that failed before its first token
         return EventStream(frames, headers={"cache-control": "no-store"})
 
     async def begin(self, protocol: Protocol, session: Session, raw: bytes, key: bytes) -> Turn:
@@ -187,18 +187,18 @@ class Proxy:
         return GenerationHyperparameters(**chosen)
 
     async def count_tokens(self, request: Request) -> Response:
-        """Reply with the number of prompt tokens that a call with this body would have (Anthropic's endpoint)."""
+        """Reply with the number of prompt tokens of a call with the same body (an endpoint of Anthropic's protocol)."""
         session = self.sessions.open(session_id_of(request))
         raw = await self.read_body(request)
-        async with session.beginning:  # one request of a session at a time, so that it takes only one thread
+        async with session.beginning:  # one request at a time, so that a session occupies one thread at most
             ask = await in_thread(raw, lambda: PROTOCOLS["messages"].parse(read_object(raw), session.finished))
             ids, _ = await in_thread(raw, lambda: self.prompt(ask, session.cache.find_parent(ask.messages)))
         return reply({"input_tokens": len(ids)})
 
     async def models(self, request: Request) -> Response:
-        """Return the model that the path names, or list the only model. Every name refers to this model.
+        """Return the model that the path names, or list the only model. Every name refers to the only model.
 
-        A model is described with OpenAI's keys and with Anthropic's keys.
+        The reply describes a model with the keys of both OpenAI and Anthropic.
         """
         name = request.path_params.get("model_id", "default")
         openai = {"id": name, "object": "model", "created": 0, "owned_by": "nano-areal", "type": "model"}
@@ -234,7 +234,7 @@ class Proxy:
 
     async def set_reward(self, request: Request) -> Response:
         """Set the reward of the interaction `interaction_id`, or of the last interaction if the body has no id."""
-        self.sessions.open(session_id_of(request))  # without a session, the body is not read
+        self.sessions.open(session_id_of(request))  # refuse an unknown session before reading
         body = await self.read_json(request)
         self.reward(self.sessions.open(session_id_of(request)), body)
         return reply({"message": "ok"})
@@ -251,8 +251,8 @@ class Proxy:
             raise Refusal(error.args[0]) from error
 
     async def end_session(self, request: Request) -> Response:
-        """End a session. To end a session twice is no error. With {"discard": true}, forget the session, too."""
-        session = self.sessions.find(session_id_of(request))  # without a session, the body is not read
+        """End a session. Ending a session twice is not an error. With {"discard": true}, also forget the session."""
+        session = self.sessions.find(session_id_of(request))  # refuse an unknown session before reading
         body = await self.read_json(request)
         self.sessions.end(session)
         if body.get("discard"):
@@ -308,7 +308,7 @@ class Proxy:
     async def set_version(self, request: Request) -> Response:
         """Set the version of the trainer's newest weights.
 
-        An answer with tokens of a newer version is refused as an error.
+        If a server's answer has tokens of a newer version, the proxy treats the answer as an error.
         """
         check_key(request, self.admin_key)
         self.engine.servers.limit = get(await self.read_json(request), "version", int, 0)
@@ -348,7 +348,8 @@ async def error_reply(request: Request, error: Exception) -> Response:
 def create_app(engine: Any, tokenizer: Any, admin_key: str, **options: Any) -> FastAPI:
     """Return the web application.
 
-    `engine` has the method `async agenerate(ModelRequest)`. `options` are keys of rollout.openai and fields of `Proxy`.
+    `engine` must have the method `async agenerate(ModelRequest)`. `options` are keys of rollout.openai and fields of
+    `Proxy`.
     """
     keys = OpenAIConfig(**{name: options.pop(name) for name in vars(OpenAIConfig()) if name in options})
     proxy = Proxy(engine, tokenizer, admin_key, keys, **options)

@@ -1,28 +1,28 @@
 """The staleness gate limits how many prompt groups may start, and checks the age of each group before training.
 
-In asynchronous training a rollout starts under one policy version, and a later version is trained on the rollout. The
+In asynchronous training a rollout starts under one policy version, and a later step trains on the rollout. The
 **age** of a token is the policy version of the step that trains on the token, minus the version that generated the
 token. The age of a prompt group is the age of its oldest token. The version of the oldest token is the group's head
 version. The maximum age is `max_head_offpolicyness`, called eta here. With eta = 0 training is synchronous.
 
 **The gate** (write-up, section 1.2) counts prompt groups. A group is all n_samples episodes of a prompt. A step
 consumes B groups (`consumer_batch_size`). At most `max_concurrent_rollouts` groups may run at the same time. At version
-v there are also (eta + v + 1) * B places. Each group that runs, and each group accepted since the run began, takes one
+v the gate has (eta + v + 1) * B places. Each group that runs, and each group accepted since the run began, takes one
 place. A group may start if fewer than `max_concurrent_rollouts` groups run and a place is free. The states of a group:
 
     enqueued -> running -> accepted   (the group keeps its place for ever: every step adds B new places)
                         -> rejected   (the group's place becomes free; a failed group counts as rejected, too)
 
-If a step drops an accepted group, or if wait_for_task fetches the group, its place becomes free. The gate cannot block
-forever. At version v the trainer has consumed v * B groups. If no group runs and fewer than B finished groups wait for
-the trainer, then the gate counts fewer than (v + 1) * B groups, and another group may start.
+If a step drops an accepted group, or if wait_for_task fetches the group, the group's place becomes free. The gate
+cannot block forever. At version v the trainer has consumed v * B groups. If no group runs and fewer than B finished
+groups wait for the trainer, then the gate counts fewer than (v + 1) * B groups, and another group may start.
 
 **The gate alone does not bound the age.** If each step consumed the groups that finished first, younger groups would
 overtake a slow group. In an example with eta = 1 and B = 2, a slow group reaches age 5 (tests/test_staleness.py).
 `rollout.stale` chooses one of three ways to keep every trained token within eta:
 
-- **wait** consumes the groups that started first, so a batch waits for its slowest group. *Proof:* number the groups
-  that were not rejected 1, 2, 3, ... in order of start. A group that starts at version s gets a number p <=
+- **wait** consumes the groups that started first, so a batch waits for its slowest group. *Proof:* number the
+  non-rejected groups 1, 2, 3, ... in order of start. A group that starts at version s gets a number p <=
   (eta + s + 1) * B, because the gate counted this group and every group before it. Later rejections only make p
   smaller. Step ceil(p / B) consumes group p at version ceil(p / B) - 1, which is at most eta + s. No token of group p
   is older than version s, so the age of group p is at most eta.
@@ -32,7 +32,7 @@ overtake a slow group. In an example with eta = 1 and B = 2, a slow group reache
   version s gets a number p <= (eta + s + 1) * B. As in the proof for wait, a step consumes this group at version eta +
   s or before. If the group's last tokens have version s, their age is at most eta, and they are trained.
 - **drop** consumes the groups that finished first, and drops groups older than eta. Long episodes are lost most often.
-  *Proof:* a step checks the age of each group before it trains on the group, and the place of a dropped group is free.
+  *Proof:* a step checks the age of each group before it trains on the group. A dropped group frees its place.
 
 **What is not promised.** The proofs assume that a trainer consumes B groups per version, that versions only grow, and
 that set_version is called after the servers have the new weights. With mask, a group is dropped if all its tokens are
@@ -52,13 +52,13 @@ class VersionProvider(Protocol):
 
 
 class StalenessError(AssertionError):
-    """A group that a step wants to consume is older than max_head_offpolicyness allows, or newer than the policy. Or a
-    group has started although the gate was closed."""
+    """A group that a step wants to consume is older than max_head_offpolicyness allows, or newer than the policy. Also
+    raised if a group starts although the gate is closed."""
 
 
 @dataclass
 class RolloutStat:
-    """The number of prompt groups in each state. A failed group counts in `failed` and in `rejected`."""
+    """The number of prompt groups in each state. A failed group is counted in both `failed` and `rejected`."""
 
     enqueued: int = 0  # groups that are submitted and have not started
     running: int = 0  # groups that have started and not finished
@@ -75,7 +75,7 @@ class StalenessManager:
     """The staleness gate (write-up, section 1.2) and the age check at consumption. All methods are thread-safe.
 
     No method holds `_lock` while it calls version_provider.get_version(). get_capacity reads the version before the
-    counters. If the version grows between the two reads, the gate is too strict for a moment, and never too loose.
+    counters. If the version grows between the two reads, the gate may briefly admit too few groups, but never too many.
     """
 
     version_provider: VersionProvider
@@ -117,7 +117,7 @@ class StalenessManager:
             return replace(self._stat)
 
     def oldest_version(self) -> int:
-        """Return the oldest version that may be trained now."""
+        """Return the oldest version whose tokens a step may train on now."""
         return self.version_provider.get_version() - self.max_staleness
 
     def is_fresh(self, head_version: int | None) -> bool:
@@ -169,11 +169,11 @@ class StalenessManager:
         self._move("accepted", "dropped")
 
     def on_rollout_withdrawn(self) -> None:
-        """Count an accepted group as withdrawn because wait_for_task fetched the group. Its place becomes free."""
+        """Count an accepted group as withdrawn because wait_for_task fetched it. The group's place becomes free."""
         self._move("accepted", "withdrawn")
 
     def on_members_failed(self, count: int) -> None:
-        """Count `count` group members that raised an exception. The counters of groups stay as they are."""
+        """Count `count` group members that raised an exception. The counters of groups do not change."""
         with self._lock:
             self._stat.failed_members += count
 

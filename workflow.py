@@ -26,7 +26,7 @@ its rewards to the proxy over HTTP, it returns None. An episode without any rewa
 loop. One agent object serves many episodes at once, so `run` must keep the state of an episode in local variables. A
 blocking call (a synchronous client, time.sleep) delays every episode. In mode subproc each episode runs alone in a
 worker process, with a copy of the agent (rollout/workers.py). In mode subproc an agent may therefore use synchronous
-code. The agent must be picklable, and each process takes about 50 MB.
+code. In mode subproc the agent must be picklable, and each worker process takes about 50 MB.
 
 **Groups** (Rollout Workflow, "Grouped Rollout"). The members of a group run concurrently, each with its own copy of
 `data`. If a member returns None or raises an exception, the group continues without this member. Example: in a group of
@@ -97,7 +97,7 @@ class workflow_context:
 
 
 class RolloutWorkflow:
-    """The interface of every workflow (Rollout Workflow, "Interface"). A subclass overrides one of the two methods."""
+    """The interface of every workflow (Rollout Workflow, "Interface"). A subclass overrides one of its two methods."""
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> EpisodeResult:
         """Run one episode on one sample. Return a trajectory, interactions, or None to reject the sample."""
@@ -105,7 +105,7 @@ class RolloutWorkflow:
         return result[0] if isinstance(result, tuple) else result
 
     async def _run_one_episode(self, engine: Any, data: dict[str, Any], rid: str) -> Any:
-        """Run one episode named `rid`. In this older interface, the result may be a tuple (result, anything)."""
+        """Run one episode named `rid`. This older interface may also return a tuple that begins with the result."""
         raise NotImplementedError(f"{type(self).__name__} has no method arun_episode(self, engine, data)")
 
 
@@ -179,7 +179,7 @@ class MultiTurnWorkflow(RLVRWorkflow):
     """Sample an answer. While the reward is not positive, add `reflection_message` and sample another answer.
 
     After k answers the episode's reward is turn_discount^(k-1) times the reward of the last answer. Each new prompt
-    consists of the previous prompt, the tokens sampled for it, and the reflection message. Sampled tokens are not
+    consists of the previous prompt, the tokens sampled after it, and the reflection message. Sampled tokens are not
     tokenised again (calls/prompts.py). A conversation ends when it fills the context.
     """
 
@@ -221,14 +221,14 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
     group_size: int
     # `on_failures` is called with the number of failed members, unless all members failed.
     on_failures: Callable[[int], Awaitable[None]] | None = None
-    on_end: Callable[[], None] = lambda: None  # called after each member
+    on_end: Callable[[], None] = lambda: None  # called when the episode of a member has ended
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> EpisodeResult:
         members = (self._run_member(i, engine, data) for i in range(self.group_size))
         results = await asyncio.gather(*members, return_exceptions=True)
         failures = [result for result in results if isinstance(result, BaseException)]
         all_failed = len(failures) == self.group_size
-        for failure in failures[all_failed:]:  # if all failed, the first is raised below, and the executor logs it
+        for failure in failures[all_failed:]:  # if all failed, the first failure is raised below, not logged here
             logger.warning("task %s: a member of the group failed", _context.get().task_id, exc_info=failure)
         if all_failed:
             raise failures[0]
@@ -330,7 +330,7 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
 
 
 def import_string(path: str) -> Any:
-    """Return the object at the import path "module.Name". Raises ImportError that names the missing part."""
+    """Return the object at the import path "module.Name". Raises an ImportError that names the missing part."""
     module_name, _, name = path.rpartition(".")
     if not module_name:
         raise ImportError(f"{path!r}: a path like 'my_module.MyClass' is needed")
@@ -346,7 +346,7 @@ def import_string(path: str) -> Any:
 
 
 def _instantiate(cls: type, kwargs: dict[str, Any], defaults: dict[str, Any]) -> Any:
-    """Return `cls(**kwargs)`. If the class accepts an argument that kwargs lack, the value comes from `defaults`."""
+    """Return `cls(**kwargs)`. If the class accepts an argument that `kwargs` lacks, the value comes from `defaults`."""
     signature = inspect.signature(cls)
     kwargs = {key: value for key, value in defaults.items() if key in signature.parameters} | kwargs
     try:

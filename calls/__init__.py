@@ -9,6 +9,6 @@ Read the modules in the order in which a request passes through them:
     replies.py    write an answer in one of three protocols
 
 The module sessions.py keeps the proxy's sessions. The module side_conversations.py finds calls that a client makes for
-its own purposes. The module client.py connects an episode to the proxy. The modules may import the conversation tree
-(cache.py) and the records of a request (inference/io_struct.py), but no module from rollout/ or training/.
+its own purposes. The module client.py connects an episode to the proxy. Modules in calls/ may import the conversation
+tree (cache.py) and the dataclasses of a request (inference/io_struct.py), but no module from rollout/ or training/.
 """

@@ -10,24 +10,24 @@
            await client.set_last_reward(reward)
        interactions = await client.export_interactions(discount=0.9, style="concat")
 
-   This code sends five requests. The following code has the same effect, but sends only two requests, which takes less
-   CPU time of the trainer:
+   The code above sends five requests to the proxy. The code below has the same effect with only two requests, which
+   saves CPU time in the trainer:
 
        async with OpenAIProxyClient(transport, base_url, admin_key, task_id, grant=True) as client:
            reward = await agent.run(data, base_url=client.session_url, api_key=client.api_key)
            interactions = await client.finish(reward, discount=0.9, style="concat")
 
-   The session ends when the `async with` block ends, even if the block raises an exception. After an exception nothing
-   is exported, so the client also tells the proxy to forget the session. The caller gets the agent's exception even if
-   the request to forget the session fails. If the proxy refuses a request, the client raises `Refusal` with the status
-   and message of the reply. The client never retries a request: the proxy is a process of the run, so a lost connection
-   means that the proxy died.
+   The session ends when the `async with` block ends, even if the block raises an exception. If the block raises an
+   exception, the session is not exported, so the client tells the proxy to forget the session. The caller gets the
+   agent's exception even if the request to forget the session fails. If the proxy refuses a request, the client raises
+   `Refusal` with the status and message of the reply. The client never retries a request: the proxy is a process of the
+   run, so a lost connection means that the proxy died.
 
-2. Direct approach. AReaL's documents call this approach a legacy pattern (page Agent Workflow, section "Direct
+2. Direct approach. AReaL's documents call the direct approach a legacy pattern (page Agent Workflow, section "Direct
    Approach"). A RolloutWorkflow calls the model with an `ArealOpenAI`, an AsyncOpenAI that is connected to an engine.
-   The HTTP client of an `ArealOpenAI` passes each request to the proxy's application in the same process. The proxy's
-   code therefore handles prompts, tool calls and errors in both approaches. In the direct approach, setting a reward
-   changes the conversation tree at once.
+   The HTTP client of an `ArealOpenAI` passes each request to the proxy's application in the same process. Both
+   approaches therefore handle prompts, tool calls and errors with the proxy's code. In the direct approach,
+   `set_reward` changes the conversation tree directly, without a request.
 
        client = ArealOpenAI(engine, tokenizer)
        reply = await client.chat.completions.create(model="default", messages=messages)
@@ -53,10 +53,11 @@ from cache import Interaction, finite
 from inference.io_struct import ModelResponse
 from run.fields import Refusal
 
-TIMEOUT = httpx.Timeout(600.0).as_dict()  # seconds that one request may take
+TIMEOUT = httpx.Timeout(600.0).as_dict()  # seconds; timeout of each phase of a request: connecting, writing, reading
 
-# `sdk_http` is the HTTP library of the installed openai SDK: httpx, or httpx2 since openai 3.0. `_library_client` is a
-# class from this library. The name of the class's module, such as "httpx._client", begins with the library's name.
+# `sdk_http` is the HTTP library of the installed openai SDK: httpx, or httpx2 since openai 3.0. `_library_client` is
+# this library's client class. The name of the module that defines this class, such as "httpx._client", begins with the
+# library's name.
 _library_client: Any = openai.DefaultAsyncHttpxClient.__base__
 sdk_http: Any = sys.modules[_library_client.__module__.partition(".")[0]]
 
@@ -78,19 +79,19 @@ class ExportedInteraction(Interaction):
 class OpenAIProxyClient:
     """The workflow's client for one session at the proxy. Several clients may share a transport.
 
-    The caller closes the transport. The client passes requests directly to the httpx transport, because a request
-    through httpx's client class would take a third longer.
+    The caller must close the transport, because the client does not close it. The client passes requests directly to
+    the httpx transport, because a request through httpx's client class would take a third longer.
     """
 
     def __init__(
         self, transport: Any, base_url: str, admin_key: str, task_id: str, grant: bool = False, **options: Any
     ) -> None:
-        # With `grant`, the request that starts the session also adds a grant. `options` are further fields of this
-        # request.
+        # If `grant` is true, the request that starts the session also adds a grant. `options` are further fields of the
+        # request that starts the session.
         self._start = {"task_id": task_id, "grant": grant, **options}
         self._transport: httpx.AsyncBaseTransport = transport
         self._base_url = base_url.rstrip("/")
-        self._headers = {"Authorization": f"Bearer {admin_key}"}  # paths without a session id need this key
+        self._headers = {"Authorization": f"Bearer {admin_key}"}  # URL paths without a session id require this key
         self.task_id = task_id
         self.session_id = self.api_key = ""  # set when the session starts
         self.rewarded_count = 0  # number of interactions with a reward; set when the session ends
@@ -110,7 +111,7 @@ class OpenAIProxyClient:
         return self
 
     async def __aexit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if not self.session_id:  # `finish` has ended the session
+        if not self.session_id:  # `finish` has already ended the session
             return
         try:
             ended = await self._post(f"/{self.session_id}/rl/end_session", {"discard": error is not None})
@@ -125,13 +126,14 @@ class OpenAIProxyClient:
         await self._post(f"/{self.session_id}/rl/set_reward", body)
 
     async def set_last_reward(self, reward: float) -> None:
-        """Set the reward of the last finished interaction. Raises ValueError or Refusal, as `set_reward` does."""
+        """Set the reward of the last finished interaction. Raises the same errors as `set_reward`."""
         await self._post(f"/{self.session_id}/rl/set_reward", {"reward": finite(reward)})
 
     async def export_interactions(self, discount: float = 1.0, style: str = "individual") -> dict[str, Interaction]:
         """Return the interactions of the session with their discounted rewards. The proxy then forgets the session.
 
-        `parent` is None in an interaction whose parent is not exported. Style "individual" exports every parent.
+        If the parent of an interaction is not exported, the attribute `parent` of the interaction is None. The style
+        "individual" exports the parent of every exported interaction.
         """
         return await self._export(discount=discount, style=style)
 
@@ -139,7 +141,7 @@ class OpenAIProxyClient:
         """Set the rewards, end the session and export its interactions, all in one request.
 
         `rewards` is the reward of the last interaction, a dict {interaction id: reward}, or None for no reward.
-        `options` are the arguments of `export_interactions`. Raises ValueError or Refusal, as `set_reward` does.
+        `options` are the arguments of `export_interactions`. Raises the same errors as `set_reward`.
         """
         named = rewards.items() if isinstance(rewards, dict) else [] if rewards is None else [(None, rewards)]
         given = [{"interaction_id": name, "reward": finite(reward)} for name, reward in named]
@@ -155,7 +157,7 @@ class OpenAIProxyClient:
             interaction = ExportedInteraction(messages, interaction_id, reward=exported["reward"], row=row)
             interaction.output_message_list, interaction.reply = exported["output"], exported["reply"]
             interaction.turn = max(row["turn_ids"], default=0)
-            start = len(row["turn_ids"]) - row["turn_ids"].count(interaction.turn)  # where the turn's output begins
+            start = len(row["turn_ids"]) - row["turn_ids"].count(interaction.turn)  # index of the turn's first output
             output: list[Any] = [row[key][start:] for key in ("input_ids", "logprobs", "versions")]
             interaction.model_response = response = ModelResponse(row["input_ids"][:start], *output)
             response.stop_reason, response.temperature = exported["stop_reason"], row["temperatures"][-1]
@@ -178,9 +180,9 @@ class OpenAIProxyClient:
 class ArealOpenAI(openai.AsyncOpenAI):
     """An AsyncOpenAI client. The proxy's code answers the client's requests inside this process.
 
-    `engine` has the method `async agenerate(ModelRequest)`. `options` are keys of rollout.openai and fields of
+    `engine` must have the method `async agenerate(ModelRequest)`. `options` are keys of rollout.openai and fields of
     `proxy.Proxy`, such as `seed` and `sampling`. `cache` is the conversation tree of the client's only session.
-    The methods that set rewards or export interactions are methods of the tree (cache.py).
+    The client's methods that set rewards or export interactions are the methods of this tree (cache.py).
     """
 
     def __init__(self, engine: Any, tokenizer: Any, task_id: str = "", **options: Any) -> None:
@@ -199,7 +201,7 @@ class ArealOpenAI(openai.AsyncOpenAI):
             endpoint.create = functools.partial(endpoint.create, model="default")
 
     def copy(self, **changes: Any) -> openai.AsyncOpenAI:  # type: ignore[override]
-        """Return a client of this session with changed options, such as a timeout or headers."""
+        """Return another client for the same session, with changed options such as a timeout or headers."""
         plain = openai.AsyncOpenAI(base_url=self.base_url, api_key=self.api_key, http_client=self._client)
         return plain.copy(**{"max_retries": 0} | changes)
 
@@ -214,4 +216,4 @@ class ArealOpenAI(openai.AsyncOpenAI):
         self.apply_reward_discount(turn_discount)
         return self.export_interactions("individual")
 
-    get_completions = get_interaction  # AReaL's older name for `get_interaction`
+    get_completions = get_interaction  # the name of `get_interaction` in AReaL's older API

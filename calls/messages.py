@@ -12,24 +12,24 @@ The protocols Responses and Messages split one message into several items or blo
 parsers of both protocols join the items or blocks into one message. Each tool result becomes a separate message.
 
 Why messages are compared. An agent sends the whole history with every request. To find the parent of a request, the
-conversation tree (`cache.py`) compares the history with earlier requests and replies. However, clients change a reply
-before they send it back: `content: null` becomes `""`, for example, and the spaces in the JSON of a tool call change.
-The tree therefore compares only four fields of a message, in the form that `canonical` gives them:
+conversation tree (`cache.py`) compares the history with earlier requests and replies. Clients may change a reply before
+they send it back. For example, `content: null` becomes `""`, or the spaces in the JSON of a tool call change. The tree
+therefore compares only four fields of a message, in the form that `canonical` gives them:
 
     role            `developer` is the newer name of `system`
     text            null, "" and an absent key count as equal; a list of text parts counts as the joined text
     tool calls      id, name and arguments, in order; arguments are compared as JSON: '{"a": 2.0}' equals '{ "a":2 }'
     tool_call_id    only in a tool's result: the id of the tool call; some clients call this key `id`
 
-Every other key (`name`, reasoning, annotations, cache markers, message ids) is ignored. If a client has changed the
-text of an earlier message, the request starts a new conversation. The comparison serves only to find the parent,
-because equal messages may have different tokens. The prompt contains the parent's sampled tokens unchanged.
+The comparison ignores every other key of a message (`name`, reasoning, annotations, cache markers, message ids). If a
+client has changed the text of an earlier message, the request starts a new conversation. The comparison only finds the
+parent. The prompt reuses the parent's sampled tokens, because equal messages may have different tokens.
 
 References. Some clients send an id in place of the history: `previous_response_id`, `item_reference`, or Anthropic's
-`thread`. The parser calls `find` with this id to get the messages of a finished interaction of the session. New
-instructions in the request replace the instructions in the history. If a request that continues a thread has no tools,
-the parser uses the tools of the thread. `previous_response_id` and `thread` name the parent of the request. The request
-keeps this parent even if its instructions or tools differ from the parent's.
+`thread`. To get the messages that the id stands for, the parser calls `find`, which returns a finished interaction of
+the session. New instructions in the request replace the instructions in the history. If a request that continues a
+thread has no tools, the parser uses the tools of the thread. `previous_response_id` and `thread` name the parent of the
+request. A request keeps its named parent even if the request has other instructions or tools than the parent.
 
 Images and files. The model reads only text. The parser therefore replaces every image or file with the text
 PLACEHOLDER, in messages and in tool results. The metric `placeholders` counts the placeholders.
@@ -54,9 +54,9 @@ Message = Json  # a message of a conversation, in chat-completions form
 Find = Callable[[str], Any]  # function that returns the finished interaction (cache.py) with the given id, or None
 NOTHING: Find = dict[str, Any]().get  # `find` for a request without a session: always returns None
 ROLES = ("system", "developer", "user", "assistant", "tool")
-TEXTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text")  # types of parts that hold a text
+TEXTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text")  # types of content parts that hold text
 BLOCKS = ("text", "tool_result", "tool_use", "thinking", "redacted_thinking")  # accepted types of Anthropic's blocks
-# types of parts that PLACEHOLDER replaces
+# types of content parts that are replaced by the text PLACEHOLDER
 MEDIA = ("image", "image_url", "input_image", "document", "file", "input_file", "audio", "input_audio")
 PLACEHOLDER = "[an image or a file, which this model cannot read]"
 NEUTRAL: dict[str, tuple[Any, ...]] = {  # unsupported parameters, each with the values that have no effect
@@ -105,7 +105,7 @@ class AgentRequest:
 
     @cached_property
     def template_key(self) -> str:
-        """Return the template's variables and the tools as one text. The prompt depends on this text and the messages.
+        """Return the template's variables and the tools as one text. Text and messages determine the prompt.
 
         A turn reuses its parent's tokens only if the turn and the parent have the same template_key. Raises Refusal if
         a value is nested too deeply.
@@ -117,7 +117,7 @@ class AgentRequest:
 
 
 def normalise(raw: Any, where: str = "message") -> Message:
-    """Return the normal form of a message in the form of chat completions.
+    """Return the normal form of `raw`, a message as the protocol of chat completions writes it.
 
     `where` is the path of the message in the request, such as "messages[0]". Raises a Refusal that names this path if
     the role, the text or a tool call is not valid.
@@ -158,7 +158,7 @@ def canonical(message: Message) -> tuple:
 def _tool_call(raw: Any, where: str) -> Json:
     """Return a tool call in normal form. Arguments in JSON become an object, and arguments that are not JSON stay text.
 
-    Arguments also stay text if, as an object, they would make the list of tool calls too deep for `write_json`.
+    Arguments also stay text if their JSON is nested too deeply for `write_json`.
     Raises Refusal if the name of the function is missing or the call's id is not a string.
     """
     function = as_object(as_object(raw, where).get("function"), where)
@@ -170,7 +170,8 @@ def _tool_call(raw: Any, where: str) -> Json:
     elif not isinstance(arguments, str):  # write an object as text, because `read_json` below turns 2.0 into 2
         arguments = write_json(arguments, where)
     with contextlib.suppress(ValueError):  # a model may write arguments that are not JSON
-        # The list of tool calls adds 3 levels. The fourth level is spare, because `write_json` may be off by one level.
+        # The list of tool calls adds 3 levels of nesting. One more level is a margin, because the level count of
+        # `write_json` may be wrong by one.
         arguments = read_json(arguments, LEVELS - 4)
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
@@ -178,8 +179,8 @@ def _tool_call(raw: Any, where: str) -> Json:
 def _text(raw: Json, name: str, where: str = "") -> str:
     """Return the field `name` as one text.
 
-    A null or absent field gives "", and the parts of a list of text parts are joined. Raises Refusal if the field holds
-    a value of a different type.
+    A null or absent field gives "". If the field is a list of text parts, their texts are joined. Raises Refusal if the
+    field holds a value of a different type.
     """
     content = raw.get(name)
     if isinstance(content, str | None):
@@ -249,8 +250,8 @@ def parse_anthropic(body: Json, find: Find = NOTHING) -> AgentRequest:
 def _conversation(name: str, new: list[Message], system: str = "", parent: Any = None) -> list[Message]:
     """Return the instructions, the conversation of the parent and the new messages as one list.
 
-    `system` contains the request's instructions. If `system` is empty, the instructions of the parent stay. `name` is
-    the name of the field that holds the new messages. Raises Refusal if there are no new messages.
+    `system` contains the request's instructions. If `system` is empty, the result keeps the parent's instructions.
+    `name` is the name of the field that holds the new messages. Raises Refusal if there are no new messages.
     """
     if not new:
         raise Refusal(f"{name}: a list of at least one message is needed")
@@ -263,8 +264,8 @@ def _conversation(name: str, new: list[Message], system: str = "", parent: Any =
 def _shared(body: Json, tools: list[Json], form: Json, effort: str | None, most_answers: int = 1) -> Json:
     """Return the fields of an AgentRequest that the parsers of all protocols read in the same way.
 
-    The caller reads the structured output (`form`) and the reasoning effort (`effort`) from the body, because their
-    keys depend on the protocol. Raises Refusal for a parameter that is not valid or not supported.
+    The caller passes the requested structured output (`form`) and reasoning effort (`effort`), because each protocol
+    has different keys for them. Raises Refusal for a parameter that is not valid or not supported.
     """
     for name, neutral in NEUTRAL.items():
         value = body.get(name)
@@ -329,11 +330,11 @@ def _schema(form: Json) -> dict[str, str]:
 
 
 def _tools(body: Json, tool_type: str) -> list[Json]:
-    """Return the body's functions in the form of chat completions.
+    """Return the functions that the body offers as tools, in the form of chat completions.
 
     `tool_type` is the type that the protocol gives to a function: "function" or "custom". In Responses and Messages,
-    the keys of a function are in the tool itself, as in {"name": "f", "input_schema": {}}. In chat completions, these
-    keys are in {"function": {...}}. Raises Refusal if a tool has no name.
+    the keys of a function are in the tool itself, as in {"name": "f", "input_schema": {}}. In chat completions, the
+    keys of a function are one level deeper, in {"function": {...}}. Raises Refusal if a tool has no name.
     """
     tools = []
     for raw, where in _objects(body, "tools"):
@@ -368,7 +369,7 @@ def _tool_choice(raw: Any, tools: list[Json]) -> tuple[str, list[Json]]:
     names = [tool["function"]["name"] for tool in tools]
     if choice not in ("auto", "none", *names) and not (choice in ("required", "any") and names):
         raise Refusal("tool_choice: auto or none is needed or, if there are tools, required or a tool's name")
-    # Anthropic writes "any" for "required".
+    # Anthropic's protocol writes "any" for "required".
     return "required" if choice == "any" else choice, tools if choice != "none" else []
 
 
@@ -452,7 +453,7 @@ def _look_up(previous: str | None, name: str, find: Find) -> Any:
 
 
 def _referred(item_id: str, find: Find) -> Message:
-    """Return the item of an earlier reply that an item_reference names. Raises Refusal for an unknown id.
+    """Return the item with the id `item_id` from an earlier reply, as a message. Raises Refusal for an unknown id.
 
     The reply resp_<x> has the items rs_<x> (reasoning), msg_<x> (text) and fc_<x>_<k> (the k-th tool call).
     """

@@ -15,29 +15,28 @@ template of Qwen:
     tail               \n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n
 
 The template itself writes <|im_end|> after SENTINEL, because this mark closes an assistant's turn. In the example, the
-model has already sampled the mark, so `PromptBuilder` has removed the mark from the tail. If the answer was cut at a
-length limit, the mark stays in the tail. The mark is then part of the prompt and is not trained.
+model has already sampled <|im_end|>, so `PromptBuilder` has removed it from the tail. If an answer was cut at a length
+limit, its <|im_end|> stays in the tail and is not trained.
 
-Many templates change the history. For example, some templates remove reasoning or blanks from earlier turns. A prompt
-that begins with the parent's tokens keeps every answer exactly as the model wrote it. Training can therefore use a
-whole conversation as one sequence. A prompt with reused tokens is correct only if the tail depends on the new messages
-alone. The constructor of `PromptBuilder` therefore compares the tails after two histories of different length. If the
-two tails differ, the whole conversation is rendered again for every prompt, as with the option chat_template_type "hf".
-If the template refuses the stub of one turn, only the prompt of this turn is rendered in full. The first tokens of a
-prompt that is rendered in full can differ from the parent's tokens. If they differ, a concat export starts a new row at
-this turn.
+Many templates change earlier messages. For example, some templates remove reasoning or blanks from earlier turns. A
+prompt that begins with the parent's tokens keeps every answer exactly as the model wrote it. Training can therefore use
+a whole conversation as one sequence. A prompt with reused tokens is correct only if the tail depends on the new
+messages alone. The constructor of `PromptBuilder` therefore renders the same new messages after a short and after a
+longer history. If the two tails differ, the whole conversation is rendered again for every prompt, as with the option
+chat_template_type "hf". If the template raises an error for the stub of one turn, the whole conversation is rendered
+for this turn. If such a prompt does not begin with the parent's tokens, a concat export starts a new row at this turn.
 
 Text. `TextReader.read` returns only text that no later token can change. The reader holds back incomplete characters
 and text that may be the beginning of a stop string. The text of a token may depend on the tokens before it, because
 some decoders drop or insert a space. The reader therefore decodes new tokens together with a few tokens before them.
 The reader does not decode the whole answer again, so it decodes each token only a few times, even in a long answer.
 
-An opening is the beginning of an answer that the prompt already contains, so the model does not sample it. Examples are
+An opening is the beginning of an answer that is part of the prompt instead of being sampled. Examples are
 a <think> at the end of the prompt and the first words of a forced tool call. The text of an answer includes the
 opening.
 
 A prompt with reused tokens keeps the full history, even if the template would shorten it. The module does not check
-whether the model can handle the full history.
+whether the model works well with a history that its template would shorten.
 """
 
 import contextlib
@@ -57,10 +56,10 @@ from calls.tools import without_partial
 
 SENTINEL = "\u27e6the assistant's text\u27e7"
 STUB: list[Message] = [{"role": "user", "content": "x"}, {"role": "assistant", "content": SENTINEL}]
-REFUSES = (TemplateError, LookupError, TypeError, ValueError, RecursionError)  # a refusing template raises one of these
+REFUSES = (TemplateError, LookupError, TypeError, ValueError, RecursionError)  # errors of a template that refuses
 PART = 2**16  # a text much longer than the context is tokenised in parts of this many characters
-INCOMPLETE = 3  # the largest number of bytes, of tokens and of characters U+FFFD in an incomplete character
-WITHOUT_TEXT = 16  # if more tokens in a row than this have no text, they are special, and `TextReader` may settle them
+INCOMPLETE = 3  # an incomplete character has at most this many bytes, tokens or characters U+FFFD
+WITHOUT_TEXT = 16  # more consecutive tokens without text than this are special tokens; `TextReader` may settle them
 
 
 class PromptBuilder:
@@ -100,7 +99,7 @@ class PromptBuilder:
     def _tail(self, new: list[Message], variables: dict[str, Any], before: Iterable[Message] = ()) -> list[int]:
         """Return the tokens that the template writes between an assistant's answer and the next answer.
 
-        `new` are the messages between these two answers. `before` are messages that come before the stub. Raises
+        `new` holds the messages between the two answers. `before` holds messages to render before the stub. Raises
         Refusal if the template does not accept the messages.
         """
         _, found, tail = self._render([*before, *STUB, *new], variables).partition(SENTINEL)
@@ -134,19 +133,19 @@ class PromptBuilder:
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text, without the special token that some tokenizers put at the beginning.
 
-        A text that probably exceeds the context is tokenised in parts. When there are more than twice as many tokens as
-        the context holds, the rest of the text is left out. The engine would refuse such a long prompt in any case.
+        A text that probably exceeds the context is tokenised in parts. Tokenisation stops at more than twice as many
+        tokens as fit in the context, because the engine refuses such a long prompt in any case.
         """
         context, tokens = self._context_length or len(text), []
         for begin in range(0, len(text), PART) if len(text) > 4 * context else ():
             tokens += self._tokenizer.encode(text[begin : begin + PART], add_special_tokens=False)
-            if len(tokens) > 2 * context:  # certainly too long, even without the tokens that the cuts have added
+            if len(tokens) > 2 * context:  # too long, even without the extra tokens at the cuts between parts
                 return tokens
         return self._tokenizer.encode(text, add_special_tokens=False)
 
 
 def other_forms(messages: list[Message]) -> list[list[Message]]:
-    """Return copies of the messages. Each copy has the tool calls in a form that some templates need.
+    """Return copies of the messages. In each copy the tool calls have a form that some templates need.
 
     Mistral's templates need ids of nine characters, each a letter or a digit. DeepSeek's templates need arguments as
     text, not as an object.
@@ -177,8 +176,8 @@ class TextReader:
     def __init__(self, tokenizer: Any, gconfig: Any, opening: str = "", special_tokens: bool = False) -> None:
         self._tokenizer, self._opening, self._skips = tokenizer, opening, not special_tokens
         self._stop, self._stop_ids = gconfig.stop, frozenset(gconfig.stop_token_ids)
-        # Only these attributes change:
-        self.tokens_read = -1  # number of tokens of the last `read`
+        # Only the attributes below change after the constructor:
+        self.tokens_read = -1  # number of tokens that the last `read` received
         self._certain = 0  # number of characters that the last `read` returned
         self.stopped_by = ""  # the stop string that ended the complete answer, if there is one
         self._settled = 0  # number of tokens whose text is in `_text`
@@ -193,7 +192,7 @@ class TextReader:
         return text[:end]
 
     def read(self, tokens: list[int]) -> str:
-        """Return the text of `tokens` that no later token can change.
+        """Return the part of the text of `tokens` that no later token can change.
 
         Each call must pass all tokens so far: those of the previous call, then the new tokens.
         """
@@ -215,8 +214,8 @@ class TextReader:
         if held_back:  # an incomplete character may begin in any of the last three tokens, so these stay pending
             pending = pending[:-INCOMPLETE]
             fresh = self._text_behind_context(pending)
-        # Settle these tokens only if their text is certain. The text of tokens that end inside a character is not
-        # certain.
+        # Settle the pending tokens only if no later token can change their text. If they end inside a character, a
+        # later token changes their text.
         if certain.startswith(fresh) and (fresh or len(pending) > WITHOUT_TEXT):
             self._text += fresh
             self._settled += len(pending)
@@ -236,14 +235,14 @@ class TextReader:
         return self._decode(self._context + tokens)[len(self._decode(self._context)) :]
 
     def _decode(self, tokens: list[int]) -> str:
-        """Return the text of some tokens, with U+FFFD in place of bytes that belong to no character."""
+        """Return the text of some tokens, with U+FFFD in place of bytes that are not valid UTF-8."""
         text = self._tokenizer.decode(tokens, skip_special_tokens=self._skips)
         if "\ufffd" in text:
             text = self._tokenizer.decode(mend_byte_tokens(self._tokenizer, tokens), skip_special_tokens=self._skips)
         return text
 
     def _stop_at(self, text: str) -> int:
-        """Return where the first stop string after the opening begins.
+        """Return the position of the first stop string after the opening.
 
         If the text has no stop string, return the length of the text.
         """

@@ -2,8 +2,8 @@
 
 An `Answer` holds the sampled tokens of one answer, and the text, reasoning and tool calls that the tokens contain. For
 each protocol, a function `render_...` returns the body of a whole reply, and a subclass of `Stream` returns the events
-of a streamed reply. The official SDKs have helpers that join the events of a stream. The joined events are identical to
-the whole reply.
+of a streamed reply. The official SDKs have helpers that join the events of a stream. The reply that these helpers build
+from the events is identical to the whole reply.
 
     chat        a chunk with the role; chunks with reasoning and text; a chunk for each call; a chunk with
                 finish_reason; a chunk with the token counts, if the agent requested them; [DONE]
@@ -25,9 +25,9 @@ calls of chatcmpl-<x> have the ids call_<x>_0 and call_<x>_1. The items of resp_
 (text) and fc_<x>_0 (tool call).
 
 Strict clients. Some clients fail if a reply lacks a role, index, usage or created_at, so a reply has each of these keys
-that its protocol defines. Other clients fail if a key is null, so keys without a value are left out. There is one
-exception: a chat message with tool calls and without text has `content: null`. Anthropic's clients need an `event:`
-line, so every event of Anthropic's protocol has this line.
+that its protocol defines. Other clients fail if a key is null, so keys without a value are left out. The only null key
+is `content: null` in a chat message with tool calls and without text. Anthropic's clients need an `event:` line, so
+every event of Anthropic's protocol has this line.
 
 Annotations, citations, refusals and counts of cached tokens are not supported: these fields are empty or 0. The
 signature of a reasoning block is a placeholder.
@@ -181,7 +181,7 @@ class Stream:
         """Return the event that ends a stream with an error."""
         return event(openai_error(status, message))
 
-    # Each protocol defines the events of one part:
+    # For each protocol, a subclass defines the events of one part:
 
     def _open(self, part: str, value: Any) -> bytes:
         """Return the events that begin a part."""
@@ -282,9 +282,9 @@ def render_responses(ask: AgentRequest, answers: list[Answer]) -> dict[str, Any]
 
 
 def response_head(ask: AgentRequest, interaction_id: str, status: str) -> dict[str, Any]:
-    """Return a response without output.
+    """Return the body of a response with an empty output.
 
-    `tools` stays empty to keep the response short, because a stream sends the response three times.
+    A stream sends the body of the response three times, so the field `tools` is left empty to keep the body short.
     """
     function = {"type": "function", "name": ask.tool_choice}
     choice: Any = ask.tool_choice if ask.tool_choice in ("auto", "none", "required") else function
@@ -391,7 +391,7 @@ def render_messages(ask: AgentRequest, answers: list[Answer]) -> dict[str, Any]:
 
 
 def message_head(ask: AgentRequest, interaction_id: str, read: int, written: int) -> dict[str, Any]:
-    """Return an Anthropic message without content. `read` and `written` are numbers of tokens."""
+    """Return an Anthropic message without content. `read` and `written` are the numbers of input and output tokens."""
     head = {"id": interaction_id, "type": "message", "role": "assistant", "model": ask.model, "content": []}
     return head | {"usage": {"input_tokens": read, "output_tokens": written}}
 
@@ -442,14 +442,14 @@ class MessagesStream(Stream):
 class Protocol:
     """The functions that read the requests and write the replies of one protocol."""
 
-    id_prefix: str  # the beginning of each interaction's id
+    id_prefix: str  # the prefix of each interaction's id, such as "chatcmpl-"
     parse: Callable[..., AgentRequest]  # (body, find) -> the request
     render: Callable[[AgentRequest, list[Answer]], dict[str, Any]]  # (request, answers) -> the body of a whole reply
     stream: Callable[[AgentRequest, str, int], Stream]  # (request, interaction id, index) -> the stream of one answer
     error: Callable[..., dict[str, Any]]  # (status, message, code) -> the body of an error
 
 
-PROTOCOLS = {  # the key is the part of the path after /v1/
+PROTOCOLS = {  # each key is the part of the URL path after /v1/
     "chat/completions": Protocol("chatcmpl-", parse_chat, render_chat, ChatStream, openai_error),
     "responses": Protocol("resp_", parse_responses, render_responses, ResponsesStream, openai_error),
     "messages": Protocol("msg_", parse_anthropic, render_messages, MessagesStream, anthropic_error),

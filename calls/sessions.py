@@ -12,11 +12,11 @@ An unused grant lapses after GRANT_SECONDS, so the unused grants of failed start
 
 A session is idle while none of its answers is being generated and no request for it arrives. For example, with a
 timeout of 3600 seconds, a session that becomes idle at 12:00 expires at 13:00. An ended session that nobody exports
-expires, too. The proxy has no timer. Instead, the proxy looks for expired sessions when a session starts, at each
-request with a session id, and at GET /health. When the proxy forgets a session, the session's conversation tree is
+expires, too. No timer removes expired sessions. Instead, the proxy looks for expired sessions when a session starts, at
+each request with a session id, and at GET /health. When the proxy forgets a session, the session's conversation tree is
 lost.
 
-A session also contains the turn of each earlier request, so that turn.py can recognise a client's retry.
+A session also stores the turn that answers each earlier request, so that turn.py can recognise a client's retry.
 
 The methods of `SessionTable` do no input or output, and get the time from the function `clock`.
 """
@@ -42,18 +42,18 @@ class Limits:
     """Limits on the requests and answers of one session (SECURITY.md). Answers above the limit `running` wait. No
     honest agent reaches any of the other limits."""
 
-    running: Count = 32  # answers of a session that servers generate at once; the session's other answers wait
-    answers: Count = 2048  # answers of a session that run or wait; a further call gets status 429
-    messages: Count = 20_000  # messages or items in one request
-    body_bytes: Count = 2**24  # length of a request's body
-    stop_strings: Count = 64  # stop strings of one request; its stop token ids have the same limit
-    stop_length: Count = 1000  # characters of a stop string
+    running: Count = 32  # most answers of a session that servers generate at the same time; further answers wait
+    answers: Count = 2048  # most answers of a session that run or wait; a further call gets status 429
+    messages: Count = 20_000  # largest number of messages or items in one request
+    body_bytes: Count = 2**24  # maximum length of a request's body
+    stop_strings: Count = 64  # most stop strings in one request; the same limit holds for its stop token ids
+    stop_length: Count = 1000  # maximum number of characters in a stop string
     seconds: Positive = 120.0  # seconds within which the body of a request must arrive
-    header_bytes: Count = 2**16  # length of a request's header
+    header_bytes: Count = 2**16  # maximum length of a request's header
     header_seconds: Positive = 60.0  # seconds within which the header of a connection's next request must arrive
 
     def check(self, session: "Session", ask: AgentRequest) -> None:
-        """Raise Refusal if a request asks for more than an honest agent needs."""
+        """Raise Refusal if a request exceeds a limit that a well-behaved agent never reaches."""
         stops, answers = ask.sampling.get("stop", []), ask.n + sum(len(turn.ids) for turn in session.running)
         count = max(len(stops), len(ask.sampling.get("stop_token_ids", [])))
         sizes = len(ask.messages), count, max(map(len, stops), default=0)
@@ -69,15 +69,15 @@ class Session:
 
     session_id: str
     task_id: str
-    last_used: float  # time of the last request or of the last finished turn, in seconds of `clock`
+    last_used: float  # time of the last request or the last finished turn, as given by `clock`
     cache: InteractionCache
     places: asyncio.Semaphore  # limits the answers that servers generate at once (`Limits.running`)
-    sampling: dict[str, Any] = field(default_factory=dict)  # default sampling parameters, instead of the proxy's
+    sampling: dict[str, Any] = field(default_factory=dict)  # default sampling parameters; they override the proxy's
     calls: int = 0  # number of answers that the agent has requested
     running: set[Any] = field(default_factory=set)  # turns (turn.py) that are being generated
     turns: dict[bytes, list[Any]] = field(default_factory=dict)  # hash of a request's body -> turns with this body
-    ended: bool = False  # whether the session refuses calls
-    beginning: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while a request finds or starts its turn
+    ended: bool = False  # whether the session has ended and refuses new calls
+    beginning: asyncio.Lock = field(default_factory=asyncio.Lock)  # held until a request has found or started its turn
 
     @property
     def rewarded_count(self) -> int:
@@ -93,7 +93,7 @@ class Session:
 class SessionTable(OrderedDict[str, Session]):
     """The open and ended sessions by id, and the grants for new sessions.
 
-    The session that was used longest ago comes first.
+    The least recently used session comes first.
     """
 
     def __init__(self, timeout: float, clock: Callable[[], float], side_patterns: Collection[str] = ()) -> None:

@@ -11,21 +11,21 @@ The rule. A finished interaction is a *suspect* if conditions 1 and 2 hold:
 
 A suspect is a side conversation if condition 3 also holds:
 
-    3. The session has interactions that are not suspects, and none of them has the suspect's first message.
+    3. The session also has interactions that are not suspects, and none begins with the suspect's first message.
 
-The rule ignores the time of a call, so a title request may come before, between or after the agent's calls. Two kinds
-of calls resemble a title request, but the rule does not take them for side conversations. An agent may offer no tools
-in the call for its final answer. This call has the same first message as the agent's other calls, so condition 3 does
-not hold. A session may also contain a second agent that makes only one call. The prompt of this call does not request a
-title, so condition 1 does not hold.
+The rule does not depend on the order of the calls, so a title request may come before, between or after the agent's
+calls. Two kinds of calls resemble a title request, but the rule does not classify them as side conversations. An agent
+may offer no tools in the call for its final answer. The call for the final answer has the same first message as the
+agent's other calls, so condition 3 does not hold. A session may also contain a second agent that makes only one call.
+The prompt of such a single call does not request a title, so condition 1 does not hold.
 
-The configuration key rollout.openai.side_conversations contains the patterns, which are regular expressions. The case
-of letters does not matter. An empty list turns the rule off. For a client whose title requests match no pattern, add a
-pattern to the list.
+The configuration key rollout.openai.side_conversations contains the patterns, which are regular expressions. The
+patterns match both upper and lower case. If the list of patterns is empty, the rule is off. For a client whose title
+requests match no pattern, add a pattern to the list.
 
-A side conversation is not trained, and gets none of the session's reward. There is one exception: a side conversation
-is trained if the agent gives a reward to its id. The metric side_conversations counts the side conversations. When the
-first side conversation is found, the run prints a message.
+A side conversation is not trained, and gets none of the session's reward. Exception: if the agent sets a reward for the
+id of a side conversation, this side conversation is trained. The metric side_conversations counts the side
+conversations. When the first side conversation is found, the run prints a message.
 """
 
 import functools
@@ -44,7 +44,10 @@ PATTERNS = (
 
 
 def make_matcher(patterns: Collection[str]) -> Callable[[str], bool]:
-    """Return a function that tells whether one of the patterns matches a text. Each text is searched only once."""
+    """Return a function that tells whether one of the patterns matches a text.
+
+    The function caches its results, so each text is searched only once.
+    """
     return functools.cache(lambda text: any(re.search(p, text, re.IGNORECASE | re.DOTALL) for p in patterns))
 
 

@@ -6,10 +6,10 @@ expects the form of Qwen and Hermes:
     <think>reasoning</think>text<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>
 
 Tool calls. The JSON between <tool_call> and the next </tool_call> is a call under two conditions: the agent offers a
-tool of this name, and the arguments are an object. Broken JSON, a call without an end mark and a call of an unknown
-tool stay text. A model's mistake therefore never makes a request fail, and the agent sees the mistake. The parser drops
-blank space around the reasoning and before a call. A text without calls stays unchanged, because the agent sends the
-text back in its next request, and the proxy compares this copy with the text.
+tool of this name, and the arguments are an object. If the JSON is broken, the end mark is missing or the tool is
+unknown, the call is left in the text. A model's mistake therefore never makes a request fail, and the agent sees the
+mistake. The parser drops blank space around the reasoning and before a call. A text without calls stays unchanged,
+because the agent sends it back in its next request, where the proxy must recognise it.
 
 Streams. `certain` returns the part of an unfinished text that no continuation can change:
 
@@ -26,8 +26,8 @@ caller can put <think> before the model's text.
 
 Forced calls. If tool_choice demands a call, `opening` returns the first words of a call. The prompt ends with the first
 words of the call, so these words are not trained. The caller of `opening` also puts these words before the model's
-text. The model writes the rest of the call: the arguments and, if there are several tools, the name. The proxy uses no
-grammar, so the model may still write broken JSON. Broken JSON stays text.
+text. The model writes the rest of the call: the arguments and, if there are several tools, the name. The proxy does not
+constrain sampling with a grammar, so the model may still write broken JSON.
 
 Other forms. If the tokenizer has a response template (a feature of transformers), this template parses the text. A
 `tool_call_parser` that is not in `HERMES` names one of SGLang's parsers, so SGLang must be installed. SGLang's parser
@@ -51,7 +51,7 @@ from run.fields import Refusal, read_json
 CALL, END_OF_CALL = "<tool_call>", "</tool_call>"
 PAIR = re.compile(f"{CALL}(.*?){END_OF_CALL}", re.DOTALL)
 THINK, END_OF_THINK = "<think>", "</think>"
-HERMES = (None, "hermes", "qwen", "qwen25", "qwen3")  # values of tool_call_parser that mean the default form
+HERMES = (None, "hermes", "qwen", "qwen25", "qwen3")  # values of tool_call_parser that select the default form
 THINKERS = (None, "qwen3", "qwen3-thinking", "deepseek-r1", "glm45")  # reasoning parsers for <think> ... </think>
 Form = str | None  # name of a parser, or None for the default form
 Tools = list[dict[str, Any]]  # the offered tools, in the form of chat completions
@@ -74,10 +74,10 @@ class Parsed:
 
 
 def without_partial(text: str, marks: list[str], certain: int = 0) -> str:
-    """Cut off the beginning of a mark at the end of `text`: for the mark "<tool>", "1 <to" becomes "1 ".
+    """Cut off an incomplete mark at the end of `text`: for the mark "<tool>", "1 <to" becomes "1 ".
 
-    The first `certain` characters are never cut off. If an earlier call with a shorter text returned as many characters
-    as `certain`, the result is the same as without `certain`, and no position is tried again.
+    The first `certain` characters are never cut off. To save time, a caller whose text grows passes the length of the
+    previous result as `certain`. The result is then the same as without `certain`.
     """
     longest = max(map(len, marks), default=1)
     for begin in range(max(certain, len(text) - longest + 1), len(text)):
@@ -101,7 +101,7 @@ def split_calls(text: str, tools: Tools) -> tuple[str, list[Call]]:
     names = frozenset(tool["function"]["name"] for tool in tools)
     pieces: list[str] = []
     calls: list[Call] = []
-    piece_begin = 0  # where the next piece of text begins
+    piece_begin = 0  # index at which the next piece of text begins
 
     # No call ends after the last </tool_call>, so the search stops there. Without this limit, the search would scan to
     # the end of the text for each unclosed <tool_call>. The time would then be quadratic in the number of such marks.
@@ -130,7 +130,7 @@ def read_call(body: str, names: frozenset[str]) -> Call | None:
 
 
 class OutputParser:
-    """Parses the texts of one model. A parser remembers no text, so a stream passes its whole text every time.
+    """Parses the texts of one model. A parser stores no text, so a stream passes its whole text in every call.
 
     Raises ValueError if there is no parser with the given name.
     """
@@ -156,7 +156,7 @@ class OutputParser:
             try:
                 return self._parse_foreign(text, tools)
             except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
-                return Parsed(text)  # the text does not have the expected form
+                return Parsed(text)  # the text does not have the form that the parser expects
         reasoning, rest, _ = split_thinking(text)
         rest, calls = split_calls(rest, tools)
         return Parsed(rest, reasoning, calls)
@@ -172,7 +172,7 @@ class OutputParser:
             return Parsed("", reasoning)
         if not tools:
             return Parsed(rest, reasoning)
-        opened = rest.find(CALL, rest.rfind(END_OF_CALL) + 1)  # where a call without an end mark begins
+        opened = rest.find(CALL, rest.rfind(END_OF_CALL) + 1)  # index of a call without an end mark
         decided = rest[:opened] if opened >= 0 else without_partial(rest, [CALL])
         beside_calls, _ = split_calls(decided, tools)
         return Parsed(beside_calls.rstrip(), reasoning)
@@ -187,9 +187,9 @@ class OutputParser:
     def opening(self, tool_choice: str, tools: Tools, begun: str) -> str:
         """Return the first words of a forced call, or "" if tool_choice forces no call.
 
-        For the tool f, the first words are '<tool_call>\\n{"name": "f", "arguments": '. The text for `parse` consists
-        of `begun`, the opening and the model's text. Raises Refusal if this model's form of calls does not allow a
-        forced call.
+        For the tool f, the first words are '<tool_call>\\n{"name": "f", "arguments": '. The caller passes to `parse`
+        the text `begun`, then the opening, then the model's text. Raises Refusal if this model's form of calls does not
+        allow a forced call.
         """
         if tool_choice in ("auto", "none"):
             return ""
@@ -197,7 +197,8 @@ class OutputParser:
             raise Refusal("tool_choice: this model's form of tool calls cannot be forced; use auto")
         names = [tool["function"]["name"] for tool in tools] if tool_choice == "required" else [tool_choice]
         end_of_reasoning = f"{END_OF_THINK}\n\n" if begun else ""
-        # The opening contains the name of the only tool. If there are several tools, the model writes the name.
+        # If only one tool can be called, the opening contains its name. If there are several tools, the model writes
+        # the name.
         name = f'{json.dumps(names[0])}, "arguments": ' if len(names) == 1 else '"'
         return f'{end_of_reasoning}{CALL}\n{{"name": {name}'
 

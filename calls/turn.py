@@ -2,8 +2,8 @@
 
     enter the call in the tree -> generate the answers -> store the answers in the tree -> send the reply
 
-Order. The call's interaction is in the tree before the first byte of the reply leaves, and has its tokens before the
-last byte leaves. A client that has read a reply can therefore continue or reward the turn at once.
+Order. The call's interaction enters the tree before the first byte of the reply is sent. Its tokens are stored in the
+tree before the last byte is sent. A client that has read a reply can therefore immediately continue or reward the turn.
 
 States. Each turn runs as an asyncio task. A connection that waits for the turn's reply is a listener of the turn.
 
@@ -20,8 +20,8 @@ States. Each turn runs as an asyncio task. A connection that waits for the turn'
 
 The state of a turn decides whether the turn stays in the tree. A finished or unread turn stays in the tree. A failed
 turn is removed from the tree. When a turn is abandoned, the server stops generating. The tokens that an abandoned turn
-has already streamed stay in the tree, because the client has read them. A replaced turn stays only if a later turn
-continues it.
+has already streamed stay in the tree, because the client has read them. A replaced turn stays in the tree only if a
+later turn continues its conversation.
 
 Retries. A client repeats a request if the connection times out or the reply has a 5xx status. The SDKs of OpenAI and
 Anthropic mark such a request with the header x-stainless-retry-count. Two turns are called identical if they belong to
@@ -29,11 +29,11 @@ the same session and their requests have the same body, byte for byte. `match_re
 request:
 
     1. If an identical turn is unread, failed or abandoned, the request is a retry of that turn.
-    2. If the header marks a retry, the request is a retry of an identical turn that is still running. If none is
-       running, the request is a retry of the last identical turn whose connection has been closed since.
+    2. If the header marks a retry, the request is a retry of an identical turn that is still running. If no identical
+       turn is running, the request is a retry of the last identical turn whose connection is closed.
     3. In all other cases the request is a new call. An agent that sends the same body twice therefore gets two answers.
 
-A client closes the connection of a reply that it has not read whole, so rule 2 leaves out open connections. A retry
+A client that has not read a whole reply closes the connection, so rule 2 ignores turns with an open connection. A retry
 gets the reply of the turn that it repeats. A failed or abandoned turn has no reply, so a new turn replaces it.
 
 Example. An agent hangs up during a call and sends the call again. By rule 1 the second request is a retry, so the
@@ -61,7 +61,7 @@ from calls.tools import OutputParser
 from inference.io_struct import ModelRequest, ModelResponse
 from inference.wire import EngineError
 
-PING_SECONDS = 15.0  # a stream sends a comment after this many seconds without events, so the client keeps waiting
+PING_SECONDS = 15.0  # after this many seconds without events, a stream sends a comment as a keepalive
 
 # Four functions change a turn's state: `_run` (to finished or failed), `end_with_session` (to failed), `_listening` (to
 # abandoned or unread) and `earlier_turn` (to finished or replaced).
@@ -79,13 +79,13 @@ class Turn:
         for name in self.ids:
             interaction = Interaction(ask.messages, name, ask.template_key, store, ask.tools, parent=ask.parent)
             self.parent = session.cache.enter(name, interaction).parent  # all answers have the same parent
-        self.ask = dataclasses.replace(ask, messages=[])  # the tree keeps the messages
+        self.ask = dataclasses.replace(ask, messages=[])  # the messages are stored in the tree
 
-        # Only these attributes change:
+        # Only the attributes below change after the constructor:
         self.state = State.RUNNING
-        self.task: asyncio.Task[tuple[dict[str, Any], list[Answer]]]  # its result: the reply and the answers
+        self.task: asyncio.Task[tuple[dict[str, Any], list[Answer]]]  # the task returns the reply and the answers
         self.so_far: list[ModelResponse | None] = [None] * ask.n  # the streamed part of each answer
-        self.news = asyncio.get_running_loop().create_future()  # done when tokens arrive; then replaced by a new future
+        self.news = asyncio.get_running_loop().create_future()  # done when tokens arrive; a new future follows
         self.listeners = 0  # number of connections that wait for the reply
         self.retries = 0  # number of requests that repeated this turn
         self.transport: Any = None  # the connection of the last listener; None if it is not known (run/serve.py)
@@ -93,7 +93,7 @@ class Turn:
     # Events
 
     def start(self, engine: Any, calls: list[ModelRequest], reader: Callable[[], TextReader]) -> None:
-        """Start to generate one answer for each of `calls`. `reader` returns a new TextReader for an answer."""
+        """Start to generate one answer for each request in `calls`. `reader` returns a new TextReader for an answer."""
         self._reader, self.input_len = reader, len(calls[0].input_ids)  # input_len: number of prompt tokens
         self.task = asyncio.ensure_future(self._run(engine, calls))
         self.session.running.add(self)
@@ -150,7 +150,7 @@ class Turn:
     async def _generate(self, engine: Any, k: int, call: ModelRequest) -> ModelResponse:
         """Return the engine's k-th answer.
 
-        In a stream, each arrival of tokens updates `so_far` and completes `news`.
+        In a stream, each arrival of tokens updates `so_far` and completes the future `news`.
         """
 
         def on_tokens(response: ModelResponse) -> None:
@@ -181,7 +181,7 @@ class Turn:
         If the last listener leaves while the turn is running, the turn becomes abandoned and the generation stops. If
         the last listener hangs up after the turn has finished, the turn becomes unread.
         """
-        hangup = asyncio.ensure_future(request.receive())  # only a disconnect can follow the request's body
+        hangup = asyncio.ensure_future(request.receive())  # after the request's body, only a disconnect can arrive
         self.listeners, self.transport = self.listeners + 1, request.scope.get("transport")
         try:
             yield hangup
@@ -258,15 +258,15 @@ class Turn:
 def match_retry(equal: list[Turn], says_so: bool) -> Turn | None:
     """Return the turn that a request retries, or None for a new call.
 
-    The essay of this module states the three rules of this function. `equal` contains the session's earlier turns with
-    the same body. `says_so` is true if the request's header marks a retry.
+    The function applies the three rules of the section "Retries" at the top of this file. `equal` contains the
+    session's earlier turns with the same body. `says_so` is true if the request's header marks a retry.
     """
     for turn in equal:
         if turn.state in (State.UNREAD, State.FAILED, State.ABANDONED):
             return turn
     if not equal or not says_so:
         return None
-    # Two equal turns that run get the retries alternately.
+    # If two identical turns are running, they get the retries in alternation.
     running = [turn for turn in equal if turn.state is State.RUNNING]
     closed = [turn for turn in equal if not turn.transport or turn.transport.is_closing()]
     return min(running or closed[-1:], key=lambda turn: turn.retries, default=None)

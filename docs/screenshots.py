@@ -22,7 +22,7 @@ ONLY_TRAJECTORIES = "header, section:not(:has(#h-traj)) { display: none }"
 
 
 def take(page: str, name: str, width: int, height: int, style: str = "", dark: bool = False) -> None:
-    """Write docs/{name}.png, a picture of the HTML text `page` in a browser window of `width` x `height` pixels.
+    """Write docs/{name}.png: a screenshot of the HTML page `page` in a browser window of `width` x `height` pixels.
 
     `style` is CSS that is added to the page, and `dark` chooses the page's dark colours.
     """

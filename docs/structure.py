@@ -6,7 +6,7 @@ statements in A's modules that name a module of B. An arrow between the columns 
 arrow inside a column runs along the outer side of the column. In a browser, each arrow has a tooltip, which lists the
 imports.
 
-The style of the picture has a second set of colours, for dark screens.
+The style sheet of the picture has a second set of colours, for browsers in dark mode.
 """
 
 import ast
@@ -75,10 +75,11 @@ def find_arrows(boxes: dict[str, Box]) -> dict[Arrow, list[str]]:
 
 
 def place_ends(boxes: dict[str, Box], arrows: dict[Arrow, list[str]]) -> dict[tuple[str, Arrow], int]:
-    """Return the y coordinates of both ends of each arrow. A key is a box's name and an arrow that touches this box.
+    """Return the y coordinates of both ends of each arrow. A key consists of the name of a box and an arrow that begins
+    or ends at this box.
 
-    The arrows at one side of a box are evenly spaced. The order of the arrows is the order of the boxes at their other
-    ends, from top to bottom.
+    The arrows at one side of a box are evenly spaced. They are sorted by the vertical position of the boxes at their
+    other ends.
     """
     sides: dict[tuple[str, bool], list[tuple[int, Arrow]]] = {}
     for arrow in arrows:

@@ -3,8 +3,8 @@
     python docs/terminal.py RUN
 
 RUN is the folder of a run. The drawings show the live table of this run after two thirds of its steps. The files of a
-run do not tell how long the start took, or what the trainer was doing at that moment. The clock and the last line of
-the drawings are therefore invented.
+run do not record how long the startup took, or what the trainer was doing after two thirds of the steps. The clock and
+the last line of the drawings are therefore invented.
 """
 
 import io

@@ -5,10 +5,11 @@
 The tour is a run of train.py with eta = 1, one group in a batch, four games in a group and two steps. The tour shows
 the second group, on which step 2 trains.
 
-In a real run a weight update may arrive at any moment. In the tour the update always arrives after the first turns of
-the second group. The games of the first group end only after these turns. The later turns of the second group wait for
-the third group, which starts after the update. All seeds are fixed, so every tour on one machine shows the same
-numbers. Another machine may make a slightly different base model, and then the numbers differ.
+In an ordinary run, a weight update may arrive at any moment. In the tour, the weight update always arrives after the
+first turns of the second group. To achieve this, the games of the first group end only after these first turns. The
+later turns of the second group are delayed until the third group starts, which happens after the weight update. All
+seeds are fixed, so every tour on one machine shows the same numbers. Another machine may make a slightly different base
+model, and then the numbers differ.
 """
 
 import asyncio
@@ -28,7 +29,8 @@ KEYS = """experiment_name=tour max_steps=2 train_dataset.batch_size=1 gconfig.n_
 
 
 class PacedAgent:
-    """The demo's agent, with a fixed moment for the weight update: after the first turns of the second group."""
+    """Runs the demo's agent with delays, so that the weight update always arrives after the first turns of the second
+    group."""
 
     def __init__(self, agent: Any) -> None:
         self.agent, self.arrived, self.updated = agent, asyncio.Semaphore(0), asyncio.Event()
@@ -45,8 +47,8 @@ class PacedAgent:
         return reward
 
     async def pace(self, is_later: bool, is_over: bool) -> None:
-        """Delay a request or the end of a game. `is_later` says whether the request belongs to a later turn than the
-        first."""
+        """Delay a request or the end of a game. `is_later` is true if the request does not belong to the first turn of
+        its game."""
         group = workflow_context.get().task_id
         if group == 0 and is_over:
             await self.arrived.acquire()

@@ -6,22 +6,22 @@
 in the model's generation_config.json, which the trainer does not know.
 
 **Answers.** Training needs three facts about each token: its id, its log-probability under the policy that sampled it,
-and the version of this policy. An answer that lacks one of these facts is an error.
+and the version of this policy. An answer without the id, log-probability or version of a token is an error.
 
     output_ids               [17, 4, 9]
     output_token_logprobs    [[-0.2, 17, null], [-1.1, 4, null], [-0.4, 9, null]]     logprob, token id, text
     weight_versions          [{"version": "3", "start": 0, "end": 2}, {"version": "4", "start": 2, "end": 3}]
 
-In this example, version 3 computed the first two tokens and version 4 computed the third token. Versions of SGLang
-older than 0.5.19 report only `weight_version`, the version at the end of the answer.
+In this example, version 3 of the weights computed the first two tokens, and version 4 computed the third token. SGLang
+before 0.5.19 reports only `weight_version`, the version of the weights at the end of the answer.
 
 **Finish reasons.** The finish reason `abort` without a status means that a pause interrupted the request. The engine
-(engine.py) continues an interrupted request later. `abort` with a status is an error: the status is 4xx if the request
-is wrong, and 5xx if the server has no room for the request.
+(engine.py) continues an interrupted request later. The finish reason `abort` with a status is an error: the status is
+4xx if the request is wrong, and 5xx if the server has no room for the request.
 
 **Logprobs.** A server computes a logprob as log_softmax(logits / temperature) over the whole vocabulary. With top_p,
 top_k, penalties or a grammar, the server samples from another distribution. `trains_exactly` is True if training can
-reproduce the sampling distribution: the request uses none of these four options and is not greedy.
+reproduce the sampling distribution, that is, if the request is not greedy and sets no top_p, top_k, penalty or grammar.
 
 AReaL's areal/api/io_struct.py uses the same class names (section 2 of the write-up, see docs/companion.md).
 """
@@ -39,7 +39,7 @@ class GenerationHyperparameters:
     """The sampling parameters of a request."""
 
     n_samples: Annotated[int, "[1, inf)"] = 1  # samples per prompt (the group size); one request makes one sample
-    max_new_tokens: Annotated[int, "[1, inf)"] = 512  # maximum number of tokens of a turn; the context may allow fewer
+    max_new_tokens: Annotated[int, "[1, inf)"] = 512  # maximum tokens generated per turn; the context may allow fewer
     temperature: Annotated[float, "[0, inf)"] = 1.0  # divides the logits before sampling; 0: always the likeliest token
     top_p: Annotated[float, "(0, 1]"] = 1.0  # sample from the likeliest tokens with this total probability; 1: all
     top_k: Annotated[int, "[-1, -1] or [1, inf)"] = -1  # sample from this number of likeliest tokens; -1: all tokens
@@ -47,7 +47,7 @@ class GenerationHyperparameters:
     stop_token_ids: list[int] = field(default_factory=list)  # token ids that end a turn, in addition to the model's own
     frequency_penalty: Annotated[float, "[-2, 2]"] = 0.0  # subtracted from a token's logit once per earlier use
     presence_penalty: Annotated[float, "[-2, 2]"] = 0.0  # subtracted from a token's logit if the token was used before
-    greedy: bool = False  # true: always take the likeliest token, as temperature 0 does
+    greedy: bool = False  # true: always take the likeliest token, as at temperature 0
     seed: Annotated[int, "[0, 4294967295]"] | None = None  # seed of the sampling; null: from the run's seed, or random
     json_schema: str | None = None  # sample only JSON that fits this schema; needs a server with a grammar backend
 
@@ -80,10 +80,11 @@ class ModelRequest:
     gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
     tokenizer: Any = None
     session: str | None = None
-    call: str = ""  # name in the schedule of the run, such as "7-3.1": task 7, member 3, call 1 (run/schedule.py)
+    call: str = ""  # name of the call in the run, such as "7-3.1": task 7, member 3, call 1 (run/schedule.py)
 
     def __post_init__(self) -> None:
-        # apply_chat_template of transformers 5 returns a BatchEncoding, whose attribute `input_ids` is the list.
+        # apply_chat_template of transformers 5 returns a BatchEncoding, whose attribute `input_ids` is the list of
+        # token ids.
         self.input_ids = getattr(self.input_ids, "input_ids", self.input_ids)
 
     @property
@@ -101,17 +102,17 @@ class ModelResponse:
     """The completion of one request. Each output list has one entry per generated token, including the stop token.
 
     The engine returns a completion with the stop reason "stop" or "length", and the parser of tool calls may change the
-    stop reason to "tool_calls". A segment, the part of a completion that one POST /generate produces, is a
-    ModelResponse too. A segment that a pause interrupted has the stop reason "abort". A segment that is still being
+    stop reason to "tool_calls". A segment (the part of a completion that one POST /generate produces) is stored as a
+    ModelResponse, too. A segment that a pause interrupted has the stop reason "abort". A segment that is still being
     streamed has the stop reason "".
     """
 
     input_tokens: list[int] = field(default_factory=list)
     output_tokens: list[int] = field(default_factory=list)
-    output_logprobs: list[float] = field(default_factory=list)  # from log_softmax(logits / temperature)
+    output_logprobs: list[float] = field(default_factory=list)  # log_softmax(logits / temperature) of each token
     output_versions: list[int] = field(default_factory=list)  # version of the weights that computed each token
     stop_reason: str = "stop"
-    temperature: float = 1.0  # temperature of the logprobs; 1 if the sampling was greedy
+    temperature: float = 1.0  # temperature at which the logprobs were computed; 1 if the sampling was greedy
     trains_exactly: bool = True  # see GenerationHyperparameters.trains_exactly
     regenerated: int = 0  # number of segments that were requested again after a server failed
 
@@ -140,7 +141,7 @@ def call_seed(seed: int, episode: str, call: int) -> int:
 
 
 def sampling_params(gconfig: GenerationHyperparameters, offset: int = 0) -> dict[str, Any]:
-    """Return SGLang's sampling parameters for the segment that starts after `offset` tokens."""
+    """Return SGLang's sampling parameters for the segment that starts after `offset` generated tokens."""
     params = {
         "max_new_tokens": gconfig.max_new_tokens - offset,
         "temperature": 0.0 if gconfig.is_greedy else gconfig.temperature,
@@ -173,7 +174,7 @@ def check_segment(tokens: list[int], entries: list[list], spans: list[dict[str, 
 
     The token ids must be integers in the vocabulary, and must equal the ids in output_token_logprobs. A logprob may
     exceed 0 only by a rounding error. The spans must cover all tokens without a gap, and their versions must never
-    decrease. Tensors of the trainer must be able to hold the logprobs (float32) and the versions (int32).
+    decrease. The logprobs must fit into float32 and the versions into int32, the types of the trainer's tensors.
     """
     if tokens and ({*map(type, tokens)} != {int} or min(tokens) < 0 or max(tokens) >= (vocab_size or 2**31)):
         raise EngineError(f"a token id of an answer is not an integer below {vocab_size}", 503)
@@ -186,11 +187,12 @@ def check_segment(tokens: list[int], entries: list[list], spans: list[dict[str, 
 
 
 def parse_segment(answer: dict[str, Any], vocab_size: int | None = None) -> ModelResponse:
-    """Parse an answer of a server, or one event of a stream. Every event except the last has stop_reason "".
+    """Parse an answer of a server, or one event of a stream. The response parsed from an event has stop_reason ""
+    unless the event is the last of its stream.
 
-    Raises EngineError. If the server reports an error, the error's status is 400 for a wrong request and 503 otherwise.
-    The status is also 503 if the server's last weight update was not completed, or if the answer contradicts itself.
-    The status is 502 if the answer lacks a fact that training needs.
+    Raises EngineError. If the server reports an error, the EngineError has status 400 for a wrong request and 503
+    otherwise. The EngineError also has status 503 if the server's last weight update was not completed, or if the
+    answer contradicts itself. An answer without the ids, logprobs or versions that training needs gives status 502.
     """
     try:
         meta, tokens = answer["meta_info"], answer["output_ids"]
@@ -205,14 +207,14 @@ def parse_segment(answer: dict[str, Any], vocab_size: int | None = None) -> Mode
         versions = [int(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
     except (LookupError, TypeError, ValueError) as error:
         hint = "start SGLang with --weight-version 0, and check that its last weight update succeeded"
-        # The status 503 makes the client try again. A server that has completed the update may answer then.
+        # The status 503 makes the client try again. The retry may reach a server that has completed the update.
         status = 503 if "-incomplete" in str(error) else 502
         raise EngineError(f"the answer cannot be read ({error!r}): {hint}", status) from error
     return ModelResponse([], tokens, [entry[0] for entry in entries], versions, stop_reason=finish.get("type", ""))
 
 
 def parse_scores(answer: dict[str, Any], ids: list[int]) -> list[float]:
-    """Return the log-probabilities of `ids` from a server's answer that contains them. The first token has
+    """Return the log-probabilities of the tokens `ids`, read from a server's answer. The first token has
     log-probability 0, because no token comes before it. Raises EngineError: 502 if the answer has no list of
     log-probabilities, 503 if a token id or a log-probability is wrong."""
     try:

@@ -1,43 +1,43 @@
 """This module records which inference servers are alive, and chooses a server for each conversation.
 
-**A request survives the loss of its server.** The request keeps the tokens that have arrived, and a different server
-generates the missing tokens.
+**A request survives the loss of its server.** If a server is lost during a request, the engine keeps the tokens that
+have arrived, and a different server generates the rest.
 
-**Affinity.** All conversations of a prompt group go to one server. This server computes the prompt once, and finds the
-beginning of each conversation in its cache. `rank_servers` orders the servers for each group, and the group uses the
-first living server. With N servers, server n mod N comes first for group n. A hash of URL and group orders the other
-servers (rendezvous hashing). If a server is lost, its groups spread over all other servers, and no other group moves.
-All processes compute the same order of servers. If a request has no group, its session takes the place of the group.
+**Affinity.** All conversations of a prompt group go to one server, which prefills their prompt once and finds their
+prefixes in its cache. `rank_servers` orders the servers for each group, and the group's requests go to the first living
+server. With N servers, server n mod N comes first for group n. A hash of URL and group orders the other servers
+(rendezvous hashing). If a server is lost, its groups spread over all other servers, and no other group moves. All
+processes compute the same order of servers. If a request has no group, its session takes the place of the group.
 
 **Two states.** Each process keeps its own record of each server. Processes do not tell each other about lost servers.
 
     living -- a request got no answer, a 5xx, or tokens of old weights --> lost
     lost   -- the server answers again, and its weights may be used    --> living
 
-A lost server may be dead, may have restarted with its first weights, or may be alive although an answer was lost. Three
-rules exclude tokens of old weights:
+A lost server may be dead, may have restarted with its initial weights, or may be alive if only one of its answers was
+lost. Three rules exclude tokens of old weights:
 
-- Before each update the trainer calls its lost servers. A lost server that answers receives the update, too.
-- Every other process asks its lost servers for their versions every few seconds. A process that has received tokens of
-  version 7 uses a lost server again only when this server reports version 7 or newer.
+- Before each weight update, the trainer calls all lost servers. A lost server that answers gets the update, too.
+- Every other process asks the servers that it has marked as lost for their versions every few seconds. A process that
+  has received tokens of version 7 uses a lost server again only when this server reports version 7 or newer.
 - A server may restart between two requests, and then has version 0 again. The engine (engine.py) therefore checks the
   versions of every answer. A weight update pauses all servers before it changes the first server, and resumes them
   after it has changed the last server. If tokens of version 7 have arrived before a request is sent, this request must
   therefore get tokens of version 7 or newer. The engine discards older tokens, and marks their server as lost.
 
 After an update the trainer sends /continue_generation to lost servers too, because a lost server may be alive. Without
-this call, the server would stay paused, and other processes would wait for it. If a server received only a part of an
-update, it reports version "7-incomplete", and every engine refuses its tokens.
+/continue_generation, such a server would stay paused, and other processes would wait for it. If a server received only
+a part of an update, it reports version "7-incomplete", and every engine refuses its tokens.
 
 **Routers.** An address may belong to an sglang-router. Requests for tokens go to the router, which chooses a worker.
-The router does not forward abort, pause, continue and weight updates, so the engine sends these calls to each worker.
+The router does not forward abort, pause, continue and weight update requests, so the engine sends these to each worker.
 The trainer requests the list of workers (GET /workers) before each update, so a new worker gets the weights of the next
-update. A proxy requests the list only when it starts, so it sends no aborts to workers that join later.
+update. A proxy requests the list of workers only at its start, so it sends no aborts to later workers.
 
 **Not promised.** If the trainer cannot reach a server during an update, the server keeps its old weights. Until a
-process receives a token of the new version, it may still use this server. The server labels its tokens correctly with
-the older version. If a server hangs with open connections, it counts as lost only after `request_timeout`. If a server
-dies during an update in mode distributed, the run ends.
+process receives a token of the new version, it may still send requests to a server with old weights. A server with old
+weights labels its tokens correctly with the old version. If a server hangs with open connections, it counts as lost
+only after `request_timeout`. If a server dies during an update in mode distributed, the run ends.
 """
 
 import hashlib
@@ -54,11 +54,11 @@ from inference.wire import CALL_TIMEOUT, EngineError, Wire, is_logged, run_all
 logger = logging.getLogger("nano_areal.servers")
 
 LOOK_AGAIN = 2.0  # seconds between two test calls to a lost server
-LOOK_TIMEOUT = 2.0  # seconds that a lost server has to answer a test call
+LOOK_TIMEOUT = 2.0  # timeout in seconds of a test call to a lost server
 
 
 def rank_servers(servers: list[str], key: str) -> list[str]:
-    """Return the servers in the order in which the requests with this key try them. `servers` is the list of all
+    """Return the servers in the order in which requests with the key `key` try them. `servers` is the list of all
     servers of a run.
 
     If the key is a number n, server n mod N comes first. The order of all other servers depends on a hash (rendezvous
@@ -80,9 +80,9 @@ class Servers:
     def __init__(self, addresses: list[str], wire: Wire) -> None:
         self.addresses = [address.rstrip("/") for address in addresses]  # URLs to which requests for tokens go
         self._wire = wire
-        # The state that changes:
+        # Mutable state:
         self.workers_of = {address: [address] for address in self.addresses}  # for each address, URLs of its servers
-        self.newest = 0  # newest version of all tokens received so far
+        self.newest = 0  # newest version among all tokens received so far
         self.limit = math.inf  # the trainer's version; infinite if this process does not know the trainer's version.
         # The lost servers and routers: for each URL, why it was lost. The trainer's thread and the rollout loop both
         # change this dictionary, so a loop over it uses a copy.
@@ -123,8 +123,8 @@ class Servers:
         """Check the versions of new tokens from server `url`, and update `newest`.
 
         `sent_after` is the value that `newest` had when the request was sent. Raises EngineError (503) if a token is
-        older than `sent_after`: the server must have restarted. Also raises EngineError if a token is newer than the
-        trainer's version.
+        older than version `sent_after`, because the server must have restarted. Also raises EngineError if a token is
+        newer than the trainer's version.
         """
         if versions and versions[-1] > self.limit:
             raise EngineError(f"{url} sent version {versions[-1]}, but the trainer has only version {self.limit}", 503)
@@ -136,9 +136,9 @@ class Servers:
     async def choose(self, key: str) -> str:
         """Return the address for requests with `key`: the first living address in the ranking of `key`.
 
-        If a server in the ranking is lost and its next test call is due, the method makes the call. If the answer shows
-        that the server has current weights, the method returns this server. If all servers stay lost, the method
-        returns the server whose next test call is due first.
+        If a server in the ranking is lost and its next test call is due, the method makes the call. If the test call
+        shows that a lost server has current weights, the method returns this server. If all servers stay lost, the
+        method returns the server whose next test call is due first.
         """
         ranking = rank_servers(self.addresses, key)
         for url in ranking:
@@ -147,7 +147,8 @@ class Servers:
         return min(ranking, key=lambda url: self._look_at[url])
 
     async def _look(self, url: str) -> bool:
-        """Return True if a lost server answers with current weights. Call a server at most every LOOK_AGAIN seconds."""
+        """Return True if a lost server answers and has current weights. Call a server at most every LOOK_AGAIN
+        seconds."""
         if time.monotonic() < self._look_at[url]:
             return False
         self._look_at[url] = time.monotonic() + LOOK_AGAIN
@@ -169,7 +170,7 @@ class Servers:
         A lost server that answers may have old weights, but it gets the weight update that follows. Raises EngineError
         if a known router does not answer.
         """
-        # 1. Send all questions at once. The address of a server that is not a router answers /workers with status 404.
+        # 1. Send all requests in parallel. A server that is not a router answers /workers with status 404.
         urls = [address + "/workers" for address in self.addresses] + [url + "/model_info" for url in list(self.lost)]
         results = run_all((self._wire.call(url, timeout=LOOK_TIMEOUT) for url in urls), return_exceptions=True)
         answers = {url: result for url, result in zip(urls, results) if isinstance(result, dict)}
@@ -190,13 +191,13 @@ class Servers:
                 self.find(worker)
 
     def post_all(self, path: str, body: Any = None, timeout: float = CALL_TIMEOUT, lost: bool = False) -> list[Any]:
-        """Send `body` to `path` of all living servers at once, and return their answers in the order of `workers`.
+        """Send `body` to `path` of all living servers in parallel, and return their answers in the order of `workers`.
 
         If `body` is a list, it has one body for each living server. If `body` is None, the call is a GET. If `lost` is
         true, lost servers get the call too, and their answers are ignored.
 
-        A server that cannot be reached becomes lost, and the call succeeds with the remaining answers. If a server
-        answers with an error, or no server is left, the method raises EngineError with the errors of all failed
+        A server that cannot be reached is marked as lost, and the method returns the answers of the other servers. If a
+        server answers with an error, or no server is left, the method raises EngineError with the errors of all failed
         servers.
         """
         living = self.living()
@@ -211,7 +212,7 @@ class Servers:
         unreachable = [url for url, error in failed.items() if isinstance(error.__cause__, httpx.TransportError)]
         for server in unreachable:
             self.lose(server, failed[server])
-        # A server has answered with an error, or no server is left.
+        # Raise an error if a server answered with an error or if no server is left.
         if len(unreachable) < len(failed) or len(unreachable) == len(living):
             raise EngineError("; ".join(map(str, (failed or self.lost).values())), 503)
         return [answer for server, answer in answers.items() if server not in failed]

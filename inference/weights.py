@@ -1,7 +1,7 @@
 """Send new weights to running servers, in one of three ways.
 
 - **disk**: the trainer writes a Hugging Face directory, and each server reads the directory (POST
-  /update_weights_from_disk). The trainer and the servers need only a shared file system. The directory is also a
+  /update_weights_from_disk). Mode disk needs only a file system that trainer and servers share. The directory is also a
   checkpoint that `from_pretrained` can read. If all processes run on one machine, `weight_update.path=/dev/shm/new`
   keeps the files in memory.
 - **distributed**: the trainer and the servers join one NCCL or gloo group, and the trainer broadcasts the tensors.
@@ -20,9 +20,9 @@
 
 In pause mode in_place the servers keep the KV cache (`flush_cache` is off), because their running requests use it.
 
-**If the update of this example fails** half way, a server may have some weights of version 6 and some of version 7.
-Without the label "7-incomplete", SGLang would still report version 6. The engine cannot read this label as a number, so
-the engine refuses the server's tokens.
+**If the update to version 7 fails** half way, a server may have some weights of version 6 and some of version 7.
+Without the label "7-incomplete", SGLang would still report version 6. The label "7-incomplete" is not a number, so the
+engine refuses the server's tokens.
 
 **Files.** The trainer writes a directory under a temporary name, and renames the directory when all files are complete.
 No server can therefore read an incomplete directory. If a write crashes, the next write deletes the incomplete
@@ -32,10 +32,10 @@ directory. After all servers have loaded a version, the trainer deletes the dire
 MiB. A tensor larger than `bucket_mb` has its own bucket. `named_buckets` frees each bucket before it gathers the next,
 so no rank ever holds the whole model.
 
-**The group** of mode distributed exists only during one update, so the death of a server between two updates breaks no
-group. Making a group with gloo takes 20 ms on one machine. With NCCL, three calls block until every rank has made the
-same call: creating the group, broadcasting, and destroying the group. For each of these calls, the trainer therefore
-sends the servers a request in a thread (`meanwhile`), and makes its own call while the request waits.
+**The process group** of mode distributed exists only during one update, so a server that dies between two updates
+breaks no group. Making a group with gloo takes 20 ms on one machine. With NCCL, three calls block until every rank has
+made the same call: creating the group, broadcasting, and destroying the group. For each of the three calls, the trainer
+therefore sends the servers a request in a thread (`meanwhile`), and makes its own call while the request waits.
 
 **Not promised.** If the machine loses power, a file of weights may be lost. The run's checkpoints are separate files.
 """
@@ -98,9 +98,9 @@ def named_buckets(model: Any, dtype: "torch.dtype", bucket_mb: float) -> Iterato
     are converted to `dtype` before they are gathered. When the caller requests the next bucket, the function empties
     the previous bucket.
 
-    Tensors have the names and shapes of the checkpoint files, because a server skips unknown names. In memory,
-    transformers fuses the experts of a mixture-of-experts model. `revert_weight_conversion` splits the experts again.
-    FSDPEngine refuses models whose weights cannot be split.
+    The yielded tensors have the names and shapes of the checkpoint files, because a server skips unknown names. In
+    memory, transformers fuses the experts of a mixture-of-experts model. `revert_weight_conversion` splits the experts
+    again. FSDPEngine refuses a model if transformers splits a tensor of its checkpoint files when it loads them.
     """
     from torch.distributed.tensor import DTensor
     from transformers.core_model_loading import revert_weight_conversion as revert
@@ -171,7 +171,7 @@ def send(meta: WeightUpdateMeta, post_all: PostAll, buckets: Iterable[Bucket] | 
     # 2. Send the weights. While the label of a server ends in "-incomplete", every engine refuses the server's tokens.
     label(post_all, f"{meta.version}-incomplete")
     SENDERS[meta.mode](meta, post_all, buckets or ())
-    if meta.mode != "disk":  # in mode disk the servers change the label with the weights
+    if meta.mode != "disk":  # in mode disk, loading the weights also sets the label
         label(post_all, str(meta.version))
 
 
@@ -181,12 +181,12 @@ def label(post_all: PostAll, version: str, abort: bool = False) -> None:
 
 
 def update_from_disk(meta: WeightUpdateMeta, post_all: PostAll, _: Iterable[Bucket]) -> None:
-    """Let all servers load `meta.directory` at once, then delete the other versions.
+    """Let all servers load `meta.directory` in parallel, then delete the directories of all other versions.
 
     If a server fails, no directory is deleted, because another server may still be loading.
     """
     body = {"model_path": str(meta.directory), "abort_all_requests": False, "flush_cache": meta.flush_cache}
-    # One call changes the weights and the label together, so no server gets the label without the weights.
+    # One call changes the weights and the label together, so no server has the label of a version without its weights.
     body["weight_version"] = str(meta.version)
     post_all("/update_weights_from_disk", body, timeout=LOAD_TIMEOUT)
     for other in meta.directory.parent.glob("v*"):
@@ -225,7 +225,7 @@ def meanwhile(post_all: PostAll, path: str, body: Any) -> Iterator[None]:
     """Send `body` to all servers in a thread while the block of the `with` statement runs. At the end of the block,
     wait for the servers' answers.
 
-    If a server refuses, the block may fail too, because a rank is missing. The error that the caller gets is then the
+    If a server refuses the request, the block may fail too, because a rank is missing. The caller then gets the
     server's error.
     """
     with ThreadPoolExecutor(1) as pool:
@@ -282,14 +282,16 @@ def update_session(infos: list[dict[str, Any]], post_all: PostAll) -> Iterator[N
 def serialise(bucket: Bucket, device: str = "cpu") -> str:
     """Return a bucket as base64 text in the format of SGLang's MultiprocessingSerializer.
 
-    For a server with device "cuda", tensors on a GPU become handles. For any other tensor the text contains its bytes.
+    For a server with device "cuda", tensors on a GPU become handles. For any other tensor, the text contains the
+    tensor's bytes.
     """
     if device == "cuda" and any(tensor.is_cuda for _, tensor in bucket):
         import torch
         from torch.multiprocessing.reductions import reduce_tensor
 
         def by_uuid(tensor: torch.Tensor) -> tuple[Any, tuple[Any, ...]]:
-            """Make a handle with the GPU's UUID. A server may number the GPUs differently than the trainer."""
+            """Make a handle that names the tensor's GPU by UUID. A server may number the GPUs differently than the
+            trainer."""
             rebuild, arguments = reduce_tensor(tensor)  # argument 6 of `rebuild_cuda_tensor` is the GPU's number.
             # SGLang accepts a UUID in place of the GPU's number.
             uuid = str(torch.cuda.get_device_properties(arguments[6]).uuid)

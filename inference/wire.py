@@ -17,8 +17,9 @@ server repeats all tokens that it has generated for the request. If several even
 therefore parses only the newest event.
 
 **Garbage.** A server may answer with anything. Every error of HTTP or JSON becomes an EngineError, and so does an
-answer that is too long or does not end. The engine can then send the request to another server. If this process has no
-free file descriptor for a connection, the request does not fail but waits, because the server has done nothing wrong.
+answer that is too long or does not end. After an EngineError, the engine can send the request to another server. If
+this process has no free file descriptor for a connection, the request does not fail but waits, because the server has
+done nothing wrong.
 
 **Event loops.** A connection belongs to the event loop that opened the connection, and can be closed only in this loop.
 `PerLoop` therefore gives each event loop its own connections. A thread without an event loop calls `run_all`, which
@@ -39,11 +40,11 @@ import orjson
 from httpx_aiohttp import AiohttpTransport
 
 CALL_TIMEOUT = 60.0  # longest silence of a server in seconds, unless the caller passes a timeout
-CONNECT_TIMEOUT = 10.0  # seconds to open a connection.
-# An idle connection stays open for this number of seconds. The limit is below uvicorn's 5 seconds, so the client closes
-# the connection first.
+CONNECT_TIMEOUT = 10.0  # timeout in seconds for opening a connection.
+# An idle connection stays open for this number of seconds. The client's limit is below uvicorn's 5 seconds, so the
+# client closes an idle connection before the server does.
 KEEPALIVE = 4.0
-MOST_BYTES = 2**26  # largest length in bytes of an answer or of one event; a longer answer is the server's error
+MOST_BYTES = 2**26  # maximum length in bytes of an answer or of one event; a longer answer is an error
 OPEN_AGAIN = 0.1  # seconds between two tries to open a connection while this process has no free file descriptor
 HEADERS = {"content-type": "application/json"}
 TLS = httpx.create_ssl_context()  # this context is made once, because making a context takes 20 ms
@@ -54,7 +55,7 @@ T = TypeVar("T", bound=Any)
 
 
 class EngineError(RuntimeError):
-    """The error of a failed request. The module's essay explains the values of `status`: 400, 502 and 503."""
+    """The error of a failed request. The module's docstring explains the values of `status`: 400, 502 and 503."""
 
     def __init__(self, message: str, status: int | None = None, code: str = "") -> None:
         super().__init__(message)
@@ -62,7 +63,7 @@ class EngineError(RuntimeError):
 
 
 def is_logged(count: int) -> bool:
-    """Return True for the counts 1, 2, 4, 8, ..., so that a frequent event gets few lines in the log."""
+    """Return True for the counts 1, 2, 4, 8, ..., so that a frequent event is logged only a few times."""
     return not count & (count - 1)
 
 
@@ -103,8 +104,8 @@ def make_transport() -> httpx.AsyncBaseTransport:
 
 
 class PerLoop(Generic[T]):
-    """One object for each event loop. The first `get` in a loop makes the loop's object. The object is closed when the
-    loop ends."""
+    """Keep one object for each event loop. The first `get` in a loop makes the loop's object. The object is closed when
+    the loop ends."""
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make
@@ -119,8 +120,8 @@ class PerLoop(Generic[T]):
         return await anext(self._keepers[loop])
 
     async def _keep(self, loop: asyncio.AbstractEventLoop) -> AsyncGenerator[T, None]:
-        # When an event loop ends, asyncio ends the loop's tasks first, and then closes the loop's generators. The
-        # generator made here then closes the loop's object.
+        # When an event loop ends, asyncio ends the loop's tasks first, and then closes the loop's generators. When
+        # `_keep` is closed, it closes the loop's object.
         try:
             async with contextlib.aclosing(self._make()) as thing:
                 while True:
@@ -130,7 +131,7 @@ class PerLoop(Generic[T]):
 
 
 def run_all(calls: Iterable[Awaitable[Any]], return_exceptions: bool = False) -> list[Any]:
-    """Make all calls at once in a new event loop, and return their results in the order of the calls.
+    """Make all calls concurrently in a new event loop, and return their results in the order of the calls.
 
     The calling thread must not run an event loop. With `return_exceptions`, the result of a failed call is its
     exception.
@@ -145,7 +146,7 @@ def run_all(calls: Iterable[Awaitable[Any]], return_exceptions: bool = False) ->
 class Wire:
     """A client that sends requests to any number of servers. Each request carries the API key `key`.
 
-    A test may pass a `transport` that takes the place of the network.
+    A test may pass a `transport` that replaces the network.
     """
 
     def __init__(self, transport: httpx.MockTransport | None = None, key: str = "") -> None:
@@ -190,12 +191,12 @@ class Wire:
         except httpx.ReadTimeout as error:
             raise EngineError(f"{url} was silent for {timeout} s (is it dead, or was it left paused?)", 503) from error
         except (httpx.RequestError, aiohttp.ClientError) as error:
-            # httpx-aiohttp calls most errors a ConnectTimeout, so the message contains the error of aiohttp.
+            # httpx-aiohttp reports most errors as ConnectTimeout, so the message contains aiohttp's own error.
             why = " ".join(str(error.__cause__ or error).split())[:300]
             raise EngineError(f"{url} cannot be reached: {why}", 503) from error
 
     async def _open(self, request: httpx.Request, timeout: float) -> httpx.Response:
-        """Send a request and return the head of the answer.
+        """Send a request, and return the response when its headers have arrived.
 
         If this process has no free file descriptor, wait up to `timeout` seconds for one, because the server has not
         failed.

@@ -5,8 +5,8 @@
     python museum/run.py --all 20           run every exhibit and 20 healthy runs, and write museum/results.md
 
 The checkout itself is never changed. A copy is a temporary folder, and the run's folder is runs/museum/NAME. If --all
-is stopped and started again, the runs that already have a report are not repeated. To run all exhibits again, delete
-the folder runs/museum.
+is stopped and started again, the script does not repeat the runs that already have a report. To run all exhibits again,
+delete the folder runs/museum.
 """
 
 import json
@@ -32,7 +32,7 @@ ended the run. Each alarm in the second table would be a false alarm of a rule.
 RUN = re.compile(r"^python train\.py(.*)$", re.MULTILINE)  # a command in an exhibit's page
 LEFT_OUT = shutil.ignore_patterns(".*", "runs", "__pycache__", "*.egg-info", "*.png")
 EXHIBITS = sorted(path.parent.name for path in ROOT.glob("museum/*/bug.patch"))
-HEALTHY = ("", "--config configs/maze.yaml")  # arguments of healthy runs with an even number, and with an odd number
+HEALTHY = ("", "--config configs/maze.yaml")  # arguments of the healthy runs with even numbers, and with odd numbers
 
 
 def make_copy(name: str, folder: str) -> Path:
@@ -126,8 +126,8 @@ def is_made(folder: Path) -> bool:
 
 
 def describe(name: str, code: int) -> str:
-    """Return an exhibit's row of the table. Run the exhibit unless its run has a report. `code` is pytest's exit
-    code."""
+    """Return an exhibit's row of the table. If there is no report of the exhibit's run yet, run the exhibit first.
+    `code` is the exit code of pytest for the exhibit's unit test."""
     folder, rule = ROOT / "runs" / "museum" / name, find_in_solution(name, "Doctor")
     steps = findings(folder if is_made(folder) else show(name, BUSY))
     others = ", ".join(f"{other} {step}" for other, step in steps.items() if other != rule) or "-"
@@ -136,7 +136,7 @@ def describe(name: str, code: int) -> str:
 
 
 def describe_healthy(number: int) -> str:
-    """Return the row of the healthy run `number`. Make the run, with a strict doctor, unless it has a report."""
+    """Return the row of the healthy run `number`. If it has no report yet, first make the run with doctor=strict."""
     words = f"{HEALTHY[number % len(HEALTHY)]} seed={number} max_steps=12 doctor=strict".strip()
     folder = ROOT / "runs" / "museum" / f"healthy-{number}"
     if not is_made(folder):

@@ -4,11 +4,10 @@ A training step needs B finished prompt groups, and an episode takes seconds to 
 many groups running as the staleness gate allows, and returns finished groups in order of start or of finish.
 
 **Three parts.**
-- DispatchState makes the decisions. DispatchState records which tasks are pending, running and finished. DispatchState
+- DispatchState makes all decisions. DispatchState records which tasks are pending, running and finished. DispatchState
   has one method for each event, for example for the end of a task. The method `start` returns the tasks that must
-  start. The class has no thread or clock.
-- BatchTaskDispatcher carries out the decisions. BatchTaskDispatcher calls the methods of DispatchState while it holds
-  the lock.
+  start. DispatchState has no thread and no clock.
+- BatchTaskDispatcher calls the methods of DispatchState while it holds the lock, and carries out the decisions.
 - AsyncTaskRunner (runner.py) owns the thread, the event loop and the lock, and lets callers wait.
 
 **Producer and consumer.** In the write-up (docs/companion.md) the producer and the consumer are threads that poll. In
@@ -18,25 +17,26 @@ task, a task ends, or the trainer sets a new version. The next tasks therefore s
 
 **Which groups form a batch.** With rollout.stale=wait, a batch has the B unconsumed groups that started first. A slow
 group delays its batch, and faster groups wait for the slow group. With mask or drop, a batch has the B unconsumed
-groups that finished first. take() then masks the tokens that are too old, or drops the groups that are too old. With
-each setting, no trained token is more than max_head_offpolicyness versions old: staleness.py has the proof, and take()
-checks the age of each group. A rejected group frees its place at the gate, and active_submit_and_wait draws a new task.
+groups that finished first. With mask, take() masks the tokens that are too old. With drop, take() drops the groups that
+are too old. With each setting, no trained token is more than max_head_offpolicyness versions old: staleness.py has the
+proof, and take() checks the age of each group. A rejected group frees its place at the gate, and active_submit_and_wait
+draws a new task.
 
 **Failure.** A task that returns None is rejected. A task that raises an exception is rejected and also counted as
 failed. The run stops if max_failures tasks in a row raise an exception. The run also stops if a caller calls fail(),
 for example because a server died. An exception in the dispatcher's own code stops the run, too. After a stop, all calls
 that submit tasks, wait for results or read `in_flight` raise RuntimeError with the first exception as its cause. Other
-calls, such as pause, do not raise this error. If max_failures tasks in a row are rejected without an exception, the run
-continues and the dispatcher logs a warning.
+methods, such as pause, raise no error after a stop. If max_failures tasks in a row are rejected without an exception,
+the run continues and the dispatcher logs a warning.
 
-**Locks.** The runner's lock guards the dispatcher's state. The lock is re-entrant.
+**Locks.** The runner's lock guards the dispatcher's state. The runner's lock is re-entrant.
 - The dispatcher holds the lock while it calls get_version(), head_version and trace, so these functions must return
   quickly.
 - Episodes and the task generator run without the lock.
 - If get_version() takes another lock, a caller must release that lock before it calls the dispatcher. If a caller kept
-  that lock, two threads could each wait for the other's lock.
+  that lock, two threads could deadlock.
 
-**What is not promised.** The age bound holds only if each batch has the gate's consumer_batch_size groups. Groups that
+**What is not promised.** The age bound holds only if each batch has consumer_batch_size groups. Groups that
 wait_for_task returns belong to no batch, and the dispatcher does not check their age.
 """
 
@@ -54,8 +54,8 @@ logger = logging.getLogger("nano_areal.dispatcher")
 
 
 class ServerRestarted(Exception):
-    """An inference server was started again and needs the current weights. A wait that raises this error has consumed
-    no task."""
+    """An inference server was restarted and needs the current weights. A waiting method that raises this error has
+    consumed no task."""
 
 
 class WithTaskID(Protocol):
@@ -75,7 +75,7 @@ def untraced(event: str, task_id: int, **args: Any) -> None:
 
 
 def untouched(data: TResult, oldest: int) -> TResult | None:
-    """Default of `without_older`; masks nothing."""
+    """Default of the field `without_older`; masks no token."""
     return data
 
 
@@ -87,9 +87,9 @@ class DispatchState(Generic[TInput, TResult]):
     head_version: Callable[[TResult], int | None]  # returns the oldest version of a result's tokens, or None
     max_queue_size: int  # largest number of tasks that run at once
     stale: Literal["wait", "mask", "drop"] = "wait"  # how take() keeps the age bound (staleness.py)
-    without_older: Callable[[TResult, int], TResult | None] = untouched  # for "mask": masks tokens of old versions
+    without_older: Callable[[TResult, int], TResult | None] = untouched  # for "mask": masks tokens of older versions
     max_failures: int = 0  # number of failures in a row that stops the run; 0 means max(8, 2 * consumer_batch_size)
-    trace: Callable[..., None] = untraced  # called with the event and task id
+    trace: Callable[..., None] = untraced  # called with the name of an event and the task id
 
     # All fields below are mutable state.
     pending: OrderedDict[int, TInput] = field(default_factory=OrderedDict)  # submitted tasks that have not started
@@ -97,7 +97,7 @@ class DispatchState(Generic[TInput, TResult]):
     rejected: deque[int] = field(default_factory=lambda: deque(maxlen=10_000))  # rejected tasks, for wait_for_task
     paused: bool = False
     failure: tuple[str, BaseException] | None = None  # message and cause of the stop; None while the run goes on
-    interrupts: set[type[BaseException]] = field(default_factory=set)  # exceptions that the next waits raise
+    interrupts: set[type[BaseException]] = field(default_factory=set)  # exceptions that the next waiting calls raise
     errors_in_a_row: int = 0
     first_error: BaseException | None = None  # the first error of the current series of errors
     rejected_in_a_row: int = 0
@@ -118,7 +118,7 @@ class DispatchState(Generic[TInput, TResult]):
         return max(0, min(self.manager.get_capacity(), self.max_queue_size - self.manager.get_stats().running))
 
     def is_stalled(self) -> bool:
-        """Return True if no task runs and no task will start by itself."""
+        """Return True if no task runs, although the run is neither paused nor stopped."""
         return not (self.manager.get_stats().running or self.paused or self.failure)
 
     def in_flight(self) -> set[int]:
@@ -174,7 +174,7 @@ class DispatchState(Generic[TInput, TResult]):
         else:
             del self.order[task_id]
             self.rejected.append(task_id)
-            failed = result.error is not None and self.failure is None  # a task that destroy() cancels does not fail
+            failed = result.error is not None and self.failure is None  # after a stop no task counts as failed
             self.manager.on_rollout_rejected(failed)
             if failed:
                 self.trace("fail", task_id)
@@ -185,8 +185,8 @@ class DispatchState(Generic[TInput, TResult]):
         """Consume and return the next `count` groups, or return [] if one of them is not finished.
 
         With stale=drop, a group that is too old is dropped, and the next finished group takes its place. With
-        stale=mask, groups lose the tokens that are too old. If a group is still too old, the method raises
-        StalenessError and consumes no group.
+        stale=mask, the tokens that are too old are masked. If a group to consume is too old in spite of this, the
+        method raises StalenessError and consumes no group.
         """
         while batch := {task_id: self.trainable(data) for task_id, data in self.next_groups(count).items()}:
             if not (too_old := [task_id for task_id, data in batch.items() if data is None]):
@@ -273,7 +273,7 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
         """Wait for the next `count` results, and return them in order (DispatchState.next_groups).
 
         Raises TimeoutError after `timeout` seconds (None: wait for ever). Raises StalenessError if a result is too old
-        (DispatchState.take). A call that raises consumes no result.
+        (DispatchState.take). If the call raises an exception, it consumes no result.
         """
         if count < 1:
             raise ValueError(f"count must be 1 or more, not {count}")
@@ -283,7 +283,7 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
         """Wait for one task and return its result, or None if it was rejected.
 
         The result will not be in any batch, and the task's place at the gate becomes free. The age of the result is not
-        checked, because the result is for evaluation. Raises ValueError if the id is unknown, and TimeoutError after
+        checked, because no step trains on the result. Raises ValueError if the id is unknown, and TimeoutError after
         `timeout` seconds.
         """
         return self._wait(f"task {task_id}", lambda: self._state.take_task(task_id), timeout)[0]
@@ -350,7 +350,7 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
             self.runner.lock.notify_all()
 
     def fail(self, error: BaseException, message: str = "") -> None:
-        """Stop the run. Calls that submit, wait or read `in_flight` then raise RuntimeError(message) from `error`."""
+        """Stop the run. Later calls that submit, wait or read `in_flight` raise RuntimeError(message) from `error`."""
         with self.runner.lock:
             self._state.fail(message or f"the rollout cannot go on: {error!r}", error)
             self.runner.lock.notify_all()

@@ -18,15 +18,15 @@ Each prompt group goes through these steps:
     {dump_dir}/{rollout|eval-rollout}/{newest version in the group}/{task_id}.jsonl.
  8. `keep` writes an accepted group to a file, so that the group survives a crash. The group counts as accepted after
     `keep` has returned.
- 9. The group waits until it is one of the next B groups. Then prepare_batch consumes the group.
+ 9. The finished group waits until it is one of the next B groups to consume. Then prepare_batch consumes the group.
 
-If a workflow returns None, its group is rejected, and another sample is drawn instead. If one of the steps 3 to 8
+If a workflow returns None, its group is rejected, and another sample is drawn instead. If one of the steps 3 to 8 above
 raises an exception, the group is rejected and also counted as failed. Many failures in a row stop the run
 (dispatcher.py).
 
 **Arguments.** Each call of prepare_batch draws new samples. A sample runs with the workflow and the should_accept_fn of
-the call that drew the sample, even if later calls pass other arguments. If the workflow is a class, every call makes a
-new instance. If a workflow must keep state from call to call, pass an instance.
+the call that drew the sample, even if later calls pass other arguments. If the workflow is a class, every call of
+prepare_batch makes a new instance. To keep a workflow's state between calls, pass an instance instead of a class.
 
 **Recovery.** A task is open until its group is consumed or rejected. A checkpoint holds the open tasks. After a crash
 the unfinished tasks start again under their old ids (DataCursor, run/recover.py).
@@ -66,7 +66,7 @@ from staleness import RolloutStat, StalenessError, StalenessManager
 
 logger = logging.getLogger("nano_areal.executor")
 
-NO_LIMIT = 10**12  # evaluations limit ages, and failures in a row, by this number, which they never reach
+NO_LIMIT = 10**12  # in evaluations: limit on ages and on failures in a row, so large that it has no effect
 AcceptFn = Callable[[Trajectory], bool]
 Sample = dict[str, Any]
 T = TypeVar("T")
@@ -186,7 +186,8 @@ class WorkflowExecutor:
     def for_evaluation(self, gconfig: GenerationHyperparameters | None = None) -> "WorkflowExecutor":
         """Return a second executor, without a staleness gate. Destroy the second executor before the first.
 
-        The second executor samples with `gconfig`. If `gconfig` is None, it samples as this executor does.
+        The second executor samples with `gconfig`. If `gconfig` is None, the second executor uses the sampling
+        parameters of this executor.
         """
         return replace(self, gconfig=gconfig or self.gconfig, trace=untraced, keep=None, evaluation=True)
 
@@ -254,9 +255,9 @@ class WorkflowExecutor:
         return concat_padded_tensors(groups)
 
     def until_restart(self, wait: Callable[[], T]) -> T | None:
-        """Return the result of `wait`, or None if an inference server was started again meanwhile.
+        """Return the result of `wait`, or None if an inference server was restarted meanwhile.
 
-        If the result is None, push the current weights a second time, and wait again.
+        If the result is None, the caller must push the current weights again, and then wait again.
         """
         try:
             return wait()
@@ -285,7 +286,7 @@ class WorkflowExecutor:
         gate, kept = self.staleness_manager, dict[int, Trajectory]()
         for task_id, group in finished.items():
             head = tail_version(group) if self.config.stale == "mask" else head_version(group)
-            consumed_at = version + len(kept) // gate.consumer_batch_size  # the consuming step's version
+            consumed_at = version + len(kept) // gate.consumer_batch_size  # version of the step that consumes it
             if head is None or consumed_at - head <= gate.max_staleness:
                 kept[task_id] = group
         restart = [task_id for task_id in state["open"] if task_id not in kept]
@@ -388,7 +389,7 @@ class WorkflowExecutor:
         self._keys.setdefault(kind, frozenset(trajectory))
 
     async def _count_members(self, failed: int) -> None:
-        """Count `failed` members of a group as failed. At least one other member of the group succeeded."""
+        """Count `failed` members of a group as failed. The group continues with its other members."""
         await self._hold_failure()
         self.staleness_manager.on_members_failed(failed)
 
@@ -397,7 +398,8 @@ class WorkflowExecutor:
         self.ended += 1
 
     async def _hold_failure(self) -> None:
-        """Wait `hold_failures` seconds before a failure counts. Raises RuntimeError if the run has stopped meanwhile.
+        """Wait `hold_failures` seconds before a failure is counted. Raises RuntimeError if the run has stopped
+        meanwhile.
 
         If the proxy or a server dies, every running episode fails at once. The wait gives the watcher of the processes
         time to stop the run. Without the wait, the samples would count as failed, and new samples would replace them.

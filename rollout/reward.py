@@ -52,8 +52,9 @@ _pool = PerLoop(lambda: WorkerPool(min(4, os.cpu_count() or 1)))  # all wrappers
 class AsyncRewardWrapper:
     """Makes a reward function awaitable: `await wrapper(prompt, completion, prompt_ids, completion_ids, **data)`.
 
-    If the function raises, the call raises the same exception. After `timeout_seconds` the call raises TimeoutError.
-    The constructor raises ValueError for a plain function that another process cannot import.
+    If a coroutine function raises an exception, the call raises the same exception. If a plain function raises an
+    exception, the call raises a RuntimeError (workers.py). After `timeout_seconds` the call raises TimeoutError. The
+    constructor raises ValueError for a plain function that another process cannot import.
     """
 
     def __init__(self, reward_fn: Callable[..., Any], timeout_seconds: float = 15.0) -> None:

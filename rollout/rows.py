@@ -15,8 +15,8 @@ In export style concat (cache.py) each leaf of the conversation tree has a row. 
 the turn's prompt begins with exactly the parent's tokens. If the prompt differs, for example because the agent offers
 other tools, the turn starts a new row. If several leaves share a turn, the turn is trained in only one of their rows.
 
-A row trains on its turns, with four exceptions. In these four cases the tokens of a turn are only context for other
-turns:
+Every turn of a row is trained, with four exceptions. In these four cases the tokens of a turn are only context for
+other turns:
 - another row already trains on the turn;
 - the agent asked the proxy not to store the call, and rollout.openai.store is honour;
 - the trainer cannot reproduce how the tokens were sampled (`trains_exactly`);
@@ -41,18 +41,19 @@ def is_trainable(turn: Any) -> bool:
 
 
 def join_turns(finished: Sequence[Any]) -> list[Any]:
-    """Return a copy of each leaf of the conversation tree. `row_turns` of the copy are the turns of the leaf's row.
+    """Return a copy of each leaf of the conversation tree. The copy's attribute `row_turns` lists the turns of the
+    leaf's row.
 
-    `finished` are all finished interactions of a session, in the order of their requests. A row trains only turns that
-    no earlier row trains. Let t be the first turn that the row trains. Then `parent` of the copy is the row that trains
-    t's parent.
+    `finished` are all finished interactions of a session, in the order of their requests. If several rows contain a
+    turn, only the first of these rows trains the turn. If t is the first turn that a row trains, the row's `parent` is
+    the row that trains t's parent.
     """
     joined = {turn: turn.parent for turn in finished if turn.parent and turn.continues(turn.parent)}
     inner = set(joined.values())
     rows = []
     row_of: dict[Any, Any] = {}  # turn -> the row that trains the turn
     for leaf in (turn for turn in finished if turn not in inner):
-        path = [leaf]  # from the leaf to the first turn of its row
+        path = [leaf]  # turns from the leaf back to the first turn of its row
         while path[-1] in joined:
             path.append(joined[path[-1]])
         row = copy.copy(leaf)
@@ -103,7 +104,7 @@ def make_row(turns: Sequence[tuple[Any, bool]]) -> dict[str, list]:
         row["turn_ids"][span] = [turn.turn] * n
         row["turn_rewards"][span] = [turn.reward or 0.0] * n
         row["temperatures"][span] = [turn.tokens.temperature] * n
-        # Several rows may hold this turn, but only the row that trains the turn counts its segments.
+        # Several rows may hold this turn, but only the row that trains the turn counts its regenerated segments.
         row["regenerated"][0] += turn.tokens.regenerated * trained
     return row
 

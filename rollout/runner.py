@@ -1,4 +1,4 @@
-"""AsyncTaskRunner: one thread, one event loop and one lock for all episodes.
+"""AsyncTaskRunner runs all episodes in one thread, with one event loop and one lock.
 
 Episodes are coroutines, and hundreds of episodes wait for tokens at once. One event loop in one daemon thread runs all
 episodes.
@@ -111,7 +111,8 @@ class AsyncTaskRunner:
         """Return the function that has blocked the loop for `seconds`, as "name (file:line)". Return None if the loop
         answers or has ended.
 
-        Functions of Python's library and of installed packages are skipped. Call this method from another thread.
+        Functions of Python's library and of installed packages are skipped. Call this method from a thread other than
+        the loop's.
         """
         ran = threading.Event()
         try:

@@ -2,7 +2,7 @@
 
 A row is one sequence. B rows are padded to L tokens. **Position t of every [B, L] tensor describes token t.** For
 example, input_ids[b, t] is the id of a token, and versions[b, t] is the version that computed this token. No tensor is
-shifted by one position.
+shifted by one position, as the labels of a language model often are.
 
 | key | type, shape | meaning | padding |
 |---|---|---|---|
@@ -29,11 +29,11 @@ Example: a prompt of two tokens and an answer of two tokens, sampled by versions
 
     input_ids 10 11 12 13 0    loss_mask 0 0 1 1 0    versions -1 -1 3 4 -1    turn_ids -1 -1 0 0 -1
 
-A workflow must return the first two keys of the table. A workflow may return any other key, too.
-`check_trajectory_format` raises an error that describes what is wrong with a trajectory. `complete` adds the missing
-keys with default values. Without `loss_mask` no token is trained on. Without `turn_ids` every unbroken run of trained
-tokens counts as one turn. Without `temperatures` every token has temperature 1. A completed trajectory has every key,
-so completed trajectories can be concatenated.
+A workflow must return the first two keys of the table (input_ids and attention_mask), and may also return any other
+key. `check_trajectory_format` raises an error that describes what is wrong with a trajectory. `complete` adds the
+missing keys with default values. Without `loss_mask` no token is trained on. Without `turn_ids` every unbroken run of
+trained tokens counts as one turn. Without `temperatures` every token has temperature 1. A completed trajectory has
+every key, so completed trajectories can be concatenated.
 """
 
 import json
@@ -44,8 +44,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-# The keys that training reads. Each key has a dtype, and a value for padding and for tokens that the policy did not
-# generate.
+# The keys that training reads. Each key has a dtype and a fill value. The fill value is used for padding and for tokens
+# that the policy did not generate.
 TOKEN_KEYS: dict[str, tuple[torch.dtype, float]] = {  # [B, L]
     "input_ids": (torch.int32, 0),
     "attention_mask": (torch.bool, 0),
@@ -132,7 +132,7 @@ def check_trajectory_format(traj: Any, expected_keys: frozenset[str] | None = No
 
 
 def number_turns(loss_mask: Tensor) -> Tensor:
-    """Number the unbroken sequences of ones in each row from 0. Return these numbers (B, L), with -1 on zeros."""
+    """Number the runs of consecutive ones in each row from 0. Return each position's number (B, L), -1 for zeros."""
     trained = loss_mask > 0  # (B, L)
     starts = trained.clone()
     starts[:, 1:] &= ~trained[:, :-1]
@@ -142,9 +142,9 @@ def number_turns(loss_mask: Tensor) -> Tensor:
 def complete(traj: Trajectory, task_id: int, version: int = 0) -> Trajectory:
     """Return a trajectory with every key of the table, in the dtype of the table. All other keys are kept.
 
-    If `versions` is missing, every generated token gets `version`. The caller passes the version at which the episode
-    started. The true version of a token may be newer than `version`, but not older. Missing `logprobs` become zeros.
-    These zeros are correct only for an objective that recomputes the old log-probabilities.
+    If `versions` is missing, every generated token gets `version`. The caller passes as `version` the version at which
+    the episode started. The true version of a token may be newer than `version`, but not older. Missing `logprobs`
+    become zeros. Zeros as `logprobs` are correct only for an objective that recomputes the old log-probabilities.
     """
     rows, shape = len(traj["input_ids"]), traj["input_ids"].shape
     full = {key: torch.full(shape, fill, dtype=dtype) for key, (dtype, fill) in TOKEN_KEYS.items()}

@@ -13,28 +13,30 @@ limit may end the block before the call has returned. The pool then kills the wo
 next call. If a worker crashes, only the call of this worker fails.
 
 **How a worker ends.** A worker is a pair of processes: the user's code runs in the child, and the parent of this
-child is the guard. A socket connects the pair with the trainer. The guard waits until the user's process ends, or until
-the trainer closes the socket or ends, even by kill -9. The guard then kills the user's process and all descendants of
-this process. On Linux the guard is their subreaper: if a descendant's parent dies, the guard becomes the new parent.
-So a descendant with a process session of its own (`setsid`) ends, too. Processes that the user's code starts do not
-inherit the socket. When the pair has ended, the socket closes, and the trainer notices at once. Ctrl-C reaches only the
-trainer, because each worker has a process group of its own.
+child is the guard. A socket connects the pair with the trainer. The guard waits for one of three events: the user's
+process ends, the trainer closes the socket, or the trainer ends (even by kill -9). The guard then kills the user's
+process and all descendants of this process. On Linux the guard is the subreaper of these descendants: if a descendant's
+parent dies, the guard becomes the new parent. The guard therefore also kills a descendant with a process session of its
+own (`setsid`). Processes that the user's code starts do not inherit the socket. When both processes have ended, the
+socket closes, and the trainer notices this at once. Ctrl-C reaches only the trainer, because each worker has a process
+group of its own.
 
 **Messages.** A call goes through the socket as a pickle. The pickle contains the function's name and not its code, so
 the worker imports the function's module. The worker does not import the main script, because the script would import
 torch in every worker. Functions and classes must therefore not be defined in `__main__`. A result comes back as JSON,
-because a pickle from an agent could run code in the trainer. A scalar of numpy or torch becomes a plain number. If a
-function raises an exception, the caller gets a RuntimeError with the exception's type and text. The cause of the
-RuntimeError contains the worker's traceback. A worker of reward functions runs many calls one after another, so a call
-sees the changes that earlier calls made to global variables.
+because a pickle from an agent could run code in the trainer. In a result, a numpy or torch scalar becomes a plain
+number. If a function raises an exception, the caller gets a RuntimeError with the exception's type and text. The cause
+of the RuntimeError contains the worker's traceback. A worker of reward functions runs many calls one after another, so
+a call sees the changes that earlier calls made to global variables.
 
-**Agents.** Each episode of an agent gets a new worker. In a used worker, a thread that an earlier agent has left could
-read the key of the next session, or answer in place of the next agent. `run_agent` puts the URL and the key of the
-session into the environment, from which the SDKs of OpenAI and Anthropic read them. An agent may use synchronous
+**Agents.** Each episode of an agent gets a new worker. In a reused worker, a thread left over from an earlier agent
+could read the key of the next session, or answer in place of the next agent. `run_agent` puts the URL and the key of
+the session into the environment, from which the SDKs of OpenAI and Anthropic read them. An agent may use synchronous
 clients, because nothing else runs in its process.
 
 **What is not promised.** Workers need process groups, so workers do not run on Windows. Code that kills its guard can
-leave processes behind. The option `prefix` starts a worker inside a container, which ends them (SECURITY.md).
+leave processes behind. The option `prefix` can start a worker inside a container, which ends all processes of the
+worker (SECURITY.md).
 """
 
 import asyncio
@@ -62,9 +64,9 @@ from urllib.parse import urlsplit
 
 logger = logging.getLogger("nano_areal.workers")
 
-MOST_BYTES = 2**24  # longest result of a call, as JSON
-ABANDON_SECONDS = 10.0  # longest time between the cancellation of a call and the end of the call
-END_SECONDS = 10.0  # longest time between the closing of a worker's socket and the end of its guard
+MOST_BYTES = 2**24  # maximum size of a call's result as JSON, in bytes
+ABANDON_SECONDS = 10.0  # seconds that a call may take to end after its cancellation
+END_SECONDS = 10.0  # seconds that a guard may take to end after its worker's socket is closed
 
 
 class WorkerDied(RuntimeError):
@@ -74,7 +76,7 @@ class WorkerDied(RuntimeError):
 async def without_exit(work: Awaitable[Any]) -> Any:
     """Return the result of `work`. If the work calls sys.exit(), raise RuntimeError.
 
-    A SystemExit in a task of asyncio would end the event loop, and with the loop every episode.
+    A SystemExit in a task of asyncio would end the event loop and therefore every episode.
     """
     try:
         return await work
@@ -88,7 +90,8 @@ async def within(seconds: float, work: Coroutine[Any, Any, Any], words: str) -> 
     If the work ignores its cancellation for ABANDON_SECONDS, the function logs an error and stops waiting for the work.
     """
     task = asyncio.ensure_future(without_exit(work))
-    # If the caller is cancelled, nobody reads the work's exception, and asyncio would print its traceback.
+    # Read the work's exception here. If the caller is cancelled, no other code reads the exception, and asyncio would
+    # print its traceback.
     task.add_done_callback(lambda task: task.cancelled() or task.exception())
     try:
         if not (await asyncio.wait({task}, timeout=seconds))[0]:
@@ -110,7 +113,7 @@ def check_importable(thing: Any, name: str, remedy: str) -> None:
 
 
 class Worker:
-    """A guard with its child, and the socket that connects the trainer with them."""
+    """A worker: the guard, its child, and the socket that connects the trainer with them."""
 
     def __init__(self, process: subprocess.Popen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._process, self._reader, self._writer = process, reader, writer
@@ -118,12 +121,12 @@ class Worker:
 
     @classmethod
     async def start(cls, prefix: Sequence[str] = ()) -> "Worker":
-        """Start a process that runs `serve`. `prefix` is a command that runs the command after it, as `env` does."""
+        """Start a process that runs `serve`. `prefix` is a command that runs another command, as `env` does."""
         ours, theirs = socket.socketpair()
         with theirs:
             streams = await asyncio.open_unix_connection(sock=ours)
             fd = theirs.fileno()
-            paths = [path for path in sys.path if isinstance(path, str)]  # Python ignores entries that are not texts
+            paths = [path for path in sys.path if isinstance(path, str)]  # Python ignores entries that are not strings
             code = f"import sys; sys.path[:] = {paths}; from rollout import workers; workers.serve({fd})"
             command = [*prefix, sys.executable, "-c", code]
             env = {name: value for name, value in os.environ.items() if not name.startswith("NANO_AREAL_")}
@@ -138,7 +141,7 @@ class Worker:
         return not self._busy and self._process.poll() is None
 
     async def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return `function(*args, **kwargs)`, run in the worker. Raises RuntimeError or WorkerDied."""
+        """Run `function(*args, **kwargs)` in the worker and return the result. Raises RuntimeError or WorkerDied."""
         payload = pickle.dumps((function, args, kwargs))
         self._busy = True
         try:
@@ -175,8 +178,8 @@ class Worker:
 class WorkerPool:
     """At most `size` workers for one event loop. A worker starts when it is needed.
 
-    If `reuse` is true, a worker is kept for later blocks. If it is false, each block gets a new process,
-    which ends with the block. `prefix` is the argument of Worker.start.
+    If `reuse` is true, a worker is kept for later `async with` blocks. If `reuse` is false, each block gets a new
+    process, which ends with the block. `prefix` is passed to Worker.start.
     """
 
     def __init__(self, size: int, reuse: bool = True, prefix: Sequence[str] = ()) -> None:
@@ -209,7 +212,7 @@ class WorkerPool:
 
 
 def guard(channel: socket.socket) -> None:
-    """Split this process into a guard and its child, and return in the child (see the top of this file)."""
+    """Fork this process into a guard and its child. Only the child returns from this function (see above)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
     child = os.fork()
@@ -231,7 +234,7 @@ def guard(channel: socket.socket) -> None:
             for pid in children_of(os.getpid()):
                 os.kill(pid, signal.SIGKILL)
             os.waitpid(-1, 0)
-    if code < 0:  # a signal has ended the child, and now ends the guard
+    if code < 0:  # a signal has ended the child, so the guard ends by the same signal
         os.kill(os.getpid(), -code)
     os._exit(code)
 
@@ -279,8 +282,8 @@ def outcome_of(payload: bytes) -> bytes:
         return json.dumps({"error": f"{type(error).__name__}: {error}", "note": note}).encode()
 
 
-# `_runner()` returns the Runner of this worker's only event loop. Nobody closes the loop, because that would wait for
-# tasks of the agent that ignore their cancellation. The tasks end with the worker.
+# `_runner()` returns the Runner of this worker's only event loop. The loop is never closed, because closing it would
+# wait for tasks of the agent that ignore their cancellation. Such tasks end with the worker's process.
 _runner = functools.cache(asyncio.Runner)
 
 
@@ -296,8 +299,8 @@ async def _alone(episode: Coroutine[Any, Any, Any]) -> Any:
 def run_agent(agent: Any, data: dict[str, Any], base_url: str, api_key: str, ours: bool = True) -> Any:
     """Run `agent.run` in a worker, with the session's URL and key in the environment. Return the rewards.
 
-    If `ours` is true, the host of base_url belongs to this run. Requests to the host then bypass any HTTP proxy that
-    environment variables name.
+    If `ours` is true, the host of base_url belongs to this run. Requests to this host then bypass any HTTP proxy that
+    is set in environment variables.
     """
     hosts = {*os.environ.get("NO_PROXY", "").split(","), urlsplit(base_url).hostname if ours else None}
     no_proxy = ",".join(host for host in hosts if host)

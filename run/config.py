@@ -7,8 +7,8 @@ keys.py defines every key. A run is configured in three layers. Each layer overr
 3. `key=value` arguments on the command line, such as `actor.eps_clip=0.1`.
 
 A key that does not exist is an error, and the error message suggests the nearest existing key. Example: `python
-train.py lr=0.1` ends with "unknown key 'lr' in the command line; did you mean 'actor.optimizer.lr'?". `load` checks
-every value (`resolve`), so a wrong value is reported before any process starts.
+train.py lr=0.1` ends with "unknown key 'lr' in the command line; did you mean 'actor.optimizer.lr'?". `load` calls
+`resolve`, which checks every value. A wrong value is therefore reported before any process starts.
 """
 
 import argparse
@@ -47,7 +47,7 @@ class Key(NamedTuple):
     meaning: str
     interval: str | None
     choices: str  # the allowed words, if the key allows only certain words; else ""
-    group: str  # the common prefix of the keys of a group, and what these keys configure
+    group: str  # heading of the key's group: the prefix of the keys' names, and what the keys configure
 
 
 source_of = functools.cache(inspect.getsource)  # cached, because reading the source of all dataclasses takes a second
@@ -56,8 +56,8 @@ source_of = functools.cache(inspect.getsource)  # cached, because reading the so
 def list_keys(cls: type = TrainConfig, prefix: str = "") -> list[Key]:
     """Return every key of the configuration, in the order of run/keys.py.
 
-    The meaning of a key is the comment after the key in the source code of the dataclass `cls`. The type of a key
-    contains the interval of its valid values.
+    The help text of a key is the comment behind the key in the source code of the dataclass `cls`. The type annotation
+    of a numeric key contains the interval of the key's valid values.
     """
     meanings = dict(re.findall(r"^    (\w+): .*?  # (.+)$", source_of(cls), re.MULTILINE))
     keys, hints = [], get_type_hints(cls, include_extras=True)
@@ -84,9 +84,9 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def without_effect(config: Any, names: list[str]) -> dict[str, str]:
-    """Return the keys among `names` whose new values in `config` have no effect, each with the condition that it needs.
+    """Return a dict from each key without effect to the condition that is not met (NEEDS in run/keys.py).
 
-    A key has an effect only if its condition is met (NEEDS in run/keys.py).
+    Only the keys `names` are checked, and only those whose values in `config` differ from the defaults.
     """
     default = TrainConfig()
 
@@ -103,11 +103,11 @@ def without_effect(config: Any, names: list[str]) -> dict[str, str]:
 def set_keys(config: DictConfig, given: Any, source: str) -> dict[str, str]:
     """Write the given keys into `config`. `source` names the recipe or the command line in error messages.
 
-    Return the given keys whose conditions (NEEDS in run/keys.py) are not met so far, each with its condition. A later
-    recipe may still meet a condition. Raises ConfigError for an unknown key. The message suggests the nearest known
-    key.
+    Return a dict from each given key without effect so far to the condition that is not met (NEEDS in run/keys.py). A
+    later recipe may still change a value so that the condition is met. Raises ConfigError for an unknown key. The
+    message suggests the nearest known key.
     """
-    given.pop("revision", None)  # the config.yaml of a run contains the revision of the code
+    given.pop("revision", None)  # a run's config.yaml also has the code's git revision, which is no key
     known, names = [key.name for key in list_keys()], []
     for name, value in flatten(OmegaConf.to_container(given)).items():
         names.append(name := ALIASES.get(name, name))

@@ -5,15 +5,15 @@ lines of metrics.jsonl and of the configuration. The rule fires if the measure i
 
     five lines with kl = 0, 0.05, 0.3, 0.3, 0.4: the median 0.3 is above the limit 0.1, so the rule `kl` fires
 
-docs/doctor.md has an entry for each rule, and the doctor prints the first paragraph of the entry. The doctor reports
-each rule once in a run: on the terminal, and as one line of doctor.jsonl. With doctor=strict an alarm of any
-rule but `waiting` also ends the run.
+docs/doctor.md has an entry for each rule, and the doctor prints the first paragraph of the entry. In each run the
+doctor reports a rule at most once: on the terminal, and as one line of doctor.jsonl. With doctor=strict, the run ends
+if any rule except `waiting` fires.
 
-Two rules cannot wait for the end of a step. The step may never end if an agent blocks the event loop, or if groups are
-rejected without end. While the trainer waits, a thread of `watch` therefore checks these two rules.
+The rules `blocked_loop` and `rejection` are also checked during a step. A step may never end if an agent blocks the
+event loop, or if every group is rejected. `watch` therefore starts a thread that checks these two rules every second.
 
-The limits are wide, because people who have seen alarms in healthy runs ignore alarms. A rule is silent if the run
-lacks the rule's metric, for example because an earlier revision wrote the run.
+The limits are wide, because users who have seen false alarms ignore all alarms. A rule does not fire if metrics.jsonl
+lacks the rule's metric, for example because an earlier revision of the code wrote this file.
 
     python -m run.doctor runs/guess/one     checks a run afterwards; exit code 1: a rule fires; 2: there is no run
 """
@@ -37,15 +37,15 @@ Finding = dict[str, Any]  # one line of doctor.jsonl, with the keys step, rule a
 ROUNDING = {"float32": 1e-3, "bfloat16": 0.5}  # maximum rounding error of a log-probability (nats), by actor.dtype.
 # Above this share of successes little is left to learn, so zero advantages and a low entropy are normal.
 SOLVED = 0.9
-BLOCKED_SECONDS = 5.0  # limit of the rule blocked_loop.
-# If groups for this many batches were rejected during a step, the doctor does not wait for the end of the step.
+BLOCKED_SECONDS = 5.0  # limit of the rule `blocked_loop`
+# If this number of batches of groups is rejected within one step, the doctor checks `rejection` before the step ends.
 REJECTED_BATCHES = 10
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "doctor.md"
 TEXTS = {name: " ".join(text.split()) for name, text in re.findall(r"## (\w+)\n\n(.+?)\n\n", PAGE.read_text(), re.S)}
 
 
 class Unhealthy(RuntimeError):
-    """A rule has ended the run, because the configuration has doctor=strict."""
+    """A rule has fired in a run with doctor=strict, so the run ends."""
 
 
 class Rule(NamedTuple):
@@ -120,13 +120,13 @@ RULES = (
 
 
 def examine(lines: list[Line], config: Any) -> list[Finding]:
-    """Return the findings of all rules for the last line of `lines`."""
+    """Check every rule at the last line of `lines`, and return one finding for each rule that fires."""
     found = []
     for rule in RULES:
         last = lines[-rule.steps :]
         try:
             value = rule.measure(last, config) if len(last) == rule.steps else 0
-        # The run lacks a metric or a key of this rule because an earlier revision wrote the run, or the metric is null.
+        # An earlier revision of the code did not write this rule's metric or key, or the metric is null.
         except (KeyError, TypeError, AttributeError):
             continue
         if not value <= rule.limit:  # NaN also fires
@@ -135,7 +135,7 @@ def examine(lines: list[Line], config: Any) -> list[Finding]:
 
 
 def describe(step: int, rule: str, measured: str) -> Finding:
-    """Return a finding, with the line that the terminal shows. The line ends with the text of the rule's entry in
+    """Return the finding that is printed if a rule fires. Its text ends with the first paragraph of the rule's entry in
     docs/doctor.md."""
     return {"step": step, "rule": rule, "text": f"doctor: step {step}, {rule} = {measured}. {TEXTS[rule]}"}
 
@@ -159,7 +159,8 @@ class Doctor:
         self.step = 0  # the last finished step
 
     def check(self, lines: list[Line]) -> None:
-        """After a step, check the last of `lines`. With doctor=strict a finding raises Unhealthy."""
+        """Check the rules after a step, whose metrics are the last of `lines`. With doctor=strict, a finding raises
+        Unhealthy."""
         self.step = lines[-1]["step"]
         self.report(examine(lines, self.config) if self.config.doctor != "off" else [])
 
@@ -171,12 +172,13 @@ class Doctor:
                 with self.path.open("a") as file:
                     file.write(json.dumps(finding) + "\n")
                 print(finding["text"], file=sys.stderr, flush=True)
-                # The rule `waiting` never ends a run, because a slow run is correct.
+                # The rule `waiting` never ends a run, because a slow run still trains correctly.
                 if self.config.doctor == "strict" and finding["rule"] != "waiting":
                     raise Unhealthy(finding["text"])
 
     def watch(self, executor: Any) -> None:
-        """Start a thread that looks at the executor every second. With doctor=strict a finding stops the executor."""
+        """Start a thread that checks every second for a blocked event loop and for rejected groups. With doctor=strict,
+        a finding stops the executor."""
         if self.config.doctor != "off":
             threading.Thread(target=self._look_on, args=(executor,), name="doctor", daemon=True).start()
 
@@ -191,7 +193,8 @@ class Doctor:
                     step, before = self.step, executor.stats
                 counts = {k: getattr(executor.stats, k) - getattr(before, k) for k in ("accepted", "rejected")}
                 if counts["rejected"] >= REJECTED_BATCHES * self.config.train_dataset.batch_size:
-                    # The end of a run cancels tasks, which count as rejected. `check_alive` then raises RuntimeError.
+                    # Tasks that are cancelled at the end of a run count as rejected. `check_alive` then raises
+                    # RuntimeError.
                     executor.dispatcher.check_alive()
                     self.report(examine([{"step": step + 1, **counts}] * 3, self.config))
             except Unhealthy as error:
@@ -201,7 +204,8 @@ class Doctor:
 
 
 def main(folders: list[str]) -> int:
-    """Check the steps of an earlier run, as the doctor checks them during a run, and return the exit code."""
+    """Check every step of an earlier run with the rules that are checked after each step of a run. Return the exit
+    code."""
     folder = Path(*folders)
     try:
         text = (folder / "metrics.jsonl").read_text()

@@ -1,14 +1,14 @@
 """Start child processes early: a server and a proxy import their modules while train.py imports torch.
 
-The imports of train.py, of the small server and of the proxy take seconds each. Without this module the imports follow
-one another, because train.py can only start its children when it has imported torch and read the configuration. An
-early process is a Python process that imports one module, and then waits for an order on its standard input. The order
-is one line of JSON with the words of the module's command line and the file of its log. After the order the process
-does what `python -m MODULE WORDS` does.
+train.py, the small server and the proxy each spend seconds on imports. Without this module the imports would run one
+after the other, because train.py starts a child only after it has imported torch and read the configuration. An early
+process is a Python process that imports one module, and then waits until it reads an order from its standard input. The
+order is one line of JSON with the words of the module's command line and the file of its log. After the order the
+process does what `python -m MODULE WORDS` does.
 
-`prepare` starts the early processes. `take` returns the early process of a module, and run/launch.py then sends the
-order. If there is no early process, run/launch.py starts an ordinary process. An early process that gets no order ends
-when its standard input is closed, at the latest with train.py.
+`prepare` starts the early processes. When run/launch.py starts a child, it calls `take`, which sends the order to the
+module's early process. If there is no early process, run/launch.py starts an ordinary process. An early process that
+gets no order ends when its standard input is closed, at the latest when train.py ends.
 
 train.py imports this module before torch, so this module imports nothing that takes long.
 """
@@ -27,7 +27,7 @@ from typing import Any
 from run.keys import TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent
-# The environment variables of torchrun. A child that inherited these variables would take itself for a trainer's rank.
+# The environment variables of torchrun. A child with these variables would behave like a rank of the trainer.
 TORCHRUN = re.compile(r"TORCHELASTIC_\w+|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)")
 waiting: dict[str, subprocess.Popen[bytes]] = {}  # module -> the early process that waits for an order
 
@@ -48,7 +48,7 @@ def prepare(config: TrainConfig) -> None:
 
 
 def start(module: str) -> None:
-    """Start the early process of a module."""
+    """Start an early process that imports `module`."""
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     command = [sys.executable, "-P", "-m", "run.early", module]
     waiting[module] = subprocess.Popen(command, **pipes, start_new_session=True, env=environment([]))
@@ -59,7 +59,7 @@ def kill_waiting() -> None:
     """Kill the early processes that got no order."""
     for process in waiting.values():
         process.kill()
-        process.communicate()  # waits for the end, and closes the pipe
+        process.communicate()  # waits until the process has ended, and closes its pipe
 
 
 def take(command: list[str], log: Path) -> subprocess.Popen[bytes] | None:
@@ -77,7 +77,8 @@ def take(command: list[str], log: Path) -> subprocess.Popen[bytes] | None:
 
 
 def main(module: str) -> int:
-    """Import `module`, wait for the order, and run the module's `main`. Without an order, return 0."""
+    """Import `module`, wait for the order, and run the module's `main`. If standard input closes before an order
+    arrives, return 0."""
     run = importlib.import_module(module).main
     importlib.import_module("run.serve").import_tokenizers()
     order = sys.stdin.readline()

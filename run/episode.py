@@ -54,7 +54,7 @@ def describe_turn(turn: InteractionWithTokenLogpReward) -> str:
 
 
 def spoken(message: dict[str, Any]) -> str:
-    """Return a message's text, then its tool calls, each as name(arguments)."""
+    """Return a message's text, followed by its tool calls, each written as name(arguments)."""
     functions = [call["function"] for call in message.get("tool_calls", [])]
     calls = [f"{function['name']}({json.dumps(function['arguments'])})" for function in functions]
     return " ".join(filter(None, [message["content"], *calls]))
@@ -77,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     options: dict[str, object] = {"--model-path": args.model_path}
     with tempfile.TemporaryDirectory() as logs, closing(Fleet(Path(logs))) as fleet:
-        # The exit code of an error is 2 until all arguments are checked, and 1 afterwards.
+        # An error in the command's arguments gives exit code 2, and any later error gives exit code 1.
         code = 2
         try:
             key = secrets.token_urlsafe()

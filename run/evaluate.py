@@ -4,11 +4,11 @@ During training, a separate executor without the staleness gate runs the evaluat
 Evaluation episodes do not count in the statistics of training. `python train.py mode=eval model_path=DIR ...` evaluates
 a model without training it.
 
-With `evaluator.base_url=URL` the agents send their requests to this URL, and no proxy is started. The reward of an
-episode is then the number that the agent returns. Agents run inline or in worker processes, as in training
-(`rollout.openai.mode`).
+With `evaluator.base_url=URL` the agents send their requests to this URL, and no proxy is started. With
+evaluator.base_url the reward of an episode is the number that the agent returns. Agents run inline or in worker
+processes, as in training (`rollout.openai.mode`).
 
-An episode that fails or is rejected is counted in the statistics, and the evaluation continues.
+An episode that fails or is rejected does not end the evaluation. The statistics count such episodes as `eval_rejected`.
 """
 
 import asyncio
@@ -59,10 +59,10 @@ def describe(rewards: Sequence[float | None], inputs: Inputs) -> dict[str, float
 
 
 def evaluate(executor: WorkflowExecutor, inputs: Inputs) -> Any:
-    """Run one episode per validation prompt and return the statistics. `executor` has no staleness gate.
+    """Run one episode per validation prompt and return the statistics. `executor` must have no staleness gate.
 
-    If an episode has several rows, the reward of the last row is the episode's reward. The result is None if a server
-    was started again meanwhile (WorkflowExecutor.until_restart).
+    If an episode has several rows, the reward of the last row is the episode's reward. The result is None if an
+    inference server died and was restarted during the evaluation (WorkflowExecutor.until_restart).
     """
     run_all = functools.partial(executor.rollout_each, inputs.validation, inputs.evaluated, group_size=1, is_eval=True)
     if (groups := executor.until_restart(run_all)) is None:
@@ -113,7 +113,7 @@ def evaluate_endpoint(config: TrainConfig, inputs: Inputs) -> dict[str, float | 
 
 
 def evaluate_run(run: Run) -> None:
-    """Evaluate (mode=eval), write the statistics to eval.json and print them.
+    """Evaluate the run's model (mode=eval), write the statistics to eval.json and print them.
 
     Raises RuntimeError if no episode has a reward.
     """
@@ -121,7 +121,7 @@ def evaluate_run(run: Run) -> None:
         statistics = evaluate_endpoint(run.config, run.inputs)
     else:
         _, executor = start_rollout(run, start_processes(run))
-        statistics = evaluate(executor, run.inputs)  # never None, because mode=eval starts no server again
+        statistics = evaluate(executor, run.inputs)  # never None, because mode=eval restarts no server
     (run.config.run_dir / "eval.json").write_text(json.dumps(statistics))
     if statistics["eval_episodes"] == statistics["eval_rejected"]:
         raise RuntimeError("no episode of the evaluation has a reward: look for logged failures, or return a reward")

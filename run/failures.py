@@ -1,7 +1,8 @@
-"""Report failures in one line: print each distinct failure once, write its traceback once, and count its repetitions.
+"""Report each distinct failure in one line: print it once, write its traceback once, and count how often it occurs.
 
-Hundreds of episodes may fail for one reason. While a run is open, a handler gets every warning of the project's
-loggers. A warning without an exception is printed. An exception is described by its type, its text and its place:
+Hundreds of episodes may fail for the same reason. During a run, a logging handler receives every warning of the
+project's loggers. A warning without an exception is always printed. An exception is described by its type, its text and
+its place:
 
     failed: KeyError: 'answer', in run (my_agent.py:12); traceback: runs/guess/one/logs/failures.log
 
@@ -24,7 +25,7 @@ DISK = "make room on the disk, raise the limit of file sizes (ulimit -f), or tak
 ADVICE = (  # a pattern in a failure's description, and what the user can do
     ("finite", "make the agent or the reward function return a finite number for every answer"),
     ("too long", "shorten the prompts, or take a model with a longer context"),
-    # If torch cannot write a checkpoint, it hides the disk's error, so "was not written" is a pattern, too.
+    # If a checkpoint cannot be written, torch hides the disk's error, so "was not written" is a pattern, too.
     *((words, DISK) for words in ("No space left", "File too large", "was not written")),
     ("KeyError", "if this key is a column of the data, add the column to the data, or correct the named line"),
     ("", "correct the named line; the traceback shows how the program got there"),
@@ -32,7 +33,8 @@ ADVICE = (  # a pattern in a failure's description, and what the user can do
 
 
 def describe(error: BaseException) -> str:
-    """Return an exception as one line: type, text, and the innermost function outside of installed packages.
+    """Describe an exception in one line: its type, its text, and the innermost function of its traceback that is not
+    from an installed package.
 
     Lone surrogates of the text, which no terminal and no UTF-8 file can show, are written as `\\ud800`.
     """
@@ -56,10 +58,11 @@ class Failures(logging.Handler):
         super().__init__(logging.WARNING)
         self.log = log
         LOGGER.addHandler(self)
-        self.counts = Counter[str]()  # for each description without its digits, the number of failures
+        self.counts = Counter[str]()  # for each description, with N for its numbers: how many failures
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print a warning. If the warning has an exception, print and record the exception only the first time."""
+        """Print a warning. If the warning has an exception, print it and record its traceback only when it occurs for
+        the first time."""
         error = record.exc_info[1] if record.exc_info else None
         if error is None:
             print(record.getMessage(), file=sys.stderr, flush=True)
@@ -71,8 +74,8 @@ class Failures(logging.Handler):
             print(f"failed: {describe(error)}; traceback: {self.log}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Stop handling warnings. Of the five most frequent failures, print how often each repeated failure
-        occurred."""
+        """Stop handling warnings. For each of the five most frequent failures, print how often it occurred if it
+        occurred more than once."""
         LOGGER.removeHandler(self)
         for kind, count in self.counts.most_common(5):
             if count > 1:

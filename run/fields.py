@@ -7,10 +7,11 @@ the expected type, or raise `Refusal`. If a function raises `Refusal`, the proxy
     get({"text": {"format": {}}}, "text.format", dict)  -> {}
     get({}, "stream", bool, False)                      -> False
 
-Numbers in the configuration have types such as Count and Share. Each type contains the interval of the allowed values.
+Numbers in the configuration have types such as Count and Share. Each of these types is annotated with the interval of
+the allowed values.
 
 Some clients cannot read or write NaN, lone surrogates (a half of a UTF-16 pair), or more than `LEVELS` levels of
-nesting. `read_json` refuses JSON that contains one of these.
+nesting. `read_json` refuses JSON text that contains NaN, a lone surrogate or deeper nesting.
 """
 
 import json
@@ -20,7 +21,7 @@ from typing import Annotated, Any
 LEVELS = 200  # levels of nesting that every JSON library can write
 NOUN = {bool: "true or false", dict: "an object", list: "a list", str: "a string", int: "an integer", float: "a number"}
 
-# Each type contains the interval of a number's allowed values. A round bracket excludes the bound next to it.
+# Types of numbers, each with the interval of the allowed values. A round bracket excludes the bound next to it.
 Count = Annotated[int, "[1, inf)"]
 CountOrZero = Annotated[int, "[0, inf)"]
 Seed = Annotated[int, "[0, 4294967295]"]
@@ -38,7 +39,8 @@ class Refusal(ValueError):
 
 
 def is_within(value: float, interval: str) -> bool:
-    """Return whether a number lies in an interval such as "(0, 1]" or "[-1, -1] or [1, inf)". NaN lies in none."""
+    """Return whether a number lies in an interval such as "(0, 1]" or "[-1, -1] or [1, inf)". NaN lies in no
+    interval."""
     if " or " in interval:
         return any(is_within(value, part) for part in interval.split(" or "))
     low, high = map(float, interval[1:-1].split(","))
@@ -47,7 +49,7 @@ def is_within(value: float, interval: str) -> bool:
 
 
 def read_json(text: str, levels: int = LEVELS) -> Any:
-    """Return the value of a JSON text.
+    """Parse a JSON text and return its value.
 
     Raises ValueError if some clients cannot read or write the JSON, or if it has more than `levels` levels of nesting.
     """
@@ -80,7 +82,8 @@ def write_json(value: Any, name: str, levels: int = LEVELS) -> str:
     """
     try:
         text = _encode(value)
-        # Counting brackets is fast. A JSON text has at least one opening bracket for each level of nesting.
+        # Counting brackets is faster than `_is_deep`. A JSON text has at least one opening bracket for each level of
+        # nesting.
         if text.count("{") + text.count("[") <= levels or not _is_deep(value, levels):
             return text
     except RecursionError:

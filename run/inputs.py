@@ -1,11 +1,11 @@
 """Load the inputs of a run: the task module, the data, the workflow, the tokenizer and the base model.
 
-A task is a Python module that defines `make_model`, `dataset` and `WORKFLOW`. The module may also define
+A task is a Python module that defines `make_model`, `dataset` and `WORKFLOW`. The task module may also define
 `WORKFLOW_KWARGS`, `success`, `summary` and `prepare`. `prepare` turns a line of the data into a sample. tasks/guess.py
 and tasks/gsm8k.py are examples. Configuration keys can replace the model, the data and the workflow of a task.
 
 The run loads all inputs before it starts a process or writes a file into the run's folder. A mistake in the
-configuration is therefore reported as one line at the start.
+configuration is therefore reported in one line before any process starts.
 """
 
 import hashlib
@@ -57,7 +57,7 @@ class Inputs:
     def success(self, rewards: list[float]) -> float:
         """Return the share of rewards that the task's `success` accepts.
 
-        If the task has no `success`, count the rewards above `success_above`.
+        If the task has no `success`, rewards above `success_above` count as successes.
         """
         judge = getattr(self.task, "success", lambda reward: reward > self.success_above)
         return sum(map(judge, rewards)) / len(rewards)
@@ -65,7 +65,8 @@ class Inputs:
 
 @contextmanager
 def users_code(what: str) -> Iterator[None]:
-    """If the user's code in the block raises an exception, raise ConfigError with a message that begins with `what`."""
+    """If the user's code in the `with` block raises an exception, raise ConfigError with a message that begins with
+    `what`."""
     try:
         yield
     except Exception as error:
@@ -76,7 +77,8 @@ def load_inputs(config: TrainConfig, workflow: Any = None, workflow_kwargs: dict
     """Load all inputs, and make the task's base model if the model is missing. Raises ConfigError if an input cannot be
     loaded.
 
-    A `workflow`, in any form that `resolve_workflow` accepts, replaces the workflow of the configuration.
+    If the argument `workflow` is given, it overrides the configured workflow. It may have any form that
+    `resolve_workflow` accepts.
     """
     warn_of_namesakes(os.environ.get("PYTHONPATH", "").split(os.pathsep))
     with users_code(f"task={config.task}"):
@@ -104,10 +106,10 @@ def load_inputs(config: TrainConfig, workflow: Any = None, workflow_kwargs: dict
 
 
 def try_sample(config: TrainConfig, sample: dict[str, Any], tokenizer: Any, workflow: Any) -> None:
-    """Raise ConfigError if an episode of this sample would certainly fail. No code of the user runs.
+    """Raise ConfigError if an episode of this sample would certainly fail. The check does not run the user's code.
 
-    The arguments of an episode must fit the agent's `run` or the reward function. If the workflow sends the messages of
-    the sample, the context of the model must hold them.
+    The agent's `run`, or the reward function, must accept the arguments that it gets in an episode. If the workflow
+    sends the messages of the sample, these messages must fit into the model's context.
     """
     with users_code("the first sample of the data does not fit: correct the columns, or the code that reads them"):
         if type(workflow) in (RLVRWorkflow, MultiTurnWorkflow):
@@ -132,8 +134,7 @@ def warn_of_namesakes(folders: list[str]) -> None:
 
 
 def load_workflow(config: TrainConfig, task: Any, defaults: dict, workflow: Any, kwargs: dict[str, Any]) -> Any:
-    """Return the workflow or agent that runs every episode of the run. Raises ConfigError if there is none.
-
+    """Return the workflow or agent that runs every episode of the run. Raises ConfigError if there is no workflow.
     Without `workflow`, the workflow is taken from the configuration or, if none is configured, from the task.
     """
     if workflow is None:
@@ -154,9 +155,9 @@ def load_workflow(config: TrainConfig, task: Any, defaults: dict, workflow: Any,
 
 
 def load_dataset(path: str | None, task: Any, split: str) -> list[dict]:
-    """Return the samples of a JSONL file, of a "module.function", or of the task.
+    """Return the samples from a JSONL file, from a function named as "module.function", or from the task.
 
-    Raises ConfigError if the samples cannot be read, or if there are none.
+    Raises ConfigError if the samples cannot be read, or if there are no samples.
     """
     if path is None and not hasattr(task, "dataset"):
         raise ConfigError("no data: set train_dataset.path to a JSONL file or to module.function")
@@ -178,7 +179,7 @@ def load_dataset(path: str | None, task: Any, split: str) -> list[dict]:
 
 
 def read_jsonl(path: Path) -> list[dict]:
-    """Return the JSON objects of a file with one object per line. Raises ConfigError if a line is wrong."""
+    """Return the JSON objects of a file with one object per line. Raises ConfigError if a line is not a JSON object."""
     samples = []
     try:
         lines = path.read_bytes().splitlines()  # str.splitlines would also split at characters such as U+2028
@@ -196,17 +197,18 @@ def read_jsonl(path: Path) -> list[dict]:
 
 
 def make_dataloader(config: TrainConfig, dataset: Any) -> DataLoader:
-    """Return a loader of batches, which are lists of prompts. The order of the prompts depends on the run's seed."""
+    """Return a DataLoader whose batches are lists of prompts. The order of the prompts depends on the run's seed."""
     batch_size, shuffle = config.train_dataset.batch_size, config.train_dataset.shuffle
     generator = torch.Generator().manual_seed(config.seed)
     return DataLoader(dataset, batch_size, shuffle, generator=generator, collate_fn=list)
 
 
 def prepare_model(config: TrainConfig, task: Any) -> None:
-    """Set model_path, tokenizer_path and ref.path. Fetch models from the hub, or make the task's base model.
+    """Set the keys model_path, tokenizer_path and ref.path. Fetch models from the hub, or make the task's base model.
 
-    The base models are kept under .cache/, one per seed. A model's folder name contains a hash of the task's source
-    files, so a new model is made after these files change. Raises ConfigError if there is no usable model.
+    The base models of tasks are cached under .cache/, one for each seed. The name of a base model's folder contains a
+    hash of the task's source files, so a new model is made after these files change. Raises ConfigError if there is no
+    usable model.
     """
     if config.model_path is None:
         if not hasattr(task, "make_model"):

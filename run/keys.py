@@ -4,13 +4,14 @@ The comment at the end of a key's line is the key's help text. `python train.py 
 default and its comment. The keys of `gconfig` are defined in `inference/io_struct.py`, and the keys of `actor` in
 `training/config.py`.
 
-The type of a number contains the interval of its allowed values, for example Share for [0, 1]. The intervals exclude
-values that would do silent harm. For example, a learning rate below 0 would make the model worse, and a clip of NaN
-would have no effect, because every comparison with NaN is false. No interval contains NaN.
+The type of a numeric key contains the interval of its allowed values: for example, the type Share stands for [0, 1].
+The intervals exclude values that would harm a run without an error message. For example, a learning rate below 0 would
+make the model worse, and a clip of NaN would have no effect, because every comparison with NaN is false. No interval
+contains NaN.
 
-Three tables follow the keys: alternative names of keys, wrong names for which an error message suggests a key, and the
-keys that have an effect only together with another key. Most keys have the names that AReaL uses. docs/differences.md
-lists the keys with different names.
+Three tables follow the keys. ALIASES lists alternative names of keys. SYNONYMS lists wrong names for which an error
+message suggests a key. NEEDS lists keys that have an effect only if other keys have certain values. Most keys have the
+names that AReaL uses. docs/differences.md lists the keys with different names.
 """
 
 from dataclasses import dataclass, field
@@ -26,17 +27,18 @@ from training.config import PPOActorConfig
 
 @dataclass
 class OpenAIConfig:
-    """How agents run and how their calls become training rows (Agent Workflow, "Execution Modes", "Export Styles")."""
+    """How agents run and how their calls become training rows (AReaL's Agent Workflow: Execution Modes, Export
+    Styles)."""
 
-    mode: Literal["inline", "subproc"] = "inline"  # run agents in the trainer's process, or in worker processes
+    mode: Literal["inline", "subproc"] = "inline"  # inline: agents run in the trainer's process; subproc: in workers
     subproc_max_workers: Count = 4  # number of worker processes for agents (mode subproc)
-    subproc_prefix: list[str] = field(default_factory=list)  # command that contains each worker, such as [bwrap, ...]
+    subproc_prefix: list[str] = field(default_factory=list)  # sandbox command that runs each worker: [bwrap, ...]
     turn_discount: Share = 1.0  # gamma: share of a turn's final reward that its parent turn receives; 0: nothing
-    chat_template_type: Literal["hf", "concat"] = "concat"  # prompts: concat reuses earlier tokens; hf reuses none
-    export_style: Literal["individual", "concat"] = "concat"  # one training row per turn, or per whole conversation
+    chat_template_type: Literal["hf", "concat"] = "concat"  # concat: prompts reuse earlier tokens; hf: rendered anew
+    export_style: Literal["individual", "concat"] = "concat"  # individual: one row per turn; concat: per conversation
     tool_call_parser: str | None = None  # format of the model's tool calls; default: the tokenizer's, else qwen
     reasoning_parser: str | None = None  # format of the model's reasoning; default: <think> ... </think>
-    limits: Limits = field(default_factory=Limits)  # limits on what one session costs a proxy
+    limits: Limits = field(default_factory=Limits)  # limits on one session's use of a proxy
     side_conversations: list[str] = field(default_factory=lambda: [*PATTERNS])  # regexes that find side conversations
     store: Literal["honour", "ignore"] = "ignore"  # honour: do not train on calls with `store: false`
     fixed_sampling: list[str] = field(default_factory=list)  # names of gconfig fields that agents cannot override
@@ -56,8 +58,8 @@ class RolloutConfig:
     stale: Literal["wait", "mask", "drop"] = "wait"  # how to keep tokens older than eta out of training (staleness.py)
     pause_mode: Literal["retract", "abort", "in_place"] = "retract"  # how a weight update interrupts generation
     request_timeout: Positive = 3600.0  # seconds to wait for the reply to one generation request
-    request_retries: CountOrZero = 3  # maximum repeats of a request after a lost connection or 5xx status; 0: none
-    enable_tracing: bool = True  # write the states of every prompt group to trace.json, for a trace viewer
+    request_retries: CountOrZero = 3  # maximum retries of a request after a lost connection or 5xx status; 0: none
+    enable_tracing: bool = True  # record the events of every prompt group in trace.json, for a trace viewer
     check_trajectory_format: bool = True  # check the keys and shapes of the tensors that workflows return
     dump_to_file: bool = True  # write every trajectory as text to rollout/{version}/{task_id}.jsonl
     server_addrs: list[str] = field(default_factory=list)  # URLs of running inference servers; default: start servers
@@ -72,14 +74,14 @@ class ServerConfig:
     backend: Literal["auto", "tiny", "sglang"] = "auto"  # auto: sglang if SGLang and a GPU are available, else tiny
     count: Count = 1  # number of servers to start
     tp_size: Count = 1  # GPUs per server (tensor parallelism)
-    colocate: bool | None = None  # true: use the trainer's GPUs; default: use them only if there are too few GPUs
-    port: Annotated[int, "[0, 65535]"] = 0  # port of the first server; other servers use the next ports; 0: any
-    mem_fraction: Annotated[float, "(0, 1)"] | None = None  # share of GPU memory; default 0.85, or 0.6 on shared GPUs
+    colocate: bool | None = None  # true: servers use the trainer's GPUs; default: only if GPUs are too few
+    port: Annotated[int, "[0, 65535]"] = 0  # first server's port; other servers use the next ports; 0: any free ports
+    mem_fraction: Annotated[float, "(0, 1)"] | None = None  # server's share of GPU memory; default 0.85; if shared 0.6
     fp32_head: bool = True  # true: SGLang on GPUs computes logits in float32, as the trainer does; false: in bfloat16
     command: str = ""  # command that starts SGLang; default: this Python with -m sglang.launch_server
     args: list[str] = field(default_factory=list)  # further command-line arguments for every server
-    release_memory: bool = False  # true: a server frees its GPU's memory during a training step, and generates nothing
-    max_restarts: CountOrZero = 3  # how often a training run starts each server again after it has died; 0: never
+    release_memory: bool = False  # true: in training steps servers free GPU memory and generate nothing
+    max_restarts: CountOrZero = 3  # maximum restarts of each server that dies in a training run; 0: none
     max_running_requests: Count = 64  # maximum number of sequences that a server decodes at the same time
     max_total_tokens: Count = 16384  # maximum number of tokens in a server's key-value cache
 
@@ -104,7 +106,7 @@ class DatasetConfig:
 
     path: str | None = None  # FILE.jsonl or module.function; default: the task's dataset
     batch_size: Count = 8  # prompt groups per training step
-    shuffle: bool = True  # true: a new random order in every epoch, from the run's seed
+    shuffle: bool = True  # true: a new random order in every epoch, determined by the run's seed
 
 
 @dataclass
@@ -124,9 +126,10 @@ class EvaluatorConfig:
 
 @dataclass
 class EvalSampling:
-    """The sampling of evaluations. A key that is null takes the value of the same key of gconfig."""
+    """The sampling parameters of evaluations. A key that is null takes the value of the key of the same name in
+    gconfig."""
 
-    max_new_tokens: Count | None = None  # maximum number of tokens of a turn in an evaluation
+    max_new_tokens: Count | None = None  # maximum number of generated tokens in a turn of an evaluation
     temperature: NonNegative | None = None  # divides the logits before sampling; 0: always the likeliest token
     top_p: Annotated[float, "(0, 1]"] | None = None  # sample from the likeliest tokens with this total probability
     top_k: Annotated[int, "[-1, -1] or [1, inf)"] | None = None  # sample from this number of likeliest tokens; -1: all
@@ -145,7 +148,7 @@ class SaverConfig:
 class WeightUpdateConfig:
     """How new weights reach the inference servers: in files, by a process group, or in shared GPU memory."""
 
-    mode: Literal["auto", "disk", "distributed", "tensor"] = "auto"  # auto: the plan chooses by the servers' GPUs
+    mode: Literal["auto", "disk", "distributed", "tensor"] = "auto"  # auto: chosen from the servers' GPUs
     path: str | None = None  # folder for new weights (mode disk), such as /dev/shm/new; default: the run's folder
     bucket_mb: Positive = 512.0  # size in MiB of the buckets that are sent (modes distributed and tensor)
     address: str = "127.0.0.1"  # address at which the servers reach this machine (mode distributed)
@@ -157,9 +160,9 @@ class LoggerConfig:
 
     live: bool = True  # true: show a live table if there is a terminal; false: print one line per step
     sample_interval: CountOrZero = 20  # number of steps between two printed sample conversations; 0: never
-    report_interval: CountOrZero = 10  # least number of steps between two updates of report.html; 0: only at the end
+    report_interval: CountOrZero = 10  # minimum steps between two updates of report.html; 0: only at the end
     tokens_interval: CountOrZero = 1  # number of steps between two saved batches, tokens/{step}.safetensors; 0: never
-    tracker: str | None = None  # module that also gets the metrics: wandb, trackio or one with their interface
+    tracker: str | None = None  # module that also receives the metrics: wandb, trackio or a compatible one
     keep_steps: Count | None = None  # number of newest steps whose files in tokens/ and rollout/ are kept; default: all
 
 
@@ -169,7 +172,7 @@ class TrainConfig:
 
     mode: Literal["train", "eval"] = "train"  # eval: only evaluate on the validation prompts, without training
     recover: Literal["auto", "off"] = "auto"  # auto: if this run exists, continue from its last checkpoint
-    doctor: Literal["warn", "strict", "off"] = "warn"  # check each step; strict: end the run if a rule fires
+    doctor: Literal["warn", "strict", "off"] = "warn"  # warn: report problems after each step; strict: end the run too
     recover_interval: Count = 10  # training steps between two checkpoints for recovery
     task: str | None = "tasks.guess"  # Python module with data, workflow and model; null: other keys set these
     experiment_name: str = "guess"  # the run's folder is {fileroot}/{experiment_name}/{trial_name}
@@ -201,7 +204,7 @@ class TrainConfig:
     replay_until: Count | None = None  # last step of a replay; set by --replay-until; default: the run's last step
     dry_run: bool = False  # true, or --dry-run: print the plan (processes, GPUs, ports, memory) and start nothing
     quiet: bool = False  # true, or --quiet: print only warnings, errors and the results at the end
-    gpus: Count | None = None  # with --dry-run: plan as if the machine had this number of GPUs; default: real number
+    gpus: Count | None = None  # with --dry-run: plan for this number of GPUs; default: the machine's GPUs
     gpu_memory: Positive = 80.0  # with --dry-run: memory of each of the `gpus`, in GiB
 
     @property

@@ -5,11 +5,11 @@ and ends when the pipe closes (`--exit-with-parent`). The pipe closes even after
 stays alive. SGLang has no option `--exit-with-parent`, so SGLang runs under `leash.py`. Each child runs in a process
 session of its own (setsid), so Ctrl-C reaches only train.py, and train.py ends the children in order.
 
-For each child, one thread waits for the end of the child. If an inference server dies during training, the thread
-starts the server again on the same port, at most server.max_restarts times. The new process reports the version
+For each child, one thread waits for the end of the child. If an inference server dies during training, its thread
+restarts the server on the same port, at most server.max_restarts times. The new process reports the version
 "0-incomplete", so every engine refuses its tokens until the trainer has pushed the current weights. A server that dies
-once more after its last restart is lost, and the run continues with the other servers. If no server is left, or if a
-proxy dies, the run fails at once with the last lines of the child's log.
+after its last restart is not restarted again, and the run continues with the other servers. If no server is left, or if
+a proxy dies, the run fails at once with the last lines of the child's log.
 
 run/plan.py decides which servers to start.
 """
@@ -33,16 +33,18 @@ from run.serve import free_port
 
 logger = logging.getLogger("nano_areal.launch")
 
-START_SECONDS = 1800.0  # maximum time until a server's first reply; a large model may load for minutes
+START_SECONDS = 1800.0  # maximum time until a server's first reply; loading a large model may take minutes
 GRACE_SECONDS = 5.0  # time for a child to end by itself before it is killed
-DEATH_SECONDS = 0.5  # a killed process closes its connections, and ends at most this long afterwards
-# A stopped server or proxy first finishes its replies, for at most 2 s (serve.py), and ends within this time. Its end
-# may stop the run. The executor waits this long before a failed episode counts as failed (rollout/executor.py).
+DEATH_SECONDS = 0.5  # maximum time between the moment when a killed process closes its connections and its end
+# The executor waits for this time before it counts an episode as failed (rollout/executor.py). A server or proxy that
+# is asked to stop finishes its replies for at most 2 s (serve.py), so it has ended by then. If its end stops the run,
+# the episode is not counted as failed.
 HOLD_SECONDS = 3.0
 
 
 class ProcessDied(RuntimeError):
-    """A child process ended too early. The message contains the last lines of the child's log."""
+    """A child process ended although the run still needed it. The message contains the last lines of the child's
+    log."""
 
 
 OnDeath = Callable[[ProcessDied], None]
@@ -50,7 +52,7 @@ OnDeath = Callable[[ProcessDied], None]
 
 @dataclass(frozen=True)
 class Planned:
-    """A process that `Fleet.start` will start, with `--port` added to the command."""
+    """A process that is to be started. `Fleet.start` adds `--port` to the command."""
 
     name: str
     command: list[str]
@@ -58,7 +60,7 @@ class Planned:
     port: int | None = 0  # 0: any free port; None: the process does not listen
     keys: tuple[str, ...] = ()  # keys that the process reads from its standard input, one in each line
     variables: dict[str, str] = field(default_factory=dict)  # environment variables that only this process gets
-    restarts: int = 0  # how often the process was started again after it had died
+    restarts: int = 0  # number of times that the process has been restarted so far
 
 
 @dataclass
@@ -73,7 +75,7 @@ class Child:
 
     def send_keys(self, keys: tuple[str, ...]) -> None:
         """Write secrets to the standard input of the process, one in each line."""
-        with suppress(BrokenPipeError):  # the process has ended, and `wait_ready` raises ProcessDied
+        with suppress(BrokenPipeError):  # the process has ended; `wait_ready` will raise ProcessDied
             os.write(self.process.stdin.fileno(), "".join(f"{key}\n" for key in keys).encode())  # type: ignore[union-attr]
 
     def last_words(self, lines: int = 5) -> str:
@@ -111,7 +113,7 @@ class Fleet:
         self.log_dir = log_dir
         self.children: list[Child] = []
         self.stopping = False
-        self.lock = threading.Lock()  # held while a server is started again, so that `close` misses no process
+        self.lock = threading.Lock()  # held during the restart of a server, so that `close` misses no process
 
     def start(self, planned: Planned) -> Child:
         """Start a process and return at once. The returned child's `wait_ready` waits until the process answers."""
@@ -134,11 +136,11 @@ class Fleet:
         return self.children[-1]
 
     def watch(self, on_death: list[OnDeath], max_restarts: int, on_restart: Callable[[], None]) -> None:
-        """Start one thread for each child. If an inference server dies, its thread starts the server again, at most
+        """Start one thread for each child. If an inference server dies, its thread restarts the server, at most
         `max_restarts` times.
 
-        When a server that was started again answers, its thread calls `on_restart`. If a child that the run needs dies,
-        the thread of this child calls every function of `on_death`.
+        When a restarted server answers for the first time, its thread calls `on_restart`. If a child that the run needs
+        dies, the thread of this child calls every function of `on_death`.
         """
 
         def wait_for(child: Child) -> None:
@@ -178,7 +180,8 @@ class Fleet:
         return sum(c.process.poll() is None for c in servers) if child in servers else 0
 
     def raise_death(self, error: BaseException) -> None:
-        """Raise ProcessDied if a child that the run needs has ended. The exception `error` becomes the cause."""
+        """Raise ProcessDied if a child that the run needs has ended. `error` becomes the `__cause__` of this
+        exception."""
         # `raise_death` waits, because a dying process closes its connections before it ends.
         time.sleep(DEATH_SECONDS)
         dead = [child for child in self.children if child.process.poll() is not None]
@@ -200,10 +203,11 @@ class Fleet:
 
 
 def plan_restart(child: Child, max_restarts: int) -> Planned | None:
-    """Return how to start a dead child again, or None if it is no inference server or was restarted too often.
+    """Return the process to start in place of a dead child, or None if the child must not be restarted. Only inference
+    servers are restarted, at most `max_restarts` times.
 
-    The new process has the port of the old process, so that no client needs another address. The version label of the
-    new process is no number, so no client uses tokens of its first weights.
+    The new process listens on the old port, so that no client needs another address. The new process reports a version
+    label that is no number, so no client uses tokens that it generates before it gets the current weights.
     """
     planned = child.planned
     if not child.name.startswith("server") or planned.restarts >= max_restarts:
@@ -220,7 +224,7 @@ def own_command(module: str, options: dict[str, object], *arguments: str) -> lis
 def words(options: dict[str, object]) -> list[str]:
     """Turn options into the words of a command line.
 
-    An option with the value None is left out. An option with a list is repeated for each item.
+    An option whose value is None is left out. An option whose value is a list is repeated for each item of the list.
     """
     several = {name: value if isinstance(value, list) else [value] for name, value in options.items()}
     return [str(word) for name, values in several.items() for v in values if v is not None for word in (name, v)]

@@ -5,8 +5,8 @@ trace, for a trace viewer. The trace has two tracks. The track "rollout" shows e
 with the group's rewards and versions. The track "trainer" shows the phases of the trainer and the weight updates.
 
 tokens/{step}.safetensors contains the batch of a step: token ids, versions, log-probabilities under the behaviour,
-proximal and current policy, advantages, loss mask, turns, rewards and parents. The metadata of the file contains the
-texts of the tokens, so that the file can be read without the tokenizer.
+proximal and current policy, advantages, loss mask, turns, rewards and parents. The metadata of this safetensors file
+contains the texts of the tokens, so that the file can be read without the tokenizer.
 """
 
 import importlib
@@ -54,7 +54,7 @@ COLUMNS = (
     ("train_s", "train s", "{:.2f}"),
     ("sync_s", "sync s", "{:.2f}"),
 )
-# The executor's counters of groups and of group members.
+# The names of the executor's counters of groups and of group members.
 COUNTS = ("accepted", "rejected", "failed", "dropped", "failed_members")
 NOTICES = {  # metrics that the run reports when their value is above 0 for the first time
     "side_conversations": "side conversation, which is left out of training (rollout.openai.side_conversations)",
@@ -63,21 +63,21 @@ NOTICES = {  # metrics that the run reports when their value is above 0 for the 
 }
 ROWS = 12  # number of steps that the live table shows
 TRAINER, ROLLOUT = 1, 2  # ids of the two tracks in the trace
-REPORT_SHARE = 0.02  # a report is left out if the earlier reports took a larger share of the run's time
+REPORT_SHARE = 0.02  # a report is skipped if the earlier reports took more than this share of the run's time
 END = b"\n]\n"  # the last bytes of every trace file
 
 
 def as_text(metrics: dict[str, Any], key: str, text: str) -> str:
-    """Return a metric as text. A mismatch of exactly 0 means that no token was compared, so the text is "-"."""
+    """Return a metric as text. A `logp_mismatch` of exactly 0 means that no token was compared, so its text is "-"."""
     return "-" if key == "logp_mismatch" and not metrics[key] else text.format(metrics[key])
 
 
 class Trace:
     """Writes a Chrome trace file during the run. Times are microseconds since 1970.
 
-    The file is complete JSON after each record, even if the run is then killed. Each record overwrites the closing
-    bracket of the file and writes a new one. A restarted run continues the trace from before the restart. If the path
-    is None, no trace is written.
+    The file is valid JSON after each record, so a run that is killed leaves valid JSON. Each record overwrites the
+    closing bracket of the file and writes a new one. A restarted run keeps the records from before the restart, and
+    appends to them. If the path is None, no trace is written.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -95,8 +95,8 @@ class Trace:
     def event(self, name: str, task_id: int, **args: Any) -> None:
         """Record an event of a prompt group, such as "accept". `args` are details of the event.
 
-        The events "start" and "finish" begin and end the group's bar. All groups have the same name, because trace
-        viewers draw bars with the same name in one track.
+        In the timeline, the events "start" and "finish" begin and end the group's bar. All groups have the same name,
+        because trace viewers draw bars with the same name in one track.
         """
         phase = {"start": "b", "finish": "e"}.get(name, "n")
         record = {"ph": phase, "cat": "rollout", "id": f"{os.getpid()}:{task_id}", "tid": ROLLOUT}
@@ -129,13 +129,14 @@ class Trace:
                 self.size += len(line)
 
     def close(self) -> None:
-        """Close the file of the trace. Later records are ignored."""
+        """Close the file of the trace. Records that come after `close` are ignored."""
         with self.lock:
             self.file.close()
 
 
 def describe_batch(batch: dict[str, Tensor], version: int) -> dict[str, Any]:
-    """Return the metrics of a batch before the trainer trains on it. The trainer's weights have version `version`.
+    """Return the metrics of a batch that are known before the trainer trains on it. The trainer's weights have version
+    `version`.
 
     The staleness of a trained token is `version` minus the token's version. A row is mixed if its trained tokens have
     more than one version. An untrained token is a token that the model sampled, but that the loss leaves out.
@@ -180,10 +181,11 @@ def baseline_bias(batch: dict[str, Tensor]) -> float:
 
 
 def track(config: TrainConfig) -> Any:
-    """Start the run in the tracker and return the tracker's module. A restarted run continues under its name."""
+    """Register the run with the experiment tracker, and return the tracker's module. A restarted run continues the
+    tracker's run of the same name."""
     tracker = importlib.import_module(config.logger.tracker or "")
     keys = asdict(config)
-    del keys["rollout"]["server_key"]  # the key must not leave this machine
+    del keys["rollout"]["server_key"]  # the servers' key must not leave this machine
     tracker.init(project=config.experiment_name, name=config.trial_name, config=keys, resume="allow")
     return tracker
 
@@ -252,7 +254,8 @@ class Logger:
             compare(self.config, step)
 
     def _report(self, step: int, wall_s: float) -> None:
-        """Write the report if it is due after this step, and if the earlier reports took little of the run's time."""
+        """Write the report if it is due after this step, unless the earlier reports took more than REPORT_SHARE of the
+        run's time."""
         every, begin = self.config.logger.report_interval, time.monotonic()
         if every and step % every == 0 and self.report_s <= REPORT_SHARE * wall_s:
             write_report(self.config.run_dir)
@@ -264,7 +267,8 @@ class Logger:
         return " ".join(self.executor.tokenizer.decode(ids, skip_special_tokens=False).split())
 
     def _time(self) -> str:
-        """Return how long the run has run, and how long it will still run at its mean pace."""
+        """Return the elapsed time of the run and the estimated remaining time, which assumes that steps go on at their
+        mean duration."""
         last = self.history[-1]
         left = max(self.config.max_steps - last["step"], 0) * last["wall_s"] / last["step"]
         return f"time {timedelta(seconds=round(last['wall_s']))}, {timedelta(seconds=round(left))} left"

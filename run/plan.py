@@ -2,13 +2,13 @@
 
 `plan_servers` decides which inference servers to start and on which GPUs. The plan depends only on the configuration
 and the GPUs. The trainer's ranks get the first GPUs and the servers get the last GPUs. Ranks and servers share GPUs if
-there are too few GPUs, or if `server.colocate` is true. With 8 GPUs, 4 ranks and 2 servers of 2 GPUs each, the ranks
-get GPUs 0 to 3. One server gets GPUs 4 and 5, and the other gets GPUs 6 and 7. `--dry-run` prints the plan and starts
-nothing.
+there are too few GPUs, or if `server.colocate` is true. Example: with 8 GPUs, 4 ranks and 2 servers of 2 GPUs each, the
+ranks get GPUs 0 to 3, one server gets GPUs 4 and 5, and the other gets GPUs 6 and 7. `--dry-run` prints the plan and
+starts nothing.
 
-`plan_run` refuses a run that cannot work. The error is one line with the reason: a port is in use, a server does not
-answer, the installed SGLang needs another version of torch, or the estimated memory is too large (run/memory.py).
-run/launch.py starts what was planned.
+`plan_run` refuses a run that cannot work. The error message names the reason in one line. Examples of reasons: a port
+is in use, a server does not answer, the installed SGLang needs another version of torch, or the run needs more memory
+than there is (run/memory.py). run/launch.py starts the planned servers.
 """
 
 import importlib.util
@@ -31,7 +31,7 @@ from run.memory import CUDA_BYTES, GIB, check_memory, describe_load, estimate_me
 from run.serve import listen, raise_open_files
 from training.layout import pick_layout
 
-LOOPBACK = ("127.0.0.1", "::1", "localhost")  # with these addresses a machine reaches only itself
+LOOPBACK = ("127.0.0.1", "::1", "localhost")  # loopback addresses, with which a machine reaches only itself
 
 
 def visible_gpus() -> list[str]:
@@ -55,7 +55,7 @@ def plan_servers(config: TrainConfig, gpus: list[str], ranks: int) -> list[Plann
     tp, spare = server.tp_size, gpus[ranks:]
     wanted = server.count * tp
     shared = len(spare) < wanted if server.colocate is None else server.colocate
-    # Servers that share GPUs with the ranks take one GPU after another, and begin again with the first GPU at the end.
+    # Servers that share GPUs with the ranks get the GPUs round-robin: after the last GPU comes the first GPU again.
     pool = gpus * server.count if shared else spare[-wanted:]
     if gpus and len(pool) < wanted:
         need = f"server.count={server.count} with server.tp_size={tp}"
@@ -65,7 +65,7 @@ def plan_servers(config: TrainConfig, gpus: list[str], ranks: int) -> list[Plann
         raise ConfigError("server.release_memory only costs time if no server shares a GPU with the trainer: omit it")
     share = server.mem_fraction or (0.6 if shared else 0.85)
     command, keys = server_command(config, share if gpus else None), (config.rollout.server_key,)
-    # By default a server with several GPUs ends if another process uses the memory of only some of these GPUs.
+    # By default SGLang exits if it has several GPUs, and another process uses the memory of only some of them.
     variables = {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0"} if gpus and shared else {}
     ports = [server.port + k if server.port else 0 for k in range(server.count)]
     return [
@@ -140,7 +140,7 @@ def check_addresses(config: TrainConfig, planned: list[Planned]) -> None:
 
 
 def check_open_files(config: TrainConfig, limit: int) -> None:
-    """Raise ConfigError if a process may need more than `limit` open files. Each connection is an open file.
+    """Raise ConfigError if a process may need more than `limit` open files. Each connection counts as an open file.
 
     The proxy has two connections for a call of an agent, one to the agent and one to an inference server. The trainer
     has two connections for an episode: one for the agent, and one to start and end the agent's session.
@@ -176,7 +176,8 @@ def check_update_mode(config: TrainConfig, planned: list[Planned], gpus: list[st
     """Raise ConfigError if weight_update.mode cannot work on these GPUs. Rank 0 sends the weights from the first GPU.
 
     In mode "distributed", NCCL refuses two processes on one GPU, and all processes need the same version of NCCL. In
-    mode "tensor", a server reads the weights from the memory of rank 0's GPU. The small server has no such limit.
+    mode "tensor", a server reads the weights from the memory of rank 0's GPU. These limits do not hold for the small
+    server.
     """
     mode, on_gpus = config.weight_update.mode, servers_on_gpus(planned)
     others = [url for url in config.rollout.server_addrs if httpx.URL(url).host not in LOOPBACK]
@@ -244,7 +245,7 @@ def plan_run(config: TrainConfig) -> tuple[list[Planned], str]:
     if unused := [gpu for gpu in gpus if not any(gpu in p.gpus for p in [*trainers, *servers])]:
         keys = "server.count or " * (not config.rollout.server_addrs) + "torchrun --nproc-per-node"
         lines.append(f"GPUs {','.join(unused)} are idle; to use them, raise {keys}")
-    if config.actor.offload and gpus:  # a checkpoint copies the parameters and both moments
+    if config.actor.offload and gpus:  # a checkpoint copies the parameters and both moments to host memory
         here = parameters * ranks / int(os.environ.get("WORLD_SIZE", 1)) / GIB
         host = f"{(16 if config.ref.path is None else 20) * here:.1f} GiB, and {12 * here:.1f} more during a checkpoint"
         lines.append(f"actor.offload: the ranks of this machine need host memory, {host}")

@@ -2,30 +2,32 @@
 
 With `recover: auto`, a run that is started again with the same name continues from its last checkpoint. The rules:
 
-- **Only one process writes a run.** A second process of the same run is refused while the first process is alive.
+- **Only one process writes a run.** A second process with the same run folder ends with an error while the first
+  process is alive.
 - **A checkpoint contains everything that the next step depends on.** The folder recover/step00040 contains the model
   and the optimizer, the number of finished steps, the states of the random number generators, the position in the data,
   and the list of open groups. A group is open from the moment when its prompt is drawn from the data until a step has
   trained on the group. torch.distributed.checkpoint stores the model and the optimizer, so any number of ranks can load
   them. The file state.pickle is written last, and a checkpoint without this file is ignored.
 - **Training goes on while a checkpoint is written.** The trainer copies its state into host memory, and a thread writes
-  the copy. The previous checkpoint is deleted when the new one is complete. The next checkpoint and the end of the run
-  wait for the thread.
-- **Steps after the last checkpoint run again.** The restart removes the lines of these steps from metrics.jsonl. Each
-  step writes its line before its checkpoint, so metrics.jsonl has exactly one line per step at the end.
-- **A finished group survives the process.** A group is written to recover/groups/{task_id}.safetensors before the group
-  counts as accepted. After a restart, an open group with a file counts as finished. Groups with a file keep their
-  order. Open groups without a file are generated again. These groups keep their ids, and therefore their sampling
-  seeds.
+  the copy. The previous checkpoint is deleted when the new one is complete. Before the next checkpoint, and at the end
+  of the run, the trainer waits for the thread.
+- **Steps after the last checkpoint are trained again.** The restart removes the lines of these steps from
+  metrics.jsonl. Each step writes its line before its checkpoint, so metrics.jsonl has exactly one line per step at the
+  end.
+- **A finished group survives the death of the process.** A group is written to recover/groups/{task_id}.safetensors
+  before the group counts as accepted. After a restart, an open group with a file counts as finished, and the finished
+  groups keep their order. Open groups without a file are generated again, with the same ids and therefore the same
+  sampling seeds.
 - **A group with tokens from lost weights is generated again.** Suppose the checkpoint has version 40 and the run was
   killed at version 42. After the restart, version 41 is trained again and may have different weights. A group with a
-  token from the lost version 41 is therefore generated again. A group is kept if none of its tokens is newer than
-  version 40.
+  token from the lost version 41 is therefore generated again. In this example, a group is kept if none of its tokens is
+  newer than version 40.
 
-The age bound of staleness.py also holds after a restart. Restored groups come first and keep their order, so no step
-consumes a restored group later than without the restart. With a batch size of B, the gate counts version * B consumed
-groups plus the restored groups as accepted. If eta or B was reduced at the restart, groups that would become too old
-are generated again.
+The upper bound on the age of groups (staleness.py) also holds after a restart. The next steps consume the restored
+groups first and in their old order, so no restored group becomes older than it would have become without the restart.
+With a batch size of B, the gate counts version * B consumed groups plus the restored groups as accepted. If eta or B is
+reduced at the restart, groups that would become too old are generated again.
 
 **Limits.** After the restart of an asynchronous run, groups may start in a different order than without the
 interruption. In a power failure, files that the operating system has not written to the disk may be lost. Groups that
@@ -57,7 +59,7 @@ PARTIAL = ".partial"  # suffix of a file that is being written
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file in such a way that it is never incomplete, even if the process dies during the writing."""
+    """Write a file atomically: the file is never incomplete, even if the process dies during the write."""
     partial = path.with_suffix(PARTIAL)
     partial.write_bytes(content)
     os.replace(partial, path)
@@ -100,7 +102,8 @@ def save_model(actor: Any, folder: Path, step: int, keep: int, lines: list[dict[
     """Write the model to a Hugging Face directory, such as `folder`/step00040 for step 40, and delete old models.
 
     The newest `keep` models stay, and so does the model with the best evaluation in `lines` (the lines of
-    metrics.jsonl). Models of steps after `step` are also deleted: an earlier start of the run wrote these models.
+    metrics.jsonl). Models of steps after `step` are also deleted, because they were written before the run was
+    restarted.
     """
     actor.save(folder / f"step{step:05d}")
     if actor.rank == 0:
@@ -111,8 +114,8 @@ def save_model(actor: Any, folder: Path, step: int, keep: int, lines: list[dict[
 
 
 def discard(run_dir: Path, last: int, max_age: int) -> None:
-    """Delete from tokens/ the files of the steps up to `last`, and from rollout/ the folders of versions that no later
-    step uses.
+    """Delete old files of a run: in tokens/ the files of the steps up to `last`, and in rollout/ the folders of
+    versions on which no later step can train.
 
     Step s trains at version s - 1, and no group is older than `max_age` versions. Step `last` + 1 may therefore train
     on a group of version `last` - `max_age`.
@@ -122,11 +125,11 @@ def discard(run_dir: Path, last: int, max_age: int) -> None:
             path.unlink()
     for folder in (run_dir / "rollout").glob("*"):
         if int(folder.name) < last - max_age:
-            shutil.rmtree(folder, ignore_errors=True)  # an episode of this version may still write its file
+            shutil.rmtree(folder, ignore_errors=True)  # an episode may still be writing a file into this folder
 
 
 class GroupLog:
-    """One file for each finished group, until a checkpoint contains a step that has trained on the group.
+    """Keeps a file for each finished group, until a checkpoint contains a step that has trained on the group.
 
     Rollout threads write the files.
     """
@@ -160,8 +163,8 @@ class GroupLog:
 def cut_metrics(path: Path, last_step: int) -> None:
     """Remove from metrics.jsonl all lines after the line of step `last_step`.
 
-    If the process died, the file's last line may be incomplete. Raises ConfigError if the line of a step from 1 to
-    `last_step` is missing.
+    If the process died during a write, the file's last line is incomplete and does not count. Raises ConfigError if the
+    line of a step from 1 to `last_step` is missing.
     """
     lines = path.read_text().splitlines(keepends=True)[:last_step] if path.exists() else []
     steps = [json.loads(line)["step"] for line in lines if line.endswith("\n")]
@@ -178,7 +181,8 @@ def newest_checkpoint(run_dir: Path) -> int:
 
 @contextmanager
 def unwrapped() -> Iterator[None]:
-    """Raise KeyboardInterrupt after Ctrl-C in the block. torch would raise a CheckpointException in its place."""
+    """If Ctrl-C interrupts the `with` block, raise KeyboardInterrupt instead of the CheckpointException that torch
+    raises."""
     try:
         yield
     except CheckpointException as error:
@@ -199,19 +203,20 @@ class Recovery:
             cut_metrics(run_dir / "metrics.jsonl", self.step)
             self.groups = GroupLog(self.folder / "groups")
         self.step = share(self.step)
-        self.ranks = second_group() if self.on else None  # the thread below communicates in this process group
+        self.ranks = second_group() if self.on else None  # process group in which the checkpoint threads communicate
         self.thread = ThreadPoolExecutor(1, "checkpoint")
-        self.writing: Future[None] | None = None  # the checkpoint that the thread writes, or wrote last
+        self.writing: Future[None] | None = None  # the result of the write that the thread does now, or did last
 
     def checkpoint(self, step: int) -> Path:
         """Return the folder of the checkpoint of `step`."""
         return self.folder / f"step{step:05d}"
 
     def save(self, step: int, actor: Any, executor: Any) -> None:
-        """Copy the state of `step` into memory, and start a thread that writes the copy as the step's checkpoint.
+        """Copy the state after step `step` into memory, and start a thread that writes the copy as the step's
+        checkpoint.
 
-        metrics.jsonl must already have the step's line. If the thread still writes the previous checkpoint, wait for
-        the thread first. In mode "off", or if the checkpoint exists, do nothing.
+        metrics.jsonl must already have the step's line. If the thread is still writing the previous checkpoint, wait
+        for the thread first. In mode "off", or if the checkpoint exists, do nothing.
         """
         if not self.on or step <= self.step:
             return
@@ -227,7 +232,8 @@ class Recovery:
         self.writing = self.thread.submit(self.complete, saved, target, pickle.dumps(state), rollout)
 
     def complete(self, saved: Future[Any], target: Path, state: bytes, rollout: dict[str, Any]) -> None:
-        """Wait until every rank has written its part. Then rank 0 makes the checkpoint valid and deletes older ones."""
+        """Wait until every rank has written its part. Then, on rank 0, make the checkpoint valid and delete older
+        checkpoints."""
         try:
             saved.result()
         except CheckpointException as error:  # CheckpointException is no subclass of Exception
@@ -246,7 +252,7 @@ class Recovery:
             self.writing.result()
 
     def close(self) -> None:
-        """Wait for the newest checkpoint, and leave the process group of the checkpoints."""
+        """Wait until the newest checkpoint is complete, and leave the process group of the checkpoints."""
         self.wait()
         self.thread.shutdown()
         self.ranks = None

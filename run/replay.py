@@ -12,22 +12,23 @@ and 4 are interrupted:
     replay     server    groups 1 2, and of 3 4 the tokens of v0      | 3 4 at v1, 5 6 at v1 ...
                trainer                       step 1: groups 1 2 | push v1 ...
 
-`ScheduledEngine` generates each token with the recorded version. For example, it requests 57 tokens at version 2, waits
-for version 3, and requests the next 63 tokens. `ReplayExecutor.prepare_batch` starts each group at its recorded
-version, waits until all tokens of this version are generated, and returns the recorded groups in their recorded order.
+`ScheduledEngine` generates each token with the recorded version. For example, it requests the first 57 tokens of a
+completion at version 2, waits for version 3, and requests the next 63 tokens. `ReplayExecutor.prepare_batch` starts
+each group at its recorded version, waits until all tokens of this version are generated, and returns the recorded
+groups in their recorded order.
 
 A step depends only on the groups that it consumes. A replay therefore leaves out all groups that no step consumed, such
-as rejected groups. The replay takes the starts and the batches from the schedule, and repeats no other decision of the
-gate and the dispatcher.
+as rejected groups. The schedule tells the replay when each group starts and which groups each batch contains. The
+replay repeats no other decision of the gate and the dispatcher.
 
 **Differences.** The replay writes a schedule of its own, and the trainer compares the calls of the replay with the
 recorded calls:
 
-- A call has another prompt than the recorded call, a call was not made in the recorded run, or a recorded call is
-  missing. Then the agent is not deterministic, and the replay ends with an error that names the call.
-- A call has the recorded prompt, but its tokens differ from the recorded tokens. Then the server does not compute the
-  same bits again, and the replay generates the remaining tokens of the task without the recorded versions. `compare`
-  finds the first step that differs, and by how much.
+- If a call has another prompt than the recorded call, if a call was not made in the recorded run, or if a recorded call
+  is missing, then the agent is not deterministic. The replay ends with an error that names the call.
+- If a call has the recorded prompt but its tokens differ from the recorded tokens, then the server has not computed the
+  same bits again. The replay generates the remaining tokens of this call's task without the recorded versions.
+  `compare` reports the first step whose batch or model differs, and by how much.
 """
 
 import os
@@ -59,7 +60,8 @@ def facts() -> Fact:
 
 
 def check_replay(config: TrainConfig) -> None:
-    """Set the last step of a replay. Raises ConfigError if this code or this configuration cannot repeat the run."""
+    """Set the last step of a replay. Raises ConfigError if the run cannot be repeated with this code or this
+    configuration."""
     path = Path(config.replay) / FILE
     recorded, now = Schedule(path if path.exists() else os.devnull).read(), facts()
     differ = {f"{key}={run[key]} -> {now[key]}" for run in recorded.runs for key in now if run[key] != now[key]}
@@ -79,7 +81,7 @@ class ReplayExecutor(WorkflowExecutor):
         super().__post_init__()
         self.recorded: Schedule = self.engine.recorded
         self.samples = dict[int, Sample]()  # the samples of tasks that have not started
-        self.running = list[int]()  # the tasks that have started and are not yet consumed
+        self.running = list[int]()  # the tasks that have started, and whose groups are not yet consumed
         self.own = Schedule(self.engine.schedule)  # the schedule of this replay
         self.step_of = {task: version + 1 for version, tasks in self.recorded.steps.items() for task in tasks}
 
@@ -106,7 +108,8 @@ class ReplayExecutor(WorkflowExecutor):
         return concat_padded_tensors([self.take_group(task, version) for task in self.recorded.steps[version]])
 
     def missing_calls(self, task: int, version: int) -> list[str]:
-        """Return the names of a task's calls that still lack tokens of this version or of an older version.
+        """Return the names of a task's calls for which recorded tokens of this version or of an older version are still
+        missing.
 
         Raises Differs if a call has another prompt than the recorded call, or was not made in the recorded run.
         """

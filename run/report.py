@@ -12,9 +12,10 @@ failure. The report is made only from files in the run's folder, so it can also 
     config.yaml       the objective, from which the report computes whether a clip changed a token's objective
     doctor.jsonl      the warnings of the doctor
 
-This module turns the files of a run into one JSON object. The file report.html next to this module draws the object.
-The report holds at most MAX_TOKENS tokens, from at most MAX_STEPS steps, so that the page stays small. The numbers of a
-prompt group (its rewards, whether it has a signal) come from all its rows, even from rows that are not shown.
+This module turns the files of a run into one JSON object. The template run/report.html contains the script that draws
+this object in the browser. The report holds at most MAX_TOKENS tokens, from at most MAX_STEPS steps, so that the page
+stays small. The page may show only some rows of a prompt group. The group's rewards, and whether the group has an
+advantage other than 0, are computed from all rows.
 """
 
 import json
@@ -46,7 +47,7 @@ Record = dict[str, Any]
 def read_records(path: Path) -> list[Record]:
     """Return the JSON objects of a file with one object per line. A line that is incomplete after a kill is left out.
 
-    The lines of a trace may end with a comma. A missing file holds no objects.
+    The lines of a trace may end with a comma. If the file does not exist, the list is empty.
     """
     records = []
     for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
@@ -56,14 +57,15 @@ def read_records(path: Path) -> list[Record]:
 
 
 def spread(items: list, count: int) -> list:
-    """Return at most `count` of the items, evenly spaced, with the first and the last item."""
+    """Return at most `count` evenly spaced items of the list, including the first and the last item."""
     if len(items) <= count:
         return items
     return [items[round(k * (len(items) - 1) / (count - 1))] for k in range(count)]
 
 
 def clean(value: Any) -> Any:
-    """Return a value with its numbers shortened. NaN and infinity become None, because JSON does not have them."""
+    """Return a value with its floats rounded to five significant digits. NaN and infinity become None, because JSON has
+    neither."""
     if isinstance(value, float):
         return float(f"{value:.5g}") if math.isfinite(value) else None
     return [clean(x) for x in value] if isinstance(value, list) else value
@@ -112,10 +114,12 @@ def read_timeline(records: list[Record]) -> Record:
 
 
 def fill_gaps(spans: list[list], starts: list[float], last: float) -> list[list]:
-    """Return the spans in order of time, and fill each gap of more than 1 ms between 0 and `last` with a phase.
+    """Return the trainer's phases in order of time, with an additional phase in each gap of more than 1 ms between 0
+    and `last`.
 
-    The phase is called "not running" if a process of the run started during the gap, "stop" if it is after all spans,
-    and "other" if neither is true. A phase that a kill cut off has no span, so it is a part of "stop".
+    The additional phase is called "not running" if the run was restarted during the gap, "stop" if the gap follows the
+    last phase, and "other" in any other case. If a kill ends a phase, the phase is missing in the trace, so its time
+    belongs to "stop".
     """
     phases, now = [], 0.0
     for span in [*sorted(spans, key=lambda span: span[1]), ["", last, 0.0]]:
@@ -128,7 +132,8 @@ def fill_gaps(spans: list[list], starts: list[float], last: float) -> list[list]
 
 
 def pack(groups: list[Record], last: float) -> list[Record]:
-    """Give each group the first lane that is free when the group starts. A group without an end ends at `last`."""
+    """Give each group the first lane of the timeline that is free when the group starts. A group that has no end in the
+    trace ends at `last`."""
     ends: list[float] = []
     for group in sorted(groups, key=lambda group: group["begin"]):
         end = group.setdefault("end", last)
@@ -146,7 +151,8 @@ def pack(groups: list[Record], last: float) -> list[Record]:
 def token_states(batch: dict[str, Tensor], config: PPOActorConfig) -> Tensor:
     """Return each token's state (B, T): 0 untrained, 1 trained, 2 clipped, 3 dropped because of its behaviour weight.
 
-    The states come from the last optimizer step on the batch. `batch` must contain log pi_prox, computed or guessed.
+    The states are those in the last optimizer step on the batch. `batch` must contain log pi_prox, either computed by a
+    forward pass or estimated.
     """
     theta, prox = batch["theta_logp"], batch["prox_logp"]  # (B, T)
     mask, old = batch["loss_mask"] > 0, batch["logprobs"] if config.use_decoupled_loss else prox
@@ -166,7 +172,8 @@ def read_step(path: Path, config: PPOActorConfig, budget: int, words: dict[str, 
     except (SafetensorError, OSError):
         return None
     step, old = int(path.stem), batch["logprobs"]
-    # The batch has no log pi_prox if standard PPO uses the server's log-probabilities, or if log pi_prox is a guess.
+    # The batch has no log pi_prox if standard PPO uses the server's log-probabilities, or if log pi_prox is only
+    # estimated.
     if "prox_logp" not in batch:
         alpha = interpolation(batch["versions"], step - 1, batch["step_fraction"][:, None])  # (B, T)
         batch["prox_logp"] = loglinear(old, batch["theta_logp"], alpha) if config.use_decoupled_loss else old
@@ -205,9 +212,10 @@ def as_lists(x: Tensor) -> list:
 def add_turns(turns: list[Record], row: Record, above: list[int], names: Record) -> list[int]:
     """Append the turns of a row to `turns`, and return the positions of the row's turns in `turns`.
 
-    Each turn also gets the entries of the dict `names`. This row continues its parent row. `above` holds the positions
-    of the parent row's turns. A turn that a row shares with its parent row is in `turns` only once. A turn holds the
-    tokens after the end of its parent turn: first the new messages of the turn's prompt, then the sampled tokens.
+    Each turn also gets the entries of the dict `names`. `above` holds the positions in `turns` of the turns of the
+    parent row, whose conversation this row continues. A turn that a row shares with its parent row is in `turns` only
+    once. Each turn in `turns` holds only the tokens after the end of its parent turn: first the new messages of the
+    turn's prompt, then the sampled tokens.
     """
     ids, states = row["input_ids"], row["states"]
     path = [

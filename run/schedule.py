@@ -1,15 +1,16 @@
 """The schedule of a run: which policy version computed which tokens, and which step consumed which prompt group.
 
-**Why an asynchronous run can be repeated.** Two runs with the same configuration and the same seed differ, because they
-depend on time. For example, a weight update interrupts a completion at token 57 in one run, and at token 61 in the
-other run. Everything except the times of such events is fixed:
+**Why an asynchronous run can be repeated.** Two runs with the same configuration and the same seed differ, because
+their results depend on the timing of events. For example, a weight update interrupts a completion at token 57 in one
+run, and at token 61 in the other run. Everything except the times of such events is fixed:
 
-- The seed fixes the order of the prompts, and the number of each task (rollout/executor.py, DataCursor).
+- The seed determines the order of the prompts, and so which prompt each task number has (rollout/executor.py,
+  DataCursor).
 - The seed of a call is a hash of the run's seed, the episode and the number of the call (`call_seed`). The random
   number that chooses a token is a hash of this seed and of the token's position. No random number depends on time.
 - The small server computes the same bits for a row, whatever other rows are in the batch (inference/tiny/model.py,
-  "Bits"). At a weight update the small server computes all keys and values again. A completion therefore has the
-  same bits, whether it was interrupted or requested in two parts.
+  "Bits"). After a weight update the small server recomputes all keys and values of its cache. A completion therefore
+  has the same bits, whether it was interrupted or requested in two parts.
 - A training step is a function of the weights and of the batch.
 
 So only the schedule of a run is not deterministic. A run writes its schedule to schedule.jsonl, one fact a line, about
@@ -22,17 +23,19 @@ So only the schedule of a run is not deterministic. A run writes its schedule to
     {"finish": 7, "version": 3}                                                   all episodes of task 7 have ended
     {"consume": 7, "version": 4}                                                  step 5 consumes the group of task 7
 
-"7-3.1" is call 1 of task 7's member 3. A **span** is a part of a completion that one version computed:
-its version, its end, and a hash of all tokens up to its end. Version 2 computed the first 57 tokens of this call, and
-version 3 computed the next 63 tokens.
+"7-3.1" is call 1 of task 7's member 3. A **span** is a part of a completion that one version computed. The schedule
+records the span's version, its end, and a hash of all tokens up to its end. In call "7-3.1", version 2 computed the
+first 57 tokens, and version 3 computed the next 63 tokens.
 
-**Restarts.** If a run is killed and continued, its new line "run" cancels all steps after the step in this line. The
-line "start" of a task cancels all earlier calls of the task. The schedule then describes a run without an interruption.
-If the kill left the last line incomplete, the trainer cuts this line before it goes on.
+**Restarts.** When a killed run continues, it writes a new line "run", which cancels all steps after the step in this
+line. The line "start" of a task cancels all earlier calls of the task. Without the cancelled lines, the schedule
+describes a run that was never interrupted. If a kill left the last line incomplete, the trainer removes this line
+before it writes new lines.
 
-**Who writes.** The trainer and the proxies append to one file. Each line is one write, so lines never mix. Every
-process uses a `ScheduledEngine`, which records each call. In a replay (replay.py) this engine also follows the recorded
-schedule: it requests the tokens of a span when the servers have the span's version.
+**Who writes.** The trainer and the proxies append to the same file. A process writes each line with one system call, so
+lines of different processes never mix. Every process uses a `ScheduledEngine`, which records each call. In a replay
+(replay.py) this engine also follows the recorded schedule: it requests the tokens of a span when the servers have the
+span's version.
 """
 
 import asyncio
@@ -54,8 +57,8 @@ Fact = dict[str, Any]
 FILE = "schedule.jsonl"
 EVENTS = ("start", "finish", "consume")  # the events of a task in a schedule
 TRAINING_CALL = re.compile(r"(\d+)(-\d+)?\.\d+")  # call 1 of task 7: "7.1", or "7-3.1" of the group's member 3
-GONE = 499  # the status of a call whose client has hung up
-POLL = 0.02  # seconds between two reads of a version or a file that another process changes
+GONE = 499  # the recorded status of a call whose client closed the connection
+POLL = 0.02  # seconds between two polls of a version or a file that another process changes
 
 
 def digest(ids: list[int]) -> str:
@@ -71,7 +74,7 @@ def spans_of(response: ModelResponse) -> list[list[Any]]:
 
 
 def task_of(call: str) -> int:
-    """Return the task of a call of training: 7 for call "7-3.1"."""
+    """Return the task number of a training call: 7 for the call "7-3.1"."""
     return int(re.split(r"[-.]", call)[0])
 
 
@@ -81,17 +84,17 @@ class Schedule:
 
     path: Path | str
     size: int = 0  # number of bytes that `read` has read
-    runs: list[Fact] = field(default_factory=list)  # the code and the machine, recorded at each start of the run
+    runs: list[Fact] = field(default_factory=list)  # for each start of the run, its revision, torch and ranks
     starts: dict[int, int] = field(default_factory=dict)  # for each task, the version at which it started
     calls: dict[int, dict[str, Fact]] = field(default_factory=dict)  # for each task and call, the line of the call
     ended: set[int] = field(default_factory=set)  # the tasks whose episodes have ended
-    steps: dict[int, list[int]] = field(default_factory=dict)  # for each version, the tasks that its step consumed
+    steps: dict[int, list[int]] = field(default_factory=dict)  # for each version v, the tasks that step v + 1 used
 
     def read(self) -> "Schedule":
-        """Add the facts of all lines that were written since the last call. Return this object."""
+        """Add the facts of all lines that were written since `read` was last called. Return this object."""
         with open(self.path, "rb") as file:
             file.seek(self.size)
-            lines = file.read().rpartition(b"\n")[0]  # an incomplete line is read by a later call
+            lines = file.read().rpartition(b"\n")[0]  # a later call of `read` gets an incomplete line
         self.size += len(lines) + bool(lines)
         for fact in map(orjson.loads, lines.splitlines()):
             match fact:
@@ -115,7 +118,8 @@ class Schedule:
 
 @dataclass(eq=False)
 class ScheduledEngine(RemoteInfEngine):
-    """An engine that records the calls of training episodes, and in a replay makes the recorded calls again."""
+    """An engine that records the calls of training episodes. In a replay it generates each call with the recorded
+    versions."""
 
     schedule: Path | str = os.devnull  # file to append to
     replay: str = ""  # folder of the run to repeat
@@ -132,11 +136,13 @@ class ScheduledEngine(RemoteInfEngine):
         os.write(self._file, orjson.dumps(fact) + b"\n")
 
     def record_run(self, run: Fact, step: int) -> None:
-        """Record that the run begins after step `step`, before any other process writes to the schedule.
+        """Record that the run begins after step `step`. Call this method before any other process writes to the
+        schedule.
 
-        If the run was killed while it wrote a line, the last line is incomplete. Cut this line, because the next fact
-        would continue it. The fact is not needed: if a checkpoint contains the step that consumed a group, then all
-        facts of the group were written earlier. The continued run repeats all other groups.
+        If the run was killed while it wrote a line, the last line is incomplete. The method removes this line, because
+        otherwise the next fact would be appended to it. The lost fact is not needed: if a checkpoint contains the step
+        that consumed a group, then all facts of the group were written earlier. The continued run generates all other
+        groups again.
         """
         os.truncate(self.schedule, Path(self.schedule).read_bytes().rfind(b"\n") + 1)
         self.record(run=run, step=step)
@@ -151,7 +157,8 @@ class ScheduledEngine(RemoteInfEngine):
 
         If a call failed in the recorded run, the call fails again in the replay, with the same status.
         """
-        # Only calls of training are recorded. No weight update interrupts a call of an evaluation.
+        # Only calls of training are recorded. Calls of evaluations need no record, because no weight update interrupts
+        # them.
         if not TRAINING_CALL.fullmatch(req.call):
             return await super().agenerate(replace(req, call=""), on_tokens)
         prompt, known = digest(req.input_ids), self.recorded_call(req.call)
@@ -181,7 +188,7 @@ class ScheduledEngine(RemoteInfEngine):
         # The stop reason "abort" makes agenerate request the next span.
         if known and made == known["spans"][: len(made)]:
             response.stop_reason = known["stop"] if made == known["spans"] else "abort"
-        # The new tokens differ from the recorded tokens. The rest of the task is generated without the schedule.
+        # If the new tokens differ from the recorded tokens, the rest of the task is generated without the schedule.
         elif known:
             self.recorded.calls.pop(task_of(req.call), None)
         if req.call:

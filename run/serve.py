@@ -2,7 +2,8 @@
 
 A server opens its port before it loads a model or tokenizer, and ends when its parent process dies. A server listens on
 127.0.0.1 by default, and needs a key to listen on any other address. If a server cannot start, the functions of this
-module raise OSError or ValueError. The message says in one line what to do, and the server's script prints this line.
+module raise OSError or ValueError. The error message says in one line what to do, and the server's script prints this
+message.
 """
 
 import asyncio
@@ -25,14 +26,15 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from run.fields import Refusal, as_object
 
-FREE_SHARE = 0.2  # share of the file descriptors that connections of clients leave free, for the process's own use
+FREE_SHARE = 0.2  # share of the file descriptors that is reserved for uses other than client connections
 
 
 def read_secret(word: str) -> str:
-    """Return the key from a command-line argument. For "-", read the key from the next line of standard input.
+    """Return the key that a command-line argument contains. If the argument is "-", read the key from the next line of
+    standard input.
 
-    Standard input is safer: every process on the machine can read command lines, and the user's processes can read the
-    environment.
+    Standard input is safer than an argument, which every process on the machine can read, and than an environment
+    variable, which other processes of the user can read.
     """
     return sys.stdin.readline().strip() if word == "-" else word
 
@@ -72,17 +74,19 @@ def listen(host: str, port: int, key: str | None = None) -> socket.socket:
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """A connection of uvicorn that limits the length and the arrival time of a header. uvicorn limits neither.
+    """An HTTP connection of uvicorn with two limits: the length of a request header, and the time until the header is
+    complete. uvicorn itself has neither limit.
 
-    The connection also refuses a request that arrives before the previous request is answered. If such a client hangs
-    up, uvicorn tells only the newest request, so the others would generate tokens that nobody reads.
+    The connection also refuses a request that arrives before the previous request is answered. If a client with several
+    open requests disconnected, uvicorn would notify only the handler of the newest request. The servers would then
+    generate tokens for the other requests that nobody reads.
     """
 
     header_bytes: ClassVar[int] = 2**16  # `serve` sets these limits
     header_seconds: ClassVar[float] = 60.0
 
-    timer: Any = None  # a timer that closes the connection; runs while the end of a header is missing
-    unparsed = 0  # bytes that arrived after the last header or the last part of a body
+    timer: Any = None  # timer that closes the connection if a request header does not arrive completely in time
+    unparsed = 0  # number of bytes received since the last complete header or the last part of a body
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -104,7 +108,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self.unparsed = 0
         self.stop_timer()
         if self.cycle and not self.cycle.response_complete:
-            raise ValueError("this request arrived before the previous one was answered")  # the parser replies 400
+            raise ValueError("this request arrived before the previous one was answered")  # the client gets status 400
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -122,7 +126,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 class Repeats(logging.Filter):
-    """Lets warning 1, 2, 4, 8, ... of each kind pass, with its number. uvicorn would log every malformed request."""
+    """A filter that logs only warnings number 1, 2, 4, 8, ... of each kind, with the number. Without the filter,
+    uvicorn would log every warning."""
 
     counts: ClassVar[collections.Counter[str]] = collections.Counter()
 
@@ -136,10 +141,10 @@ class Repeats(logging.Filter):
 
 
 class PatientServer(uvicorn.Server):
-    """A server of uvicorn whose new clients wait in the listener's queue while few file descriptors are free.
+    """A uvicorn server that lets new connections wait in the listen queue while few file descriptors are free.
 
-    uvloop's own loop would close the connections of these clients. The process's limit of descriptors may change at any
-    time.
+    uvloop's own loop would close these connections. The server reads the limit of file descriptors before each
+    connection, because the limit may change at any time.
     """
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -185,7 +190,7 @@ def serve(
     """
     BoundedProtocol.header_bytes, BoundedProtocol.header_seconds = header_bytes, header_seconds
     raise_open_files()
-    # A request would fail if the server closed the connection just when the client sends the request. The server
+    # A request would fail if the server closed an idle connection just when the client sends the request. The server
     # therefore keeps idle connections open for 75 s, much longer than clients do.
     options: dict[str, Any] = {"timeout_keep_alive": 75, "timeout_graceful_shutdown": 2}  # seconds
     server = PatientServer(uvicorn.Config(app, log_level="warning", access_log=False, **options))
@@ -205,7 +210,7 @@ def serve(
 def check_key(request: Request, key: str) -> None:
     """Check the header `Authorization: Bearer <key>`.
 
-    Raises Refusal 401 if the request has no key, 403 if its key is wrong.
+    Raises Refusal with status 401 if the request has no key, and with status 403 if its key is wrong.
     """
     given = bearer(request)
     if not secrets.compare_digest(given.encode(), key.encode()):
@@ -235,8 +240,8 @@ def reply(body: Any, status: int = 200) -> Response:
 def import_tokenizers() -> Any:
     """Return the class AutoTokenizer of transformers.
 
-    A tokenizer does not need torch, but transformers imports torch if it is installed. The import takes seconds, so
-    torch is hidden from transformers, unless this process has imported torch already.
+    A tokenizer does not need torch, but transformers imports torch if it is installed. Importing torch takes seconds,
+    so this function hides torch from transformers, unless the process has already imported torch.
     """
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")

@@ -1,7 +1,7 @@
-"""Print the summary at the end of a run: the success, the staleness and a drawing of what the trained policy does.
+"""Print the summary at the end of a run: the success rate, the staleness and a drawing of what the trained policy does.
 
-The task's function `summary` makes the drawing. The function may send prompts to the inference server, which answers
-with the trained policy at temperature 0.
+The task's function `summary` makes the drawing. For the drawing, `summary` may send prompts to the inference server,
+which answers with the trained policy at temperature 0.
 """
 
 import asyncio
@@ -27,14 +27,14 @@ def ask_greedily(engine: Any, tokenizer: Any, gconfig: GenerationHyperparameters
 
 
 def summarise(logger: Logger, task: Any) -> None:
-    """Print the success, the staleness, the task's own summary, and the folder with the run's files."""
+    """Print the success rate, the staleness, the task's own summary, and the folder with the run's files."""
     before_results.close()
     history = logger.history
     final = fmean(line["success"] for line in history[-5:])
     print(f"\nsuccess {history[0]['success']:.3f} in the first step, {final:.3f} in the last five")
     oldest = max(line["staleness_max"] for line in history)
     mean = fmean(line["staleness_mean"] for line in history)
-    counts = Counter[int]()  # trained tokens by version lag
+    counts = Counter[int]()  # number of trained tokens for each lag
     for line in history:
         counts.update(dict(enumerate(line["lag_counts"])))
     lags = ", ".join(f"lag {lag} {n / counts.total():.0%}" for lag, n in sorted(counts.items()) if n)

@@ -1,13 +1,14 @@
-"""Print the first words of a run's output, show a clock, and make a run silent with `--quiet`.
+"""Print a first message at the start of a run, show a clock, and suppress the run's output with `--quiet`.
 
-Imports, models and servers take seconds or minutes. On a terminal, a clock therefore counts the seconds since the
-start. The clock is shown from the first words until the results are printed. During training the live table
-(run/logger.py) is below the clock. While there is a clock, rich prints every line and breaks long lines. The results
-contain commands, which must not be broken, so the clock ends before the results. If the output goes to a file, there is
-no clock: each event of the start and each training step is one line.
+Importing modules, loading models and starting servers take seconds or minutes. On a terminal, a clock therefore shows
+the seconds since the start of train.py. The clock is shown from the first message until the results are printed. During
+training the live table (run/logger.py) is below the clock. While the clock is shown, the library rich prints every line
+of output and wraps long lines. The results contain commands, which must not be wrapped, so the clock is removed before
+the results are printed. If the output goes to a file, there is no clock: each startup event and each training step is
+one line.
 
 With `--quiet` a run prints only warnings, errors and its results at the end. Warnings and errors go to the standard
-error. The run redirects its standard output until the results are there.
+error. A quiet run discards its standard output until it prints the results.
 
 train.py imports this module before torch, so this module imports nothing that takes long.
 """
@@ -31,10 +32,11 @@ BEGIN = monotonic()
 
 
 class Terminal(Console):
-    """A console with displays, which one thread at a time prints on or refreshes.
+    """A rich console with live displays. Only one thread at a time may print a line or refresh a display.
 
-    rich first computes how many lines of the displays a print replaces, and writes the print later. After a refresh in
-    between, the number may be wrong: then a printed line would be lost, or a part of an old display would remain.
+    To print a line, rich first computes how many screen lines of the displays it must replace, and writes later. If a
+    display were refreshed in between, this number could be wrong: a printed line would be lost, or a part of an old
+    display would remain.
     """
 
     def __enter__(self) -> Console:
@@ -48,19 +50,19 @@ class Terminal(Console):
             self._lock.release()
 
     def show(self, content: Callable[[], Any], transient: bool = False) -> Live:
-        """Return a display of what `content` returns, twice a second."""
+        """Return a live display that calls `content` twice a second and shows what it returns."""
         live = Live(console=self, get_renderable=content, refresh_per_second=2, transient=transient)
-        live._lock = self._lock  # two threads that take two locks in different orders would wait for ever
+        live._lock = self._lock  # one lock, because taking two locks in different orders would deadlock
         return live
 
 
 terminal = Terminal()
 clock = terminal.show(lambda: f"{monotonic() - BEGIN:.0f} s since start", transient=True)
-before_results = ExitStack()  # closing it ends the clock, and the silence of a quiet run
+before_results = ExitStack()  # closing it removes the clock, and ends the redirection of a quiet run
 
 
 def greet(words: list[str]) -> None:
-    """Print the first words of the output and start the clock, or print the help. `words` is the command line.
+    """Print the first message and start the clock. With `--help`, print the help instead. `words` is the command line.
 
     Also start the early processes (run/early.py), unless the configuration is wrong.
     """
@@ -70,7 +72,7 @@ def greet(words: list[str]) -> None:
             load(["--help"])  # prints the keys and ends this process
         sys.exit()
     if is_first:
-        with suppress(ConfigError, SystemExit):  # the run itself reports the mistake
+        with suppress(ConfigError, SystemExit):  # train.py reports the mistake later
             prepare(load(words[1:]))
     if not is_first or {"--quiet", "quiet=true"} & {*words}:
         return
@@ -79,7 +81,7 @@ def greet(words: list[str]) -> None:
     if terminal.is_terminal:
         clock.start()
         before_results.callback(clock.stop)  # also shows the cursor again
-        atexit.register(before_results.close)  # ends the clock after an error, too
+        atexit.register(before_results.close)  # removes the clock after an error, too
 
 
 def hush() -> None:

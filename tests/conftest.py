@@ -28,8 +28,8 @@ settings.register_profile("any machine", deadline=None, suppress_health_check=[H
 settings.load_profile("any machine")
 
 torch.set_num_threads(1)
-# If a shell starts pytest as a background job, pytest and its child processes ignore Ctrl-C. The next line makes Ctrl-C
-# work again.
+# If a shell starts pytest as a background job, pytest and its child processes ignore Ctrl-C. The next line restores
+# Python's default handling of Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -157,8 +157,7 @@ def wait_until_up(url: str, process: subprocess.Popen, path: str = "/health", se
 def server_process(*command: str, out: Any = None, seconds: float = 300) -> Iterator[tuple[str, subprocess.Popen]]:
     """Run a server's command with a free port until the `with` block ends. Yield the server's URL and process.
 
-    The server must answer within `seconds`. `out` receives the server's output, like stdout and stderr of
-    subprocess.Popen.
+    The server must answer within `seconds`. `out` is passed to subprocess.Popen as the server's stdout and stderr.
     """
     port = free_port()
     whole = [*command, "--port", str(port), "--exit-with-parent"]
@@ -177,7 +176,7 @@ StartServer = Callable[..., str]
 
 @pytest.fixture(scope="session")
 def start_tiny_server(tiny_model_dir: Path) -> Iterator[StartServer]:
-    """Return start(*arguments), which starts a process of inference/tiny/server.py and returns its URL."""
+    """Return a function start(*arguments) that starts a process of inference/tiny/server.py and returns its URL."""
     command = [sys.executable, "-m", "inference.tiny.server", "--model-path", str(tiny_model_dir)]
     with ExitStack() as stack:
         yield lambda *extra: stack.enter_context(server_process(*command, *extra))[0]
@@ -223,7 +222,8 @@ def proxy(tiny_server: str, tiny_model_dir: Path) -> Iterator[Any]:
 
 @pytest.fixture
 async def start(tiny_tokenizer: Any) -> AsyncIterator[Callable[..., Any]]:
-    """Return start(*texts, **options), which makes a Harness whose engine answers with these texts in order."""
+    """Return a function start(*texts, **options) that makes a Harness whose engine answers with these texts in
+    order."""
     from harness import Harness
 
     made: list[Harness] = []

@@ -1,12 +1,12 @@
-"""An inference server that answers POST /generate with garbage, as a process beside a healthy server.
+"""An inference server that answers POST /generate with garbage. Tests run it as a process beside a healthy server.
 
     python tests/garbage_server.py --model-path DIR --port 30001
 
 The first POST /generate gets an honest answer, because an engine tests its servers when it starts. If a trainer and a
-proxy use the server, their two engines test it, so start the server with `--honest 2`. The later requests get the
-answers of `KINDS` in turn, again and again. All other paths get honest answers, so a client that has given up this
-server finds it healthy again and again. The server reports the version of the last weight update. The field `seen` of
-GET /server_info is the number of requests that got garbage.
+proxy use the server, their two engines test it, so start the server with `--honest 2`. The later POST /generate
+requests get the answers of `KINDS` in turn, in a repeating cycle. All other paths get honest answers, so a client that
+has given up this server finds it healthy again and again. The server reports the version of the last weight update. The
+field `seen` of GET /server_info is the number of requests that got garbage.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 Json = dict[str, Any]
-NEVER = b"never"  # stands for a pause without end in the pieces of an answer
+NEVER = b"never"  # an endless pause between the pieces of an answer
 
 
 def http(body: bytes, status: str = "200 OK", length: int | None = None, *headers: str) -> bytes:
@@ -40,7 +40,7 @@ def answer(ids: list[Any], change: Callable[[Json, Json], Any] = lambda body, me
 
 
 def changed(**fields: Any) -> bytes:
-    """Return an HTTP answer with the ids 1 and 2, in whose `meta_info` the given fields have the given values."""
+    """Return an HTTP answer with the token ids 1 and 2. The given fields replace fields of the answer's `meta_info`."""
     return http(answer([1, 2], lambda body, meta: meta.update(fields)))
 
 
@@ -53,7 +53,7 @@ def event(*bodies: bytes) -> bytes:
 HONEST = answer([1, 2])
 KINDS: dict[
     str, bytes | list[bytes]
-] = {  # a list holds the pieces of an answer: the last piece is sent again and again
+] = {  # a list holds the pieces of an answer, and the last piece is repeated for ever
     "no JSON": http(b"\xff{]"),
     "an empty body": http(b""),
     "a JSON list": http(b"[1, 2]"),

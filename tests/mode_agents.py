@@ -68,7 +68,7 @@ class Reads:
     """An agent that makes SDK clients without arguments and checks that they use the session's URL and key."""
 
     async def run(self, data: dict, base_url: str, api_key: str, **extra_kwargs: Any) -> float:
-        import anthropic  # a slow import, and every other agent's process does without it
+        import anthropic  # a slow import that only this agent needs
 
         mine, theirs = OpenAI(), anthropic.Anthropic()
         assert str(mine.base_url).rstrip("/") == base_url
@@ -194,7 +194,7 @@ def leaves_a_daemon_and_is_killed(data: dict) -> float:
 
 
 def stops_its_guard(data: dict) -> float:
-    """Stop the process that would end this one."""
+    """Suspend (SIGSTOP) the process that would otherwise kill this process."""
     os.kill(os.getppid(), signal.SIGSTOP)
     return leaves_at_once(data)
 

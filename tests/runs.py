@@ -80,7 +80,7 @@ def children(pid: int) -> dict[str, int]:
     found = {}
     for child, parent, args in rows:
         if int(parent) == pid:
-            # A process that started early (run/early.py) has the module's name as its last word.
+            # A process that started early (run/early.py) has the module's name as the last word of its command line.
             modules = ("inference.tiny.server", "proxy")
             script = next((name for name in modules if f"-m {name} " in args or args.endswith(f" {name}")), args)
             found[script] = int(child)

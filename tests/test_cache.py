@@ -184,8 +184,8 @@ def test_concat_trains_every_sampled_token_once(session: list[Call]) -> None:
 
 @given(calls)
 def test_a_row_of_concat_continues_the_row_that_trains_its_parent(session: list[Call]) -> None:
-    """In an export in style concat, the first trained turn of a row determines the row's parent: the row that trains
-    the parent of this turn. If this turn is a root, the row has no parent."""
+    """In an export in style concat, a row's parent is the row that trains the parent of its first trained turn. If the
+    first trained turn of a row is a root, the row has no parent."""
     cache = play(session)
     rows = cache.export_interactions("concat")
     row_of = {turn: row for row in rows.values() for turn, is_trained in row.row_turns if is_trained}
@@ -252,8 +252,8 @@ def test_an_unfinished_call_is_never_a_parent() -> None:
 
 @pytest.mark.parametrize(("sampled", "echoed"), [(True, 1), (1, True), (False, 0), ([0, "x"], [False, "x"])])
 def test_true_is_not_1(sampled: Any, echoed: Any) -> None:
-    """A client may change `true` in a tool call to 1. The cache then sees a different conversation, although `True ==
-    1` in Python. A history without this change is still a continuation."""
+    """A client may change `true` in a tool call to 1. The cache then treats the history as a different conversation,
+    although `True == 1` in Python. A history without this change is still a continuation."""
     for a in (echoed, sampled):
         cache = InteractionCache()
         first = turn([user("hi")])
@@ -410,7 +410,7 @@ def test_a_side_conversation_takes_no_reward(title_first: bool, turns: int) -> N
 
 
 def test_a_side_conversation_that_is_rewarded_is_trained() -> None:
-    """If the agent sets the reward of a title call by the call's id, the title call is trained."""
+    """A call that asks for a title is trained if the agent sets a reward by the id of this call."""
     cache = InteractionCache()
     title_call(cache, True, 2)
     cache.set_reward("title", 0.5)
@@ -437,8 +437,8 @@ def test_what_comes_later_is_no_side_conversation() -> None:
 
 
 def test_an_orphan_leaves_no_trace() -> None:
-    """If a client retries a request because it never read the reply, the turn of the first attempt is removed. A turn
-    that another turn continues is kept."""
+    """If a client retries a request because it never read the reply, the turn of the first attempt is removed. However,
+    the turn of the first attempt is kept if another turn continues it."""
     cache = chain(2)
     for name in ("0", "1", "unknown"):
         cache.drop_orphan(name)

@@ -41,8 +41,8 @@ def code_lines(path: Path) -> int:
     return len(lines)
 
 
-# All modules together may have 6,510 lines of code, plus the numbers of lines in this table, which names a part of the
-# project for each number.
+# All modules together may have 6,510 lines of code plus the sum of the numbers in this table. Each entry names a part
+# of the project and how many lines of code it adds to the limit.
 RAISED_BY = {
     "agents that change their tools, cheap long chains": 22,
     "ways to start on GPUs": 165,
@@ -105,8 +105,8 @@ def test_budget() -> None:
 
 @pytest.mark.parametrize("path", MODULES, ids=name_in_project)
 def test_essay(path: Path) -> None:
-    """Every module begins with an essay of at least 20 words and at most 40 lines. Each essay of the seven files at the
-    top level has at least 100 words."""
+    """Every module begins with an essay (its docstring) of at least 20 words and at most 40 lines. Each essay of the
+    seven files at the top level has at least 100 words."""
     if path.name == "__init__.py":
         return
     essay = ast.get_docstring(ast.parse(path.read_text())) or ""
@@ -213,8 +213,8 @@ def test_named_keys_exist(page: Path) -> None:
 
 
 def test_the_reading_path_has_its_stated_length() -> None:
-    """The README states how many lines of code the ten stops of its reading path have in total. This number is right to
-    within 5 %."""
+    """The README states how many lines of code the ten stops of its reading path have in total. The README's number is
+    right to within 5 %."""
     text = (ROOT / "README.md").read_text()
     stops = re.findall(r"^\| \d+ \| `([\w/]+\.py)` \|", text.partition("## Reading path")[2], re.MULTILINE)
     (stated,) = re.findall(r"words and ([\d,]+) lines\)\. Both", " ".join(text.split()))

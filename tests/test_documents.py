@@ -5,7 +5,7 @@ tests that read a document are skipped.
 
 `block` cuts an example out of a document and makes three changes to this example. `block` replaces imports of AReaL by
 imports of this project. `block` replaces `{...}`, which stands for the reader's own arguments, by `{}`. `block` also
-restores lost indentation. A test then executes the example. The test supplies only the names that the example uses and
+restores lost indentation. A test then executes the example. The test supplies only the names that the example uses but
 does not define.
 """
 
@@ -488,7 +488,7 @@ def test_a_dump_line(tiny_tokenizer: Any) -> None:
 @pytest.fixture
 def custom() -> type:
     """Return the custom workflow from AReaL's page Rollout Workflow. The returned class adds the two methods that the
-    page leaves to its reader."""
+    page leaves for its reader to write."""
     exec(block("custom"), names := {"uuid": uuid, **NAMES})
     page: Any = names["MyWorkflow"]
 

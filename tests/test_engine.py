@@ -53,16 +53,16 @@ def generated(tokens: list[int], finish: str = "stop", **meta: Any) -> httpx.Res
 
 
 def without_spans(tokens: list[int], finish: str, version: int) -> httpx.Response:
-    """Return an answer of SGLang 0.5.16 to 0.5.18. The answer contains no spans, only the version at the time when the
-    answer ended."""
+    """Return an answer in the format of SGLang 0.5.16 to 0.5.18. The answer contains no spans, only the version at the
+    time when the answer ended."""
     body = generated(tokens, finish, spans=[(version, len(tokens))]).json()
     del body["meta_info"]["weight_versions"]
     return httpx.Response(200, json=body)
 
 
 class Script:
-    """Servers that answer /generate with the lines of a script, and all other requests with success. The last line also
-    answers every later request to /generate."""
+    """Servers that answer /generate with the lines of a script, and all other requests with success. After the last
+    line of the script, every later request to /generate gets the answer of this last line."""
 
     def __init__(self, *answers: Answer, info: dict[str, Any] | None = None) -> None:
         self.answers = list(answers)
@@ -173,7 +173,7 @@ async def test_version_is_the_servers_not_the_clocks():
     await in_flight.wait()
     engine.set_version(4)
     release.set()
-    assert (await answer).output_versions == [3, 3]  # and not 4, the engine's own version since set_version(4)
+    assert (await answer).output_versions == [3, 3]  # the engine's own version is 4 since set_version(4)
 
 
 @pytest.mark.anyio
@@ -435,8 +435,8 @@ KEYS = st.text(min_size=1, max_size=8)
 
 @given(KEYS, st.sets(KEYS, min_size=2, max_size=8), st.data())
 def test_a_lost_server_moves_only_its_own_conversations(key: str, servers: set[str], data: st.DataObject):
-    """If one server is removed, only that server's conversations move to other servers. A key that is a number stands
-    for a prompt group; `test_groups_are_spread_evenly` checks these keys."""
+    """If one server is removed, only that server's conversations move to other servers. This test leaves out keys that
+    are numbers, because such a key stands for a prompt group and `test_groups_are_spread_evenly` checks it."""
     assume(not key.isdecimal())
     order = rank_servers(sorted(servers), key)
     lost = data.draw(st.sampled_from(order))
@@ -447,7 +447,8 @@ def test_a_lost_server_moves_only_its_own_conversations(key: str, servers: set[s
 @given(st.integers(0, 10**6), st.integers(1, 40), st.integers(1, 8), st.data())
 def test_groups_are_spread_evenly(first: int, groups: int, count: int, data: st.DataObject):
     """If consecutive prompt groups are divided among the servers, the numbers of groups of any two servers differ by at
-    most one. The ranking for a group contains every server, so another server can take the group if one is lost."""
+    most one. The ranking of the servers for a group contains every server. If the first server of the ranking is lost,
+    another server can therefore take the group."""
     servers = [f"http://s{k}" for k in range(count)]
     keys = [str(n) for n in range(first, first + groups)]
     counts = Counter(rank_servers(servers, key)[0] for key in keys)
@@ -468,7 +469,7 @@ def test_groups_of_a_lost_server_are_spread():
 @pytest.mark.anyio
 async def test_all_samples_of_a_prompt_go_to_one_server():
     """All turns of all members of a prompt group go to one server, although each member has its own session. If a call
-    belongs to no group, its session decides the server."""
+    belongs to no prompt group, the call's session determines which server gets the call."""
     script = Script(generated([5]))
     engine = script.engine(A, B)
     for group, member, turn in itertools.product(range(6), range(4), range(2)):
@@ -543,7 +544,7 @@ def test_the_order_of_a_weight_update(tmp_path: Path):
 
 def test_released_memory_comes_back_before_the_weights(tmp_path: Path):
     """`release_memory` pauses the servers first. The next update takes the memory back before it sends the weights, and
-    does not pause a second time. A server without its weights is never told to continue."""
+    does not pause the servers a second time. The engine never resumes a server that has no weights."""
     (tmp_path / "v1").mkdir()
     script = Script(generated([1]))
     engine = script.engine(A)
@@ -741,7 +742,8 @@ def real_engine(tiny_server: str):
 
 
 def forward_logprobs(model_dir: Path, ids: list[int]) -> torch.Tensor:
-    """Return log p(ids[t] | ids[:t]) for each position t, computed by transformers in float32. Position 0 gets 0."""
+    """Return log p(ids[t] | ids[:t]) for each position t, computed by transformers in float32. The value at position 0
+    is 0."""
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
     with torch.no_grad():
         logp = model(torch.tensor([ids])).logits[0].log_softmax(-1)  # (T, V)
@@ -774,7 +776,7 @@ def test_every_logprob_is_that_of_the_weights_it_names(
             asyncio.create_task(real_engine.agenerate(ModelRequest(prompt, gconfig=gconfig))) for prompt in prompts
         ]
         first = ModelRequest([1, 2], gconfig=GenerationHyperparameters(max_new_tokens=8))
-        await real_engine.agenerate(first)  # when this short request ends, the server is working on `tasks`
+        await real_engine.agenerate(first)  # when this short request ends, the server is generating for `tasks`
         await asyncio.to_thread(update, real_engine, 1)
         return await asyncio.gather(*tasks)
 
@@ -878,7 +880,7 @@ def test_a_stream_may_break_anywhere(end: str, data: st.DataObject, failure: Exc
 
     async def rest() -> httpx.Response:
         tokens = [4, 5, 6][len(script.sent()[-1]["input_ids"]) - 3 :]
-        return streamed(generated(tokens or [7, 8], end))  # all tokens were sent: a wrong extra request gets 7 and 8
+        return streamed(generated(tokens or [7, 8], end))  # 7 and 8 are for a wrong extra request after the last token
 
     script = Script(answered(content, failure), rest)
     heard: list[list[int]] = []
@@ -969,7 +971,7 @@ def test_streaming_is_not_streaming(real_engine: RemoteInfEngine):
     lengths: list[int] = []
 
     async def both() -> None:
-        await real_engine.agenerate(ask)  # the server now caches the prompt, which may change a logprob's last bit
+        await real_engine.agenerate(ask)  # the server has now cached the prompt, so a logprob's last bit may differ
         whole = await real_engine.agenerate(ask)
         for _ in range(3):
             lengths.append(0)

@@ -40,7 +40,7 @@ EXAMPLES = {  # module of the agent: its framework's package, and the prefix of 
     "autogen_agent": ("autogen_agentchat", "chatcmpl-"),
 }
 IN_NODE = {"vercel_ai": "resp_", "codex_cli": "resp_", "opencode_cli": "resp_"}
-TOOLS_CHANGE = ("autogen_agent", "vercel_ai")  # without tools in the last turn, its prompt has a new beginning
+TOOLS_CHANGE = ("autogen_agent", "vercel_ai")  # if the last turn has no tools, its prompt begins differently
 UNSTORED = ("codex_cli", "opencode_cli")  # clients that send `store: false`
 
 
@@ -162,7 +162,7 @@ def test_an_agent_that_changes_its_tools_or_stores_nothing_trains(
     """AutoGen with reflection and Vercel's AI SDK ask for the last answer without tools. Codex and opencode send
     `store: false`, and opencode asks for a title. The agent's three turns are one path of the tree, and all three turns
     have the same reward. Each token is trained once. A turn's prompt begins with the tokens of the previous turn,
-    unless the tools have changed. The title is not trained."""
+    unless the tools have changed. The call that asks for a title is not trained."""
     style = {"export_style": "individual", "episode_timeout": 300}
     (exported,) = episodes(module, servers["proxy"], [1], **style)
     rows = {turn: turn.to_lists() for turn in exported.values()}

@@ -62,8 +62,8 @@ def test_every_order_of_the_sessions_events_keeps_every_property(bounds: Session
 
 @pytest.mark.parametrize("bounds", turns.SMALL, ids=str)
 def test_every_order_of_a_calls_events_keeps_every_property(bounds: TurnBounds) -> None:
-    """In every order of calls, hang-ups, retries, failures and ends of sessions, each call is trained at most once. A
-    generation that nobody waits for ends."""
+    """In every order of calls, hang-ups, retries, failures and ends of sessions, each call is trained at most once. If
+    nobody waits for a generation any more, the engine ends the generation."""
     graph = explore(TurnMachine(bounds))
     assert len(graph) > 300
     reached = {name for state in graph.states for name, *_ in state.seen[2]}
@@ -98,7 +98,7 @@ WALKS = [
 
 @pytest.mark.parametrize(("machine", "bounds"), WALKS)
 def test_random_walks_far_beyond_the_bounds_keep_every_property(machine: Callable[..., Any], bounds: Any) -> None:
-    """Long random series of events, with larger bounds than the search can cover, keep every property, too."""
+    """Long random series of events break no property. These series have larger bounds than the search can cover."""
     length = 100 if machine in (TurnMachine, UpdateMachine) else 300
     assert len(walk(machine(*bounds), 0, length)) > 50
 
@@ -135,7 +135,8 @@ def find_error(machine: Any, name: str) -> str:
 
 
 DISPATCHER, STALENESS, EXECUTOR = rollout.dispatcher, staleness, rollout.executor
-# For each mutant: the property that it breaks, the mode, the module, the original code, and the changed code
+# For each mutant: the property that it breaks, the mode (rollout.stale), the module, the original code, and the changed
+# code
 MUTANTS = [
     ("gate", "wait", STALENESS, "(self.max_staleness + version + 1) *", "(self.max_staleness + version + 2) *"),
     ("gate", "mask", STALENESS, "places - (stat.accepted + stat.running)", "places - stat.accepted"),
@@ -160,7 +161,7 @@ MUTANTS = [
 def test_a_planted_error_of_the_dispatcher_is_found_by_name(
     name: str, mode: str, module: ModuleType, line: str, changed: str
 ) -> None:
-    """The search finds each planted error, names the broken property, and tells the events that lead to it."""
+    """The search finds each planted error, names the broken property, and lists the events that lead to it."""
     wrong = {"dispatcher": DISPATCHER, "staleness": STALENESS, "executor": EXECUTOR}
     wrong[module.__name__.rpartition(".")[2]] = mutant(module, line, changed)
     kills = int("finished_untrained" in line or module is EXECUTOR)
@@ -232,8 +233,8 @@ UPDATE = inference.servers, inference.weights, engine, start, train
 
 
 def with_mutant(modules: Iterable[ModuleType], module: ModuleType, line: str, changed: str) -> list[ModuleType]:
-    """Return copies of the modules. A copy imports other copies instead of the originals, and the copy of `module` has
-    a planted error. In `modules`, a module comes after all modules that it imports."""
+    """Copy the modules so that the copies import each other, and plant an error in the copy of `module`. `modules` must
+    list each module after all modules that it imports."""
     copies: dict[ModuleType, ModuleType] = {}
     for original in modules:
         copies[original] = copy = mutant(original, line, changed) if original is module else mutant(original)
@@ -252,7 +253,8 @@ def with_mutant(modules: Iterable[ModuleType], module: ModuleType, line: str, ch
 def test_a_planted_error_of_a_call_is_found_by_name(
     name: str, bounds: TurnBounds, module: ModuleType, line: str, changed: str
 ) -> None:
-    """The search finds each planted error of the proxy, its turns and its tree, and names the broken property."""
+    """The search finds each error that is planted in the proxy, its turns or its conversation tree, and names the
+    broken property."""
     find_error(TurnMachine(bounds, with_mutant(PROXY, module, line, changed)[-1]), name)
 
 
@@ -304,8 +306,8 @@ UPDATE_MUTANTS = [
 def test_a_planted_error_of_an_update_is_found_by_name(
     name: str, bounds: UpdateBounds, module: ModuleType, line: str, changed: str
 ) -> None:
-    """The search finds each planted error of the engine, of the servers' record and of the order of an update, and
-    names the broken property."""
+    """The search finds each error that is planted in the engine, in the list of servers or in the order of an update's
+    calls. It names the property that the error breaks."""
     servers, _, wrong_engine, wrong_start, wrong_train = with_mutant(UPDATE, module, line, changed)
     modules = {"servers": servers, "engine": wrong_engine, "start": wrong_start, "train": wrong_train}
     find_error(UpdateMachine(bounds, modules), name)
@@ -313,8 +315,8 @@ def test_a_planted_error_of_an_update_is_found_by_name(
 
 @pytest.mark.parametrize(("module", "line"), [error[2:4] for error in TURN_MUTANTS + UPDATE_MUTANTS])
 def test_a_planted_error_changes_one_place(module: ModuleType, line: str) -> None:
-    """The slow tests plant an error by replacing a piece of code. This quick test checks that the piece occurs in its
-    module exactly once."""
+    """The slow tests plant an error by replacing a piece of code. This quick test checks that each piece of code to be
+    replaced occurs in its module exactly once."""
     assert inspect.getsource(module).count(line) == 1
 
 
@@ -349,7 +351,7 @@ def test_equal_situations_are_visited_once() -> None:
 
 
 def swapped(events: list[Any], first: int, second: int) -> list[Any]:
-    """Return the events of a trace, with two events exchanged."""
+    """Return the events of a trace, with two events swapped."""
     changed = [*events]
     changed[first], changed[second] = events[second], events[first]
     return changed
@@ -358,9 +360,9 @@ def swapped(events: list[Any], first: int, second: int) -> list[Any]:
 @pytest.mark.runs
 @pytest.mark.parametrize(("mode", "batch"), [("wait", 3), ("drop", 1), ("mask", 1)])
 def test_the_trace_of_a_run_is_a_walk_of_the_machine(tmp_path: Path, mode: str, batch: int) -> None:
-    """The dispatcher's state machine can repeat each event in the trace of a real run, with the same consequences. The
-    check finds four planted changes of the trace: two groups consumed in the opposite order, a start before the gate
-    opens, a group that is consumed twice, and a lost event."""
+    """The dispatcher's state machine can repeat each event in the trace of a real run, with the same consequences.
+    `conform` detects four planted changes of the trace: two groups consumed in the opposite order, a start before the
+    gate opens, a group that is consumed twice, and a lost event."""
     words = ["--config", "configs/maze.yaml", f"rollout.stale={mode}", f"train_dataset.batch_size={batch}"]
     words += ["gconfig.n_samples=2", "gconfig.max_new_tokens=100", "actor.ppo_n_minibatches=1", "max_steps=8"]
     words += ["rollout.max_head_offpolicyness=1", "should_accept_fn=walkers.has_signal"]

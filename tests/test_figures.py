@@ -23,7 +23,7 @@ spec.loader.exec_module(figures)
 
 @pytest.fixture(scope="module")
 def pictures() -> dict[str, str]:
-    """Draw every figure again, and return the name and the SVG text of each."""
+    """Draw every figure again, and return each figure's name and SVG text."""
     return figures.draw_all()
 
 
@@ -34,8 +34,8 @@ def test_every_figure_is_what_its_command_draws(pictures: dict[str, str]) -> Non
 
 
 def test_every_figure_has_a_title_and_stays_inside(pictures: dict[str, str]) -> None:
-    """A figure is well-formed, and has a title for screen readers and colours for dark mode. No rectangle leaves the
-    picture."""
+    """A figure is well-formed, and has a title for screen readers and colours for dark mode. No rectangle of a figure
+    extends beyond the picture's edges."""
     for name, picture in pictures.items():
         root = ElementTree.fromstring(picture)
         width, height = map(float, root.attrib["viewBox"].split()[2:])

@@ -27,7 +27,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for path in ROOT.glob("[a-z]*"):
         if path.is_dir() and path.name not in ("runs", "own"):
             (folder / path.name).symlink_to(path)
-        elif path.suffix == ".py":  # no link, because Python would import from the linked file's folder
+        elif path.suffix == ".py":  # a copy, because from a link Python would import the original's folder
             shutil.copy(path, folder)
     (folder / "own").mkdir()
     for name, text in FILES:
@@ -44,7 +44,7 @@ def shell(command: str, folder: Path) -> str:
 
 
 def test_the_page_has_its_files_and_commands() -> None:
-    """The page shows two files and the commands from the data to the chat."""
+    """The page shows two files and all commands, from preparing the data to chatting with the trained model."""
     assert [name for name, _ in FILES] == ["own/sort_task.py", "own/sort.yaml"]
     words = ["own.sort_task", "run.episode", "mode=eval", "trial_name=first", "checkpoints", "run.chat", "reward_fn"]
     assert len(COMMANDS) == len(words)

@@ -204,8 +204,8 @@ def test_a_weight_at_the_cap_stays():
 
 
 def test_dual_clip_bounds_what_one_token_can_do():
-    """With dual clip, a token with A < 0 adds at most c |A| to the loss. If the token reaches this limit, its gradient
-    is 0."""
+    """With dual clip, a token with A < 0 adds at most c |A| to the loss. If the dual clip limits a token's loss, the
+    token's gradient is 0."""
     theta = torch.tensor([-0.001], requires_grad=True)
     old, A, one = torch.tensor([-8.0]), torch.tensor([-2.3]), torch.ones(1)
     assert ppo_actor_loss_fn(theta, old, old, A, one)[0].item() > 1000

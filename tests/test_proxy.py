@@ -366,8 +366,8 @@ async def test_a_body_is_json_whatever_it_says_it_is(
     ],
 )
 async def test_an_engines_refusal_is_passed_on(start: Start, error: Exception, status: int, kind: str) -> None:
-    """If the engine refuses a call, the proxy replies with the error's status. The status is 400 if the prompt is too
-    long for the context, and 503 if no server answers. The failed call is removed from the tree."""
+    """If the engine refuses a call, the proxy replies with the error's status. The reply has status 400 if the prompt
+    is too long for the context, and status 503 if no server answers. The failed call is removed from the tree."""
     harness = start()
     session = await harness.start()
     harness.engine.error = error
@@ -441,8 +441,9 @@ async def test_a_session_that_floods_leaves_room_for_the_others(start: Start) ->
 @settings(max_examples=25)
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 9)), max_size=12))
 def test_a_call_waits_for_few_answers_of_other_sessions(tiny_tokenizer: Any, calls: list[tuple[int, int]]) -> None:
-    """Three sessions call in any order, each time with any number n of answers, and no answer ends. A call of a fourth
-    session then reaches the engine at once, behind at most `limits.running` answers of each of the three."""
+    """Three sessions send calls in any order, each call asks for any number n of answers, and no answer ever finishes.
+    A call of a fourth session still reaches the engine at once, although each of the three sessions already has up to
+    `limits.running` answers there."""
 
     async def run() -> None:
         harness = Harness(tiny_tokenizer, limits=Limits(running=3))
@@ -509,14 +510,14 @@ async def test_without_a_session_no_body_is_read(start: Start, path: str) -> Non
 
 
 def nested(levels: int) -> Any:
-    """Return a list with this number of nested lists."""
+    """Return an empty list that is nested in this number of lists."""
     return [nested(levels - 1)] if levels else []
 
 
 @pytest.mark.parametrize("path", ["chat/completions", "responses", "messages"])
 async def test_a_model_that_is_no_name_is_a_400(start: Start, path: str) -> None:
-    """A request whose model is a deeply nested list is refused, because no JSON library could write a reply with this
-    list."""
+    """A request whose field `model` is a deeply nested list is refused, because no JSON library could serialise a reply
+    that contains this list."""
     harness = start()
     body = {"model": nested(900), "messages": HELLO, "input": "hello", "max_tokens": 9}
     assert (await harness.post(f"/{await harness.start()}/v1/{path}", body)).status_code == 400
@@ -572,8 +573,8 @@ async def test_management_needs_the_admin_key(start: Start, path: str) -> None:
 
 
 async def test_one_grant_starts_one_session(start: Start) -> None:
-    """Without a grant, a request to start a session gets a 429. If a start fails, its grant remains for the next start.
-    An unused grant expires."""
+    """Without a grant, a request to start a session gets a 429. If the start of a session fails, the grant is kept for
+    the next start of a session. An unused grant expires after a timeout."""
     harness = start()
     begin: Any = {"path": "/rl/start_session", "body": {"task_id": "t"}, "headers": ADMIN}
     assert (await harness.post(**begin)).status_code == 429
@@ -719,8 +720,8 @@ def test_use_keeps_a_session_and_not_its_neighbours() -> None:
 
 
 def test_expiry_looks_only_at_the_session_that_is_idle_longest() -> None:
-    """A request does not look at every session of the table, so the cost of a request does not grow with the number of
-    sessions."""
+    """To handle a request, the proxy does not iterate over all sessions. So the cost of a request does not grow with
+    the number of sessions."""
     table, looked = SessionTable(10.0, Clock()), []
 
     class Watched(Session):

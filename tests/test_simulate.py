@@ -1,5 +1,5 @@
-"""These tests check bench/simulate.py and bench/clusters.py: the clock, the decisions, the agreement with real runs,
-and the tables of docs/simulate.md."""
+"""These tests check bench/simulate.py and bench/clusters.py: the simulated clock, the gate's decisions, the agreement
+with real runs, and the tables of docs/simulate.md."""
 
 import json
 import math
@@ -49,7 +49,7 @@ def test_a_server_shares_its_time() -> None:
 
 
 def test_an_update_without_interruption_waits_for_the_longest_answer() -> None:
-    """If an update waits for the running answers instead of interrupting them, the steps take longer."""
+    """If a weight update waits for running completions instead of interrupting them, the steps take longer."""
     lengths = lambda rng, k: rng.choice([1.0, 9.0])  # noqa: E731
     cut, whole = (simulate.Simulation(constant(2, length=lengths, interrupt=i)).run() for i in (True, False))
     assert whole.ends[-1] > cut.ends[-1]
@@ -57,8 +57,8 @@ def test_an_update_without_interruption_waits_for_the_longest_answer() -> None:
 
 @pytest.mark.parametrize("order", ["wait", "window", "drop", "mask"])
 def test_the_bound_holds_for_every_order(order: str) -> None:
-    """With each of the four orders, no trained token is more than eta versions old. With the order "unbounded", some
-    trained tokens are older."""
+    """With each of the four orders in which the trainer may consume groups, no trained token is more than eta versions
+    old. With the order "unbounded", some trained tokens are more than eta versions old."""
     eta = 2
     bounded, unbounded = (simulate.simulate(clusters.small, 1.0, eta, o, seeds=range(3)) for o in (order, "unbounded"))
     assert bounded["lag_max"] <= eta < unbounded["lag_max"]

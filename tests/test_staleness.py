@@ -74,8 +74,8 @@ def test_capacity_is_the_smaller_of_two_limits(eta, batch, concurrent, version, 
 
 
 def test_a_rejected_rollout_gives_its_place_back():
-    """An accepted group uses its place in the capacity permanently. A rejected, dropped or withdrawn group frees its
-    place."""
+    """An accepted group keeps its place in the gate for ever. A rejected, dropped or withdrawn group gives its place
+    back."""
     manager = make_manager(eta=0, batch=4)
     run(manager, 4)
     assert manager.get_capacity() == 0
@@ -170,7 +170,7 @@ def test_recovery_restores_what_was_consumed():
 
 
 def test_recovery_counts_what_runs():
-    """Groups that are running during a recovery still count against the capacity."""
+    """Groups that are running when the version is recovered still count against the capacity."""
     manager = make_manager(eta=1, batch=4, version=3)
     run(manager, 5)
     manager.on_version_recovered(3)

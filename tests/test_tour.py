@@ -1,4 +1,5 @@
-"""These tests run the tour again, and check that docs/lifecycle.md contains the numbers that the tour prints."""
+"""These tests run the tour (docs/lifecycle.py) again, and check that docs/lifecycle.md contains the numbers that the
+tour prints."""
 
 import re
 import subprocess
@@ -12,7 +13,7 @@ PAGE = ROOT / "docs" / "lifecycle.md"
 
 @pytest.fixture(scope="module")
 def tour() -> str:
-    """The page with the numbers of a new tour."""
+    """The text of docs/lifecycle.md with the numbers of a new run of the tour."""
     command = [sys.executable, "docs/lifecycle.py"]
     return subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=400, check=True).stdout
 
@@ -23,8 +24,8 @@ def blocks(page: str) -> list[list[str]]:
 
 
 def test_the_page_is_the_output_of_the_tour(tour: str) -> None:
-    """The page is identical to the output of a new tour. Only the numbers may differ, and only if this machine makes
-    another base model."""
+    """The page docs/lifecycle.md is identical to the output of a new run of the tour. If this machine makes another
+    base model, the numbers may differ, but nothing else."""
     page = PAGE.read_text()
     model, committed = (re.findall(r"has the hash `(\w+)`", text) for text in (tour, page))
     if model == committed:
@@ -34,7 +35,8 @@ def test_the_page_is_the_output_of_the_tour(tour: str) -> None:
 
 
 def test_the_tour_shows_an_update_in_the_middle_of_a_game(tour: str) -> None:
-    """Two groups start at version 0 and a third group at version 1. The shown game has tokens of both versions."""
+    """Two groups start at version 0 and a third group at version 1. The game that the tour shows has tokens of both
+    versions."""
     gate, _, (_, versions, _), *_ = blocks(tour)
     assert [line.split()[-4:] for line in gate[1:]] == [list("0202"), list("0220"), list("1330")]
     assert versions.split() == ["version", "0", "0", *"1" * (len(versions.split()) - 3)]

@@ -36,7 +36,7 @@ from training.config import PPOActorConfig
 
 @pytest.fixture(scope="module")
 def guess_run(tmp_path_factory: pytest.TempPathFactory):
-    """Return the function `get(eta, name)`, which runs the demo and returns the run's folder and metrics. A second call
+    """Return a function `get(eta, name)` that runs the demo and returns the run's folder and metrics. A second call
     with the same arguments does not run the demo again."""
     made: dict[tuple[int, str], tuple[Path, list[dict]]] = {}
 
@@ -111,8 +111,8 @@ def test_maze_staleness(tmp_path: Path, eta: int) -> None:
 def test_synchronous_runs_repeat(guess_run) -> None:
     """Two runs with eta = 0 and the same seed have the same metrics.
 
-    Only the metric `accepted` may differ. A step writes its metrics after it has pushed its weights, so `accepted` may
-    already count some groups of the next batch.
+    Only the metric `accepted` may differ. A step writes its metrics only after it has pushed its weights to the
+    servers, so the metric `accepted` may already count some groups of the next batch.
     """
     (_, first), (_, second) = guess_run(0), guess_run(0, "again")
     exact = ("reward", "success", "tokens", "staleness_max", "rejected")
@@ -128,7 +128,7 @@ def test_decoupled_is_standard_where_the_data_is_fresh(guess_run) -> None:
     """With eta = 0 the decoupled loss equals the standard loss, apart from rounding errors of the server and the
     trainer.
 
-    With eta = 0 pi_behav and pi_prox have the same weights. The server computes log pi_behav and the trainer computes
+    With eta = 0 pi_behav and pi_prox are the same policy, but the server computes log pi_behav and the trainer computes
     log pi_prox. For each token the two losses differ by at most |log pi_prox - log pi_behav| * (1 + eps) * |A|.
     """
     folder, metrics = guess_run(0)

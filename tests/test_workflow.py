@@ -248,7 +248,7 @@ async def test_a_turn_cut_by_length_is_closed_in_the_prompt_and_counted(tiny_tok
 
 @pytest.mark.anyio
 async def test_a_full_context_ends_the_conversation(real_engine: RemoteInfEngine, tiny_tokenizer: Any) -> None:
-    """A conversation ends when the context is full. A first prompt that does not fit into the context raises an
+    """A conversation ends when the model's context is full. A first prompt that does not fit into the context raises an
     error."""
     assert real_engine.context_length == 2048
     gconfig = GenerationHyperparameters(max_new_tokens=600, seed=1)
@@ -297,7 +297,7 @@ async def test_the_noise_of_a_request_depends_on_the_episode_and_on_nothing_else
 @pytest.mark.anyio
 async def test_one_failing_member_does_not_take_its_group_along(caplog: pytest.LogCaptureFixture) -> None:
     """If one member raises an exception, the failure is counted and logged. The group keeps the other members in their
-    order. All four episodes count as ended."""
+    order. All four episodes of the test count as ended."""
     failed: list[int] = []
 
     async def on_failures(count: int) -> None:
@@ -365,8 +365,8 @@ async def test_a_ragged_group_is_still_one_group() -> None:
 
 @pytest.mark.anyio
 async def test_a_group_of_nothing_is_rejected_and_a_group_of_errors_raises_the_first() -> None:
-    """If some members raise and all others return None, the group is rejected. If every member raises, the group raises
-    the first exception.
+    """If some members of a group raise an exception and all others return None, the group is rejected. If every member
+    raises an exception, the group raises the first of these exceptions.
 
     GroupedRolloutWorkflow calls on_failures if some members raised an exception and others did not.
     """
@@ -443,7 +443,8 @@ async def test_groups_of_interactions_are_merged_and_mixed_groups_become_rows() 
 
 @pytest.mark.anyio
 async def test_the_last_row_of_an_episode_is_of_the_conversation_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An episode's result lists side conversations first, so that its last row is always from the main conversation."""
+    """An episode's result lists the rows of side conversations first, so its last row always belongs to the main
+    conversation."""
 
     class Client:
         rewarded_count, session_url, api_key = 1, "", ""

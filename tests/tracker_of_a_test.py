@@ -1,5 +1,5 @@
-"""A tracker with the interface that wandb and trackio share. Each call of its functions becomes a line of a file in the
-folder of all runs."""
+"""An experiment tracker with the interface that wandb and trackio share. Each call of a function of this tracker adds a
+line to a file in the folder of all runs."""
 
 import json
 from pathlib import Path

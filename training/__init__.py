@@ -1,4 +1,4 @@
-"""The training side: the model that learns.
+"""This folder contains the modules that train the model.
 
 Read actor.py first. The actor runs a batch through the model and the optimizer. layout.py turns rows into the input of
 a forward pass. tree_attention.py computes shared prefixes only once. logprobs.py computes log-probabilities without the

@@ -13,22 +13,22 @@ FSDPEngine is a frozen model that computes log-probabilities. The reference mode
 is the policy: an FSDPEngine that also has an optimizer, a learning rate schedule, a policy version, and a connection to
 the servers.
 
-**A batch is cut twice.** First the B rows of the batch are dealt to mini-batches, and each mini-batch makes one
-optimizer step. Rows are dealt by length, so that all mini-batches have about the same number of tokens. Then the rows
-of a mini-batch are cut into pieces of at most `mb_tokens` tokens, and each piece makes one forward and one backward
+**A batch is cut twice.** First the B rows of the batch are distributed over mini-batches, one for each optimizer step.
+Rows are distributed by length, so that all mini-batches have about the same number of tokens. Then the rows of a
+mini-batch are cut into pieces of at most `mb_tokens` tokens, and each piece goes through one forward and one backward
 pass. The loss of each piece is divided by the mini-batch's number of trained tokens, counted over all ranks. The
-gradients of the pieces therefore add up to the gradient of the mini-batch, and the size of the pieces changes only time
-and memory. Example: 64 rows of 1,000 tokens, 4 mini-batches and mb_tokens=4096 give 4 optimizer steps, each with 16
-rows in 4 pieces.
+gradients of the pieces therefore add up to the gradient of the mini-batch. The size of the pieces affects only time and
+memory. Example: 64 rows of 1,000 tokens, 4 mini-batches and mb_tokens=4096 give 4 optimizer steps, each with 16 rows in
+4 pieces.
 
 **Layouts and logits.** A layout arranges the rows of a piece as padded rows, as one long row, or as a tree
 (`layout.py`). Log-probabilities are computed from hidden states, a chunk of tokens at a time (`logprobs.py`).
 
 **Ranks.** FSDP2 shards the model over all ranks. Without torchrun there is only one rank. Rank 0 gets each batch from
 the rollout side and sends the whole batch to every rank. Each rank computes all advantages and divides the whole batch
-into mini-batches, so all ranks have the same mini-batches. Only the model's work is divided: each rank passes its own
-rows of a mini-batch through the model. The gradients of the ranks add up to the gradient that one rank alone would
-compute.
+into mini-batches, so all ranks have the same mini-batches. Only the forward and backward passes are divided: each rank
+passes its own rows of a mini-batch through the model. The gradients of the ranks add up to the gradient that one rank
+alone would compute.
 
 **Temperature.** A token's log-probability is computed at the temperature that the token was sampled at, so that
 pi_theta, pi_prox and pi_behav are comparable.
@@ -68,7 +68,8 @@ from training.proximal import guess_errors, interpolation, loglinear
 from training.ranks import join_ranks, leave_ranks, share
 from training.tree_attention import TREES
 
-# TFLOP/s of dense matrix products in bfloat16, from NVIDIA's data sheets. The first name within a GPU's name counts.
+# TFLOP/s of dense matrix products in bfloat16, from NVIDIA's data sheets. The first key that occurs in a GPU's name
+# counts.
 PEAK_TFLOPS = {"A100": 312.0, "H100 PCIe": 756.0, "H100": 989.0, "H200": 989.0, "B200": 2250.0}
 
 
@@ -150,8 +151,8 @@ class FSDPEngine:
     def shard(self, model: Any, layers: list[Any]) -> None:
         """Shard each decoder layer of the model, and then the rest of the model, over all ranks.
 
-        A single rank does without FSDP if it can, because FSDP's hooks would take a sixth of a small model's step
-        (docs/log.md).
+        A single rank does without FSDP if it can, because FSDP's hooks would take a sixth of the time of a small model's
+        step (docs/log.md).
         """
         if not self.config.is_sharded(dist.get_world_size()):
             return
@@ -167,13 +168,14 @@ class FSDPEngine:
         if self.rank == 0:
             whole: Any = AutoModelForCausalLM.from_pretrained(self.model_path, dtype=torch.float32)
             state, buffers = whole.state_dict(), dict(whole.named_buffers())
-            # transformers converted the tensors of the files by rules. The weight update (inference/weights.py) undoes
-            # these rules, one tensor at a time. The weight update cannot undo a rule that splits a tensor of the files.
+            # When transformers loaded the files, it converted their tensors by rules. The weight update
+            # (inference/weights.py) undoes these rules, one tensor at a time. The weight update cannot undo a rule that
+            # splits a tensor of the files.
             model._weight_conversions = whole._weight_conversions
             if any(len(conversion.target_patterns) > 1 for conversion in whole._weight_conversions):
                 raise ValueError(f"{type(model).__name__} splits its files' tensors, which cannot be undone")
         offload = self.config.offload
-        # Without FSDP, `to_empty` gives tied layers a tensor each, so the layers are tied again.
+        # Without FSDP, `to_empty` gives tied layers separate tensors, so the layers are tied again.
         model.to_empty(device="cpu" if offload else self.device).tie_weights()
         options = sharded.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=offload)
         sharded.set_model_state_dict(model, state, options=options)
@@ -185,8 +187,9 @@ class FSDPEngine:
     def compute_logp(self, batch: Batch) -> Tensor:
         """Return log p(token t | tokens before t), (B, T) float32, at each token's temperature.
 
-        The method computes only the tokens whose loss_mask is set, because the last layer is expensive. All other
-        tokens have the value 0. All ranks call this method with the same batch and get the same result.
+        The method computes log-probabilities only for tokens whose loss_mask is set, because the last layer is
+        expensive. All other tokens have the value 0. All ranks call this method with the same batch and get the same
+        result.
         """
         logp = torch.zeros(batch["input_ids"].shape)  # (B, T)
         with torch.no_grad():
@@ -219,7 +222,8 @@ class FSDPEngine:
         return x
 
     def passes(self, batch: Batch, rows: Sequence[int]) -> list[Piece]:
-        """Deal `rows` to the ranks, about the same number of tokens to each. Return this rank's rows, cut into pieces.
+        """Distribute `rows` over the ranks, with about the same number of tokens for each rank. Return this rank's
+        rows, cut into pieces.
 
         In FSDP all ranks take part in gathering each layer, so all ranks must make the same number of forward passes. A
         rank with fewer pieces therefore repeats a piece and does not use the result.
@@ -290,8 +294,9 @@ class FSDPPPOActor(FSDPEngine):
     def policies(self) -> tuple[str, str]:
         """Return the keys of the batch that hold log pi_prox and log pi_behav.
 
-        Standard PPO has one old policy in place of both, so the key of this old policy is returned twice. With
-        prox_logp_method=loglinear the batch does not hold log pi_prox, so the key of log pi_behav is returned twice.
+        Standard PPO uses one old policy as pi_prox and as pi_behav, so the key of this old policy is returned twice.
+        With prox_logp_method=loglinear the batch does not hold log pi_prox, so the key of log pi_behav is returned
+        twice.
         """
         if self.config.use_decoupled_loss:
             return "logprobs" if self.config.prox_logp_method == "loglinear" else "prox_logp", "logprobs"
@@ -299,12 +304,13 @@ class FSDPPPOActor(FSDPEngine):
         return old, old
 
     def should_compute_prox_logp(self) -> bool:
-        """Return whether ppo_update reads batch["prox_logp"]. If so, the caller must store compute_logp's result there
-        first."""
+        """Return whether ppo_update reads batch["prox_logp"]. If it does, the caller must first store the result of
+        compute_logp in batch["prox_logp"]."""
         return "prox_logp" in self.policies()
 
     def compute_advantages(self, batch: Batch) -> None:
-        """Write batch["advantages"], (B, T), with the KL coefficient of this training step."""
+        """Compute the advantages (B, T) with the KL coefficient of this training step, and store them in
+        batch["advantages"]."""
         config = replace(self.config, kl_ctl=self.annealed(self.config.kl_ctl))
         if config.mask_truncated:
             batch["loss_mask"] = without_truncated(batch)
@@ -436,7 +442,8 @@ class FSDPPPOActor(FSDPEngine):
         return loss, stats | {"loss": loss.detach()} | {key: x.detach().sum() / tokens for key, x in means.items()}
 
     def annealed(self, coefficient: float) -> float:
-        """Return the coefficient for this training step. With `actor.anneal` the coefficient falls linearly to 0."""
+        """Return the value of `coefficient` in this training step. With `actor.anneal` the coefficient falls linearly
+        to 0."""
         return coefficient * (max(1 - self.steps / self.max_steps, 0) if self.config.anneal else 1)
 
     def speed(self, batch: Batch, seconds: float) -> dict[str, float]:
@@ -453,7 +460,7 @@ class FSDPPPOActor(FSDPEngine):
         return found
 
     def step_lr_scheduler(self) -> None:
-        """End a training step: move the schedules of the learning rate, the entropy bonus and the KL penalty by one
+        """End a training step: advance the schedules of the learning rate, the entropy bonus and the KL penalty by one
         step."""
         self.steps += 1
 
@@ -468,7 +475,7 @@ class FSDPPPOActor(FSDPEngine):
         return dcp.async_save(state, checkpoint_id=path, process_group=group)  # type: ignore[return-value]
 
     def load_state(self, path: Path) -> None:
-        """Load a checkpoint that save_state wrote. The run that wrote the checkpoint may have had another number of
+        """Load a checkpoint that save_state wrote. The run that wrote the checkpoint may have had a different number of
         ranks.
 
         Learning rate, betas, eps and weight decay come from this run's configuration, not from the checkpoint.
@@ -488,8 +495,8 @@ class FSDPPPOActor(FSDPEngine):
         """Send the weights to the servers as version meta.version. Call update_weights between rollout.pause and
         rollout.resume.
 
-        If meta.version is None, the weights get the current version plus 1. If the update fails, rank 0 raises
-        RuntimeError and ends. All other ranks then end too (ranks.py).
+        If meta.version is None, the weights get the number of the current version plus 1. If the update fails, rank 0
+        raises RuntimeError and ends. All other ranks then end too (ranks.py).
         """
         meta = meta.with_version(self.version + 1) if meta.version is None else meta
         if self.written != meta.version:
@@ -497,7 +504,7 @@ class FSDPPPOActor(FSDPEngine):
         buckets = () if meta.mode == "disk" else weights.named_buckets(self.model, self.dtype, meta.bucket_mb)
         if self.rank == 0:
             self.rollout.update_weights(meta, buckets)
-        for _ in buckets:  # gathering a bucket needs all ranks, so every rank goes through the buckets
+        for _ in buckets:  # gathering a bucket needs all ranks, so every rank iterates over the buckets
             pass
         dist.barrier()
 

@@ -1,34 +1,35 @@
 """Variants of the advantage: length penalty, KL penalty, leave-one-out baseline, GAE, and a filter of groups.
 
 ppo.py compares the return of a turn with the other returns of its cell. By default a cell holds turn k of each member
-of a group. Each function below makes one well-known change to this comparison, and a configuration key switches the
-change on. `compute_advantages` in ppo.py calls four of the functions in this order:
+of a group. Each function below implements one well-known variant of this comparison, which a configuration key switches
+on. `compute_advantages` in ppo.py calls four of the functions in this order:
 
     overlong_penalty        A turn near its length limit pays a growing penalty (DAPO, arXiv 2503.14476).
     kl_estimate             A turn pays a penalty for the policy's distance from a reference model.
     leave_one_out_mean      The baseline of a turn is the mean of the other turns in its cell (RLOO, arXiv 2402.14740).
     generalised_advantage   Earlier tokens of a turn get a smaller share of its advantage (GAE, arXiv 1506.02438).
 
-**Example.** A group has three members with the returns 1, 0 and 2. With the group's mean as baseline the advantages
-are 0, -1 and 1. With the leave-one-out mean the advantages are 1 - 1 = 0, 0 - 1.5 = -1.5 and 2 - 0.5 = 1.5.
+**Example.** Let a group have three members with the returns 1, 0 and 2. With the group's mean as baseline the
+advantages are 0, -1 and 1. With the leave-one-out mean the advantages are 1 - 1 = 0, 0 - 1.5 = -1.5 and 2 - 0.5 = 1.5.
 
 **One turn is one action.** A turn gets its reward at its last token. The conversation tree has already added the
-rewards of later turns to earlier turns (cache.py), so GAE stays inside a turn. If GAE also added up rewards across
-turns, the rewards of later turns would count twice.
+rewards of later turns to earlier turns (cache.py), so GAE is computed within a single turn. If GAE also added up
+rewards across turns, the rewards of later turns would count twice.
 
 **The bound of k3.** The estimator k3 of the KL divergence contains pi_ref / pi, which can be huge for a single token.
-For a token with log (pi / pi_ref) = -8, k3 is 2,972. With kl_ctl = .001 this token lowers the return of its turn by 3,
-and most rewards are smaller than 3. With the bound of 10, which AReaL and slime also have, the token lowers the return
-by only .01. The estimators k1 and k2 grow slowly and have no bound. A bound on k2 would leave the tokens that are
-furthest from the reference without a gradient.
+For a token with log (pi / pi_ref) = -8, k3 is 2,972. With kl_ctl = .001, a token with a k3 of 2,972 lowers the return
+of its turn by 3, although most rewards are smaller than 3. With k3 bounded by 10, as in AReaL and slime, the token
+lowers the return by only .01. The estimators k1 and k2 grow slowly, so they are not bounded. A bound on k2 would leave
+the tokens that are furthest from the reference without a gradient.
 
-**KL of the whole turn.** With kl_placement=reward each turn pays for the KL of all its tokens, before the baseline is
-subtracted. AReaL uses the KL to go instead: after the baseline is subtracted, token t pays for the KL of token t and of
-later tokens. On average both choices have the same gradient, because the KL of the tokens before t does not depend on
-token t. The turn's KL fits this module for two reasons. First, one turn is one action, as in RLOO, so all its tokens
-keep one advantage. Second, the baseline cancels the KL that all members pay. The KL to go shrinks towards the end of a
-turn, so with one baseline for all positions it would reward late tokens. A disadvantage of the turn's KL is more noise:
-a token also pays for the KL of the tokens before it.
+**KL of the whole turn.** With kl_placement=reward, the KL of all tokens of a turn is subtracted from the turn's return
+before the baseline is subtracted. AReaL uses the KL-to-go instead: after the baseline is subtracted, token t pays for
+the KL of token t and of later tokens. In expectation, both choices have the same gradient, because the KL of the tokens
+before t does not depend on token t. This module uses the KL of the whole turn for two reasons. First, one turn is one
+action, as in RLOO, so all tokens of a turn have the same advantage. Second, the baseline cancels the KL that all
+members of a group have in common. The KL-to-go shrinks towards the end of a turn, so with one baseline for all
+positions, late tokens would get a higher advantage. A disadvantage of the whole turn's KL is more noise: the advantage
+of a token also contains the KL of the tokens before it.
 
 **Filter.** If all members of a group earned the same reward, every advantage is 0, so training on the group changes
 nothing. `informative` is a filter that rejects such groups, like the dynamic sampling of DAPO. The key should_accept_fn
@@ -100,7 +101,7 @@ def generalised_advantage(advantages: Tensor, turn_of: Tensor, gamma: float, lam
 
 
 def informative(trajectory: dict[str, Tensor]) -> bool:
-    """Return whether two members of a group earned different rewards in the same trained turn.
+    """Return whether two members of a group earned different rewards in trained turns with the same number.
 
     Set should_accept_fn=training.advantages.informative to use this filter. The filter reads loss_mask, turn_ids and
     turn_rewards (B, T).

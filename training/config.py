@@ -37,8 +37,8 @@ class OptimizerConfig:
     """AdamW and its learning rate schedule."""
 
     lr: NonNegative = 1e-5  # maximum learning rate; 0: the weights never change
-    beta1: Annotated[float, "[0, 1)"] = 0.9  # decay of AdamW's mean of the gradients in each step; 0: no mean
-    beta2: Annotated[float, "[0, 1)"] = 0.95  # decay of AdamW's mean of squared gradients; 0: no mean
+    beta1: Annotated[float, "[0, 1)"] = 0.9  # decay rate of AdamW's running mean of gradients; 0: no averaging
+    beta2: Annotated[float, "[0, 1)"] = 0.95  # decay rate of AdamW's running mean of squared gradients; 0: none
     eps: Positive = 1e-8  # added to AdamW's divisor to avoid division by 0
     weight_decay: NonNegative = 0.01  # AdamW's weight decay; 0: none
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"  # shape of the learning rate after warm-up
@@ -69,10 +69,10 @@ class PPOActorConfig:
     importance_sampling_level: Literal["token", "sequence"] = "token"  # clip the ratio of a token, or of a row (GSPO)
     use_cispo_loss: bool = False  # true: a clipped token keeps its gradient (CISPO, training/corrections.py)
     behave_imp_weight_cap: Annotated[float, "[1, inf)"] | None = 5.0  # maximum weight pi_prox / pi_behav; null: no cap
-    behave_imp_weight_floor: Annotated[float, "(0, 1]"] | None = None  # minimum weight (IcePop); null: no floor
-    behave_imp_weight_level: Literal["token", "sequence", "geometric"] = "token"  # sequence: product over a row
+    behave_imp_weight_floor: Annotated[float, "(0, 1]"] | None = None  # minimum pi_prox / pi_behav (IcePop); null: none
+    behave_imp_weight_level: Literal["token", "sequence", "geometric"] = "token"  # sequence: product of a row's weights
     behave_imp_weight_action: Literal["mask", "clamp"] = "mask"  # drop or clamp weights outside floor..cap
-    reject_geometric_mean: Annotated[float, "(1, inf)"] | None = None  # c: drop a row of mean weight outside 1/c..c
+    reject_geometric_mean: Annotated[float, "(1, inf)"] | None = None  # c: drop rows whose mean weight is not in 1/c..c
     reject_max_k2: Positive | None = None  # drop a row with a token whose (log weight)^2 / 2 is above this number
     reject_veto: Annotated[float, "(0, 1)"] | None = None  # drop a row with a token whose weight is below this number
     ess_lr_power: NonNegative = 0.0  # lr is multiplied by behave_ess to this power (VCPO: 0.5 for AdamW); 0: no change
@@ -84,8 +84,8 @@ class PPOActorConfig:
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"  # formula for the KL of one token (training/advantages.py)
     kl_placement: Literal["reward", "loss"] = "reward"  # subtract KL from the rewards, or add KL (k2, k3) to the loss
     anneal: bool = False  # true: entropy_coeff and kl_ctl fall linearly to 0 over max_steps
-    overlong_tokens: Count | None = None  # the penalty begins this many tokens before max_new_tokens; null: no penalty
-    overlong_penalty_factor: NonNegative = 1.0  # penalty of a turn of max_new_tokens tokens; 0: no penalty
+    overlong_tokens: Count | None = None  # length penalty begins this many tokens before max_new_tokens; null: none
+    overlong_penalty_factor: NonNegative = 1.0  # length penalty of a turn of max_new_tokens tokens; 0: none
     gamma: Annotated[float, "(0, 1]"] = 1.0  # discount of the advantage for each token before a turn's end
     gae_lambda: Share = 1.0  # second factor of the discount, gamma * gae_lambda; 0: only the last token learns
     reward_bias: Annotated[float, "(-inf, inf)"] = 0.0  # number that is added to every reward; 0: nothing is added

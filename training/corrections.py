@@ -3,13 +3,13 @@
 ppo.py multiplies each token's objective by the behaviour weight w = pi_prox / pi_behav, and clips u = pi_theta /
 pi_prox. Except for the cap of w, all corrections are off by default.
 
-**A weight needs two bounds.** Server and trainer never agree exactly on pi_behav, so log w is sometimes too large and
-sometimes too small. A cap alone drops the tokens whose w is much too large, and keeps the tokens whose w is much too
-small. The mean weight then falls below 1, and the gradient of the remaining tokens is biased. IcePop drops both kinds.
+**The weight w needs two bounds.** Server and trainer never agree exactly on pi_behav, so log w is sometimes too large
+and sometimes too small. A cap alone drops the tokens whose w is much too large, and keeps the tokens whose w is much
+too small. The mean weight then falls below 1, which biases the gradient. IcePop drops tokens of both kinds.
 
-**Tests of whole rows.** Bounds on w look at one token at a time. If w is 1.05 at each of 100 tokens, no token exceeds
-a bound. But pi_prox would write this row 1.05^100 = 131 times as often as pi_behav, and the reward is given to the row
-as a whole. Three tests drop the rows on which the two policies differ too much:
+**Tests of whole rows.** Bounds on w test each token alone. If w is 1.05 at each of 100 tokens, no token exceeds a
+bound. But pi_prox would generate this row 1.05^100 = 131 times as often as pi_behav, and the row gets one reward as a
+whole. Three tests drop the rows on which the two policies differ too much:
 
     geometric mean   exp(mean log w) is outside 1/c .. c: the whole row has drifted. The mean does not grow with the
                      length, so c must be close to 1, such as 1.01. A c of 5 would never drop a row.
@@ -18,11 +18,11 @@ as a whole. Three tests drop the rows on which the two policies differ too much:
 
 **A row's weight.** The product of all w is the exact weight of a row. In the example above the product is 131, so a cap
 of 5 drops the row. The product of a long row is usually far from 1, so long rows are dropped first. The geometric mean
-treats all lengths alike, but is not the exact weight. The key `behave_imp_weight_level` chooses the weight.
+treats all lengths alike, but is not the exact weight. The key `behave_imp_weight_level` sets the kind of weight.
 
-**A row's ratio.** PPO clips each token by itself. GSPO clips the geometric mean of u, so all tokens of an answer keep
-or lose their gradient together. The mean is much closer to 1 than the u of a single token, so GSPO's bounds are close
-to 1: 3e-4 below 1 and 4e-4 above 1.
+**A row's ratio.** PPO clips the ratio u of each token alone. GSPO clips the geometric mean of u, so all tokens of an
+answer keep or lose their gradient together. The mean is much closer to 1 than the u of a single token, so GSPO's bounds
+are close to 1: 3e-4 below 1 and 4e-4 above 1.
 
 **A clip that keeps the gradient.** A token that PPO clips has no gradient, so a rare but useful word may never become
 likelier. CISPO uses the clipped u only as a constant factor of log pi_theta. The gradient of log pi_theta remains,

@@ -5,34 +5,35 @@ which hidden state of the pass predicts the token. The actor (`actor.py`) runs t
 states of the wanted tokens, and computes log-probabilities from these states.
 
 **The rule.** In every layout a token gets the log-probability that it would get if its row went through the model
-alone. A layout therefore changes only time and memory, and a run may change its layout between two steps.
+alone. The choice of layout therefore affects only time and memory, and a run may change its layout between two steps.
 
 **padded** stacks rows of similar length and pads the shorter rows on the right. In a causal model no token sees the
 padding after it, so padded rows need no attention mask. The padded layout is simple, and it is the fastest layout if
 all rows are equally long.
 
 **packed** puts rows end to end into one long row, so that no padding is computed. On a GPU in bfloat16, one kernel
-computes the attention of all sequences. Otherwise the attention function cuts the long row into sequences and computes
-one sequence at a time.
+computes the attention of all sequences. On other devices and in other data types, the attention function cuts the long
+row into sequences and computes one sequence at a time.
 
-**tree** computes each shared prefix only one time (`tree_attention.py`).
+**tree** computes each shared prefix only once (`tree_attention.py`).
 
 **Example.** Two rows of tokens, [a b c] and [d e], have three tokens that a model can predict: b, c and e. A padded
-piece of these rows has 6 hidden states, one for each token and one for the padding: a is 0, b is 1, c is 2, d is 3, e
-is 4, and the padding is 5. A packed piece of the two rows has only the states 0 to 4. In both pieces state 0 predicts
-b, state 1 predicts c, and state 3 predicts e.
+piece of these rows has 6 hidden states, numbered in this order: a is 0, b is 1, c is 2, d is 3, e is 4, and the padding
+is 5. A packed piece of the two rows has only the hidden states 0 to 4, because it has no padding. In both pieces hidden
+state 0 predicts b, hidden state 1 predicts c, and hidden state 3 predicts e.
 
 **Why packed rows need an attention function.** In a packed row, position_ids start at 0 again in each sequence. Some
 attention kernels read position_ids and separate the sequences. With all other kernels, tokens would attend to tokens of
 other sequences, and no error would be raised. A dense mask would be correct, but most of its t * t numbers would be
 zero for a row of t tokens. `attend_apart` therefore separates the sequences.
 
-**The kernel** torch.nn.attention.varlen takes 16-bit numbers. The kernel needs heads whose size is a multiple of 8 and
-at most 256, and a GPU of the generation Ampere or newer.
+**The kernel** torch.nn.attention.varlen requires bfloat16 or float16 inputs. The kernel needs heads whose size is a
+multiple of 8 and at most 256, and a GPU of the generation Ampere or newer.
 
-**Limits.** In packed rows and trees only the attention function keeps sequences apart. Models with sliding windows,
-capped attention, attention sinks, convolutions or recurrent states are therefore refused in these two layouts. Padded
-rows work with every model for which transformers has the attention implementation "sdpa".
+**Limits.** In packed rows and trees, the attention function is the only part of the model that separates the sequences.
+Models with sliding windows, capped attention, attention sinks, convolutions or recurrent states are therefore refused
+in the layouts packed and tree. Padded rows work with every model for which transformers has the attention
+implementation "sdpa".
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -86,13 +87,14 @@ def row_lengths(batch: Batch) -> list[int]:
 
 
 def split_minibatches(lengths: Sequence[int], n: int) -> list[list[int]]:
-    """Deal rows to `n` mini-batches, longest row first. Each row goes to the mini-batch with the fewest tokens.
+    """Distribute rows over `n` mini-batches, longest row first. Each row goes to the mini-batch that has the fewest
+    tokens so far.
 
     No mini-batch is empty, so fewer than `n` rows give fewer than `n` mini-batches.
     """
     n = min(n, len(lengths))
     parts: list[list[int]] = [[] for _ in range(n)]
-    loads = [0] * n  # tokens of each mini-batch
+    loads = [0] * n  # number of tokens in each mini-batch so far
     for row in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         # If two mini-batches have the same number of tokens, the row goes to the mini-batch with fewer rows.
         lightest = min(range(n), key=lambda j: (loads[j], len(parts[j])))
@@ -188,7 +190,7 @@ def refuse_layers(model: Any, layout: Layout) -> None:
 
 
 def fits_kernel(device: str, dtype: torch.dtype, d: int) -> bool:
-    """Return whether torch.nn.attention.varlen computes heads of `d` numbers of type `dtype` on this type of device."""
+    """Return whether torch.nn.attention.varlen supports heads of `d` numbers of type `dtype` on this type of device."""
     return device == "cuda" and dtype in (torch.bfloat16, torch.float16) and d % 8 == 0 and d <= 256
 
 
@@ -225,8 +227,8 @@ def attend_apart(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: A
     refuse(name for name in BEYOND_CAUSAL if kwargs.get(name) is not None)
     bounds, longest, gqa = kwargs["bounds"], kwargs["longest"], query.shape[1] != key.shape[1]
     if has_kernel(query):
-        # q is (t, heads, d); k and v are (t, groups, d). A compiler knows the output's strides only if q, k and v are
-        # contiguous.
+        # q is (t, heads, d); k and v are (t, groups, d). torch.compile knows the output's strides only if q, k and v
+        # are contiguous.
         q, k, v = (x.transpose(1, 2).squeeze(0).contiguous() for x in (query, key, value))
         # The window holds all tokens before a token (-1) and no token after it (0), so the attention is causal.
         causal: dict[str, Any] = {"scale": scaling, "window_size": (-1, 0), "enable_gqa": gqa}
@@ -235,7 +237,7 @@ def attend_apart(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: A
     return attend_one_by_one(query, key, value, bounds, scaling, gqa), None
 
 
-@torch.compiler.disable  # a compiler would compile again for every number of sequences
+@torch.compiler.disable  # torch.compile would recompile this function for every number of sequences
 def attend_one_by_one(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scaling: float, gqa: bool) -> Tensor:
     """Compute the attention of attend_apart with one call of scaled_dot_product_attention for each sequence."""
     lengths, parts = bounds.diff().tolist(), []

@@ -2,14 +2,14 @@
 
 **The problem.** The last layer of a language model turns the hidden state of each token into logits, one number per
 word of the vocabulary. The logits of N tokens and a vocabulary of V words are an (N, V) matrix. With N = 16,384, V =
-151,936 and 4 bytes per number this matrix takes 9.3 GiB. The softmax and the gradient of the logits take 9.3 GiB each,
-too. But training needs only two numbers per token: the log-probability of the sampled token, and the entropy of the
-distribution.
+151,936 and 4 bytes per number this matrix takes 9.3 GiB. The softmax of the logits and their gradient take another 9.3
+GiB each. But training needs only two numbers per token: the log-probability of the sampled token, and the entropy of
+the distribution.
 
 **The idea.** The logits of one token do not depend on other tokens. The last layer can therefore process one chunk of
-tokens after another. The forward pass keeps the two numbers of each token and throws the chunk's logits away. The
-backward pass computes the chunk's logits again. Each pass therefore needs memory for only one chunk, even if the batch
-has many tokens.
+tokens after another. The forward pass keeps the log-probability and the entropy of each token and discards the chunk's
+logits. The backward pass recomputes the chunk's logits. Each pass therefore needs memory for only one chunk, even if
+the batch has many tokens.
 
 **Forward pass.**
 
@@ -19,7 +19,7 @@ has many tokens.
     entropy    = - sum_j p_j log p_j
 
 Dividing the logits by tau gives the distribution that the server sampled from. At temperature 0 the server took the
-likeliest token and did not sample. Such a token gets tau = 1, and should not be trained.
+likeliest token and did not sample. A token sampled at temperature 0 gets tau = 1, and should not be trained.
 
 **Backward pass.** Let g be the gradient of the loss with respect to logp, and e the gradient with respect to entropy.
 Then
@@ -30,14 +30,14 @@ Then
 
 where [j = id] is 1 for the sampled token and 0 for all other words.
 
-**Costs and limits.** On a CPU the logits of a chunk take at most 128 MiB in float32. With V = 151,936 such a chunk has
-220 tokens. For each chunk the backward pass reads and writes the whole gradient of W, so a pass with fewer chunks is
-faster. On a GPU a chunk is therefore four times as large as on a CPU. The backward pass holds three matrices of the
-size of a chunk's logits: log p, p and the gradient. A bfloat16 model also needs a copy of the gradient in bfloat16. A
-chunk therefore needs up to 448 MiB on a CPU. The gradient of W is one whole (V, D) matrix. With N = 4,096, the forward
-and the backward pass need 545 MiB, and without chunks 11,740 MiB (`python bench/loss.py`). The last layer needs four
-matrix products instead of three, because the backward pass repeats the forward product. Some models scale, cap or shift
-their logits. `add_read_hidden` refuses such models.
+**Costs and limits.** On a CPU the logits of a chunk take at most 128 MiB in float32. With V = 151,936, a chunk of 128
+MiB has 220 tokens. For each chunk the backward pass reads and writes the whole gradient of W, so a pass with fewer
+chunks is faster. On a GPU a chunk is therefore four times as large as on a CPU. The backward pass holds three matrices
+of the size of a chunk's logits: log p, p and the gradient. A bfloat16 model also needs a copy of the gradient in
+bfloat16. A chunk therefore needs up to 448 MiB on a CPU. The gradient of W is not cut into chunks. With N = 4,096, the
+two passes need 545 MiB with chunks and 11,740 MiB without (`python bench/loss.py`). The last layer needs four matrix
+products instead of three, because the backward pass repeats the forward product. `add_read_hidden` refuses models that
+scale, cap or shift their logits.
 """
 
 from collections.abc import Callable
@@ -111,7 +111,7 @@ def fuse(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class TokenLogprobs(torch.autograd.Function):
-    """Compute logp and entropy chunk by chunk. The backward pass computes each chunk's logits again."""
+    """Compute logp and entropy chunk by chunk. The backward pass recomputes each chunk's logits."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, ids: Tensor, tau: Tensor, chunk: int, compiled: bool):

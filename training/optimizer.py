@@ -1,10 +1,10 @@
-"""AdamW and the shards of tensors.
+"""AdamW on sharded tensors.
 
-FSDP2 divides each weight, gradient and moment over the ranks. A divided tensor is a DTensor, and every rank holds one
-shard of it. AdamW changes each number of a weight on its own, so each rank can change its own shard without the other
-ranks. torch checks and unpacks the DTensors in every operation, which takes longer than the arithmetic if the tensors
-are small. The optimizer therefore computes with the shards as plain tensors. Its state consists of DTensors, so that a
-checkpoint can be loaded with another number of ranks.
+FSDP2 shards each weight, gradient and moment over the ranks. A sharded tensor is a DTensor, and every rank holds one
+shard of it. AdamW updates each element of a weight independently, so each rank can update its own shard without the
+other ranks. torch checks and unpacks the DTensors in every operation, which takes longer than the arithmetic if the
+tensors are small. The optimizer therefore computes with the shards as plain tensors. The optimizer's state consists of
+DTensors, so that a checkpoint can be loaded with a different number of ranks.
 """
 
 from typing import Any
@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 
 
 def own_shard(x: Tensor) -> Tensor:
-    """Return this rank's shard of a divided tensor as a plain tensor. A tensor that is not divided stays as it is."""
+    """Return this rank's shard of a sharded tensor as a plain tensor. A tensor that is not sharded is returned
+    unchanged."""
     return x.to_local() if isinstance(x, DTensor) else x
 
 

@@ -1,8 +1,9 @@
 """Guess pi_prox, the policy at the start of the training step, without a forward pass.
 
-Decoupled PPO (ppo.py) needs log pi_prox of every token. With prox_logp_method=recompute one forward pass over the
-batch computes log pi_prox before the update. The forward pass for log pi_prox is about a third of a step's work. With
-prox_logp_method=loglinear this module guesses log pi_prox from two known log-probabilities (A-3PO, arXiv 2512.06547).
+Decoupled PPO (ppo.py) needs log pi_prox of every token. With prox_logp_method=recompute one forward pass over the batch
+computes log pi_prox before the update. The forward pass for log pi_prox takes about a third of the work of a training
+step. With prox_logp_method=loglinear this module guesses log pi_prox from two known log-probabilities (A-3PO, arXiv
+2512.06547).
 
 **The idea.** Let v be the version at the start of the step. The behaviour policy pi_behav, which sampled the token, is
 version v_b. The training pass computes pi_theta. After a fraction f of the step's mini-batches, pi_theta is roughly
@@ -15,11 +16,11 @@ interpolation:
 **Example.** v = 7, v_b = 5, and half of the mini-batches are done (f = 0.5). In this example alpha = 2 / 2.5 = 0.8.
 With log pi_behav = -2.0 and log pi_theta = -1.5 the guess is -2.0 + 0.8 * 0.5 = -1.6.
 
-**Two cases are exact.** In the first mini-batch f is 0, so pi_theta is pi_prox and alpha is 1. A fresh token has v_b =
-v, so pi_behav is pi_prox, alpha is 0, and the objective equals that of standard PPO. In all other cases the
-interpolation has an error. The guess is a constant: no gradient flows through it. After a recovery from an older
-checkpoint a token can be newer than the trainer (v_b > v). Such a token is treated as fresh, and the metric
-versions_ahead counts these tokens.
+**The guess is exact in two cases.** In the first mini-batch f is 0, so pi_theta is pi_prox, and alpha is 1 for stale
+tokens. A fresh token has v_b = v, so pi_behav is pi_prox, alpha is 0, and the objective equals that of standard PPO.
+For stale tokens after the first mini-batch, the interpolation has an error. The guessed log pi_prox is a constant: no
+gradient flows through it. After a recovery from an older checkpoint a token can be newer than the trainer (v_b > v).
+Such a token is treated as fresh, and the metric versions_ahead counts these tokens.
 
 **Comparison.** prox_logp_method=metrics trains with the recomputed pi_prox and logs the errors of three guesses:
 loglinear, linear (the same interpolation of probabilities instead of log-probabilities) and rollout (pi_behav itself).
@@ -35,7 +36,7 @@ from torch import Tensor
 def interpolation(versions: Tensor, version: int, fraction: float | Tensor) -> Tensor:
     """Return alpha (N,), the position of pi_prox between pi_behav (0) and pi_theta (1).
 
-    `versions` (N,) is v_b, `version` is v, and `fraction` is f, the finished share of the mini-batches.
+    `versions` (N,) is v_b, `version` is v, and `fraction` is f, the share of the step's mini-batches that are done.
     """
     # alpha = (v - v_b) / (v + f - v_b)
     lag = (version - versions).clamp(min=0).float()  # (N,) v - v_b; tokens newer than the trainer have lag 0

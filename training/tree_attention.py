@@ -4,9 +4,9 @@ Many rows begin with the same tokens. Eight answers to one prompt repeat the pro
 exported turn by turn repeats its beginning in every row. In a causal model the hidden state of a token depends only on
 the token and the tokens before it. Tree attention therefore arranges rows as a tree, in which each prefix occurs once.
 
-**The tree needs no nodes.** The rows are sorted by their tokens. Each row adds to the tree the tokens that it does not
-share with the row before it. The list of all added tokens is the tree in depth-first order. Example: the rows
-[a b c d], [a b e] and [a f] have 9 tokens, and their tree has 6:
+**The tree is a list of tokens.** The rows are sorted by their tokens. Each row adds to the tree the tokens that it does
+not share with the row before it. The list of all added tokens is the tree in depth-first order. Example: the rows [a b
+c d], [a b e] and [a f] have 9 tokens, and their tree has 6:
 
     index            0   1   2   3   4   5
     token            a   b   c   d   e   f
@@ -17,24 +17,25 @@ Token q may attend to token k if k is q itself or an ancestor of q. Two comparis
 
     q sees k   if and only if   k <= q < subtree_end[k]
 
-For example, e (q = 4) sees a (4 < 6), b (4 < 5) and itself, but not c and d (4 < 4 is false). Every token therefore
-sees exactly the tokens before it in its row. If several rows train a token, their gradients for this token add up.
+For example, token e (index 4) may attend to a, b and itself, whose subtree_end is above 4, but not to c and d, whose
+subtree_end is 4. Every token therefore sees exactly the tokens before it in its row. If several rows train the same
+token of the tree, their gradients for this token add up.
 
 **Packing.** One tree holds at most `max_tokens` tokens, so the sorted rows are cut into runs: consecutive rows that fit
 into one tree. Row i shares shared[i] tokens with the row before it. A cut between row i and the row before it makes the
-model compute shared[i] tokens twice. `cheapest_runs` finds the cuts that cost least. First-fit packing then puts
-several small runs into one tree.
+model compute shared[i] tokens twice. `cheapest_runs` finds the cuts with the fewest tokens computed twice. First-fit
+packing then puts several small runs into one tree.
 
 **Attention.** The N x N mask is nearly empty, so it is never built. On a CPU, each block of 128 queries attends only to
 the keys that at least one of these queries sees. On a GPU, FlexAttention skips each block of 128 queries and 128 keys
-in which no query sees a key. The tests compare both implementations with the dense mask. transformers calls
-`tree_attention` by the name "tree", so the model's own code is unchanged.
+in which no query sees a key. The tests compare both implementations with attention under a dense mask. transformers
+calls `tree_attention` by the name "tree", so the model's own code is unchanged.
 
-**Limits.** A tree adds numbers in a different order than separate rows do. Losses therefore agree to 1e-6 and gradients
-to 1e-5, not bit for bit. The metric `tree_token_ratio` is the number of tokens in the trees divided by the number of
-tokens in the rows. If the rows share few tokens, the ratio is near 1. Rows in different mini-batches share no tree. The
-last layer still runs once for each trained token of each row. Models that need more than causal attention are refused
-(`layout.py`).
+**Limits.** A tree adds floating-point numbers in a different order than separate rows do. The losses of a tree and of
+separate rows therefore agree to 1e-6 and the gradients to 1e-5, not bit for bit. The metric `tree_token_ratio` is the
+number of tokens in the trees divided by the number of tokens in the rows. If the rows share few tokens, the ratio is
+near 1. Rows in different mini-batches share no tree. The last layer still runs once for each trained token of each row.
+Models that need more than causal attention are refused (`layout.py`).
 """
 
 from collections.abc import Sequence
@@ -87,7 +88,7 @@ def sort_rows(sequences: list[np.ndarray]) -> tuple[list[int], np.ndarray]:
 
     The first result contains the row numbers in sorted order. The second result has shape (n,) and starts with 0.
     """
-    # The order of the big-endian bytes is the order of the token ids.
+    # Rows sort by their big-endian bytes as they would by their token ids.
     order = sorted(range(len(sequences)), key=lambda row: sequences[row].astype(">u4").tobytes())
     shared = np.zeros(len(order), dtype=np.int64)  # (n,)
     for i, (before, row) in enumerate(pairwise(order), 1):
@@ -108,7 +109,7 @@ def cheapest_runs(lengths: np.ndarray, shared: np.ndarray, max_tokens: int) -> l
     added = np.concatenate([[0], np.cumsum(lengths - shared)])  # (n + 1,)
     if added[-1] <= max_tokens:  # shared[0] is 0, so one run wastes nothing
         return [(0, len(lengths), int(added[-1]))]
-    waste = np.zeros(len(lengths) + 1)  # (n + 1,) waste[j]: fewest tokens that rows 0..j-1 must compute twice
+    waste = np.zeros(len(lengths) + 1)  # (n + 1,) waste[j]: fewest tokens of rows 0..j-1 computed twice
     start = np.zeros(len(lengths) + 1, dtype=np.int64)  # (n + 1,) start[j]: first row of the last run of rows 0..j-1
     for j in range(1, len(waste)):
         low = int(np.searchsorted(added, added[j] - max_tokens))  # a run i..j-1 with i < low is too large
@@ -129,7 +130,7 @@ def lay_out(rows: list[int], sequences: list[np.ndarray], shared: Sequence[int])
     """Build the tree of sorted rows. rows[i] shares shared[i] tokens with the row before it, and shared[0] is 0."""
     size = sum(len(sequences[row]) for row in rows) - sum(shared)
     ids, depth, subtree_end = (np.empty(size, dtype=np.int64) for _ in range(3))  # (N,), (N,), (N,)
-    path, paths, end = np.empty(0, dtype=np.int64), [], 0  # path of the latest row, paths of all rows, tokens so far
+    path, paths, end = np.empty(0, dtype=np.int64), [], 0  # path of the latest row, paths of all rows, token count
     for row, common in zip(rows, shared):
         subtree_end[path[common:]] = end  # the rows are sorted, so no later row continues these tokens
         fresh = np.arange(end, end + len(sequences[row]) - common)  # indices of the tokens that this row adds
@@ -224,7 +225,7 @@ def tree_attention(
     return torch.cat(out, dim=2).transpose(1, 2).contiguous(), None  # (1, N, heads, d)
 
 
-# A compiler would compile again for every tree, so a compiled layer computes this attention outside of its compiled
+# torch.compile would recompile this function for every tree, so a compiled layer calls it outside of its compiled
 # graph.
 AttentionInterface.register("tree", torch.compiler.disable(tree_attention))
 

@@ -1,10 +1,10 @@
-"""This module computes one step: a Hugging Face model processes a batch of sequences with a cache of keys and values.
+"""This module computes one step of generation: a Hugging Face model processes a batch of sequences with a KV cache.
 
 **The rule.** A step feeds the model all tokens that are not yet in the cache, and returns the logits of each sequence's
 last token. Prefill, decoding and the next turn of a conversation differ only in how many tokens are cached already.
 
 **The parts.** `SlotCache` stores keys and values. `TinyModel` computes a batch, with `FastForward` (fast.py) for Llama
-models and with transformers for all others. `sample` draws the next tokens. `run_step` connects the parts.
+models and with transformers for all others. `sample` draws the next tokens. `run_step` makes a whole step.
 
 **Three coordinates** locate a token:
 
@@ -21,21 +21,21 @@ in the last column. Padding (--) is written to slot 13, which no step reads.
     slot 1            .  .  .  .      row 0           b0 b1 b2 b3      0  1  2  3      1  1  1  1
     slot 2            c0 c1 .  .      row 1           -- -- c2 c3      0  0  2  3     13 13  2  2
 
-**Bits.** In deterministic mode (`--seed`), two runs with one seed give the same tokens. The logits of a row must
-therefore not depend on the other rows of the batch. But torch chooses a kernel by the shape of the matrices, and two
-kernels may add the same numbers in different orders. Three rules make torch choose the same kernel for every batch:
+**Bits.** In deterministic mode (`--seed`), two runs with the same seed give the same tokens. The logits of a row must
+therefore not depend on the other rows of the batch. But torch chooses a matrix kernel by shape, and two kernels may add
+the same numbers in different orders. Three rules make torch choose the same kernel for every batch:
 
-- The weights of a linear layer are stored in the order of their transpose: (in, out). `fuse` changes the order.
+- The weight matrix of a linear layer is stored in column-major order (`fuse`).
 - Every matrix product has 8 to 128 rows (MIN_ROWS, MAX_TOKENS). `step_in_parts` divides a larger step.
 - `key_length` chooses the number of keys to which a step attends.
 
-The three rules come from measurements (docs/results.md). On other CPUs, the logits may agree only to about 1e-6.
-Padding a sequence to eight rows costs time, so only deterministic mode follows the last two rules.
+The rules were found by measurement (docs/results.md). On other CPUs, two runs may give logits that agree only to about
+1e-6. Padding to eight rows costs time, so the rules for rows and keys apply only in deterministic mode.
 
-**Randomness.** A random number chooses each token. For position p of a request with seed s, the number is a hash of
-(s, p). An aborted request that is sent again with its partial output therefore continues with the same random numbers.
+**Randomness.** Each token is sampled with one random number: a hash of (s, p) for position p of a request with seed s.
+An aborted request that is sent again with its partial output therefore continues with the same random numbers.
 
-**Logprobs** are log_softmax(logits / T), after penalties, before top_p and top_k. T = 0 counts as T = 1.
+**Logprobs** are log_softmax(logits / T), with penalties, without top_p and top_k. At T = 0, logprobs use T = 1.
 
 **Not supported:** sliding windows, recurrent layers, soft-capped attention, paged memory, any precision except float32.
 """
@@ -100,7 +100,8 @@ def slot_attention(_: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tens
     rows = stacked.shape[2]
     if q > 1:
         mask = mask.repeat(1, 1, rows // q, 1)
-    # Decoding one token may give fewer rows than `min_rows`. Repeat the rows, and drop the copies after the product.
+    # Decoding one token may give fewer rows than `min_rows`. Repeat the query rows, and drop the copies after the
+    # attention.
     elif rows < min_rows:
         stacked = stacked.repeat(1, 1, -(-min_rows // rows), 1)
     out = F.scaled_dot_product_attention(stacked, key, value, mask, scale=kwargs.get("scaling"))
@@ -115,14 +116,14 @@ class SlotCache:
     """The keys and values of all slots, in one tensor `kv` (layers, 2, slots + 8, groups, positions, d).
 
     In deterministic mode every matrix product has at least eight rows (see "Bits" above), so a batch of fewer sequences
-    gets additional rows. The eight spare slots belong to these rows. Padding writes its keys and values to the last
-    spare slot, `discard`.
+    gets additional rows. The eight spare slots store the keys and values of these additional rows. The keys and values
+    of padding are written to the last spare slot, `discard`.
     """
 
     def __init__(self, layers: int, slots: int, groups: int, d: int) -> None:
         self.kv = torch.zeros(layers, 2, slots + MIN_ROWS, groups, 64, d)
         self.discard = slots + MIN_ROWS - 1
-        self.write: Tensor  # rows of the new keys, then of the new values, in kv[layer], viewed as a matrix (.., d)
+        self.write: Tensor  # row indices of the new keys, then of the new values, in kv[layer].view(-1, d)
         self.read: Tensor  # the part of kv that the step reads: (layers, 2, rows, groups, n_keys, d)
 
     def begin_step(self, slots: Tensor, positions: Tensor, read_slots: slice, n_keys: int) -> None:
@@ -161,7 +162,7 @@ class SlotCache:
 
 
 class TinyModel:
-    """A causal language model and its cache. Only `step` runs the model, and only `replace_weights` changes it."""
+    """A causal language model and its cache. `step` runs the model, and `replace_weights` loads new weights."""
 
     def __init__(self, path: str, slots: int, deterministic: bool = False) -> None:
         """Load the model of a Hugging Face folder, with `slots` slots for sequences.
@@ -176,7 +177,7 @@ class TinyModel:
         config = model.config.get_text_config()
         heads = config.num_attention_heads
         for linear in (layer for layer in model.modules() if isinstance(layer, nn.Linear)):
-            fuse(linear.weight)  # stores the weight in the order of its transpose
+            fuse(linear.weight)  # stores the weight in column-major order
         self.model = model.eval()
         self.fast = FastForward(model, AttentionInterface()[self.attention]) if fits(model) else None
         self.slots = slots
@@ -206,7 +207,8 @@ class TinyModel:
 
     @torch.inference_mode()
     def step(self, feeds: list[list[int]], cached: list[int], first_slot: int = 0, all_logits: bool = False) -> Tensor:
-        """Run one forward pass. Row r feeds the tokens feeds[r] to slot first_slot + r, which holds cached[r] tokens.
+        """Run one forward pass. Row r processes the tokens feeds[r] for slot first_slot + r, which already holds
+        cached[r] tokens.
 
         Returns the logits (n, k, vocab) of the last k columns. The entries logits[:, -1] are the logits of each row's
         last token. The number k is the length of the longest feed if `all_logits` is set, and 1 otherwise.
@@ -250,10 +252,11 @@ class TinyModel:
         return logits[:n, -longest if all_logits else -1 :]
 
     def step_in_parts(self, feeds: list[list[int]], cached: list[int], first_slot: int, all_logits: bool) -> Tensor:
-        """Divide a step that is too large into two steps: each gets half of the rows, or half of the only row's tokens.
+        """Compute a step that is too large as two steps: each has half of the rows, or half of the tokens of a single
+        row.
 
-        The mask and the hidden layers of a step need memory for each fed token. A long prompt is fed in parts, so the
-        memory does not grow with the square of the prompt's length.
+        The attention mask and the activations of a step need memory for each fed token. A long prompt is prefilled in
+        parts, so the memory does not grow with the square of the prompt's length.
         """
         half, cut = len(feeds) // 2, len(feeds[0]) // 2
         if half:
@@ -322,7 +325,7 @@ class TensorReader(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """Return the function or class with this name. Raises ModelError if a pickled tensor does not need this
         function or class."""
-        if (module, name) == ("torch.storage", "_load_from_bytes"):  # torch's own function would read any pickle
+        if (module, name) == ("torch.storage", "_load_from_bytes"):  # torch's own function would load any pickle
             return lambda raw: torch.load(io.BytesIO(raw), weights_only=True)
         if (module, name) in {("torch._utils", "_rebuild_tensor_v2"), ("collections", "OrderedDict")}:
             return super().find_class(module, name)
@@ -341,7 +344,8 @@ def unpack_weights(serialised: list[str]) -> dict[str, Tensor]:
 
 
 def uniforms(seeds: list[int], positions: list[int]) -> Tensor:
-    """Return n numbers in [0, 1), shape (n,): the first 23 bits of the splitmix64 hash of (seed, position)."""
+    """Return n pseudorandom numbers in [0, 1), shape (n,): the first 23 bits of the splitmix64 hash of (seed,
+    position)."""
     x = np.array([seed % 2**64 for seed in seeds], dtype=np.uint64)
     for word in (np.array(positions, dtype=np.uint64), np.uint64(0)):
         x = (x ^ word) + np.uint64(0x9E3779B97F4A7C15)
@@ -352,9 +356,10 @@ def uniforms(seeds: list[int], positions: list[int]) -> Tensor:
 
 
 def truncate(weights: Tensor, params: list[SamplingParams]) -> Tensor:
-    """Set to 0 the weights of the tokens that top_k or top_p excludes. The most likely token is never excluded.
+    """Set to 0 the sampling weights of the tokens that top_k or top_p excludes. The most likely token is never
+    excluded.
 
-    `weights` and the result have the shape (n, vocab). The rows of the result are not scaled to the sum 1 again.
+    `weights` and the result have the shape (n, vocab). The rows of the result are not renormalised to sum 1.
     """
     ranked, order = weights.sort(dim=-1, descending=True)
     rank = torch.arange(weights.shape[1])
@@ -376,7 +381,7 @@ def sample(logits: Tensor, sequences: list[Sequence]) -> tuple[list[int], list[f
             logits[i] -= penalty * torch.bincount(torch.tensor(sequence.output, dtype=torch.int), minlength=vocab)
 
     # 2. Logprobs: log_softmax(logits / T)
-    greedy = [p.temperature < 1e-6 for p in params]  # SGLang's limit; dividing by a smaller number would overflow
+    greedy = [p.temperature < 1e-6 for p in params]  # SGLang's limit; dividing by a lower temperature would overflow
     temperatures = [1.0 if p.temperature < 1e-6 else p.temperature for p in params]
     if set(temperatures) != {1.0}:
         logits = logits / torch.tensor(temperatures)[:, None]  # (n, vocab) / (n, 1)

@@ -1,17 +1,17 @@
 """This module translates SGLang's wire format: it parses /generate bodies, and it writes the bodies of replies.
 
 **The rule.** `Protocol.parse` refuses a request that the server cannot serve, before the request enters the queue. The
-error message names the wrong field and describes the allowed values. The scheduler can therefore serve every accepted
-request to its end.
+error message names the wrong field and describes the allowed values. The scheduler can therefore complete every
+accepted request.
 
 **How it works.** `Protocol.parse` reads the body of a request, and `Protocol.answer` writes the body of a reply.
 The replies have these forms, which were observed in SGLang's replies:
 
-- A logprob entry is [logprob, token id, null], and finish_reason is an object.
+- An entry of a list of logprobs is [logprob, token id, null], and finish_reason is a JSON object.
 - `weight_versions` lists spans of the output: {"version": "3", "start": 0, "end": 5} says that version 3 computed
   output tokens 0 to 4.
 - `output_ids` includes the stop token, and `text` does not.
-- The reply to one prompt is an object. The reply to a list of prompts is a list.
+- The reply to one prompt is a JSON object. The reply to a list of prompts is a JSON list.
 
 The server ignores unknown fields at the top level of a request's body. The server refuses unknown or unimplemented
 sampling parameters, because they would change the distribution of the tokens. Prompts are token ids and never text,
@@ -88,7 +88,7 @@ class Protocol:
             raise Refusal(f"prompt ({len(prompt)} tokens) and max_new_tokens make {total}, more than {limit}")
 
     def answer(self, sequence: Sequence) -> dict[str, Any]:
-        """Return the body of a reply that contains all tokens that the sequence has now.
+        """Return the body of a reply with all tokens that the sequence has so far.
 
         The engine's thread (server.py) may extend the sequence while `answer` reads the sequence. The thread appends to
         `tokens`, then appends to `logprobs`, and sets `finish` last. `answer` therefore reads `finish` first, and

@@ -1,8 +1,8 @@
 """The scheduler chooses the sequences of the next step, and decides when new weights may be loaded.
 
-**The rule.** Each prompt of a request becomes a sequence. The sequence waits in a queue, runs in a *slot* (one row of
-the KV cache), and finishes once. A step feeds running sequences to the model, and each sequence that is fed gets one
-new token.
+**The rule.** Each prompt of a request becomes a sequence. A sequence waits in a queue, runs in a *slot* (one row of the
+KV cache), and finishes once. A step feeds running sequences to the model, and each sequence that is fed gets one new
+token.
 
 **How it works.** The engine's thread (server.py) calls `plan` and `extend` in turn. Between `plan` and `extend`,
 `model.py` computes a forward pass.
@@ -14,7 +14,7 @@ new token.
     extend()    append one token to each sequence that was fed, and finish the sequences that have reached their end
 
 The n running sequences occupy slots 0 to n-1, so a step reads one contiguous part of the cache. When a sequence
-finishes, the last running sequence moves into the free slot. An example with three slots and four requests:
+finishes, the running sequence of the highest slot takes its slot. An example with three slots and four requests:
 
     event               waiting    slot 0  slot 1  slot 2    the step that follows
     submit A, B, C, D   A B C D    -       -       -
@@ -28,13 +28,13 @@ finishes, the last running sequence moves into the free slot. An example with th
 
 - *Order.* Sequences start in the order of their arrival. If there is no room for the first waiting sequence, all later
   sequences wait too. A retracted sequence (see below) goes to the end of the queue, as in SGLang.
-- *Memory.* The prompts and max_new_tokens of all running sequences together never exceed max_total_tokens. A running
-  sequence therefore always has room for its next token, and never has to leave its slot for a different sequence.
-- *Retraction.* Only a pause in mode "retract" sends running sequences back to the queue. They keep their tokens. When a
-  retracted sequence starts again, the model computes its keys and values again.
+- *Memory.* The sum of prompt tokens and max_new_tokens over all running sequences never exceeds max_total_tokens. A
+  running sequence therefore always has room for its next token, and no other sequence takes its slot.
+- *Retraction.* Only a pause in mode "retract" sends running sequences back to the queue. A retracted sequence keeps its
+  tokens. When a retracted sequence starts again, the model computes its keys and values again.
 - *End.* Every sequence finishes exactly once, with reason stop, length or abort.
 - *Versions.* Every token is labelled with the version of the weights that computed the token. After an update, no
-  sequence reuses the keys that a finished sequence left in the cache. Only a sequence that was paused in mode
+  sequence reuses the keys that a finished sequence left in the cache. Only a running sequence that was paused in mode
   "in_place" continues with its own old keys.
 
 The scheduler does not promise fairness. A long request at the head of the queue delays the short requests after it.
@@ -72,7 +72,7 @@ class SamplingParams(BaseModel, frozen=True, strict=True, extra="forbid"):
 
 @dataclass(eq=False)
 class Sequence:
-    """One prompt of a client's POST /generate, together with the results of its steps so far."""
+    """One prompt of a client's POST /generate, together with its output so far."""
 
     # The request. These fields never change:
     rid: str  # the request's id, for /abort_request
@@ -87,12 +87,12 @@ class Sequence:
     logprobs: list[float] = field(default_factory=list)  # one logprob for each output token
     finish: dict[str, Any] | None = None  # SGLang's finish_reason; None until the sequence has finished.
     # Only the reply needs these fields:
-    version_starts: list[tuple[str, int]] = field(default_factory=list)  # (version, index of its first output token).
+    version_starts: list[tuple[str, int]] = field(default_factory=list)  # (version, index of its first output token)
     # One logprob for each prompt token if `wants_prompt_logprobs` is True; otherwise the list is empty.
     prompt_logprobs: list[float | None] = field(default_factory=list)
     retractions: int = 0  # how often a pause took the sequence out of its slot
     reused_tokens: int = 0  # number of tokens whose keys were in the cache when the sequence started
-    # This event is set when the sequence finishes. If `stream` is True, the event is also set at every token.
+    # This event is set when the sequence has finished. If `stream` is True, the event is also set at every token.
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
@@ -109,7 +109,7 @@ class Sequence:
         return self.tokens[len(self.prompt) :]
 
     def spans(self, n: int) -> list[dict[str, Any]]:
-        """Return SGLang's weight_versions of the first n output tokens.
+        """Return SGLang's weight_versions for the first n output tokens.
 
         Each entry tells which version computed the output tokens start .. end - 1.
         """
@@ -122,18 +122,19 @@ class Sequence:
 class Slot:
     """One row of the KV cache. A slot keeps the tokens of a finished sequence for later requests."""
 
-    cached: list[int] = field(default_factory=list)  # tokens with keys and values in this slot, from position 0 on
+    cached: list[int] = field(default_factory=list)  # tokens whose keys and values are in this slot, from position 0 on
     stale: bool = False  # True if old weights computed some keys and values of this slot
     used: int = 0  # index of the last step that fed this slot, counted from 1
 
 
 @dataclass
 class Step:
-    """One forward pass: sequences[i] computes in slot first_slot + i. The three lists have the same length."""
+    """One forward pass: sequences[i] occupies slot first_slot + i. `sequences`, `cached` and `feeds` have the same
+    length."""
 
     first_slot: int
     sequences: list[Sequence]
-    cached: list[int]  # for each sequence, number of tokens with keys and values in the cache
+    cached: list[int]  # for each sequence, number of tokens whose keys and values are in the cache
     feeds: list[list[int]]  # for each sequence, all tokens after the cached tokens: the input of the forward pass
 
 
@@ -149,17 +150,17 @@ class Scheduler:
     def __init__(self, slots: int, max_total_tokens: int, version: str, decode: Callable[[list[int]], str]) -> None:
         self.max_total_tokens = max_total_tokens
         self.decode = decode  # turns token ids into text, for the search for stop strings.
-        # The state that changes:
+        # Mutable state:
         self.version = version
         self.paused: str | None = None  # mode of the current pause, or None
         self.released = False  # True while the memory is released: no sequence is computed, even without a pause
         self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []  # running[i] computes in slots[i]
+        self.running: list[Sequence] = []  # running[i] occupies slots[i]
         self.slots = [Slot() for _ in range(slots)]
         self.moves: list[tuple[int, int]] = []  # pairs of slots that the cache must exchange before the next step.
-        # Functions that load new weights and call `renew`, oldest first. While a function waits, no sequence starts.
+        # Queue of functions that load new weights and call `renew`. Until the queue is empty, no sequence starts.
         self.updates: deque[Callable[[], None]] = deque()
-        self.finished: list[Sequence] = []  # finished sequences that the server has not announced yet
+        self.finished: list[Sequence] = []  # finished sequences whose routes have not been woken yet
         self.steps = 0  # steps computed so far
 
     def __repr__(self) -> str:
@@ -180,8 +181,8 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def abort(self, matches: Callable[[Sequence], bool] = lambda _: True) -> None:
-        """Finish every running or waiting sequence for which `matches` returns True. The finished sequences keep all
-        tokens that they have."""
+        """Finish every running or waiting sequence for which `matches` returns True. An aborted sequence keeps the
+        tokens that it has."""
         for sequence in self.live():
             if matches(sequence):
                 sequence.finish = {"type": "abort", "message": "Aborted"}
@@ -192,9 +193,9 @@ class Scheduler:
     def pause(self, mode: str) -> None:
         """Stop generating: `plan` returns only empty steps until `resume`, so new requests wait.
 
-        In mode "abort" the running and waiting sequences finish at once. In mode "in_place" the running sequences keep
-        their slots. In mode "retract" the running sequences go to the end of the queue, and their keys and values are
-        dropped.
+        In mode "abort" the running and waiting sequences finish immediately. In mode "in_place" the running sequences
+        keep their slots. In mode "retract" the running sequences go to the end of the queue, and their keys and values
+        are dropped.
         """
         self.paused = mode
         if mode == "abort":
@@ -211,8 +212,8 @@ class Scheduler:
         self.paused = None
 
     def set_released(self, released: bool) -> None:
-        """Release the memory, or take it back. As in SGLang, the same call twice ends the server, and so does a release
-        while the server is not idle."""
+        """Release the memory of weights and cache, or allocate it again. As in SGLang, a second call with the same
+        value ends the server process, and so does a release while the server is not idle."""
         is_idle = not self.running and (self.paused or not self.waiting)
         assert is_idle or not released, "release_memory_occupation should be called only when the server is idle"
         assert released != self.released, "the memory is in this state already"
@@ -292,11 +293,11 @@ class Scheduler:
         return started
 
     def _best_slot(self, sequence: Sequence) -> tuple[int, int]:
-        """Return the idle slot with the longest cached beginning of the sequence, and the number of reusable tokens.
+        """Return the idle slot that caches the longest prefix of the sequence, and the number of reusable tokens.
 
         If several slots have the same number of reusable tokens, the method returns the slot that was idle longest.
         """
-        # The last token is always fed, because its logits give the next token. For prompt logprobs all tokens are fed.
+        # The last token is always fed, because its logits give the next token. Prompt logprobs need all tokens.
         reusable = 0 if sequence.wants_prompt_logprobs else len(sequence.tokens) - 1
         ranked = []
         for i, slot in enumerate(self.slots[len(self.running) :], len(self.running)):
@@ -331,7 +332,8 @@ class Scheduler:
         return None
 
     def _release(self) -> None:
-        """Free the slots of finished sequences. The last running sequence moves into each slot that becomes free."""
+        """Free the slots of finished sequences. The running sequence of the highest slot moves into each slot that
+        becomes free."""
         for i in reversed(range(len(self.running))):
             if self.running[i].finish is not None:
                 self.running[i] = self.running[-1]

@@ -3,8 +3,8 @@
     python -m inference.tiny.server --model-path DIR --port 30000
 
 **The rule.** One thread, the engine's thread, owns the model and the scheduler. The HTTP routes run in an asyncio loop.
-A route never changes the model or the scheduler directly, but sends a function call to the engine's thread. When the
-route's sequence has new tokens or has finished, the thread wakes the route.
+A route never changes the model or the scheduler directly, but sends a function call to the engine's thread. When a
+sequence has new tokens or has finished, the engine's thread wakes the route that waits for it.
 
     asyncio loop (Server)                               engine's thread (Engine)
     POST /generate  -- call(scheduler.submit, ..) -->   queue: event, event, step, event, step ..
@@ -33,8 +33,8 @@ forward pass of the most common architecture. protocol.py translates the bodies 
 
 With `--seed`, a request's tokens and logprobs depend only on the request's seed, the prompt and the weights (model.py,
 "Bits"). A weight update without a pause waits until all running sequences have finished. To end a request, a client
-must send /abort_request. Disconnecting does not end the request. With `--api-key`, every request except /health and
-/ready needs the header `Authorization: Bearer <key>`.
+must send /abort_request. If a client disconnects, its request continues. With `--api-key`, every request except /health
+and /ready needs the header `Authorization: Bearer <key>`.
 
 **Not promised.** The server does not support text prompts, several samples of one prompt, grammars, LoRA or weight
 updates of a mixture of experts.
@@ -102,21 +102,22 @@ class Engine:
         self.model = model
         self.scheduler = scheduler
         self.thread = ThreadPoolExecutor(1, "engine", initializer=torch.set_num_threads, initargs=(1,))
-        # The state that changes:
+        # Mutable state:
         self.stepping = False  # True while a step is queued or running
         self.loop: asyncio.AbstractEventLoop  # the event loop of the routes, set when the server starts
 
     # Called in the asyncio loop
 
     def call(self, function: Callable[..., None], *arguments: Any) -> asyncio.Future:
-        """Put a call of `function` into the thread's queue. Return a future that is done after the call."""
+        """Put a call of `function` into the queue of the engine's thread. Return a future that is done after the
+        call."""
         return self.loop.run_in_executor(self.thread, self._event, function, *arguments)
 
     # Called in the thread
 
     def set_released(self, released: bool) -> None:
-        """Release the memory, or take it back. In both cases the weights become NaN, because released memory keeps no
-        weights."""
+        """Release the memory of weights and cache, or allocate it again. Both calls set the weights to NaN, because
+        released memory keeps no weights."""
         self.scheduler.set_released(released)
         self.model.lose_weights()
 
@@ -163,8 +164,8 @@ class Server:
         self.scheduler = engine.scheduler
         self.protocol = protocol
         self.model_path = model_path  # folder of the first weights and the tokenizer.
-        # The state that changes:
-        self.groups: dict[str, Any] = {}  # for each name, the process group that receives new weights
+        # Mutable state:
+        self.groups: dict[str, Any] = {}  # process groups that receive new weights, by name
         self.in_session = False  # True between begin_weight_update and end_weight_update
 
     def app(self) -> FastAPI:
@@ -174,8 +175,8 @@ class Server:
         async def lifespan(_: FastAPI) -> AsyncIterator[None]:
             self.engine.loop = asyncio.get_running_loop()
             yield
-            # At shutdown, a pause stops the steps. A pause would also start the waiting weight updates, so the queue of
-            # updates is emptied first.
+            # At shutdown, a pause prevents further steps. A pause would also start the waiting weight updates, so the
+            # queue of updates is emptied first.
             self.engine.call(self.scheduler.updates.clear)
             paused = self.engine.call(self.scheduler.pause, "in_place")
             await asyncio.wait({paused}, timeout=10)
@@ -333,7 +334,8 @@ class Server:
     # Questions
 
     async def server_info(self, _: Request) -> Response:
-        """Reply with SGLang's fields that clients read, the scheduler's state, and the CPU time in seconds."""
+        """Reply with those fields of SGLang's reply that clients read, the scheduler's state, and the CPU time in
+        seconds."""
         known = {"model_path": self.model_path, "max_req_input_len": self.protocol.max_length}
         known |= {"weight_version": self.scheduler.version, "version": SPEAKS, "device": "cpu", "tp_size": 1}
         return reply({**known, "state": repr(self.scheduler), "cpu_seconds": time.process_time()})

@@ -1,5 +1,5 @@
-"""These tests check that the clients OpenAIProxyClient and ArealOpenAI export the sampled tokens. A session always ends
-with the `async with` block of its client."""
+"""These tests check that the clients OpenAIProxyClient and ArealOpenAI export the sampled tokens. When the `async with`
+block of a client ends, the client's session always ends, too."""
 
 import asyncio
 import itertools
@@ -85,7 +85,7 @@ async def test_an_episode(http: httpx.AsyncClient, client: OpenAIProxyClient) ->
 
 
 class CountingTransport(httpx.ASGITransport):
-    """A transport that sends requests to an application in this process, and keeps the path of each request."""
+    """An HTTP transport that sends requests to an application in this process, and records the path of each request."""
 
     paths: list[str]
 
@@ -96,8 +96,8 @@ class CountingTransport(httpx.ASGITransport):
 
 @pytest.mark.parametrize("rewards", [None, 2.0, {"first": 0.5, "last": 2.0}])
 async def test_two_requests_do_what_five_do(http: httpx.AsyncClient, app: Any, rewards: Any) -> None:
-    """An episode with `grant` and `finish` sends two requests to the proxy besides the agent's calls. The rewards,
-    parents and rows are the same as in an episode that sends a separate request for each step."""
+    """With `grant` and `finish`, a client needs only two requests to get a grant and to start, reward, end and export a
+    session. The rewards, parents and rows are the same as with a separate request for each of these steps."""
     transport = CountingTransport(app)
     found = []
     for is_short in (False, True):
@@ -226,7 +226,8 @@ async def test_a_wrong_reward_is_an_error_of_the_episode(http: httpx.AsyncClient
 
 
 async def say(client: ArealOpenAI, *texts: str, **options: Any) -> Any:
-    """Request a completion for a conversation. The texts are alternately messages of the user and of the assistant."""
+    """Request a completion for a conversation. The texts alternate between messages of the user and messages of the
+    assistant."""
     roles = itertools.cycle(("user", "assistant"))
     messages: Any = [{"role": role, "content": text} for role, text in zip(roles, texts)]
     return await client.chat.completions.create(model="default", messages=messages, **options)
@@ -234,7 +235,8 @@ async def say(client: ArealOpenAI, *texts: str, **options: Any) -> Any:
 
 @pytest.fixture
 def direct(tiny_tokenizer: Any) -> Any:
-    """Return make(*texts, **options), which makes an ArealOpenAI client and an engine that answers with these texts."""
+    """Return a function make(*texts, **options) that makes an ArealOpenAI client and an engine that answers with these
+    texts."""
 
     def make(*texts: str, **options: Any) -> tuple[ArealOpenAI, ScriptedEngine]:
         engine = ScriptedEngine(tiny_tokenizer, *texts)
@@ -377,8 +379,8 @@ async def test_a_failed_call_leaves_nothing_in_the_tree(direct: Any) -> None:
 
 
 async def test_a_prompt_that_is_too_long_is_a_400(real_engine: RemoteInfEngine, tiny_tokenizer: Any) -> None:
-    """If a prompt is too long, the client raises an error with status 400 and the engine's message. The conversation
-    tree does not change."""
+    """If a prompt is too long, the client raises an error with status 400 and the engine's message. The refused call
+    does not change the conversation tree."""
     client = ArealOpenAI(real_engine, tiny_tokenizer)
     with pytest.raises(openai.BadRequestError, match="prompt is too long"):
         await say(client, "x" * 3000)

@@ -114,12 +114,12 @@ conversations = st.builds(lambda stream, talk: GOOD | stream | {"messages": talk
 
 
 def as_json(body: Any) -> bytes:
-    """Return a body as JSON. The body's keys may be of types other than str."""
+    """Serialise a request body as JSON. The keys of the body's dicts may be of types other than str."""
     return orjson.dumps(body, option=orjson.OPT_NON_STR_KEYS)
 
 
 def representable(body: Any) -> bool:
-    """Return whether as_json can write this body."""
+    """Return whether as_json can serialise this body."""
     try:
         return bool(as_json(body))
     except (TypeError, ValueError):
@@ -202,7 +202,7 @@ def test_depth_is_no_danger(tiny_tokenizer: Any, path: str, wrap: str, depth: in
 
 @pytest.mark.parametrize("path", PATHS)
 def test_ten_thousand_messages(tiny_tokenizer: Any, path: str) -> None:
-    """The proxy answers a request with a history of ten thousand messages."""
+    """The proxy answers a request whose history has ten thousand messages."""
     talk = [{"role": ("user", "assistant")[k % 2], "content": str(k)} for k in range(10_001)]
     body = {"messages": talk, "input": talk, "max_tokens": 5}
     assert asyncio.run(ask(tiny_tokenizer, path, as_json(body))) == 200

@@ -33,12 +33,12 @@ PARSERS = [parse_chat, parse_responses, parse_anthropic]
 
 
 def body_of(parse: Any, **fields: Any) -> dict[str, Any]:
-    """Return the smallest body of a protocol, with `fields` added."""
+    """Return a minimal valid request body for the protocol of `parse`, with `fields` added."""
     return {"input" if parse is parse_responses else "messages": HELLO} | fields
 
 
 def read_reply(path: str, reply: Any) -> list[Message]:
-    """Return, in normal form, the messages with which a client repeats this reply in its next request."""
+    """Return, in normal form, the messages that stand for this reply in the history of the client's next request."""
     if path == "chat/completions":
         return [normalise(reply)]
     if path == "responses":
@@ -53,7 +53,7 @@ def read(pair: dict[str, Any]) -> tuple[list[Message], list[Message], list[Messa
 
 
 def begins_with(messages: list[Message], said: list[Message]) -> bool:
-    """Return whether the first messages of `messages` have the same canonical forms as `said`."""
+    """Return whether `messages` begins with the messages in `said`, compared by their canonical forms."""
     return list(map(canonical, messages[: len(said)])) == list(map(canonical, said))
 
 
@@ -62,8 +62,8 @@ def begins_with(messages: list[Message], said: list[Message]) -> bool:
 
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair["id"])
 def test_an_echoed_history_is_recognised(pair: dict[str, Any]) -> None:
-    """Real clients change spaces and keys when they send the history back. The changed history still counts as a
-    continuation of the earlier conversation."""
+    """Real clients change whitespace and JSON keys when they send the conversation history back. The changed history
+    still counts as a continuation of the earlier conversation."""
     parent, output, child = read(pair)
     assert len(output) == 1  # a reply of several items or blocks is one message
     assert begins_with(child, parent + output)
@@ -97,7 +97,7 @@ SAID = {"text", "content", "name", "arguments", "input", "id", "call_id", "tool_
 
 
 def places(value: Any, path: tuple = ()) -> list[tuple]:
-    """Return the paths to all texts, names, ids and arguments in `value`, a part of a client's next request."""
+    """Return the path of each text, name, id and argument in `value`, which is a part of a client's request."""
     if isinstance(value, list):
         return [place for i, item in enumerate(value) for place in places(item, (*path, i))]
     if not isinstance(value, dict) or value.get("type") in ("thinking", "reasoning"):
@@ -186,8 +186,8 @@ def assistant(arguments: Any, call_id: str = "c") -> Message:
 
 @pytest.mark.parametrize("written", ['{"a": 2.0, "b": [1e3]}', '{"b":[1000],"a":2}', {"a": 2.0, "b": [1000]}])
 def test_arguments_are_equal_as_javascript_has_them(written: Any) -> None:
-    """The numbers 2.0 and 2 in arguments count as equal, because JavaScript writes 2 for both. The order of keys and
-    the spaces between them do not matter."""
+    """The numbers 2.0 and 2 in arguments count as equal, because JavaScript writes 2 for both. The order of the keys in
+    the arguments' JSON and the whitespace between them do not matter."""
     assert canonical(normalise(assistant(written))) == canonical(assistant('{"a": 2, "b": [1000]}'))
     assert canonical(assistant('{"a": true}')) != canonical(assistant('{"a": 1}'))
     assert canonical(assistant('{"a": "2"}')) != canonical(assistant('{"a": 2}'))
@@ -334,8 +334,8 @@ FLAT = {"type": "json_schema", "name": "s", "schema": SCHEMA}
     ],
 )
 def test_structured_output_is_one_schema(parse: Any, fields: dict[str, Any], schema: Any) -> None:
-    """In each protocol, a request for structured output becomes one JSON schema, with the keys in the caller's
-    order."""
+    """In each protocol, the parser converts a request for structured output to one JSON schema. The schema's keys keep
+    the caller's order."""
     sampling = parse(body_of(parse, **fields)).sampling
     assert sampling == ({} if schema is None else {"json_schema": json.dumps(schema)})
 
@@ -479,8 +479,8 @@ def test_neutral_values_and_unknown_keys_are_accepted() -> None:
 
 
 def test_sampling_parameters_are_translated() -> None:
-    """A parsed request contains only the sampling parameters that the agent set. The key of the token limit may have
-    any of three names."""
+    """A parsed request contains only the sampling parameters that the agent set. A request may give the token limit
+    under any of three key names."""
     body = {"temperature": 0, "top_p": 0.9, "stop": "\n", "seed": 7, "frequency_penalty": 1, "stop_token_ids": [5]}
     asked = {"temperature": 0.0, "top_p": 0.9, "stop": ["\n"], "seed": 7, "frequency_penalty": 1.0}
     asked |= {"max_new_tokens": 5, "stop_token_ids": [5]}
@@ -494,8 +494,8 @@ def test_sampling_parameters_are_translated() -> None:
 
 
 def test_half_a_surrogate_pair_stays_text() -> None:
-    """Arguments that contain half a surrogate pair stay text, because the parsed value could not be written as JSON
-    again."""
+    """Tool-call arguments with half a surrogate pair are kept as text, because the parsed value could not be serialised
+    as JSON again."""
     text = '{"a": "\\ud800"}'
     call = {"id": "1", "function": {"name": "f", "arguments": text}}
     assert normalise({"role": "assistant", "tool_calls": [call]})["tool_calls"][0]["function"]["arguments"] == text
@@ -529,8 +529,8 @@ def test_how_the_answer_is_wanted() -> None:
 
 
 def test_arguments_that_are_no_json_stay_text() -> None:
-    """If a model writes invalid JSON as a call's arguments, the arguments stay text. A later request with this history
-    still finds its parent."""
+    """If a model writes invalid JSON as the arguments of a tool call, the arguments are kept as text. A later request
+    whose history contains this tool call still finds its parent."""
     for arguments in ('{"a": ', "[" * 100_000, '{"a": NaN}', '{"a": 1e999}', "[" * 201 + "]" * 201):
         message = assistant(arguments)
         assert canonical(message) == canonical(copy.deepcopy(message))
@@ -558,7 +558,8 @@ def test_what_is_nested_too_deeply_is_refused_by_name() -> None:
 
 
 def finished(prefix: str, messages: list[Message], parsed: Parsed) -> InteractionWithTokenLogpReward:
-    """Return a finished interaction. Its id is the prefix followed by "ab", and the prefix determines the protocol."""
+    """Return a finished interaction. The interaction's id is the prefix followed by "ab". The prefix also determines
+    the protocol."""
     name = "responses" if prefix == "resp_" else "messages"
     answer = Answer(f"{prefix}ab", ModelResponse([1], [2], [-1.0], [0], "stop"), parsed)
     found = InteractionWithTokenLogpReward(messages, tools=[TOOL], output_message_list=[answer.message])
@@ -603,8 +604,8 @@ def test_a_thread_keeps_its_tools() -> None:
 
 
 def test_references_to_items_are_put_in() -> None:
-    """A client may send back references in place of a reply's items. The parser replaces the references with the
-    items."""
+    """In its next request, a client may replace the items of a reply with references to these items. The parser
+    replaces each reference with its item."""
     call = {"type": "function_call", "call_id": "call_ab_0", "name": "f", "arguments": '{"a": 1}'}
     last = {"type": "item_reference", "id": "fc_ab_1"}
     for thought in ({"type": "item_reference", "id": "rs_ab"}, {"type": "reasoning", "summary": []}):
@@ -628,8 +629,8 @@ def test_references_to_items_are_put_in() -> None:
     ],
 )
 def test_what_is_not_there_is_refused_by_name(name: str, ask: dict[str, Any]) -> None:
-    """The parser refuses a reference to an unknown item, because a part of the conversation would be missing without
-    the item."""
+    """The parser refuses a reference to an unknown item, because without the item a part of the conversation would be
+    missing."""
     with pytest.raises(Refusal, match=f"^{name}"):
         parse_responses(ask, FINISHED.get)
     thread = {"type": "continue", "previous_message_id": "msg_no"}

@@ -151,7 +151,7 @@ def test_a_hundred_turns_are_rendered_once(tiny_tokenizer: Any) -> None:
 
 def test_a_template_that_wants_a_call_before_its_result_is_rendered_in_full(tiny_tokenizer: Any) -> None:
     """PromptBuilder renders new messages after a short stub conversation, whose answer has no tool call. If the
-    template refuses a tool result after such an answer, the prompt is rendered in full."""
+    template refuses a tool result after an answer without a tool call, the prompt is rendered in full."""
     wants = "{% if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}{{ raise_exception('no call') }}{% endif %}"
     tokenizer = tokenizer_with(tiny_tokenizer, HEAD + wants + "{{ m.content }}<|im_end|>\n" + TAIL)
     prompts = PromptBuilder(tokenizer)
@@ -173,8 +173,8 @@ def test_a_template_that_wants_a_call_before_its_result_is_rendered_in_full(tiny
 
 @pytest.mark.parametrize("name", ["tokenize", "tools", "conversation", "return_tensors"])
 def test_variables_of_the_template_are_no_arguments_of_the_tokenizer(tiny_tokenizer: Any, name: str) -> None:
-    """chat_template_kwargs may set only variables of the template. If chat_template_kwargs contains an argument of the
-    tokenizer's method, the request is refused with an error that names the argument."""
+    """chat_template_kwargs may set only variables of the template. If chat_template_kwargs contains the name of a
+    parameter of the tokenizer's method, the request is refused with an error that contains this name."""
     with pytest.raises(Refusal, match=f"chat_template_kwargs: {name}"):
         PromptBuilder(tiny_tokenizer).prompt(AgentRequest([user("q")], template_kwargs={name: 1}), None)
 
@@ -196,9 +196,9 @@ IDS = "{% if m.role == 'tool' and m.tool_call_id | length != 9 %}{{ raise_except
     ],
 )
 def test_calls_are_given_as_a_template_wants_them(tiny_tokenizer: Any, wants: str, says: str | None) -> None:
-    """If a template refuses the tool calls, PromptBuilder tries two other forms. In the first form, ids have nine
-    characters, each a letter or a digit (Mistral). In the second form, the arguments are text (DeepSeek). A call and
-    its result always have the same id."""
+    """If a template refuses the tool calls, PromptBuilder tries two other forms. In the first form, the ids of tool
+    calls have nine letters or digits, as Mistral's template requires. In the second form, the arguments of tool calls
+    are text, as DeepSeek's template requires. A tool call and its result always have the same id."""
     prompts = PromptBuilder(tokenizer_with(tiny_tokenizer, HEAD + wants + "{{ m.content }}<|im_end|>\n" + TAIL))
     call = {"id": "call_ab12_0", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
     messages = [
@@ -220,7 +220,7 @@ def test_calls_are_given_as_a_template_wants_them(tiny_tokenizer: Any, wants: st
 
 
 def test_tools_reach_every_turn(tiny_tokenizer: Any) -> None:
-    """The tools are also passed to the template when only new messages are rendered, because some templates print the
+    """The tools are also passed to the template when only new messages are rendered, because some templates write the
     tools before the last question."""
     tokenizer = tokenizer_with(
         tiny_tokenizer,
@@ -276,8 +276,8 @@ def tokenizer_of(kind: str, of_bytes: Any) -> Any:
     st.lists(st.text("ab ", min_size=1, max_size=3), max_size=2),
 )
 def test_a_stream_never_takes_anything_back(tiny_tokenizer: Any, data: Any, kind: str, stop: list[str]) -> None:
-    """Each text that `read` returns is a prefix of the later texts and of the whole text. This property holds for any
-    tokens, any stop strings and any number of tokens per call."""
+    """Each text that `read` returns is a prefix of the later texts and of the whole text. Earlier texts are prefixes of
+    later texts for any tokens, any stop strings and any number of tokens per call."""
     tokenizer = tokenizer_of(kind, tiny_tokenizer)
     if kind == "bytes":
         raw = data.draw(st.one_of(st.text(max_size=40).map(str.encode), st.binary(max_size=90)))
@@ -361,8 +361,8 @@ def test_a_tokens_text_has_its_space(tiny_tokenizer: Any, kind: str) -> None:
 
 
 def test_tokens_without_text_lose_no_space_and_cost_little(tiny_tokenizer: Any) -> None:
-    """An answer with thousands of special tokens is decoded in linear time. A collapsed policy may sample such an
-    answer."""
+    """An answer with thousands of special tokens is decoded in linear time. A policy that has collapsed during training
+    may sample thousands of special tokens."""
     tokenizer: Any = make_tokenizer(["a"])
     tokens = [
         tokenizer.convert_tokens_to_ids("a"),
@@ -381,7 +381,8 @@ def test_tokens_without_text_lose_no_space_and_cost_little(tiny_tokenizer: Any) 
 
 
 def test_the_end_token_is_no_text(tiny_tokenizer: Any) -> None:
-    """The end-of-turn token has no text, and a stream holds back the possible beginning of a stop string."""
+    """The end-of-turn token adds no text to the answer. A stream holds back text that may be the beginning of a stop
+    string."""
     a, b = tiny_tokenizer.encode("ab")
     reader = TextReader(tiny_tokenizer, GenerationHyperparameters(stop_token_ids=[b], stop=["ax"]))
     assert read_all(reader, [a, a, b]) == ["", "a", "a"]

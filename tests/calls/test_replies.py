@@ -41,8 +41,8 @@ def whole(name: str, answer: Answer, ask: AgentRequest = ASKED) -> dict[str, Any
 
 
 def streamed(name: str, answer: Answer, pieces: list[tuple[str, str]], ask: AgentRequest = ASKED) -> bytes:
-    """Return the reply as a stream of events. Each piece is a pair of the text and the reasoning that the stream
-    adds."""
+    """Return the reply as a stream of events. Each element of `pieces` holds the text and the reasoning by which the
+    streamed reply grows."""
     stream, text, reasoning = PROTOCOLS[name].stream(ask, answer.interaction_id, 0), "", ""
     frames = stream.start(2)
     for more_text, more_reasoning in pieces:
@@ -86,8 +86,8 @@ def accumulated(name: str, raw: bytes) -> dict[str, Any]:
 
 
 def said(value: Any) -> Any:
-    """Return a reply without the keys in which a streamed and an unstreamed reply may differ. These keys are times, and
-    keys with null or parsed values that an SDK's helper adds."""
+    """Return a reply without the keys in which a streamed and an unstreamed reply may differ. The removed keys are
+    timestamps, keys with null values, and keys for parsed values that an SDK's helper adds."""
     if isinstance(value, dict):
         added = ["created", "created_at", "parsed_arguments", "parsed", *["index"] * ("function" in value)]
         return {key: said(item) for key, item in value.items() if item is not None and key not in added}
@@ -103,7 +103,7 @@ def nulls(value: Any, path: str = "") -> list[str]:
 
 
 def sent_back(name: str, reply: dict[str, Any]) -> dict[str, Any]:
-    """Return, in normal form, the message with which a client repeats this reply in its next request."""
+    """Return, in normal form, the message that stands for this reply in the history of the client's next request."""
     if name == "chat/completions":
         return normalise(reply["choices"][0]["message"])
     if name == "responses":
@@ -144,8 +144,8 @@ def test_a_reply_sent_back_is_the_message_that_was_kept(name: str, parsed: Parse
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_a_parser_is_sure_of_makes_a_stream(name: str) -> None:
-    """Before its last events, a stream sends only text that OutputParser.certain returned. All events together still
-    give the whole reply."""
+    """Before its last events, a stream sends only text that OutputParser.certain returned. All events of the stream
+    together still contain the whole reply."""
     parser, tools = OutputParser(), [{"type": "function", "function": {"name": "f"}}]
     text = '<think>\nhm, "<"\n</think>\n\nLet me see: 1 < 2 \n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
     pieces, before = [], Parsed("")
@@ -182,7 +182,8 @@ def test_a_chat_completion_has_all_that_strict_clients_read() -> None:
 
 
 def test_a_response_has_all_that_strict_clients_read() -> None:
-    """A response has `created_at`, `status` and `usage`. The ids of its items are derived from the response's id."""
+    """A reply in OpenAI's Responses protocol has `created_at`, `status` and `usage`. The ids of its items are derived
+    from the response's id."""
     reply = whole("responses", answer_of("responses"))
     assert reply["created_at"] > 0
     assert [item["id"] for item in reply["output"]] == ["rs_ab12", "msg_ab12", "fc_ab12_0", "fc_ab12_1"]
@@ -196,8 +197,8 @@ def test_a_response_has_all_that_strict_clients_read() -> None:
 
 
 def test_a_message_has_all_that_strict_clients_read() -> None:
-    """A message has `role`, `type`, `id`, `usage` and `stop_reason`. No text block has `citations` with the value null,
-    because Vercel's client rejects that value."""
+    """A reply in Anthropic's Messages protocol has `role`, `type`, `id`, `usage` and `stop_reason`. No text block has
+    `citations` with the value null, because Vercel's client rejects that value."""
     reply = whole("messages", answer_of("messages"))
     assert reply == {
         "id": "msg_ab12",
@@ -220,7 +221,8 @@ def test_a_message_has_all_that_strict_clients_read() -> None:
 
 
 def test_the_events_of_a_chat_completion() -> None:
-    """A chat stream begins with the role and ends with finish_reason and [DONE]; usage is sent only on request."""
+    """The stream of a chat completion begins with the role, and ends with finish_reason and [DONE]. The stream contains
+    token usage only if the client asks for it."""
     frames = list(frames_of(streamed("chat/completions", answer_of("chat/completions"), [("Let", "hm")])))
     assert {event for event, _ in frames} == {""}
     *chunks, usage, done = [data for _, data in frames]
@@ -239,8 +241,8 @@ def test_the_events_of_a_chat_completion() -> None:
 
 
 def test_the_events_of_a_response() -> None:
-    """The events of a response are numbered without gaps, and the event that adds an item comes before the item's
-    deltas."""
+    """In the Responses protocol, the events of a stream are numbered without gaps. The event that adds an item comes
+    before the item's deltas."""
     frames = list(frames_of(streamed("responses", answer_of("responses"), [("", "hm"), ("Let ", "")])))
     part = ["output_item.added", "content_part.added"]
     end = ["content_part.done", "output_item.done"]
@@ -286,8 +288,8 @@ def test_what_is_said_after_the_last_token_only(name: str) -> None:
 
 
 def test_several_answers_share_a_chat_completion() -> None:
-    """With n = 2 a stream mixes the chunks of both answers, and each chunk has an index. Usage and [DONE] are sent
-    once, at the end."""
+    """With n = 2 a stream interleaves the chunks of both answers, and each chunk has the index of its answer. The
+    stream sends token usage and [DONE] only once, at its end."""
     ask = AgentRequest(HELLO, model="m", n=2, stream_usage=True)
     one = Answer("chatcmpl-ab12", response_of(), Parsed("first", "hm"))
     two = Answer("chatcmpl-ab12-1", response_of("length"), Parsed("second", calls=[Call("f", "{}")]))
@@ -315,7 +317,7 @@ def test_logprobs_of_the_sampled_tokens() -> None:
     assert [entry["bytes"] for entry in halves.logprobs] == [
         [],
         [],
-    ]  # the bytes of half a character are unknown, so both lists are empty
+    ]  # a token with half a character has no known bytes, so both lists are empty
     response = answer_of("responses", Parsed("hi"), token_texts=["h", "i", ""])
     assert whole("responses", response)["output"][0]["content"][0]["logprobs"][0] == content[0]
     assert said(accumulated("responses", streamed("responses", response, []))) == said(whole("responses", response))
@@ -336,7 +338,8 @@ def test_an_error_has_the_shape_of_its_protocol(name: str, status: int, error: s
 
 
 def accumulated_error(name: str, raw: bytes, status: int) -> None:
-    """Send a request with the SDK, which gets `raw` as the reply. The SDK raises the error that is in the reply."""
+    """Send a request with a client of the SDK that gets `raw` as the reply. The SDK raises the error that is in the
+    reply."""
     client = client_of(name, raw, status)
     if name == "chat/completions":
         client.chat.completions.create(model="m", messages=HELLO)

@@ -46,8 +46,8 @@ def agent_of_two_turns() -> list[InteractionWithTokenLogpReward]:
 @pytest.mark.parametrize("client", CLIENTS)
 @pytest.mark.parametrize("place", [0, 1, 2], ids=["before", "between", "after"])
 def test_a_title_at_any_time(client: str, place: int) -> None:
-    """A title call is not trained, whether it comes before, between or after the agent's turns. The agent's last turn
-    gets the reward."""
+    """A call that asks for a title is not trained, whether it comes before, between or after the agent's turns. The
+    agent's last turn gets the reward."""
     calls = agent_of_two_turns()
     calls.insert(place, turn([{"role": "system", "content": CLIENTS[client]}, user("hello")], "A title"))
     cache = session(*calls)
@@ -56,8 +56,8 @@ def test_a_title_at_any_time(client: str, place: int) -> None:
 
 
 def test_the_order_of_ends_changes_nothing() -> None:
-    """Three calls run at the same time, and one of them is a title call. The order in which the calls end does not
-    matter: only the title call is left out of training."""
+    """Three calls run at the same time, and one of them asks for a title. The order in which the calls end does not
+    matter: only the call that asks for a title is left out of training."""
     for order in permutations("012"):
         cache = InteractionCache()
         for name, opening in zip("012", (CODER, TITLE, user("draft")), strict=True):
@@ -87,12 +87,12 @@ def test_a_final_answer_without_tools_is_trained() -> None:
 
 
 def test_an_agent_that_only_writes_titles_is_trained() -> None:
-    """If every call of a session looks like a title call, every call is trained."""
+    """If every call of a session seems to ask for a title, every call is trained."""
     assert left_out(session(turn([TITLE, user("a book")]), turn([TITLE, user("another")]))) == []
 
 
 def test_a_rewarded_title_is_trained() -> None:
-    """If the agent sets a reward by the id of a title call, the title call is trained."""
+    """A call that asks for a title is trained if the agent sets a reward by the id of this call."""
     cache = session(*agent_of_two_turns(), turn([TITLE, user("hello")]))
     cache.set_reward("2", 0.5)
     assert left_out(cache) == []
@@ -100,8 +100,8 @@ def test_a_rewarded_title_is_trained() -> None:
 
 
 def test_the_key_turns_the_rule_off() -> None:
-    """With rollout.openai.side_conversations=[] title calls are treated like other calls. The last call gets the
-    reward, even if it asks for a title."""
+    """With rollout.openai.side_conversations=[] a call that asks for a title is treated like any other call. The last
+    call gets the reward, even if it asks for a title."""
     cache = session(*agent_of_two_turns(), turn([TITLE, user("hello")]), side_patterns=())
     assert left_out(cache) == []
     assert cache["2"].reward == 1.0
@@ -114,8 +114,9 @@ def test_a_pattern_that_is_no_regular_expression_is_refused() -> None:
 
 
 def test_each_first_message_is_searched_once() -> None:
-    """The regular expressions search each different first message once, however often a reward is set. Some regular
-    expressions are slow, and no other session is served while they search."""
+    """The regular expressions are applied only once to each distinct first message, however often a reward is set. A
+    slow regular expression would otherwise block the proxy again and again, because no other session is served during a
+    search."""
 
     class Counted(tuple):
         searches = 0

@@ -18,7 +18,7 @@ from run.fields import Refusal, read_json
 
 
 def tool(name: str) -> dict[str, Any]:
-    """Return the definition of a tool as chat completions write it."""
+    """Return the definition of a tool in the format of OpenAI's chat completions."""
     return {"type": "function", "function": {"name": name, "description": "", "parameters": {"type": "object"}}}
 
 
@@ -27,7 +27,7 @@ PARSER = OutputParser()
 
 
 def call(name: str = "f", arguments: str = "{}") -> str:
-    """Return the text of a tool call as a model writes it."""
+    """Return the text that a model generates for a tool call."""
     return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
 
 
@@ -211,7 +211,7 @@ def templated(tiny_tokenizer: Any) -> Any:
 
 def test_a_tokenizers_own_template_is_used(templated: Any) -> None:
     """A tokenizer's response template can parse only finished text. With a response template, a stream therefore sends
-    no part early, and a call cannot be forced."""
+    nothing before the answer is finished. A tool call cannot be forced with a response template."""
     parser = OutputParser(templated)
     text = '[THINK]hm[/THINK]Well.[CALL]{"name": "f", "arguments": {"a": 1}}[/CALL]'
     assert parser.special_tokens
@@ -258,7 +258,8 @@ for form, text in said:
 
 @pytest.mark.skipif(not SGLANG, reason="needs SGLang: make test-sglang")
 def test_sglangs_parsers_serve_other_forms(tiny_tokenizer: Any, tmp_path: Path) -> None:
-    """If `tool_call_parser` names a parser of SGLang, this parser gets the text with its special tokens."""
+    """If `tool_call_parser` names a parser of SGLang, this parser gets the model's text including the special
+    tokens."""
     own = type(tiny_tokenizer)(
         tokenizer_object=tiny_tokenizer.backend_tokenizer,
         eos_token="<|im_end|>",

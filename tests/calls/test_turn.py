@@ -38,7 +38,7 @@ TOOLS: list[Any] = [
     for name in ("look", "open")
 ]
 Start = Callable[..., Harness]
-ENDS: dict[str, Callable[[bytes], bool]] = {  # protocol -> test: does a piece of a stream hold its last event?
+ENDS: dict[str, Callable[[bytes], bool]] = {  # protocol -> whether a piece has the stream's last event
     "chat/completions": lambda piece: b"data: [DONE]" in piece,
     "responses": lambda piece: b'"response.completed"' in piece,
     "messages": lambda piece: b"message_stop" in piece,
@@ -102,7 +102,8 @@ async def test_tokens_are_sent_while_others_are_still_sampled(start: Start) -> N
 
 
 async def test_only_answers_with_new_tokens_are_read(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stream with several answers reads an answer only if the answer has new tokens."""
+    """During a stream with several answers, the proxy decodes an answer's tokens only when the answer has new
+    tokens."""
     texts = ["word " * 20, *["ok"] * 7]
     harness, read, lengths = start(*texts), TextReader.read, []
 
@@ -141,8 +142,8 @@ async def test_who_hangs_up_on_a_stream_leaves_what_was_read(start: Start, tiny_
 async def test_a_stream_that_holds_back_what_comes_is_not_silent(
     start: Start, monkeypatch: pytest.MonkeyPatch, pace: float
 ) -> None:
-    """A stream does not send a tool call before the call is complete. While the call is incomplete, the stream sends a
-    comment every PING_SECONDS."""
+    """A stream does not send a tool call before the call is complete. While the tool call is incomplete, the stream
+    sends a comment as a keep-alive every PING_SECONDS."""
     harness, clock = start(CALL), Clock()
     session = await harness.start()
     monkeypatch.setattr("calls.turn.monotonic", clock)
@@ -164,7 +165,7 @@ async def test_a_stream_that_holds_back_what_comes_is_not_silent(
 
 
 async def test_a_stream_without_tokens_is_not_silent(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stream sends comments while no token arrives, for example because the server is paused."""
+    """A stream sends comments as keep-alives while no token arrives, for example because the server is paused."""
     monkeypatch.setattr("calls.turn.PING_SECONDS", 0.0)
     harness = start("hello")
     session = await harness.start()
@@ -224,7 +225,7 @@ async def test_the_end_of_a_session_ends_its_streams(start: Start) -> None:
 
 
 async def test_a_turn_that_never_ran_leaves_the_tree(start: Start) -> None:
-    """If the session ends before a turn's task has started to run, the turn is removed from the tree."""
+    """If the session ends before the asyncio task of a turn has started, the turn is removed from the tree."""
     harness = start("hello")
     session = await harness.start()
     cache, proxy = cache_of(harness, session), harness.app.state.proxy
@@ -268,8 +269,9 @@ async def test_a_tool_call_is_parsed_and_gone_on_from(start: Start, tiny_tokeniz
 
 @pytest.mark.parametrize("levels", range(193, 203))
 async def test_a_call_that_is_nested_deeply_has_a_reply(start: Start, levels: int) -> None:
-    """A tool call whose arguments are nested to any depth gets a reply, in the history of a request and as the answer
-    of the model. A turn without a reply would be trained, although its agent has seen an error."""
+    """However deeply the arguments of a tool call are nested, the proxy sends a reply, whether the call is in a
+    request's history or in the model's answer. Without the reply, the agent would get an error, but the turn would
+    still be trained."""
     deep = '{"a": ' * levels + "1" + "}" * levels
     call = f'<tool_call>\n{{"name": "look", "arguments": {deep}}}\n</tool_call>'
     harness = start("one", call, "two")
@@ -331,7 +333,7 @@ async def test_n_answers_are_n_siblings(start: Start, stream: bool) -> None:
 @pytest.mark.parametrize("end", ["the caller hangs up", "an answer fails", "the session ends"])
 async def test_n_answers_are_read_together_or_not_at_all(start: Start, streams: bool, end: str) -> None:
     """If a call for n answers fails or is cancelled, all of its answers are removed from the tree. If the client closes
-    a stream, however, the tree keeps the text that was sent."""
+    the stream of a call for n answers, however, the tree keeps the text that was already sent."""
     harness = start("my", "hello you")
     session = await harness.start()
     asked = harness.engine.agenerate
@@ -449,8 +451,8 @@ async def test_tokens_can_be_counted_beforehand(start: Start) -> None:
 
 
 async def test_one_count_of_a_session_at_a_time(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a session counts tokens many times at once, the proxy reads one of the requests at a time. A thread reads
-    each body of more than 32 KB."""
+    """If a session sends many count_tokens requests at the same time, the proxy processes them one after the other. The
+    proxy parses each request body of more than 32 KB in a separate thread."""
     harness, in_thread, open_reads, most, threads = start(), proxy.in_thread, 0, 0, set()
     build = harness.app.state.proxy.prompts.prompt
 
@@ -478,7 +480,7 @@ async def test_one_count_of_a_session_at_a_time(start: Start, monkeypatch: pytes
 
 
 async def test_models_are_listed(start: Start) -> None:
-    """Both SDKs list exactly one model."""
+    """OpenAI's and Anthropic's SDKs each get a list of exactly one model."""
     harness = start()
     session = await harness.start()
     async with sdk(harness, f"/{session}/v1") as client, claude(harness, f"/{session}") as other:
@@ -505,9 +507,10 @@ async def test_models_are_listed(start: Start) -> None:
     ],
 )
 def test_which_turn_a_retry_belongs_to(states: str, says_so: bool, match: int | None) -> None:
-    """A request counts as a retry if the turn of an identical earlier request is unread, failed or abandoned. With a
-    retry header, the request may also be a retry of a running turn or of the last turn whose connection is closed. The
-    connection of a reply that the client has read ("read") is open."""
+    """A request counts as a retry if the turn of an identical earlier request is unread, failed or abandoned. If the
+    request has a retry header, it may also retry a running turn. If no identical turn is running, it may retry the
+    newest identical turn whose connection is closed. In this test the state "read" means that the client has read the
+    reply, so the connection is open."""
     turns: list[Any] = []
     for name in states.split():
         transport = SimpleNamespace(is_closing=lambda name=name: name != "read")
@@ -517,8 +520,8 @@ def test_which_turn_a_retry_belongs_to(states: str, says_so: bool, match: int | 
 
 
 async def test_a_retry_is_answered_by_the_turn_in_flight(start: Start) -> None:
-    """If a client repeats its request while the first generation runs, this generation also answers the second
-    request."""
+    """If a client repeats its request while the first generation runs, the proxy answers the second request with the
+    result of this generation."""
     harness = start("one", "two")
     session = await harness.start()
     harness.engine.hold = asyncio.Event()
@@ -538,8 +541,8 @@ async def test_a_retry_is_answered_by_the_turn_in_flight(start: Start) -> None:
 async def test_a_retry_of_a_call_that_a_thread_reads_gets_the_same_turn(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The proxy reads a long body in a second thread. If a retry arrives while this thread still reads the first
-    request, both requests get the same turn."""
+    """The proxy parses a long request body in a second thread. If a retry arrives while this thread is still parsing
+    the first request, both requests get the same turn."""
     monkeypatch.setattr(proxy, "LONG_BODY", 0)
     harness = start("one", "two")
     session = await harness.start()
@@ -563,9 +566,9 @@ async def test_a_retry_whose_reply_was_lost_gets_the_same_reply(start: Start) ->
 
 @pytest.mark.parametrize("is_read", [True, False])
 def test_a_retry_whose_first_try_never_arrived_gets_its_own_answer(proxy: Any, is_read: bool) -> None:
-    """A retry arrives, and the session has finished an identical call. If the connection of this call is open, its
-    client has read the reply, so the retry is a new call. If the connection is closed, the reply may have been lost, so
-    the retry gets the same reply."""
+    """A retry arrives after the session has finished an identical call. If the connection of the finished call is still
+    open, the client has read the reply, so the retry counts as a new call. If the connection of the finished call is
+    closed, the reply may have been lost, so the retry gets the same reply."""
     admin, body = {"authorization": f"Bearer {proxy.admin_key}"}, json.dumps(CHAT | {"max_tokens": 4})
     started = httpx.post(f"{proxy.proxy_addr}/rl/start_session", headers=admin, json={"task_id": "t", "grant": True})
     path, host = f"/{started.json()['session_id']}/v1/chat/completions", httpx.URL(proxy.proxy_addr).netloc.decode()
@@ -603,8 +606,8 @@ async def test_an_orphan_is_dropped(start: Start, says_so: bool, streams: bool) 
 
 
 async def test_an_orphan_is_dropped_while_it_is_aborted(start: Start) -> None:
-    """A retry may arrive while the engine is still aborting the first generation. The turn of that generation is
-    removed all the same."""
+    """A retry may arrive while the engine is still aborting the first generation. The turn of the aborted generation is
+    removed from the tree even in this case."""
     harness = start("hello you", "hello me")
     session = await harness.start()
     asked = harness.engine.agenerate
@@ -758,7 +761,7 @@ async def test_streaming_is_not_streaming_chat(real: Harness, seed: int) -> None
         async with client.chat.completions.stream(**request, **options) as stream:
             async for _ in stream:
                 pass
-            streamed = stream.current_completion_snapshot  # get_final_completion refuses a truncated text
+            streamed = stream.current_completion_snapshot  # get_final_completion raises an error for a truncated text
     assert streamed.choices[0].message.content == whole.choices[0].message.content
     assert streamed.choices[0].finish_reason == whole.choices[0].finish_reason
     assert streamed.usage == whole.usage

@@ -86,8 +86,9 @@ def tool_tokenizer(tiny_tokenizer: Any) -> Any:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("later", ["no tools", "other tools", "other order"])
 async def test_a_client_may_change_its_tools(tool_tokenizer: Any, name: str, later: str) -> None:
-    """A client may change its tools in the middle of a conversation. The conversation stays one path of the tree. The
-    reward of the last turn reaches the first turn, and every sampled token is trained once."""
+    """A client may change its tools in the middle of a conversation. The turns of the conversation still form a single
+    path of the conversation tree. The reward of the last turn reaches the first turn, and every sampled token is
+    trained once."""
     harness = Harness(tool_tokenizer, CALL, "21 degrees", "bye")
     session, items = await harness.start(), [user()]
     first, second = offer(name), offer(name, "g")
@@ -175,7 +176,7 @@ async def test_an_echo_without_reasoning_is_spliced(start: Start, name: str) -> 
 @pytest.mark.parametrize("store", ["ignore", "honour"])
 async def test_store_false_is_trained_unless_a_run_honours_it(start: Start, name: str, store: str) -> None:
     """Codex sends `store: false` with every call. By default a call with `store: false` is trained. The field
-    `unstored` of the row counts such calls."""
+    `unstored` of a row counts the calls with `store: false`."""
     harness = start("one", store=store)
     session = await harness.start()
     await ask(harness, session, name, [user()], store=False)
@@ -206,7 +207,7 @@ PARTS: dict[str, Items] = {
 @pytest.mark.parametrize(("name", "part"), [(name, part) for name in NAMES for part in PARTS[name]])
 async def test_an_image_becomes_a_text(start: Start, tiny_tokenizer: Any, name: str, part: dict[str, Any]) -> None:
     """An image or a file in a message or in a tool result becomes a placeholder text. For example, Claude Code's tool
-    Read returns a PNG as an image. The field `placeholders` of the row counts the placeholders, and the turns stay one
+    Read returns a PNG as an image. The field `placeholders` of a row counts the placeholders. The turns still form one
     conversation."""
     harness = start(CALL, "a cat")
     text = {"type": "input_text" if name == "responses" else "text", "text": "Look: "}
@@ -292,8 +293,8 @@ async def test_a_full_context_is_said_in_each_vendors_way(limited: Harness, name
 async def test_a_huge_tool_output_is_refused_early(
     limited: Harness, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """A tool output of 8 MB is refused after its first part is tokenised. The turn before the tool output stays in the
-    tree."""
+    """A tool output of 8 MB is refused as soon as its first part has been tokenised. The turn before the tool output
+    stays in the tree."""
     session, encode, encoded = await limited.start(), tiny_tokenizer.encode, []
 
     def counting(text: str, **options: Any) -> list[int]:
@@ -346,7 +347,7 @@ async def test_only_allowed_tools_are_called(tool_tokenizer: Any, name: str, mod
     prompt = tool_tokenizer.decode(harness.engine.requests[0].input_ids)
     assert prompt.startswith("tool f\ntool g\n")
     calls = [item for item in said(name, reply) if item.get("tool_calls") or item.get("type") == "function_call"]
-    if mode == "auto":  # the model called f, which is not allowed, so the call is text
+    if mode == "auto":  # the model called f, which is not allowed, so the call stays text
         assert not calls
         assert "tool_call" in json.dumps(reply)
     else:  # g is the only allowed tool, so the prompt ends with the beginning of a call of g
@@ -357,7 +358,7 @@ async def test_only_allowed_tools_are_called(tool_tokenizer: Any, name: str, mod
 
 @pytest.mark.parametrize("tools", [[], [{"type": "function", "name": "h"}], [{"name": 3}], "f"])
 def test_allowed_tools_are_offered_tools(tools: Any) -> None:
-    """A request that demands a call is refused if it offers none of its allowed tools."""
+    """A request that requires a tool call is refused if none of its allowed tools is in its list of tools."""
     choice = {"type": "allowed_tools", "mode": "required", "tools": tools}
     with pytest.raises(ValueError, match="tool"):
         parse_responses({"input": "hello", "tools": [offer("responses")], "tool_choice": choice})

@@ -5,6 +5,6 @@
     python -m tests.explore --walk     follow random series of events far beyond these bounds
 
 Read search.py first: it explains what a state machine is, and how the search works. dispatcher.py, sessions.py,
-turns.py and updates.py each hold one state machine. A state machine drives the shipped classes, not a model of them.
-docs/protocol.md states what the state machines check.
+turns.py and updates.py each hold one state machine. Each state machine runs the project's real classes, not models of
+these classes. docs/protocol.md states what the state machines check.
 """

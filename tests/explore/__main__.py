@@ -22,7 +22,7 @@ WALKS: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = [
     *(("turns", turns.TurnMachine, (b,)) for b in turns.FAR),
     *(("updates", updates.UpdateMachine, (b,)) for b in updates.FAR),
 ]
-SEEDS, LENGTH = range(20), 2000  # seeds of the random walks of each state machine; events in each walk
+SEEDS, LENGTH = range(20), 2000  # seeds of each state machine's random walks; number of events in a walk
 
 
 def search(case: int) -> tuple[int, str]:

@@ -1,8 +1,8 @@
 """Check that the events in the trace of a real run are possible in the dispatcher's state machine (dispatcher.py).
 
-`conform` reads the files of a finished run and repeats the run's events with the state machine. If an event is
-impossible in the machine's state, or has other consequences in the machine than in the run, `conform` raises Broken.
-The properties of the machine are checked after each event. An example:
+`conform` reads the files of a finished run and replays the run's events in the state machine. If an event is impossible
+in the machine's state, or if its consequences in the machine differ from those in the run, `conform` raises Broken. The
+properties of the machine are checked after each event. An example:
 
     trace of the run           event of the machine       consequence in the machine
     start 0, start 1           start, start               groups 0 and 1 run
@@ -11,8 +11,8 @@ The properties of the machine are checked after each event. An example:
     consume 0, consume 1       take                       the batch has groups 0 and 1, in this order
     start 2 (at version 1)     version, start             the gate admits group 2
 
-The file schedule.jsonl says between which events each version began, because the trace marks a version only after the
-gate knows the version. A run that was killed and continued is not supported.
+The trace records a new version only after the gate has learned of it. So `conform` reads from the file schedule.jsonl
+between which two events each version began. `conform` does not support a run that was killed and then continued.
 """
 
 import json
@@ -52,8 +52,8 @@ def check_calls(schedule: Schedule, consumed_at: dict[int, int]) -> None:
 
 
 def conform(run: Path, trace: tuple[list[tuple[str, int]], dict[int, Group]] | None = None) -> int:
-    """Repeat a run's trace with the machine, and return the number of events. Raises Broken. `trace` replaces the
-    run's own trace."""
+    """Replay a run's trace in the state machine, and return the number of events. Raises Broken. If `trace` is given,
+    it is replayed in place of the run's own trace."""
     config: Any = OmegaConf.load(run / "config.yaml")
     schedule, (real, groups) = Schedule(run / FILE).read(), trace or read_trace(run)
     consumed_at = {task: version for version, tasks in schedule.steps.items() for task in tasks}

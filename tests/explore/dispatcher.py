@@ -56,7 +56,7 @@ def without_older(group: Group, oldest: int) -> Group | None:
 
 @dataclass
 class World:
-    """A state of the whole system: the real dispatcher, and what the trainer, the episodes and the files remember."""
+    """A state of the whole system: the real dispatcher, and the data of the trainer, the episodes and the files."""
 
     state: Any  # DispatchState
     version: int = 0
@@ -86,15 +86,15 @@ class World:
 
 
 class Bounds(NamedTuple):
-    """The limits of the search."""
+    """The bounds within which the search explores the state machine."""
 
     eta: int = 1
     batch: int = 1  # groups in a batch (B)
     concurrent: int = 2  # maximum number of running groups
-    versions: int = 2  # the trainer stops at this version
-    rejections: int = 1  # rejected and failed groups
+    versions: int = 2  # the trainer stops when it has made this version
+    rejections: int = 1  # at most this many groups are rejected or fail
     kills: int = 0
-    withdrawals: int = 0  # groups that wait_for_task fetches
+    withdrawals: int = 0  # at most this many groups are fetched with wait_for_task
 
 
 @dataclass
@@ -104,7 +104,7 @@ class DispatchMachine:
 
     mode: str  # rollout.stale
     bounds: Bounds
-    dispatcher: ModuleType = rollout.dispatcher  # the module to explore; a test passes a mutant
+    dispatcher: ModuleType = rollout.dispatcher  # the module to explore; tests give a mutated copy here
     staleness: ModuleType = staleness
     executor: ModuleType = rollout.executor
 
@@ -114,7 +114,7 @@ class DispatchMachine:
         return [world]
 
     def build(self, world: World) -> None:
-        """Give the world a new dispatcher and staleness manager, as a process makes them when it starts."""
+        """Give the world a new dispatcher and a new staleness manager, which a process makes when it starts."""
         b = self.bounds
         manager = self.staleness.StalenessManager(world, b.concurrent, b.batch, b.eta)
         oldest: Callable[[Group], int] = lambda group: group.oldest  # noqa: E731
@@ -199,7 +199,7 @@ class DispatchMachine:
                 raise Broken("age", f"a token of version {group.oldest} is trained at version {world.version}")
 
     def kill(self, world: World, name: str) -> None:
-        """End the process, and continue from the checkpoint."""
+        """Kill the process, and continue from the checkpoint in a new process."""
         b, (version, open_tasks) = self.bounds, world.saved
         files = {i: world.files[i] for i in sorted(open_tasks & world.files.keys())}
         finished = {i: group for i, group in files.items() if group.newest <= version}  # as GroupLog.read does
@@ -216,7 +216,8 @@ class DispatchMachine:
 
     @cached_property
     def load_state_dict(self) -> Callable[..., None]:
-        """WorkflowExecutor.load_state_dict for groups of this machine instead of groups of tensors."""
+        """This function does what WorkflowExecutor.load_state_dict does, for the machine's groups, which have no
+        tensors."""
         code = self.executor.WorkflowExecutor.load_state_dict.__code__
         versions = {"head_version": lambda group: group.oldest, "tail_version": lambda group: group.newest}
         return FunctionType(code, vars(self.executor) | versions)

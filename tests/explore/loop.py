@@ -1,7 +1,8 @@
-"""An event loop without sockets, threads and waiting. A state machine (search.py) decides when something happens.
+"""An asyncio event loop that has no sockets, no threads and no real waiting. A state machine (search.py) decides when
+something happens.
 
 `run` calls every callback that is ready, and returns when no callback is ready. A function that asyncio would call in a
-thread waits in `threads` until the state machine calls `run_thread`. The clock stands still, so no timer ever ends.
+thread waits in `threads` until the state machine calls `run_thread`. The clock stands still, so no timer ever fires.
 """
 
 import asyncio
@@ -34,7 +35,7 @@ class StillLoop(asyncio.BaseEventLoop):
         return future
 
     def run_thread(self) -> None:
-        """Call the function that has waited longest for a thread."""
+        """Call the function that has been waiting longest for a thread."""
         future, function = self.threads.pop(0)
         if not future.done():
             try:

@@ -2,10 +2,10 @@
 
 A **state machine**, or machine for short, describes a system: its initial states, the events that are possible in a
 state, and the properties that every state must have. `explore` visits all states, breadth first. Two states with the
-same key count as one state. So if two orders of events lead to the same situation, the search continues from this
-situation only once. If a property is broken, the error shows the shortest series of events that breaks the property.
-After the search, `explore` checks that a goal can be reached from every state. If no goal can be reached from a state,
-the state is a deadlock or part of a loop without a way out.
+same key count as one state. So if two orders of events lead to states with the same key, the search continues from only
+one of them. If a property is broken, the error shows the shortest series of events that breaks the property. After the
+search, `explore` checks that a goal can be reached from every state. If no goal can be reached from a state, the state
+is a deadlock or part of a loop without a way out.
 
 `walk` goes further than `explore` can: it follows random events and checks each state on its way.
 """
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 S = TypeVar("S")
 Event = tuple[Any, ...]  # the name of an event and its arguments
-Way = tuple[int, Event] | None  # the number of the previous state, and the event; None: an initial state
+Way = tuple[int, Event] | None  # the previous state's number, and the event; None for an initial state
 
 
 class Machine(Protocol[S]):
@@ -33,7 +33,7 @@ class Machine(Protocol[S]):
         ...
 
     def apply(self, state: S, event: Event) -> S:
-        """Return the state after an event, and leave `state` as it is. May raise Broken."""
+        """Return the state after an event, without changing `state`. May raise Broken."""
         ...
 
     def key(self, state: S) -> Hashable:
@@ -41,7 +41,7 @@ class Machine(Protocol[S]):
         ...
 
     def check(self, state: S) -> None:
-        """Raise Broken if the state lacks a property."""
+        """Raise Broken if the state violates a property."""
         ...
 
     def is_goal(self, state: S) -> bool:
@@ -50,7 +50,7 @@ class Machine(Protocol[S]):
 
 
 class Broken(AssertionError):
-    """A property does not hold. `name` is the property."""
+    """A state violates a property. `name` is the name of the property."""
 
     def __init__(self, name: str, why: str) -> None:
         super().__init__(f"{name}: {why}")
@@ -78,7 +78,7 @@ class PathMachine:
     """
 
     def run(self, path: tuple[Event, ...]) -> State:
-        """Let all events of a path happen in a new world, and return the state after them."""
+        """Replay all events of a path in a newly created world, and return the resulting state."""
         raise NotImplementedError
 
     def initial(self) -> Iterable[State]:
@@ -110,7 +110,7 @@ class Graph:
     """
 
     states: list[Any] = field(default_factory=list)  # for each key, the first state with this key
-    events: list[Event] = field(default_factory=list)  # for each transition, its event
+    events: list[Event] = field(default_factory=list)  # the event of each transition
     came_by: list[Way] = field(default_factory=list)  # the shortest way to each state
     sources: array = field(default_factory=lambda: array("I"))  # number of the state before each transition
     targets: array = field(default_factory=lambda: array("I"))  # number of the state after each transition
@@ -175,7 +175,7 @@ def stuck(graph: Graph) -> list[int]:
 
 
 def events_to(graph: Graph, way: Way) -> list[Event]:
-    """Return the events from an initial state along `way`."""
+    """Return the events that lead from an initial state along `way`."""
     events: list[Event] = []
     while way is not None:
         events.append(way[1])
@@ -186,7 +186,7 @@ def events_to(graph: Graph, way: Way) -> list[Event]:
 def story(machine: Machine[Any], events: Sequence[Event]) -> str:
     """Return the events as text, one on each line, with the state before each event.
 
-    The events begin at the first initial state of the machine.
+    The sequence of events starts from the first of the state machine's initial states.
     """
     state, lines = next(iter(machine.initial())), []
     for number, event in enumerate(events, start=1):
@@ -211,8 +211,8 @@ def show(graph: Graph) -> str:
 def walk(machine: Machine[S], seed: int, length: int) -> list[S]:
     """Follow `length` random events, check each state, and return the distinct states.
 
-    In a state without events, the walk begins again. If a property does not hold, raise Broken with the events since
-    the walk's last beginning.
+    If no event is possible in a state, the walk restarts from an initial state. If a property does not hold, raise
+    Broken with the events since the walk last restarted.
     """
     rng, seen = random.Random(seed), dict[Hashable, S]()
     state, events = next(iter(machine.initial())), list[Event]()

@@ -1,9 +1,9 @@
 """The state machine of the sessions: SessionTable and Limits (calls/sessions.py).
 
 SessionMachine explores the real classes. The trainer adds grants. The trainer also starts, ends, exports and discards
-sessions. Agents call, their turns end, and time passes in steps of 30 seconds. The class Work stands in for turns, and
-has the two attributes of a turn that SessionTable uses. From every state, all sessions and turns can end. The
-properties:
+sessions. Agents send calls, their turns end, and time passes in steps of 30 seconds. The class Work stands in for
+turns, and has the two attributes of a turn that SessionTable uses. From every state, all sessions and turns can end.
+The properties:
 
     grants     a session starts exactly if a grant is left that has not lapsed
     expiry     the table holds exactly the sessions that were not exported or discarded, and that were not idle for
@@ -42,7 +42,7 @@ class Work:
 
 @dataclass(eq=False)
 class World:
-    """A state: the real table, and what an independent observer knows about the table."""
+    """A state: the real session table, and what an independent observer knows about this table."""
 
     table: Any = None  # SessionTable
     sessions: list[Any] = field(default_factory=list)  # all sessions, including the forgotten sessions
@@ -66,12 +66,12 @@ class World:
 
 
 class SessionBounds(NamedTuple):
-    """The limits of the search."""
+    """The bounds within which the search explores the state machine."""
 
     sessions: int = 2
-    answers: int = 2  # largest number of answers that one session may have in flight (Limits.answers)
+    answers: int = 2  # most answers that one session may have in flight (Limits.answers)
     grants: int = 3
-    crashes: int = 0  # deaths of the proxy
+    crashes: int = 0  # at most this many crashes of the proxy are explored
 
 
 @dataclass
@@ -80,7 +80,7 @@ class SessionMachine:
     proxy that is started in its place has an empty table."""
 
     bounds: SessionBounds
-    module: ModuleType = calls.sessions  # the module to explore; tests put a mutant in its place
+    module: ModuleType = calls.sessions  # the module to explore; tests give a mutated copy here
 
     def initial(self) -> Iterable[World]:
         world = World()

@@ -1,11 +1,11 @@
 """A state machine for the proxy's calls: Proxy (proxy.py), Turn (calls/turn.py), Session and the tree (cache.py).
 
 The state machine, TurnMachine, drives the shipped endpoints of the proxy in an event loop of its own. Clients connect,
-hang up and retry, and the proxy notices later that a client has hung up. The engine sends tokens, finishes, fails, and
-needs a moment to abort. The trainer sets a reward, ends the session and exports it. Only the tokenizer and the engine
-are stand-ins: a token is a letter, and each generation has its own letter, version and log-probabilities. The search
-(search.py) cannot copy a running coroutine, so a state is the list of the events that lead to the state. To apply an
-event, the machine runs all events again. The properties:
+hang up and retry, and the proxy notices later that a client has hung up. The engine sends tokens, finishes or fails. An
+abort of the engine takes some time. The trainer sets a reward, ends the session and exports it. Only the tokenizer and
+the engine are stand-ins: a token is a letter, and each generation has its own letter, version and log-probabilities.
+The search (search.py) cannot copy a running coroutine, so a state is the list of the events that lead to the state. To
+apply an event, the state machine replays all earlier events and then this event. The properties:
 
     once      a call and its retries become at most one exported turn
     read      the export contains every reply that a client has read whole before the session ended
@@ -72,7 +72,7 @@ class Generation:
 
 @dataclass(eq=False)
 class Engine:
-    """A stand-in for RemoteInfEngine that generates a token when the state machine says so."""
+    """A stand-in for RemoteInfEngine that generates a token only when the state machine decides it."""
 
     servers: Any = None
     context_length: int | None = None
@@ -101,7 +101,7 @@ class Engine:
             return response
         except asyncio.CancelledError:
             own.state, own.news = "stops", loop.create_future()
-            await own.news  # the abort ends only when the machine says so
+            await own.news  # the abort ends only when the state machine ends it
             raise
         finally:
             own.state = "over"
@@ -121,13 +121,13 @@ class Client:
 
 
 class TurnBounds(NamedTuple):
-    """The limits of the search. `bodies` are the requests that clients may send: w and x are plain calls, y is a call
-    with a stream, and z continues the answer to x."""
+    """The bounds within which the search explores the state machine. `bodies` are the requests that clients may send: w
+    and x are plain calls, y is a call with a stream, and z continues the answer to x."""
 
     bodies: str = "x"
     connections: int = 3
-    tokens: int = 1  # tokens of a generation before its last token
-    threads: bool = False  # whether a thread reads each body, as the proxy does with long bodies
+    tokens: int = 1  # how many tokens a generation has before its last token
+    threads: bool = False  # whether each body is parsed in a thread, as the proxy does only with long bodies
     rewards: bool = False
 
 
@@ -224,7 +224,7 @@ class World:
             client.text, client.in_time = text, not self.session.ended
 
     def manage(self, name: str) -> None:
-        """Carry out a request of the trainer."""
+        """Execute a request that the trainer sends to the proxy."""
         if name == "reward":
             self.rewarded = self.session.cache.finished()[-1].interaction_id
             self.proxy.reward(self.session, {"reward": 1.0})
@@ -397,14 +397,14 @@ class TurnMachine(PathMachine):
     """The state machine of the proxy's endpoints. The events come from clients, an engine and a trainer."""
 
     bounds: TurnBounds
-    module: ModuleType = proxy  # the module to explore; a test passes a mutant
+    module: ModuleType = proxy  # the module to explore; tests give a mutated copy here
 
     @cached_property
     def shared(self) -> Any:
         return self.module.Proxy(Engine(), Letters(), "admin")
 
     def run(self, path: tuple[Event, ...]) -> State:
-        """Let all events of a path happen in a new world, and return the state after them."""
+        """Replay all events of a path in a newly created world, and return the resulting state."""
         world = World(self.bounds, self.shared, self.module)
         try:
             for event in path:

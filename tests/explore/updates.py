@@ -4,9 +4,10 @@
 UpdateMachine drives the shipped classes twice: as the trainer, which pushes new versions, and as a proxy, whose request
 must survive the updates. Between two calls of the trainer anything may happen: a server generates a token, dies or
 restarts with its first weights, a connection breaks, an answer is lost, a wait of the proxy ends, or the trainer dies
-with its proxy. After its death a new trainer and a new proxy use the same servers (`take_over` in run/start.py), and
-the trainer continues from its last version. Only the servers are stand-ins. The id of a token is the version of the
-weights that really computed it. A state is the list of the events that lead to it, as in turns.py. The properties:
+with its proxy. After the trainer's death, a new trainer and a new proxy use the same servers (`take_over` in
+run/start.py), and the trainer continues from its last version. Only the servers are stand-ins. The id of a token is the
+version of the weights that really computed it. As in turns.py, a state is the list of the events that lead to this
+state. The properties:
 
     label      every token has the version of the weights that computed it
     falls      versions never decrease along a completion
@@ -56,14 +57,14 @@ class TrainerDies(BaseException):
 
 
 class UpdateBounds(NamedTuple):
-    """The limits of the search."""
+    """The bounds within which the search explores the state machine."""
 
     servers: int = 1
     versions: int = 1  # weight updates
     tokens: int = 2  # tokens that the request asks for
-    faults: int = 1  # largest number of servers' deaths, broken connections, lost answers and errors, together
+    faults: int = 1  # at most this many server deaths, broken connections, lost answers and errors in total
     pause_mode: str = "retract"
-    deaths: int = 0  # largest number of the trainer's deaths
+    deaths: int = 0  # at most this many crashes of the trainer are explored
 
 
 @dataclass(eq=False)
@@ -88,7 +89,7 @@ class Server:
     alive: bool = True
     label: str = "0"
     weights: int = 0
-    restarted: bool = False  # whether the server has lost its weights since the update began
+    restarted: bool = False  # whether the server has lost its weights since the weight update began
     paused: bool = False
     running: dict[str, Generation] = field(default_factory=dict)
 
@@ -106,10 +107,10 @@ class Server:
             del self.running[rid]
 
     def post(self, path: str, body: Any) -> dict[str, Any]:
-        """Answer a control call."""
+        """Answer a control call, such as pause, as a server does."""
         if path == "/workers":
             raise EngineError("no router", 400)
-        if path == "/generate":  # the test of `initialize`
+        if path == "/generate":  # the test request that `initialize` sends
             return Generation(1, asyncio.Queue(), [(self.weights, self.label)]).answer(self.label, "length")
         if path == "/pause_generation":
             self.paused = True
@@ -210,7 +211,7 @@ class World:
         self.broken: Broken | None = None
         self.deaths = bounds.deaths
         self.claiming = (
-            0  # number of calls of a new trainer that prepares the servers, whose labels are wrong meanwhile
+            0  # how many calls a new trainer has made to prepare the servers; their labels may be wrong meanwhile
         )
         self.starting = False  # whether a new trainer has not yet pushed its weights, so that no agent runs
         self.make_processes()
@@ -237,7 +238,7 @@ class World:
             self.waits.remove(wait)
 
     def on_new_version(self) -> None:
-        """Check the servers when the gate learns of a version."""
+        """Check the weights of the servers when the gate learns of a new version."""
         self.version = self.trainer.get_version()
         for url in self.trainer.servers.living():
             server = self.servers[int(url.removeprefix("http://"))]
@@ -254,7 +255,7 @@ class World:
     # ---- the trainer
 
     def run(self, path: Iterable[Event]) -> None:
-        """Let all events of the path happen."""
+        """Apply all events of the path."""
         self.path = iter(path)
         with contextlib.suppress(PathEnds):
             while not self.trainer_ended:
@@ -306,7 +307,7 @@ class World:
         return self.version
 
     def die(self) -> None:
-        """End the trainer and the proxy, without a last request. The servers continue."""
+        """Kill the trainer and the proxy, so that they send no last request. The servers continue."""
         self.deaths -= 1
         self.proxy._wire.dead = True
         if self.request is not None:
@@ -318,7 +319,8 @@ class World:
         raise TrainerDies
 
     def wait_for_trainer(self, url: str, body: Any) -> str:
-        """Let events happen until the trainer's next call is due. Return the result of this call."""
+        """Apply events of the path until an event decides how the trainer's next call ends. Return the name of this
+        event."""
         self.claiming += bool(self.claiming)
         self.loop.run()  # lets the proxy notice what the trainer's previous call changed
         self.look_at_request()
@@ -363,7 +365,7 @@ class World:
         self.look_at_request()
 
     def on_tokens(self, response: ModelResponse) -> None:
-        """Check the tokens that the engine passes on."""
+        """Check the tokens that the engine passes on to the caller of the request."""
         now = [*zip(response.output_tokens, response.output_versions)]
         if now[: len(self.passed)] != self.passed:
             self.fail("kept", f"the tokens were {self.passed} and are {now}")
@@ -468,7 +470,7 @@ class UpdateMachine(PathMachine):
         return folder
 
     def run(self, path: tuple[Event, ...]) -> State:
-        """Let all events of a path happen in a new world, and return the state after them."""
+        """Replay all events of a path in a newly created world, and return the resulting state."""
         module: Any = self.modules["servers"]
         replaced = module.run_all, module.time, module.logger.disabled
         world = World(self.bounds, self.modules, self.folder)

@@ -3,7 +3,7 @@ r"""Each kind of inference server fulfils the contract that engine.py relies on.
 The tests run against inference/tiny/server.py. If NANO_AREAL_SGLANG is the path of a Python with SGLang (`make
 test-sglang`), the tests also run against the real SGLang on a CPU. Both servers compute in float32 and must agree with
 a forward pass of transformers to 1e-4 nats. The command below tests a server that is already running, for example on a
-GPU. If this server computes in bfloat16, its logprobs may differ by 0.25 nats from those of the forward pass.
+GPU. If a server computes in bfloat16, its logprobs may differ by up to 0.25 nats from those of the forward pass.
 
     NANO_AREAL_CONTRACT_URL=http://127.0.0.1:30000 NANO_AREAL_CONTRACT_MODEL=/path/to/model \
         pytest tests/inference/test_contract.py
@@ -42,7 +42,7 @@ from inference.weights import WeightUpdateMeta
 SERVERS = ["url"] if os.environ.get("NANO_AREAL_CONTRACT_URL") else ["tiny", *(["sglang"] if SGLANG else [])]
 PROMPT = [40, 41, 42, 43, 44, 45, 46]
 SLOTS = 16  # number of requests that a server under test runs at the same time
-LONG = 1000  # tokens of a long request, which a test can interrupt even on a busy machine
+LONG = 1000  # tokens of a request that is long enough to be interrupted even on a busy machine
 
 
 class Server:
@@ -76,7 +76,7 @@ class Server:
 
     def send(self, max_new_tokens: int, prompt: Any) -> Callable[[], Any]:
         """Send a request, and return a function that waits for the answer. The server reads requests in order of
-        arrival, so when `version()` returns, the server has read this request."""
+        arrival, so when `version()` returns, the server has read the request that was sent first."""
         sampling = {"temperature": 1.0, "ignore_eos": True, "max_new_tokens": max_new_tokens}
         connection = HTTPConnection(self.http.base_url.host, self.http.base_url.port or 80, timeout=60)
         body = json.dumps({"input_ids": prompt, "sampling_params": sampling})
@@ -164,7 +164,7 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def outputs(answer: dict[str, Any]) -> tuple[list[int], list[float]]:
-    """Check that both lists of an answer contain the same token ids, and return the answer's ids and logprobs."""
+    """Check that the two lists of output tokens in an answer contain the same ids, and return the ids and logprobs."""
     entries = answer["meta_info"]["output_token_logprobs"]
     assert [entry[1] for entry in entries] == answer["output_ids"]
     assert answer["meta_info"]["completion_tokens"] == len(entries)
@@ -172,8 +172,8 @@ def outputs(answer: dict[str, Any]) -> tuple[list[int], list[float]]:
 
 
 def assert_spans(answer: dict[str, Any], versions: list[str]) -> list[int]:
-    """Check that the answer's spans have these versions in this order and cover the output without a gap. Return the
-    end of each span."""
+    """Check that the answer's spans have the versions `versions` in this order and cover the output without a gap.
+    Return the end of each span."""
     spans = answer["meta_info"]["weight_versions"]
     assert [span["version"] for span in spans] == versions
     assert [span["start"] for span in spans] == [0] + [span["end"] for span in spans[:-1]]
@@ -261,7 +261,8 @@ def test_a_batch_answers_a_flat_list_in_order(server: Server) -> None:
 
 
 def test_a_stream_is_cumulative(server: Server) -> None:
-    """Every event of a stream contains all ids so far, and the last event contains the finish reason."""
+    """Every event of a stream contains all token ids generated so far, and the last event contains the finish
+    reason."""
     body = {
         "input_ids": PROMPT,
         "stream": True,
@@ -320,11 +321,11 @@ def test_pause_retract_goes_on_where_it_was(server: Server) -> None:
 
 
 def test_a_retracted_request_goes_to_the_end_of_the_queue(server: Server) -> None:
-    """When a paused server continues, a request that was waiting starts before the requests that had been running.
+    """After a pause, a request that was waiting starts before the requests that had been running.
 
-    The waiting request is answered while none of the running requests is complete. On a busy machine the running
-    requests can be complete before the test looks, so the test tries up to twenty times. If a retracted request went to
-    the head of the queue, no try could succeed, because all running requests would be complete first.
+    The waiting request is answered before any of the interrupted requests is complete. On a busy machine, the running
+    requests may finish before the test checks them, so the test retries up to twenty times. If a retracted request went
+    to the head of the queue, no attempt could succeed, because all interrupted requests would finish first.
     """
     for _ in range(20):
         running = server.send(LONG // 2, [PROMPT] * SLOTS)
@@ -404,8 +405,8 @@ def test_a_request_outlives_released_memory(server: Server) -> None:
 
 def test_an_update_without_a_pause_waits(server: Server) -> None:
     """Without a pause, an update waits until the running requests have finished. With abort_all_requests, the update
-    aborts the running requests. This second update does not empty the cache: SGLang refuses to empty the cache if its
-    scheduler still holds the aborted request when the update arrives."""
+    aborts the running requests. The update with abort_all_requests does not empty the cache, because SGLang refuses to
+    empty the cache while its scheduler still holds the aborted request."""
     old = server.version()
     body = {"model_path": server.model_path, "weight_version": server.next_version(), "flush_cache": True}
     pending = server.start("contract-wait", 200)
@@ -418,7 +419,7 @@ def test_an_update_without_a_pause_waits(server: Server) -> None:
 
 
 def test_a_bad_update_changes_nothing(server: Server, tmp_path: Path) -> None:
-    """An update from a path without weights gets a 400, and the server keeps its version and weights."""
+    """An update from a path without weights gets status 400, and the server keeps its version and weights."""
     version, before = server.version(), server.generate(6, temperature=0.0)["output_ids"]
     answer = server.post("/update_weights_from_disk", {"model_path": str(tmp_path / "none"), "weight_version": "x"})
     assert answer.status_code == 400
@@ -438,7 +439,7 @@ def test_a_bad_update_changes_nothing(server: Server, tmp_path: Path) -> None:
     ],
 )
 def test_a_request_that_cannot_be_served_is_a_400(server: Server, change: dict[str, Any]) -> None:
-    """The server answers an invalid request with a 400 and a message, and serves the next request."""
+    """The server answers an invalid request with status 400 and a message, and serves the next request."""
     answer = server.post("/generate", {"input_ids": PROMPT} | change)
     assert answer.status_code == 400
     assert answer.json()
@@ -509,7 +510,7 @@ def blocking_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Other:
-    """A model of the same shape as the server's model, with a method that sends weights to the server."""
+    """A model of the same architecture as the server's model, with a method that sends weights to the server."""
 
     def __init__(self, server: Server, folder: Path) -> None:
         self.server, self.folder = server, folder
@@ -539,7 +540,7 @@ def broken(buckets: Iterator[weights.Bucket]) -> Iterator[weights.Bucket]:
 
 @pytest.fixture
 def other(server: Server, tmp_path: Path) -> Iterator[Other]:
-    """Yield an Other for the server. After the test, send the original weights to the server."""
+    """Yield an object of class Other for the server. After the test, send the original weights to the server."""
     other = Other(server, tmp_path)
     yield other
     server.post("/pause_generation", {"mode": "abort"})
@@ -614,8 +615,8 @@ def test_an_update_that_failed_is_never_served(server: Server, other: Other, mod
 
 
 def test_weights_come_in_sessions(server: Server) -> None:
-    """The server accepts weights only between begin_weight_update and end_weight_update. At any other time a call with
-    weights gets a 400. A call with an unknown process group also gets a 400."""
+    """The server accepts weights only between begin_weight_update and end_weight_update. At any other time, a request
+    with weights gets status 400. A request with an unknown process group also gets status 400."""
     part = {"names": ["model.norm.weight"], "dtypes": ["float32"], "shapes": [[1]], "group_name": "nobody"}
     handles = {"serialized_named_tensors": [weights.serialise([])]}
     calls: list[tuple[str, dict[str, Any], int]] = [

@@ -1,6 +1,6 @@
-"""A server process that answers with garbage costs no completion and adds no wrong token.
+"""If a server process answers with garbage, no completion is lost and no wrong token is accepted.
 
-The garbage comes from tests/garbage_server.py. A healthy small server runs beside it.
+The garbage comes from tests/garbage_server.py. A healthy small server runs beside the garbage server.
 """
 
 import asyncio
@@ -81,8 +81,8 @@ def test_garbage_of_every_kind_costs_no_completion(
 
 
 def test_garbage_is_no_score(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With every kind of garbage, a request for scores raises an EngineError, so the canary of a run (run/mismatch.py)
-    misses one value, and the run goes on."""
+    """For every kind of garbage, a request for scores raises an EngineError. The canary of a run (run/mismatch.py) then
+    lacks one value, and the run continues."""
     monkeypatch.setattr(wire, "MOST_BYTES", 2**22)
     with server_process(*GARBAGE, str(tiny_model_dir), out=subprocess.DEVNULL) as (garbage, _):
         engine = RemoteInfEngine([garbage], request_timeout=5.0)

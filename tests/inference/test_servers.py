@@ -157,8 +157,8 @@ def test_requests_wait_for_a_server_that_is_started_again() -> None:
 
 
 def test_an_update_waits_for_a_server_that_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If all servers are dead when an update begins, the update waits until one of them is back, or until the run has
-    stopped. After the update, the engine sends the same version again only if `forget_sent` was called."""
+    """If all servers are dead when an update begins, the update waits until one of them is alive again, or until the
+    run has stopped. After the update, the engine sends the same version again only if `forget_sent` was called."""
     machines = Machines(a=0)
     engine = machines.engine(A)
     engine.wait_for_servers = True
@@ -193,8 +193,8 @@ def test_an_update_goes_on_without_the_dead(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("answers", range(4))
 def test_a_lost_answer_leaves_no_server_paused(tmp_path: Path, answers: int) -> None:
-    """If a server's answer is lost during an update, the server does not stay paused, and tokens of its old weights
-    keep the old version.
+    """If a server's answer is lost during an update, the server does not stay paused, and tokens from its old weights
+    are labelled with the old version.
     """
     machines = Machines(a=0, b=0)
     trainer, proxy = machines.engine(A, B), machines.engine(A, B)
@@ -264,7 +264,7 @@ def test_a_server_that_died_unseen_is_caught_by_its_tokens() -> None:
 
 
 def test_a_version_above_the_trainers_is_refused_wherever_it_is_read() -> None:
-    """A server counts as lost if its tokens or its label claim a version that the trainer has not made. The trainer
+    """A server counts as lost if its tokens or its label claim a version that the trainer has not yet made. The trainer
     notices such a version, and so does every process that knows the trainer's version."""
     machines, (first, second) = Machines(a=7, b=7), home()
     engine = machines.engine(A, B)
@@ -289,8 +289,8 @@ def test_an_answer_from_before_an_update_is_no_restart() -> None:
 
 @pytest.mark.parametrize("form", ["text", "object"])
 def test_control_goes_around_a_router(tmp_path: Path, form: str) -> None:
-    """Requests for tokens go to the router. Control calls go to the router's workers, including workers that joined
-    later."""
+    """Requests for tokens go to the router. Control requests (pause, abort, weight update) go to the router's workers,
+    including workers that joined later."""
     machines = Machines(a=0, b=0)
     machines.workers = [{"url": A, "is_healthy": True} if form == "object" else A]
     engine = machines.engine(ROUTER)
@@ -356,8 +356,8 @@ EVENTS = st.lists(st.tuples(KINDS, st.sampled_from("abc"), st.integers(0, 4)), m
 @settings(deadline=None, max_examples=40)
 @given(EVENTS)
 def test_any_order_of_deaths_returns_and_updates(tmp_path_factory: pytest.TempPathFactory, events: list) -> None:
-    """While at least one server is alive, every request is answered with current weights, and no living server stays
-    paused.
+    """While at least one server is alive, every request is answered by a server with current weights, and no living
+    server stays paused.
 
     The test makes servers die, restart at version 0, and lose their answers during an update, in any order.
     """
@@ -433,7 +433,7 @@ class Pair:
                 process.wait(timeout=20)
 
 
-LONG = 1800  # tokens; a completion of this length is still running when its server is killed
+LONG = 1800  # length in tokens of a completion that is still running when its server is killed
 
 
 def test_kill_one_of_two_in_the_midst_of_generation(pair: Pair, other_model_dir: Path, tmp_path: Path) -> None:

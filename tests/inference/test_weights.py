@@ -42,8 +42,8 @@ def state(tiny_model_dir: Path) -> dict[str, torch.Tensor]:
 
 
 class Servers:
-    """A fake of inference/servers.py::Servers. The method post_all records each call, and the entries of the folder
-    `root` at that moment."""
+    """A fake of inference/servers.py::Servers. The method post_all records each call and the entries of the folder
+    `root` at the time of the call."""
 
     def __init__(self, root: Path, error: str | None = None) -> None:
         self.root, self.error = root, error
@@ -199,7 +199,7 @@ def test_buckets_hold_the_model_once(tmp_path: Path):
     )
     config.tie_word_embeddings = True
     model = AutoModelForCausalLM.from_config(config)
-    limit = 20_000 / 2**20  # in MiB: 20,000 bytes; the embedding alone has 64,000 bytes
+    limit = 20_000 / 2**20  # a bucket has at most 20,000 bytes; the embedding alone has 64,000 bytes
     sent: list[tuple[str, torch.Tensor]] = []
     lent: list[weakref.ref] = []
     buckets = 0
@@ -248,8 +248,7 @@ def test_a_server_that_refuses_the_group_is_named():
 
 
 class Watched:
-    """A fake of the engine that train.py updates. Each call of a method records which directories exist at that
-    moment."""
+    """A fake of the engine that train.py updates. Each method records which directories exist when it is called."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.calls = folder, list[tuple[str, list[str]]]()
@@ -309,10 +308,10 @@ class Meeting:
     """A process group in which a collective blocks until the trainer and every server have entered it, as in NCCL."""
 
     def __init__(self, servers: int) -> None:
-        self.barrier = threading.Barrier(1 + servers, timeout=10)  # if a side does not enter, wait() raises an error
+        self.barrier = threading.Barrier(1 + servers, timeout=10)  # wait() raises an error if a member is missing
         self.pool = ThreadPoolExecutor(servers)
         self.servers = servers
-        self.done: list[str] = []  # the names of the collectives that all sides have entered
+        self.done: list[str] = []  # names of the collectives that all members have entered
 
     def enter(self, name: str) -> None:
         if self.barrier.wait() == 0:  # wait() returns 0 in exactly one of the waiting threads
@@ -471,7 +470,7 @@ def test_a_real_server_serves_what_was_written(tiny_server: str, state: dict, ti
     tokens = []
     for version, change in ((1, 0.5), (0, 1.0)):  # the second update restores the weights
         scaled = {name: tensor * change for name, tensor in state.items()}
-        engine = RemoteInfEngine([tiny_server])  # a new engine, because an engine never lowers a version
+        engine = RemoteInfEngine([tiny_server])  # a new engine, because an engine never accepts an older version
         engine.initialize()
         engine.pause()
         write_checkpoint(scaled, tiny_model_dir, meta.with_version(version).directory)

@@ -1,8 +1,8 @@
 """Tests of the dispatcher: which groups start and when, in which order they are returned, and how failures end the
 run.
 
-Each episode waits for a future that the test sets, so the test decides the order of all events. A deadline of 10 s
-turns a hang into a failure. The last tests run in virtual time.
+Each episode waits for a future that the test sets, so the test decides the order of all events. A test that hangs fails
+after a deadline of 10 s. The last tests run in virtual time.
 """
 
 import asyncio
@@ -206,7 +206,7 @@ def test_a_timeout_consumes_nothing(make_stage):
 
 
 def test_a_new_version_alone_wakes_the_producer(make_stage):
-    """A new version starts the tasks that the gate then admits, without any other event."""
+    """When the version rises, the tasks that the gate now admits start without any other event."""
     stage = make_stage(eta=0, batch=2)
     stage.submit(0, 1, 2, 3)
     assert stage.started(2) == [0, 1]
@@ -216,7 +216,8 @@ def test_a_new_version_alone_wakes_the_producer(make_stage):
 
 
 def test_a_waiting_trainer_is_woken_by_a_new_version(make_stage, log):
-    """If the gate admits no group, a waiting trainer waits for a new version. The dispatcher logs the wait."""
+    """If the gate admits no group, a trainer that waits for a batch keeps waiting until the version rises. The
+    dispatcher logs this wait."""
     stage = make_stage(eta=0, batch=1)
     stage.submit(0, 1)
     stage.finish(0, 1)
@@ -228,8 +229,8 @@ def test_a_waiting_trainer_is_woken_by_a_new_version(make_stage, log):
 
 
 def test_waiting_for_what_was_never_submitted_is_logged(make_stage, log):
-    """If the trainer waits before any task is submitted, the dispatcher logs a warning. The wait goes on, because
-    another thread may submit a task."""
+    """If the trainer waits before any task is submitted, the dispatcher logs a warning. The trainer keeps waiting,
+    because another thread may submit a task."""
     stage = make_stage()
     waiting = Background(lambda: stage.take(1, timeout=None))
     assert "waiting for a new task" in log.get(timeout=DEADLINE)
@@ -359,7 +360,8 @@ def test_how_many_failures_are_a_bug():
 
 
 def test_one_success_ends_a_row_of_failures(make_stage):
-    """Only failures in a row stop the run. A rejected episode sets the count to 0, because it raised no exception."""
+    """Only failures in a row stop the run. A rejected episode resets the count of failures, because it raised no
+    exception."""
     stage = make_stage(eta=100, concurrent=1, max_failures=2)
     for task_id in range(0, 20, 2):
         stage.crash(task_id, ValueError("now and then"))
@@ -371,7 +373,8 @@ def test_one_success_ends_a_row_of_failures(make_stage):
 
 
 def test_a_row_of_rejections_is_logged_once(make_stage, caplog):
-    """Many rejections in a row log one warning. An accepted group sets the count to 0."""
+    """The dispatcher logs one warning for many rejections in a row. An accepted group resets the count of
+    rejections."""
     stage = make_stage(eta=100, concurrent=1, max_failures=3)
     accepted = (2, 10)  # first 2, then 7, then 3 rejections in a row
     for task_id in range(14):
@@ -468,8 +471,8 @@ def test_a_straggler_is_masked_and_holds_up_no_batch(make_stage):
 
 
 def test_wait_for_one_task(make_stage):
-    """wait_for_task returns one group by its id. No later batch contains this group, and another group may start in its
-    place."""
+    """wait_for_task returns one group by its id. No later batch contains the returned group, and the gate admits
+    another group in its place."""
     stage = make_stage(eta=0, batch=2)
     stage.submit(0, 1, 2)
     stage.finish(1)

@@ -32,7 +32,7 @@ SAMPLES = [{"n": n} for n in range(5)]
 
 
 class Waits(Echo):
-    """A workflow in which the episode of sample n ends after gates[n] is set."""
+    """A workflow whose episode of sample n waits until the event gates[n] is set."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -56,8 +56,8 @@ class Waits(Echo):
 
 @pytest.fixture
 def make(tiny_tokenizer: Any) -> Iterator[Make]:
-    """Return make(**options), which returns an executor with a ScriptedEngine. The executor is destroyed after the
-    test."""
+    """Return a function make(**options) that returns an executor with a ScriptedEngine. The executor is destroyed after
+    the test."""
     made: list[WorkflowExecutor] = []
 
     def make(engine: Any = None, config: dict[str, Any] | None = None, **options: Any) -> WorkflowExecutor:
@@ -107,8 +107,8 @@ def test_the_order_of_the_data_is_the_loaders_own_generator(make: Make) -> None:
 
 
 def test_every_loader_begins_at_its_own_beginning(make: Make) -> None:
-    """prepare_batch may be called alternately with two dataloaders, as in a curriculum. Each dataloader continues where
-    it stopped."""
+    """prepare_batch may be called alternately with two dataloaders, as in a curriculum. Each dataloader continues with
+    the sample after the last sample that it has returned."""
     executor, loaders, seen = make(), [loader(SAMPLES), loader([{"n": n} for n in range(10, 15)])], []
     for data in (*loaders, *loaders):
         for _ in range(2):
@@ -159,7 +159,7 @@ def test_rows_come_in_order_of_start_and_members_in_order(make: Make) -> None:
 
 
 def test_rejected_groups_are_refilled_and_failed_ones_counted(make: Make) -> None:
-    """A group of the next prompt replaces a rejected or failed group, and a failed group is counted."""
+    """A rejected or failed group is replaced by a group of the next prompt. Failed groups are counted."""
     executor = make()
     workflow = Echo(fails=(0,), rejects=(1,))
     batch = executor.prepare_batch(loader(SAMPLES), workflow, None, lambda traj: bool(traj["rewards"][0] != 2))
@@ -183,7 +183,8 @@ def test_a_failing_member_is_counted_beside_the_groups(make: Make) -> None:
 
 
 class Panic(BaseException):
-    """An exception that is not a subclass of Exception. Libraries written in Rust raise such exceptions."""
+    """An exception that is not a subclass of Exception. Libraries written in Rust raise exceptions that do not inherit
+    from Exception."""
 
 
 @pytest.mark.parametrize("group_size", [1, 2])
@@ -228,7 +229,7 @@ def test_a_failure_that_a_dead_process_caused_is_nobodys(make: Make, group_size:
     executor = make(hold_failures=0.5)
     threading.Timer(
         0.2, executor.fail, [RuntimeError("the proxy ended")]
-    ).start()  # in a real run, a thread watches the proxy and calls fail()
+    ).start()  # in a real run, a thread that watches the proxy calls fail()
     with pytest.raises(RuntimeError, match="the proxy ended"):
         executor.prepare_batch(loader(SAMPLES), LosesItsProxy(), group_size=group_size)
     with pytest.raises(RuntimeError, match="the proxy ended"):
@@ -268,7 +269,8 @@ def test_group_size_and_n_samples_are_one_number(make: Make) -> None:
 
 
 def test_should_accept_fn_may_be_named_and_must_be_a_function(make: Make) -> None:
-    """should_accept_fn may be a function or an import path "module.function". Any other value raises a TypeError."""
+    """should_accept_fn may be a function or an import path "module.function". Any other value of should_accept_fn
+    raises a TypeError."""
     executor = make()
     batch = executor.prepare_batch(loader(SAMPLES), Echo(), should_accept_fn=f"{__name__}.is_even")
     assert batch["rewards"].tolist() == [0.0, 2.0]
@@ -443,8 +445,8 @@ def test_no_step_waits_for_a_slow_group(make: Make, stale: str) -> None:
 
 
 def test_a_version_that_the_trainer_has_not_made_is_a_failure(make: Make, caplog: pytest.LogCaptureFixture) -> None:
-    """A trajectory fails if one of its tokens has a newer version than the trainer, even if its oldest token is young
-    enough."""
+    """An episode fails if any token of its trajectory has a newer version than the trainer, even if the trajectory's
+    oldest token is not too old."""
 
     class LastTokenIsFromTheFuture(Echo):
         async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
@@ -524,7 +526,7 @@ QUESTION = {"messages": [{"role": "user", "content": "2+2?"}], "answer": "4"}
 
 @pytest.fixture
 def run_agent(make: Make, proxy: ProxyAddress, tiny_server: str) -> Iterator[Callable[..., Any]]:
-    """Return run_agent(agent, **openai), which runs one group and returns (the group or None, the executor's
+    """Return a function run_agent(agent, **openai) that runs one group and returns (the group or None, the executor's
     stats)."""
     engine = RemoteInfEngine([tiny_server])
     engine.initialize()

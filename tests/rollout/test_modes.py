@@ -41,8 +41,8 @@ Run = Callable[..., Any]
 
 @pytest.fixture
 def run_agent(proxy: ProxyAddress, tiny_server: str) -> Iterator[Run]:
-    """Return run_agent(agent, *samples, **openai), which returns (a group or None for each sample, the executor's
-    stats)."""
+    """Return a function run_agent(agent, *samples, **openai) that returns (a group or None for each sample, the
+    executor's stats)."""
     engine = RemoteInfEngine([tiny_server])
     engine.initialize()
 
@@ -71,8 +71,8 @@ def run_agent(proxy: ProxyAddress, tiny_server: str) -> Iterator[Run]:
     [(mode_agents.MyAgent, "inline"), (mode_agents.MyAgent, "subproc"), (mode_agents.MySyncAgent, "subproc")],
 )
 def test_the_documents_agents_run_as_they_stand(run_agent: Run, agent: Any, mode: str) -> None:
-    """The async example from AReaL's page Agent Workflow runs in both modes. The page's synchronous example runs in
-    mode subproc."""
+    """The async example from AReaL's page Agent Workflow runs in both modes. The synchronous example from AReaL's page
+    Agent Workflow runs in mode subproc."""
     (group,), stats = run_agent(agent, group_size=3, mode=mode)
     assert set(group["rewards"].tolist()) <= {0.5, 1.0}
     assert group["rewards"].shape == (3,)
@@ -139,7 +139,7 @@ def test_a_failing_agent_is_counted_and_the_next_one_runs(
     assert [None if group is None else group["rewards"].tolist() for group in groups] == [None, [1.0], None, [1.0]]
     assert (stats.failed, stats.rejected) == (2, 2)
     assert re.search(says, caplog.text)
-    assert "never retrieved" not in capfd.readouterr().err  # asyncio logs it if an SDK's client outlives its episode
+    assert "never retrieved" not in capfd.readouterr().err  # asyncio logs this if an SDK's client outlives its episode
 
 
 def test_an_agent_that_exits_inline_ends_no_other_episode(run_agent: Run, caplog: pytest.LogCaptureFixture) -> None:
@@ -152,23 +152,23 @@ def test_an_agent_that_exits_inline_ends_no_other_episode(run_agent: Run, caplog
 
 
 def test_every_episode_has_a_process_of_its_own(run_agent: Run) -> None:
-    """In mode subproc, no two episodes share a process. In a shared process, a thread that an agent has left could read
-    the key of the next session."""
+    """In mode subproc, no two episodes share a process. If episodes shared a process, a thread that one agent has left
+    running could read the session key of the next agent."""
     samples = [{"then": "process_id"}] * 3
     groups, _ = run_agent(mode_agents.Talks, *samples, subproc_max_workers=1)
     assert len({group["rewards"].item() for group in groups}) == 3
 
 
 def test_an_agent_that_forks_has_one_result(run_agent: Run) -> None:
-    """If an agent forks, and both processes return a reward, only the reward of the worker counts. The worker's next
-    episode has its own result."""
+    """If an agent forks the worker process, and both processes return a reward, only the reward of the original process
+    counts. The reward of the forked process does not become the result of the next episode."""
     groups, stats = run_agent(mode_agents.Talks, {"then": "returns_twice"}, {}, subproc_max_workers=1)
     assert [group["rewards"].tolist() for group in groups] == [[1.0], [1.0]]
     assert stats == RolloutStat(withdrawn=2)
 
 
 def test_a_timed_out_episode_has_ended(run_agent: Run, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    """The time limit of an episode ends the agent's process and every process that the agent started."""
+    """If an episode exceeds its time limit, the agent's process and every process that the agent started are ended."""
     os.mkfifo(fifo := tmp_path / "fifo")
     reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
     hangs = {"then": "hangs", "fifo": str(fifo)}
@@ -210,8 +210,8 @@ def test_an_agent_that_stops_its_guard_holds_up_no_episode(
 
 
 def test_the_recipe_of_the_security_page_contains_an_agent(run_agent: Run, tmp_path: Path) -> None:
-    """SECURITY.md gives a command that contains agents. The agent then sees none of the trainer's processes, and no
-    file in the folder that the command hides."""
+    """SECURITY.md gives a command that runs agents in a sandbox. An agent in this sandbox sees none of the trainer's
+    processes, and no file in the folder that the command hides."""
     recipe = (ROOT / "SECURITY.md").read_text().split("```\n")[1].replace("/path/to/runs", str(tmp_path))
     prefix = yaml.safe_load(recipe)["rollout"]["openai"]["subproc_prefix"]
     if subprocess.run([*prefix, "true"], capture_output=True).returncode:
@@ -369,7 +369,8 @@ async def test_a_result_runs_no_code_in_the_trainer(tmp_path: Path) -> None:
 
 @pytest.mark.anyio
 async def test_a_result_that_is_too_long_is_not_read() -> None:
-    """The parent reads no result of more than MOST_BYTES. The next call gets a new process."""
+    """The parent process refuses a worker's result that is longer than MOST_BYTES. The next call runs in a new worker
+    process."""
     pool = WorkerPool(1)
     async with pool.worker() as worker:
         with pytest.raises(RuntimeError, match="at most 16,777,216 are allowed"):
@@ -394,8 +395,8 @@ async def test_a_limit_tells_its_own_timeout_from_another() -> None:
 
 @pytest.mark.anyio
 async def test_an_error_that_nobody_waits_for_prints_nothing() -> None:
-    """The work may raise an exception in the moment in which its caller is cancelled, as at the end of a run whose
-    agents fail. asyncio reports no exception that was never retrieved."""
+    """The work may raise an exception at the moment when its caller is cancelled, for example at the end of a run whose
+    agents fail. In this case, asyncio must not report an exception that was never retrieved."""
     reported: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: reported.append(context))
 

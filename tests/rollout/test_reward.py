@@ -110,8 +110,8 @@ def test_every_kind_of_number_is_a_reward(value: Any) -> None:
 
 
 def test_none_says_that_the_agent_set_its_rewards_itself() -> None:
-    """A return value of None means that the agent has posted its rewards. A return value of None does not stand for a
-    reward of 0."""
+    """A return value of None means that the agent has posted its rewards to the proxy. A return value of None does not
+    stand for a reward of 0."""
     assert parse_rewards(None) is None
 
 
@@ -164,7 +164,7 @@ def test_workers_do_not_run_the_trainers_script(rewards: ModuleType, tmp_path: P
 
 @pytest.mark.anyio
 async def test_a_coroutine_function_is_awaited_where_it_is() -> None:
-    """A reward function that is a coroutine is awaited in the event loop, because the coroutine may hold
+    """A reward function that is a coroutine is awaited in the event loop, because the coroutine may hold network
     connections."""
 
     async def judge(prompt: str) -> int:
@@ -175,8 +175,8 @@ async def test_a_coroutine_function_is_awaited_where_it_is() -> None:
 
 @pytest.mark.anyio
 async def test_a_timed_out_reward_has_ended(rewards: ModuleType, fifo: str) -> None:
-    """The time limit ends the process of a slow reward function. The error names the function and the limit in
-    seconds."""
+    """If a reward function exceeds its time limit, the worker process that runs it is ended. The error names the
+    function and the limit in seconds."""
     gone = asyncio.create_task(asyncio.to_thread(read_until_gone, fifo))
     with pytest.raises(TimeoutError, match="hang took longer than 1 s"):
         await AsyncRewardWrapper(rewards.hang, timeout_seconds=1)(fifo)
@@ -220,8 +220,8 @@ async def test_a_death_is_noticed_whoever_lives_on(rewards: ModuleType, fifo: st
 async def test_what_is_no_text_in_sys_path_is_passed_over(
     rewards: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A worker starts even if sys.path contains an entry that is not a string. Python's import ignores an entry that is
-    not a string."""
+    """A worker starts even if sys.path contains an entry that is not a string. Python's import system ignores entries
+    of sys.path that are not strings."""
     monkeypatch.setattr(sys, "path", [tmp_path, *sys.path])
     async with asyncio.timeout(60):
         async with (pool := WorkerPool(1)).worker() as worker:
@@ -240,7 +240,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("busy", ["hang", "compute", "hang_in_a_daemon"])
 def test_a_worker_does_not_outlive_a_killed_trainer(rewards: ModuleType, tmp_path: Path, fifo: str, busy: str) -> None:
     """After kill -9 of the trainer, the trainer's workers end by themselves, even while they compute. Processes that
-    the workers have started end, too, even in a process session of their own."""
+    the workers have started end, too, even if they have a process session of their own (`setsid`)."""
     (tmp_path / "trainer.py").write_text(TRAINER)
     paths = os.pathsep.join([str(ROOT), str(Path(rewards.__file__ or "").parent)])
     command = [sys.executable, str(tmp_path / "trainer.py"), busy, fifo]

@@ -76,7 +76,8 @@ def test_runner_reports_when_a_task_started_and_how_it_ended(runner, ended):
 
 
 def test_runner_refuses_what_it_has_no_room_for(runner, ended):
-    """A full runner refuses a new task. After a task has ended, the runner takes a new task."""
+    """A runner that already has max_queue_size tasks refuses a new task. After a task has ended, the runner accepts a
+    new task."""
     gate: Future[str] = Future()
 
     async def waits() -> str:
@@ -125,7 +126,8 @@ def test_a_loop_that_ends_is_told(runner, episode, error):
 
 
 class Panic(BaseException):
-    """An exception that is not a subclass of Exception. Libraries written in Rust raise such exceptions."""
+    """An exception that is not a subclass of Exception. Libraries written in Rust raise exceptions that do not inherit
+    from Exception."""
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), Panic("unwrap on None"), asyncio.CancelledError()], ids=repr)
@@ -145,7 +147,7 @@ def test_a_runner_without_room_is_refused():
 
 
 def test_a_task_starts_in_a_fresh_context(runner, ended):
-    """A task does not see the context variables of the task that submitted it."""
+    """A task does not inherit the context variables of the task that submitted it."""
     variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="clean")
 
     async def first() -> None:
@@ -169,8 +171,8 @@ def test_destroy_twice_is_once(runner):
 
 @pytest.mark.parametrize("count", [1, 2000])
 def test_tasks_that_ignore_their_cancellation_are_named(caplog, count):
-    """destroy() stops waiting after its timeout. One short line of the log then gives the number of tasks that ignored
-    their cancellation, and the ids of the first five."""
+    """destroy() stops waiting after its timeout. If tasks have ignored their cancellation, one short line of the log
+    gives their number and the ids of the first five."""
     runner = AsyncTaskRunner(max_queue_size=count)
     began = threading.Semaphore(0)
     release: Future = Future()

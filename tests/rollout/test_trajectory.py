@@ -90,8 +90,8 @@ def test_complete_keeps_what_the_workflow_said() -> None:
 
 
 def test_unknown_versions_are_those_of_the_episodes_start() -> None:
-    """If the versions are missing, `complete` sets them to the version at the episode's start. With this version, a
-    group never seems younger than it is."""
+    """If the versions are missing, `complete` sets them to the version at the episode's start. Because the version at
+    the episode's start is used, a group never seems younger than it is."""
     given = documented()
     del given["versions"]
     traj = complete(given, task_id=0, version=4)
@@ -114,7 +114,7 @@ def test_head_version_leaves_the_prompt_out() -> None:
 
 
 def test_head_version_counts_turns_that_are_not_trained() -> None:
-    """The head version also depends on sampled tokens that are not trained."""
+    """Sampled tokens that are not trained also count for the head version."""
     traj = complete(two_turns(), task_id=0)
     traj["loss_mask"][:, 2:4] = 0
     assert head_version(traj) == 3
@@ -158,7 +158,7 @@ def test_prompt_len_ends_at_the_first_generated_token() -> None:
 
 
 def test_a_row_that_ends_in_a_tools_answer_is_dumped() -> None:
-    """A row whose last token is not trained is dumped like every other row."""
+    """A row whose last token is not trained is written to the dump file like every other row."""
     given = two_turns()
     given["loss_mask"][0, 5] = 0
     traj = complete(concat_padded_tensors([given, two_turns()]), task_id=1)
@@ -186,7 +186,7 @@ def test_concat_knows_features_from_tokens(lengths: list[int], width: int, more:
     """concat_padded_tensors pads a user's tensor only if its second dimension equals the row length in every
     trajectory.
 
-    A feature tensor is not padded if its width equals the length of only one trajectory by chance.
+    A feature tensor is not padded if its width happens to equal the number of tokens of only one trajectory.
     """
     trajectories = []
     for length in lengths:

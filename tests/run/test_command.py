@@ -48,7 +48,8 @@ def test_help_does_not_wait_for_torch() -> None:
 
 
 def test_a_second_ctrl_c_ends_at_once() -> None:
-    """The first Ctrl-C calls the given function. The second Ctrl-C ends the process at once, without a traceback."""
+    """The first Ctrl-C calls the function that `on_ctrl_c` was given. The second Ctrl-C ends the process at once,
+    without a traceback."""
     begin = "import os; from run.command import on_ctrl_c; on_ctrl_c(lambda *_: print('first', flush=True))"
     code = f"{begin}; os.kill(os.getpid(), 2); print('goes on', flush=True); os.kill(os.getpid(), 2); print('not here')"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100)
@@ -72,7 +73,7 @@ class InterruptedWriter(FileSystemWriter):
 def test_ctrl_c_during_a_checkpoint_ends_the_run_as_usual(tmp_path: Path) -> None:
     """If Ctrl-C arrives while torch writes a checkpoint, torch raises an exception of its own, which would end the run
     with a traceback and exit code 1. The run turns this exception back into KeyboardInterrupt and therefore ends with
-    code 130. Other errors of a checkpoint stay as they are."""
+    code 130. Any other exception during the write of a checkpoint is raised unchanged."""
 
     def full() -> None:
         raise OSError("No space left on device")

@@ -1,5 +1,5 @@
-"""Tests of the configuration: recipes override the defaults, and the command line overrides recipes. A mistake is
-reported in one line before anything starts."""
+"""Tests of the configuration: recipes override the defaults, and the command line overrides recipes. A mistake in the
+configuration is reported in one line before any process starts."""
 
 import ast
 import math
@@ -61,8 +61,8 @@ from run.keys import NEEDS, TrainConfig
     ],
 )
 def test_what_cannot_run_is_said_in_one_line(words: list[str], says: str) -> None:
-    """The error for an unknown key suggests the nearest known key. The error for a bad value names the key. The error
-    for a contradiction names both keys."""
+    """The error for an unknown key suggests the nearest known key. The error for a bad value names the key. If the
+    values of two keys contradict each other, the error names both keys."""
     with pytest.raises(ConfigError) as error:
         load(words)
     assert says in str(error.value)
@@ -81,8 +81,8 @@ def names_read(source: str) -> set[str]:
 
 
 def test_every_key_is_read() -> None:
-    """The code reads each key somewhere, and does not only declare it. The test skips the fields of WeightUpdateConfig,
-    because the code passes them on as a WeightUpdateMeta, which has the same fields."""
+    """Each configuration key is read somewhere in the code. The test skips the fields of WeightUpdateConfig, because
+    the code reads them from a WeightUpdateMeta, which has fields of the same names."""
     assert names_read("a.b = c.d\nNAMES = 'e f'") == {"d", "e", "f"}
     read = set.union(*(names_read(path.read_text()) for path in MODULES))
     read |= {f"weight_update.{field.name}" for field in fields(WeightUpdateMeta)}
@@ -125,9 +125,9 @@ NEEDY = [(key.name, need) for need, pattern in NEEDS.items() for key in list_key
 
 @pytest.mark.parametrize(("name", "need"), NEEDY)
 def test_a_key_without_effect_is_refused(name: str, need: str, tmp_path: Path) -> None:
-    """If a key has no effect because of another key's value, the error is one line that names both keys. If the other
-    key has a suitable value, the first key is accepted. A recipe may contain a key that has no effect because of a word
-    on the command line."""
+    """If a key has no effect because of another key's value, the error is one line that names both keys. A key is
+    accepted if the key on which its effect depends has a suitable value. It is no error if a key on the command line
+    makes a key of a recipe ineffective."""
     (tmp_path / "empty.yaml").write_text("gconfig: {n_samples: 2}")
     base, conditions = ["--config", str(tmp_path / "empty.yaml")], need.split(" or ")
     base += ["mode=eval"] * ("gconfig." in name)  # in mode=train most keys of gconfig are refused
@@ -156,7 +156,7 @@ def test_the_patterns_name_keys() -> None:
 
 
 def test_keys_that_need_an_agent_or_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The keys of rollout.openai are refused if the workflow is a RolloutWorkflow. The key success_above is refused if
+    """All keys of rollout.openai are refused if the workflow is a RolloutWorkflow. The key success_above is refused if
     the task has its own function `success`."""
     words = ["--config", "configs/maze.yaml"]
     defaults = {"gconfig": GenerationHyperparameters(), "tokenizer": None}
@@ -194,7 +194,7 @@ def test_help_lists_every_key(capsys: pytest.CaptureFixture[str]) -> None:
     for k in list_keys():
         values = f"; in {k.interval}" if k.interval else f"; one of {k.choices}" if k.choices else ""
         default = "null" if k.default is None else k.default
-        default = str(default).lower() if isinstance(default, bool) else default  # as YAML writes true and false
+        default = str(default).lower() if isinstance(default, bool) else default  # as in YAML: true, false
         assert f"  {k.name}={default}\n      {k.meaning}{values}\n" in said
     assert "  logger.live=true\n" in said
     assert "Answers above the limit `running` wait. No honest agent reaches any of the other limits.\n" in said
@@ -247,8 +247,8 @@ def test_every_number_has_an_interval() -> None:
 @pytest.mark.parametrize("name", NUMBERS)
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf", "-1", "-0.5", "-1e300", "0"])
 def test_a_number_outside_its_interval_is_refused(name: str, value: str, tmp_path: Path) -> None:
-    """Every numeric key refuses NaN, the infinities, and (unless its help allows them) negative numbers. Each error is
-    one line that names the key. The help text of a key that accepts 0 says what 0 does."""
+    """Every numeric key refuses NaN and infinity. Only the keys in MAY_BE_NEGATIVE accept negative numbers. Each error
+    is one line that names the key. The help text of a key that accepts 0 says what 0 does."""
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("gconfig: {n_samples: 2}")
     words = ["mode=eval"] * ("gconfig." in name)  # in mode=train most keys of gconfig are refused
@@ -268,7 +268,7 @@ def test_a_number_outside_its_interval_is_refused(name: str, value: str, tmp_pat
         assert value in MAY_BE_NEGATIVE[name]
 
 
-ZERO_IS_PLAIN = {  # keys whose help explains the value 0 without the digit 0, and words of this help
+ZERO_IS_PLAIN = {  # keys whose help explains the value 0 without the digit 0 -> words in this help
     "gconfig.frequency_penalty": "subtracted from",
     "gconfig.presence_penalty": "subtracted from",
     "gconfig.seed": "seed of the sampling",
@@ -288,7 +288,8 @@ def test_an_interval_contains_its_square_ends(value: float, interval: str, insid
 
 
 def test_a_group_of_one_learns_without_a_groups_baseline() -> None:
-    """Groups of one sample are allowed with a baseline over the batch, with no baseline, and in an evaluation."""
+    """Groups of one sample are accepted in three cases: the baseline is the batch's mean, there is no baseline, or the
+    run only evaluates."""
     for words in (["actor.adv_norm.mean_level=batch"], ["actor.adv_norm.mean_level=none"], ["mode=eval"]):
         assert load(["gconfig.n_samples=1", *words]).gconfig.n_samples == 1
 
@@ -344,15 +345,16 @@ def test_group_size_and_n_samples_are_one_number() -> None:
 
 
 def test_derived_values_are_written_back() -> None:
-    """`load` also fills in defaults that depend on other keys. So a run's config.yaml contains every value that the run
-    uses."""
+    """`load` also fills in defaults that depend on other keys. A run's config.yaml therefore contains every value that
+    the run uses."""
     config = load(["rollout.max_head_offpolicyness=2", "train_dataset.batch_size=3"])
     assert (config.rollout.consumer_batch_size, config.rollout.max_concurrent_rollouts) == (3, 9)
 
 
 def test_the_servers_key_is_made_and_never_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A run that starts its servers makes a new key, unless the user gives one. `changed`, which compares a run with
-    its earlier config.yaml, does not report this key, because config.yaml does not contain the key."""
+    """A run that starts its own servers generates a new server key, unless the user gives one. `changed`, which
+    compares a run with its earlier config.yaml, does not report the server key, because config.yaml does not contain
+    it."""
     monkeypatch.delenv("NANO_AREAL_SERVER_KEY", raising=False)
     new, other = load([]), load([])
     assert len(new.rollout.server_key) > 16
@@ -361,7 +363,7 @@ def test_the_servers_key_is_made_and_never_written(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("NANO_AREAL_SERVER_KEY", "mine")
     assert load(["rollout.server_addrs=[http://gpu:1]"]).rollout.server_key == "mine"
     written = asdict(new)
-    del written["rollout"]["server_key"]  # as run/command.py writes config.yaml
+    del written["rollout"]["server_key"]  # run/command.py also writes config.yaml without it
     OmegaConf.save(written, tmp_path / "config.yaml")
     assert changed(tmp_path / "config.yaml", other) == []
 

@@ -1,4 +1,5 @@
-"""The doctor's rules: each rule fires on the metrics of a sick run and is silent on similar metrics of a healthy run.
+"""The doctor's rules: each rule fires on the metrics of a sick run and does not fire on similar metrics of a healthy
+run.
 
 Other tests check the command line, the canary and the search for a function that blocks the event loop. The canary
 finds servers without the trainer's weights. The last tests start real runs.
@@ -59,8 +60,8 @@ HEALTHY: dict[str, Any] = {
 
 
 def lines_of(count: int, **last: Any) -> list[dict[str, Any]]:
-    """Return `count` healthy lines. In `last`, a list sets a metric of the last lines, and a number sets a metric of
-    all lines."""
+    """Return `count` healthy lines. `last` changes metrics: a list gives the values in the last lines, and a number
+    gives the value in all lines."""
     lines = [{"step": 1 + k, **HEALTHY} for k in range(count)]
     for name, value in last.items():
         values = value if isinstance(value, list) else [value] * count
@@ -114,7 +115,7 @@ CASES: list[
 
 @pytest.mark.parametrize(("rule", "sick", "near"), CASES)
 def test_a_rule_fires_on_the_sick_run_alone(rule: str, sick: dict[str, Any], near: dict[str, Any]) -> None:
-    """Each rule fires on the metrics of a sick run, and is silent on similar metrics of a healthy run."""
+    """Each rule fires on the metrics of a sick run, and does not fire on similar metrics of a healthy run."""
     steps = next(each.steps for each in RULES if each.name == rule)
     assert rule in rules_that_fire(lines_of(steps, **sick))
     assert rule not in rules_that_fire(lines_of(steps, **near))
@@ -161,7 +162,8 @@ RANGES: dict[str, Any] = {  # the intervals in which the metrics of healthy runs
 
 @st.composite
 def healthy_runs(draw: st.DrawFn) -> list[dict[str, Any]]:
-    """Draw a healthy run: every metric lies in its interval, and the entropy falls by at most a tenth per step."""
+    """Draw random metrics of a healthy run: every metric lies in its interval, and the entropy falls by at most a tenth
+    per step."""
     lines: list[dict[str, Any]] = []
     for step in range(1, draw(st.integers(1, 25)) + 1):
         drawn = {k: draw(st.integers(*r) if isinstance(r[0], int) else st.floats(*r)) for k, r in RANGES.items()}
@@ -177,8 +179,8 @@ def test_healthy_metrics_raise_nothing(lines: list[dict[str, Any]]) -> None:
 
 
 def test_missing_metrics_silence_a_rule() -> None:
-    """The lines of a run from an earlier revision may lack metrics. For such lines no rule fires, and no error is
-    raised."""
+    """Earlier revisions of the code did not write every metric. If metrics are missing in the lines of a run, no rule
+    fires and no exception is raised."""
     assert examine([{"step": k} for k in range(1, 30)], CONFIG) == []
 
 
@@ -206,8 +208,8 @@ def test_a_finding_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_strict_ends_the_run_and_off_is_silent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With doctor=strict a finding raises Unhealthy with the rule's text, but the rule `waiting`, which finds a slow
-    run, does not raise Unhealthy. With doctor=off the doctor prints nothing."""
+    """With doctor=strict a finding raises Unhealthy with the rule's text. The rule `waiting`, which fires on a slow
+    run, raises nothing. With doctor=off the doctor prints nothing."""
     with pytest.raises(Unhealthy, match="the staleness gate"):
         doctor_of(tmp_path / "strict", "strict").check(lines_of(1, staleness_max=9.0))
     doctor_of(tmp_path / "slow", "strict").check(lines_of(10, rollout_wait_s=2.0))
@@ -227,7 +229,8 @@ def check_afterwards(folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[
 
 
 def test_the_command_checks_a_run_afterwards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The command says which rules fired, at which step, and whether generation or training limits the speed."""
+    """`python -m run.doctor` says which rules fired, at which step, and whether generation or training limits the
+    speed."""
     OmegaConf.save({"actor": {"dtype": "float32"}, "rollout": {"max_head_offpolicyness": 1}}, tmp_path / "config.yaml")
     lines = lines_of(12, staleness_max=[1.0, 2.0, 3.0], rollout_wait_s=1.6)
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -261,7 +264,7 @@ def test_no_signal_share() -> None:
 
 
 def test_baseline_bias() -> None:
-    """If the baseline of every group is the group's mean, the bias is 0. The bias counts each trained turn once,
+    """If the baseline of every group is the group's mean, the bias is 0. In the bias each trained turn counts once,
     whatever the turn's length. If a group has a wrong baseline, the bias is above 0."""
     rows = [[0, 0, 1.0, 1, 1], [0, 0, -1, 0, 0], [0, 0, 0.5, 0.5, 0], [0, 0, -0.5, 0, 2]]
     batch = {
@@ -276,8 +279,8 @@ def test_baseline_bias() -> None:
 
 
 def test_standard_ppo_and_other_baselines_raise_nothing() -> None:
-    """The rule `no_correction` is silent with standard PPO, and the rule `baseline` is silent if the baseline is the
-    batch's mean."""
+    """The rule `no_correction` does not fire with standard PPO, and the rule `baseline` does not fire if the baseline
+    is the batch's mean."""
     lines = lines_of(3, behave_ess=1.0, behave_weight_mean=1.0, baseline_bias=0.5)
     assert rules_that_fire(lines) == {"no_correction", "baseline"}
     other = load(["actor.use_decoupled_loss=false", "actor.adv_norm.mean_level=batch"])
@@ -286,7 +289,7 @@ def test_standard_ppo_and_other_baselines_raise_nothing() -> None:
 
 def test_scores_of_the_canary() -> None:
     """compare_scores counts servers with unchanged scores, and returns the largest difference from the trainer's
-    scores. If all servers have the new weights, both numbers are 0."""
+    scores. If all servers have the new weights, compare_scores returns 0 for the count and for the difference."""
     old, new = torch.tensor([0.0, -1.0]), torch.tensor([0.0, -1.5])
     before = torch.stack([old, old, old])  # the scores of the trainer and of two servers
     assert compare_scores(before, torch.stack([new, new, new])) == {"canary_mismatch": 0.0, "canary_unchanged": 0}
@@ -298,9 +301,9 @@ def test_scores_of_the_canary() -> None:
 
 
 def test_the_trainer_does_not_wait_for_the_canary(start_tiny_server: Any, tiny_model_dir: Path) -> None:
-    """While a server is paused, Canary.start returns, although the server answers only after the pause. Threads
-    wait for the answers. If a server has died, Canary.finish returns {}. If a thread raises another error than that of
-    a dead server, Canary.finish raises this error."""
+    """If a server is paused, Canary.start still returns at once, and threads wait for the server's answer, which comes
+    after the pause. If a server has died, Canary.finish returns {}. If a thread fails for another reason than a dead
+    server, Canary.finish raises the thread's exception."""
     actor = FSDPPPOActor(PPOActorConfig(), tiny_model_dir)
     actor.create_process_group()
     actor.initialize(max_steps=1)
@@ -329,8 +332,8 @@ def test_the_trainer_does_not_wait_for_the_canary(start_tiny_server: Any, tiny_m
 
 
 def test_a_blocked_loop_is_named() -> None:
-    """While a function blocks the event loop, find_blocker returns the function's name, file and line. Afterwards it
-    returns None."""
+    """While a function blocks the event loop, find_blocker returns the function's name, file and line. If no function
+    blocks the event loop, find_blocker returns None."""
     runner, entered, release = AsyncTaskRunner(2), threading.Event(), threading.Event()
 
     async def blocking_agent() -> None:
@@ -354,8 +357,8 @@ def test_a_blocked_loop_is_named() -> None:
 @pytest.mark.runs
 @pytest.mark.parametrize(("agent", "rule"), [("BlockingAgent", "blocked_loop"), ("SilentAgent", "rejection")])
 def test_a_run_that_never_ends_its_first_step_is_stopped(tmp_path: Path, agent: str, rule: str) -> None:
-    """With doctor=strict, a blocked event loop or endless rejections end the run. The run prints the rule's line and
-    exits with code 1."""
+    """With doctor=strict, the run ends during its first step if the event loop is blocked or if all groups are
+    rejected. The run prints the rule's line and exits with code 1."""
     words = command(tmp_path, *SMALL_GUESS, f"workflow=sick_agents.{agent}", "doctor=strict")
     done = subprocess.run(words, cwd=ROOT, env=WITH_TEST_MODULES, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1, done.stderr[-2000:]

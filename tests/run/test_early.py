@@ -1,4 +1,5 @@
-"""Tests of the early processes: which processes start, what an order does, and what happens without an order."""
+"""Tests of run/early.py: which processes start early, what they do after an order, and what they do without an
+order."""
 
 import sys
 from pathlib import Path
@@ -44,7 +45,8 @@ def started(module: str, folder: Path, gpus: list[str]) -> tuple[int, str]:
 
 @pytest.mark.parametrize("is_early", [True, False])
 def test_an_order_does_what_the_command_does(module: str, tmp_path: Path, is_early: bool) -> None:
-    """An early process gets the words and the keys, writes to the log, and ends with the exit code of the command."""
+    """After an order, an early process does what the ordinary command does: it gets the command's arguments and keys,
+    writes to the log, and ends with the command's exit code."""
     if is_early:
         early.start(module)
     code, log = started(module, tmp_path, gpus=[])
@@ -55,7 +57,7 @@ def test_an_order_does_what_the_command_does(module: str, tmp_path: Path, is_ear
 
 
 def test_a_process_with_gpus_is_ordinary(module: str, tmp_path: Path) -> None:
-    """An early process has no GPUs, so a child with GPUs is an ordinary process."""
+    """An early process sees no GPU, so a child that needs GPUs is started as an ordinary process."""
     early.start(module)
     _, log = started(module, tmp_path, gpus=["3"])
     assert log.startswith("an ordinary process")
@@ -64,7 +66,7 @@ def test_a_process_with_gpus_is_ordinary(module: str, tmp_path: Path) -> None:
 
 
 def test_a_dead_early_process_is_replaced(module: str, tmp_path: Path) -> None:
-    """If the early process has ended before the order, the child is an ordinary process."""
+    """If the early process has ended before it gets an order, an ordinary process is started instead."""
     early.start(module)
     early.kill_waiting()
     assert early.waiting[module].returncode
@@ -91,7 +93,8 @@ def test_without_an_order_the_process_ends(module: str) -> None:
     ],
 )
 def test_a_run_prepares_what_it_starts(words: list[str], modules: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A small server is prepared only if the run starts small servers. A dry run prepares nothing."""
+    """An early process for the small server is started only if the run uses small servers of its own. A dry run starts
+    no early process."""
     prepared: list[str] = []
     monkeypatch.setattr(early, "start", prepared.append)
     early.prepare(load(words))

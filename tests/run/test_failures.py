@@ -12,7 +12,7 @@ from run.failures import Failures, report
 
 
 def raised(error: Exception) -> Exception:
-    """Return the exception with a traceback, which it gets by being raised and caught."""
+    """Raise and catch the exception, so that it has a traceback, and return it."""
     try:
         raise error
     except Exception as caught:
@@ -20,8 +20,8 @@ def raised(error: Exception) -> Exception:
 
 
 def test_one_line_for_each_distinct_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Failures that differ only in numbers count as one failure. Such failures get one line, one traceback, and at the
-    end a count."""
+    """Failures that differ only in numbers count as one failure. For such failures, the run prints one line, writes one
+    traceback, and at the end prints how often they occurred."""
     logger, log = logging.getLogger("nano_areal.test"), tmp_path / "logs" / "failures.log"
     failures = Failures(log)
     for k in range(5):
@@ -44,8 +44,8 @@ def test_a_text_that_is_no_unicode_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The text of an exception may contain a lone surrogate (a half of a UTF-16 pair). The terminal and the log show
-    the surrogate's number, and the report of the failure raises nothing. The captured terminal takes only UTF-8, as the
-    terminal of a live table does."""
+    the surrogate as an escape sequence, and reporting the failure raises no exception. The captured output accepts only
+    valid UTF-8, as a terminal with the live table does."""
     monkeypatch.setattr(logging.getLogger("nano_areal"), "propagate", False)  # pytest-xdist cannot send a surrogate
     logger, log = logging.getLogger("nano_areal.test"), tmp_path / "logs" / "failures.log"
     failures, error = Failures(log), raised(ValueError("bad \ud800 name"))
@@ -68,7 +68,8 @@ def test_a_text_that_is_no_unicode_is_reported(
     ],
 )
 def test_a_failing_run_says_what_to_do(tmp_path: Path, agent: str, reason: str, remedy: str) -> None:
-    """A run whose episodes all fail prints at most 15 lines, without a traceback. The last lines say what to do."""
+    """A run whose episodes all fail prints at most 15 lines, without a traceback. The last lines of the output say how
+    to correct the failure."""
     words = command(tmp_path, *SMALL_GUESS, f"workflow=sick_agents.{agent}")
     done = subprocess.run(
         words, cwd=ROOT, env=WITH_TEST_MODULES, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300
@@ -88,7 +89,7 @@ def test_a_failing_run_says_what_to_do(tmp_path: Path, agent: str, reason: str, 
 
 def test_a_log_that_cannot_be_written_hides_no_reason(tmp_path: Path) -> None:
     """If the disk is full, the traceback cannot be written into the log. The terminal still shows the reason and the
-    remedy. Here the log's folder is a file, so that nothing can be written into it."""
+    remedy. In this test the path of the log's folder is a file, so that the log cannot be written."""
     (tmp_path / "logs").write_text("")
     text = report(OSError(28, "No space left on device"), tmp_path / "logs" / "failures.log")
     assert "No space left on device" in text
@@ -97,9 +98,9 @@ def test_a_log_that_cannot_be_written_hides_no_reason(tmp_path: Path) -> None:
 
 @pytest.mark.runs
 def test_a_full_disk_ends_the_run_with_the_remedy(tmp_path: Path) -> None:
-    """A run that cannot write a checkpoint ends with the reason and with what to do. The exception that torch raises
-    here is no subclass of Exception. The test limits the size of files: the limit is above the model's size, and below
-    the checkpoint's size."""
+    """A run that cannot write a checkpoint ends with an error that names the reason and the remedy. The exception that
+    torch raises if a checkpoint cannot be written is no subclass of Exception. The test sets a maximum file size
+    (ulimit -f) between the model's size and the checkpoint's size."""
     words = command(tmp_path, *SMALL_GUESS, "max_steps=3", "recover_interval=1")
     limited = ["bash", "-c", 'ulimit -f 1000; exec "$@"', "bash", *words]
     done = subprocess.run(limited, cwd=ROOT, capture_output=True, text=True, timeout=300)

@@ -1,5 +1,5 @@
 """bench/gpu_check.py runs a list of cells, each of which is a process that checks one thing on a GPU. The script lists
-only cells that can start, ends a cell that hangs, and goes on after a cell that fails."""
+only the cells that can start on this machine, kills a cell that hangs, and goes on after a cell that fails."""
 
 import json
 import os
@@ -28,7 +28,8 @@ MACHINES = {  # for each name, a machine whose cells the tests check
 
 
 def cells_of(machine: str, work: Path) -> dict[str, Any]:
-    """Return the cells that the script lists for MACHINES[machine], by name."""
+    """Return a dict from the name of each cell to the cell, for the cells that the script lists for
+    MACHINES[machine]."""
     return {cell.name: cell for cell in bench.list_cells(MACHINES[machine], work)}
 
 
@@ -36,8 +37,8 @@ def cells_of(machine: str, work: Path) -> dict[str, Any]:
 def test_every_run_of_the_check_has_a_plan_that_fits(
     machine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each cell that runs train.py passes the checks of a run's start, as `--dry-run` shows: the configuration is
-    valid, the mode of the weight update fits the GPUs, and the memory of GPUs of 80 GiB is sufficient."""
+    """Each cell that runs train.py passes the checks of `--dry-run`: the configuration is valid, the mode of the weight
+    update fits the GPUs, and 80 GiB of memory on each GPU are sufficient."""
     for shape in bench.SHAPES:
         bench.make_config(shape, 1, 2).save_pretrained(tmp_path / f"model-{shape}")
     gpus = MACHINES[machine].gpus
@@ -52,8 +53,8 @@ def test_every_run_of_the_check_has_a_plan_that_fits(
 
 
 def test_an_impossible_cell_is_not_listed(tmp_path: Path) -> None:
-    """A cell with NCCL between trainer and server needs two GPUs, and a machine without the packages of train.py runs
-    only the cells that need no server."""
+    """A cell in which trainer and server communicate over NCCL is listed only if there are two GPUs. If the packages of
+    train.py are not installed, only the cells that need no server are listed."""
     assert "run-distributed" not in cells_of("one GPU", tmp_path)
     assert {"run-distributed", "run-split"} <= cells_of("four GPUs", tmp_path).keys()
     bare = bench.list_cells(bench.Machine(1, has_sglang=False, missing="fastapi"), tmp_path)
@@ -61,7 +62,7 @@ def test_an_impossible_cell_is_not_listed(tmp_path: Path) -> None:
 
 
 def test_the_list_starts_nothing(tmp_path: Path) -> None:
-    """`--list` prints every cell with its limit and its command, and makes no folder."""
+    """`--list` prints every cell with its time limit and its command, and makes no folder."""
     command = [sys.executable, "bench/gpu_check.py", "--list", "--gpus", "4", "--work", str(tmp_path / "work")]
     text = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60).stdout
     assert "run-torchrun (at most 600 s)" in text
@@ -102,10 +103,10 @@ def check(work: Path, cells: list[Any], seconds: float = 600) -> tuple[int, dict
 
 
 def test_a_cell_that_hangs_is_ended_with_its_processes(tmp_path: Path) -> None:
-    """A cell that runs longer than its limit is killed with all its processes, including a process in a process session
-    of its own whose parent has ended. The row of the killed cell names the limit. After a cell that fails or cannot
-    start, the next cell still runs. If the time for all cells is over, the remaining cells get a row that says so. A
-    second call repeats only the cells that have not succeeded."""
+    """A cell that exceeds its time limit is killed with all its processes, even with a process that has its own process
+    session and whose parent has ended. The row of the killed cell names the time limit. After a cell that fails or
+    cannot start, the next cell still runs. When the time limit for all cells is reached, each remaining cell gets a row
+    that says so. A second run of the script repeats only the cells that have not succeeded."""
     script, pids = tmp_path / "stubborn.py", tmp_path / "pids"
     script.write_text(STUBBORN)
     count = f"open({str(tmp_path / 'count')!r}, 'a').write('x'); print('fine')"
@@ -154,8 +155,8 @@ def bench_children(pid: int) -> list[int]:
 
 @pytest.mark.runs
 def test_the_script_goes_through_all_its_cells(tmp_path: Path) -> None:
-    """Without a GPU every cell runs to its end, and each cell that trains gets a row with its numbers. The cells that
-    run tests are left out."""
+    """On a machine without a GPU, every listed cell runs to its end, and each cell that trains gets a row with its
+    measurements. This test leaves out the cells that run pytest."""
     names = [name for name in cells_of("no GPU", tmp_path) if not name.startswith("test")]
     command = [sys.executable, "bench/gpu_check.py", "--work", str(tmp_path), "--minutes", "20", "--cells", *names]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}

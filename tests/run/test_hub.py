@@ -23,7 +23,8 @@ NAME = "someone/tiny-model"
 
 
 class Hub(ThreadingHTTPServer):
-    """A hub with one model. If `token` is set, the model is gated. `asked` records the paths of all requests."""
+    """A hub with one model. If `token` is set, only requests with this token get the model. `asked` records the paths
+    of all requests."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(("127.0.0.1", 0), Answers)
@@ -85,7 +86,7 @@ def hub(tiny_model_dir: Path) -> Iterator[Hub]:
 
 
 def plan(tmp_path: Path, environment: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
-    """Run train.py --dry-run in this environment."""
+    """Run train.py --dry-run with these environment variables."""
     whole = command(tmp_path / "runs", *SMALL_GUESS, "--dry-run", *words)
     return subprocess.run(whole, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
 
@@ -135,7 +136,8 @@ def test_a_gated_model_needs_the_token(hub: Hub, tmp_path: Path) -> None:
 def test_what_the_hub_does_not_give_is_one_line(
     hub: Hub, tmp_path: Path, words: list[str], more: dict[str, str]
 ) -> None:
-    """An unknown name or revision, a missing network and offline mode end the run with one line."""
+    """If the model's name or revision is unknown, without a network, or in offline mode, the run ends with a one-line
+    error."""
     done = plan(tmp_path, hub.environment(tmp_path / "home", **more), *words)
     assert done.returncode == 2
     [line] = done.stderr.splitlines()
@@ -157,4 +159,4 @@ def test_a_run_keeps_the_revision(hub: Hub, tmp_path: Path) -> None:
     config = OmegaConf.load(tmp_path / "e/t/config.yaml")
     assert config.model_revision == COMMIT
     assert Path(config.model_path).name == COMMIT
-    assert sum(path.endswith("model.safetensors") for path in hub.asked) <= 2  # the hub gets a HEAD and a GET
+    assert sum(path.endswith("model.safetensors") for path in hub.asked) <= 2  # one HEAD and one GET request

@@ -1,6 +1,6 @@
-"""A user's modules may have nearly any name, because most modules of this project are in packages. If a user's
-module has the name of one of this project's modules, the run logs a warning. The first sample of the data must fit the
-workflow."""
+"""A user's modules may have nearly any name, because most modules of this project are in packages. If a user's module
+has the name of one of this project's modules, the run logs a warning. If the first sample of the data does not fit the
+workflow, the run does not start."""
 
 import json
 import os
@@ -83,8 +83,8 @@ LONG = [{"role": "user", "content": "hello " * 10_000}]
 def test_the_first_sample_is_tried_before_anything_starts(
     workflow: type, sample: dict[str, Any], problem: str | None, tmp_path: Path, tiny_model_dir: Path
 ) -> None:
-    """Before a run starts a process, the run tries the first sample. A column that the sample lacks, a prompt that is
-    longer than the context, or an agent with wrong parameters raises an error of one line."""
+    """Before a run starts a process, it checks the first sample. The run ends with a one-line error if the sample lacks
+    a column, if the prompt is longer than the model's context, or if the agent's `run` has wrong parameters."""
     data = tmp_path / "mine.jsonl"
     data.write_text(json.dumps(sample) + "\n")
     words = ["task=null", f"model_path={tiny_model_dir}", f"train_dataset.path={data}"]

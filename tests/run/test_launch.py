@@ -32,10 +32,11 @@ def python(code: str, *words: str) -> list[str]:
 
 
 def test_a_child_does_not_inherit_torchruns_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under torchrun, a process starts its children without torchrun's variables, but with all other variables and with
-    the variables that are planned for the child.
+    """Under torchrun, child processes do not inherit torchrun's environment variables. They inherit all other
+    environment variables, and get the variables that are planned for them.
 
-    SGLang connects its own processes to each other. With torchrun's variables SGLang would wait for torchrun's store.
+    SGLang connects its own processes to each other. If SGLang inherited torchrun's variables, it would wait for
+    torchrun's store (torch.distributed).
     """
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python", sys.executable, "-c"]
     show = "import json, os; print(json.dumps(dict(os.environ)))"
@@ -101,7 +102,7 @@ def test_keys_reach_the_processes_by_a_pipe() -> None:
 def test_a_leash_passes_a_key_that_begins_with_a_hyphen() -> None:
     """run/leash.py reads the server's key from its standard input, and the server's parser accepts any key.
 
-    One random key in 64 begins with "-". argparse would take such a word for an option.
+    One random key in 64 begins with "-". argparse would mistake a separate argument with such a key for an option.
     """
     parse = "import argparse; p = argparse.ArgumentParser(); p.add_argument('--api-key'); print(p.parse_args().api_key)"
     command = [sys.executable, "run/leash.py", "--api-key", *python(parse)]
@@ -248,8 +249,9 @@ def test_a_run_starts_its_only_server_again(tmp_path: Path, mode: str) -> None:
 @pytest.mark.runs
 @pytest.mark.parametrize("mode", ["disk", "tensor"])
 def test_a_run_releases_the_servers_memory(tmp_path: Path, mode: str) -> None:
-    """With server.release_memory the server loses its weights in every training step. The steps also interrupt the long
-    answers of the maze. The run loses no token, and the trainer's log-probabilities agree with the server's."""
+    """With server.release_memory the server loses its weights in every training step. Training steps also interrupt the
+    long answers of the maze task. The run loses no token, and the trainer's log-probabilities agree with the
+    server's."""
     words = [*STRADDLING_MAZE, "max_steps=3", "server.release_memory=true", f"weight_update.mode={mode}"]
     metrics = run(tmp_path, *words)
     check_metrics(metrics, eta=1)

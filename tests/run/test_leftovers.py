@@ -1,4 +1,5 @@
-"""After a run has ended, nothing of the run is left. A killed run trains each step and each group once."""
+"""After a run has ended, no process, thread or temporary file of the run is left. A run that is killed and continued
+trains each step and each group once."""
 
 import getpass
 import importlib
@@ -27,7 +28,8 @@ ERRORS = [
 
 
 def leftovers(tmp_path: Path, *error: str) -> dict[str, list[str]]:
-    """Run two steps of the demo, with a planted error or without, and return what is left afterwards."""
+    """Run two steps of the demo, and return the threads, processes and files that are left. If `error` is given, plant
+    this error in the code first."""
     (folder := tmp_path / "tmp").mkdir()
     words = [*SMALL_GUESS, "train_dataset.batch_size=2", "max_steps=2", f"weight_update.path={folder / 'weights'}"]
     words += ["rollout.openai.mode=subproc", "rollout.openai.subproc_max_workers=2"]
@@ -54,18 +56,18 @@ def test_a_run_leaves_nothing_behind(tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="tests/leftovers.py reads /proc")
 @pytest.mark.parametrize(("kind", "file", "line", "changed"), ERRORS)
 def test_what_is_left_behind_is_named(tmp_path: Path, kind: str, file: str, line: str, changed: str) -> None:
-    """The check of the previous test finds each planted error, and names what is left."""
+    """If an error is planted in the code that cleans up after a run, `leftovers` names what is left."""
     assert leftovers(tmp_path, file, line, changed)[kind]
 
 
 @pytest.mark.parametrize(("kind", "file", "line", "changed"), ERRORS)
 def test_a_planted_error_changes_one_place(kind: str, file: str, line: str, changed: str) -> None:
-    """The slow test above plants an error by replacing a piece of code. This quick test checks that the piece occurs in
-    its file exactly once."""
+    """The slow test above plants an error by replacing a piece of code. This quick test checks that the code to replace
+    occurs in its file exactly once."""
     assert (ROOT / file).read_text().count(line) == 1
 
 
-# For each error in a run's results: the change, and the words of the error
+# For each error in a run's results: the change that makes it, and words of the check's error message
 Steps = list[dict[str, Any]]
 WRONG: list[tuple[Callable[[Steps], Any], str]] = [
     (lambda steps: steps.pop(3), "every step once"),
@@ -82,8 +84,8 @@ WRONG: list[tuple[Callable[[Steps], Any], str]] = [
 def test_a_lost_or_repeated_group_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Steps], Any], words: str | None
 ) -> None:
-    """The check of bench/soak.py accepts a run that trained each step and each group once. It refuses a run with a
-    missing or repeated step or group, with a group that is too old, or with a token that is too new."""
+    """The check of bench/soak.py accepts a run that trained each step and each group once. The check refuses a run with
+    a missing or repeated step or group, with a group that is too old, or with a token that is too new."""
     monkeypatch.syspath_prepend(ROOT / "bench")
     soak = importlib.import_module("soak")
     steps: Steps = [

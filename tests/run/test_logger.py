@@ -50,8 +50,8 @@ def test_the_table_fits_the_terminal(logger: Logger, monkeypatch: pytest.MonkeyP
 
 
 def test_reports_take_a_small_share_of_the_time(logger: Logger, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step takes 1 s, and so does a report. A report is left out if the earlier reports took more than 1/50 of the
-    time."""
+    """In this test a step takes 1 s, and writing a report takes 1 s. A report is skipped if the earlier reports took
+    more than 1/50 of the time."""
     seconds, written = [0.0], []
 
     def write(_: Path) -> None:
@@ -68,8 +68,9 @@ def test_reports_take_a_small_share_of_the_time(logger: Logger, monkeypatch: pyt
 def test_what_a_client_sends_unasked_is_counted_and_said_once(
     tiny_tokenizer: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each of two steps has a request for a title, a call with `store: false` and an image. The metrics count all three
-    in both steps. The logger reports them only in the first step, and names the configuration key of each."""
+    """Each of two steps has a request for a title, a call with `store: false` and an image. The metrics of both steps
+    count the requests for a title, the calls with `store: false` and the images. The logger prints a message about each
+    of the three only in the first step. The messages about the first two name the configuration key."""
     cache = InteractionCache()
     for name, system in (("work", "You code."), ("title", "You write titles.")):
         messages = [{"role": "system", "content": system}, {"role": "user", "content": f"hello {PLACEHOLDER}"}]

@@ -28,7 +28,7 @@ def config(model: Path | str = "DIR", *words: str) -> TrainConfig:
 
 
 def gpus_of(gpus: int, ranks: int, *words: str) -> list[list[str]]:
-    """Return which GPUs each planned server gets, for this number of GPUs and ranks."""
+    """Return the GPUs of each planned server on a machine with this number of GPUs and ranks."""
     plan = plan_servers(config("DIR", "server.backend=tiny", *words), [str(k) for k in range(gpus)], ranks)
     return [process.gpus for process in plan]
 
@@ -71,7 +71,7 @@ def test_too_few_gpus_are_refused(gpus: int, ranks: int, words: list[str]) -> No
 
 @pytest.mark.parametrize("words", [[], ["rollout.server_addrs=[http://up]", "server.backend=auto"]])
 def test_more_ranks_than_gpus_are_refused(words: list[str]) -> None:
-    """Each rank needs a GPU of its own, with servers of the run and with servers that are already running."""
+    """Each rank needs a GPU of its own, whether the run starts its servers or the servers are already running."""
     with pytest.raises(ConfigError, match=r"4 trainers .* need one GPU each, but there are 2: .*--nproc-per-node=2"):
         gpus_of(2, 4, *words)
 
@@ -98,7 +98,8 @@ def test_the_command_of_sglang() -> None:
 
 def test_a_server_may_share_only_some_of_its_gpus() -> None:
     """If the trainer uses one of a server's two GPUs, the server's GPUs have different amounts of free memory. SGLang
-    0.5.23 ends for this reason, unless an environment variable turns the check off (srt/distributed/bootstrap.py)."""
+    0.5.23 exits if its GPUs differ in free memory, unless an environment variable turns this check off
+    (srt/distributed/bootstrap.py)."""
     [server] = plan_servers(config("DIR", *SGLANG, "server.tp_size=2"), ["0", "1"], 1)
     assert server.gpus == ["0", "1"]
     assert server.variables == {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0"}
@@ -107,9 +108,10 @@ def test_a_server_may_share_only_some_of_its_gpus() -> None:
 def test_a_server_that_releases_its_memory() -> None:
     """With server.release_memory, SGLang gets the option --enable-memory-saver.
 
-    The key is refused with rollout.pause_mode=in_place, because a paused server then keeps its KV cache. The key is
-    refused together with server.max_restarts, because a new server could need memory that the trainer is using. The key
-    is also refused if no server shares a GPU with the trainer, because the key would then only cost time.
+    server.release_memory is refused with rollout.pause_mode=in_place, because a paused server then keeps its KV cache.
+    server.release_memory is refused together with server.max_restarts, because a restarted server could need memory
+    that the trainer is using. If no server shares a GPU with the trainer, server.release_memory is refused, because
+    releasing memory would then only cost time.
     """
     given = ["server.backend=sglang", "server.command=sglang", "server.release_memory=true"]
     [process] = plan_servers(config("DIR", *given), ["0"], 1)
@@ -131,8 +133,9 @@ def test_sglang_on_a_gpu_computes_float32_logits() -> None:
 
 
 def test_the_recipe_for_ones_own_model_fits_gpus() -> None:
-    """configs/own.yaml has answers as long as in configs/gsm8k.yaml, and the servers and the trainer get as much
-    memory. With the default of 16,384 tokens a server would decode only about 14 such answers at a time."""
+    """configs/own.yaml sets the same answer length and the same server keys as configs/gsm8k.yaml, and turns on
+    gradient checkpointing. With the default server.max_total_tokens of 16,384, a server would decode only about 14
+    answers of this length at a time."""
     own = load(["--config", "own", "model_path=DIR", "train_dataset.path=DATA", "workflow=MODULE.AGENT"])
     assert own.gconfig.max_new_tokens == config().gconfig.max_new_tokens
     assert own.server == config().server
@@ -143,7 +146,7 @@ def test_the_recipe_for_ones_own_model_fits_gpus() -> None:
 
 
 def make_python(folder: Path, nccl: str) -> str:
-    """Write a program that stands in for the Python of a server, and prints its version of NCCL. Return the path."""
+    """Write a program that replaces the server's Python and prints this NCCL version. Return the program's path."""
     path = folder / "python"
     path.write_text(f"#!/bin/sh\necho '{nccl}'\n")
     path.chmod(0o755)
@@ -178,7 +181,7 @@ def test_a_mode_of_the_update_that_the_gpus_rule_out_is_refused(
     gpus: int, ranks: int, words: list[str], says: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The update mode distributed is refused if two processes share a GPU, because NCCL refuses this. The mode tensor
-    is refused if a server does not use rank 0's GPU. The error names a mode of the update that works."""
+    is refused if a server does not use rank 0's GPU. The error suggests an update mode that works."""
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 5))
     names, given = [str(k) for k in range(gpus)], config("DIR", *SGLANG_WORDS[: 2 if gpus else 0], *words)
     given.server.command = given.server.command.replace("PY", make_python(tmp_path, "(2, 27, 5)"))
@@ -196,8 +199,8 @@ def test_a_mode_of_the_update_that_the_gpus_rule_out_is_refused(
     ],
 )
 def test_servers_elsewhere_need_the_address_of_the_trainer(server: str, words: list[str], works: bool) -> None:
-    """In the update mode distributed, a server on another machine connects to weight_update.address. The plan refuses a
-    loopback address there, because the server would connect to itself."""
+    """In the update mode distributed, a server on another machine connects to weight_update.address. For such a server,
+    the plan refuses a loopback address as weight_update.address, because the server would connect to itself."""
     given = config("DIR", "weight_update.mode=distributed", f"rollout.server_addrs=['{server}']", *words)
     refused = pytest.raises(ConfigError, match=r"10.0.0.5:30000 would connect to itself: set weight_update.address to")
     with nullcontext() if works else refused:
@@ -223,8 +226,8 @@ def test_servers_elsewhere_need_the_address_of_the_trainer(server: str, words: l
 )
 def test_the_plan_chooses_how_new_weights_are_sent(gpus: int, ranks: int, words: list[str], mode: str) -> None:
     """If every server uses the trainer's first GPU, the plan chooses mode tensor. If no server shares a GPU with the
-    trainer, the plan chooses mode distributed. In all other cases, and on a CPU, the plan chooses mode disk. Every
-    chosen mode passes the check of the plan."""
+    trainer, the plan chooses mode distributed. In all other cases, and on a CPU, the plan chooses mode disk.
+    `check_update_mode` accepts every mode that the plan chooses."""
     names = [str(k) for k in range(gpus)]
     given = config("DIR", "dry_run=true", f"gpus={max(gpus, 1)}", "server.backend=sglang", *words)
     planned = plan_servers(given, names, ranks)
@@ -234,8 +237,8 @@ def test_the_plan_chooses_how_new_weights_are_sent(gpus: int, ranks: int, words:
 
 
 def test_another_version_of_nccl_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the server's own Python environment has another version of NCCL, the update mode distributed is refused, but
-    the mode disk is accepted."""
+    """If the server runs in another Python environment, and NCCL has another version there, the update mode distributed
+    is refused, and the mode disk is accepted."""
     python = make_python(tmp_path, "(2, 30, 1)")
     for version in ((2, 30, 1), (2, 27, 5)):
         monkeypatch.setattr(torch.cuda.nccl, "version", lambda version=version: version)
@@ -248,8 +251,7 @@ def test_another_version_of_nccl_is_refused(tmp_path: Path, monkeypatch: pytest.
 
 
 def install(folder: Path, monkeypatch: pytest.MonkeyPatch, requires: str) -> None:
-    """Write the metadata of an sglang package that has this requirement into a folder, and put the folder on
-    sys.path."""
+    """Write the metadata of an sglang package that requires `requires` into `folder`, and put `folder` on sys.path."""
     info = folder / "sglang-0.5.23.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: sglang\nVersion: 0.5.23\nRequires-Dist: {requires}\n")
@@ -272,7 +274,8 @@ def test_an_sglang_for_this_torch_is_taken(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_without_sglang_the_ways_to_it_are_named() -> None:
-    """If SGLang is missing, the message describes how to install SGLang and how to use SGLang from elsewhere."""
+    """If SGLang is not installed, the error message says how to install SGLang and how to use another installation or a
+    running server."""
     with pytest.raises(ConfigError, match=r"not installed here: pip install .* server.command=.* rollout.server_addrs"):
         check_sglang()
 
@@ -304,8 +307,8 @@ def test_a_server_elsewhere_needs_a_key() -> None:
     [(set(), "", False), ({"/health"}, "", False), ({"/model_info"}, "", True), ({"/workers"}, "/", True)],
 )
 def test_a_server_of_another_kind_is_refused(routes: set[str], end: str, fits: bool) -> None:
-    """A server that is not an inference server is refused. A router is accepted, because a router answers GET
-    /workers."""
+    """A URL in rollout.server_addrs is refused if its server is not an inference server. A router is accepted, because
+    a router answers GET /workers."""
 
     class Answers(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -328,7 +331,7 @@ def test_a_server_of_another_kind_is_refused(routes: set[str], end: str, fits: b
 
 
 def test_too_little_memory_says_what_to_turn_down() -> None:
-    """If the memory is too small, the message lists the keys to reduce, with the best key first."""
+    """If the memory is too small, the error message lists what to reduce. server.max_total_tokens comes first."""
     needs = [(Planned("rank 0", [], ["0"]), 30.0), (Planned("server-0", [], ["0", "1"]), 20.0)]
     check_memory(needs, ["0", "1"], 50.0)
     with pytest.raises(

@@ -1,5 +1,5 @@
-"""Tests of a restart after `kill -9`. No step is lost or repeated, no group is lost or trained on twice, and no token
-comes from weights that were lost.
+"""Tests of the restart of a run after `kill -9`. The restarted run loses or repeats no step, loses no group, trains on
+no group twice, and uses no token from weights that were lost.
 
 The first tests check single parts: metrics.jsonl, the group files, the position in the data, and the gate. Later tests
 kill real runs and start them again.
@@ -56,8 +56,8 @@ def group(version: int, task_id: int = 0) -> dict[str, torch.Tensor]:
 
 
 def test_the_lines_of_lost_steps_are_cut(tmp_path: Path) -> None:
-    """cut_metrics removes all lines after the checkpoint's step, complete or not. If the line of a step is missing,
-    cut_metrics raises an error."""
+    """cut_metrics removes all lines after the checkpoint's step, complete or not. If metrics.jsonl lacks the line of a
+    step, cut_metrics raises an error."""
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps({"step": i}) + "\n" for i in range(1, 5)) + '{"step": 5, "rew')
     cut_metrics(path, 3)
@@ -72,8 +72,8 @@ def test_the_lines_of_lost_steps_are_cut(tmp_path: Path) -> None:
 
 
 def test_groups_of_weights_that_are_gone_are_not_put_back(tmp_path: Path) -> None:
-    """GroupLog returns open groups in order. GroupLog leaves out half-written groups, and groups with tokens that are
-    newer than the checkpoint."""
+    """GroupLog.read returns the finished groups in the order of the given ids. It leaves out groups whose files are
+    incomplete, and groups with tokens from versions that are newer than the checkpoint."""
     log = GroupLog(tmp_path / "groups")
     for task_id, version in ((7, 3), (5, 2), (6, 4), (9, 1)):
         log.write(task_id, group(version, task_id))
@@ -112,10 +112,10 @@ def make_executor(tiny_tokenizer):
 
 
 def test_data_order_and_gate_go_on_where_they_were(make_executor, tmp_path: Path) -> None:
-    """After a restart no sample is lost or repeated. The gate admits as many groups as before, and groups from before
-    the restart are consumed first.
+    """After a restart no sample is lost or repeated. The gate starts no more groups than it would have started without
+    the restart, and groups from before the restart are consumed first.
 
-    In AReaL's issue #1388, the gate admits too many groups after a restart.
+    AReaL's issue #1388 reports that the gate lets too many groups start after a restart.
     """
     log = GroupLog(tmp_path / "groups")
     samples = [{"n": n} for n in range(5)]  # 16 draws take more than three epochs, each in a different order
@@ -134,8 +134,8 @@ def test_data_order_and_gate_go_on_where_they_were(make_executor, tmp_path: Path
     state = first.state_dict()
     assert trained == list(range(6))
     assert sorted(state["open"]) == list(range(6, state["next_id"]))
-    log.write(7, group(4, 7))  # group 7 ran again with version 4, which the kill lost
-    (log.folder / "10.safetensors").unlink()  # group 10 was still running
+    log.write(7, group(4, 7))  # group 7 finished with version 4, which was lost
+    (log.folder / "10.safetensors").unlink()  # group 10 had not finished before the restart
 
     second = make_executor(version=3)
     finished = log.read(state["open"], 3)
@@ -158,8 +158,8 @@ def test_data_order_and_gate_go_on_where_they_were(make_executor, tmp_path: Path
 def test_a_run_goes_on_with_another_eta_or_batch(
     make_executor, tmp_path: Path, eta: int, batch: int, kept: int
 ) -> None:
-    """A restart may change eta or the batch size. Groups that would become too old are rolled out again, and no step
-    fails."""
+    """A restart may change eta or the batch size. Groups that would become too old under the new values are generated
+    again, and no step fails."""
     log, samples = GroupLog(tmp_path / "groups"), [{"n": n} for n in range(40)]
     first, data = make_executor(eta=2, batch=2, keep=log.write), loader(samples)
     for version in (1, 2, 3):
@@ -211,9 +211,9 @@ def test_a_checkpoint_is_all_of_the_trainer(tiny_model_dir: Path, tmp_path: Path
     recovery.save(1, actor, Executor())
     recovery.wait()
     shutil.copytree(tmp_path / "recover" / "step00001", tmp_path / "recover" / "step00002")
-    (tmp_path / "recover" / "step00002" / "state.pickle").unlink()  # a kill during the write leaves no such file
-    (tmp_path / "recover" / "step00002" / "__9_0.distcp").touch()  # nine ranks would have written a file with this name
-    own = {"stepping", "step00001-before-I-changed-lr", "step00000"}  # a user's two folders, and an earlier checkpoint
+    (tmp_path / "recover" / "step00002" / "state.pickle").unlink()  # missing if a kill interrupts the write
+    (tmp_path / "recover" / "step00002" / "__9_0.distcp").touch()  # as if ten ranks had written it
+    own = {"stepping", "step00001-before-I-changed-lr", "step00000"}  # two folders of a user, and an older checkpoint
     for name in own:
         (tmp_path / "recover" / name).mkdir()
     expected = step(actor)
@@ -236,7 +236,7 @@ def test_a_checkpoint_is_all_of_the_trainer(tiny_model_dir: Path, tmp_path: Path
 
 
 class NoRollouts:
-    """An executor without rollouts."""
+    """Stands in for an executor without rollouts in a checkpoint."""
 
     def state_dict(self):
         return {"open": {}, "next_id": 0}
@@ -250,11 +250,11 @@ def flat(state: Any) -> list[torch.Tensor]:
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(tiny_model_dir: Path, tmp_path: Path, monkeypatch) -> None:
-    """A checkpoint has the weights, the moments and the random state of its own step, although its files are written
+    """A checkpoint has the weights, the moments and the random state of its own step, even if its files are written
     only after the next training step.
 
-    Until all files of a checkpoint are written, the previous checkpoint counts as the newest one. A write that fails
-    raises its error in Recovery.close, and the previous checkpoint stays valid.
+    Until all files of a checkpoint are written, the previous checkpoint counts as the newest one. If the write of a
+    checkpoint fails, Recovery.close raises the error, and the previous checkpoint stays valid.
     """
     actor = FSDPPPOActor(make_config(), tiny_model_dir)
     actor.create_process_group()
@@ -301,8 +301,8 @@ def test_training_goes_on_while_a_checkpoint_is_written(tiny_model_dir: Path, tm
 
 
 def test_the_saver_keeps_the_newest_of_its_own(tmp_path: Path) -> None:
-    """save_model keeps the newest `keep` checkpoints and deletes checkpoints of lost steps. Folders with other names
-    are not touched."""
+    """save_model keeps the newest `keep` checkpoints and deletes checkpoints of lost steps. save_model does not delete
+    folders with other names."""
 
     class Actor:
         rank = 0
@@ -319,7 +319,7 @@ def test_the_saver_keeps_the_newest_of_its_own(tmp_path: Path) -> None:
 
 def test_the_best_model_by_evaluation_stays(tmp_path: Path) -> None:
     """In addition to the newest model, save_model keeps the saved model with the best evaluation. A step without a
-    saved model cannot be the best. If two saved models have equal evaluations, the newer model is the best."""
+    saved model does not count. If two saved models have equal evaluations, the newer model is the best."""
 
     class Actor:
         rank = 0
@@ -335,8 +335,9 @@ def test_the_best_model_by_evaluation_stays(tmp_path: Path) -> None:
 
 
 def test_only_the_files_of_the_newest_steps_stay(tmp_path: Path) -> None:
-    """`discard` deletes the token files of the steps up to 3, and the conversations on which no later step trains: with
-    eta = 1, step 4 trains on groups of the versions 2 and 3."""
+    """`discard` deletes the token files of old steps, and the conversations on which no later step can train. Example:
+    if the files of the steps up to 3 are discarded and eta is 1, the conversations of the versions 2 and 3 stay,
+    because step 4 may train on them."""
     for step in range(1, 6):
         folder = tmp_path / "rollout" / str(step - 1)
         folder.mkdir(parents=True)
@@ -350,7 +351,8 @@ def test_only_the_files_of_the_newest_steps_stay(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_another_model_is_refused(tiny_model_dir: Path, tmp_path: Path) -> None:
-    """A checkpoint of a different model is refused before training, with a message that suggests what to do."""
+    """If a run's checkpoint belongs to a different model, the run ends before training with an error that suggests what
+    to do."""
 
     class Executor:
         def state_dict(self):
@@ -429,13 +431,13 @@ def check_lineage(run_dir: Path, metrics: list[dict], batch: int, eta: int) -> N
 
 
 def test_a_synchronous_run_repeats_through_kills(tmp_path: Path) -> None:
-    """A synchronous run that is killed twice has the same metrics as a run that is not killed."""
+    """A synchronous run that is killed twice and restarted has the same metrics as a run that is not killed."""
     words = ("max_steps=5", "rollout.max_head_offpolicyness=0")
     _, expected = finish(tmp_path / "whole", *words)
     run_until(tmp_path / "killed", "step 3 ", *words)
     run_until(tmp_path / "killed", "continuing after step", *words)
     said, metrics = finish(tmp_path / "killed", *words)
-    assert re.search("continuing after step [12]", said)  # at the first kill, checkpoint 2 may have been half written
+    assert re.search("continuing after step [12]", said)  # at the first kill, checkpoint 2 may be incomplete
     check_lineage(tmp_path / "killed/e/t", metrics, batch=6, eta=0)
     for one, two in zip(expected, metrics, strict=True):
         for key in ("reward", "tokens", "staleness_max", "version"):
@@ -444,7 +446,8 @@ def test_a_synchronous_run_repeats_through_kills(tmp_path: Path) -> None:
 
 
 def test_an_asynchronous_run_survives_kills_anywhere(tmp_path: Path) -> None:
-    """An asynchronous run that is killed four times makes each step once and trains on each group once."""
+    """An asynchronous run that is killed four times and restarted makes each step once and trains on each group
+    once."""
     for line in ("step 1 ", "starting server-0", "step 3 ", "step 5 "):
         run_until(tmp_path, line, "max_steps=8", "rollout.max_head_offpolicyness=2")
     said, metrics = finish(tmp_path, "max_steps=8", "rollout.max_head_offpolicyness=2")
@@ -456,7 +459,7 @@ def test_an_asynchronous_run_survives_kills_anywhere(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
 def test_a_run_that_is_alive_is_left_alone(tmp_path: Path, mode: str) -> None:
-    """While a run's process lives, a second process with the same run folder is refused in one line and writes
+    """While a run's process is alive, a second process with the same run folder ends with a one-line error and writes
     nothing."""
     again = command(tmp_path, f"mode={mode}", "max_steps=1")
     with claim(tmp_path / "e/t"):
@@ -492,8 +495,8 @@ os._exit(0)
 def test_half_an_update_stays_half_where_a_run_fails_before_its_first_step(
     tmp_path: Path, start_tiny_server, tiny_model_dir: Path
 ) -> None:
-    """In this test, a run starts with a server whose last weight update is incomplete. The run fails before its first
-    step, and the server still has a version label that no engine accepts."""
+    """In this test, a run uses a server whose last weight update is incomplete, and fails before its first step.
+    Afterwards the server still has a version label that no engine accepts."""
     url = start_tiny_server("--model-path", str(tiny_model_dir), "--weight-version", "3")
     httpx.post(f"{url}/update_weight_version", json={"new_version": "4-incomplete"})
     words = command(tmp_path, f"model_path={tiny_model_dir}", f"rollout.server_addrs=[{url}]")
@@ -552,8 +555,8 @@ def test_evaluation_by_itself(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("cut", [0, 2, 9, 40])
 def test_a_trace_goes_on(tmp_path: Path, cut: int) -> None:
-    """A run that continues appends to its trace. The restart removes a line that a kill left incomplete, so the file is
-    valid JSON."""
+    """A run that continues appends to its trace. The restart removes an incomplete last line from the trace, so the
+    trace file is valid JSON."""
     path = tmp_path / "trace.json"
     for _ in range(2):
         trace = Trace(path)
@@ -566,8 +569,8 @@ def test_a_trace_goes_on(tmp_path: Path, cut: int) -> None:
 
 
 def test_agents_are_evaluated_on_any_endpoint(tmp_path: Path, proxy: ProxyAddress) -> None:
-    """With evaluator.base_url the agents can call any OpenAI endpoint. In this test the endpoint is a session of a
-    proxy."""
+    """With evaluator.base_url, agents can be evaluated on any OpenAI-compatible endpoint. In this test the endpoint is
+    a session of a proxy."""
     key = {"Authorization": f"Bearer {proxy.admin_key}"}
     httpx.post(f"{proxy.proxy_addr}/grant_capacity", headers=key)
     started = httpx.post(f"{proxy.proxy_addr}/rl/start_session", headers=key, json={"task_id": "t"}).json()
@@ -579,16 +582,16 @@ def test_agents_are_evaluated_on_any_endpoint(tmp_path: Path, proxy: ProxyAddres
 
 
 def test_evaluation_has_a_workflow_of_its_own(tiny_model_dir: Path) -> None:
-    """Evaluation does not run in the event loop of training, and an instance of an agent may work in only one event
-    loop. So evaluation has an instance of its own."""
+    """Evaluation and training run in different event loops, and an instance of an agent may work in only one event
+    loop. Evaluation therefore uses a second instance of the agent."""
     inputs = load_inputs(load([f"model_path={tiny_model_dir}"]))
     assert type(inputs.workflow) is type(inputs.evaluated)
     assert inputs.workflow is not inputs.evaluated
 
 
 def test_a_workflow_that_sends_its_own_requests_is_evaluated_with_other_sampling(tiny_model_dir: Path) -> None:
-    """A RolloutWorkflow sends its own requests to the server. In an evaluation the workflow uses the keys that are set
-    in eval_gconfig, and takes every other sampling parameter from gconfig."""
+    """A RolloutWorkflow sends its own requests to the server. In an evaluation, such a workflow uses the sampling
+    parameters that are set in eval_gconfig, and takes all others from gconfig."""
     words = ["--config", "configs/maze.yaml", f"model_path={tiny_model_dir}", "evaluator.interval=1"]
     inputs = load_inputs(load([*words, "gconfig.temperature=0.9", "eval_gconfig.greedy=true", "eval_gconfig.top_k=3"]))
     trained, evaluated = inputs.workflow.gconfig, inputs.evaluated.gconfig
@@ -597,8 +600,8 @@ def test_a_workflow_that_sends_its_own_requests_is_evaluated_with_other_sampling
 
 
 def test_statistics_of_an_evaluation() -> None:
-    """If an agent returns several rewards, the last reward counts. An episode whose agent raises an exception or
-    returns no reward counts as rejected."""
+    """If an agent returns several rewards, the evaluation counts the last reward. An episode whose agent raises an
+    exception or returns no reward counts as rejected."""
 
     class Agent:
         async def run(self, data, **where):
@@ -643,8 +646,8 @@ def test_an_episode_of_several_rows_has_the_reward_of_the_last(make_executor, re
 
 @pytest.mark.parametrize("mode", ["inline", "subproc"])
 def test_an_agent_is_evaluated_where_it_is_trained(mode: str) -> None:
-    """In mode subproc each agent is evaluated in a worker process. If a worker process ends, only its episode
-    fails."""
+    """With rollout.openai.mode=subproc, each agent is evaluated in a worker process. If a worker process dies, only the
+    episode that it runs fails."""
     words = ["mode=eval", "evaluator.base_url=http://nowhere/v1", f"rollout.openai.mode={mode}"]
     samples = [{"then": "tells"}, {"then": "exits"}, {"then": "leaves_at_once" if mode == "subproc" else "raises"}]
     found = evaluate_endpoint(load(words), Inputs(None, [], samples, None, mode_agents.Endpoint()))
@@ -653,8 +656,7 @@ def test_an_agent_is_evaluated_where_it_is_trained(mode: str) -> None:
 
 
 def test_an_evaluation_that_nobody_answered_has_failed(tmp_path: Path) -> None:
-    """If no episode of an evaluation has a reward, the command fails, and eval.json counts the episodes as
-    rejected."""
+    """If no episode of an evaluation has a reward, train.py fails, and eval.json counts all episodes as rejected."""
     words = command(tmp_path, "mode=eval", "evaluator.base_url=http://127.0.0.1:9/v1")
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 1

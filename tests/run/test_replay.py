@@ -1,5 +1,5 @@
-"""Tests of the schedule and of replays: what a schedule records, how a replay follows it, and which differences it
-finds.
+"""Tests of the schedule and of replays: what a schedule records, how a replay follows a schedule, and which differences
+a replay finds.
 
 The first tests check the record, the engine and the comparison. The last tests record and replay whole runs.
 """
@@ -34,7 +34,7 @@ CODE = {"revision": "r", "torch": "t", "ranks": 1}
 
 
 def call(name: str, spans: list[Any], prompt: list[int] = PROMPT, **more: Any) -> dict[str, Any]:
-    """Return the line of a call."""
+    """Return the line that a schedule has for a call."""
     return {"call": name, "prompt": digest(prompt), "spans": spans, **more}
 
 
@@ -56,7 +56,7 @@ def test_a_call_is_recorded_as_spans() -> None:
 
 def test_a_restart_cancels_what_was_lost(tmp_path: Path) -> None:
     """When a run continues from a checkpoint, the schedule gets a line "run", which cancels the steps after this
-    checkpoint. A line "start" cancels the earlier calls of its task."""
+    checkpoint. A line "start" cancels the earlier calls of the task that it names."""
     first: list[dict[str, Any]] = [{"start": task, "version": 0} for task in range(4)]
     first += [call(f"{task}-0.0", []) for task in range(4)]
     steps = [{"consume": 0, "version": 0}, {"consume": 2, "version": 1}, {"consume": 3, "version": 2}]
@@ -67,12 +67,12 @@ def test_a_restart_cancels_what_was_lost(tmp_path: Path) -> None:
     assert schedule.starts == {0: 0, 1: 0, 2: 0, 3: 1}
     assert schedule.calls[3] == {"3-0.0": call("3-0.0", [[1, 4, "t"]])}
     assert schedule.runs == [CODE, CODE]
-    schedule.cut(1)  # as in a replay that ends after step 1
+    schedule.cut(1)  # what a replay that ends after step 1 does
     assert schedule.steps == {0: [0]}
 
 
 def test_an_incomplete_line_is_read_later(tmp_path: Path) -> None:
-    """`read` leaves an incomplete last line for a later call, and reads no line twice."""
+    """If the last line is incomplete, a later call of `read` reads it. No line is read twice."""
     path = write(tmp_path / FILE, {"consume": 4, "version": 0})
     with path.open("ab", buffering=0) as file:
         file.write(b'{"consume":5,"ver')
@@ -84,8 +84,8 @@ def test_an_incomplete_line_is_read_later(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("cut", [0, 1, 9, 10**6])
 def test_a_continued_run_cuts_an_incomplete_line(tmp_path: Path, cut: int) -> None:
-    """A kill or a full disk may cut the last bytes of the schedule. The run that continues cuts the incomplete line,
-    and keeps all complete lines."""
+    """After a kill or on a full disk, the last line of the schedule may be incomplete. When the run continues, it
+    removes the incomplete line and keeps all complete lines."""
     path = write(tmp_path / FILE, {"consume": 4, "version": 0}, {"consume": 5, "version": 1})
     content = path.read_bytes()
     path.write_bytes(content[: max(0, len(content) - cut)])
@@ -116,7 +116,8 @@ class Servers:
 
 @pytest.fixture
 def follow(tmp_path: Path) -> Callable[..., tuple[ScheduledEngine, Servers]]:
-    """Return follow(*facts), which makes an engine that follows a schedule with these facts, and its servers."""
+    """Return a function follow(*facts), which returns an engine that follows a schedule with these facts, and the
+    engine's servers."""
 
     def make(*facts: dict[str, Any]) -> tuple[ScheduledEngine, Servers]:
         write(tmp_path / FILE, {"start": 7, "version": 0}, *facts)
@@ -139,7 +140,8 @@ RECORDED = call("7-0.0", [[0, 2, digest(TOKENS[:2])], [1, 5, digest(TOKENS)]], s
 
 @pytest.mark.anyio
 async def test_each_span_waits_for_its_version(follow: Any) -> None:
-    """The engine requests the tokens of a span when the servers have the span's version, and records each span."""
+    """In a replay, the engine requests the tokens of a span only when the servers have the span's version, and records
+    each span."""
     engine, servers = follow(RECORDED)
     running = asyncio.ensure_future(engine.agenerate(request()))
     own = Schedule(engine.schedule)
@@ -157,8 +159,8 @@ async def test_each_span_waits_for_its_version(follow: Any) -> None:
 
 @pytest.mark.anyio
 async def test_after_other_tokens_a_task_is_free(follow: Any) -> None:
-    """If the server computes other tokens than in the recorded run, later calls of the task are generated without the
-    recorded schedule."""
+    """If the server generates other tokens than in the recorded run, the replay generates the later calls of the task
+    without the recorded schedule."""
     engine, _ = follow(call("7-0.0", [[0, 2, "other"]], stop="stop"))
     await engine.agenerate(request())
     assert (await engine.agenerate(request("7-0.1", [9]))).output_len == 50
@@ -167,7 +169,8 @@ async def test_after_other_tokens_a_task_is_free(follow: Any) -> None:
 @pytest.mark.anyio
 @pytest.mark.parametrize(("name", "ids"), [("7-0.0", [5, 7]), ("7-0.1", PROMPT)])
 async def test_another_call_is_refused_and_recorded(follow: Any, name: str, ids: list[int]) -> None:
-    """A call with another prompt, and a call that the recorded run did not make, are refused with status 400."""
+    """A replay refuses a call with status 400 if its prompt differs from the recorded prompt, or if the recorded run
+    did not make the call."""
     engine, servers = follow(RECORDED)
     with pytest.raises(EngineError, match=name) as refused:
         await engine.agenerate(request(name, ids))
@@ -188,8 +191,8 @@ async def test_a_failed_call_fails_again(follow: Any) -> None:
 @pytest.mark.anyio
 @pytest.mark.parametrize("name", ["eval-7-0.0", "7b.0", ".0", ""])
 async def test_only_training_is_recorded(follow: Any, name: str) -> None:
-    """A call of an evaluation is generated without the recorded schedule, and gets no line in the new schedule. A call
-    of a session whose name does not belong to a task is treated in the same way."""
+    """In a replay, calls of evaluations do not follow the recorded schedule and get no line in the new schedule. The
+    same holds for calls of a session whose name names no task."""
     engine, _ = follow(RECORDED)
     before = engine.schedule.read_bytes()
     assert (await engine.agenerate(request(name))).output_len == 50
@@ -198,7 +201,7 @@ async def test_only_training_is_recorded(follow: Any, name: str) -> None:
 
 @pytest.mark.anyio
 async def test_a_task_without_a_group_is_recorded(follow: Any) -> None:
-    """If a prompt has one episode, the name of a call has no member: "7.0" is call 0 of task 7."""
+    """If a prompt has only one episode, the names of its calls contain no member number: "7.0" is call 0 of task 7."""
     engine, _ = follow(call("7.0", [], failed=503))
     with pytest.raises(EngineError):
         await engine.agenerate(request("7.0"))
@@ -219,8 +222,8 @@ def executor(tmp_path: Path, *own: dict[str, Any]) -> ReplayExecutor:
 
 
 def test_a_version_is_over_when_its_tokens_are_there(tmp_path: Path) -> None:
-    """A call counts as missing while it lacks tokens of the current version. A call needs no tokens of later versions
-    yet."""
+    """`missing_calls` lists a call as long as it lacks recorded tokens of the given version or of an older version.
+    Missing tokens of later versions do not count."""
     assert executor(tmp_path).missing_calls(7, 0) == ["7-0.0"]
     half = executor(tmp_path, call("7-0.0", RECORDED["spans"][:1]))
     assert (half.missing_calls(7, 0), half.missing_calls(7, 1)) == ([], ["7-0.0"])
@@ -235,13 +238,14 @@ def test_the_first_different_call_is_named(tmp_path: Path, line: dict[str, Any])
 
 
 def test_other_tokens_end_no_replay(tmp_path: Path) -> None:
-    """If the same prompt gets other tokens than in the recorded run, the server is the cause. The replay generates the
-    rest of the task without the recorded schedule, and `compare` reports the task's step."""
+    """If a call has the recorded prompt but other tokens, the server is not deterministic. The replay then generates
+    the rest of the call's task without the recorded schedule, and `compare` reports the step that consumes the task."""
     assert executor(tmp_path, call("7-0.0", [[0, 2, "other"]])).missing_calls(7, 5) == []
 
 
 def test_the_first_different_step_is_told_with_its_size(tmp_path: Path) -> None:
-    """`compare` accepts equal tensors, and tells which tensor differs, in how many numbers, and by how much."""
+    """`compare` accepts equal tensors. For unequal tensors, the error says which tensor differs, in how many elements,
+    and by how much."""
     for name, change in (("one", 0.0), ("same", 0.0), ("two", 0.25)):
         (tmp_path / name / "tokens").mkdir(parents=True)
         batch = {"logprobs": torch.tensor([1.0, 2.0 + change]), "rewards": torch.ones(2)}
@@ -254,8 +258,8 @@ def test_the_first_different_step_is_told_with_its_size(tmp_path: Path) -> None:
 
 
 def test_another_code_or_configuration_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A replay needs the revision and the keys of the run, and at least one finished step. The message names the
-    revision or the keys that differ."""
+    """A replay needs the code revision and the configuration keys of the recorded run. A run without a finished step
+    cannot be replayed. The error message names the revision or the keys that differ."""
     (tmp_path / "config.yaml").write_text(
         "actor: {eps_clip: 0.2}\ntrain_dataset: {batch_size: 1}\ngconfig: {n_samples: 2}\nrevision: r\n"
     )
@@ -295,9 +299,9 @@ def hash_of(run: Path, step: int) -> str:
 
 @pytest.mark.runs
 def test_a_run_with_everything_is_repeated_bit_by_bit(tmp_path: Path) -> None:
-    """A run with eta = 4 has interrupted completions and rejected groups, is killed in the middle of a line
-    of the schedule, and continues. Its replay makes the same models without a restart. A replay with --replay-until
-    ends earlier and starts no group of a later step. A replay with another configuration is refused."""
+    """A run with eta = 4 has interrupted completions and rejected groups, is killed in the middle of a line of the
+    schedule, and continues. The replay of this run makes the same models without a restart. A replay with
+    --replay-until ends earlier and starts no group of a later step. A replay with another configuration is refused."""
     words = [*MAZE, "trial_name=t", "max_steps=12", "recover_interval=5", "saver.interval=6"]
     words += ["should_accept_fn=walkers.has_signal"]
     assert train(tmp_path, *words, dies_at="step 8 ").returncode == -signal.SIGKILL
@@ -326,7 +330,8 @@ def test_a_run_with_everything_is_repeated_bit_by_bit(tmp_path: Path) -> None:
 
 @pytest.mark.runs
 def test_an_agent_that_is_not_deterministic_is_named(tmp_path: Path) -> None:
-    """The prompt of task 9 is drawn at random, so the replay ends and names a call of task 9 and its step."""
+    """In this test, the agent draws the prompt of task 9 at random. The replay ends with an error that names a call of
+    task 9 and the step that consumed the task."""
     words = [*MAZE, "trial_name=t", "max_steps=4", "workflow=walkers.Moody", "workflow_kwargs.moody=9"]
     done = train(tmp_path, *words, "workflow_kwargs.reward_fn=tasks.maze.reward")
     assert done.returncode == 0, done.stderr

@@ -43,10 +43,10 @@ def turn(prompt: list[int], output: list[int], versions: list[int], *said: str) 
 
 
 def make_batch() -> dict[str, torch.Tensor]:
-    """Return the batch of step 5, which trains at version 4. Group 7 is a conversation with a branch, and group 8 has
-    two equal rewards."""
+    """Return the batch of step 5, which trains at version 4. Group 7 is a conversation with a branch, and the two rows
+    of group 8 have equal rewards."""
     tree = InteractionCache()
-    tree.enter("a", turn([1, 2], [3, 5], [2, 3], "q", "a"))  # a weight update came between tokens 3 and 5
+    tree.enter("a", turn([1, 2], [3, 5], [2, 3], "q", "a"))  # a weight update took place between tokens 3 and 5
     tree.enter("b", turn([1, 2, 3, 5, 1], [6, 7], [3, 3], "q", "a", "more", "b"))
     tree.enter("c", turn([1, 2, 3, 5, 1], [8], [4], "q", "a", "more", "c"))
     tree.set_reward("b", 1.0)
@@ -71,7 +71,8 @@ def make_batch() -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The folder of a run with three steps. The files in tokens/ for the steps 5 to 7 all hold the same batch."""
+    """The folder of a run with three lines of metrics. In tokens/, the files of the steps 5 to 7 all hold the same
+    batch."""
     words = [f"fileroot={tmp_path}", "experiment_name=e", "trial_name=t", "logger.live=false", "max_steps=3"]
     config = load(
         [*words, "actor.eps_clip_higher=0.2", "rollout.openai.turn_discount=0.5", "rollout.max_head_offpolicyness=2"]
@@ -109,7 +110,7 @@ def make_trace(path: Path) -> None:
 
 
 class Scripts(HTMLParser):
-    """Collects the texts of the page's script elements, as a browser finds them."""
+    """Collects the texts of the page's script elements with an HTML parser, as a browser does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +130,8 @@ class Scripts(HTMLParser):
 
 
 def read_page(page: str) -> list[dict[str, Any]]:
-    """Return the runs in the data of a page. The page must have one element for the data and one for the script."""
+    """Return the data of the runs on a page. The page must have two script elements: one for the data and one for the
+    script."""
     scripts = Scripts()
     scripts.feed(page)
     assert len(scripts.texts) == 2
@@ -186,8 +188,8 @@ def test_the_doctors_warnings_are_on_the_page(folder: Path) -> None:
 
 
 def test_a_page_is_small(folder: Path) -> None:
-    """A page has at most MAX_TOKENS tokens, even for a run with many long rows. The page still has every group's
-    rewards."""
+    """A page has at most MAX_TOKENS tokens, even for a run with many long rows. The page has the rewards of all groups,
+    even of groups whose tokens it leaves out."""
     batch = make_batch()
     wide = {key: x.repeat(500, *[1] * (x.dim() - 1)) for key, x in batch.items()}
     wide["task_ids"] = torch.arange(len(wide["task_ids"])).int() // 20
@@ -230,7 +232,8 @@ def test_a_phase_that_fails_is_recorded(tmp_path: Path) -> None:
 
 
 def test_the_timeline_says_what_became_of_each_group(folder: Path) -> None:
-    """The timeline has the weight updates, and each group with its versions, its mean reward and its end."""
+    """The timeline has the weight updates and the groups. For each group it has the versions, the mean reward and the
+    end."""
     [run] = read_page(make_page([folder]))
     timeline = run["timeline"]
     by_task = {group["task"]: group for group in timeline["groups"]}
@@ -278,8 +281,8 @@ def test_the_curves_are_the_metrics(folder: Path) -> None:
 
 @pytest.mark.parametrize("gone", ["config.yaml", "metrics.jsonl", "trace.json", "tokens", "cut"])
 def test_a_crashed_run_has_a_report(folder: Path, gone: str) -> None:
-    """A report is written even if a file is missing. A report is also written if a kill cut off the end of the metrics,
-    the trace and a batch."""
+    """A report is written even if one of the run's files is missing, or if the ends of the metrics, the trace and a
+    batch are missing after a kill."""
     if gone == "cut":
         for path in (folder / "metrics.jsonl", folder / "trace.json", folder / "tokens" / "00005.safetensors"):
             path.write_bytes(path.read_bytes()[:-40])
@@ -294,7 +297,7 @@ def test_a_crashed_run_has_a_report(folder: Path, gone: str) -> None:
 
 @pytest.mark.parametrize("words", [["{tmp}"], ["{tmp}/nowhere"], ["a", "b", "c"]])
 def test_a_wrong_folder_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
-    """With a folder that holds no run, or with three folders, the command prints one line and returns exit code 2."""
+    """For a folder without a run, or for three folders, run/report.py prints one line and returns exit code 2."""
     assert main([word.format(tmp=tmp_path) for word in words]) == 2
     said = capsys.readouterr()
     assert (said.out, said.err.count("\n")) == ("", 1)
@@ -302,7 +305,7 @@ def test_a_wrong_folder_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_no_folder_is_one_line() -> None:
-    """The command without an argument prints one line and ends with exit code 2."""
+    """Without an argument, `python -m run.report` prints one line and ends with exit code 2."""
     done = subprocess.run([sys.executable, "-m", "run.report"], cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert "runs/guess/NAME" in done.stderr
@@ -361,8 +364,8 @@ def test_a_browser_draws_the_run(folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not CHROMIUM, reason="needs Chromium: the page's script is not run without it")
 def test_keys_and_the_pointer_choose_a_token(folder: Path, tmp_path: Path) -> None:
-    """In Chromium the arrow keys go from token to token, a click selects a token, and the panel shows the selected
-    token's numbers."""
+    """In Chromium an arrow key selects the next token, a click selects a token, and a panel shows the numbers of the
+    selected token."""
     write_report(folder)
     press = "document.activeElement.dispatchEvent(new KeyboardEvent('keydown', {key: 'ArrowRight', bubbles: true}))"
     read = "document.body.dataset.{} = document.getElementById('token').textContent"

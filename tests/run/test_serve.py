@@ -1,4 +1,5 @@
-"""A server closes a connection whose request header is too long or never ends, or that does not wait for an answer."""
+"""A server closes a connection if a request header is too long or incomplete for too long, or if the client sends a
+request before the previous request is answered."""
 
 import http.client
 import itertools
@@ -44,7 +45,8 @@ Connect = Callable[[], socket.socket]
 
 @pytest.fixture
 def connect(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Connect]:
-    """A function that connects to a server process. The test's parameter is the time limit of a header in seconds."""
+    """A function that connects to a server process. The test's parameter is the time limit in seconds within which a
+    request header must arrive."""
     command = [sys.executable, "-c", SERVER, str(request.param)]
     with (tmp_path / "log").open("w") as log:
         pipe = subprocess.PIPE
@@ -69,14 +71,15 @@ def read_until(connection: socket.socket, end: bytes) -> bytes:
 @pytest.mark.parametrize(
     "start",
     [
-        POST + b"X-Endless: ",  # one header without end
+        POST + b"X-Endless: ",  # a header that does not end
         POST + b"Content-Length: 1\r\n\r\nx" + POST + b"X-Endless: ",  # the second request of a connection
-        POST + b"Transfer-Encoding: chunked\r\n\r\n1\r\nx\r\n0\r\nX-Trailer: ",  # a header after the body
+        POST + b"Transfer-Encoding: chunked\r\n\r\n1\r\nx\r\n0\r\nX-Trailer: ",  # a trailer after the body
     ],
     ids=["first", "second", "trailer"],
 )
 def test_a_header_without_end_is_refused(connect: Connect, start: bytes) -> None:
-    """A client sends a header of 32 MB without an end. The server refuses the header and closes the connection."""
+    """In this test a client sends 32 MB of a header that does not end. The server refuses the header and closes the
+    connection."""
     with connect() as connection, pytest.raises(ConnectionError):
         connection.sendall(start + b"x" * 2**25)
 
@@ -94,8 +97,8 @@ def test_long_headers_and_long_bodies_are_served(connect: Connect) -> None:
 
 @pytest.mark.parametrize("connect", [1], indirect=True)
 def test_a_header_that_does_not_arrive_in_time_ends_the_connection(connect: Connect) -> None:
-    """If a client sends nothing, or only a part of a header, the server closes the connection after the time limit of a
-    header. The time limit also applies to the second request of a connection."""
+    """If a client sends no complete request header within the time limit, the server closes the connection. The time
+    limit also applies to the second request of a connection."""
     with connect() as silent, connect() as halted, connect() as second:
         second.sendall(POST + b"Content-Length: 1\r\n\r\nx")
         halted.sendall(POST)
@@ -106,8 +109,8 @@ def test_a_header_that_does_not_arrive_in_time_ends_the_connection(connect: Conn
 
 @pytest.mark.parametrize("connect", [60], indirect=True)
 def test_malformed_requests_get_few_lines_in_the_log(connect: Connect, tmp_path: Path) -> None:
-    """After 100 malformed requests the log has seven lines: for the requests number 1, 2, 4, ..., 64. Each line shows
-    the number of its request."""
+    """After 100 malformed requests the log has seven lines: for the requests number 1, 2, 4, ..., 64. Each line in the
+    log shows the number of the malformed request."""
     for _ in range(100):
         with connect() as connection:
             connection.sendall(b"nonsense\r\n\r\n")
@@ -118,8 +121,8 @@ def test_malformed_requests_get_few_lines_in_the_log(connect: Connect, tmp_path:
 
 @pytest.mark.parametrize("connect", [60], indirect=True)
 def test_a_request_that_does_not_wait_for_the_answer_ends_the_connection(connect: Connect) -> None:
-    """A client sends a second request before the first is answered. The server refuses the second request and closes
-    the connection, and the first request learns that its client is gone."""
+    """In this test a client sends a second request before the first request is answered. The server refuses the second
+    request and closes the connection, and the handler of the first request is told that the client has disconnected."""
     with connect() as connection, connect() as other:
         connection.sendall(b"GET /wait HTTP/1.1\r\nHost: x\r\n\r\n" * 2)
         assert read_until(connection, b"nothing").startswith(b"HTTP/1.1 400 ")
@@ -128,7 +131,8 @@ def test_a_request_that_does_not_wait_for_the_answer_ends_the_connection(connect
 
 
 def test_the_keys_of_the_proxy_limit_a_header(tiny_server: str, tiny_model_dir: Path) -> None:
-    """The keys rollout.openai.limits.header_bytes and header_seconds set the limits of the proxy."""
+    """The keys rollout.openai.limits.header_bytes and header_seconds limit the length and the arrival time of a request
+    header at the proxy."""
     command = [sys.executable, "proxy.py", "--server", tiny_server, "--model-path", str(tiny_model_dir)]
     limits = '{"limits": {"header_bytes": 200, "header_seconds": 0.5}}'
     with server_process(*command, "--openai", limits, "--admin-key", "secret", out=subprocess.DEVNULL) as (url, _):

@@ -1,8 +1,9 @@
 """Training runs on a CPU with the real SGLang as inference server. `make test-sglang` runs these tests.
 
 The task is the maze (tasks/maze.py), because weight updates interrupt its long answers. SGLang computes in bfloat16 and
-the trainer in float32, so their logprobs differ as they do on a GPU. The two logprobs of a token must differ by less
-than MISMATCH nats. The largest difference seen among 200,000 tokens is 0.07 nats.
+the trainer in float32, so the two compute different logprobs, as they do on a GPU. For each token, the logprobs of
+SGLang and of the trainer must differ by less than MISMATCH nats. The largest difference that was measured for 200,000
+tokens is 0.07 nats.
 """
 
 import json
@@ -34,7 +35,8 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def sglang(model_dir: Path) -> Iterator[str]:
-    """The URL of an SGLang server with the maze's base model. After a run the server keeps the run's last weights."""
+    """The URL of an SGLang server with the maze's base model. After a run the server still has the weights of the run's
+    last step."""
     sizes = ("--dtype", "bfloat16", "--max-total-tokens", "32768", "--max-running-requests", "32")
     with run_sglang(model_dir, model_dir.parent / "sglang.log", *sizes) as url:
         yield url
@@ -91,7 +93,8 @@ def recipe(model_dir: Path) -> list[str]:
 
 
 def check_three_steps(folder: Path) -> list[dict]:
-    """Check that the run in folder/e/t made three steps without a failure, and return the lines of its metrics."""
+    """Check that the run in folder/e/t made three steps without a failure, and return the lines of its
+    metrics.jsonl."""
     metrics = [json.loads(line) for line in (folder / "e/t/metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in metrics] == [1, 2, 3]
     assert all(line["failed"] == 0 and line["logp_mismatch"] < MISMATCH for line in metrics)
@@ -143,7 +146,7 @@ print("CUMEM", os.environ["NCCL_CUMEM_ENABLE"])
 @pytest.mark.parametrize(("inherited", "value"), [({}, "0"), ({"NCCL_CUMEM_ENABLE": "1"}, "1")])
 def test_sglang_configures_nccl_like_the_trainer(model_dir: Path, inherited: dict[str, str], value: str) -> None:
     """SGLang sets NCCL_CUMEM_ENABLE to 0, as the trainer does (training/ranks.py), and keeps a value that it inherits.
-    With different values the NCCL group of the update mode distributed may hang."""
+    If SGLang and the trainer have different values, the NCCL group of the update mode distributed may hang."""
     here = {name: text for name, text in os.environ.items() if name != "NCCL_CUMEM_ENABLE"}
     here |= {"PYTHONPATH": str(ROOT / "tests/sglang_cpu"), **inherited}
     shown = [SGLANG, "-c", ENVIRONMENT, str(model_dir)]

@@ -1,4 +1,4 @@
-"""Tests of the sbatch file. Fake commands `srun` and `scontrol` run everything on this machine.
+"""Tests of examples/slurm/train.sbatch. Fake `srun` and `scontrol` commands run the whole job on this machine.
 
 The two nodes are 127.0.0.1 and localhost. The server is inference/tiny/server.py, and the trainer trains a tiny model.
 """
@@ -75,8 +75,8 @@ RECIPE = [
 
 
 def test_two_nodes_train(cluster: dict[str, str], tmp_path: Path) -> None:
-    """In a job with two nodes, the first node generates and the second node trains. The server of the job ends when the
-    training is done."""
+    """In a job with two nodes, the first node generates and the second node trains. When the training ends, the job
+    also ends its inference server."""
     done = subprocess.run([str(SCRIPT), *RECIPE], cwd=ROOT, env=cluster, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     lines = (tmp_path / "runs/gsm8k/t/metrics.jsonl").read_text().splitlines()
@@ -105,9 +105,10 @@ http.server.HTTPServer(("127.0.0.1", port), Answers).serve_forever()
 def test_steps_get_their_gpus_and_cores_and_a_job_near_its_end_is_requeued(
     cluster: dict[str, str], tmp_path: Path
 ) -> None:
-    """Each server sees only its own GPU and its share of the cores, although srun sets CUDA_VISIBLE_DEVICES itself.
+    """Each server sees only its own GPU and its share of the cores, although srun makes all GPUs of the node visible.
 
-    When slurm sends USR1, the script ends the run and requeues the job. The requeued job uses the same run name.
+    When Slurm sends the signal USR1 before the job's time limit, the script ends the run and requeues the job. The
+    requeued job uses the same run name.
     """
     (tmp_path / "server.py").write_text(SERVER)
     (tmp_path / "torchrun").write_text('#!/bin/sh\necho "trainer with cores $CORES: $*"\nexec sleep 1000\n')
@@ -136,8 +137,9 @@ def test_steps_get_their_gpus_and_cores_and_a_job_near_its_end_is_requeued(
 
 @pytest.mark.parametrize("file", ["examples/slurm/train.sbatch", "docs/cluster.md"])
 def test_servers_of_a_cluster_get_the_options_of_train_py(file: str) -> None:
-    """The commands that start SGLang on a cluster set the options that a server of train.py gets on a GPU of its own,
-    except for --max-total-tokens, because no other process needs memory of this GPU."""
+    """The commands that start SGLang on a cluster have the same options as the command with which train.py starts
+    SGLang on a separate GPU. The option --max-total-tokens is an exception, because no other process needs memory of
+    this GPU."""
     given = ["--config", "configs/gsm8k.yaml", "model_path=DIR", "server.backend=sglang", "server.command=sglang"]
     [server] = plan_servers(load(given), ["0", "1"], 1)
     own = " ".join(server.command)
@@ -166,7 +168,7 @@ def test_a_server_that_cannot_start_ends_the_job(cluster: dict[str, str]) -> Non
 
 
 def test_a_cancelled_job_leaves_nothing(cluster: dict[str, str], tmp_path: Path) -> None:
-    """If a job is cancelled while a server starts, the script ends the server and exits."""
+    """If a job is cancelled during the start of a server, the script ends the server and exits."""
     (tmp_path / "bin" / "srun").write_text("#!/bin/bash\nexec sleep 1000\n")
     job = subprocess.Popen([str(SCRIPT), *RECIPE], cwd=ROOT, env=cluster, stderr=subprocess.DEVNULL)
     while "sleep 1000" not in (found := children(job.pid)):

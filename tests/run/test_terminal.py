@@ -1,4 +1,5 @@
-"""What a user sees before the first training step: the first words, a clock on a terminal, and silence with --quiet."""
+"""Tests of what a user sees before the first training step: a first message, a clock on a terminal, and nothing with
+--quiet."""
 
 import io
 import os
@@ -29,7 +30,7 @@ print("the results " * 10, flush=True)
 
 
 def on_a_terminal(*words: str) -> str:
-    """Return what a terminal receives from a process that greets, shows a table and ends."""
+    """Return what a terminal receives from a process that prints the first message, shows a table and ends."""
     child, terminal = pty.fork()
     if child == 0:
         os.chdir(ROOT)
@@ -46,8 +47,8 @@ def on_a_terminal(*words: str) -> str:
 
 
 def test_a_clock_counts_before_and_after_the_table() -> None:
-    """On a terminal, a clock is shown below the first words, and later above the live table. Before the results are
-    printed, the clock is deleted and the cursor becomes visible. No line of the results is broken."""
+    """On a terminal, a clock is shown below the first message, and later above the live table. Before the results are
+    printed, the clock is deleted and the cursor becomes visible. Long lines of the results are not wrapped."""
     whole = on_a_terminal()
     before, table, after = whole.replace("a step", "CUT").replace("the end", "CUT").split("CUT")
     assert before.index("importing torch") < before.index("a model is made") < before.index("s since start")
@@ -76,19 +77,19 @@ def lines_on_screen(received: str) -> list[str]:
 
 
 def test_a_refresh_and_a_print_leave_both_on_the_screen() -> None:
-    """A table may grow and be refreshed while another thread prints a line. The screen then shows the line and the
-    whole table, each once."""
+    """If a table grows and is refreshed while another thread prints a line, the screen afterwards shows the line and
+    the whole table once each."""
     received, rows = io.StringIO(), ["row 1"]
     terminal = Terminal(file=received, force_terminal=True, width=40, color_system=None)
     refreshes = list[Thread]()
 
     class Line:
         def __rich_console__(self, *_: Any) -> Iterator[str]:
-            # At this moment rich has computed how many lines of the table the print replaces.
+            # At this moment rich has already computed how many lines of the table the printed line replaces.
             rows.append("row 2")
             refreshes.append(Thread(target=table.refresh))
             refreshes[0].start()
-            refreshes[0].join(0.3)  # a refresh that need not wait for the print is over now
+            refreshes[0].join(0.3)  # without a lock, the refresh has ended by now
             yield "a printed line"
 
     with terminal.show(lambda: "\n".join(rows)) as table:
@@ -100,7 +101,7 @@ def test_a_refresh_and_a_print_leave_both_on_the_screen() -> None:
 
 
 def test_a_file_gets_no_clock() -> None:
-    """If the output goes to a file, it contains only whole lines and no control characters."""
+    """If the output goes to a file, the file contains only whole lines and no control characters."""
     done = subprocess.run([sys.executable, "-c", SHOW], cwd=ROOT, capture_output=True, text=True, timeout=100)
     first, *others = done.stdout.splitlines()
     assert first == "nano-areal: importing torch and transformers"
@@ -110,15 +111,15 @@ def test_a_file_gets_no_clock() -> None:
 
 
 def test_quiet_starts_without_a_word() -> None:
-    """With --quiet there are neither first words nor a clock."""
+    """With --quiet, a run shows neither the first message nor a clock."""
     assert on_a_terminal("--quiet").splitlines()[0] == "a model is made"
 
 
 def test_a_ready_part_names_the_time_of_the_clock(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The line about a ready server counts the seconds from the first words, as the clock does. The imports before the
-    start of the run are included."""
+    """The line about a ready server states the seconds since the start of train.py, as the clock does. This time
+    includes the imports."""
     from run import start
 
     monkeypatch.setattr(start, "BEGIN", start.time.monotonic() - 100)

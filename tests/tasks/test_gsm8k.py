@@ -29,7 +29,7 @@ SMALL = [
 
 @pytest.fixture(autouse=True)
 def without_math_verify(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Turn math-verify off, so that the tests use this project's own comparison."""
+    """Turn math-verify off, so that the tests use this project's own comparison of answers."""
     monkeypatch.setattr(gsm8k, "math_verify", None)
 
 

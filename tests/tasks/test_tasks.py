@@ -22,7 +22,8 @@ TASKS = pytest.mark.parametrize("task", [guess, maze], ids=["guess", "maze"])
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict:
-    """Return the directories of base models with two warm-up steps each. The keys are (task, seed, copy)."""
+    """Return the directories of base models that were trained for two warm-up steps each. The keys are (task, seed,
+    copy)."""
     made = {}
     for task in (guess, maze):
         for seed, copy in ((1, 0), (1, 1), (2, 0)):
@@ -246,7 +247,8 @@ def test_spl() -> None:
 
 
 def test_drunkard_comes_home_sometimes() -> None:
-    """The base model imitates a drunk, who never goes through a wall. A quarter of the drunk's walks end at home."""
+    """The maze's base model learns to imitate the random walk of a drunk, who never goes through a wall. A quarter of
+    the drunk's walks end at home."""
     rng = random.Random(0)
     walks = [(d, maze.stagger(rng, d["start"], d["home"])) for d in maze.dataset() for _ in range(3)]
     answers = [(" ".join(map(maze.name, walk)), d["start"], d["home"]) for d, walk in walks]
@@ -266,8 +268,8 @@ def printed(task, answers: list[str] | str) -> str:
 
 
 def test_guess_summary() -> None:
-    """The summary of guess shows the learnt strategy next to binary search. An answer that is not a guess is shown as
-    a question mark."""
+    """The summary of the task guess shows the learnt strategy next to binary search. An answer that is not a guess is
+    shown as a question mark."""
     text = printed(guess, ["4", "2", "1", "3", "5", "6"])
     assert text.count("finds 6 of 6, mean 2.33 guesses") == 2
     assert "finds 1 of 6, mean 1.00 guesses" in printed(guess, "3")
@@ -275,8 +277,8 @@ def test_guess_summary() -> None:
 
 
 def test_maze_summary() -> None:
-    """The summary of maze draws the model's walk through the maze, and reports whether the walk ends at home or runs
-    into a wall."""
+    """The summary of the task maze draws the model's walk through the maze, and reports whether the walk ends at home
+    or runs into a wall."""
     start, home = maze.typical()["start"], maze.typical()["home"]
     walk = shortest_walk(start, home)
     text = printed(maze, " ".join(walk))

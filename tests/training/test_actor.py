@@ -30,8 +30,8 @@ from training.layout import row_lengths, split_microbatches, split_packs
 
 @pytest.fixture
 def make_actor(tiny_model_dir: Path):
-    """Return make_actor(path, key=value...), which returns an initialised actor of one rank. The default path is the
-    tiny model."""
+    """Return a function make_actor(path, key=value...) that returns an initialised actor of one rank. The default path
+    is the tiny model."""
     actors = []
 
     def make(path: Path = tiny_model_dir, **changes) -> FSDPPPOActor:
@@ -69,7 +69,8 @@ def parameters(actor: FSDPPPOActor) -> dict[str, Tensor]:
 
 def test_compute_logp_is_the_log_softmax_at_each_tokens_temperature(make_actor, plain):
     """Column t of compute_logp is log p(token t | earlier tokens) at the temperature of token t. Padding does not
-    change these log-probabilities. Tokens outside loss_mask, such as a prompt, have the value 0."""
+    change the log-probabilities that compute_logp returns. For tokens outside loss_mask, such as prompt tokens,
+    compute_logp returns 0."""
     batch = make_batch()
     with torch.no_grad():
         expected = plain_logp(plain, batch)
@@ -126,8 +127,8 @@ def test_a_layout_is_right_for_a_family_or_refuses_it(make_actor, tmp_path, name
 
 
 def test_the_metrics_are_on_the_device_of_the_loss(make_actor, monkeypatch):
-    """All metrics of a piece are added up in one tensor, so a GPU must hold all of them. The test uses the device
-    "meta" in place of a GPU."""
+    """The metrics of a piece are stacked into one tensor, so all of them must be on the device of the loss. The test
+    uses the device "meta" in place of a GPU."""
     actor, devices = make_actor(enable_tree_training=True), list[str]()
     batch = prepare(actor, make_batch())
 
@@ -148,7 +149,8 @@ def test_the_metrics_are_on_the_device_of_the_loss(make_actor, monkeypatch):
 
 @pytest.mark.parametrize("changes", [{}, {"layout": "packed"}, {"enable_tree_training": True}], ids=str)
 def test_capped_attention_is_refused(make_actor, tmp_path, monkeypatch, changes):
-    """Every layout refuses Gemma 2. transformers 5.19, which SGLang 0.5.23 pins, computes it without its cap."""
+    """Every layout refuses the model Gemma 2, because transformers 5.19 computes its attention without the cap on the
+    attention scores. SGLang 0.5.23 pins this version of transformers."""
     monkeypatch.setattr(Gemma2PreTrainedModel, "_supports_sdpa", True)
     with pytest.raises(ValueError, match="Gemma2ForCausalLM has attention of its own"):
         make_actor(make_family(tmp_path, "gemma2"), **changes)
@@ -170,8 +172,8 @@ def test_the_sharded_gradient_is_the_plain_models(make_actor, plain, changes):
 
 
 def test_a_model_that_splits_the_tensors_of_its_files_is_refused(make_actor, tmp_path):
-    """The actor refuses a model that splits a tensor of its files into several parameters, because a weight update
-    sends one parameter at a time."""
+    """The actor refuses a model that splits one tensor of its weight files into several parameters, because a weight
+    update sends one parameter at a time."""
     with pytest.raises(ValueError, match="cannot be undone"):
         make_actor(make_family(tmp_path, "hrm_text"))
 
@@ -179,7 +181,7 @@ def test_a_model_that_splits_the_tensors_of_its_files_is_refused(make_actor, tmp
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # with OPT, FSDP2 always gives this warning
 @pytest.mark.parametrize("name", ["opt", "falcon"])
 def test_a_checkpointed_layer_drops_nothing_out(make_actor, tmp_path, name):
-    """With gradient checkpointing no dropout is applied, even in families whose layers call dropout functions."""
+    """With gradient checkpointing no dropout is applied, even in model families whose layers call dropout functions."""
     path, batch = make_family(tmp_path, name, dropout=0.5, hidden_dropout=0.5), make_batch()
     actor = make_actor(path, gradient_checkpointing=True)
     assert torch.equal(actor.compute_logp(batch), actor.compute_logp(batch))
@@ -213,8 +215,8 @@ def test_micro_batches_do_not_change_the_step(make_actor):
 
 @pytest.mark.parametrize(("changes", "units"), [({}, 0), ({"offload": True}, 3), ({"dtype": "bfloat16"}, 3)])
 def test_a_single_rank_uses_fsdp_only_if_it_must(make_actor, changes, units):
-    """A single rank in float32 has no unit of FSDP. With offload or bfloat16, each of the two layers and the rest of
-    the model are units. FSDP does not change the update in float32."""
+    """With a single rank in float32, FSDP wraps no module. With offload or bfloat16, FSDP wraps each of the two layers
+    and the rest of the model. FSDP does not change the update in float32."""
     expected, actor = make_actor(), make_actor(**changes)
     assert sum(isinstance(module, FSDPModule) for module in actor.model.modules()) == units
     if "dtype" in changes:
@@ -380,7 +382,8 @@ def stale(actor: FSDPPPOActor, version=5) -> dict[str, Tensor]:
 
 
 def test_loglinear_needs_no_forward_pass_and_starts_at_the_truth(make_actor):
-    """If all tokens are stale, the first step with prox_logp_method=loglinear is the same as with recompute."""
+    """If all tokens are stale, the first training step gives the same weights and metrics with
+    prox_logp_method=loglinear as with recompute."""
     steps = {}
     for method in ("recompute", "loglinear"):
         actor = make_actor(prox_logp_method=method)
@@ -413,7 +416,8 @@ def test_metrics_trains_on_the_truth_and_reports_the_guesses(make_actor):
 
 
 def test_a_token_from_the_future_counts_as_fresh_and_is_counted(make_actor):
-    """The loss stays finite if tokens are newer than the trainer. The metric versions_ahead counts such tokens."""
+    """The loss stays finite if some tokens have a newer version than the trainer. The metric versions_ahead counts the
+    tokens whose version is newer than the trainer's."""
     actor = make_actor(prox_logp_method="loglinear", ppo_n_minibatches=2)
     batch = stale(actor)
     ahead = batch["loss_mask"][0] > 0
@@ -432,7 +436,8 @@ def test_loglinear_without_versions_says_so(make_actor):
 
 def test_the_effective_sample_size_is_that_of_the_weights(make_actor):
     """The metric behave_ess is the effective sample size (sum w)^2 / (n sum w^2), where w are the behaviour weights of
-    the step's n trained tokens. The metric is 1 if all tokens have the same weight, and 0 if all tokens are dropped."""
+    the step's n trained tokens. The metric behave_ess is 1 if all tokens have the same weight, and 0 if all tokens are
+    dropped."""
     actor = make_actor(mb_tokens=40, behave_imp_weight_cap=None)
     batch = prepare(actor, make_batch())
     w = (batch["prox_logp"] - batch["logprobs"]).exp()[batch["loss_mask"] > 0]
@@ -507,7 +512,8 @@ def test_corrections_of_whole_rows_are_the_same_however_a_batch_is_cut(make_acto
 
 
 def test_the_speed_counts_tokens_and_flops(make_actor):
-    """The speed metrics count the tokens of all rows. The FLOPs of pi_prox count only if it is recomputed."""
+    """The speed metrics count the tokens of all rows. The FLOPs for computing log pi_prox are counted only if the
+    trainer recomputes log pi_prox."""
     batch = make_batch()
     tokens = int(batch["attention_mask"].sum())
     for method, per_parameter in (("recompute", 14), ("loglinear", 12)):
@@ -519,7 +525,8 @@ def test_the_speed_counts_tokens_and_flops(make_actor):
 
 
 def test_the_share_of_the_peak_is_that_of_the_gpu():
-    """The metric peak_share divides by the peak of the named GPU, and is missing if the peak is not known."""
+    """The metric peak_share is the achieved TFLOPS divided by the peak TFLOPS of the named GPU. The metric is missing
+    if the GPU's peak is not known."""
     assert share_of_peak("NVIDIA H100 80GB HBM3", 400) == {"peak_share": 400 / 989}
     assert share_of_peak("NVIDIA H100 PCIe", 378) == {"peak_share": 0.5}
     assert share_of_peak("NVIDIA GeForce GTX 1080", 4) == {}
@@ -608,8 +615,8 @@ def test_the_learning_rate_schedule():
 
 
 def test_schedules_move_once_a_training_step(make_actor):
-    """Only step_lr_scheduler moves the schedules, by one step for each call. Mini-batches and epochs do not move the
-    schedules."""
+    """Only step_lr_scheduler advances the learning rate schedules, by one step for each call. Mini-batches and epochs
+    do not advance the schedules."""
     actor = make_actor(ppo_n_minibatches=2, ppo_epochs=2, entropy_coeff=0.3, anneal=True)
     actor.config.optimizer.lr_scheduler_type = "linear"
     for step in range(3):
@@ -649,7 +656,7 @@ def test_no_clipping_is_0(make_actor):
 
 
 def test_a_resumed_optimizer_obeys_its_own_keys(make_actor, tmp_path):
-    """A resumed optimizer takes the moments from the checkpoint, and lr, betas, eps and weight decay from the
+    """A resumed optimizer takes Adam's moments from the checkpoint, and lr, betas, eps and weight decay from the
     configuration."""
     actor = make_actor()
     actor.ppo_update(prepare(actor, make_batch()))
@@ -665,8 +672,8 @@ def test_a_resumed_optimizer_obeys_its_own_keys(make_actor, tmp_path):
 
 
 def test_saved_weights_are_a_hugging_face_model(make_actor, tmp_path):
-    """save() writes a directory that transformers can load. The loaded model gives the same log-probabilities as the
-    actor."""
+    """save() writes a directory that transformers can load. The model that transformers loads gives the same
+    log-probabilities as the actor."""
     actor = make_actor()
     batch = prepare(actor, make_batch())
     actor.ppo_update(batch)

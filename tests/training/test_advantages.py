@@ -85,8 +85,8 @@ def test_the_kl_estimates_and_what_they_estimate(kind):
 
 
 def test_k3_counts_as_at_most_10():
-    """k3 is min(exp(-x) - 1 + x, 10) with x = log (pi / pi_ref). The bound changes only tokens far from the
-    reference."""
+    """k3 is min(exp(-x) - 1 + x, 10) with x = log (pi / pi_ref). The upper bound of 10 changes only the estimates of
+    tokens whose probabilities under pi and pi_ref differ much."""
     x = torch.tensor([-500.0, -8.0, -2.7, -2.5, 0.0, 2.0, 500.0])
     slow = [min(math.exp(-max(d, -20)) - 1 + d, 10) for d in x.tolist()]
     assert slow.count(10) == 4
@@ -114,8 +114,9 @@ def test_two_probabilities_of_zero_have_no_distance():
 
 
 def test_the_turns_kl_and_the_kl_to_go_have_one_gradient():
-    """A token may be charged for the KL of the whole turn, or only for the KL from this token on. Both ways give the
-    same expected policy gradient. The test computes the exact expectation over all turns of two tokens."""
+    """The KL penalty of a token may be the KL of the whole turn, or only the KL from this token to the turn's end. Both
+    penalties give the same expected policy gradient. The test computes the exact expectation over all turns of two
+    tokens."""
     g = torch.Generator().manual_seed(3)
     first = torch.randn(3, generator=g, dtype=torch.float64, requires_grad=True)
     second = torch.randn(3, 3, generator=g, dtype=torch.float64, requires_grad=True)

@@ -25,12 +25,12 @@ from training.layout import pick_layout
 
 pytestmark = pytest.mark.usefixtures("forget")
 COMPILE = torch.compile
-HEAD_GRAPHS = 2  # one for the results of a chunk, one for the chunk's gradient without the entropy's gradient
+HEAD_GRAPHS = 2  # one graph computes a chunk's results, one its gradient without the entropy's
 
 
 @pytest.fixture
 def forget(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Forget all graphs before and after a test, and let torch.compile use the backend "eager"."""
+    """Clear the compiler's graphs before and after a test, and let torch.compile use the backend "eager"."""
     monkeypatch.setattr(torch, "compile", partial(COMPILE, backend="eager"))
     torch._dynamo.reset()
     counters.clear()
@@ -70,16 +70,16 @@ def check_same(path: Path, batches: list[Any], **changes: Any) -> int:
 
 
 def test_padded_rows_have_four_graphs(tiny_model_dir):
-    """All layers share four graphs: for one row and for several rows, each with and without gradients. No layer runs
-    code outside its graph. Further shapes make no further graph. With gradient checkpointing, and with a unit of FSDP
-    for each layer (offload=True), the number of graphs stays four."""
+    """All layers share four graphs: for one row and for several rows, each with and without gradients. No layer has a
+    graph break. Inputs with other shapes do not compile another graph. With gradient checkpointing, and with a unit of
+    FSDP for each layer (offload=True), the number of graphs stays four."""
     assert check_same(tiny_model_dir, make_batches(4), gradient_checkpointing=True, offload=True) == 4
     assert not counters["graph_break"]
 
 
 def test_packed_rows_have_two_graphs(gpu_kernel, tiny_model_dir):  # noqa: F811
-    """With the kernel, all layers share two graphs, one with gradients and one without, because a packed piece is
-    always one row. A piece with more sequences or a longer sequence makes no further graph."""
+    """With the attention kernel, all layers share two graphs, one with gradients and one without, because a packed
+    piece is always one row. A piece with more sequences or a longer sequence does not compile another graph."""
     assert check_same(tiny_model_dir, make_batches(4), layout="packed", dtype="bfloat16") == 2
     assert not counters["graph_break"]
 
@@ -118,8 +118,8 @@ def test_the_defaults_depend_on_the_device(changes, device, expected, monkeypatc
 
 
 def test_the_actors_of_other_tests_compile_nothing(monkeypatch):
-    """On a GPU, too, the other tests compile no layers. bench/gpu_check.py runs them there, and each of their actors
-    would take seconds to compile."""
+    """The tests of other files compile no layers even on a GPU, where bench/gpu_check.py runs them. With compiled
+    layers, each actor of these tests would take seconds to compile."""
     monkeypatch.setattr("training.config.can_compile", lambda: True)
     assert PPOActorConfig().is_compiled("cuda")
     assert not make_config().is_compiled("cuda")
@@ -139,14 +139,15 @@ def test_what_a_machine_needs_to_compile(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", sorted({*FAMILIES} - {*NEVER}))
 def test_the_default_layout_refuses_no_model(tmp_path, name):
-    """On a GPU, a model that packed rows refuse is trained with padded rows, and the plan says why."""
+    """On a GPU, a model that cannot be trained with packed rows is trained with padded rows, and `pick_layout` returns
+    the reason."""
     shape = AutoConfig.from_pretrained(make_family(tmp_path, name)).get_text_config()
     layout, why = pick_layout(PPOActorConfig(dtype="bfloat16"), "cuda", shape)
     assert layout == ("packed" if name in PLAIN else "padded"), why
 
 
 def test_heads_that_the_kernel_cannot_compute():
-    """Without a kernel, packed rows are slow on a GPU, so padded rows are the default."""
+    """If no attention kernel can compute packed rows on a GPU, packed rows are slow, so padded rows are the default."""
     shape = AutoConfig.for_model("qwen2", hidden_size=80, num_attention_heads=4)
     layout, why = pick_layout(PPOActorConfig(dtype="bfloat16"), "cuda", shape)
     assert (layout, why) == ("padded", "no kernel computes packed rows in bfloat16 with heads of 20 numbers")

@@ -1,5 +1,5 @@
-"""Each test compares a correction of a ratio with a slow loop in the notation of the correction's paper. The inputs
-reach every branch of the loop."""
+"""Each test compares a correction of a ratio with a slow loop in the notation of the paper that describes the
+correction. The test inputs exercise every branch of the loop."""
 
 import math
 from collections import Counter
@@ -24,8 +24,8 @@ def rows_of(mask: torch.Tensor) -> list[list[int]]:
 @pytest.mark.parametrize("action", ["mask", "clamp"])
 @pytest.mark.parametrize(("floor", "cap"), [(0.5, 2.0), (0.5, None), (None, 2.0), (None, None)])
 def test_icepop_bounds_the_weight_on_both_sides(action, floor, cap):
-    """With the action `mask`, a weight outside floor .. cap becomes 0. With the action `clamp`, such a weight becomes
-    the nearest bound."""
+    """With the action `mask`, a behaviour weight outside floor .. cap becomes 0. With the action `clamp`, a behaviour
+    weight outside floor .. cap becomes the nearest bound."""
     log_w = torch.linspace(-1.5, 1.5, 61, dtype=torch.float64)
     hits: Counter[str] = Counter()
     slow = []
@@ -91,7 +91,7 @@ TESTS = {"reject_geometric_mean": 1.2, "reject_max_k2": 0.7, "reject_veto": 0.35
 @pytest.mark.parametrize("level", ["token", "geometric"])
 def test_a_rejected_row_leaves_the_sum_whatever_weight_its_tokens_have(keys, level):
     """A row is left out of the loss if the geometric mean of its weights, its largest k2 or its smallest weight fails
-    the configured test. All other rows keep the weights that they have without a test."""
+    the configured test. The configured test does not change the weights of the rows that pass it."""
     theta, prox, behav, A, mask = random_tokens(5, shape=(20, 40), spread=0.45)
     prox = prox + torch.linspace(-0.3, 0.3, 20, dtype=torch.float64)[:, None]
     mask[4] = 0
@@ -242,8 +242,8 @@ def test_a_truncated_turn_is_not_trained():
 
 
 def test_a_truncated_turn_has_no_say_in_the_baseline():
-    """The second row has the reward 0 only because its turn is truncated. When the turn leaves the loss, the baseline
-    of the first turns is the mean over the other three rows."""
+    """The second row has the reward 0 only because its turn is truncated. When the truncated turn is removed from the
+    loss, the baseline of the first turns is the mean over the other three rows."""
     batch = truncated_batch()
     config = make_config(adv_norm=NormConfig(std_level="none"))
     before = compute_advantages(batch, config)

@@ -35,13 +35,13 @@ def probabilities(q: Tensor, k: Tensor, bounds: Tensor, scale: float) -> tuple[T
 
 
 def per_head(x: Tensor, q: Tensor) -> Tensor:
-    """Repeat keys or values (t, groups, d) for each head of the queries, (t, heads, d)."""
+    """Repeat keys or values from the shape (t, groups, d) to (t, heads, d), so that each query head has its own."""
     return x.float().repeat_interleave(q.shape[1] // x.shape[1], 1)
 
 
 def refuse(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, others: Tensor, longest: tuple[int, int]) -> None:
-    """Raise an error for inputs that FlashAttention's kernel refuses, or with which the kernel reads beyond the inputs'
-    memory."""
+    """Raise an error for inputs that FlashAttention's kernel refuses, and for inputs that make the kernel read out of
+    bounds."""
     assert {x.dtype for x in (q, k, v)} <= {torch.bfloat16} or {x.dtype for x in (q, k, v)} <= {torch.float16}
     assert all(x.dim() == 3 and x.is_contiguous() for x in (q, k, v))
     assert q.shape[-1] % 8 == 0
@@ -109,7 +109,7 @@ def gpu_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list that gets, for each call of the operator, the number of sequences."""
+    """Return a list to which each call of the operator appends the number of its sequences."""
     made: list[int] = []
     operator = layout.varlen_attn
     monkeypatch.setattr(layout, "varlen_attn", lambda *a, **k: made.append(len(a[3]) - 1) or operator(*a, **k))  # type: ignore[func-returns-value]
@@ -155,8 +155,8 @@ def test_one_kernel_computes_what_the_sequences_alone_give(calls: list[int], gro
 
 def test_an_actor_trains_through_the_kernel(gpu_kernel: None, calls: list[int], make_actor: Any) -> None:
     """With packed rows, every layer of every pass calls the kernel once. Padded rows give the same log-probabilities
-    and gradients up to the rounding of bfloat16: a relative error of the whole vector, because the largest error of one
-    number depends on the CPU."""
+    and gradients up to the rounding of bfloat16. The test bounds the relative error of the whole vector, because the
+    largest error of a single number depends on the CPU."""
     found = {}
     for name in ("packed", "padded"):
         actor = make_actor(layout=name, gradient_checkpointing=True)
@@ -189,7 +189,8 @@ def test_an_actor_trains_through_the_kernel(gpu_kernel: None, calls: list[int], 
     ],
 )
 def test_the_kernel_gets_only_what_it_can_compute(device: str, dtype: torch.dtype, d: int, expected: bool) -> None:
-    """The kernel gets only 16-bit numbers on a GPU, and only if the width of a head is a multiple of 8 and at most 256.
+    """The attention kernel is used only for 16-bit numbers on a GPU, and only if a head's width is a multiple of 8 and
+    at most 256.
 
     The tensors of this test have no values, so the test needs no GPU. The operator accepts these tensors and returns an
     output of the right shape.

@@ -87,7 +87,7 @@ def test_half_precision_weights_get_gradients_of_their_type():
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_compiled_chunks_change_neither_values_nor_gradients(monkeypatch, backend):
     """Compiled pointwise operations give the same values and gradients in float32, with and without the gradient of the
-    entropy. All chunks of several tokens share their graphs."""
+    entropy. All chunks of more than one token share the same compiled graphs."""
     if backend == "inductor" and not shutil.which("g++"):
         pytest.skip("needs a C++ compiler")
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
@@ -115,7 +115,7 @@ def test_compiled_chunks_change_neither_values_nor_gradients(monkeypatch, backen
 
 
 class Products(TorchDispatchMode):
-    """Notes the data type and the number of rows of each matrix product's result."""
+    """Records the data type and the number of rows of the result of each matrix product."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,7 +140,8 @@ def test_a_gpu_computes_float32_logits(device, logits):
 
 
 def test_a_chunk_has_at_most_the_logits_of_its_device(monkeypatch):
-    """If the caller gives no chunk size, a chunk has as many tokens as CHUNK_ELEMENTS logits of the device allow."""
+    """If the caller gives no chunk size, a chunk has as many tokens as fit into CHUNK_ELEMENTS logits, a limit that
+    depends on the device."""
     assert CHUNK_ELEMENTS["cuda"] == 4 * CHUNK_ELEMENTS["cpu"]
     monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", 5 * 29)
     with Products() as products:

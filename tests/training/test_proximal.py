@@ -1,5 +1,5 @@
-"""The guess of pi_prox (training/proximal.py) follows its formula, is exact in two cases, and is closer to the truth
-than AReaL's guess."""
+"""The guess of pi_prox (training/proximal.py) follows its formula, is exact in two cases, and has a smaller error than
+AReaL's guess."""
 
 import math
 
@@ -13,7 +13,7 @@ from training.proximal import guess_errors, interpolation, linear, loglinear, ro
 
 def test_alpha_is_where_the_version_lies():
     """alpha is (v - v_b) / (v + f - v_b), where v is the trainer's version, v_b the token's version, and f the share of
-    the step that is done. For a fresh token, and for a token newer than the trainer, alpha is 0."""
+    the step that is done. For a token whose version is the trainer's version or newer, alpha is 0."""
     v_b = torch.tensor([7, 6, 5, 3, 9])
     for f in (0.0, 0.25, 0.75):
         expected = [0.0] + [(7 - b) / (7 + f - b) for b in (6, 5, 3)] + [0.0]
@@ -53,7 +53,8 @@ def policy(version: float) -> torch.Tensor:
 
 
 def areal(old, theta, v_b, v):
-    """Return AReaL's guess, with alpha = (v - 1 - v_b) / (v - v_b), where v_b is the version of the previous token."""
+    """Return AReaL's guess of log pi_prox, with alpha = (v - 1 - v_b) / (v - v_b). In AReaL's guess, v_b is the version
+    of the token before the guessed token."""
     v_b = torch.cat([v_b[:1], v_b[:-1]])
     alpha = ((v - 1 - v_b) / (v - v_b).clamp(min=1)).clamp(0, 1)
     return old + alpha * (theta - old)

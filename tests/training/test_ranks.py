@@ -49,7 +49,7 @@ def environment() -> dict[str, str]:
 
 
 def start(n: int, *words: str) -> subprocess.Popen[str]:
-    """Start torchrun with n ranks, whose whole output goes into one pipe."""
+    """Start torchrun with n ranks. The whole output of all ranks goes into one pipe."""
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.Popen(torchrun(n, *words), cwd=ROOT, env=environment(), **pipes)
 
@@ -132,7 +132,7 @@ def work_checkpoint(model_dir: Path, out: Path) -> None:
     recovery.save(1, actor, SimpleNamespace(state_dict=lambda: {"open": {}, "next_id": 0}))
     actor.ppo_update(prepare(actor, make_batch(LENGTHS)))
     early = newest_checkpoint(out)
-    torch.distributed.barrier()  # both ranks look before rank 1 writes
+    torch.distributed.barrier()  # both ranks look for the checkpoint before rank 1 writes
     may_write.set()
     recovery.close()
     torch.distributed.barrier()  # rank 0 has made the checkpoint valid in its close()
@@ -152,9 +152,9 @@ def test_a_rank_chooses_its_gpu_before_it_joins(
     monkeypatch: pytest.MonkeyPatch, torchrun_rank: str | None, gpu: int, given: str | None, cumem: str
 ) -> None:
     """A rank sets its GPU before it makes the process group, because init_device_mesh otherwise warns that it has to
-    guess the GPU. Without torchrun the rank uses the first GPU. A rank without a GPU of its own joins, too, so that
-    rank 0 can report that there are too few GPUs. NCCL_CUMEM_ENABLE gets the value that SGLang gives it
-    (test_sglang_run.py), unless the user has set it."""
+    guess the GPU. Without torchrun the rank uses the first GPU. A rank without a GPU of its own joins the process
+    group, too, so that rank 0 can report that there are too few GPUs. NCCL_CUMEM_ENABLE gets the value that SGLang
+    gives it (test_sglang_run.py), unless the user has set it."""
     calls: list[Any] = []
     monkeypatch.setattr(ranks.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(ranks.torch.cuda, "device_count", lambda: 4)
@@ -174,7 +174,8 @@ def test_a_rank_chooses_its_gpu_before_it_joins(
 
 @pytest.fixture(scope="module")
 def numbers(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[dict, dict]]:
-    """Return numbers(n, program), which returns the tensors and metrics that the program writes with n ranks."""
+    """Return a function numbers(n, program) that returns the tensors and metrics that the program writes with n
+    ranks."""
 
     @functools.cache
     def run(n: int, program: str = "work_numbers") -> tuple[dict, dict]:
@@ -209,7 +210,7 @@ def test_gradients_and_parameters_are_those_of_one_rank(numbers, case: tuple) ->
 @pytest.mark.runs
 @pytest.mark.parametrize("tied", [False, True])
 def test_no_rank_but_the_first_reads_the_model(tmp_path: Path, tied: bool) -> None:
-    """Only rank 0 reads the model's files, and exactly one rank holds each number of a parameter."""
+    """Only rank 0 reads the model's files. Each element of a parameter is held by exactly one rank."""
     model_dir = make_byte_model(tmp_path / "model", tied=tied)
     total = sum(t.numel() for t in load_file(model_dir / "model.safetensors").values())
     done = start(2, __file__, "work_memory", str(model_dir), str(tmp_path))
@@ -223,10 +224,11 @@ def test_no_rank_but_the_first_reads_the_model(tmp_path: Path, tied: bool) -> No
 
 @pytest.mark.runs
 def test_two_ranks_train_while_one_writes_its_part_of_a_checkpoint(tiny_model_dir: Path, tmp_path: Path) -> None:
-    """While rank 1 has not written its part, both ranks make the next step, and the checkpoint is not valid.
+    """While rank 1 has not yet written its part of the checkpoint, both ranks make the next training step. The
+    checkpoint is not valid until rank 1 has written its part.
 
-    The thread that writes has a process group of its own. In the group of the main thread, the messages of the
-    checkpoint and of the training step would be mixed up.
+    The thread that writes the checkpoint has a process group of its own. In the process group of the main thread, the
+    collective operations of the checkpoint and of the training step would be mixed up.
     """
     process = start(2, __file__, "work_checkpoint", str(tiny_model_dir), str(tmp_path))
     output = rest_of(process, 200)
@@ -250,8 +252,8 @@ os.write(1, f"left over: {left}\\n".encode())  # one write, because both ranks p
 @pytest.mark.runs
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="only Linux lists the threads of a process")
 def test_no_thread_outlives_the_process_group(tmp_path: Path) -> None:
-    """After leave_ranks a rank has no thread of gloo. A thread of gloo could abort the rank while the interpreter
-    ends."""
+    """After leave_ranks, no gloo thread runs in the process of a rank. A gloo thread could abort the process while the
+    Python interpreter shuts down."""
     (tmp_path / "leaving.py").write_text(LEAVING)
     process = start(2, str(tmp_path / "leaving.py"))
     output = rest_of(process, 120)
@@ -293,7 +295,7 @@ def test_one_rank_ends_all(tiny_model_dir: Path, tmp_path: Path, how: str) -> No
 
 def start_node(folder: Path, port: int, log: Path, host: bool, held: bool) -> subprocess.Popen:
     """Start torchrun as one of two nodes. If `host` is set, this node runs the rendezvous. If `held` is set, this
-    node's rank stops itself after step 3."""
+    node's rank suspends itself (SIGSTOP) after step 3."""
     launch = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"]
     launch += [f"--rdzv-conf=is_host={int(host)}"]
     small = ["gconfig.n_samples=4", "actor.ppo_n_minibatches=2", "logger.live=false", "recover_interval=1"]
@@ -305,14 +307,15 @@ def start_node(folder: Path, port: int, log: Path, host: bool, held: bool) -> su
 
 
 def ranks_of(node: subprocess.Popen) -> dict[int, str]:
-    """Return pid -> process state (as ps prints it) for each rank that this torchrun has started."""
+    """Return a dict from the pid of each rank that this torchrun has started to its process state as ps prints it."""
     table = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,stat="], capture_output=True, text=True, check=True).stdout
     rows = [row.split() for row in table.splitlines()]
     return {int(pid): state for pid, parent, state in rows if int(parent) == node.pid}
 
 
 def kill_node(node: subprocess.Popen) -> None:
-    """Kill torchrun and its ranks. Each rank has its own process session, so it would continue without torchrun."""
+    """Kill torchrun and its ranks. Each rank has its own process session, so it would keep running if only torchrun
+    were killed."""
     for pid in ranks_of(node):
         os.kill(pid, signal.SIGKILL)
     node.kill()
@@ -320,7 +323,7 @@ def kill_node(node: subprocess.Popen) -> None:
 
 
 def wait_until_held(nodes: list[subprocess.Popen]) -> None:
-    """Read the states of the ranks again and again until a rank has stopped itself."""
+    """Poll the process states of the ranks until a rank has suspended itself."""
     while not any(state.startswith("T") for node in nodes for state in ranks_of(node).values()):
         assert all(node.poll() is None for node in nodes), "a node has ended"
         time.sleep(0.05)
@@ -328,7 +331,7 @@ def wait_until_held(nodes: list[subprocess.Popen]) -> None:
 
 @pytest.mark.runs
 def test_two_nodes_train_and_come_back(tmp_path: Path) -> None:
-    """If one of two nodes is killed, the second node ends. When both nodes start again, the run resumes from the
+    """If one of two nodes is killed, the other node ends. When both nodes start again, the run resumes from the
     checkpoint."""
     metrics, logs = tmp_path / "e/t/metrics.jsonl", [tmp_path / "a.log", tmp_path / "b.log"]
     port = free_port()
@@ -367,7 +370,8 @@ def wait_no_process(word: str, seconds: float = 30) -> bool:
 
 @pytest.mark.runs
 def test_a_mistake_is_said_once_and_ends_all_ranks(tmp_path: Path) -> None:
-    """If the configuration has a mistake, only rank 0 prints an error, only once, and all ranks end without a crash."""
+    """If the configuration has a mistake, rank 0 prints the error once and no other rank prints it. All ranks end
+    without a crash."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "train.py"]
     done = subprocess.run([*torchrun, "seeed=2"], cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.stderr.count("error: unknown key 'seeed'") == 1

@@ -43,7 +43,7 @@ def test_the_table_on_the_page() -> None:
     peak, bandwidth = roofline.DEVICES["h100"]
     text = roofline.describe(roofline.SHAPES["1.5b"], roofline.Work(), 1e12 * peak, 1e9 * bandwidth)
     page = (ROOT / "docs/gpu.md").read_text()
-    print(text)  # if the page is old, copy this text to the page
+    print(text)  # if the page is out of date, copy this text to the page
     assert text.partition("\n\n")[0] in page
     assert "**This section is a roofline, and not a measurement.**" in page
 
@@ -51,8 +51,8 @@ def test_the_table_on_the_page() -> None:
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("family", SHAPES)
 def test_the_flops_of_a_step_are_those_that_pytorch_counts(family: str, checkpointing: bool, tmp_path: Path) -> None:
-    """For compute_logp and for ppo_update, the script computes exactly the FLOPs that FlopCounterMode counts, for three
-    architectures, with two mini-batches."""
+    """For compute_logp and for ppo_update, bench/roofline.py computes exactly the number of FLOPs that FlopCounterMode
+    counts. The test covers three architectures with two mini-batches."""
     config = AutoConfig.for_model(family, num_hidden_layers=3, vocab_size=300, pad_token_id=0, **SHAPES[family])
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
     rows, length, prompt = 8, 40, 3

@@ -126,7 +126,8 @@ def assert_same_lesson(ours: tuple[float, dict[str, Tensor]], truth: tuple[float
 @TREES
 @settings(max_examples=150, deadline=None)
 def test_every_prefix_of_a_tree_stands_in_it_once(seed: int, n: int, max_tokens: int) -> None:
-    """A tree contains each prefix once, a token sees only its own prefix, and no tree exceeds its token budget."""
+    """A tree contains each prefix once, a token attends only to its own prefix and itself, and no tree exceeds its
+    token budget."""
     rows = make_rows(seed, n)
     rows = [row[:max_tokens] for row in rows]
     trees = build_trees(rows, max_tokens)
@@ -161,7 +162,7 @@ def test_the_order_of_the_rows_has_no_say(seed: int, n: int, max_tokens: int, rn
 @settings(max_examples=100, deadline=None)
 def test_the_cuts_are_the_cheapest(seed: int, n: int, max_tokens: int) -> None:
     """cheapest_runs cuts sorted rows into runs so that the runs need the fewest tokens in total. The test compares the
-    result with all possible cuts."""
+    result with the best of all possible cuts."""
     rows = sorted(row[:max_tokens] for row in make_rows(seed, n))
     shared = np.array([0] + [len(prefix(a, b)) for a, b in pairwise(rows)])
     lengths = np.array([len(row) for row in rows])
@@ -199,8 +200,8 @@ def test_interleaved_groups_find_each_other(seed: int) -> None:
 
 
 def test_a_conversation_of_5000_turns_with_a_branch_each() -> None:
-    """5,000 rows become one tree of 10,000 tokens without recursion. Each row branches off one token later than the
-    previous row."""
+    """One tree of 10,000 tokens is built from 5,000 rows without recursion. Each row branches off one token later than
+    the previous row."""
     trunk = np.arange(5000) % 1000
     rows = [np.append(trunk[: i + 1], 1000) for i in range(5000)]
     [tree] = build_trees(rows, 10_000)
@@ -215,8 +216,8 @@ def test_small_things_share_a_tree() -> None:
 
 
 def test_a_row_that_cannot_be_in_any_tree_is_an_error() -> None:
-    """An empty or too long row raises an error that contains the row's number. For a long row the error names the key
-    to change."""
+    """An empty or too long row raises an error that contains the row's number. For a row that is too long, the error
+    names the configuration key to change."""
     with pytest.raises(ValueError, match=r"row 1 has 9 tokens.*actor.mb_tokens=8"):
         build_trees([[1, 2], list(range(9))], 8)
     with pytest.raises(ValueError, match="row 0 has 0 tokens"):
@@ -250,8 +251,8 @@ def test_long_rows_cross_many_blocks(model: Any) -> None:
 @given(st.integers(0, 10**6), st.integers(1, 12))
 @settings(max_examples=60, deadline=None)
 def test_the_block_mask_is_the_mask(seed: int, n: int) -> None:
-    """A block is listed if and only if one of its queries sees one of its keys. In a full block every query sees every
-    key."""
+    """The block mask lists a block if and only if one of the block's queries attends to one of its keys. In a block
+    that is listed as full, every query attends to every key."""
     [tree] = build_trees(make_rows(seed, n, longest=2 * BLOCK), 10**6)
     mask, N = dense_mask(tree), len(tree.subtree_end)
     blocks = -(-N // BLOCK)
@@ -267,7 +268,7 @@ def test_the_block_mask_is_the_mask(seed: int, n: int) -> None:
 
 
 def listed(counts: Tensor | None, numbers: Tensor | None) -> Tensor:
-    """Turn the lists of key blocks into a matrix (query blocks, key blocks) of bool."""
+    """Convert the lists of key blocks to a bool matrix of shape (query blocks, key blocks)."""
     assert counts is not None
     assert numbers is not None
     chosen = torch.zeros(numbers.shape[-2:], dtype=torch.bool)
@@ -287,7 +288,7 @@ def test_flex_attention_sees_what_the_blocks_see() -> None:
     torch.testing.assert_close(ours.transpose(1, 2), flex, atol=2e-6, rtol=0)
 
 
-@pytest.mark.parametrize("heads", [4, 6])  # if the number of heads is no power of two, transformers repeats the keys
+@pytest.mark.parametrize("heads", [4, 6])  # if the number of heads is not a power of two, transformers repeats the keys
 def test_output_and_gradients_are_those_of_the_dense_mask(heads: int) -> None:
     """tree_attention has the same output and gradients as attention with the N x N mask. On a GPU, tree_attention runs
     FlexAttention's kernel."""
@@ -370,7 +371,8 @@ async def maze_batch() -> dict[str, Tensor]:
 @pytest.mark.anyio
 @pytest.mark.parametrize("export", ["guess individual", "guess concat", "maze"])
 async def test_real_exports_train_as_their_rows_do(export: str) -> None:
-    """For rows that the two tasks export, trees give the same loss and gradients as the separate rows."""
+    """For rows that episodes of the tasks guess and maze export, trees give the same loss and gradients as the separate
+    rows."""
     task, _, style = export.partition(" ")
     batch = await (guess_batch(style) if style else maze_batch())
     words = guess.WORDS if task == "guess" else ["from", "to", *maze.CELLS]

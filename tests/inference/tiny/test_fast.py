@@ -1,4 +1,4 @@
-"""FastForward gives the same tokens and logits as the model of transformers, also after weight updates."""
+"""FastForward gives the same tokens and logits as transformers' own forward pass, also after weight updates."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -66,14 +66,14 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(params=[False, True], ids=["untied", "tied"])
 def path(request: pytest.FixtureRequest, kind: str, tmp_path: Path) -> Path:
-    """Return the folder of a random model of KINDS[kind]. If the model is tied, one matrix is both embedding and
-    head."""
+    """Return the folder of a random model of KINDS[kind]. If the model's weights are tied, one matrix is both embedding
+    and head."""
     family, changes = KINDS[kind]
     return make_model(tmp_path / "model", family, noise=0.3, **changes, tie_word_embeddings=request.param)
 
 
 def both(path: Path, **options: Any) -> tuple[TinyModel, TinyModel]:
-    """Return the model of the folder `path` twice: with FastForward, and with the forward pass of transformers."""
+    """Load the model of the folder `path` twice: to run with FastForward, and with the forward pass of transformers."""
     fast, general = (TinyModel(str(path), slots=4, **options) for _ in range(2))
     assert fast.fast is not None
     general.fast = None
@@ -120,18 +120,18 @@ def test_the_written_out_pass_equals_transformers(path: Path, deterministic: boo
 
 
 def by_disk(new: dict[str, torch.Tensor], path: Path) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield the tensors as a server reads them from a folder."""
+    """Yield the tensors that a server reads from the folder `path`."""
     yield read_weights(str(path))
 
 
 def by_tensor(new: dict[str, torch.Tensor], path: Path) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield the tensors as a server reads them from the bodies of requests, one tensor in each body."""
+    """Yield the tensors that a server unpacks from the bodies of requests, one tensor for each body."""
     for pair in new.items():
         yield unpack_weights([serialise([pair])])
 
 
 def by_broadcast(new: dict[str, torch.Tensor], path: Path) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield the tensors as a server receives them from a process group of two ranks, one tensor at a time."""
+    """Yield the tensors that a server receives in a process group of two ranks, one tensor at a time."""
     port = free_port()
     with ThreadPoolExecutor(2) as pool:
         sender, receiver = pool.map(lambda rank: join_group("127.0.0.1", port, rank, 2, "w", "gloo"), (0, 1))
@@ -163,7 +163,7 @@ def test_new_weights_reach_the_fused_matrices(path: Path, mode: Any) -> None:
 
 
 def test_the_model_has_no_second_copy_of_its_weights(path: Path) -> None:
-    """Each matrix of the model is a part of the fused matrix that FastForward reads."""
+    """The model's q, k, v, gate and up matrices are views of the fused matrices that FastForward reads."""
     tiny = TinyModel(str(path), 2)
     assert tiny.fast is not None
     (_, qkv, *_, gate_up, _), *_ = tiny.fast.layers
@@ -187,8 +187,8 @@ def test_the_model_has_no_second_copy_of_its_weights(path: Path) -> None:
     ],
 )
 def test_any_other_model_takes_the_general_path(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
-    """If `fits` refuses a model, transformers computes the forward pass, and the server gives the logits of the model
-    itself."""
+    """If `fits` refuses a model, transformers computes the forward pass, and the server's logits are those of the
+    model's own forward pass."""
     path = make_model(tmp_path, family, **changes)
     tiny, model = TinyModel(str(path), 2), AutoModelForCausalLM.from_pretrained(path)
     assert not fits(model)
@@ -211,8 +211,8 @@ def test_nothing_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("path_of_code", ["fast", "general"])
 def test_deterministic_products_have_a_bounded_number_of_rows(tmp_path: Path, path_of_code: str) -> None:
-    """In deterministic mode each matrix product has 8 to 128 rows, so a long prompt takes several passes. Its logits
-    are the same as in a single pass."""
+    """In deterministic mode each matrix product has 8 to 128 rows, so a long prompt takes several passes. The logits of
+    a prompt in several passes are the same as in a single pass."""
     fast, general = both(make_model(tmp_path, "qwen3"), deterministic=True)
     tiny = {"fast": fast, "general": general}[path_of_code]
     passes = []
@@ -237,8 +237,9 @@ def test_deterministic_products_have_a_bounded_number_of_rows(tmp_path: Path, pa
 
 
 def test_a_long_prompt_is_fed_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mask has an entry for each fed token and each key, so a prompt that is fed whole needs memory that grows with
-    the square of its length. A long prompt is therefore fed in parts, and gets the logits of transformers."""
+    """An attention mask has an entry for each fed token and each key, so the memory of a prompt that is prefilled in
+    one pass grows with the square of its length. A long prompt is therefore prefilled in parts, and its logits equal
+    those of transformers."""
     path = make_model(tmp_path, "qwen3", max_position_embeddings=4096)
     tiny, prompt = TinyModel(str(path), 4), [3 * j % 90 for j in range(2500)]
     sizes = []
@@ -259,8 +260,8 @@ def test_a_long_prompt_is_fed_in_parts(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_the_number_of_keys_covers_all_and_avoids_what_rounds_differently() -> None:
-    """Normally a step attends to at most 15 keys more than it needs. In deterministic mode the number of keys is a
-    multiple of 512, plus 0, 64, 128 or 192."""
+    """Without deterministic mode, a step attends to at most 15 keys more than it needs. In deterministic mode the
+    number of keys is a multiple of 512, plus 0, 64, 128 or 192."""
     for n in range(1, 3000):
         assert 0 <= key_length(n, False) - n < 16
         keys = key_length(n, True)

@@ -1,7 +1,7 @@
 """Tests of properties that inference/tiny has in addition to the contract with SGLang.
 
-- If a weight update interrupts a completion, each token's logprob is computed with the weights of the token's
-  version. Pause mode in_place is an exception: a test measures how wrong its logprobs are.
+- If a weight update interrupts a completion, each token's logprob is computed with the weights of the token's version.
+  In pause mode in_place the logprobs are not exact, and a test measures their error.
 - The tokens of a request with a seed do not depend on the other requests.
 - Every request ends exactly once, for any order of events, and its spans cover its tokens.
 - The server answers bad input with an error and keeps running.
@@ -141,9 +141,10 @@ def test_a_straddling_completion_is_a_forward_pass_under_each_tokens_version(
 def test_a_released_server_computes_nothing_before_an_update(
     tiny: TinyModel, tiny_model_dir: Path, other_model_dir: Path
 ) -> None:
-    """A server whose memory is released has lost its weights. It computes no sequence, even after the end of the pause.
-    After new weights, a retracted sequence continues, and its tokens keep their versions. A release while a sequence
-    runs is an error, and so is taking memory back that was never released. SGLang ends at these errors, too."""
+    """A server whose memory is released has lost its weights. Without weights, the server computes no sequence, even
+    after the end of the pause. After a weight update, a retracted sequence continues, and its earlier tokens keep their
+    version labels. Releasing the memory while a sequence runs is an error, and so is resuming memory that was never
+    released. An SGLang process also ends at these errors."""
     scheduler, one = make_scheduler(tiny.slots), sequence("a", [3, 4, 5], 12)
     scheduler.submit(one)
     for _ in range(5):
@@ -169,8 +170,9 @@ def test_a_released_server_computes_nothing_before_an_update(
 
 
 def test_in_place_equals_no_forward_pass(tiny: TinyModel, tiny_model_dir: Path, tmp_path: Path) -> None:
-    """After an update in place, new queries attend to old keys, so no forward pass gives the same logprobs. If every
-    weight changes by about 1 %, the error is larger than rounding and less than 0.5 nats."""
+    """After a weight update in pause mode in_place, new queries attend to old keys, so no forward pass gives the same
+    logprobs. If every weight changes by about 1 %, the error of the logprobs is larger than rounding and less than 0.5
+    nats."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
     torch.manual_seed(0)
     with torch.no_grad():
@@ -187,8 +189,8 @@ def test_in_place_equals_no_forward_pass(tiny: TinyModel, tiny_model_dir: Path, 
 
 
 def test_keys_of_old_weights_are_not_reused(tiny: TinyModel, other_model_dir: Path) -> None:
-    """The server does not reuse the keys of a sequence that an update in place interrupted, because the keys have two
-    versions."""
+    """The server does not reuse the keys of a sequence that a weight update in pause mode in_place interrupted, because
+    the keys have two versions."""
     scheduler = make_scheduler()
     scheduler.submit(sequence("old", PROMPT, 8))
     run_step(scheduler, tiny)
@@ -208,7 +210,7 @@ def test_weights_that_are_not_finite_leave_nothing_behind(
     tiny: TinyModel, tiny_model_dir: Path, tmp_path: Path, factor: float
 ) -> None:
     """Weights that are not finite may leave NaN or infinity in a slot. After good weights are loaded, a later sequence
-    in this slot gets correct logprobs."""
+    in the same slot gets correct logprobs."""
     named = read_weights(str(tiny_model_dir))
     bad = {name: tensor * factor if "v_proj" in name else tensor for name, tensor in named.items()}
     save_file(bad, tmp_path / "model.safetensors")
@@ -280,7 +282,7 @@ def test_a_reused_prefix_equals_a_fresh_prefill(tiny: TinyModel) -> None:
     reused, fresh = sequence("turn 2", prompt, 12, seed=2), sequence("turn 2", prompt, 12, seed=2)
     run(tiny, reused, scheduler=scheduler)
     run(tiny, fresh)
-    assert reused.reused_tokens == len(turn.tokens) - 1  # the last token has not gone through the model
+    assert reused.reused_tokens == len(turn.tokens) - 1  # the last token has not been fed to the model
     assert fresh.reused_tokens == 0
     assert reused.tokens == fresh.tokens
     assert reused.logprobs == pytest.approx(fresh.logprobs, abs=1e-5)
@@ -317,7 +319,7 @@ def test_samples_follow_the_distribution_that_was_asked_for() -> None:
 
 
 def test_a_neighbours_truncation_does_not_reach_a_row() -> None:
-    """A row's token does not depend on whether a different row of the batch uses top_p or top_k."""
+    """The token sampled for one row does not depend on whether a different row of the batch uses top_p or top_k."""
     logits = torch.randn(2, 50, generator=torch.Generator().manual_seed(0))
     for seed in range(100):
         plain, cut = sequence("a", [1, 2, 3], 1, seed=seed), sequence("b", [1, 2, 3], 1, top_p=0.5, top_k=9)
@@ -410,7 +412,7 @@ class Play:
         self.scheduler = make_scheduler(slots=3, max_total_tokens=20)
         self.requests: list[Sequence] = []
         self.tags: dict[str, list[str]] = {}  # for each request id, the version that computed each output token
-        self.ended: dict[str, int] = {}  # for each request id, the number of output tokens at the end
+        self.ended: dict[str, int] = {}  # for each request id, the number of output tokens when the request ended
         self.kv: list[list[tuple[int, int]]] = [[] for _ in range(3)]  # (token, version) for each key in each slot
         self.version = 0
 
@@ -552,8 +554,8 @@ def test_any_integer_is_a_seed(seed: int) -> None:
 
 
 def overtaken(last: int) -> dict[str, Any]:
-    """Return what Protocol.answer returns for a sequence. The sequence's last token arrives while Protocol.answer runs,
-    when it reads attribute number `last` of the sequence."""
+    """Return the result of Protocol.answer for a sequence whose last token arrives while Protocol.answer runs. The
+    token arrives just before the sequence's attribute access with the index `last`."""
     scheduler, looks = make_scheduler(slots=1), itertools.count()
     one = Sequence("a", [7], SamplingParams(), stop_ids=frozenset({2}), return_logprob=True)
     scheduler.submit(one)
@@ -729,7 +731,7 @@ def test_bad_weights_are_answered_and_kill_nothing(tiny_server: str) -> None:
 
 
 class Call:
-    """An object whose pickle creates a folder when a program loads the pickle."""
+    """An object whose pickle creates a folder when it is loaded."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -797,8 +799,8 @@ def test_what_cannot_start_says_so_in_one_line(tiny_model_dir: Path, tmp_path: P
 
 @pytest.mark.parametrize("how", ["parent", "interrupt", "update", "group"])
 def test_the_server_ends_when_told(tiny_model_dir: Path, how: str) -> None:
-    """The server ends on Ctrl-C, and when its parent closes the pipe. The server ends even while a request is running,
-    an update is waiting, or a process group is waiting for rank 0."""
+    """The server ends on Ctrl-C, and when its parent process closes the server's standard input. The server ends even
+    while a request is running, an update is waiting, or a process group is waiting for rank 0."""
     port = str(free_port())
     command = [sys.executable, "-m", "inference.tiny.server", "--model-path", str(tiny_model_dir), "--port", port]
     process = subprocess.Popen(
@@ -818,7 +820,7 @@ def test_the_server_ends_when_told(tiny_model_dir: Path, how: str) -> None:
             next(response.iter_lines())
             state = "a request runs"
             if how == "update":
-                # The block closes this connection when the update is waiting.
+                # The `with` block closes this connection once the update is waiting.
                 with socket.create_connection(("127.0.0.1", int(port))) as caller:
                     body = json.dumps({"model_path": str(tiny_model_dir)})
                     head = f"POST /update_weights_from_disk HTTP/1.1\r\nHost: server\r\nContent-Length: {len(body)}"
