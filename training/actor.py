@@ -151,8 +151,8 @@ class FSDPEngine:
     def shard(self, model: Any, layers: list[Any]) -> None:
         """Shard each decoder layer of the model, and then the rest of the model, over all ranks.
 
-        A single rank does without FSDP if it can, because FSDP's hooks would take a sixth of the time of a small model's
-        step (docs/log.md).
+        A single rank does without FSDP if it can, because FSDP's hooks would take a sixth of the time of a step of a
+        small model (docs/log.md).
         """
         if not self.config.is_sharded(dist.get_world_size()):
             return
