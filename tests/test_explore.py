@@ -203,7 +203,7 @@ TURN_MUTANTS = [
     ("once", X, calls.turn, "if not equal or not says_so:", "if not equal or says_so:"),
     ("once", LONG, proxy, "async with session.beginning:  # a retry", "if True:  #"),
     ("read", X, calls.turn, "            self.state = State.FINISHED\n            return", "            return"),
-    ("read", X, calls.turn, "cache.discard(name)", "cache.pop(name, None)"),
+    ("read", X, calls.turn, "cache.discard(name)", "cache._interactions.pop(name, None)"),
     ("mixed", WX, proxy, "hashlib.blake2b(raw + ", "hashlib.blake2b("),
     ("mixed", WX, calls.turn, "setdefault(body, [])", "setdefault(body, []) or sum(session.turns.values(), [])"),
     ("stopped", X, calls.turn, "if self.task.cancel():", "if False:"),

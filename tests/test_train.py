@@ -57,6 +57,7 @@ def test_guess_staleness(guess_run, eta: int) -> None:
     version. After each update the canary (run/mismatch.py) finds that the servers have the trainer's weights."""
     _, metrics = guess_run(eta)
     assert len(metrics) == 5
+    assert max(line["staleness_max"] for line in metrics) <= eta
     check_metrics(metrics, eta)
     assert [line["step"] for line in metrics if line.get("canary_mismatch", 1) < 1e-4] == [2, 3, 4, 5]
     assert all(line["canary_unchanged"] == 0 for line in metrics[1:])
