@@ -308,7 +308,7 @@ def test_the_trainer_does_not_wait_for_the_canary(start_tiny_server: Any, tiny_m
     actor.create_process_group()
     actor.initialize(max_steps=1)
     rollout = RemoteInfEngine([start_tiny_server()])
-    canary = Canary(actor, rollout, Trace(None))
+    canary = Canary(actor, rollout, trace := Trace(None))
     ids = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 0]])
     batch = {"input_ids": ids, "attention_mask": ids > 0, "temperatures": torch.ones(2, 4)}
     assert canary.finish() == {}
@@ -329,6 +329,7 @@ def test_the_trainer_does_not_wait_for_the_canary(start_tiny_server: Any, tiny_m
     with pytest.raises(AttributeError):
         canary.finish()
     actor.destroy()
+    trace.close()
 
 
 def test_a_blocked_loop_is_named() -> None:

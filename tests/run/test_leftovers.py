@@ -23,7 +23,7 @@ KINDS = ("threads", "processes", "files")
 ERRORS = [
     ("threads", "rollout/runner.py", "self._loop.call_soon_threadsafe(self._stop.set)", "pass"),
     ("processes", "run/command.py", "stack.callback(fleet.close)", "pass"),
-    ("files", "run/start.py", "run.stack.callback(shutil.rmtree, folder, ignore_errors=True)", "pass"),
+    ("files", "run/start.py", "self.stack.callback(shutil.rmtree, folder, ignore_errors=True)", "pass"),
 ]
 
 
