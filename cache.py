@@ -35,89 +35,22 @@ Not promised. If an agent changes the messages or the output of a turn, the agen
 turn. If two turns have identical messages and outputs, the next call becomes a child of the newer of the two turns.
 """
 
-from collections import OrderedDict, defaultdict
-from collections.abc import Collection, Hashable
+from collections import Counter, defaultdict
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
+from math import fsum, isclose
 from statistics import fmean
 from typing import Any
 
 from calls.messages import Message, Refusal, canonical
 from calls.side_conversations import PATTERNS, find_side_conversations, make_matcher
 from inference.io_struct import ModelResponse
-from rollout.rows import is_left_out, join_turns, make_row, row_to_tensors
+from rollout.interaction import Interaction, InteractionWithTokenLogpReward
+from rollout.rows import is_left_out, join_turns
+
+__all__ = ["Interaction", "InteractionCache", "InteractionWithTokenLogpReward", "check_style", "finite"]
 
 LARGEST_REWARD = 1e30  # maximum absolute value of a reward, so that a sum of many rewards fits into a float32
-
-
-@dataclass(eq=False, repr=False)
-class InteractionWithTokenLogpReward:
-    """One call of an agent. A finished interaction has tokens and output messages."""
-
-    messages: list[Message]
-    interaction_id: str = ""
-    template_key: str = ""  # the tools and template arguments as one text; they change how messages are rendered
-    unstored: str = ""  # of a call with `store: false`: "honour" (the call is not trained) or "ignore" (it is trained)
-    tools: list[dict[str, Any]] = field(default_factory=list)  # tools offered to the model, in chat-completions format
-    model_response: ModelResponse | None = None
-    output_message_list: list[Message] = field(default_factory=list)
-    reply: dict[str, Any] | None = None  # the reply as the agent received it
-    reward: float | None = None  # the turn's own reward; apply_reward_discount replaces it with the final reward
-    parent: "InteractionWithTokenLogpReward | None" = None  # set by InteractionCache, unless the client names a parent
-
-    # InteractionCache sets the following fields:
-    turn: int = 0  # number of ancestors in the tree
-    children: int = 0  # number of interactions that continue this one
-    is_side: bool = False  # whether this call is a side conversation
-
-    # The turns of this interaction's row, each with True if the row trains the turn. An empty list means that the row
-    # consists of this turn alone, and that the row trains this turn.
-    row_turns: list[tuple["InteractionWithTokenLogpReward", bool]] = field(default_factory=list)
-
-    @property
-    def complete(self) -> bool:
-        return self.model_response is not None
-
-    @property
-    def tokens(self) -> ModelResponse:
-        """The tokens of the call. Raises ValueError if the call is unfinished."""
-        if self.model_response is None:
-            raise ValueError(f"interaction {self.interaction_id!r} is unfinished: it has no tokens")
-        return self.model_response
-
-    @property
-    def completion(self) -> Any:
-        """The reply as an object of OpenAI's SDK. None for an unfinished call, and for a reply of Anthropic's API."""
-        from openai.types import chat, responses  # imported only here: the proxy starts faster without the SDK
-
-        kinds: dict[Any, Any] = {"chat.completion": chat.ChatCompletion, "response": responses.Response}
-        kind = kinds.get((self.reply or {}).get("object"))
-        return kind and kind.construct(**self.reply or {})
-
-    @property
-    def conversation(self) -> list[Message]:
-        """The messages of the call and its output. The messages of every child begin with this list."""
-        return self.messages + self.output_message_list
-
-    def continues(self, parent: "InteractionWithTokenLogpReward") -> bool:
-        """Whether the prompt of this turn begins with exactly the parent's prompt and output tokens."""
-        tokens = parent.tokens
-        whole = tokens.input_tokens + tokens.output_tokens
-        return self.tokens.input_tokens[: len(whole)] == whole
-
-    def to_lists(self) -> dict[str, list]:
-        """Return the row of this interaction as lists of numbers (rollout/rows.py)."""
-        return make_row(self.row_turns or [(self, True)])
-
-    def to_tensor_dict(self) -> dict[str, Any]:
-        """Return the row of this interaction as tensors of shape (1, L) or (1,)."""
-        return row_to_tensors(self.to_lists())
-
-    def __repr__(self) -> str:
-        parent = self.parent.interaction_id if self.parent else None
-        return f"Interaction({self.interaction_id!r}, turn {self.turn}, reward={self.reward}, parent={parent!r})"
-
-
-Interaction = InteractionWithTokenLogpReward  # short for AReaL's name
 
 
 def finite(reward: Any) -> float:
@@ -188,20 +121,29 @@ class PrefixTree:
         self.newest = [], self.first
 
 
-class InteractionCache(OrderedDict[str, Interaction]):
+class InteractionCache(Mapping[str, Interaction]):
     """The interactions of one session by completion id, in the order of their requests.
 
     The proxy adds a call with `enter`. When the call ends, the proxy calls `finish` or, after a failure, `discard`.
     """
 
     def __init__(self, side_patterns: Collection[str] = PATTERNS) -> None:
-        super().__init__()
         self._matches_side_pattern = make_matcher(side_patterns)
-        # The cache has no mutable state except the dictionary itself and these three attributes:
-        self._tree = PrefixTree()
+        # All mutable state:
+        self._interactions: dict[str, Interaction] = {}  # finished and unfinished interactions
+        self._tree = PrefixTree()  # the finished interactions
         # The id of each unfinished call -> the last node on the call's path, and the edges that the call adds after it
         self._unfinished: dict[str, tuple[Node, list[tuple]]] = {}
         self._discounted = False
+
+    def __getitem__(self, interaction_id: str) -> Interaction:
+        return self._interactions[interaction_id]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._interactions)
+
+    def __len__(self) -> int:
+        return len(self._interactions)
 
     # ---- the life of a call
 
@@ -225,7 +167,7 @@ class InteractionCache(OrderedDict[str, Interaction]):
         if parent:
             parent.children += 1
             interaction.turn = parent.turn + 1
-        self[interaction_id] = interaction
+        self._interactions[interaction_id] = interaction
         if interaction.model_response:
             self.finish(interaction_id, interaction.model_response, interaction.output_message_list)
         return interaction
@@ -257,7 +199,7 @@ class InteractionCache(OrderedDict[str, Interaction]):
         return self._tree.follow(messages)[0]
 
     def _remove(self, interaction_id: str) -> None:
-        removed = self.pop(interaction_id)
+        removed = self._interactions.pop(interaction_id)
         if removed.parent:
             removed.parent.children -= 1
 
@@ -302,12 +244,18 @@ class InteractionCache(OrderedDict[str, Interaction]):
         self._check_rewards(own, gamma)
 
     def _check_rewards(self, own: dict[Interaction, float], gamma: float) -> None:
-        """Raise RuntimeError if a final reward does not follow from the turn's own reward and its children's."""
-        children: defaultdict[Any, list[Any]] = defaultdict(list)
+        """Raise RuntimeError if the sum of the roots' final rewards is not the weighted sum of all own rewards.
+
+        The weights are computed from the roots to the leaves: a root has the weight 1, and the children of a turn
+        share gamma times the turn's weight equally.
+        """
+        siblings, weights = Counter(turn.parent for turn in own), dict[Any, float]()
         for turn in own:
-            children[turn.parent].append(turn.reward)
-        if any(turn.reward != own[turn] + gamma * fmean(children[turn] or [0.0]) for turn in own):
-            raise RuntimeError("rewards: the final rewards differ from a recomputation of the whole tree")
+            weights[turn] = gamma * weights[turn.parent] / siblings[turn.parent] if turn.parent in own else 1.0
+        parts = [weights[turn] * own[turn] for turn in own]
+        total = fsum(turn.reward or 0.0 for turn in own if turn.parent not in own)
+        if not isclose(total, fsum(parts), rel_tol=1e-9, abs_tol=1e-9 * fsum(map(abs, parts))):
+            raise RuntimeError(f"rewards: the final rewards of the roots add up to {total}, not to {fsum(parts)}")
 
     # ---- queries
 

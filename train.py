@@ -30,14 +30,14 @@ of the weights that computed it.
 
 Under torchrun every rank runs this loop on the same batch, and the actor divides the work (training/actor.py). Only
 rank 0 runs episodes; the other ranks have an empty rollout side (`NoRollout`). The module run/command.py reads the
-command line, creates the run's folder and ends every process. Appendix A.1 of the write-up describes the parts of a
-step.
+command line, creates the run's folder and ends every process, and run/start.py starts the parts of a run. Appendix A.1
+of the write-up describes the parts of a step.
 """
 
 import sys
 import time
-from contextlib import closing, nullcontext
-from dataclasses import asdict
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from run.keys import TrainConfig
@@ -47,31 +47,24 @@ if __name__ == "__main__":  # the imports below take seconds, so --help is answe
     greet(sys.argv)
 
 import torch
-import torch.distributed as dist
 
-from inference.weights import WeightUpdateMeta
-from ppo import describe_mode
-from run.command import interruptible, main, open_run, record
+from run.command import interruptible, main, open_run, start_logger
 from run.evaluate import evaluate
 from run.inputs import make_dataloader
-from run.logger import Logger, describe_batch
+from run.logger import describe_batch
 from run.mismatch import Canary, logp_mismatch
 from run.recover import Recovery, save_model
-from run.replay import compare
-from run.start import Run, say_ready, start_processes, start_rollout, weights_folder
+from run.start import Run, start_processes, start_rollout, start_trainer
 from run.summary import summarise
-from training.actor import FSDPEngine, FSDPPPOActor
 from training.ranks import share
 
 
 class PPOTrainer:
-    """Trains the model of one configuration. `train` is the whole run, and `train_step` is one step of the loop."""
+    """Trains the model of one configuration."""
 
     def __init__(self, config: TrainConfig) -> None:
         """Store the configuration. `train` starts every part of the run and ends every part."""
         self.config = config
-        self.step = 0  # the last finished step
-        self.logger: Logger | None = None  # None on every rank except 0
 
     def train(self, workflow: Any = None, workflow_kwargs: dict[str, Any] | None = None) -> None:
         """Train from the start of the run to its last step. All ranks call this method.
@@ -82,64 +75,45 @@ class PPOTrainer:
         """
         with open_run(self.config, workflow, workflow_kwargs) as run:
             with run.trace.span("start"):
-                self.start(run)
-            with self.logger.live if self.logger else nullcontext(), interruptible(self.rollout.executor, self.save):
-                for step in range(self.step + 1, self.last_step + 1):
-                    self.train_step(step)
-                    self.step = step
-                    if self.logger and run.config.replay:
-                        compare(run.config, step)
-            if self.logger:
-                with run.trace.span("end"):
-                    summarise(self.logger, run.inputs.task)
+                loop = TrainingLoop(run)
+            loop.train()
 
-    def start(self, run: Run) -> None:
-        """Start every part that training needs. `run.stack` ends these parts in the reverse order."""
-        self.run, config, stack, is_first = run, run.config, run.stack, dist.get_rank() == 0
-        if is_first:
-            print(f"the run's folder is {config.run_dir}\n{describe_mode(config.actor)}", flush=True)
 
+class TrainingLoop:
+    """The parts of a training run, and the loop over its steps. `train_step` is one step."""
+
+    def __init__(self, run: Run) -> None:
+        """Start every part of the run. `run.stack` ends the parts in the reverse order."""
+        self.run, config = run, run.config
         # 1. Start the inference servers, the proxies and the trainer. They load at the same time.
         keys = start_processes(run)
-        assert config.model_path is not None
-        self.actor = FSDPPPOActor(config.actor, config.model_path)
-        stack.callback(self.actor.destroy)
-        self.actor.create_process_group()
-        self.actor.initialize(max_steps=config.max_steps)
-        self.ref = None
-        if config.ref.path is not None:
-            self.ref = FSDPEngine(config.actor, config.ref.path)
-            stack.callback(self.ref.destroy)
-            self.ref.initialize()
-        if is_first:
-            say_ready("the trainer's model")
-
-        # 2. Rank 0 starts the rest of the rollout side: the engine, and the executors that run the episodes.
-        self.recovery = stack.enter_context(closing(Recovery(config.run_dir, config.recover)))
+        self.actor, self.ref = start_trainer(run)
+        # 2. Start the rest of the rollout side: the engine, and the executors that run the episodes.
+        self.recovery = Recovery(config.run_dir, config.recover)
+        run.stack.callback(self.recovery.close)
         self.rollout, self.evaluation = start_rollout(run, keys, self.recovery.groups)
-        meta = asdict(config.weight_update) | {"path": weights_folder(run)}
-        self.actor.connect_engine(self.rollout, WeightUpdateMeta(**meta))
-        self.canary = Canary(self.actor, self.rollout)
-
+        self.actor.connect_engine(self.rollout, run.weight_update_meta())
+        self.canary = Canary(self.actor, self.rollout, run.trace)
         # 3. Make the data loader, which yields batches of prompts in an order that depends on the seed.
         self.train_dataloader = make_dataloader(config, run.inputs.dataset)
-
         # 4. Load the newest checkpoint of this run, if there is one. Servers that this run has started hold the weights
         #    of model_path. Push the trainer's weights after a restart, or if the servers were running before the run.
-        self.step = self.recovery.load(self.actor, self.rollout.executor)
+        self.step = self.recovery.load(self.actor, self.rollout.executor)  # the last finished step
         if self.step or config.rollout.server_addrs:
             self.push_weights(self.step)
-
+        # 5. Start to write the results. The logger is None on every rank except 0.
         self.last_step = config.replay_until or config.max_steps
+        self.logger = start_logger(run, self.rollout.executor, self.step)
 
-        # 5. Rank 0 writes the run's configuration and its results.
-        self.logger = Logger(config, self.rollout.executor, run.trace) if is_first else None
+    def train(self) -> None:
+        """Run the steps that are left, and then print a summary."""
+        with self.logger.live if self.logger else nullcontext(), interruptible(self.rollout.executor, self.save):
+            for step in range(self.step + 1, self.last_step + 1):
+                self.train_step(step)
+                self.step = step
         if self.logger:
-            self.logger.doctor.watch(self.rollout.executor)
-            if self.logger.tracker:
-                stack.callback(self.logger.tracker.finish)
-            record(config)
-            print(f"continuing after step {self.step} of {config.run_dir}\n" if self.step else "", end="", flush=True)
+            with self.run.trace.span("end"):
+                summarise(self.logger, self.run.inputs.task)
 
     def train_step(self, step: int) -> None:
         """Run one training step: consume a batch of prompt groups, and push the weights of version `step`."""
@@ -152,7 +126,7 @@ class PPOTrainer:
         with trace.span("rollout_wait", seconds):
             batch = self.wait_for_batch()
         metrics: dict[str, Any] = {"step": step, "version": version, **describe_batch(batch, version)}
-        if config.server.release_memory:  # generation pauses until the push at the end of this step
+        if config.server.release_memory:  # the servers generate nothing until the push of this step
             metrics |= self.canary.finish()
             self.rollout.release_memory()
 
@@ -170,32 +144,27 @@ class PPOTrainer:
             metrics |= actor.ppo_update(batch)
             actor.step_lr_scheduler()
 
-        # 6. Push the new weights into the servers. Then the canary (run/mismatch.py) checks that the servers have the
-        #    trainer's weights. The servers answer during the next step, which reads the answers before its own push.
-        with trace.span("canary"):
-            metrics |= self.canary.finish()
+        # 6. Push the new weights into the servers. Then the canary (run/mismatch.py) asks the servers for scores, which
+        #    show whether the servers have these weights. The next step reads the scores before its own push.
+        metrics |= self.canary.finish()
         with trace.span("sync", seconds):
             if config.server.release_memory:
                 torch.cuda.empty_cache()  # the servers take their memory back
             self.push_weights(step)
-        with trace.span("canary"):
-            self.canary.start(batch)
-            if is_last:  # no later step reads the canary's answers
-                metrics |= self.canary.finish(**metrics)
+        self.canary.start(batch)
 
         # 7. Evaluate: run one episode for each validation prompt.
         if is_due(step, config.evaluator.interval):
             with trace.span("evaluate"):
-                while not (found := share(evaluate(self.evaluation, inputs) if self.evaluation else None)):
-                    self.push_weights(step)  # a server was started again and needs the weights
-                metrics |= found
+                metrics |= self.evaluate()
         # 8. Save the model as a Hugging Face directory.
         if is_last or is_due(step, config.saver.interval):
             with trace.span("save"):
                 lines = [*self.logger.history, metrics] if self.logger else []
                 save_model(actor, config.run_dir / "checkpoints", step, config.saver.keep, lines)
-
         # 9. Write the step's line of metrics.jsonl, then the checkpoint from which a killed run continues.
+        if is_last:  # no later step reads the canary's scores
+            metrics |= self.canary.finish(**metrics)
         if self.logger:
             metrics |= {"success": inputs.success(batch["rewards"].tolist())} | actor.speed(batch, seconds["train_s"])
             with trace.span("log"):
@@ -204,12 +173,22 @@ class PPOTrainer:
             self.save(step)
 
     def wait_for_batch(self) -> dict[str, Any]:
-        """Wait for the next batch. If a server was started again meanwhile, push the weights to it and wait again."""
+        """Wait for the next batch, and return it on every rank."""
         config, workflow = self.run.config, self.run.inputs.workflow
         options = {"should_accept_fn": config.should_accept_fn, "group_size": config.rollout.group_size}
-        while not (batch := self.actor.prepare_batch(self.train_dataloader, workflow=workflow, **options)):
+        return self.until_done(lambda: self.actor.prepare_batch(self.train_dataloader, workflow=workflow, **options))
+
+    def evaluate(self) -> dict[str, Any]:
+        """Run one episode for each validation prompt, and return the statistics on every rank."""
+        inputs, executor = self.run.inputs, self.evaluation  # the executor is None on every rank except 0
+        return self.until_done(lambda: share(evaluate(executor, inputs) if executor else None))
+
+    def until_done(self, wait: Callable[[], dict[str, Any] | None]) -> dict[str, Any]:
+        """Return the result of `wait`. The result is None if a server was started again meanwhile. Then push the
+        weights to this server, and call `wait` again."""
+        while (result := wait()) is None:
             self.push_weights(self.actor.get_version())
-        return batch
+        return result
 
     def save(self, step: int | None = None) -> None:
         """Write a checkpoint of `step`, or of the last finished step. A killed run continues from the checkpoint."""

@@ -65,14 +65,14 @@ def train(update: str, words: list[str]) -> int:
     """Train in this process, with the inference server on another core. Return the exit code."""
     cores = sorted(os.sched_getaffinity(0))[:2]
     os.sched_setaffinity(0, cores[:1])
-    from run.command import main
-    from train import PPOTrainer
+    from run.command import main, open_run
+    from train import TrainingLoop
 
-    class Pinned(PPOTrainer):
-        """A trainer that gives the server a core of its own, and writes CPU times to the trace."""
+    class Pinned(TrainingLoop):
+        """A loop that gives the server a core of its own, and writes CPU times to the trace."""
 
-        def start(self, run: Any) -> None:
-            super().start(run)
+        def __init__(self, run: Any) -> None:
+            super().__init__(run)
             for child in run.fleet.children[: len(run.servers)]:
                 for thread in Path(f"/proc/{child.process.pid}/task").iterdir():
                     os.sched_setaffinity(int(thread.name), cores[1:])
@@ -89,7 +89,7 @@ def train(update: str, words: list[str]) -> int:
             self.run.trace.mark("cpu", training=time.process_time(), generation=info["cpu_seconds"])
 
     class Drained(Pinned):
-        """A trainer that lets all running groups finish before it sends new weights."""
+        """A loop that lets all running groups finish before it sends new weights."""
 
         def push_weights(self, version: int) -> None:
             dispatcher = self.rollout.executor.dispatcher
@@ -100,8 +100,11 @@ def train(update: str, words: list[str]) -> int:
                 )
             super().push_weights(version)
 
-    trainer = {"interrupt": Pinned, "drain": Drained}[update]
-    return main(lambda config: trainer(config).train(), words)
+    def run(config: Any) -> None:
+        with open_run(config) as parts:
+            {"interrupt": Pinned, "drain": Drained}[update](parts).train()
+
+    return main(run, words)
 
 
 def behind_the_oldest(trace: list[dict]) -> float:

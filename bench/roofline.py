@@ -313,7 +313,8 @@ def measure(layers: int, width: int, vocabulary: int, rows: int, length: int, fo
     device, b, dtype = ("cuda", 2, torch.bfloat16) if on_gpu else ("cpu", 4, torch.float32)
     size, big = (8192, 2**30) if on_gpu else (1024, 2**27)
     a, x = torch.randn(size, size, device=device, dtype=dtype), torch.zeros(big, device=device, dtype=torch.uint8)
-    y = torch.zeros_like(x)
+    y, matrix = torch.zeros_like(x), torch.randn(big // 2**12 // b, 2**12, device=device, dtype=dtype)
+    vectors = torch.randn(rows, 2**12, device=device, dtype=dtype)
 
     # 1. Make a small model, and the inputs of each part.
     config, actor, plain = make_models(layers, width, vocabulary, dtype, folder)
@@ -346,6 +347,7 @@ def measure(layers: int, width: int, vocabulary: int, rows: int, length: int, fo
     actions: dict[str, Callable[[], Any]] = {
         "product": lambda: a @ a,
         "copy": lambda: y.copy_(x),
+        "few rows": lambda: torch.nn.functional.linear(vectors, matrix),
         "generation: prefill": torch.no_grad()(lambda: plain.base_model(ids[:, : w.prompt], use_cache=False)),
         "generation: decode": decode,
         "pi_prox: layers": torch.no_grad()(layers_alone),
@@ -361,15 +363,17 @@ def measure(layers: int, width: int, vocabulary: int, rows: int, length: int, fo
     actor.destroy()
     for name in ("layers", "last layer"):
         found[f"backward: {name}"] -= found[f"forward: {name}"]
-    peak, bandwidth, disk = 2 * size**3 / found.pop("product"), 2 * big / found.pop("copy"), b * s.n / found.pop("file")
-    return compare(s, w, found, peak, bandwidth, disk)
+    peak, bandwidth, few = 2 * size**3 / found.pop("product"), 2 * big / found.pop("copy"), big / found.pop("few rows")
+    return compare(s, w, found, peak, bandwidth, few, b * s.n / found.pop("file"))
 
 
-def compare(s: Shape, w: Work, found: dict[str, float], peak: float, bandwidth: float, disk: float) -> str:
+def compare(s: Shape, w: Work, found: dict[str, float], peak: float, bandwidth: float, few: float, disk: float) -> str:
     """Return a table of the estimated and the measured seconds of each part.
 
-    The measured generation uses a plain model of transformers, which fuses no kernels. `peak` is in FLOP/s, `bandwidth`
-    and `disk` are in bytes per second.
+    The measured generation uses a plain model of transformers, which fuses no kernels. `peak` is in FLOP/s.
+    `bandwidth`, `few` and `disk` are in bytes per second. `few` is the bandwidth of a product of few rows with a large
+    matrix, and a decode step consists of such products. A CPU's library rearranges the matrix first, so `few` is below
+    `bandwidth`.
     """
     b, rows = w.b, w.rows
     parts = step_parts(s, w) | {"new weights: disk": [Kernel(0, b * s.n)]}
@@ -378,11 +382,13 @@ def compare(s: Shape, w: Work, found: dict[str, float], peak: float, bandwidth: 
         parts[name] = [*parts[name], Kernel(0, t * s.layers * pointwise(s, b))]
     lines = [["part", "GFLOP", "GB", "estimate ms", "measured ms", "measured / estimate"]]
     for name, taken in found.items():
-        estimate = seconds(parts[name], peak, disk if name.endswith("disk") else bandwidth)
+        rate = {"new weights: disk": disk, "generation: decode": few}.get(name, bandwidth)
+        estimate = seconds(parts[name], peak, rate)
         moved = sum(kernel.bytes for kernel in parts[name]) / 1e9
         numbers = [f"{flops(parts[name]) / 1e9:.1f}", f"{moved:.2f}", f"{1e3 * estimate:.1f}", f"{1e3 * taken:.1f}"]
         lines.append([name, *numbers, f"{taken / estimate:.2f}"])
-    where = f"{peak / 1e9:,.0f} GFLOP/s, memory {bandwidth / 1e9:.1f} GB/s, files {disk / 1e9:.1f} GB/s"
+    where = f"{peak / 1e9:,.0f} GFLOP/s, memory {bandwidth / 1e9:.1f} GB/s, products of few rows {few / 1e9:.1f} GB/s"
+    where += f", files {disk / 1e9:.1f} GB/s"
     size_of = f"{s.n:,} parameters, {rows} rows of {w.length} tokens"
     return f"measured on this machine: {where}; {size_of}\n\n{table(lines)}"
 

@@ -6,8 +6,8 @@
     python bench/soak.py --steps 170 --usage docs/episodes    20,400 episodes, no kills; writes memory and descriptors
 
 After a random number of steps, or during the start, the script kills the trainer, the proxy or the server (kill -9).
-The death of the trainer or the proxy ends the run, and the script then starts the run again with an identical command.
-The death of a server does not end the run. Every random choice comes from the printed seed.
+When a death has ended the run, the script starts the run again with an identical command. The death of a server does
+not end the run. Every random choice comes from the printed seed.
 
 At the end the script makes five checks of the trained samples (tokens/*.safetensors). Every step occurs exactly once.
 No prompt group is used in more than one step. Each of the first (steps - eta - 1) * 6 groups is used in a step, where 6
@@ -71,8 +71,8 @@ def kill(command: list[str], rng: random.Random, kills: int, run_dir: Path) -> N
     """Kill random processes of the run, and start the run again whenever it has ended. After the last kill, let the run
     finish.
 
-    The run itself starts a dead server again, at most server.max_restarts times. After that a server's death ends the
-    run.
+    The death of the trainer ends the run, and so does the death of a proxy, unless the run has not begun to use the
+    proxy. The run itself starts a dead server again, at most server.max_restarts times.
     """
     with (run_dir / "soak.log").open("a") as log:
         run, up, done = start(command, log), set[int](), 0
@@ -82,23 +82,30 @@ def kill(command: list[str], rng: random.Random, kills: int, run_dir: Path) -> N
             while number and (line := run.stdout.readline()):
                 log.write(line)
                 number -= kind == "line" or line.startswith("step ")
+            if number:  # the output ended, so the run has ended
+                code = end(run, up, log)
+                print(f"the run ended with exit code {code}", flush=True)
+                if not code:
+                    raise SystemExit(f"the run trained its last step before kill {done + 1}; give more --steps")
+                run, up = start(command, log), set()
+                continue
             time.sleep(moment)  # the kill comes at a random moment
             now = pids(run)
-            victim, code = rng.choice(sorted(now)), run.poll()
             up |= {*now.values()}
-            if code is None:
-                with suppress(ProcessLookupError):  # the process has ended by itself
-                    os.kill(now[victim], signal.SIGKILL)
+            victim = rng.choice(sorted(now))
+            if run.poll() is not None:
+                continue
+            with suppress(ProcessLookupError):  # the process has ended by itself
+                os.kill(now[victim], signal.SIGKILL)
                 done += 1
                 lines = (
                     (run_dir / "metrics.jsonl").read_text().count("\n") if (run_dir / "metrics.jsonl").exists() else 0
                 )
                 print(f"kill {done}: {victim}, {lines} lines in metrics.jsonl", flush=True)
-            if code is not None or victim != "server":
-                print(f"the run ended with exit code {end(run, up, log)}", flush=True)
-                run, up = start(command, log), set()
-        if end(run, up, log, None):
-            raise SystemExit(f"the last start failed; see {log.name}")
+        if code := end(run, up, log, None):
+            print(f"the run ended with exit code {code}", flush=True)
+            if end(start(command, log), up, log, None):
+                raise SystemExit(f"the last start failed; see {log.name}")
 
 
 def freeze(command: list[str], rng: random.Random, freezes: int, log: Path) -> None:

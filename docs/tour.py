@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from ppo import ppo_actor_loss_fn
 from run.command import open_run
 from run.config import load
-from train import PPOTrainer
+from train import TrainingLoop
 from workflow import import_string, workflow_context
 
 KEYS = """experiment_name=tour max_steps=2 train_dataset.batch_size=1 gconfig.n_samples=4 gconfig.seed=1 actor.kl_ctl=0
@@ -72,9 +72,8 @@ def take_tour() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         config = load([*KEYS.split(), f"fileroot={folder}"])
         agent = PacedAgent(import_string(f"{config.task}.WORKFLOW")())
-        trainer = PPOTrainer(config)
         with open_run(config, agent) as run:
-            trainer.start(run)
+            trainer = TrainingLoop(run)
             gates = [read_gate(trainer.rollout)]
             for _ in range(2):
                 trainer.rollout.executor.submit({"secret": 5}, agent, group_size=4)

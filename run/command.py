@@ -38,6 +38,7 @@ import torch.distributed as dist
 from omegaconf import OmegaConf
 from transformers.utils import logging as transformers_logging
 
+from ppo import describe_mode
 from run.config import ConfigError, changed, load
 from run.doctor import Unhealthy
 from run.evaluate import evaluate_run
@@ -45,7 +46,7 @@ from run.failures import Failures, report
 from run.inputs import Inputs, load_inputs
 from run.keys import TrainConfig
 from run.launch import ROOT, Fleet, Planned, ProcessDied, revision
-from run.logger import Trace
+from run.logger import Logger, Trace
 from run.plan import plan_run
 from run.recover import claim, newest_checkpoint
 from run.replay import Differs, check_replay
@@ -167,6 +168,7 @@ def open_run(config: TrainConfig, *agent: Any) -> Iterator[Run]:
         stack.callback(Failures(fleet.log_dir / FAILURES).close)
         is_training = bool(loaded) and config.mode == "train"
         if is_training:
+            print(f"the run's folder is {config.run_dir}\n{describe_mode(config.actor)}", flush=True)
             # The report is written last, after the trace is closed, and also after a failure.
             stack.callback(write_report, config.run_dir)
         stack.callback(fleet.close)
@@ -195,6 +197,21 @@ def record(config: TrainConfig) -> None:
     del keys["rollout"]["server_key"]  # no file of the run may contain the servers' key
     OmegaConf.save({**keys, "revision": revision()}, path)
     (config.run_dir / "README.md").write_text((ROOT / "run" / "folder.md").read_text())
+
+
+def start_logger(run: Run, executor: Any, step: int) -> Logger | None:
+    """Write the run's configuration, and return the logger of the steps after `step`. On every rank except 0 the result
+    is None."""
+    if dist.get_rank() > 0:
+        return None
+    logger = Logger(run.config, executor, run.trace)
+    logger.doctor.watch(executor)
+    if logger.tracker:
+        run.stack.callback(logger.tracker.finish)
+    record(run.config)
+    if step:
+        print(f"continuing after step {step} of {run.config.run_dir}\n", flush=True)
+    return logger
 
 
 def main(train: Callable[[TrainConfig], None], argv: list[str] | None = None) -> int:

@@ -31,6 +31,7 @@ from torch import Tensor
 from run.doctor import Doctor
 from run.keys import TrainConfig
 from run.recover import discard
+from run.replay import compare
 from run.report import read_records, write_report
 from run.terminal import terminal
 
@@ -249,6 +250,8 @@ class Logger:
         if every and (step - 1) % every == 0:
             print(f"a sample, reward {batch['rewards'][0]:.2f}: {self._text(batch, 0)}", flush=True)
         self.doctor.check(self.history)
+        if self.config.replay:
+            compare(self.config, step)
 
     def _report(self, step: int, wall_s: float) -> None:
         """Write the report if it is due after this step, unless the earlier reports took more than REPORT_SHARE of the

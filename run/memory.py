@@ -13,7 +13,8 @@ bytes, 2 in bfloat16. `saved` is the number of bytes that the forward pass keeps
                                                      float32 before and after the ranks add their gradients
     end     max(4 b V H, 8 R)                        the gradient of the embedding, then its copies in float32
 
-A single rank in float32 uses no FSDP (training/actor.py). The terms with R and P and the phase `end` are then 0.
+A single rank in float32 uses no FSDP (training/actor.py). The terms with R and P and the phase `end` are then 0. In the
+phase `layers`, this rank also needs 2 b I bytes for each token: the gradients of two inner tensors of an MLP.
 
 **Saved activations.** For each token, the queries of a decoder layer are Q numbers, its keys are K numbers, and its MLP
 has I inner numbers. The layer keeps the bytes below for each token. A norm keeps three tensors: its input (in float32),
@@ -61,12 +62,16 @@ def attention_widths(shape: Any) -> tuple[int, int]:
     return width * queries, width * keys
 
 
+def mlp_width(shape: Any) -> int:
+    """Return how many inner numbers the MLP of a layer has for each token."""
+    return getattr(shape, "intermediate_size", 4 * shape.hidden_size)
+
+
 def saved_bytes(shape: Any, b: int, has_head_norms: bool) -> int:
     """Return how many bytes per token a decoder layer saves for the backward pass, without checkpointing."""
     qk = sum(attention_widths(shape))
     norms = 2 * (4 + 2 * b) * shape.hidden_size + (4 + b) * qk * has_head_norms
-    inner = getattr(shape, "intermediate_size", 4 * shape.hidden_size)
-    return norms + 2 * b * qk + 4 * b * inner
+    return norms + 2 * b * qk + 4 * b * mlp_width(shape)
 
 
 def step_bytes(
@@ -82,8 +87,8 @@ def step_bytes(
     saved = layers * (one if is_kept else tokens * b * shape.hidden_size)
     head = (4 + b) * last + saved + (12 + b) * logprobs.CHUNK_ELEMENTS[device]
     middle = b * last + saved + (0 if is_kept else one)
-    if ranks == 1 and b == 4 and not actor.offload:
-        return max(head, middle)
+    if not actor.is_sharded(ranks):
+        return max(head, middle + 2 * b * tokens * mlp_width(shape))
     return max(b * root + head, b * root + middle + (8 + 3 * b) * layer, 4 * b * last, 8 * root)
 
 

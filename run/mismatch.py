@@ -17,6 +17,7 @@ from torch import Tensor
 
 from engine import RemoteInfEngine
 from inference.wire import EngineError
+from run.logger import Trace
 from run.start import NoRollout
 from training.actor import FSDPPPOActor
 
@@ -43,8 +44,8 @@ class Canary:
     whose effect would be smaller than the rounding of bfloat16.
     """
 
-    def __init__(self, actor: FSDPPPOActor, rollout: RemoteInfEngine | NoRollout) -> None:
-        self.actor, self.rollout = actor, rollout
+    def __init__(self, actor: FSDPPPOActor, rollout: RemoteInfEngine | NoRollout, trace: Trace) -> None:
+        self.actor, self.rollout, self.trace = actor, rollout, trace
         self.threads = ThreadPoolExecutor(CANARY_ROWS, "canary")  # one thread waits for each row
         self.rows: dict[str, Tensor] = {}  # the canary: the first tokens of the first rows of the run's first batch
         self.trainer = torch.empty(0)  # the trainer's scores after the last update, (L,)
@@ -59,7 +60,8 @@ class Canary:
             self.rows = {key: x[:, :CANARY_TOKENS] if x.dim() > 1 else x for key, x in first.items()}
             self.rows["temperatures"] = torch.ones_like(self.rows["temperatures"])
         mask = self.rows["loss_mask"] = self.rows["attention_mask"]  # prompt tokens have scores, too
-        self.trainer = self.actor.compute_logp(self.rows)[mask]
+        with self.trace.span("canary"):
+            self.trainer = self.actor.compute_logp(self.rows)[mask]
         if isinstance(self.rollout, RemoteInfEngine):
             rows = [ids[m].tolist() for ids, m in zip(self.rows["input_ids"], mask, strict=True)]
             self.asked = [self.threads.submit(self.rollout.score, ids) for ids in rows]
@@ -71,11 +73,12 @@ class Canary:
         called since the last call of `finish`.
         """
         asked, self.asked = self.asked, []
-        try:
-            rows = [answer.result() for answer in asked]
-        except EngineError:
+        if not asked:
             return {}
-        if not rows:
+        try:
+            with self.trace.span("canary"):
+                rows = [answer.result() for answer in asked]
+        except EngineError:
             return {}
         servers = [torch.cat([torch.tensor(x) for x in of_server]) for of_server in zip(*rows)]  # (L,) of each server
         before, self.before = self.before, torch.stack([self.trainer, *servers])

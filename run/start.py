@@ -1,4 +1,6 @@
-"""Start the rollout side of a run: the engine, the proxies, an executor for training and an executor for evaluation.
+"""Start the parts of a run: the trainer's models, and the rollout side.
+
+The rollout side is the engine, the proxies, an executor for training and an executor for evaluation:
 
     inference servers  <-  RemoteInfEngine  <-  proxies  <-  WorkflowExecutor (training), WorkflowExecutor (evaluation)
 
@@ -37,6 +39,7 @@ from run.recover import GroupLog, newest_checkpoint
 from run.replay import ReplayExecutor, facts
 from run.schedule import EVENTS, FILE, ScheduledEngine
 from run.terminal import BEGIN
+from training.actor import FSDPEngine, FSDPPPOActor
 
 Keys = tuple[str, ...]  # the admin key of the proxies, and the key of the servers
 
@@ -51,6 +54,15 @@ class Run:
     fleet: Fleet  # the child processes
     trace: Trace
     stack: ExitStack
+
+    def weight_update_meta(self) -> WeightUpdateMeta:
+        """Return how weights are sent. A folder of new weights outside the run's folder is deleted when the run
+        ends."""
+        config, folder = self.config, self.config.run_dir / "weights"
+        if config.weight_update.path is not None:
+            folder = Path(config.weight_update.path) / config.experiment_name / config.trial_name
+            self.stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        return WeightUpdateMeta(**asdict(config.weight_update) | {"path": str(folder)})
 
 
 class NoRollout:
@@ -89,6 +101,23 @@ def start_processes(run: Run) -> Keys:
     names = [run.fleet.start(replace(proxy, keys=())).name for proxy in proxies]
     print(f"starting {', '.join([*(p.name for p in run.servers), *names])}; logs: {run.fleet.log_dir}", flush=True)
     return proxies[0].keys
+
+
+def start_trainer(run: Run) -> tuple[FSDPPPOActor, FSDPEngine | None]:
+    """Load the policy and, if the run has one, the reference model. All ranks call this function."""
+    config, ref = run.config, None
+    assert config.model_path is not None
+    actor = FSDPPPOActor(config.actor, config.model_path)
+    run.stack.callback(actor.destroy)
+    actor.create_process_group()
+    actor.initialize(max_steps=config.max_steps)
+    if config.ref.path is not None:
+        ref = FSDPEngine(config.actor, config.ref.path)
+        run.stack.callback(ref.destroy)
+        ref.initialize()
+    if dist.get_rank() == 0:
+        say_ready("the trainer's model")
+    return actor, ref
 
 
 def start_rollout(run: Run, keys: Keys, groups: GroupLog | None = None) -> tuple[Any, Any]:
@@ -166,16 +195,6 @@ def take_over(rollout: ScheduledEngine) -> None:
     rollout.servers.refresh()
     rollout.resume()
     label(rollout.servers.post_all, "0", abort=True)
-
-
-def weights_folder(run: Run) -> str:
-    """Return the folder of new weights (mode disk). A folder outside the run's folder is deleted when the run ends."""
-    config = run.config
-    if config.weight_update.path is None:
-        return str(config.run_dir / "weights")
-    folder = Path(config.weight_update.path) / config.experiment_name / config.trial_name
-    run.stack.callback(shutil.rmtree, folder, ignore_errors=True)
-    return str(folder)
 
 
 def plan_proxies(config: TrainConfig, servers: list[str], wait_for_servers: bool) -> list[Planned]:

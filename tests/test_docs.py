@@ -89,6 +89,8 @@ RAISED_BY = {
     "processes that import their modules while train.py does": 55,
     "the prefix tree is a class, the wait for a batch is a method": 11,
     "fewer operations in a decode step of the small server, reports that take little of the time": 10,
+    "a record of a call apart from the tree, a training loop apart from its trainer": 20,
+    "the memory of a rank without FSDP": 8,
 }
 
 

@@ -33,6 +33,7 @@ import inference.weights
 import proxy
 import rollout.dispatcher
 import rollout.executor
+import rollout.interaction
 import rollout.rows
 import run.start as start
 import staleness
@@ -217,11 +218,17 @@ TURN_MUTANTS = [
     ("deadlock", X, calls.sessions, "        session.ended = True\n", ""),
     ("tokens", XZ, rollout.rows, "[span] = turn.tokens.output_logprobs", "[span] = last.output_logprobs"),
     ("tokens", XZ, rollout.rows, "[span] = turn.tokens.output_versions", "[span] = last.output_versions"),
-    ("tokens", XZ, cache, "or [(self, True)]", "or [(turn, True) for turn in (self.parent, self) if turn]"),
+    (
+        "tokens",
+        XZ,
+        rollout.interaction,
+        "or [(self, True)]",
+        "or [(turn, True) for turn in (self.parent, self) if turn]",
+    ),
 ]
 
 
-PROXY = rollout.rows, cache, calls.sessions, calls.turn, proxy
+PROXY = rollout.rows, rollout.interaction, cache, calls.sessions, calls.turn, proxy
 UPDATE = inference.servers, inference.weights, engine, start, train
 
 

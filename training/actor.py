@@ -151,11 +151,10 @@ class FSDPEngine:
     def shard(self, model: Any, layers: list[Any]) -> None:
         """Shard each decoder layer of the model, and then the rest of the model, over all ranks.
 
-        FSDP also provides mixed precision and offloading of the weights to host memory. A single rank that needs
-        neither runs without FSDP, because FSDP's hooks would take a sixth of the time of a small model's step
-        (docs/log.md).
+        A single rank does without FSDP if it can, because FSDP's hooks would take a sixth of the time of a step of a
+        small model (docs/log.md).
         """
-        if dist.get_world_size() == 1 and self.dtype == torch.float32 and not self.config.offload:
+        if not self.config.is_sharded(dist.get_world_size()):
             return
         mesh = init_device_mesh(self.device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))
         precision = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)

@@ -94,6 +94,10 @@ class PPOActorConfig:
     adv_norm: NormConfig = field(default_factory=NormConfig)  # baseline and divisor of the advantages
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)  # AdamW and its schedule
 
+    def is_sharded(self, ranks: int) -> bool:
+        """Return whether FSDP2 shards the model. FSDP2 also computes in another data type and offloads the weights."""
+        return ranks > 1 or self.dtype != "float32" or self.offload
+
     def is_compiled(self, device: str) -> bool:
         """Return whether torch.compile fuses the operations of each layer.
 

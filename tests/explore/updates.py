@@ -1,4 +1,4 @@
-"""The state machine of the weight updates: PPOTrainer.push_weights (train.py), RemoteInfEngine (engine.py), Servers
+"""The state machine of the weight updates: TrainingLoop.push_weights (train.py), RemoteInfEngine (engine.py), Servers
 (inference/servers.py) and send (inference/weights.py).
 
 UpdateMachine drives the shipped classes twice: as the trainer, which pushes new versions, and as a proxy, whose request
@@ -286,7 +286,7 @@ class World:
             )
             for version in range(first, self.bounds.versions + 1):
                 self.wait_for_trainer("trains", None)
-                self.modules["train"].PPOTrainer.push_weights(trainer, version)
+                self.modules["train"].TrainingLoop.push_weights(trainer, version)
                 self.starting = False
         except (EngineError, ValueError) as error:
             self.failed = True

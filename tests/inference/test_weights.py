@@ -31,7 +31,7 @@ from engine import RemoteInfEngine
 from inference import group, weights
 from inference.io_struct import GenerationHyperparameters, ModelRequest
 from inference.weights import WeightUpdateMeta, named_buckets, send, write_checkpoint
-from train import PPOTrainer
+from train import TrainingLoop
 from training.actor import FSDPEngine, FSDPPPOActor
 from training.config import PPOActorConfig
 
@@ -276,7 +276,7 @@ def test_files_are_written_in_the_servers_dtype_before_the_pause(tiny_model_dir:
     rollout: Any = Watched(tmp_path)
     actor.connect_engine(rollout, WeightUpdateMeta(path=str(tmp_path)))
     run = SimpleNamespace(trace=SimpleNamespace(mark=lambda *_, **__: None))
-    PPOTrainer.push_weights(SimpleNamespace(actor=actor, rollout=rollout, run=run), 3)  # type: ignore[arg-type]
+    TrainingLoop.push_weights(SimpleNamespace(actor=actor, rollout=rollout, run=run), 3)  # type: ignore[arg-type]
     assert rollout.calls == [(call, ["v3"]) for call in ("pause", "update_weights", "resume")]
     assert actor.get_version() == 3
     source, written = (load_file(folder / "model.safetensors") for folder in (tiny_model_dir, tmp_path / "v3"))

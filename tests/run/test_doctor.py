@@ -25,7 +25,7 @@ from inference.wire import Wire
 from rollout.runner import AsyncTaskRunner
 from run.config import load
 from run.doctor import PAGE, RULES, TEXTS, Doctor, Unhealthy, examine, main
-from run.logger import baseline_bias, no_signal_share
+from run.logger import Trace, baseline_bias, no_signal_share
 from run.mismatch import Canary, compare_scores
 from training.actor import FSDPPPOActor
 from training.config import PPOActorConfig
@@ -308,7 +308,7 @@ def test_the_trainer_does_not_wait_for_the_canary(start_tiny_server: Any, tiny_m
     actor.create_process_group()
     actor.initialize(max_steps=1)
     rollout = RemoteInfEngine([start_tiny_server()])
-    canary = Canary(actor, rollout)
+    canary = Canary(actor, rollout, Trace(None))
     ids = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 0]])
     batch = {"input_ids": ids, "attention_mask": ids > 0, "temperatures": torch.ones(2, 4)}
     assert canary.finish() == {}
