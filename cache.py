@@ -6,12 +6,12 @@ agent sends the whole conversation with every call, so a later call begins with 
     system - user - [A] assistant -+- user  - [B] assistant       The messages of B and C begin with the messages
                                    +- user' - [C] assistant       and the output of A, so A is the parent of both.
 
-The tree. The messages of a session form a prefix tree. An edge of the prefix tree is a message. A node stands for the
-prefix that consists of the messages on the path to this node; the first node stands for the empty prefix. Each finished
-interaction belongs to the node at the end of its output. To find the parent of a new interaction, the cache follows the
-interaction's messages from the empty prefix. The last finished interaction on this path is the parent. An interaction
-without a parent is a root. Clients reorder keys and change spaces, so messages with the same meaning count as one edge
-(calls/messages.py, `canonical`).
+The tree. The messages of a session form a prefix tree. An edge of the prefix tree is a message. A node stands for a
+prefix: the messages on the path from the first node to this node. The first node stands for the empty prefix. Each
+finished interaction belongs to the node at the end of its output. To find the parent of a new interaction, the cache
+follows the interaction's messages through the tree, starting at the first node. The parent is the last finished
+interaction on this path. An interaction without a parent is a root. Clients may change the order of JSON keys and the
+white space in a message, so messages with the same meaning count as one edge (calls/messages.py, `canonical`).
 
 Most calls continue the call that finished last. The cache therefore first checks whether a request begins with the
 whole conversation of the last finished call. If so, the cache follows only the messages after this conversation.
@@ -20,9 +20,9 @@ Rewards. The final reward R of a turn i is computed from the leaves to the roots
 
     R(i) = r(i) + gamma * mean of R(c) over the children c of i        (the mean is 0 if i has no children)
 
-This is the "Reward Backpropagation Process" of AReaL's document OpenAI-Compatible Workflows. For example, let gamma be
-0.5 and let the last of three turns have the reward 1. The other two turns have no reward of their own. The final
-rewards of the three turns are then 0.25, 0.5 and 1 (AReaL's document Agent Workflow, "Reward System"). A side
+AReaL's document OpenAI-Compatible Workflows calls this computation the "Reward Backpropagation Process". For example,
+let gamma be 0.5 and let the last of three turns have the reward 1. The other two turns have no reward of their own. The
+final rewards of the three turns are then 0.25, 0.5 and 1 (AReaL's document Agent Workflow, "Reward System"). A side
 conversation is a call that a client makes for its own purposes, for example to get a title. A side conversation does
 not get the session's reward (calls/side_conversations.py).
 
@@ -54,7 +54,7 @@ LARGEST_REWARD = 1e30  # maximum absolute value of a reward, so that a sum of ma
 
 
 def finite(reward: Any) -> float:
-    """Return `reward` as a float. Raises Refusal, a ValueError, if `reward` is no number or is too large."""
+    """Return `reward` as a float. Raises Refusal, a ValueError, if `reward` is not a number or is too large."""
     try:
         if abs(reward) <= LARGEST_REWARD:
             return float(reward)
@@ -71,14 +71,14 @@ def check_style(style: Any) -> None:
 
 @dataclass(eq=False)
 class Node:
-    """A node of the prefix tree. It stands for a prefix: the list of the messages on the path to the node."""
+    """A node of the prefix tree. The node stands for a prefix: the list of the messages on the path to the node."""
 
     edges: dict[Hashable, "Node"] = field(default_factory=dict)  # canonical message -> the node after this message
     ended: list[Interaction] = field(default_factory=list)  # finished interactions that end at this node, oldest first
 
 
 def are_identical(messages: list[Message], others: list[Message]) -> bool:
-    """Return whether two lists of messages are equal. In tool calls, True and 1 count as different."""
+    """Return whether two lists of messages are equal. In the arguments of tool calls, True and 1 count as different."""
     pairs = ((a["tool_calls"], b["tool_calls"]) for a, b in zip(messages, others) if a.get("tool_calls"))
     return messages == others and all(repr(a) == repr(b) for a, b in pairs)  # `==` cannot tell True from 1
 
@@ -88,7 +88,7 @@ class PrefixTree:
 
     def __init__(self) -> None:
         self.first = Node()  # stands for the empty prefix
-        self.newest: tuple[list[Message], Node] = ([], self.first)  # the newest conversation, and its node
+        self.newest: tuple[list[Message], Node] = ([], self.first)  # the conversation that finished last, and its node
 
     def follow(self, messages: list[Message]) -> tuple[Interaction | None, Node, int]:
         """Follow `messages` along the tree as far as possible.
@@ -132,7 +132,8 @@ class InteractionCache(Mapping[str, Interaction]):
         # All mutable state:
         self._interactions: dict[str, Interaction] = {}  # finished and unfinished interactions
         self._tree = PrefixTree()  # the finished interactions
-        # The id of each unfinished call -> the last node on the call's path, and the edges that the call adds after it
+        # The id of each unfinished call -> the last existing node on the call's path, and the edges to add after this
+        # node
         self._unfinished: dict[str, tuple[Node, list[tuple]]] = {}
         self._discounted = False
 
@@ -150,8 +151,9 @@ class InteractionCache(Mapping[str, Interaction]):
     def enter(self, interaction_id: str, interaction: Interaction) -> Interaction:
         """Add an interaction, find its parent, and return the interaction.
 
-        The method also finishes an interaction that already has tokens. Raises ValueError if the interaction has no
-        messages or if the cache already contains the id, and Refusal if a message has no canonical form.
+        If the interaction already has tokens, the method also marks it as finished. Raises ValueError if the
+        interaction has no messages or if its id is already in the cache. Raises Refusal if a message has no canonical
+        form.
         """
         if not interaction.messages:
             raise ValueError(f"interaction {interaction_id!r} has no messages")
@@ -208,7 +210,7 @@ class InteractionCache(Mapping[str, Interaction]):
     def set_reward(self, interaction_id: str, reward: Any) -> None:
         """Set the reward of one finished interaction.
 
-        Raises KeyError if the interaction is unknown or unfinished, and ValueError if the reward is not finite.
+        Raises KeyError if the interaction is unknown or unfinished. Raises ValueError if the reward is not finite.
         """
         if interaction_id not in self or not self[interaction_id].complete:
             raise KeyError(f"interaction_id: no finished interaction {interaction_id!r} in this session")
@@ -227,7 +229,7 @@ class InteractionCache(Mapping[str, Interaction]):
         """Replace every reward with the final reward, R(i) = r(i) + gamma * mean of R(children).
 
         A child is always younger than its parent, so a loop in reverse order visits every child before its parent.
-        Raises RuntimeError at a second call, which would count the rewards twice.
+        Raises RuntimeError if the method is called a second time, because a second call would count the rewards twice.
         """
         if self._discounted:
             raise RuntimeError("apply_reward_discount was already called; the rewards are the final ones")
@@ -244,10 +246,10 @@ class InteractionCache(Mapping[str, Interaction]):
         self._check_rewards(own, gamma)
 
     def _check_rewards(self, own: dict[Interaction, float], gamma: float) -> None:
-        """Raise RuntimeError if the sum of the roots' final rewards is not the weighted sum of all own rewards.
+        """Raise RuntimeError unless the final rewards of the roots add up to the weighted sum of the turns' own
+        rewards.
 
-        The weights are computed from the roots to the leaves: a root has the weight 1, and the children of a turn
-        share gamma times the turn's weight equally.
+        A root has the weight 1. The children of a turn share gamma times the turn's weight equally.
         """
         siblings, weights = Counter(turn.parent for turn in own), dict[Any, float]()
         for turn in own:
@@ -271,10 +273,11 @@ class InteractionCache(Mapping[str, Interaction]):
         return side
 
     def export_interactions(self, style: str = "individual") -> dict[str, Interaction]:
-        """Return the interactions that become training rows, by id. Raises Refusal, a ValueError, for an unknown style.
+        """Return a dict {id: interaction} of the interactions that become training rows. Raises Refusal, a ValueError,
+        for an unknown style.
 
-        Style "individual" returns every finished interaction. Style "concat" returns a copy of each leaf, which holds
-        the turns of its row (`join_turns`).
+        Style "individual" returns every finished interaction. Style "concat" returns a copy of each leaf. The copy
+        lists the turns of its row (`join_turns`).
         """
         check_style(style)
         self.mark_side_conversations()

@@ -1,8 +1,8 @@
-"""The engine sends requests to the inference servers, and its completions survive weight updates.
+"""The engine sends requests to the inference servers, and completes them even if weight updates interrupt them.
 
 The servers generate while the trainer works. When new weights arrive, thousands of completions are unfinished. Waiting
-for the longest completion would leave GPUs idle. Throwing the unfinished completions away would waste work and favour
-short completions. A **partial rollout** (write-up, section 2.1) avoids idle GPUs and wasted work. A weight update
+for the longest completion would leave GPUs idle. Discarding the unfinished completions would waste work and favour
+short completions. A **partial rollout** (write-up, section 2.1) avoids idle GPUs and wasted work. When a weight update
 interrupts a completion, the completion keeps its tokens, and the new weights compute the next token. The trainer must
 know which weights computed which token, so every token carries a version:
 
@@ -20,12 +20,12 @@ that one POST /generate produces. The pause mode decides how a weight update int
   with the prompt and the generated tokens. The new request waits until the update is over and then runs with the new
   weights.
 - `in_place`: the server continues with the KV cache of the old weights. The mode `in_place` is the cheapest of the
-  three. With `in_place`, a token after the update depends on both old and new weights, so no single policy gives its
-  probability.
+  three. With `in_place`, the probability of a token after the update depends on old and new weights, so no single
+  policy has this probability.
 
 **Versions.** The versions of tokens come from the server's answers. The engine does not label tokens with its own
-version, because this version may change while a request runs. SGLang 0.5.16 to 0.5.18 does not report spans, but only
-the version at the end of a segment. If a server reports no spans, `initialize` changes the pause mode to `abort`, so
+version, because this version may change while a request runs. SGLang 0.5.16 to 0.5.18 reports no spans, but reports the
+version at the end of each segment. If a server reports no spans, `initialize` changes the pause mode to `abort`, so
 that every segment has one version.
 
 **Failures.** If a server fails in the middle of a segment, the engine keeps the tokens that the server has streamed.
@@ -60,8 +60,8 @@ from inference.wire import EngineError, Wire
 
 logger = logging.getLogger("nano_areal.engine")
 
-EMPTY_ABORT_WAIT = 0.05, 1.0  # first and longest wait, in seconds, after an abort that returned no tokens
-FAILURE_WAIT = 0.5, 10.0  # first and longest wait, in seconds, after a failed request
+EMPTY_ABORT_WAIT = 0.05, 1.0  # shortest and longest wait, in seconds, after an abort that returned no tokens
+FAILURE_WAIT = 0.5, 10.0  # shortest and longest wait, in seconds, after a failed request
 
 OnTokens = Callable[[ModelResponse], None]  # called with the response so far each time tokens arrive
 
@@ -75,7 +75,8 @@ def backoff(attempt: int, first: float, most: float) -> float:
 
 
 def read_vocab_size(model_path: str | None) -> int | None:
-    """Return `vocab_size` of the model folder's config.json, or None if the file cannot be read or lacks this key."""
+    """Return `vocab_size` from config.json in the model's folder, or None if the file cannot be read or lacks this
+    key."""
     try:
         config = orjson.loads((Path(model_path or "") / "config.json").read_bytes())
     except (OSError, ValueError):
@@ -89,12 +90,12 @@ class RemoteInfEngine:
 
     addresses: list[str]  # base URLs of the servers, or of routers in front of them
     pause_mode: str = "retract"  # retract, abort or in_place; becomes abort if a server reports no spans
-    request_timeout: float = 3600.0  # longest time, in seconds, that a server may send nothing during a segment
+    request_timeout: float = 3600.0  # seconds; a segment fails if its server sends nothing for longer than this
     request_retries: int = 3  # number of retries of a request after a connection error, a timeout or a 5xx status
     key: str = ""  # API key of the servers
     wait_for_servers: bool = False  # True if lost servers are restarted; requests then wait for a living server
-    transport: httpx.MockTransport | None = None  # tests give a mock of the network here
-    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep  # tests give a function that does not wait
+    transport: httpx.MockTransport | None = None  # tests pass a mock of the network
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep  # waits; tests pass a function that returns at once
 
     def __post_init__(self) -> None:
         if not self.addresses:
@@ -104,13 +105,13 @@ class RemoteInfEngine:
         self._wire = Wire(self.transport, self.key)
         # During a run the engine changes the attributes below, and sometimes `pause_mode`:
         self.servers = Servers(self.addresses, self._wire)
-        self.vocab_size: int | None = None  # number of token ids; None if no config.json of the model can be read
+        self.vocab_size: int | None = None  # size of the vocabulary; None if no config.json of the model can be read
         self.context_length: int | None = None  # maximum length of prompt plus completion; None if unknown
         self.has_grammar = False  # True if every server can restrict its output to a JSON schema
         self.proxies: Servers | None = None  # the proxies of the run; `set_version` tells them each new version
         self.executor: Any = None  # the WorkflowExecutor of training, which sets this attribute itself
         self._version = 0  # newest policy version that all servers have
-        self._sent = -1  # newest version that `update_weights` has sent
+        self._sent = -1  # newest version of which `update_weights` has sent the weights
         self._servers_paused = False  # True between `pause` and `resume`
         self._memory_released = False  # True between `release_memory` and `update_weights`
 
@@ -122,10 +123,10 @@ class RemoteInfEngine:
         If `on_tokens` is given, the server streams the tokens. Each time tokens arrive, the engine calls `on_tokens`
         with the response so far. A token that `on_tokens` has received is never removed or changed.
 
-        Raises EngineError with status 400 if the request is wrong, with status 502 if a server's answer cannot be read,
-        and with status 503 if requests still fail after all retries.
+        Raises EngineError with status 400 if the request is invalid, with status 502 if a server's answer cannot be
+        read, and with status 503 if the last retry fails.
         """
-        # 1. Check the request, and make an empty response. The segments will append their tokens to the response.
+        # 1. Check the request, and make an empty response, to which the segments will append their tokens.
         g = req.gconfig.new(max_new_tokens=self._budget(req))
         req = replace(req, gconfig=g)
         temperature = 1.0 if g.is_greedy else g.temperature
@@ -158,13 +159,13 @@ class RemoteInfEngine:
         """Generate one segment: send one POST /generate to `server`, and append the generated tokens to `response`.
 
         A streamed answer has many events, and an answer without streaming has one event. Every event contains all
-        tokens of the segment so far. An event therefore replaces the tokens that earlier events of this segment have
-        appended to `response`.
+        tokens of the segment so far. The tokens of an event therefore replace the tokens that earlier events of this
+        segment have appended to `response`.
         """
         url = server + "/generate"
         start = response.output_len
         g = req.gconfig
-        oldest_allowed = self.servers.newest  # tokens of an older version mean that the server was restarted
+        oldest_allowed = self.servers.newest  # a version that is too old means that the server was restarted
         body = generate_body(response.input_tokens + response.output_tokens, g, start)
         body |= {"rid": rid, "stream": on_tokens is not None}
 
@@ -189,7 +190,7 @@ class RemoteInfEngine:
             await self._abort(server, rid)
             raise
 
-        # 2. Return if the segment is complete. A failure after the last token is ignored.
+        # 2. Return if the segment is complete. A failure that comes after the last token of the segment is ignored.
         if response.stop_reason or response.output_len >= g.max_new_tokens:
             return
 
@@ -212,8 +213,9 @@ class RemoteInfEngine:
     async def _ask_a_server(self, key: str, ask: Callable[[str], Awaitable[Any]]) -> Any:
         """Call `ask` with the server of conversation `key`, and return the result. If the server fails, wait and retry.
 
-        An EngineError with status 502 or 503 means that the server failed. Each retry chooses a living server, if any
-        server is alive. When no retry is left, the last error is raised. An error with status 400 is raised at once.
+        The server has failed if `ask` raises an EngineError with status 502 or 503. Each retry goes to a living server,
+        if any server is alive. When no retry is left, the method raises the last error. It raises an error with status
+        400 at once.
         """
         for failures in itertools.count(1):
             server = await self.servers.choose(key)
@@ -231,9 +233,11 @@ class RemoteInfEngine:
             await self.sleep(backoff(failures, *FAILURE_WAIT) * random.uniform(0.5, 1.0))
 
     def _budget(self, req: ModelRequest) -> int:
-        """Return how many tokens `req` may generate at most. Raises EngineError (400) if the request is wrong.
+        """Return the maximum number of tokens that `req` may generate. Raises EngineError (400) if the request is
+        wrong.
 
-        The number is `max_new_tokens`, or less if the context window has less room after the prompt.
+        The maximum is `max_new_tokens`, or the room that the prompt leaves in the context window if this room is
+        smaller.
         """
         g = req.gconfig
         self._check_ids(req.input_ids)
@@ -265,9 +269,9 @@ class RemoteInfEngine:
     def initialize(self) -> None:
         """Read the limits of every server, and test every server by generating one token.
 
-        The test finds four problems before the run starts: a version that is not a number, missing logprobs, missing
-        spans, and a server that an earlier run left paused. Raises EngineError if a server cannot be reached or fails
-        the test.
+        The test finds four problems before the run starts: a server's version is not a number, its answer lacks
+        logprobs or spans, or an earlier run left the server paused. Raises EngineError if a server cannot be reached or
+        fails the test.
         """
         self.servers.refresh()
         infos = self.servers.post_all("/server_info")
@@ -289,8 +293,8 @@ class RemoteInfEngine:
     def pause(self) -> None:
         """Stop starting rollouts, then pause every server. After this call it is safe to change the weights.
 
-        If `wait_for_servers` is true, the method waits while all servers are lost. The wait ends with RuntimeError if
-        the executor has stopped the run.
+        If `wait_for_servers` is true, the method waits as long as all servers are lost. If the executor stops the run
+        during this wait, the method raises RuntimeError.
         """
         if self._memory_released:
             return
@@ -318,12 +322,12 @@ class RemoteInfEngine:
         """Send the weights of version `meta.version` to every server, from `buckets` or from disk.
 
         Call `pause` first, because a server that is not paused finishes all its requests before it changes weights.
-        Raises EngineError with the message of every server that failed, and ValueError if an update has already sent
-        this version or a newer one.
+        Raises EngineError with the message of every server that failed. Raises ValueError if an earlier call has
+        already sent this version or a newer version.
         """
         if meta.version is None or meta.version <= self._sent:
             raise ValueError(f"version {meta.version} is not newer than {self._sent}; use meta.with_version(the next)")
-        if self._memory_released:  # the servers have freed their weights
+        if self._memory_released:  # `release_memory` has freed the servers' weights
             self.servers.post_all("/resume_memory_occupation", {})
             self._memory_released = False
         # In mode in_place the paused requests still need the KV cache, so it is not flushed.
@@ -331,7 +335,8 @@ class RemoteInfEngine:
         self.servers.newest = self.servers.limit = self._sent = meta.version
 
     def forget_sent(self) -> None:
-        """Let `update_weights` send the current version a second time, because a server was restarted."""
+        """Allow `update_weights` to send the current version again, because a server was restarted and needs the
+        weights."""
         self._sent = -1
 
     def set_version(self, version: int) -> None:
@@ -357,8 +362,8 @@ class RemoteInfEngine:
             self.executor.resume()
 
     def destroy(self) -> None:
-        """Send /continue_generation to the servers that this engine has paused, and shut down the executor. A second
-        call does nothing."""
+        """If this engine has paused the servers, send /continue_generation to them. Then shut down the executor. A
+        second call does nothing."""
         if self._servers_paused and not self._memory_released:
             self._servers_paused = False
             try:
@@ -371,9 +376,9 @@ class RemoteInfEngine:
     def score(self, ids: list[int]) -> list[list[float]]:
         """Return a list for each living server: log p(token | earlier tokens) of each token, at temperature 1.
 
-        Each list begins with 0, because no token comes before the first token. If `ids` fills the context window, its
-        last token gets no log-probability, because a server needs room to generate one token. Raises EngineError if a
-        server's answer lacks a log-probability.
+        Each list begins with 0, because no token comes before the first token. If `ids` fills the context window, the
+        last token of `ids` gets no log-probability, because a server needs room to generate one token. Raises
+        EngineError if a server's answer lacks a log-probability.
         """
         ids = ids[: self.context_length - 1] if self.context_length else ids
         self._check_ids(ids)

@@ -1,23 +1,23 @@
 """Advantages and the loss of decoupled PPO, a form of PPO with three policies.
 
-In asynchronous training the model that learns is newer than the model that wrote the training data. Three policies
-give a log-probability to every sampled token:
+In asynchronous training, the weights that are trained are newer than the weights that sampled the training data. Three
+policies give a log-probability to every sampled token:
 
     pi_behav   the behaviour policy: the weights that sampled the token. The inference server reports the
                log-probability. A weight update may interrupt a completion, so each token has its own version.
     pi_prox    the proximal policy: the weights at the start of the training step (needs one more forward pass).
     pi_theta   the current policy: the weights that the optimizer is changing. Only pi_theta receives a gradient.
 
-Standard PPO uses one old policy for two jobs. First, the ratio to the old policy corrects for data of older weights.
+Standard PPO uses one old policy for two jobs. First, the ratio to the old policy corrects for data from older weights.
 Second, the old policy is the centre of the clip, which limits how far a step moves the policy. If the data is several
-versions old, a clip around the old policy pulls the new policy back towards old weights. Decoupled PPO (arXiv
+versions old, a clip around the old policy holds the new policy close to outdated weights. Decoupled PPO (arXiv
 2505.24298, equation 5) clips around pi_prox and corrects with pi_behav. With u = pi_theta / pi_prox, its objective is
 
     J = mean over trained tokens of   pi_prox / pi_behav * min(u A, clip(u, 1 - eps, 1 + eps) A)
                                       behaviour weight     the clip, centred on pi_prox
 
 The behaviour weight is a constant: no gradient flows through it. If pi_prox equals pi_behav, the weight is 1 and J is
-the objective of standard PPO. With use_decoupled_loss=false one old policy serves as pi_prox and as pi_behav.
+the objective of standard PPO. With use_decoupled_loss=false, one old policy is used both as pi_prox and as pi_behav.
 
 Example: a token has probability 0.2 under pi_behav, 0.3 under pi_prox and 0.45 under pi_theta, and A = 1. Then the
 behaviour weight is 1.5 and u is 1.5. With eps = 0.2 the clip lowers u to 1.2, so the token adds 1.5 * 1.2 = 1.8.
@@ -30,12 +30,12 @@ Three guards limit the influence of a single token on the loss:
 
 Every trained token of a turn gets the turn's advantage. With GAE, earlier tokens get a smaller share of the advantage.
 The return of a turn is computed from its final reward, which includes discounted rewards of later turns (cache.py).
-By default, a turn is compared with turns of its group. The tensor group_ids names the group of each row, so rows may be
-in any order.
+By default, the baseline of a turn is a mean over turns of the same group. The tensor group_ids gives the group of each
+row, so the rows of a batch may be in any order.
 
-Limits: the clip does not keep u inside the bounds. A clipped token has no gradient, but gradients of other tokens
-still change its probability. The cap of the behaviour weight makes the correction biased. There is no critic. Variants
-of the loss are in training/: advantages.py, corrections.py and proximal.py. docs/algorithm.md lists each equation.
+Limits: despite the clip, u can leave the clip's range. A clipped token has no gradient, but gradients of other tokens
+still change its probability. The cap of the behaviour weight biases the correction. There is no critic. Variants of the
+loss are in training/: advantages.py, corrections.py and proximal.py. docs/algorithm.md lists each equation.
 
 Shapes: a batch has B rows, T columns, N trained turns and M trained tokens. Column t of each tensor describes token t.
 """
@@ -70,7 +70,7 @@ def describe_mode(config: PPOActorConfig) -> str:
 
 
 def compute_cells(level: str, group_ids: Tensor, turn_ids: Tensor, per_turn: bool) -> Tensor:
-    """Return the cell numbers of N turns, (N,). The turns of a cell are compared with each other.
+    """Return the number of the cell of each of N turns, (N,). The turns of a cell are compared with each other.
 
     If `level` is "group", each group is a cell. For any other level the whole batch is one cell. If `per_turn` is true,
     each cell is split into cells whose turns have the same turn id.
@@ -117,10 +117,11 @@ def normalise(returns: Tensor, group_ids: Tensor, turn_ids: Tensor, norm: NormCo
 def compute_advantages(batch: dict[str, Tensor], config: PPOActorConfig) -> Tensor:
     """Return the advantages (B, T) float32: each trained token has the advantage of its turn, all other tokens have 0.
 
-    The function reads loss_mask, turn_ids and turn_rewards (B, T) and group_ids (B,). A KL penalty in the reward also
-    needs logprobs and ref_logp (B, T). If gamma * gae_lambda is below 1, earlier tokens of a turn get a smaller share
-    of the turn's advantage. Turns without trained tokens get no advantage, and baselines do not include these turns.
-    Raises ValueError if a trained token belongs to no turn or if its reward is not finite.
+    The batch must contain loss_mask, turn_ids and turn_rewards (B, T) and group_ids (B,). If the KL penalty is part of
+    the reward, the batch must also contain logprobs and ref_logp (B, T). If gamma * gae_lambda is below 1, earlier
+    tokens of a turn get a smaller share of the turn's advantage. A turn without trained tokens gets no advantage and
+    does not count in a baseline. Raises ValueError if a trained token belongs to no turn, or to a turn whose reward is
+    not finite.
     """
     trained = batch["loss_mask"] > 0  # (B, T)
     turn_ids = batch["turn_ids"][trained].long()  # (M,)
@@ -164,9 +165,9 @@ def aggregation_weights(lengths: Tensor, how: str, constant: int | None) -> Tens
         how = "sequence"    1/S sum_i (1/n_i) sum_t L_it       every sequence counts equally (GRPO)
         how = "constant"    1/S sum_i (1/C) sum_t L_it         every token counts 1/(S C) (Dr. GRPO)
 
-    `lengths` (B,) holds n_i, the number of trained tokens of sequence i. `lengths` covers the sequences of the
-    mini-batch on all ranks. S is the number of sequences with n_i > 0, and C is `constant`. The loss is linear in the
-    advantages, so the caller multiplies the advantages by these weights.
+    `lengths` (B,) holds n_i, the number of trained tokens of sequence i. `lengths` holds all sequences of the
+    mini-batch, including those of other ranks. S is the number of sequences with n_i > 0, and C is `constant`. The loss
+    is linear in the advantages, so the caller multiplies the advantages by these weights.
     """
     if how == "token":
         return torch.ones(lengths.shape)
@@ -187,10 +188,11 @@ def token_objectives(
     config: PPOActorConfig,
     sequence_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the weight w and the objective of each token, and masks of the clipped and of the dropped tokens.
+    """Return four tensors: each token's weight w and objective, a mask of the clipped tokens and a mask of the dropped
+    tokens.
 
-    The arguments have the same meaning as in ppo_actor_loss_fn, and `mask` is True for trained tokens. Each result has
-    the shape of `mask`. A token is clipped if the clip changed its objective and w is above 0. A token counts as
+    `mask` is True for trained tokens. All other arguments are those of ppo_actor_loss_fn. Each result has the shape of
+    `mask`. A token counts as clipped if the clip changed its objective and its weight w is above 0. A token counts as
     dropped if its behaviour weight is outside the range from floor to cap, or if its row was rejected.
     """
     prox_logp = prox_logp if config.use_decoupled_loss else old_logp

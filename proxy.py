@@ -1,7 +1,7 @@
 r"""The proxy answers agents in the protocols of OpenAI and Anthropic, and records all sampled tokens for training.
 
 Each episode has a session at one proxy. An agent sends the id of its session in the URL or as the API key. The id is
-long and random, so nobody can guess it. A request marked "admin" needs the admin key. `/v1` is optional in a path.
+long and random, so nobody can guess it. A request marked "admin" below needs the admin key. `/v1` may be left out.
 
     POST /grant_capacity (admin)                  let one more session start
     POST /rl/start_session (admin)                use one grant to start a session, and return the session's id; with
@@ -25,19 +25,19 @@ An example: a call becomes a prompt. In the session's first turn the model answe
                   {"role": "user", "content": "more"}], "temperature": 0.7}
 
     1. calls/messages.py reads three messages and the temperature 0.7 from the body.
-    2. calls/turn.py enters the call in the conversation tree (cache.py). The turn with "Hi!" is the call's parent.
+    2. calls/turn.py enters the call in the conversation tree (cache.py). The call's parent is the turn with "Hi!".
     3. calls/prompts.py adds \n<|im_start|>user\nmore<|im_end|>\n and the start of an answer to the parent's tokens.
     4. `Proxy.gconfig` collects the sampling parameters from the body, the session and the option `sampling`.
     5. engine.py requests the tokens from a server, and calls/replies.py writes the reply, whole or as a stream.
 
-Sampling. The option `sampling` gives default values of the sampling parameters. An evaluation may have its own
-default values. An agent can override each default value, unless the key `fixed_sampling` names the parameter. If an
-agent sets top_p or a penalty, training cannot reproduce the probabilities, so the turn is left out of the loss.
+Sampling. The option `sampling` gives default values of the sampling parameters. An evaluation may have default values
+of its own. An agent can override each default value, unless the key `fixed_sampling` names the parameter. If an agent
+sets top_p or a penalty, training cannot reproduce the probabilities, so the turn is left out of the loss.
 
 Errors. The proxy answers an agent's mistake with a 4xx status and an error in the agent's protocol. SDKs retry a
 request after status 409, 429 or 500, so an agent's mistake never gets 409 or 500. If a session asks for too many
 answers at once (`Limits.answers`), its request gets 429, because a later retry may succeed. Status 503 means that no
-server answered. A call that arrives during a weight update is answered after the update.
+inference server answered. A call that arrives during a weight update is answered after the update.
 """
 
 import argparse
@@ -83,7 +83,7 @@ class Proxy:
     engine: Any
     tokenizer: Any
     admin_key: str
-    keys: OpenAIConfig = field(default_factory=OpenAIConfig)  # the configuration keys of rollout.openai
+    keys: OpenAIConfig = field(default_factory=OpenAIConfig)  # the values of the configuration keys of rollout.openai
     seed: int | None = None  # an integer makes the sampling of a run repeatable
     sampling: dict[str, Any] = field(default_factory=dict)  # default values of GenerationHyperparameters
     clock: Callable[[], float] = time.monotonic  # function that returns the time in seconds
@@ -107,7 +107,8 @@ class Proxy:
         return reply({"capacity": self.sessions.grant()})
 
     async def start_session(self, request: Request) -> Response:
-        """Start a session with one grant; {"grant": true} first adds a grant. Raises Refusal 429 without a grant."""
+        """Use one grant to start a session. If the body has {"grant": true}, first add a grant. Raises Refusal 429 if
+        there is no grant."""
         check_key(request, self.admin_key)
         body = await self.read_json(request)
         if not isinstance(body.get("task_id"), str | int) or body.get("api_key"):
@@ -139,7 +140,7 @@ class Proxy:
         return EventStream(frames, headers={"cache-control": "no-store"})
 
     async def begin(self, protocol: Protocol, session: Session, raw: bytes, key: bytes) -> Turn:
-        """Enter a new turn in the tree, build the turn's prompt and start its generation.
+        """Enter a new turn in the conversation tree, build the turn's prompt, and start to generate the answers.
 
         `key` is the hash of the body `raw`. Raises Refusal if the request is not valid or the session has ended. If the
         prompt cannot be built, the turn is removed from the tree.
@@ -187,18 +188,17 @@ class Proxy:
         return GenerationHyperparameters(**chosen)
 
     async def count_tokens(self, request: Request) -> Response:
-        """Reply with the number of prompt tokens of a call with the same body (an endpoint of Anthropic's protocol)."""
+        """Reply with the number of prompt tokens that a call with this body would have (Anthropic's protocol)."""
         session = self.sessions.open(session_id_of(request))
         raw = await self.read_body(request)
-        async with session.beginning:  # one request at a time, so that a session occupies one thread at most
+        async with session.beginning:  # one at a time, so that each session occupies at most one thread
             ask = await in_thread(raw, lambda: PROTOCOLS["messages"].parse(read_object(raw), session.finished))
             ids, _ = await in_thread(raw, lambda: self.prompt(ask, session.cache.find_parent(ask.messages)))
         return reply({"input_tokens": len(ids)})
 
     async def models(self, request: Request) -> Response:
-        """Return the model that the path names, or list the only model. Every name refers to the only model.
-
-        The reply describes a model with the keys of both OpenAI and Anthropic.
+        """Return the model that the path names, or a list of models. There is one model, and every name refers to it.
+        The reply has the keys of both OpenAI's and Anthropic's protocol.
         """
         name = request.path_params.get("model_id", "default")
         openai = {"id": name, "object": "model", "created": 0, "owned_by": "nano-areal", "type": "model"}
@@ -211,7 +211,8 @@ class Proxy:
         return reply(self.finished(request).reply)
 
     async def input_items(self, request: Request) -> Response:
-        """List the input items of a finished response. Default: the newest 20 items, the newest item first."""
+        """List the input items of a finished response. By default, reply with the newest 20 items, and begin with the
+        newest item."""
         found, query = self.finished(request), {"limit": "20", "order": "desc"} | dict(request.query_params)
         if query["limit"] not in map(str, range(1, 101)):
             raise Refusal("limit: an integer from 1 to 100 is needed")
@@ -234,7 +235,7 @@ class Proxy:
 
     async def set_reward(self, request: Request) -> Response:
         """Set the reward of the interaction `interaction_id`, or of the last interaction if the body has no id."""
-        self.sessions.open(session_id_of(request))  # refuse an unknown session before reading
+        self.sessions.open(session_id_of(request))  # refuse an unknown session before its body is read
         body = await self.read_json(request)
         self.reward(self.sessions.open(session_id_of(request)), body)
         return reply({"message": "ok"})
@@ -252,7 +253,7 @@ class Proxy:
 
     async def end_session(self, request: Request) -> Response:
         """End a session. Ending a session twice is not an error. With {"discard": true}, also forget the session."""
-        session = self.sessions.find(session_id_of(request))  # refuse an unknown session before reading
+        session = self.sessions.find(session_id_of(request))  # refuse an unknown session before its body is read
         body = await self.read_json(request)
         self.sessions.end(session)
         if body.get("discard"):
@@ -276,8 +277,8 @@ class Proxy:
         if not session.ended:
             raise Refusal("session_id: the session is still open; POST /{session_id}/rl/end_session first")
         style = body.get("style", "individual")
-        check_style(style)  # raises an error before apply_reward_discount changes the rewards
-        rewarded = session.rewarded_count  # counted before apply_reward_discount gives rewards to parents
+        check_style(style)  # raises an error, if any, before apply_reward_discount changes the rewards
+        rewarded = session.rewarded_count  # counted now, because apply_reward_discount gives rewards to parents
         session.cache.apply_reward_discount(body.get("discount", 1.0))
         interactions = {key: exported_form(i) for key, i in session.cache.export_interactions(style).items()}
         self.sessions.forget(session)
@@ -289,7 +290,8 @@ class Proxy:
         return reply({"status": "ok", "sessions": len(self.sessions), "capacity": self.sessions.capacity})
 
     async def read_body(self, request: Request) -> bytes:
-        """Return the bytes of a request's body, or raise Refusal 413 for a long body and 408 for a slow body."""
+        """Return the bytes of a request's body. Raises Refusal 413 if the body is too long, and Refusal 408 if it
+        arrives too slowly."""
         raw, limits = bytearray(), self.sessions.limits
         try:
             async with asyncio.timeout(limits.seconds):
@@ -302,13 +304,13 @@ class Proxy:
         return bytes(raw)
 
     async def read_json(self, request: Request) -> dict[str, Any]:
-        """Return a request's body as a JSON object. Raises Refusal if the body is too long or is no JSON object."""
+        """Return a request's body as a JSON object. Raises Refusal if the body is too long or is not a JSON object."""
         return read_object(await self.read_body(request))
 
     async def set_version(self, request: Request) -> Response:
         """Set the version of the trainer's newest weights.
 
-        If a server's answer has tokens of a newer version, the proxy treats the answer as an error.
+        The proxy treats an answer of a server as an error if the answer has tokens of a version newer than this one.
         """
         check_key(request, self.admin_key)
         self.engine.servers.limit = get(await self.read_json(request), "version", int, 0)
@@ -332,7 +334,7 @@ def session_id_of(request: Request) -> str:
 
 
 async def in_thread(raw: bytes, function: Callable[[], Any]) -> Any:
-    """Return the result of `function`, which reads the body `raw`. If the body is long, a thread calls `function`."""
+    """Return the result of `function`, which reads the body `raw`. If the body is long, `function` runs in a thread."""
     return await asyncio.to_thread(function) if len(raw) > LONG_BODY else function()
 
 
@@ -362,7 +364,7 @@ def create_app(engine: Any, tokenizer: Any, admin_key: str, **options: Any) -> F
     app.add_route("/set_version", proxy.set_version, methods=["POST"])
     app.add_route("/export_trajectories", proxy.export_trajectories, methods=["POST"])
     # The web framework takes the first matching route. "/v1" comes before "/{session_id}", so "v1" is no session id.
-    # Clients write "//" if they append "/v1" or "/messages" to a URL that ends with a slash.
+    # A path contains "//" if a client appends "/v1" or "/messages" to a URL that ends with a slash.
     for session in ("/{session_id}/v1", "/v1", "", "/{session_id}", "/{session_id}//v1", "//v1", "/{session_id}/v1/"):
         for name, protocol in PROTOCOLS.items():
             app.add_route(f"{session}/{name}", functools.partial(proxy.complete, protocol), methods=["POST"])
@@ -417,7 +419,7 @@ def main(argv: list[str] | None = None) -> int:
         except (OSError, ValueError, TypeError, EngineError) as error:
             print("error:", " ".join(str(error).split())[:300], file=sys.stderr)
             return 2
-        hint = "" if args.admin_key else f", admin key {key}"  # a new key is printed, but never a key that the user set
+        hint = "" if args.admin_key else f", admin key {key}"  # print only a new key, never a key that the user set
         url = f"http://{args.host}:{listener.getsockname()[1]}"
         print(f"proxy at {url}{hint}", flush=True)
         if not args.exit_with_parent:  # a person who starts the proxy by hand gets a session to try an agent

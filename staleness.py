@@ -3,12 +3,12 @@
 In asynchronous training a rollout starts under one policy version, and a later step trains on the rollout. The
 **age** of a token is the policy version of the step that trains on the token, minus the version that generated the
 token. The age of a prompt group is the age of its oldest token. The version of the oldest token is the group's head
-version. The maximum age is `max_head_offpolicyness`, called eta here. With eta = 0 training is synchronous.
+version. The key `max_head_offpolicyness`, called eta here, sets the maximum age. With eta = 0 training is synchronous.
 
 **The gate** (write-up, section 1.2) counts prompt groups. A group is all n_samples episodes of a prompt. A step
 consumes B groups (`consumer_batch_size`). At most `max_concurrent_rollouts` groups may run at the same time. At version
-v the gate has (eta + v + 1) * B places. Each group that runs, and each group accepted since the run began, takes one
-place. A group may start if fewer than `max_concurrent_rollouts` groups run and a place is free. The states of a group:
+v the gate has (eta + v + 1) * B places. Each running group and each group accepted since the run began takes one place.
+A group may start if a place is free and fewer than `max_concurrent_rollouts` groups run. The states of a group:
 
     enqueued -> running -> accepted   (the group keeps its place for ever: every step adds B new places)
                         -> rejected   (the group's place becomes free; a failed group counts as rejected, too)
@@ -26,18 +26,18 @@ overtake a slow group. In an example with eta = 1 and B = 2, a slow group reache
   (eta + s + 1) * B, because the gate counted this group and every group before it. Later rejections only make p
   smaller. Step ceil(p / B) consumes group p at version ceil(p / B) - 1, which is at most eta + s. No token of group p
   is older than version s, so the age of group p is at most eta.
-- **mask** consumes the groups that finished first, and takes tokens older than eta out of the loss. The first tokens of
-  a long answer are the oldest, so these tokens are trained less often. No step waits for a slow group. A group is lost
+- **mask** consumes the groups that finished first, and leaves tokens whose age is above eta out of the loss. The first
+  tokens of a long answer are its oldest, so they are masked most often. No step waits for a slow group. A group is lost
   only if all its tokens are too old. *Proof:* number the accepted groups in order of finish. A group that finishes at
   version s gets a number p <= (eta + s + 1) * B. As in the proof for wait, a step consumes this group at version eta +
-  s or before. If the group's last tokens have version s, their age is at most eta, and they are trained.
-- **drop** consumes the groups that finished first, and drops groups older than eta. Long episodes are lost most often.
-  *Proof:* a step checks the age of each group before it trains on the group. A dropped group frees its place.
+  s or before. If the group's last tokens have version s, their age is at most eta, so they are trained.
+- **drop** consumes the groups that finished first, and drops groups whose age is above eta. Long episodes are dropped
+  most often. *Proof:* a step checks each group's age before it trains on the group. A dropped group frees its place.
 
-**What is not promised.** The proofs assume that a trainer consumes B groups per version, that versions only grow, and
+**What is not promised.** The proofs assume that the trainer consumes B groups per version, that versions only grow, and
 that set_version is called after the servers have the new weights. With mask, a group is dropped if all its tokens are
-too old, for example because several weight updates happened while the group's reward was computed. With each of the
-three ways, the age check raises StalenessError if a token to be trained is older than eta.
+too old, for example because several weight updates happened while the group's reward was computed. With all three
+settings, the age check raises StalenessError if the age of a token to be trained is above eta.
 """
 
 import threading
@@ -62,7 +62,7 @@ class RolloutStat:
 
     enqueued: int = 0  # groups that are submitted and have not started
     running: int = 0  # groups that have started and not finished
-    accepted: int = 0  # groups that finished with a trajectory, whether consumed or not
+    accepted: int = 0  # groups that finished with a trajectory, including groups consumed since
     rejected: int = 0  # groups that finished without a trajectory
     failed: int = 0  # rejected groups in which an exception was raised
     dropped: int = 0  # accepted groups that were too old when a step wanted to consume them
@@ -74,8 +74,8 @@ class RolloutStat:
 class StalenessManager:
     """The staleness gate (write-up, section 1.2) and the age check at consumption. All methods are thread-safe.
 
-    No method holds `_lock` while it calls version_provider.get_version(). get_capacity reads the version before the
-    counters. If the version grows between the two reads, the gate may briefly admit too few groups, but never too many.
+    No method calls version_provider.get_version() while it holds `_lock`. get_capacity reads the version before the
+    counters. If the version grows between these two reads, the gate briefly admits too few groups, but never too many.
     """
 
     version_provider: VersionProvider
@@ -108,7 +108,7 @@ class StalenessManager:
         return min(concurrency_capacity, staleness_capacity)
 
     def get_pending_limit(self) -> int:
-        """Return (eta + 1) * B, the largest number of groups that the gate admits between two batches."""
+        """Return (eta + 1) * B, the maximum number of groups that the gate admits between two batches."""
         return (self.max_staleness + 1) * self.consumer_batch_size
 
     def get_stats(self) -> RolloutStat:
@@ -124,7 +124,8 @@ class StalenessManager:
         """Return whether a group is young enough to be consumed now. A group without tokens (head_version None) is
         always young enough.
 
-        Raises StalenessError if the group's version is newer than the policy, because this version must be wrong.
+        Raises StalenessError if head_version is newer than the policy's version, because such a head_version must be
+        wrong.
         """
         age = 0 if head_version is None else self.version_provider.get_version() - head_version
         if age < 0:
@@ -148,7 +149,7 @@ class StalenessManager:
             self._stat.enqueued += 1
 
     def on_rollout_submitted(self) -> None:
-        """Count an enqueued group as running. Raises StalenessError if the gate has no place for the group."""
+        """Count an enqueued group as running. Raises StalenessError if no place of the gate is free."""
         stat, version = self.get_stats(), self.version_provider.get_version()
         if (stat.accepted + stat.running) // self.consumer_batch_size > self.max_staleness + version:
             raise StalenessError(f"a group must not start at version {version}, because the gate is closed: {stat}")
@@ -180,8 +181,8 @@ class StalenessManager:
     def on_version_recovered(self, version: int, finished_untrained: int = 0) -> None:
         """Set `accepted` after a restart: version * B consumed groups, plus the finished groups that were restored.
 
-        Without this call `accepted` would be 0 after a restart, and the gate would admit version * B groups too many
-        (AReaL #1388).
+        Without this call, `accepted` would be 0 after a restart, and the number of admitted groups would be too large
+        by version * B (AReaL #1388).
         """
         with self._lock:
             self._stat.accepted = version * self.consumer_batch_size + finished_untrained

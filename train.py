@@ -7,11 +7,11 @@
     torchrun --nproc-per-node=4 train.py ...          train on four ranks
 
 A Python script trains with `PPOTrainer(config).train(workflow=MyAgent)`. The configuration comes from
-`run.config.load(["--config", "configs/own.yaml", ...])`. The class MyAgent is in a module of its own.
+`run.config.load(["--config", "configs/own.yaml", ...])`. MyAgent is defined in a separate module.
 
-The processes. The process of train.py trains the model and runs the agents' episodes in a second thread. An inference
-server generates tokens in a second process. The proxy, in a third process, turns the agents' HTTP requests into prompt
-tokens.
+The processes. The process of train.py trains the model in its main thread and runs the agents' episodes in a second
+thread. A second process, the inference server, generates tokens. The proxy, in a third process, turns the agents' HTTP
+requests into prompt tokens.
 
 The overlap. The server generates the next groups while the trainer trains. An example with eta = 1
 (max_head_offpolicyness, the largest age of a group in versions) and B = 2 (prompt groups in a batch):
@@ -20,13 +20,13 @@ The overlap. The server generates the next groups while the trainer trains. An e
     server    groups 1 2 3 4 start at v0          | 5 6 start at v1              | 7 8 start at v2
     age            | 0                            | 1                            | 1
 
-Step 2 trains the weights of version 1 on groups that started at version 0, so these groups have age 1. With eta = 0 the
-gate (staleness.py) starts groups 3 and 4 only after the push of version 1. All groups then have age 0, so training is
-synchronous.
+Step 2 trains the weights of version 1 on groups that started at version 0, so these groups have age 1. With eta = 0,
+the gate (staleness.py) admits groups 3 and 4 only after the push of version 1. All groups then have age 0, so training
+is synchronous.
 
-Versions count from 0 and steps from 1: step s consumes a batch at version s - 1 and makes version s. A push interrupts
-the running generations. The interrupted generations continue under the new weights, and every token keeps the version
-of the weights that computed it.
+Versions count from 0 and steps from 1: step s consumes a batch at version s - 1 and makes version s. A push of weights
+interrupts the running generations. The interrupted generations continue under the new weights, and every token keeps
+the version of the weights that computed it.
 
 Under torchrun every rank runs this loop on the same batch, and the actor divides the work (training/actor.py). Only
 rank 0 runs episodes; the other ranks have an empty rollout side (`NoRollout`). The module run/command.py reads the
@@ -69,7 +69,7 @@ class PPOTrainer:
     def train(self, workflow: Any = None, workflow_kwargs: dict[str, Any] | None = None) -> None:
         """Train from the start of the run to its last step. All ranks call this method.
 
-        `workflow` replaces the workflow of the configuration. `workflow` is an agent or a workflow, in any form that
+        `workflow`, if given, replaces the workflow of the configuration. It is an agent or a workflow, in any form that
         `resolve_workflow` (workflow.py) accepts. `workflow_kwargs` are the arguments of the workflow's class. Raises
         ConfigError if the run cannot work.
         """
@@ -80,12 +80,12 @@ class PPOTrainer:
 
 
 class TrainingLoop:
-    """The parts of a training run, and the loop over its steps. `train_step` is one step."""
+    """The parts of a training run, and the loop over the run's steps. `train_step` is one step."""
 
     def __init__(self, run: Run) -> None:
         """Start every part of the run. `run.stack` ends the parts in the reverse order."""
         self.run, config = run, run.config
-        # 1. Start the inference servers, the proxies and the trainer. They load at the same time.
+        # 1. Start the inference servers, the proxies and the trainer. All of them load at the same time.
         keys = start_processes(run)
         self.actor, self.ref = start_trainer(run)
         # 2. Start the rest of the rollout side: the engine, and the executors that run the episodes.
@@ -96,8 +96,9 @@ class TrainingLoop:
         self.canary = Canary(self.actor, self.rollout, run.trace)
         # 3. Make the data loader, which yields batches of prompts in an order that depends on the seed.
         self.train_dataloader = make_dataloader(config, run.inputs.dataset)
-        # 4. Load the newest checkpoint of this run, if there is one. Servers that this run has started hold the weights
-        #    of model_path. Push the trainer's weights after a restart, or if the servers were running before the run.
+        # 4. Load the newest checkpoint of this run, if there is one. A server that this run has started holds the
+        #    weights of model_path. Push the trainer's weights if the run continues from a checkpoint, or if the servers
+        #    were running before this run.
         self.step = self.recovery.load(self.actor, self.rollout.executor)  # the last finished step
         if self.step or config.rollout.server_addrs:
             self.push_weights(self.step)
@@ -106,7 +107,7 @@ class TrainingLoop:
         self.logger = start_logger(run, self.rollout.executor, self.step)
 
     def train(self) -> None:
-        """Run the steps that are left, and then print a summary."""
+        """Run the remaining steps of the run, and then print a summary."""
         with self.logger.live if self.logger else nullcontext(), interruptible(self.rollout.executor, self.save):
             for step in range(self.step + 1, self.last_step + 1):
                 self.train_step(step)
@@ -131,7 +132,7 @@ class TrainingLoop:
             self.rollout.release_memory()
 
         with trace.span("train", seconds):
-            # 2. Compute log pi_prox, (N, T). pi_prox is the policy at the start of this step: the clip's centre.
+            # 2. Compute log pi_prox, (N, T). pi_prox, the policy at the start of this step, is the centre of the clip.
             if actor.should_compute_prox_logp():
                 batch["prox_logp"] = actor.compute_logp(batch)
             # 3. Compute log pi_ref, (N, T). The KL penalty keeps the policy close to pi_ref.
@@ -144,8 +145,9 @@ class TrainingLoop:
             metrics |= actor.ppo_update(batch)
             actor.step_lr_scheduler()
 
-        # 6. Push the new weights into the servers. Then the canary (run/mismatch.py) asks the servers for scores, which
-        #    show whether the servers have these weights. The next step reads the scores before its own push.
+        # 6. Push the new weights into the servers. Then the canary (run/mismatch.py) asks the servers for
+        #    log-probabilities, which show whether the servers have these weights. The next step reads the answers
+        #    before its own push.
         metrics |= self.canary.finish()
         with trace.span("sync", seconds):
             if config.server.release_memory:
@@ -163,7 +165,7 @@ class TrainingLoop:
                 lines = [*self.logger.history, metrics] if self.logger else []
                 save_model(actor, config.run_dir / "checkpoints", step, config.saver.keep, lines)
         # 9. Write the step's line of metrics.jsonl, then the checkpoint from which a killed run continues.
-        if is_last:  # no later step reads the canary's scores
+        if is_last:  # no later step reads the answers to the canary
             metrics |= self.canary.finish(**metrics)
         if self.logger:
             metrics |= {"success": inputs.success(batch["rewards"].tolist())} | actor.speed(batch, seconds["train_s"])
@@ -184,14 +186,14 @@ class TrainingLoop:
         return self.until_done(lambda: share(evaluate(executor, inputs) if executor else None))
 
     def until_done(self, wait: Callable[[], dict[str, Any] | None]) -> dict[str, Any]:
-        """Return the result of `wait`. The result is None if a server was started again meanwhile. Then push the
-        weights to this server, and call `wait` again."""
+        """Call `wait` until its result is not None, and return this result. A result of None means that a server was
+        restarted, so the weights are pushed before the next call."""
         while (result := wait()) is None:
             self.push_weights(self.actor.get_version())
         return result
 
     def save(self, step: int | None = None) -> None:
-        """Write a checkpoint of `step`, or of the last finished step. A killed run continues from the checkpoint."""
+        """Write a checkpoint of `step` (None: of the last finished step), from which a killed run can continue."""
         with self.run.trace.span("save"):
             self.recovery.save(step or self.step, self.actor, self.rollout.executor)
 
@@ -208,7 +210,7 @@ class TrainingLoop:
 
 
 def is_due(step: int, interval: int) -> bool:
-    """Return whether an action with this interval in steps is due after step `step`. Interval 0 means never."""
+    """Return whether an action that runs every `interval` steps is due after step `step`. Interval 0 means never."""
     return bool(interval) and step % interval == 0
 
 

@@ -20,7 +20,8 @@ If the workflow of a sample raises an exception, the sample's group is rejected 
 
 **Agents.** The proxy opens a session for each episode, and the agent gets the session's URL as base_url. The agent
 returns a number (the reward of its last completion) or a dict {completion id: reward}. If the agent has already sent
-its rewards to the proxy over HTTP, it returns None. An episode without any reward is rejected.
+its rewards to the proxy over HTTP, it returns None. If no completion of an episode gets a reward, the episode is
+rejected.
 
 **Where agents run** (AReaL's document Agent Workflow, "Execution Modes"). In mode inline all agents run in one event
 loop. One agent object serves many episodes at once, so `run` must keep the state of an episode in local variables. A
@@ -31,10 +32,10 @@ code. In mode subproc the agent must be picklable, and each worker process takes
 **Groups** (Rollout Workflow, "Grouped Rollout"). The members of a group run concurrently, each with its own copy of
 `data`. If a member returns None or raises an exception, the group continues without this member. Example: in a group of
 four, one member raises an exception, one returns None, and the other two make one row each. The group then has two
-rows. If all members raise exceptions, the group raises the exception of the first member.
+rows. If all members raise exceptions, the group raises the exception of its first member.
 
 **Seeds.** In a run with a seed, the sampling seed of each request depends only on (seed, task, member, turn). Other
-episodes that run at the same time do not change the seed.
+episodes that run at the same time do not affect this seed.
 """
 
 import asyncio
@@ -110,14 +111,14 @@ class RolloutWorkflow:
 
 
 def is_interactions(result: Any) -> bool:
-    """Return whether an episode returned interactions and not tensors."""
+    """Return whether the result of an episode is a dict of interactions instead of tensors."""
     values = result.values() if isinstance(result, dict) else ()
     return bool(values) and all(isinstance(value, Interaction) for value in values)
 
 
 def to_tensors(result: Any) -> Trajectory:
-    """Return an episode's result as tensors, one row per interaction. parents[i] is the number of the parent row of row
-    i, or -1."""
+    """Return an episode's result as tensors, with one row per interaction. parents[i] is the index of the row that row
+    i continues, or -1."""
     if not is_interactions(result):
         return result
     places = {interaction: k for k, interaction in enumerate(result.values())}
@@ -127,9 +128,10 @@ def to_tensors(result: Any) -> Trajectory:
 
 
 def to_row(turns: list[ModelResponse], reward: float) -> Trajectory:
-    """Return one row [1, L] for a conversation in which each prompt begins with all earlier tokens.
+    """Return one row [1, L] for a conversation in which each prompt begins with all tokens of the earlier turns.
 
-    Every turn gets the reward `reward`. The row has the form of an agent's row in export style concat (cache.py).
+    Every turn gets the reward `reward`. The row has the same form as a row that export style concat makes for an agent
+    (cache.py).
     """
     calls = [Interaction([], model_response=turn, reward=reward, turn=k) for k, turn in enumerate(turns)]
     return row_to_tensors(make_row([(call, True) for call in calls]))
@@ -179,11 +181,11 @@ class MultiTurnWorkflow(RLVRWorkflow):
     """Sample an answer. While the reward is not positive, add `reflection_message` and sample another answer.
 
     After k answers the episode's reward is turn_discount^(k-1) times the reward of the last answer. Each new prompt
-    consists of the previous prompt, the tokens sampled after it, and the reflection message. Sampled tokens are not
-    tokenised again (calls/prompts.py). A conversation ends when it fills the context.
+    consists of the previous prompt, the answer tokens that were sampled for it, and the reflection message. Sampled
+    tokens are not tokenised again (calls/prompts.py). A conversation also ends when it fills the context window.
     """
 
-    max_turns: int = 3  # the largest number of answers
+    max_turns: int = 3  # the largest number of answers in one conversation
     turn_discount: float = 0.9  # each answer after the first multiplies the reward by this factor
     reflection_message: str = "That is not right. Think about what went wrong, then answer again."
 
@@ -199,13 +201,14 @@ class MultiTurnWorkflow(RLVRWorkflow):
         context = getattr(engine, "context_length", None) or math.inf  # tokens
         messages, prompt_ids, reward = data["messages"], self.prompt_ids(data["messages"]), 0.0
         turns: list[ModelResponse] = []
-        # The first prompt is sent even if it fills the context, because the engine then raises a clear error.
+        # The first prompt is sent even if it fills the context. In that case the engine raises a clear error.
         while len(turns) < self.max_turns and reward <= 0 and (not turns or len(prompt_ids) < context):
             turns.append(await self.turn(engine, prompt_ids, turn=len(turns)))
             reward = await self.reward(turns[-1], data)
-            # The text of the answer is a placeholder, because the next prompt holds the sampled tokens instead.
+            # The text of the answer is a placeholder, because the next prompt contains the sampled tokens instead of a
+            # text.
             answer = [{"role": "assistant", "content": "replaced by the sampled tokens"}]
-            # The next prompt begins with the parent's tokens only if the parent has the template key of the next call.
+            # The next prompt reuses the parent's tokens only if the next call has the same template key as the parent.
             key = AgentRequest(messages).template_key
             parent = Interaction(messages, template_key=key, model_response=turns[-1], output_message_list=answer)
             messages = [*messages, *answer, {"role": "user", "content": self.reflection_message}]
@@ -219,7 +222,7 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
 
     workflow: RolloutWorkflow
     group_size: int
-    # `on_failures` is called with the number of failed members, unless all members failed.
+    # `on_failures` is called with the number of failed members if some members failed, but not all.
     on_failures: Callable[[int], Awaitable[None]] | None = None
     on_end: Callable[[], None] = lambda: None  # called when the episode of a member has ended
 
@@ -228,7 +231,7 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
         results = await asyncio.gather(*members, return_exceptions=True)
         failures = [result for result in results if isinstance(result, BaseException)]
         all_failed = len(failures) == self.group_size
-        for failure in failures[all_failed:]:  # if all failed, the first failure is raised below, not logged here
+        for failure in failures[all_failed:]:  # if all failed, the first failure is raised below instead
             logger.warning("task %s: a member of the group failed", _context.get().task_id, exc_info=failure)
         if all_failed:
             raise failures[0]
@@ -239,7 +242,8 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
             return None
         if not all(map(is_interactions, episodes)):
             rows = [to_tensors(episode) for episode in episodes]
-            # `parents` is left out, because its row numbers count the rows of one member and not of the group.
+            # `parents` is left out, because its row indices refer to the rows of one member, not to the rows of the
+            # group.
             return concat_padded_tensors([{k: x for k, x in row.items() if k != "parents"} for row in rows])
         merged = {key: value for episode in episodes for key, value in episode.items()}
         if len(merged) < sum(map(len, episodes)):
@@ -259,7 +263,7 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
 
 
 def make_agents_client() -> Any:
-    """Return an HTTP client for agents that use the openai SDK. The client sets no time limit for requests."""
+    """Return an HTTP client without a timeout, for agents that use the openai SDK."""
     return openai.DefaultAioHttpClient(timeout=None, trust_env=False, **many_connections(sdk_http))
 
 
@@ -271,8 +275,8 @@ _agents_client = PerLoop(make_agents_client)
 
 @functools.cache
 def agents_pool(size: int, *prefix: str) -> PerLoop[WorkerPool]:
-    """Return the pools of mode subproc. Each event loop has one pool of at most `size` workers, which start with the
-    command `prefix` (WorkerPool)."""
+    """Return the worker pools of mode subproc. Each event loop has one pool of at most `size` workers. The command
+    `prefix` starts each worker (WorkerPool)."""
     return PerLoop(lambda: WorkerPool(size, reuse=False, prefix=prefix))
 
 
@@ -295,7 +299,7 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
         remedy = "define its class at the top of a module and make clients in `run`, or set rollout.openai.mode=inline"
         if self.mode == "subproc":
             check_importable(self.agent, f"agent {type(self.agent).__name__}", remedy)
-        # OpenAI's SDK makes no client without a key. The URL of a session identifies the session, so any key will do.
+        # OpenAI's SDK makes no client without a key. The proxy identifies a session by its URL, so any key will do.
         os.environ.setdefault("OPENAI_API_KEY", "DUMMY")
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> EpisodeResult:
@@ -303,11 +307,12 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
             http_client = await _agents_client.get()
             return await self._episode(functools.partial(self.agent.run, data, http_client=http_client))
         pool = await agents_pool(self.subproc_max_workers, *self.subproc_prefix).get()
-        async with pool.worker() as worker:  # an agent that waits for a worker has no session yet
+        async with pool.worker() as worker:  # the session starts only after the agent has a worker
             return await self._episode(functools.partial(worker.call, run_agent, self.agent, data))
 
     async def _episode(self, run: Callable[..., Coroutine[Any, Any, Any]]) -> EpisodeResult:
-        """Open a session, call `run(base_url=..., api_key=...)`, set the rewards, and export the interactions."""
+        """Open a session, call `run(base_url=..., api_key=...)`, set the rewards that `run` returns, and export the
+        interactions."""
         transport = await _rl_transport.get()
         where = transport, self._choose_proxy(), self.admin_key, _context.get().name
         client = OpenAIProxyClient(*where, grant=True, sampling=self.sampling)
@@ -317,13 +322,14 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
             work = run(base_url=client.session_url, api_key=client.api_key)
             rewards = parse_rewards(await within(self.episode_timeout, work, words))
             interactions = await client.finish(rewards, discount=self.discount, style=self.export_style)
-        # Interactions without a reward are side conversations (calls/side_conversations.py). The result begins with
-        # the side conversations, so that the last row of the result holds the reward of the episode.
+        # Interactions without a reward are side conversations (calls/side_conversations.py). The side conversations
+        # come first in the result, so that the reward of the episode is in the last row.
         side = {key: value for key, value in interactions.items() if value.reward is None}
         return side | interactions if client.rewarded_count else None
 
     def _choose_proxy(self) -> str:
-        """Return the URL of this episode's proxy. Choosing by task id + member index spreads the load evenly."""
+        """Return the URL of this episode's proxy. The choice by task id + member index spreads the load evenly over the
+        proxies."""
         addresses = (self.proxy_addr,) if isinstance(self.proxy_addr, str) else self.proxy_addr
         context = _context.get()
         return addresses[((context.task_id or 0) + context.sample_idx) % len(addresses)]
@@ -346,7 +352,8 @@ def import_string(path: str) -> Any:
 
 
 def _instantiate(cls: type, kwargs: dict[str, Any], defaults: dict[str, Any]) -> Any:
-    """Return `cls(**kwargs)`. If the class accepts an argument that `kwargs` lacks, the value comes from `defaults`."""
+    """Return `cls(**kwargs)`. Arguments that the class accepts and `kwargs` lacks are taken from `defaults`, if
+    present."""
     signature = inspect.signature(cls)
     kwargs = {key: value for key, value in defaults.items() if key in signature.parameters} | kwargs
     try:

@@ -51,7 +51,7 @@ class RejectionSamplingConfig:
 
 
 def weight_keys(config: RejectionSamplingConfig | None) -> PPOActorConfig:
-    """Return this project's keys that do the same as AReaL's `rejection_sampling`."""
+    """Return the configuration keys of this project that do the same as AReaL's `rejection_sampling`."""
     if config is None:
         return PPOActorConfig(behave_imp_weight_cap=None)
     kind = (config.level, config.metric, config.agg)
@@ -62,7 +62,7 @@ def weight_keys(config: RejectionSamplingConfig | None) -> PPOActorConfig:
             behave_imp_weight_cap=config.upper,
             behave_imp_weight_floor=config.lower or None,
         )
-    if kind == ("sequence", "kl_k1", "mean"):  # here the mean of log w has a lower bound, too
+    if kind == ("sequence", "kl_k1", "mean"):  # this project limits abs(mean(log w))
         return PPOActorConfig(behave_imp_weight_cap=None, reject_geometric_mean=math.exp(config.upper))
     if kind == ("sequence", "kl_k2", "max"):
         return PPOActorConfig(behave_imp_weight_cap=None, reject_max_k2=config.upper)
@@ -70,7 +70,7 @@ def weight_keys(config: RejectionSamplingConfig | None) -> PPOActorConfig:
 
 
 def sequence_ids(tokens: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """Return the number of each token's sequence. In packed rows, sequence i begins at cu_seqlens[i]."""
+    """Return, for each token, the index of its sequence. In packed rows, sequence i begins at cu_seqlens[i]."""
     if cu_seqlens is not None:
         return torch.bucketize(torch.arange(len(tokens)), cu_seqlens[1:].long(), right=True)
     return torch.arange(len(tokens))[:, None] if tokens.ndim == 2 else torch.zeros(len(tokens), dtype=torch.long)
@@ -104,7 +104,7 @@ def cispo_loss_fn(
     old_logprobs: Tensor | None = None,
     rejection_sampling: RejectionSamplingConfig | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Call this project's loss with use_cispo_loss. Return the loss and AReaL's statistics."""
+    """Call this project's loss with use_cispo_loss. Return the loss and the statistics that AReaL's loss returns."""
     config = replace(
         weight_keys(rejection_sampling), use_cispo_loss=True, eps_clip=eps_clip, eps_clip_higher=eps_clip_higher
     )
@@ -269,7 +269,7 @@ LEFT_OUT = {
 
 
 class Results:
-    """A pytest plugin that leaves tests out and keeps the outcome of each other test."""
+    """A pytest plugin that deselects some tests, and records the outcome of every other test."""
 
     def __init__(self) -> None:
         self.outcomes: dict[str, tuple[str, str]] = {}  # test -> outcome, error
@@ -305,7 +305,7 @@ def provide(checkout: Path) -> None:
     module("areal.utils.data", Normalization=Normalization)
     module("areal.trainer.ppo.actor", compute_prox_logp_approximations=compute_prox_logp_approximations)
     sys.modules["areal.infra.staleness_manager"] = staleness
-    path = checkout / "areal" / "utils" / "constants.py"  # AReaL's names of the ways to guess pi_prox
+    path = checkout / "areal" / "utils" / "constants.py"  # AReaL's names for its methods to estimate pi_prox
     spec = importlib.util.spec_from_file_location("areal.utils.constants", path)
     assert spec is not None
     assert spec.loader is not None
@@ -315,7 +315,7 @@ def provide(checkout: Path) -> None:
 
 
 class Absent:
-    """A stand-in for a part of AReaL that this project does not have. A test that uses this part fails."""
+    """A stand-in for a part of AReaL that this project does not have. A test that uses the stand-in fails."""
 
     def __init__(self, name: str) -> None:
         self.name = name

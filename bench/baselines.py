@@ -5,16 +5,17 @@
 
 `actor.adv_norm.per_turn=true` compares the k-th turn of a game with the k-th turns of the other games in its group.
 Games differ in length, so a later turn may have no other turn to be compared with, or only turns whose final reward
-equals its own. In both cases the turn has advantage 0 and teaches nothing. `per_turn=false` compares a turn with all
-turns of its group. In both laptop tasks every turn of a game has the game's reward. With `per_turn=false` the baseline
-is therefore a weighted mean of the rewards of the group's games: a game with k turns has the weight k.
+equals its own. A turn that is compared with no other turn, or only with turns of the same reward, has advantage 0 and
+teaches nothing. `per_turn=false` compares a turn with all turns of its group. In the demo and in the maze, every turn
+of a game has the game's reward. With `per_turn=false` the baseline is therefore a weighted mean of the rewards of the
+group's games: a game with k turns has the weight k.
 
-`train` repeats the runs of bench/staleness.py at eta = 1, as in the demo, and changes only the baseline. `signal` reads
-the batches that a run wrote to its folder tokens/ and computes the advantages with each baseline. `signal` counts the
-turns with advantage 0. `signal` leaves out each group whose members all have the same reward, because such a group
-teaches nothing with either baseline. The share of turns with advantage 0 depends on the size of the groups. Therefore
-`signal` also computes this share for groups of 4 and 8 members. Each of these smaller groups has the first members of a
-recorded group. docs/algorithm.md has the results.
+The command `train` repeats the runs of bench/staleness.py at eta = 1, as in the demo, and changes only the baseline.
+The command `signal` reads the batches that a run wrote to its folder tokens/ and computes the advantages with each
+baseline. `signal` counts the turns with advantage 0. `signal` leaves out each group whose members all have the same
+reward, because such a group teaches nothing with either baseline. The share of turns with advantage 0 depends on the
+size of the groups. Therefore `signal` also computes this share for groups of 4 and 8 members. A group of 4 or 8 members
+consists of the first members of a recorded group. docs/algorithm.md has the results.
 """
 
 import argparse

@@ -7,8 +7,9 @@ The first part counts operations in a conversation of 100 turns. Each turn sends
     read       messages that were converted to canonical form
     rendered   messages that were rendered by the chat template and tokenised
 
-The target is that both counts depend only on the new messages of the turn. The second part measures processor time. It
-runs this project's cache and AReaL's cache alternately, three times each, and prints the smallest time of each cache:
+The target is that the two counts of a turn depend only on its new messages. The second part of the benchmark measures
+processor time. It runs this project's cache and AReaL's cache alternately, three times each, and prints the smallest
+time of each cache:
 
     chain      400 turns of one conversation; target: at most 1.2 times AReaL's time
     siblings   800 turns that share 200 messages; target: at most a quarter of AReaL's time
@@ -52,7 +53,8 @@ PROMPT, OUTPUT, TAIL = 128, 48, 16  # tokens
 
 
 def talk(turns: int, name: str = "") -> Messages:
-    """Return the messages of a conversation as a client sends them. Each call of `talk` makes new objects."""
+    """Return the messages of a conversation in the form in which a client sends them. Each call of `talk` makes new
+    message dicts."""
     roles = ("user", "assistant")
     return [
         {"role": roles[k % 2], "content": f"{name} message {k}, of some dozen words or so"} for k in range(2 * turns)
@@ -60,7 +62,7 @@ def talk(turns: int, name: str = "") -> Messages:
 
 
 def tokens(turn: int) -> tuple[list[int], list[int]]:
-    """Return the prompt and output tokens of a turn. The prompt begins with all earlier turns."""
+    """Return the prompt and output tokens of a turn. The prompt begins with the tokens of all earlier turns."""
     whole = list(range(PROMPT + turn * (OUTPUT + TAIL) + OUTPUT))
     return whole[:-OUTPUT], whole[-OUTPUT:]
 
@@ -83,7 +85,8 @@ def add_peers(cache: Any, name: str, messages: Messages, said: dict[str, Any], t
 
 
 def timed(make: Callable[[], Any], add: Callable[..., None], fill: Callable[[Callable[..., None]], None]) -> float:
-    """Return the total milliseconds of the calls that `fill` collects. All arguments exist before the clock starts."""
+    """Return how many milliseconds the calls that `fill` collects take in total. The time to make the arguments of the
+    calls is not measured."""
     calls: list[tuple] = []
     fill(lambda *call: calls.append(call))
     cache = make()
@@ -105,7 +108,8 @@ def siblings(add: Callable[..., None]) -> None:
 
 
 def export(make: Callable[[], Any], add: Callable[..., None]) -> float:
-    """Return the milliseconds to discount rewards, export rows and make tensors for 512 sessions with 4 turns each."""
+    """Return how many milliseconds it takes to discount rewards, export rows and make tensors for 512 sessions of 4
+    turns."""
     caches = []
     for name in range(512):
         cache = make()

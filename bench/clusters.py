@@ -1,17 +1,17 @@
-"""Claim: to consume groups in order of start costs time if a few answers are very long, and asynchronous training gains
-most on large clusters.
+"""Claim: consuming groups in order of start costs time if a few answers are very long. A second claim: asynchronous
+training gains most on large clusters.
 
     python bench/clusters.py             simulate everything, and write docs/clusters.csv and the tables (minutes)
     python bench/clusters.py --tables    write the tables of docs/simulate.md from docs/clusters.csv
 
-The simulation of bench/simulate.py drives the shipped gate and the shipped dispatcher in virtual time. This benchmark
+The simulation of bench/simulate.py runs the project's own staleness gate and dispatcher in virtual time. This benchmark
 assumes the lengths of sequences and the times of steps, and does not measure them. docs/simulate.md derives the lengths
 and times, shows the tables, and says what the simulation cannot show. docs/figures.py draws the figures from
 docs/clusters.csv.
 
-**Orders.** The first simulation compares orders in which steps can consume groups. Each step trains on 8 groups of one
-sequence. A group takes a lognormal time with a mean of 2 s, and any number of groups may run at once. A step takes
-0.8 s and a weight update 0.02 s.
+**Orders.** The first simulation compares the orders in which training steps can consume groups. Each step trains on 8
+groups of one sequence. Generating a group takes a lognormal time with a mean of 2 s, and any number of groups may run
+at once. A training step takes 0.8 s and a weight update 0.02 s.
 
 **Clusters.** Each step trains on 512 groups of 16 answers. Synchronous training uses every GPU first for generation and
 then for training. Asynchronous training uses three quarters of the GPUs for generation and one quarter for training.
@@ -47,7 +47,8 @@ def lognormal(mean: float, sigma: float, most: float = math.inf) -> Draw:
 
 
 def small(sigma: float, eta: int, stale: str) -> Setup:
-    """Return a setup that compares orders: 8 groups of one sequence in a step, and no limit on running groups."""
+    """Return the setup for the comparison of orders: a step trains on 8 groups of one sequence, and any number of
+    groups may run at once."""
     times = {"train": lambda rng, step, tokens: 0.8, "update": lambda rng, step, n: 0.02}
     return Setup(8, lognormal(2.0, sigma), **times, eta=eta, stale=stale, concurrent=10**6)
 
@@ -101,7 +102,8 @@ def faster_training(factor: float, *args: Any) -> Setup:
 
 
 def simulate_all() -> Iterator[dict[str, Any]]:
-    """Simulate each order of consumption with each sigma, each cluster, and the settings of AReaL's paper."""
+    """Simulate each order of consumption with each sigma. Then simulate each cluster and the settings of AReaL's
+    paper."""
     for sigma in SIGMAS:
         for eta in ETAS[1:]:
             for order in ORDERS:
@@ -151,8 +153,9 @@ def order_table(rows: Rows) -> list[str]:
 
 
 def speed_table(rows: Rows) -> list[str]:
-    """Return a table of the speed of asynchronous training, divided by the speed of synchronous training. A cell of a
-    cluster and an eta holds two numbers: with rollout.stale=wait and with rollout.stale=mask."""
+    """Return a table of the speed of asynchronous training, divided by the speed of synchronous training. The table has
+    one cell for each cluster and each eta, with two numbers: one for rollout.stale=wait and one for
+    rollout.stale=mask."""
     lines = head("GPUs", "synchronous, s a step", *(f"eta {eta}" for eta in ETAS))
     for gpus in GPUS:
         sync = rows["1.5B", str(gpus), "sync", "wait"]["step_s"]
@@ -162,9 +165,10 @@ def speed_table(rows: Rows) -> list[str]:
 
 
 def use_table(rows: Rows) -> list[str]:
-    """Return a table of the throughput, use and lag of three clusters.
+    """Return a table of the throughput, the utilisation and the lag of three clusters.
 
-    If a cell holds two numbers, the first was simulated with rollout.stale=wait and the second with rollout.stale=mask.
+    If a table cell holds two numbers, the first was simulated with rollout.stale=wait and the second with
+    rollout.stale=mask.
     """
     lines = head("GPUs", "eta", "tokens/s", "servers generate", "trainer works", "mean lag", "largest lag", "masked")
     formats = {

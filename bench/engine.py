@@ -13,11 +13,12 @@ CPU-second, because wall time would also measure other programs on the machine.
 
 The benchmark repeats the four ways in turn, at least three times, and prints the fastest repetition of each way. Other
 programs can only make a repetition slower, never faster. The column "engine / generate" shows how many times as fast
-`engine` is as `generate`. The target for the smallest model is at least 1.9 with 1 request and with 16 requests, and at
-least 1.5 with 64 requests. The target is at least 1.3 for the second model, and at least 1.15 for the largest model.
-The last column, "bits", shows whether deterministic mode works on this machine (inference/tiny/model.py, "Bits"). For
-this column, the benchmark computes the logits of a prompt's last token three times: in a prefill of this prompt alone,
-in a prefill of a batch, and in a decode step. The word "yes" means that the three results are identical, bit for bit.
+`engine` is as `generate`. For the smallest model, the target for this ratio is at least 1.9 with 1 request and with 16
+requests, and at least 1.5 with 64 requests. The target ratio is at least 1.3 for the second model, and at least 1.15
+for the largest model. The last column, "bits", shows whether deterministic mode works on this machine
+(inference/tiny/model.py, "Bits"). For this column, the benchmark computes the logits of a prompt's last token three
+times: in a prefill of this prompt alone, in a prefill of a batch, and in a decode step. The word "yes" in this column
+means that the three logits are identical, bit for bit.
 """
 
 import argparse
@@ -185,7 +186,7 @@ def main() -> None:
                     rng = random.Random(n)
                     batch = prompts(rng, n, shape[2])
                     best = [0.0, 0.0, 0.0, 0.0]
-                    (by_engine(tiny, batch, 4), by_engine(exact, batch, 4))  # fills the caches before the measurement
+                    (by_engine(tiny, batch, 4), by_engine(exact, batch, 4))  # a warm-up that is not measured
                     by_http(f"http://127.0.0.1:{PORT}", batch, 4)
                     start = time.monotonic()
                     for k in itertools.count():

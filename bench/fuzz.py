@@ -4,18 +4,19 @@
     python bench/fuzz.py --requests 5000 --seed 7
     python bench/fuzz.py --only 4711             sends only request 4711 of the seed, and prints the reply
 
-A random request begins as an honest request to an endpoint. The script changes random values of the request's body:
-other types, deep nesting, huge strings, missing and repeated fields. Then the script may damage the bytes, the headers,
-the method or the path, send the request slowly, send only its beginning, or close the script's half of the connection.
-The API key of a request is right or wrong.
+The script makes a random request from a valid request to an endpoint. The script changes random values of the request's
+body: other types, deep nesting, huge strings, missing and repeated fields. Then the script may damage the bytes, the
+headers, the method or the path, send the request slowly, send only its beginning, or close the script's half of the
+connection. Some requests have the right API key, and others have a wrong one.
 
-Each complete request must get a reply within 60 seconds, and no reply may have a status of 500 or above. An incomplete
-request must get a reply or a closed connection within 60 seconds. Honest sessions run beside the random requests, and
-bench/load.py checks their tokens. At the end the server must have its initial version, run no request, and give the
-same answer to one prompt as at the beginning. Some endpoints change the state of a server if the key is right. Requests
-to these endpoints go to a second server and a second proxy, so that no honest session can fail because of them. The two
-endpoints *_memory_occupation never get the right key, because a call with the right key at the wrong time ends the
-small server by design. Such a call ends SGLang, too.
+Each complete request must get a reply within 60 seconds, and no reply may have a status of 500 or above. Within 60
+seconds an incomplete request must get a reply, or its connection must be closed. Honest sessions, which send only valid
+requests, run at the same time, and bench/load.py checks their tokens. At the end the server must have its initial
+version, have no running request, and give the same answer to one prompt as at the beginning. Some endpoints change the
+state of a server if the request has the right key. Requests to endpoints that change the state go to a second server
+and a second proxy, so that no honest session can fail because of them. The two endpoints *_memory_occupation never get
+the right key, because a call with the right key at the wrong time ends the small server by design. A call of these
+endpoints at the wrong time ends SGLang, too.
 """
 
 import argparse
@@ -48,7 +49,7 @@ KEY, SECONDS, WORKERS = "key", 60, 24
 TOOL = {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
 CHAT = {"max_tokens": 4, "temperature": 1.0, "top_p": 0.9, "stream": False, "stop": ["x"], "metadata": {}}
-HONEST: dict[str, Any] = {  # the end of a path -> an honest body; every other endpoint gets {}
+HONEST: dict[str, Any] = {  # the end of a path -> a valid body; every other endpoint gets {}
     "completions": {
         "messages": [
             {"role": "user", "content": "hello"},
@@ -129,7 +130,7 @@ PATHS = [
 
 
 def odd(rng: random.Random) -> Any:
-    """Return a value that an honest body rarely has. "@deep900" stands for 900 nested lists."""
+    """Return a value that the body of a valid request rarely contains. "@deep900" stands for 900 nested lists."""
     if rng.random() < 0.03:
         return f"@deep{rng.choice([50, 220, 900, 100_000])}"
     return "y" * 10 ** rng.choice([2, 3, 4, 6]) if rng.random() < 0.01 else copy.deepcopy(rng.choice(ODD))
@@ -196,7 +197,8 @@ def request_of(rng: random.Random, method: str, path: str, key: str, session_id:
 
 
 async def send(rng: random.Random, port: int, raw: bytes, complete: bool) -> bytes | None:
-    """Send a request, perhaps slowly or in part. Return the reply, or None if the script hung up by itself."""
+    """Send a request, perhaps slowly or incompletely. Return the reply, or None if the script itself closed the
+    connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**24)
     try:
         cut = rng.random() < 0.05
@@ -216,7 +218,7 @@ async def send(rng: random.Random, port: int, raw: bytes, complete: bool) -> byt
         reply = b""
     finally:
         writer.close()
-    # A server may refuse a long body before it has read the body. The network then loses the reply.
+    # If a server refuses a long body before it has read the body, the network may lose the server's reply.
     if complete and not reply and len(raw) < 2**16:
         raise AssertionError("the connection was closed without a reply")
     return reply
@@ -240,12 +242,12 @@ class Fuzz:
             ("control proxy" if path == "/set_version" else "proxy", ADMIN, method, path) for path, method in routes
         ]
         names = [name for name, _ in inspect.getmembers(Server, inspect.iscoroutinefunction) if name[0] != "_"]
-        names = sorted(names * 4)  # four times each, because the proxy has several paths for each endpoint
+        names = sorted(names * 4)  # each name four times, because the proxy has several paths for each endpoint
         self.targets += [("server" if n in SAFE else "control server", KEY, "POST", f"/{n}") for n in names]
         self.counts: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
 
     async def one(self, number: int, session_id: str, other_id: str) -> None:
-        """Send request `number`. Raises SystemExit if the reply breaks a rule of this module's essay.
+        """Send request `number`. Raises SystemExit if the reply breaks a rule that the docstring of this module states.
 
         Requests that may end a session go to the session `other_id`.
         """
@@ -269,7 +271,7 @@ class Fuzz:
         """Send the requests whose numbers the shared iterator `numbers` yields. For every hundred requests, start two
         new sessions."""
         while batch := list(itertools.islice(numbers, 100)):
-            with contextlib.suppress(Refusal):  # a random request may have exported the session of `other`
+            with contextlib.suppress(Refusal):  # a random request may have ended the session of `other`
                 async with self.client() as client, self.client() as other:
                     for number in batch:
                         await self.one(number, client.session_id, other.session_id)
@@ -298,7 +300,7 @@ class Fuzz:
         return info["state"], info["weight_version"], (await wire.call(server + "/generate", body))["output_ids"]
 
     async def run(self, requests: int, only: int | None) -> None:
-        """Send all requests, or only one. Check the honest sessions and the server's state."""
+        """Send all random requests, or only request number `only`. Check the honest sessions and the server's state."""
         before, done = await self.state(), asyncio.Event()
         numbers = iter(range(requests) if only is None else [only])
         honest = asyncio.ensure_future(self.stay_honest(done))

@@ -1,4 +1,4 @@
-"""Check every part that needs a GPU, and write a page with the results. The script needs no internet.
+"""Check every part of the project that needs a GPU, and write a page with the results. The script needs no internet.
 
     python bench/gpu_check.py                    on a machine with GPUs: all cells, in at most 55 minutes
     python bench/gpu_check.py --minutes 9        in at most 9 minutes; the most important cells come first
@@ -12,14 +12,14 @@ A cell is one process with one question, and the page has one row for each cell:
 - `probe` measures the GPU's peak speed: the FLOP/s of a large matrix product, and the bytes per second of a copy.
 - `head` measures how precise log-probabilities are if the last layer computes in bfloat16 or in float32.
 - `train-...` trains on random rows without an inference server, so it needs only torch and transformers.
-- `test-...` runs the tests of code that runs differently on a GPU, such as FlexAttention.
-- `run-...` is a whole run of train.py. The run's server is SGLang if this Python has SGLang. Without SGLang the server
-  is the small server on the CPU, with a small model.
+- `test-...` runs the tests for code that behaves differently on a GPU, such as FlexAttention.
+- `run-...` is a whole run of train.py. The run's server is SGLang if SGLang is installed in this Python environment.
+  Without SGLang the server is the small server on the CPU, with a small model.
 
 The models have random weights, so the check does not test whether a model learns. If a cell takes longer than its
-limit, the script ends all processes of the cell. If a cell fails, the next cell still runs. The page is written after
-every cell. A second call with the same `--work` runs only the cells that have not succeeded. The exit code is 1 if a
-cell has failed.
+limit, the script ends all processes of the cell. If a cell fails, the next cell still runs. The script writes the page
+of results again after every cell. A second call with the same work folder (`--work`) runs only the cells that have not
+succeeded. The exit code is 1 if a cell has failed.
 """
 
 import argparse
@@ -123,7 +123,7 @@ def list_runs(machine: Machine, work: Path) -> list[Cell]:
 
 
 def make_run(name: str, own: list[str], machine: Machine, work: Path) -> Cell:
-    """Return the cell run-NAME. `own` sets the keys in which this run differs from the other runs."""
+    """Return the cell with the name run-NAME. `own` sets the keys in which this run differs from the other runs."""
     shape = name if name in SHAPES else "0.6b" if machine.has_sglang else "tiny"
     words = ["--config", "configs/gsm8k.yaml", f"model_path={work / f'model-{shape}'}"]
     words += ["train_dataset.path=tests/data/gsm8k.jsonl", "workflow=workflow.RLVRWorkflow"]
@@ -136,7 +136,7 @@ def make_run(name: str, own: list[str], machine: Machine, work: Path) -> Cell:
     else:
         words += ["server.backend=tiny", "gconfig.n_samples=2", "train_dataset.batch_size=2"]
         words += ["gconfig.max_new_tokens=16", "actor.dtype=float32"]
-    words += own  # if two words set the same key, the later word counts
+    words += own  # if two arguments set the same key, the later one counts
     # torchrun has one rank for each GPU, or two ranks on a CPU.
     ranks = (machine.gpus or 2) if name == "torchrun" else 1
     start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if name == "torchrun" else []
@@ -147,7 +147,8 @@ def make_run(name: str, own: list[str], machine: Machine, work: Path) -> Cell:
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of all descendants whose own parent ends (Linux). `descendants` then finds them."""
+    """Make this process the parent of all descendants whose own parent ends (Linux). The function `descendants` can
+    then find these orphaned processes."""
     pr_set_child_subreaper = 36
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1, 0, 0, 0)
@@ -183,14 +184,14 @@ def end(process: subprocess.Popen[bytes]) -> int:
         time.sleep(0.1)
     process.wait()
     for pid in killed - {process.pid}:
-        with suppress(ChildProcessError):  # the killed process's own parent has waited for it
+        with suppress(ChildProcessError):  # its own parent has already waited for the killed process
             os.waitpid(pid, 0)
     return len(killed)
 
 
 def run_cell(cell: Cell, folder: Path, limit: float) -> dict[str, Any]:
-    """Run a cell for at most `limit` seconds. Return the cell's exit code (None at the limit), its seconds, and the
-    peak GPU memory in GiB."""
+    """Run a cell for at most `limit` seconds. Return the cell's exit code (None if the limit was reached), its seconds,
+    and the peak GPU memory in GiB."""
     peak, done = [0.0], threading.Event()
 
     def watch() -> None:
@@ -267,7 +268,7 @@ def try_cell(cell: Cell, folder: Path, deadline: float, prepare: Callable[[Cell]
 
 
 def row(name: str, result: dict[str, Any], folder: Path) -> list[str]:
-    """Return the row of one cell. The first step of a run is slower, so the means leave out the first step."""
+    """Return the table row of one cell. The first step of a run is slower, so the means leave out the first step."""
     log = folder / "log"
     words = [w for w in log.read_text(errors="replace").splitlines() if w.strip()] if log.exists() else []
     last, seconds = (words or ["no output"])[-1], f"{result['seconds']:.0f}"
@@ -392,7 +393,7 @@ def make_config(shape: str, eos: int, pad: int) -> Any:
 
 
 def timed(act: Callable[[], Any], repeat: int = 10) -> float:
-    """Return the mean seconds of an action on the GPU or the CPU, after one action that is not counted."""
+    """Return the mean seconds of an action on the GPU or the CPU, after one warm-up that is not measured."""
     import torch
 
     def wait() -> None:

@@ -7,8 +7,8 @@
     python bench/load.py --sessions 20 --concurrent 1 --flood 40         another session floods the proxy meanwhile
 
 The benchmark starts the small server and the proxy as processes, with a random model of two layers. Each session asks
-questions that contain its own number, and sends its whole history with every call. No call is repeated. At the end of a
-session the benchmark exports the session and checks the exported row:
+questions that contain its own number, and sends its whole history with every call. The client retries no call. At the
+end of a session the benchmark exports the session and checks the exported row:
 
     text       the prompts contain the questions of this session in order, and no other question
     tokens     the sampled tokens of each turn decode to the text that the client has read
@@ -17,8 +17,8 @@ session the benchmark exports the session and checks the exported row:
 For every tenth session the benchmark also computes the log-probabilities with transformers, and prints the largest
 difference from the exported ones.
 
-The printed table has the resident memory and the open descriptors of both processes over the course of the benchmark.
-Descriptors are read from /proc, so the benchmark needs Linux.
+The printed table shows how the resident memory and the number of open file descriptors of both processes change during
+the benchmark. The descriptors are counted in /proc, so the benchmark needs Linux.
 """
 
 import argparse
@@ -65,7 +65,7 @@ def process(module: str, model: Path, *options: str, log: Path | None = None) ->
 
 
 def start_relay(url: str, cut: float) -> str:
-    """Start a slow relay to a server, in a thread, and return its URL.
+    """Start a slow relay to a server, in a thread, and return the relay's URL.
 
     The relay delays every piece of data by up to 50 ms, and cuts the connection after a piece with probability `cut`.
     """
@@ -186,7 +186,8 @@ async def load(args: argparse.Namespace, proxy: str, pids: list[int], tokenizer:
 
 
 def write_usage(path: Path, columns: list[str], samples: list[list[float]]) -> None:
-    """Write samples as a table (.csv), and draw their memory and descriptors over the first column (.svg)."""
+    """Write the samples to a table (.csv), and plot memory and descriptors against the first column of the table
+    (.svg)."""
     import matplotlib
 
     matplotlib.use("svg")

@@ -7,15 +7,15 @@
 advantages is at most a tenth of the time that AReaL takes.
 
 **Time of the loss.** The benchmark computes the loss of the same rows and the loss's metrics, without the backward
-pass. The target is at most the time that AReaL's loss takes for the same objective. The printed times of advantages and
-loss are medians of `--repeat` rounds. Each round runs every function once, in the same process. If `areal` cannot be
-imported, the benchmark prints "peer absent".
+pass. The target for the loss is at most the time that AReaL's loss takes for the same objective. The printed times of
+advantages and loss are medians of `--repeat` rounds. Each round runs every function once, in the same process. If
+`areal` cannot be imported, the benchmark prints "peer absent".
 
 **Memory.** The benchmark computes log-probabilities, entropy and the backward pass with T = 4,096 tokens, a vocabulary
-of V = 151,936 and hidden size 256. The plain way keeps all logits in memory. The chunked way keeps the logits of one
-chunk of tokens at a time. Each way runs in a separate process, which measures the rise of its peak resident memory. The
-target is that the chunked way needs at most a quarter of the plain way's memory. The printed check sums show that both
-ways compute the same numbers.
+of V = 151,936 and hidden size 256. The plain way to compute log-probabilities keeps all logits in memory. The chunked
+way keeps the logits of only one chunk of tokens at a time. Each of the two ways runs in a separate process, which
+measures the rise of its peak resident memory. The target is that the chunked way needs at most a quarter of the plain
+way's memory. The printed check sums show that both ways compute the same numbers.
 """
 
 import argparse
@@ -99,7 +99,7 @@ def peer_advantages() -> Callable[[dict[str, torch.Tensor]], Any] | None:
         name = "_compute_advantages" if hasattr(actor, "_compute_advantages") else "compute_advantages"
         getattr(actor, name)({key: value.clone() for key, value in make_batch(8, 64).items()})
         return lambda batch: getattr(actor, name)({key: value.clone() for key, value in batch.items()})
-    except Exception as error:  # with a different version of AReaL, the benchmark runs without a comparison
+    except Exception as error:  # with a different version of AReaL, the benchmark skips the comparison with AReaL
         print(f"advantages: peer absent ({type(error).__name__}: {str(error)[:100]})")
         return None
 
@@ -158,7 +158,7 @@ def measure(way: str, T: int, V: int, H: int = 256) -> None:
 
 
 def bench_memory(T: int, V: int) -> None:
-    """Print the memory of the plain way and of the chunked way. Each way runs in a process of its own."""
+    """Print the memory of the plain way and of the chunked way. Each of the two ways runs in a process of its own."""
     found = {}
     for way in ("plain", "chunked"):
         command = [sys.executable, __file__, "--measure", way, str(T), str(V)]

@@ -3,14 +3,15 @@
     python bench/order.py                                  three runs, one for each value of rollout.stale
     python bench/order.py --seeds 1 2 3 --modes wait mask  three runs for each of two values
 
-bench/clusters.py measures these costs in virtual time (docs/simulate.md). This benchmark measures them in real runs.
+bench/clusters.py measures these costs in virtual time (docs/simulate.md). This benchmark measures the same costs in
+real runs.
 
 Each run trains the maze (configs/maze.yaml) for the same number of steps, and therefore on the same number of samples.
 In the maze, some episodes take longer than others only because their walks are longer. A real agent also waits for
 tools and for people. Therefore the benchmark adds a pause: each walk pauses after its first 12 tokens, and all walks of
 a group pause for the same time. The pause has a heavy tail: it is lognormal, with sigma 1.5 and a mean of --pause
 seconds. The pause depends only on the group's number, so all runs have the same pauses. While a walk pauses, the
-trainer makes new versions. A newer version then samples the rest of the walk.
+trainer makes new policy versions. After the pause, a newer policy version samples the rest of the walk.
 
 The table shows the seconds up to the last step, the seconds that the trainer waited, and the mean reward of the first
 ten steps and of the last ten steps. The table also shows the share of masked tokens and the number of dropped groups.
@@ -40,8 +41,8 @@ MODES = ("wait", "mask", "drop")
 
 
 def pause(task_id: int, mean_s: float) -> float:
-    """Return the pause of a group in seconds. Over many groups the mean is `mean_s`, and the median is a third of the
-    mean."""
+    """Return the pause of a group in seconds. Over many groups the mean pause is `mean_s`, and the median pause is a
+    third of the mean."""
     return random.Random(task_id).lognormvariate(math.log(mean_s) - SIGMA**2 / 2, SIGMA)
 
 

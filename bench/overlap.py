@@ -8,12 +8,13 @@ Every run trains configs/maze.yaml for the same number of steps, and therefore o
 trainer's process runs on one core, and the inference server on another core. A finished run is kept in runs/overlap and
 not made again.
 
-`concurrent` is rollout.max_concurrent_rollouts. The first seed is run with several values of this key. The other seeds
-are run with the value that made the first run fastest.
+The column `concurrent` shows rollout.max_concurrent_rollouts. The first seed is run with several values of this key.
+The other seeds are run only with the value that was fastest for the first seed.
 
-`update` tells how new weights reach the server. With `interrupt`, an update interrupts the running walks, which then
-continue with the new weights. With `drain`, the trainer starts no new group before an update, and waits until all
-running groups have finished. The class `Drained` adds this wait, because train.py has no such mode.
+The column `update` tells how new weights reach the server. With `interrupt`, an update interrupts the running walks,
+which then continue with the new weights. With `drain`, the trainer starts no new group before an update, and waits
+until all running groups have finished. The class `Drained` implements the mode `drain`, because train.py has no such
+mode.
 
 The remaining columns of the table come from the trace of each run (trace.json). All times are in seconds.
 
@@ -27,8 +28,9 @@ The remaining columns of the table come from the trace of each run (trace.json).
     reward       mean reward in the last ten steps
     mixed        share of the walks that an update interrupted
 
-A step consumes the groups in order of start, so no overlap can avoid the time `oldest`. Each cell is the median over
-the seeds. The ideal of the synchronous run is the time that a perfect overlap of its work would need.
+A step consumes the groups in order of start, so no overlap can avoid the time `oldest`. Each cell of the table is the
+median over the seeds. The value `ideal` of the synchronous run is the time that a perfect overlap of its work would
+need.
 """
 
 import argparse
@@ -45,12 +47,12 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 BATCH = 8  # prompt groups in a batch of configs/maze.yaml
-CONCURRENT = {0: (8,), 1: (4, 8), 2: (4, 8), 4: (4, 8)}  # for each eta, the values to try
+CONCURRENT = {0: (8,), 1: (4, 8), 2: (4, 8), 4: (4, 8)}  # for each eta, the values of max_concurrent_rollouts to try
 TABLE = "eta,update,concurrent,seconds,factor,generation,training,oldest,ideal,share,reward,mixed"
 
 
 class Mode(NamedTuple):
-    """A way to train."""
+    """One mode of training that the benchmark compares."""
 
     eta: int
     update: str = "interrupt"  # interrupt or drain
@@ -124,7 +126,7 @@ def behind_the_oldest(trace: list[dict]) -> float:
 
 
 def measure(folder: Path) -> dict[str, float]:
-    """Return the numbers of one run, by the names of the table's columns."""
+    """Return a dict from the names of the table's columns to the numbers of one run."""
     trace = json.loads((folder / "trace.json").read_text())
     begin, end = (event for event in trace if event.get("name") == "cpu")
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -152,7 +154,7 @@ def main() -> int:
     start = time.monotonic()
 
     def run(mode: Mode, concurrent: int, seed: int) -> dict[str, float]:
-        """Return the numbers of a run. Make the run if it was not made before."""
+        """Return the numbers of a run. If the run has not been made yet, make it first."""
         folder = folder_of(args.fileroot, mode, concurrent, seed, args.steps)
         if not (folder / "done").exists():
             if time.monotonic() - start > args.seconds:
@@ -176,7 +178,7 @@ def main() -> int:
         print(
             mode, {concurrent: f"{found['seconds']:.0f} s" for concurrent, found in tried.items() if found}, flush=True
         )
-    # The runs of one seed are made one after another, so that the modes of each seed are compared with similar load.
+    # The runs of one seed are made one after another, so that the machine has a similar load for all modes of one seed.
     runs = {mode: list[dict[str, float]]() for mode in best}
     for seed in args.seeds:
         found = {mode: run(mode, concurrent, seed) for mode, concurrent in best.items()}

@@ -4,9 +4,9 @@
 
 The benchmark trains a model on the maze asynchronously (train.py, eta = 4) with `actor.prox_logp_method=metrics`. With
 this setting the trainer recomputes pi_prox, so the true log pi_prox is known for every trained token. The run writes
-its tokens to tokens/*.safetensors. The lag of a token is v - v_b. Here v is the version that is trained on the token,
-and v_b is the version that sampled it. For each lag and each of three estimates, the benchmark prints the mean error
-|estimate - log pi_prox|:
+its tokens to tokens/*.safetensors. The lag of a token is v - v_b. Here v is the policy version that is trained on the
+token, and v_b is the policy version that sampled the token. For each lag and each of three estimates, the benchmark
+prints the mean error |estimate - log pi_prox|:
 
     loglinear    alpha = (v - v_b) / (v + f - v_b), as in training/proximal.py
     AReaL        alpha = (v - 1 - v_b) / (v - v_b), where v_b is the version of the previous token; after a prompt token
@@ -45,7 +45,8 @@ def train(folder: Path, eta: int, steps: int, seed: int) -> None:
 
 
 def areal(old: Tensor, theta: Tensor, versions: Tensor, version: int) -> Tensor:
-    """Return AReaL's estimate (B, T). In place of a token's version, AReaL uses the version of the previous token."""
+    """Return AReaL's estimate of log pi_prox, a tensor (B, T). In place of a token's version, AReaL uses the version of
+    the previous token."""
     neighbour = versions.roll(1, dims=1)
     lag = (version - neighbour).float()
     alpha = torch.where((neighbour >= 0) & (lag > 0), ((lag - 1) / lag).clamp(0, 1), 0.0)
@@ -53,7 +54,8 @@ def areal(old: Tensor, theta: Tensor, versions: Tensor, version: int) -> Tensor:
 
 
 def errors_by_lag(folder: Path) -> dict[int, Tensor]:
-    """Map each lag to a tensor (4,): the number of tokens, and the summed errors of the three estimates."""
+    """Return a dict that maps each lag to a tensor (4,): the number of tokens, and the summed errors of the three
+    estimates."""
     sums: dict[int, Tensor] = defaultdict(lambda: torch.zeros(4, dtype=torch.float64))
     for path in sorted((folder / "tokens").glob("*.safetensors")):
         t, version = load_file(path), int(path.stem) - 1

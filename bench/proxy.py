@@ -2,10 +2,10 @@
 
     python bench/proxy.py [--quick] [--litellm PYTHON]      PYTHON: an interpreter that has litellm[proxy]
 
-The proxy runs in a process of its own. Its engine is a fake that answers at once with 24 tokens. The proxy itself is
-real: it parses requests, builds the tree, renders the chat template, tokenises and replies. The tokenizer is a BPE of
-4,096 tokens, trained on this repository when the benchmark starts. The requests are sent over raw sockets, so no client
-library is measured.
+The proxy runs in a process of its own. The proxy's inference engine is a fake that answers at once with 24 tokens. The
+proxy itself is real: it parses requests, builds the tree, renders the chat template, tokenises and replies. The
+tokenizer is a BPE of 4,096 tokens, trained on this repository when the benchmark starts. The requests are sent over raw
+sockets, so no client library is measured.
 
 The benchmark prints:
 
@@ -117,7 +117,7 @@ CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else
 
 
 def pin(core: int, pid: int = 0) -> None:
-    """Bind a process to one core, by default this process. If the machine has only one core, do nothing."""
+    """Pin a process to one core, by default this process. If the machine has only one core, do nothing."""
     if CORES[1:]:
         os.sched_setaffinity(pid, {CORES[core]})
 

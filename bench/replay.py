@@ -7,7 +7,7 @@ Each run trains 20 steps, and a replay then repeats the run. The batches are sma
 takes less time. A group whose members have equal rewards is rejected. A line of the table shows the share of trained
 rows that a weight update has interrupted, and counts the rejected groups, the dropped groups, and the tokens that were
 masked because of their age. The last two columns show the beginnings of two SHA-256 hashes: of the run's last model,
-and of the replay's last model. The exit code is 1 if two such hashes differ.
+and of the replay's last model. The exit code is 1 if the two hashes of any run differ.
 """
 
 import argparse
@@ -25,7 +25,7 @@ RECIPES = {
 }
 FIXED = ["rollout.max_concurrent_rollouts=5", "logger.report_interval=0", "train_dataset.batch_size=3"]
 FIXED += ["actor.ppo_n_minibatches=2", "actor.ppo_epochs=1", "should_accept_fn=bench.replay.has_signal"]
-# With one group in a batch, slow groups become too old at eta 1.
+# With one group in a batch and eta = 1, a slow group becomes too old before a step consumes it.
 OVERTAKEN = ["rollout.max_head_offpolicyness=1", "train_dataset.batch_size=1"]
 VARIANTS: dict[str, tuple[int, list[str]]] = {  # name: (number of ranks, configuration keys)
     "eta=4": (1, ["rollout.max_head_offpolicyness=4"]),

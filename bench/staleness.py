@@ -12,7 +12,7 @@ the results.
 
 **A fixed lag.** On a small machine, generation is as fast as training, so a real run has little lag. In this benchmark
 generation and training alternate in one process. Steps are counted from 0. Version max(s - eta, 0) samples all tokens
-of step s. This lag is the largest that the gate of staleness.py allows. For eta = inf there is no gate. The sampler
+of step s. The gate of staleness.py allows no larger lag. For eta = inf there is no gate. The sampler
 generates two batches while the trainer consumes one batch, so version s // 2 samples the batch of step s. Every run
 trains on 64 batches of 120 games. The CSV file contains the measured lag: the trainer's version minus the version that
 sampled the token.

@@ -20,14 +20,14 @@
    The session ends when the `async with` block ends, even if the block raises an exception. If the block raises an
    exception, the session is not exported, so the client tells the proxy to forget the session. The caller gets the
    agent's exception even if the request to forget the session fails. If the proxy refuses a request, the client raises
-   `Refusal` with the status and message of the reply. The client never retries a request: the proxy is a process of the
-   run, so a lost connection means that the proxy died.
+   `Refusal` with the status and message of the reply. The client never retries a request, because a retry would not
+   help: if the connection is lost, the proxy has died.
 
 2. Direct approach. AReaL's documents call the direct approach a legacy pattern (page Agent Workflow, section "Direct
-   Approach"). A RolloutWorkflow calls the model with an `ArealOpenAI`, an AsyncOpenAI that is connected to an engine.
-   The HTTP client of an `ArealOpenAI` passes each request to the proxy's application in the same process. Both
-   approaches therefore handle prompts, tool calls and errors with the proxy's code. In the direct approach,
-   `set_reward` changes the conversation tree directly, without a request.
+   Approach"). A RolloutWorkflow calls the model with an `ArealOpenAI`, a subclass of AsyncOpenAI that uses an engine.
+   The HTTP client of an `ArealOpenAI` passes each request to the proxy's application in the same process. With both
+   approaches, the proxy's code therefore handles prompts, tool calls and errors. In the direct approach, `set_reward`
+   changes the conversation tree directly, without a request.
 
        client = ArealOpenAI(engine, tokenizer)
        reply = await client.chat.completions.create(model="default", messages=messages)
@@ -80,14 +80,14 @@ class OpenAIProxyClient:
     """The workflow's client for one session at the proxy. Several clients may share a transport.
 
     The caller must close the transport, because the client does not close it. The client passes requests directly to
-    the httpx transport, because a request through httpx's client class would take a third longer.
+    the httpx transport, because a request through httpx's client class would take a third longer than a direct request.
     """
 
     def __init__(
         self, transport: Any, base_url: str, admin_key: str, task_id: str, grant: bool = False, **options: Any
     ) -> None:
-        # If `grant` is true, the request that starts the session also adds a grant. `options` are further fields of the
-        # request that starts the session.
+        # If `grant` is true, the request that starts the session first adds a grant. `options` are sent as further
+        # fields of this request.
         self._start = {"task_id": task_id, "grant": grant, **options}
         self._transport: httpx.AsyncBaseTransport = transport
         self._base_url = base_url.rstrip("/")
@@ -102,7 +102,7 @@ class OpenAIProxyClient:
         return f"{self._base_url}/{self.session_id}/v1"
 
     async def grant_capacity(self) -> int:
-        """Allow the proxy to start one more session. Return how many sessions the proxy may start now."""
+        """Add one grant, so that the proxy may start one more session. Return the number of unused grants."""
         return (await self._post("/grant_capacity", {}))["capacity"]
 
     async def __aenter__(self) -> Self:
@@ -111,7 +111,7 @@ class OpenAIProxyClient:
         return self
 
     async def __aexit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if not self.session_id:  # `finish` has already ended the session
+        if not self.session_id:  # the session is already ended by `finish`
             return
         try:
             ended = await self._post(f"/{self.session_id}/rl/end_session", {"discard": error is not None})
@@ -121,7 +121,7 @@ class OpenAIProxyClient:
                 raise
 
     async def set_reward(self, interaction_id: str, reward: float) -> None:
-        """Set an interaction's reward. Raises ValueError if `reward` is not finite, and Refusal for an unknown id."""
+        """Set an interaction's reward. Raises ValueError for a reward that is not finite, Refusal for an unknown id."""
         body = {"interaction_id": interaction_id, "reward": finite(reward)}
         await self._post(f"/{self.session_id}/rl/set_reward", body)
 
@@ -132,8 +132,8 @@ class OpenAIProxyClient:
     async def export_interactions(self, discount: float = 1.0, style: str = "individual") -> dict[str, Interaction]:
         """Return the interactions of the session with their discounted rewards. The proxy then forgets the session.
 
-        If the parent of an interaction is not exported, the attribute `parent` of the interaction is None. The style
-        "individual" exports the parent of every exported interaction.
+        If an interaction's parent is not exported, the interaction's attribute `parent` is None. This never happens
+        with the style "individual", which exports every finished interaction.
         """
         return await self._export(discount=discount, style=style)
 
@@ -180,9 +180,9 @@ class OpenAIProxyClient:
 class ArealOpenAI(openai.AsyncOpenAI):
     """An AsyncOpenAI client. The proxy's code answers the client's requests inside this process.
 
-    `engine` must have the method `async agenerate(ModelRequest)`. `options` are keys of rollout.openai and fields of
-    `proxy.Proxy`, such as `seed` and `sampling`. `cache` is the conversation tree of the client's only session.
-    The client's methods that set rewards or export interactions are the methods of this tree (cache.py).
+    `engine` must have the method `async agenerate(ModelRequest)`. `options` set keys of rollout.openai and fields of
+    `proxy.Proxy`, such as `seed` and `sampling`. `cache` is the conversation tree of the client's only session. To set
+    rewards and export interactions, the client has the methods of this tree (cache.py).
     """
 
     def __init__(self, engine: Any, tokenizer: Any, task_id: str = "", **options: Any) -> None:
@@ -201,7 +201,7 @@ class ArealOpenAI(openai.AsyncOpenAI):
             endpoint.create = functools.partial(endpoint.create, model="default")
 
     def copy(self, **changes: Any) -> openai.AsyncOpenAI:  # type: ignore[override]
-        """Return another client for the same session, with changed options such as a timeout or headers."""
+        """Return a second client for the same session, with options such as the timeout or the headers changed."""
         plain = openai.AsyncOpenAI(base_url=self.base_url, api_key=self.api_key, http_client=self._client)
         return plain.copy(**{"max_retries": 0} | changes)
 

@@ -1,8 +1,8 @@
 """Read a request in one of three protocols, and convert the request's messages to one normal form.
 
-Agents use the protocol of chat completions, Responses or Anthropic's Messages. `parse_chat`, `parse_responses` and
-`parse_anthropic` each turn a JSON body of one protocol into an `AgentRequest`. The conversation tree, the chat template
-and the engine read messages only in the normal form. `normalise` returns the normal form of a message:
+Agents use the protocol of chat completions, Responses or Anthropic's Messages. Each of `parse_chat`, `parse_responses`
+and `parse_anthropic` turns the JSON body of its protocol into an `AgentRequest`. The conversation tree and the chat
+template read messages only in this normal form. `normalise` returns the normal form of a message:
 
     {"role": "assistant", "content": "Let me see.", "reasoning_content": "I need the weather.",
      "tool_calls": [{"id": "call_1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]}
@@ -22,12 +22,12 @@ therefore compares only four fields of a message, in the form that `canonical` g
     tool_call_id    only in a tool's result: the id of the tool call; some clients call this key `id`
 
 The comparison ignores every other key of a message (`name`, reasoning, annotations, cache markers, message ids). If a
-client has changed the text of an earlier message, the request starts a new conversation. The comparison only finds the
+client changes the text of an earlier message, its request starts a new conversation. The comparison serves to find the
 parent. The prompt reuses the parent's sampled tokens, because equal messages may have different tokens.
 
 References. Some clients send an id in place of the history: `previous_response_id`, `item_reference`, or Anthropic's
-`thread`. To get the messages that the id stands for, the parser calls `find`, which returns a finished interaction of
-the session. New instructions in the request replace the instructions in the history. If a request that continues a
+`thread`. To get the messages that the id stands for, the parser calls `find` with the id and receives a finished
+interaction. New instructions in the request replace the instructions in the history. If a request that continues a
 thread has no tools, the parser uses the tools of the thread. `previous_response_id` and `thread` name the parent of the
 request. A request keeps its named parent even if the request has other instructions or tools than the parent.
 
@@ -35,8 +35,8 @@ Images and files. The model reads only text. The parser therefore replaces every
 PLACEHOLDER, in messages and in tool results. The metric `placeholders` counts the placeholders.
 
 Parameters. The parser never ignores a parameter that changes the answer: it uses the parameter, or raises a `Refusal`
-that names the parameter. `NEUTRAL` lists the unsupported parameters. A request may set an unsupported parameter only to
-a value that has no effect. The parser ignores unknown keys (`user`, `metadata`), and hints that a model need not follow
+that names the parameter. `NEUTRAL` lists the unsupported parameters. An unsupported parameter is accepted only if its
+value has no effect. The parser ignores unknown keys (`user`, `metadata`), and hints that a model need not follow
 (`thinking`, `strict`, `parallel_tool_calls`). The chat template receives the reasoning effort as a variable.
 """
 
@@ -89,13 +89,13 @@ NUMBERS: dict[str, tuple[type, float, float]] = {  # numeric sampling parameters
 class AgentRequest:
     """One request of an agent, in a form that does not depend on the protocol."""
 
-    messages: list[Message]  # the whole conversation in normal form; references are replaced by messages
+    messages: list[Message]  # the whole conversation in normal form; messages replace references by id
     model: str = "default"
-    sampling: Json = field(default_factory=dict)  # the GenerationHyperparameters that the agent set
+    sampling: Json = field(default_factory=dict)  # the fields of GenerationHyperparameters that the agent set
     tools: list[Json] = field(default_factory=list)  # functions, in the form of chat completions
     tool_choice: str = "auto"  # "auto", "none", "required" or the name of one of `tools`
     callable_tools: list[Json] = field(default_factory=list)  # the tools that the reply may call
-    parent: Any = None  # the interaction that this request continues, if the client has named one
+    parent: Any = None  # the interaction that the request continues, if the client gave its id
     template_kwargs: Json = field(default_factory=dict)  # additional variables of the chat template
     n: int = 1  # number of answers
     logprobs: bool = False  # whether the reply contains the logprobs of the sampled tokens
@@ -105,7 +105,7 @@ class AgentRequest:
 
     @cached_property
     def template_key(self) -> str:
-        """Return the template's variables and the tools as one text. Text and messages determine the prompt.
+        """Return the template's variables and the tools as one text. The messages and this text determine the prompt.
 
         A turn reuses its parent's tokens only if the turn and the parent have the same template_key. Raises Refusal if
         a value is nested too deeply.
@@ -117,7 +117,7 @@ class AgentRequest:
 
 
 def normalise(raw: Any, where: str = "message") -> Message:
-    """Return the normal form of `raw`, a message as the protocol of chat completions writes it.
+    """Return the normal form of the message `raw`, which has the form of the chat completions protocol.
 
     `where` is the path of the message in the request, such as "messages[0]". Raises a Refusal that names this path if
     the role, the text or a tool call is not valid.
@@ -142,8 +142,8 @@ def normalise(raw: Any, where: str = "message") -> Message:
 def canonical(message: Message) -> tuple:
     """Return the four fields of a message that the conversation tree compares, as a hashable value.
 
-    The conversation tree calls `canonical` for every message of every request. To save time, a message that is already
-    in normal form is not normalised again. Raises Refusal if the role, text or tool calls are not valid.
+    The conversation tree calls `canonical` for every message of every request. To save time, the function does not
+    normalise a message that is already in normal form. Raises Refusal if the role, text or tool calls are not valid.
     """
     calls = message.get("tool_calls") or ()
     has_objects = all(isinstance(call["function"].get("arguments"), dict) for call in calls)
@@ -167,11 +167,11 @@ def _tool_call(raw: Any, where: str) -> Json:
         raise Refusal(f"{where}: a call has an id and the name of a function, both strings")
     if arguments is None or arguments == "":
         arguments = "{}"
-    elif not isinstance(arguments, str):  # write an object as text, because `read_json` below turns 2.0 into 2
+    elif not isinstance(arguments, str):  # an object becomes text here, and `read_json` below turns 2.0 into 2
         arguments = write_json(arguments, where)
     with contextlib.suppress(ValueError):  # a model may write arguments that are not JSON
-        # The list of tool calls adds 3 levels of nesting. One more level is a margin, because the level count of
-        # `write_json` may be wrong by one.
+        # In the list of tool calls, arguments are nested 3 levels deeper. One more level is a margin, because
+        # `write_json` may miscount the levels by one.
         arguments = read_json(arguments, LEVELS - 4)
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
@@ -179,8 +179,8 @@ def _tool_call(raw: Any, where: str) -> Json:
 def _text(raw: Json, name: str, where: str = "") -> str:
     """Return the field `name` as one text.
 
-    A null or absent field gives "". If the field is a list of text parts, their texts are joined. Raises Refusal if the
-    field holds a value of a different type.
+    A null or absent field gives "". If the field is a list of text parts, the function joins the texts of the parts.
+    Raises Refusal if the field holds a value of a different type.
     """
     content = raw.get(name)
     if isinstance(content, str | None):
@@ -193,7 +193,8 @@ def _text(raw: Json, name: str, where: str = "") -> str:
 
 
 def _is_text_part(part: Any) -> bool:
-    """Return whether a part of a content list is a text part, such as {"type": "input_text", "text": "hello"}."""
+    """Return whether `part`, an element of a content list, is a text part, such as {"type": "input_text", "text":
+    "hello"}."""
     return isinstance(part, dict) and part.get("type", "text") in TEXTS and isinstance(part.get("text"), str)
 
 
@@ -264,8 +265,8 @@ def _conversation(name: str, new: list[Message], system: str = "", parent: Any =
 def _shared(body: Json, tools: list[Json], form: Json, effort: str | None, most_answers: int = 1) -> Json:
     """Return the fields of an AgentRequest that the parsers of all protocols read in the same way.
 
-    The caller passes the requested structured output (`form`) and reasoning effort (`effort`), because each protocol
-    has different keys for them. Raises Refusal for a parameter that is not valid or not supported.
+    The caller passes the requested structured output as `form` and the reasoning effort as `effort`, because the keys
+    of these two parameters differ between protocols. Raises Refusal for a parameter that is not valid or not supported.
     """
     for name, neutral in NEUTRAL.items():
         value = body.get(name)
@@ -330,16 +331,17 @@ def _schema(form: Json) -> dict[str, str]:
 
 
 def _tools(body: Json, tool_type: str) -> list[Json]:
-    """Return the functions that the body offers as tools, in the form of chat completions.
+    """Return the body's tools that are functions, in the form of chat completions.
 
-    `tool_type` is the type that the protocol gives to a function: "function" or "custom". In Responses and Messages,
-    the keys of a function are in the tool itself, as in {"name": "f", "input_schema": {}}. In chat completions, the
-    keys of a function are one level deeper, in {"function": {...}}. Raises Refusal if a tool has no name.
+    `tool_type` is the protocol's value of the key `type` for a function: "function" or "custom". In Responses and
+    Messages, the keys of a function are in the tool itself, as in {"name": "f", "input_schema": {}}. In chat
+    completions, the keys of a function are one level deeper, in {"function": {...}}. Raises Refusal if a tool has no
+    name.
     """
     tools = []
     for raw, where in _objects(body, "tools"):
         if raw.get("type") not in (None, tool_type):
-            continue  # a tool that is not a function, such as `web_search`, is left out
+            continue  # tools that are not functions, such as `web_search`, are left out
         given = as_object(raw.get("function", raw), where)
         name, description = given.get("name"), given.get("description") or ""
         parameters = given.get("parameters", given.get("input_schema")) or {"type": "object", "properties": {}}
@@ -369,7 +371,7 @@ def _tool_choice(raw: Any, tools: list[Json]) -> tuple[str, list[Json]]:
     names = [tool["function"]["name"] for tool in tools]
     if choice not in ("auto", "none", *names) and not (choice in ("required", "any") and names):
         raise Refusal("tool_choice: auto or none is needed or, if there are tools, required or a tool's name")
-    # Anthropic's protocol writes "any" for "required".
+    # In Anthropic's protocol the choice "required" is called "any".
     return "required" if choice == "any" else choice, tools if choice != "none" else []
 
 
@@ -377,7 +379,7 @@ def _tool_choice(raw: Any, tools: list[Json]) -> tuple[str, list[Json]]:
 
 
 def _item(raw: Json, where: str, find: Find) -> Message:
-    """Return one item of a Responses input as a message. Raises Refusal for an unknown type of item.
+    """Return one item from the input of a Responses request as a message. Raises Refusal for an unknown type of item.
 
     If an assistant's message was split into several items, `_join_items` joins them again.
     """
@@ -399,8 +401,8 @@ def _item(raw: Json, where: str, find: Find) -> Message:
 def _join_items(pieces: list[Message]) -> list[Message]:
     """Join the items of each reply (reasoning, then text, then tool calls) into one message.
 
-    An assistant's item continues the previous reply in two cases: the item only adds tool calls, or the previous reply
-    contains only reasoning so far.
+    An assistant's item belongs to the same reply as the item before it in two cases: the item adds nothing but tool
+    calls, or the items of the reply before it contain nothing but reasoning.
     """
     messages: list[Message] = []
     for piece in pieces:
@@ -455,7 +457,8 @@ def _look_up(previous: str | None, name: str, find: Find) -> Any:
 def _referred(item_id: str, find: Find) -> Message:
     """Return the item with the id `item_id` from an earlier reply, as a message. Raises Refusal for an unknown id.
 
-    The reply resp_<x> has the items rs_<x> (reasoning), msg_<x> (text) and fc_<x>_<k> (the k-th tool call).
+    The reply with the id resp_<x> has items with the ids rs_<x> (reasoning), msg_<x> (text) and fc_<x>_<k> (the k-th
+    tool call).
     """
     found = find("resp_" + item_id.partition("_")[2].partition("_")[0])
     items = [item for item in found.reply["output"] if item["id"] == item_id] if found else []

@@ -1,7 +1,8 @@
 r"""Turn messages into the tokens of a prompt, and turn the tokens of an answer into text while the tokens arrive.
 
-Prompts. For the first turn of a conversation, `PromptBuilder` renders the messages with the chat template. A later turn
-reuses its parent's tokens, so the text of the parent's answer is not tokenised again. The prompt of a later turn is
+Prompts. For the first turn of a conversation, `PromptBuilder` renders the messages with the chat template. The prompt
+of a later turn begins with the parent's tokens, so the parent's answer is not tokenised again. The prompt of a later
+turn is
 
     prompt tokens of the parent + output tokens of the parent + tail
 
@@ -24,12 +25,12 @@ a whole conversation as one sequence. A prompt with reused tokens is correct onl
 messages alone. The constructor of `PromptBuilder` therefore renders the same new messages after a short and after a
 longer history. If the two tails differ, the whole conversation is rendered again for every prompt, as with the option
 chat_template_type "hf". If the template raises an error for the stub of one turn, the whole conversation is rendered
-for this turn. If such a prompt does not begin with the parent's tokens, a concat export starts a new row at this turn.
+for this turn. If the new prompt does not begin with the parent's tokens, a concat export starts a new row at this turn.
 
 Text. `TextReader.read` returns only text that no later token can change. The reader holds back incomplete characters
 and text that may be the beginning of a stop string. The text of a token may depend on the tokens before it, because
 some decoders drop or insert a space. The reader therefore decodes new tokens together with a few tokens before them.
-The reader does not decode the whole answer again, so it decodes each token only a few times, even in a long answer.
+The reader never decodes the whole answer again, so each token is decoded only a few times, even in a long answer.
 
 An opening is the beginning of an answer that is part of the prompt instead of being sampled. Examples are
 a <think> at the end of the prompt and the first words of a forced tool call. The text of an answer includes the
@@ -56,10 +57,10 @@ from calls.tools import without_partial
 
 SENTINEL = "\u27e6the assistant's text\u27e7"
 STUB: list[Message] = [{"role": "user", "content": "x"}, {"role": "assistant", "content": SENTINEL}]
-REFUSES = (TemplateError, LookupError, TypeError, ValueError, RecursionError)  # errors of a template that refuses
+REFUSES = (TemplateError, LookupError, TypeError, ValueError, RecursionError)  # errors that templates raise
 PART = 2**16  # a text much longer than the context is tokenised in parts of this many characters
-INCOMPLETE = 3  # an incomplete character has at most this many bytes, tokens or characters U+FFFD
-WITHOUT_TEXT = 16  # more consecutive tokens without text than this are special tokens; `TextReader` may settle them
+INCOMPLETE = 3  # upper bound for an incomplete character, in bytes, in tokens and in characters U+FFFD
+WITHOUT_TEXT = 16  # a longer run of tokens without text consists of special tokens, which may be settled
 
 
 class PromptBuilder:
@@ -73,7 +74,8 @@ class PromptBuilder:
         self.splices = chat_template_type == "concat" and self._is_local()  # whether prompts reuse the parent's tokens
 
     def _is_local(self) -> bool:
-        """Return whether the template's text after an assistant's answer depends on the new messages only."""
+        """Return whether the text that the template writes after an assistant's answer depends on the new messages
+        alone."""
         new: list[Message] = [{"role": "user", "content": "c"}]
         longer: list[Message] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         with contextlib.suppress(Refusal):
@@ -86,7 +88,7 @@ class PromptBuilder:
             names = ", ".join(sorted(taken))
             raise Refusal(f"chat_template_kwargs: {names} cannot be set; only variables of the template can")
         variables = ask.template_kwargs | ({"tools": ask.tools} if ask.tools else {})
-        # If the client names the parent by id, the call may begin with a different message than its parent.
+        # If the client named the parent by id, the first messages of the call and of the parent may differ.
         same_start = parent and canonical(parent.messages[0]) == canonical(ask.messages[0])
         if parent and same_start and self.splices and parent.template_key == ask.template_key:
             known = len(parent.conversation)
@@ -108,7 +110,8 @@ class PromptBuilder:
         return self.encode(tail)
 
     def _without_sampled_marks(self, tail: list[int], said: list[int]) -> list[int]:
-        """Return the tail without the closing marks that the model has already sampled at the end of `said`."""
+        """Return the tail without those closing marks that the model has already sampled at the end of its answer
+        `said`."""
         blanks = next((i for i, token in enumerate(tail) if self._tokenizer.decode([token]).strip()), 0)
         marks = tail[blanks:]
         for count, mark in enumerate(marks, 1):
@@ -119,7 +122,7 @@ class PromptBuilder:
     def _render(self, messages: list[Message], variables: dict[str, Any]) -> str:
         """Return the text that the template makes from the messages.
 
-        Raises Refusal if the template refuses the messages in every form.
+        Raises Refusal if the template refuses the messages and also their `other_forms`.
         """
         options = {"tokenize": False, "add_generation_prompt": True} | variables
         try:
@@ -133,19 +136,19 @@ class PromptBuilder:
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text, without the special token that some tokenizers put at the beginning.
 
-        A text that probably exceeds the context is tokenised in parts. Tokenisation stops at more than twice as many
-        tokens as fit in the context, because the engine refuses such a long prompt in any case.
+        A text that probably exceeds the context is tokenised in parts. Tokenisation stops when the number of tokens
+        exceeds twice the context length, because the engine refuses such a long prompt.
         """
         context, tokens = self._context_length or len(text), []
         for begin in range(0, len(text), PART) if len(text) > 4 * context else ():
             tokens += self._tokenizer.encode(text[begin : begin + PART], add_special_tokens=False)
-            if len(tokens) > 2 * context:  # too long, even without the extra tokens at the cuts between parts
+            if len(tokens) > 2 * context:  # too long for the context, even if the cuts between parts added some tokens
                 return tokens
         return self._tokenizer.encode(text, add_special_tokens=False)
 
 
 def other_forms(messages: list[Message]) -> list[list[Message]]:
-    """Return copies of the messages. In each copy the tool calls have a form that some templates need.
+    """Return copies of `messages`. Each copy has its tool calls in a form that some templates need.
 
     Mistral's templates need ids of nine characters, each a letter or a digit. DeepSeek's templates need arguments as
     text, not as an object.
@@ -162,7 +165,8 @@ def other_forms(messages: list[Message]) -> list[list[Message]]:
 
 
 class TextReader:
-    """Turns the tokens of one answer into text: `read` while the tokens arrive, and `whole` when all have arrived.
+    """Turns the tokens of one answer into text. Call `read` while tokens arrive, and `whole` when all tokens have
+    arrived.
 
         tokens      a  b  c | d  e  f | g  h
                       context         ^ settled
@@ -214,8 +218,8 @@ class TextReader:
         if held_back:  # an incomplete character may begin in any of the last three tokens, so these stay pending
             pending = pending[:-INCOMPLETE]
             fresh = self._text_behind_context(pending)
-        # Settle the pending tokens only if no later token can change their text. If they end inside a character, a
-        # later token changes their text.
+        # Settle the pending tokens only if no later token can change their text. A later token changes the text of
+        # pending tokens that end inside a character.
         if certain.startswith(fresh) and (fresh or len(pending) > WITHOUT_TEXT):
             self._text += fresh
             self._settled += len(pending)
@@ -242,9 +246,8 @@ class TextReader:
         return text
 
     def _stop_at(self, text: str) -> int:
-        """Return the position of the first stop string after the opening.
-
-        If the text has no stop string, return the length of the text.
+        """Return the position of the first stop string after the opening, or the length of the text if there is no stop
+        string.
         """
         found = [text.find(stop, len(self._opening)) for stop in self._stop]
         return min((at for at in found if at >= 0), default=len(text))

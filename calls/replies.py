@@ -2,8 +2,8 @@
 
 An `Answer` holds the sampled tokens of one answer, and the text, reasoning and tool calls that the tokens contain. For
 each protocol, a function `render_...` returns the body of a whole reply, and a subclass of `Stream` returns the events
-of a streamed reply. The official SDKs have helpers that join the events of a stream. The reply that these helpers build
-from the events is identical to the whole reply.
+of a streamed reply. The official SDKs have helpers that build a reply from the events of a stream. The reply that these
+helpers build is identical to the reply that the proxy sends without a stream.
 
     chat        a chunk with the role; chunks with reasoning and text; a chunk for each call; a chunk with
                 finish_reason; a chunk with the token counts, if the agent requested them; [DONE]
@@ -20,14 +20,14 @@ reply are complete, `end` returns the reply's last events.
 
     start -> message_start      grow("Let") -> content_block_start, delta "Let"      grow("Let me") -> delta " me"
 
-Ids. The ids of tool calls and items contain the interaction's id, so an agent can refer to each call and item. The tool
-calls of chatcmpl-<x> have the ids call_<x>_0 and call_<x>_1. The items of resp_<x> are rs_<x> (reasoning), msg_<x>
+Ids. The ids of tool calls and items contain the interaction's id, so an agent can refer to each tool call and item. The
+tool calls of chatcmpl-<x> have the ids call_<x>_0 and call_<x>_1. The items of resp_<x> are rs_<x> (reasoning), msg_<x>
 (text) and fc_<x>_0 (tool call).
 
-Strict clients. Some clients fail if a reply lacks a role, index, usage or created_at, so a reply has each of these keys
-that its protocol defines. Other clients fail if a key is null, so keys without a value are left out. The only null key
-is `content: null` in a chat message with tool calls and without text. Anthropic's clients need an `event:` line, so
-every event of Anthropic's protocol has this line.
+Strict clients. Some clients fail if the key role, index, usage or created_at is missing, so a reply has all of these
+keys that exist in its protocol. Other clients fail if a key is null, so keys without a value are left out. The only
+null key is `content: null` in a chat message with tool calls and without text. Anthropic's clients need an `event:`
+line, so every event of Anthropic's protocol has this line.
 
 Annotations, citations, refusals and counts of cached tokens are not supported: these fields are empty or 0. The
 signature of a reasoning block is a placeholder.
@@ -57,7 +57,7 @@ class Answer:
     interaction_id: str
     response: ModelResponse
     parsed: Parsed
-    token_texts: list[str] = field(default_factory=list)  # text of each sampled token; empty if the agent wants none
+    token_texts: list[str] = field(default_factory=list)  # text of each sampled token; empty without requested logprobs
     stopped_by: str = ""  # the stop string that ended the answer, if there is one
 
     @property
@@ -128,10 +128,8 @@ def event(data: dict[str, Any]) -> bytes:
 
 
 class Stream:
-    """Writes the events of one answer as bytes.
-
-    For each part, the stream sends events that begin the part, events with pieces of the part's text, and events that
-    end the part.
+    """Writes the events of one answer as bytes. For each part, there are events that begin the part, events with pieces
+    of its text, and events that end the part.
 
     `index` is the answer's position among the n answers of a chat completion.
     """
@@ -141,7 +139,7 @@ class Stream:
         self.created = int(time.time())
         # Only these three attributes of a stream change:
         self.position = 0  # index of the open part or, if no part is open, of the next part
-        self.sent: str | None = None  # the sent text of the open part; None if no part is open
+        self.sent: str | None = None  # the text of the open part that was already sent; None if no part is open
         self.logprobs: list[dict[str, Any]] = []  # one entry per sampled token; set when the answer is complete
 
     def start(self, input_len: int) -> bytes:
@@ -151,8 +149,8 @@ class Stream:
     def grow(self, parts: list[Part], whole: bool = False) -> bytes:
         """Return the events that send the text added to the answer since the last call, or b"" if nothing is new.
 
-        `parts` are all parts of the answer so far, including those already sent. If `whole` is true, the answer is
-        complete. If `whole` is false, the last part stays open for more text.
+        `parts` are all parts of the answer so far, including those already sent. `whole` is true if the answer is
+        complete. Otherwise the last part stays open for more text.
         """
         frames = b""
         for position in range(self.position, len(parts)):
@@ -232,7 +230,7 @@ def chat_end(answer: Answer) -> dict[str, Any]:
 
 
 def chat_usage(answers: list[Answer]) -> dict[str, int]:
-    """Return the token counts of a chat completion. All answers share one prompt, which is counted once."""
+    """Return the token counts of a chat completion. All answers share one prompt, so its tokens are counted once."""
     read, written = answers[0].response.input_len, sum(answer.response.output_len for answer in answers)
     return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
@@ -252,7 +250,7 @@ class ChatStream(Stream):
 
     def _piece(self, part: str, value: Any, piece: str) -> bytes:
         if part == "call":
-            k = int(value["id"].rpartition("_")[2])  # the number at the end of the id: 1 for call_ab12_1
+            k = int(value["id"].rpartition("_")[2])  # the number at the end of the call's id: 1 for call_ab12_1
             return self._delta(tool_calls=[{"index": k} | value])
         return self._delta(content=piece) if part == "text" else self._delta(reasoning_content=piece)
 
@@ -284,7 +282,7 @@ def render_responses(ask: AgentRequest, answers: list[Answer]) -> dict[str, Any]
 def response_head(ask: AgentRequest, interaction_id: str, status: str) -> dict[str, Any]:
     """Return the body of a response with an empty output.
 
-    A stream sends the body of the response three times, so the field `tools` is left empty to keep the body short.
+    The field `tools` stays empty to keep the body short, because a stream sends the body three times.
     """
     function = {"type": "function", "name": ask.tool_choice}
     choice: Any = ask.tool_choice if ask.tool_choice in ("auto", "none", "required") else function

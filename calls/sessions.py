@@ -1,8 +1,8 @@
 """Keep the table of a proxy's sessions: start sessions, find sessions by id, and forget old sessions.
 
 Each episode has one session, and each session needs one grant to start. The dispatcher decides when an episode may
-start, and the grant tells the proxy about this decision. If a session fails to start, its grant stays for the next try.
-An unused grant lapses after GRANT_SECONDS, so the unused grants of failed starts do not accumulate.
+start, and the grant tells the proxy about this decision. If a session fails to start, its grant is kept for the next
+attempt. Unused grants do not accumulate, because each grant lapses after GRANT_SECONDS.
 
     state      | meaning
     -----------+-----------------------------------------------------------------------------
@@ -10,13 +10,13 @@ An unused grant lapses after GRANT_SECONDS, so the unused grants of failed start
     ended      | the session takes no more calls and waits for its export
     forgotten  | the session was exported, was discarded at its end, or was idle for too long
 
-A session is idle while none of its answers is being generated and no request for it arrives. For example, with a
-timeout of 3600 seconds, a session that becomes idle at 12:00 expires at 13:00. An ended session that nobody exports
-expires, too. No timer removes expired sessions. Instead, the proxy looks for expired sessions when a session starts, at
-each request with a session id, and at GET /health. When the proxy forgets a session, the session's conversation tree is
-lost.
+A session is idle while it generates no answer and receives no request. For example, with a timeout of 3600 seconds, a
+session that becomes idle at 12:00 expires at 13:00. A session that has ended but was never exported also expires. No
+timer removes expired sessions. Instead, the proxy looks for expired sessions when a session starts, at each request
+with a session id, and at GET /health. When the proxy forgets a session, the session's conversation tree is lost.
 
-A session also stores the turn that answers each earlier request, so that turn.py can recognise a client's retry.
+A session also stores its earlier turns by the hash of the request's body, so that turn.py can recognise a client's
+retry.
 
 The methods of `SessionTable` do no input or output, and get the time from the function `clock`.
 """
@@ -42,18 +42,18 @@ class Limits:
     """Limits on the requests and answers of one session (SECURITY.md). Answers above the limit `running` wait. No
     honest agent reaches any of the other limits."""
 
-    running: Count = 32  # most answers of a session that servers generate at the same time; further answers wait
-    answers: Count = 2048  # most answers of a session that run or wait; a further call gets status 429
+    running: Count = 32  # maximum number of a session's answers that are generated at once; further answers wait
+    answers: Count = 2048  # largest number of a session's answers that run or wait; a further call gets status 429
     messages: Count = 20_000  # largest number of messages or items in one request
-    body_bytes: Count = 2**24  # maximum length of a request's body
-    stop_strings: Count = 64  # most stop strings in one request; the same limit holds for its stop token ids
+    body_bytes: Count = 2**24  # maximum length of a request's body, in bytes
+    stop_strings: Count = 64  # maximum number of stop strings, and of stop token ids, in one request
     stop_length: Count = 1000  # maximum number of characters in a stop string
     seconds: Positive = 120.0  # seconds within which the body of a request must arrive
     header_bytes: Count = 2**16  # maximum length of a request's header
-    header_seconds: Positive = 60.0  # seconds within which the header of a connection's next request must arrive
+    header_seconds: Positive = 60.0  # seconds within which the next request's header must arrive on a connection
 
     def check(self, session: "Session", ask: AgentRequest) -> None:
-        """Raise Refusal if a request exceeds a limit that a well-behaved agent never reaches."""
+        """Raise Refusal if a request exceeds one of the limits, which a well-behaved agent never reaches."""
         stops, answers = ask.sampling.get("stop", []), ask.n + sum(len(turn.ids) for turn in session.running)
         count = max(len(stops), len(ask.sampling.get("stop_token_ids", [])))
         sizes = len(ask.messages), count, max(map(len, stops), default=0)
@@ -69,7 +69,7 @@ class Session:
 
     session_id: str
     task_id: str
-    last_used: float  # time of the last request or the last finished turn, as given by `clock`
+    last_used: float  # when the last request came or the last turn finished, whichever is later; a time of `clock`
     cache: InteractionCache
     places: asyncio.Semaphore  # limits the answers that servers generate at once (`Limits.running`)
     sampling: dict[str, Any] = field(default_factory=dict)  # default sampling parameters; they override the proxy's
@@ -77,7 +77,7 @@ class Session:
     running: set[Any] = field(default_factory=set)  # turns (turn.py) that are being generated
     turns: dict[bytes, list[Any]] = field(default_factory=dict)  # hash of a request's body -> turns with this body
     ended: bool = False  # whether the session has ended and refuses new calls
-    beginning: asyncio.Lock = field(default_factory=asyncio.Lock)  # held until a request has found or started its turn
+    beginning: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while a request finds or starts its turn
 
     @property
     def rewarded_count(self) -> int:
@@ -121,7 +121,8 @@ class SessionTable(OrderedDict[str, Session]):
         return session
 
     def open(self, session_id: str) -> Session:
-        """Return an open session. Raises Refusal 404 for an unknown session, 410 for an ended session."""
+        """Return an open session. Raises Refusal with status 404 if the session is unknown, and with status 410 if it
+        has ended."""
         session = self.find(session_id)
         if session.ended:
             raise Refusal("session: it has ended and takes no more work; start a new one", 410)
@@ -135,7 +136,7 @@ class SessionTable(OrderedDict[str, Session]):
     def start(self, task_id: str, sampling: dict[str, Any] | None = None) -> Session:
         """Use one grant and return a new session. Raises Refusal 429 if there is no grant.
 
-        `sampling` holds the session's own default values of GenerationHyperparameters.
+        `sampling` holds this session's default values for the fields of GenerationHyperparameters.
         """
         if strange := (sampling or {}).keys() - SAMPLING_KEYS:
             raise Refusal(f"sampling: there is no parameter {', '.join(sorted(strange))}")

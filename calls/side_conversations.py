@@ -14,18 +14,18 @@ A suspect is a side conversation if condition 3 also holds:
     3. The session also has interactions that are not suspects, and none begins with the suspect's first message.
 
 The rule does not depend on the order of the calls, so a title request may come before, between or after the agent's
-calls. Two kinds of calls resemble a title request, but the rule does not classify them as side conversations. An agent
-may offer no tools in the call for its final answer. The call for the final answer has the same first message as the
-agent's other calls, so condition 3 does not hold. A session may also contain a second agent that makes only one call.
-The prompt of such a single call does not request a title, so condition 1 does not hold.
+calls. Two kinds of calls resemble a title request, but are not side conversations by this rule. First, an agent may
+offer no tools in the call for its final answer. This final call has the same first message as the agent's other calls,
+so condition 3 does not hold. Second, a session may contain another agent that makes only one call. The prompt of this
+one call does not request a title, so condition 1 does not hold.
 
 The configuration key rollout.openai.side_conversations contains the patterns, which are regular expressions. The
-patterns match both upper and lower case. If the list of patterns is empty, the rule is off. For a client whose title
-requests match no pattern, add a pattern to the list.
+patterns match both upper and lower case. If the list of patterns is empty, the rule is off. If the title requests of a
+client match no pattern, add a pattern to the list.
 
 A side conversation is not trained, and gets none of the session's reward. Exception: if the agent sets a reward for the
 id of a side conversation, this side conversation is trained. The metric side_conversations counts the side
-conversations. When the first side conversation is found, the run prints a message.
+conversations. The run prints a message when it finds the first side conversation.
 """
 
 import functools

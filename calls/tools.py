@@ -8,8 +8,8 @@ expects the form of Qwen and Hermes:
 Tool calls. The JSON between <tool_call> and the next </tool_call> is a call under two conditions: the agent offers a
 tool of this name, and the arguments are an object. If the JSON is broken, the end mark is missing or the tool is
 unknown, the call is left in the text. A model's mistake therefore never makes a request fail, and the agent sees the
-mistake. The parser drops blank space around the reasoning and before a call. A text without calls stays unchanged,
-because the agent sends it back in its next request, where the proxy must recognise it.
+mistake. The parser drops white space around the reasoning and before a call. A text without calls is returned
+unchanged, because the agent sends this text back in its next request, and the proxy must recognise it there.
 
 Streams. `certain` returns the part of an unfinished text that no continuation can change:
 
@@ -25,14 +25,14 @@ Reasoning in the prompt. Some chat templates end the prompt with <think>. `begun
 caller can put <think> before the model's text.
 
 Forced calls. If tool_choice demands a call, `opening` returns the first words of a call. The prompt ends with the first
-words of the call, so these words are not trained. The caller of `opening` also puts these words before the model's
-text. The model writes the rest of the call: the arguments and, if there are several tools, the name. The proxy does not
+words of the call, so these words are not trained. The caller of `opening` must put these words before the model's text.
+The model writes the rest of the call: the arguments and, if there are several tools, the name. The proxy does not
 constrain sampling with a grammar, so the model may still write broken JSON.
 
 Other forms. If the tokenizer has a response template (a feature of transformers), this template parses the text. A
 `tool_call_parser` that is not in `HERMES` names one of SGLang's parsers, so SGLang must be installed. SGLang's parser
 is used only if tools are offered. With a response template or SGLang's parser, a call cannot be forced, and no text is
-certain before the answer is complete. A response template parses every answer as if it were the answer to the
+certain before the answer is complete. A response template parses every answer as if the answer followed the
 conversation's first message. If the model ends its turn with a token that is not the tokenizer's eos_token,
 stop_token_ids must contain this token.
 
@@ -74,10 +74,10 @@ class Parsed:
 
 
 def without_partial(text: str, marks: list[str], certain: int = 0) -> str:
-    """Cut off an incomplete mark at the end of `text`: for the mark "<tool>", "1 <to" becomes "1 ".
+    """Return `text` without an incomplete mark at its end: if "<tool>" is a mark, "1 <to" becomes "1 ".
 
     The first `certain` characters are never cut off. To save time, a caller whose text grows passes the length of the
-    previous result as `certain`. The result is then the same as without `certain`.
+    previous result as `certain`. This argument does not change the result.
     """
     longest = max(map(len, marks), default=1)
     for begin in range(max(certain, len(text) - longest + 1), len(text)):
@@ -103,8 +103,9 @@ def split_calls(text: str, tools: Tools) -> tuple[str, list[Call]]:
     calls: list[Call] = []
     piece_begin = 0  # index at which the next piece of text begins
 
-    # No call ends after the last </tool_call>, so the search stops there. Without this limit, the search would scan to
-    # the end of the text for each unclosed <tool_call>. The time would then be quadratic in the number of such marks.
+    # No call ends after the last </tool_call>, so the search stops there. Without this limit, each <tool_call> without
+    # an end mark would make the search scan the rest of the text, and the time would be quadratic in the number of such
+    # marks.
     last = text.rfind(END_OF_CALL) + len(END_OF_CALL)
     for pair in PAIR.finditer(text, 0, last):
         call = read_call(pair[1], names)
@@ -130,7 +131,8 @@ def read_call(body: str, names: frozenset[str]) -> Call | None:
 
 
 class OutputParser:
-    """Parses the texts of one model. A parser stores no text, so a stream passes its whole text in every call.
+    """Parses the texts of one model. A parser stores no text, so a stream passes its whole text each time it calls the
+    parser.
 
     Raises ValueError if there is no parser with the given name.
     """
@@ -147,7 +149,8 @@ class OutputParser:
             self._prompt = tokenizer.apply_chat_template(talk, add_generation_prompt=True, tokenize=False)
 
     def foreign(self, tools: Tools) -> bool:
-        """Return whether the model's text has another form than the default. The other forms need special tokens."""
+        """Return whether the model's text has a form other than the default form of Qwen and Hermes. The other forms
+        need special tokens."""
         return self.special_tokens or (self._sglang is not None and bool(tools))
 
     def parse(self, text: str, tools: Tools) -> Parsed:
@@ -187,9 +190,9 @@ class OutputParser:
     def opening(self, tool_choice: str, tools: Tools, begun: str) -> str:
         """Return the first words of a forced call, or "" if tool_choice forces no call.
 
-        For the tool f, the first words are '<tool_call>\\n{"name": "f", "arguments": '. The caller passes to `parse`
-        the text `begun`, then the opening, then the model's text. Raises Refusal if this model's form of calls does not
-        allow a forced call.
+        For the tool f, the first words are '<tool_call>\\n{"name": "f", "arguments": '. The text for `parse` consists
+        of the text that `begun` returns, the opening and the model's text, in this order. Raises Refusal if a tool call
+        cannot be forced in the form that this model uses.
         """
         if tool_choice in ("auto", "none"):
             return ""

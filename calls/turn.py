@@ -2,10 +2,10 @@
 
     enter the call in the tree -> generate the answers -> store the answers in the tree -> send the reply
 
-Order. The call's interaction enters the tree before the first byte of the reply is sent. Its tokens are stored in the
-tree before the last byte is sent. A client that has read a reply can therefore immediately continue or reward the turn.
+Order. The interaction enters the tree before the reply's first byte is sent. The tokens are stored in the tree before
+the reply's last byte is sent. A client that has read a reply can therefore immediately continue or reward the turn.
 
-States. Each turn runs as an asyncio task. A connection that waits for the turn's reply is a listener of the turn.
+States. Each turn runs as an asyncio task. A connection that waits for a turn's reply is a listener of this turn.
 
     state      | event                                       | next state
     -----------+---------------------------------------------+-----------
@@ -33,8 +33,8 @@ request:
        turn is running, the request is a retry of the last identical turn whose connection is closed.
     3. In all other cases the request is a new call. An agent that sends the same body twice therefore gets two answers.
 
-A client that has not read a whole reply closes the connection, so rule 2 ignores turns with an open connection. A retry
-gets the reply of the turn that it repeats. A failed or abandoned turn has no reply, so a new turn replaces it.
+A client that gives up on a reply closes the connection, so rule 2 ignores finished turns with an open connection. A
+retry gets the reply of the turn that it repeats. A failed or abandoned turn has no reply, so a new turn replaces it.
 
 Example. An agent hangs up during a call and sends the call again. By rule 1 the second request is a retry, so the
 abandoned turn becomes replaced, and the proxy generates a new turn. Only the new turn is trained.
@@ -74,21 +74,21 @@ class Turn:
     def __init__(self, session: Session, kind: Protocol, ask: AgentRequest, parser: OutputParser, store: str) -> None:
         self.session, self.protocol, self._parser = session, kind, parser
         first = kind.id_prefix + secrets.token_hex(16)
-        self.ids = [first, *(f"{first}-{k}" for k in range(1, ask.n))]  # one interaction for each answer
+        self.ids = [first, *(f"{first}-{k}" for k in range(1, ask.n))]  # one id for each answer
         store = "" if ask.store else store
         for name in self.ids:
             interaction = Interaction(ask.messages, name, ask.template_key, store, ask.tools, parent=ask.parent)
-            self.parent = session.cache.enter(name, interaction).parent  # all answers have the same parent
+            self.parent = session.cache.enter(name, interaction).parent  # all answers of a turn have the same parent
         self.ask = dataclasses.replace(ask, messages=[])  # the messages are stored in the tree
 
         # Only the attributes below change after the constructor:
         self.state = State.RUNNING
         self.task: asyncio.Task[tuple[dict[str, Any], list[Answer]]]  # the task returns the reply and the answers
         self.so_far: list[ModelResponse | None] = [None] * ask.n  # the streamed part of each answer
-        self.news = asyncio.get_running_loop().create_future()  # done when tokens arrive; a new future follows
+        self.news = asyncio.get_running_loop().create_future()  # done when tokens arrive, then replaced by a new future
         self.listeners = 0  # number of connections that wait for the reply
         self.retries = 0  # number of requests that repeated this turn
-        self.transport: Any = None  # the connection of the last listener; None if it is not known (run/serve.py)
+        self.transport: Any = None  # connection of the last listener; None if unknown (run/serve.py)
 
     # Events
 
@@ -110,7 +110,8 @@ class Turn:
             self.session.cache.discard(name)
 
     def _clean_up(self, task: asyncio.Task) -> None:
-        """Remove the turn from the session's running turns, and the unfinished interactions from the tree.
+        """Remove the turn from the session's running turns, and remove the turn's unfinished interactions from the
+        tree.
 
         asyncio calls this method when the task is done, even if the task was cancelled before its first step.
         """
@@ -124,7 +125,7 @@ class Turn:
     async def _run(self, engine: Any, calls: list[ModelRequest]) -> tuple[dict[str, Any], list[Answer]]:
         """Generate all answers.
 
-        Return the reply and the answers. If any answer fails, no interaction of the turn is marked as finished.
+        Return the reply and the answers. If any answer fails, the method raises the error.
         """
         tasks = [asyncio.ensure_future(self._generate(engine, k, call)) for k, call in enumerate(calls)]
         try:
@@ -192,7 +193,7 @@ class Turn:
                     self.state = State.ABANDONED
                 elif self.state is State.FINISHED and hangup.done():
                     self.state = State.UNREAD
-                if self.task.cancel():  # returns False if the task is done
+                if self.task.cancel():  # `cancel` returns False if the task is done
                     await asyncio.wait({self.task})  # during this wait the engine tells the server to abort
             hangup.cancel()
 
@@ -241,8 +242,8 @@ class Turn:
                     raise  # an unexpected error also goes to the log of the proxy
 
     def _new_events(self, streams: list[Stream], readers: list[TextReader]) -> bytes:
-        """Return the events for the text that has become certain since this method last ran, or b"" if there is no such
-        text."""
+        """Return the events for the text that has become certain since the last call of this method, or b"" if there is
+        none."""
         frames = b""
         for stream, reader, response in zip(streams, readers, self.so_far):
             if response is not None and response.output_len != reader.tokens_read:
@@ -266,7 +267,7 @@ def match_retry(equal: list[Turn], says_so: bool) -> Turn | None:
             return turn
     if not equal or not says_so:
         return None
-    # If two identical turns are running, they get the retries in alternation.
+    # If two identical turns are running, the retries go to them alternately.
     running = [turn for turn in equal if turn.state is State.RUNNING]
     closed = [turn for turn in equal if not turn.transport or turn.transport.is_closing()]
     return min(running or closed[-1:], key=lambda turn: turn.retries, default=None)
@@ -294,7 +295,7 @@ def earlier_turn(session: Session, body: bytes, says_so: bool) -> Turn | None:
 
 
 class EventStream(StreamingResponse):
-    """Sends server-sent events. When sending ends for any reason, the generator of the events is closed.
+    """Sends server-sent events. The generator of the events is closed when sending ends for any reason.
 
     Starlette's own class would cancel the generator when the client hangs up. This class does not cancel the generator,
     because `Turn.events` notices the hang-up and ends by itself.

@@ -30,7 +30,7 @@ from typing import Any
 DOCS = Path(__file__).resolve().parent
 sys.path.insert(0, str(DOCS.parent))
 
-# These colours are by Paul Tol. Colour-blind readers can tell them apart.
+# A palette by Paul Tol. Colour-blind readers can tell the colours of this palette apart.
 COLOURS = "#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377"
 STYLE = """text { font: 15px system-ui, sans-serif; fill: #1f2328 } .small { font-size: 12px } .faint { fill: #59636e }
 .paper { fill: #ffffff } .box { fill: #f6f8fa; stroke: #818b98 } .line { stroke: #818b98; fill: none }
@@ -58,7 +58,8 @@ def text(x: float, y: float, words: str, kind: str = "", anchor: str = "start") 
 
 
 def bar(x: float, y: float, width: float, height: float, look: str, hint: str = "") -> str:
-    """Return a rectangle. `look` holds its SVG attributes. `hint` is its tooltip in a browser."""
+    """Return a rectangle. `look` holds the rectangle's SVG attributes, and `hint` is the tooltip that a browser
+    shows."""
     title = f"<title>{escape(hint)}</title>" if hint else ""
     return f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(width, 0.5):.1f}" height="{height:g}" {look}>{title}</rect>'
 
@@ -139,7 +140,7 @@ def read_run(run: Path, steps: int) -> Run:
 
 
 def lanes(groups: list[list[float]]) -> list[tuple[int, float, float]]:
-    """Return (lane, begin, end) of each group. A lane holds groups that do not overlap."""
+    """Return (lane, begin, end) of each group. A lane holds groups that do not overlap in time."""
     free: list[float] = []  # the end of each lane's last group
     placed = []
     for begin, end in groups:
@@ -153,13 +154,13 @@ def draw_panel(run: Run, top: float, scale: Callable[[float], float], until: flo
     """Draw the groups and the trainer of a run. Return the SVG elements and the y coordinate of the bottom."""
     parts: Parts = []
     placed = [item for item in lanes(run["groups"]) if item[1] < until]
-    base = top + 22 * (1 + max(lane for lane, _, _ in placed)) + 8  # y of the trainer
+    base = top + 22 * (1 + max(lane for lane, _, _ in placed)) + 8  # y coordinate of the trainer's bars
     starts = [0.0, *(end for _, end in run["updates"])]  # for each version, the time at which the servers get it
     for lane, begin, end in placed:
         for version, (since, to) in enumerate(zip(starts, [*starts[1:], math.inf])):
             if since < min(end, until) and to > begin:
                 a, b = scale(max(since, begin)), scale(min(to, end, until))
-                gap = 1.5 if to >= end else 0  # only the last bar of a group has a gap after it
+                gap = 1.5 if to >= end else 0  # a gap follows only the last bar of a group
                 parts.append(bar(a, top + 22 * lane, b - a - gap, 19, colour(version), f"version {version}"))
     parts.append(text(4, top + 14, "groups", "small"))
     parts.append(text(4, base + 22, "trainer", "small"))
@@ -186,13 +187,14 @@ def draw_panel(run: Run, top: float, scale: Callable[[float], float], until: flo
 
 
 def draw_axis(top: float, scale: Callable[[float], float], until: float) -> Parts:
-    """Draw the seconds below a timeline."""
+    """Draw the time axis below a timeline, in seconds."""
     ticks = range(0, int(until) + 1, max(1, round(until / 6)))
     return [text(scale(s), top + 14, f"{s} s", "small faint", "middle" if s else "start") for s in ticks]
 
 
 def draw_front(data: dict[str, Any]) -> str:
-    """Draw the first steps of the asynchronous run in docs/figures.json. A group has the colours of its versions."""
+    """Draw the first steps of the asynchronous run in docs/figures.json. A group's bar has the colours of the policy
+    versions that sampled its tokens."""
     run, until = data["run"], data["run"]["updates"][7][1] + 0.4
     scale = lambda s: 64 + (640 - 72) * s / until  # noqa: E731
     parts, bottom = draw_panel(run, 44, scale, until)
@@ -310,7 +312,7 @@ Line = tuple[str, str, bool, list[float]]  # name, colour, dashed, values
 
 
 def draw_chart(title: str, ticks: list[str], lines: list[Line], top: float, below: str, beside: str) -> str:
-    """Draw a chart of lines. Each line has one value for each of the evenly spaced ticks of the horizontal axis.
+    """Draw a line chart. Each line has one value for each of the evenly spaced ticks of the horizontal axis.
 
     The vertical axis ends at `top`. `below` is the label of the horizontal axis, and `beside` of the vertical axis.
     """

@@ -1,4 +1,4 @@
-"""Take the tour of docs/tour.py. Print docs/lifecycle.md with the tour's numbers, or write the numbers into this file.
+"""Print docs/lifecycle.md with the numbers of a new run (docs/tour.py), or write these numbers into the page.
 
     make tour                               print docs/lifecycle.md with the numbers of a new run
     python docs/lifecycle.py --write        write the numbers of a new run into docs/lifecycle.md
@@ -138,7 +138,7 @@ MAKERS: list[Callable[[Tour], list[str]]] = [gate, request, versions, tree, age,
 
 
 def fill(page: str, tour: Tour) -> str:
-    """Return the page with the blocks and the hash of this tour."""
+    """Return the page with its blocks and its hash replaced by those of this tour."""
     blocks = ("\n".join(["```text", *make(tour), "```"]) for make in MAKERS)
     weights = (ROOT / tour["model_path"] / "model.safetensors").read_bytes()
     page = re.sub(r"(?<=has the hash `)\w*", blake2b(weights, digest_size=4).hexdigest(), page)
@@ -146,7 +146,7 @@ def fill(page: str, tour: Tour) -> str:
 
 
 def main() -> None:
-    """Take the tour, then print or write the page."""
+    """Make the run of docs/tour.py, then print or write the page."""
     from tour import take_tour
 
     transformers_logging.set_verbosity_error()

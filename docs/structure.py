@@ -42,7 +42,7 @@ class Box:
 def place_boxes() -> dict[str, Box]:
     """Return a box for each row of the table in docs/structure.md. The keys are the names of the boxes."""
     boxes = {}
-    tops = {True: GAP, False: GAP}  # y of the next box in the column of the folders (True) and of the files (False)
+    tops = {True: GAP, False: GAP}  # pixels: y of the next box in the folders' column (True), in the files' (False)
     for name in re.findall(r"^\| `([\w/.]+)` \|", (ROOT / "docs/structure.md").read_text(), re.MULTILINE):
         is_folder = not name.endswith(".py")
         paths = ROOT.glob(f"{name}/[!_]*.py" if is_folder else name)
@@ -75,10 +75,10 @@ def find_arrows(boxes: dict[str, Box]) -> dict[Arrow, list[str]]:
 
 
 def place_ends(boxes: dict[str, Box], arrows: dict[Arrow, list[str]]) -> dict[tuple[str, Arrow], int]:
-    """Return the y coordinates of both ends of each arrow. A key consists of the name of a box and an arrow that begins
-    or ends at this box.
+    """Return the y coordinates of both ends of each arrow. A key is a pair: the name of a box, and an arrow that
+    begins or ends at this box.
 
-    The arrows at one side of a box are evenly spaced. They are sorted by the vertical position of the boxes at their
+    The arrows at one side of a box are evenly spaced, and sorted by the vertical position of the boxes at the arrows'
     other ends.
     """
     sides: dict[tuple[str, bool], list[tuple[int, Arrow]]] = {}

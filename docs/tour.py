@@ -6,10 +6,10 @@ The tour is a run of train.py with eta = 1, one group in a batch, four games in 
 the second group, on which step 2 trains.
 
 In an ordinary run, a weight update may arrive at any moment. In the tour, the weight update always arrives after the
-first turns of the second group. To achieve this, the games of the first group end only after these first turns. The
-later turns of the second group are delayed until the third group starts, which happens after the weight update. All
-seeds are fixed, so every tour on one machine shows the same numbers. Another machine may make a slightly different base
-model, and then the numbers differ.
+first turns of the second group. To achieve this, the games of the first group are held until the first turns of the
+second group have finished. The later turns of the second group are delayed until the third group starts, which happens
+after the weight update. All seeds are fixed, so every tour on one machine shows the same numbers. Another machine may
+make a slightly different base model, and then the numbers differ.
 """
 
 import asyncio

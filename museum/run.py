@@ -5,8 +5,8 @@
     python museum/run.py --all 20           run every exhibit and 20 healthy runs, and write museum/results.md
 
 The checkout itself is never changed. A copy is a temporary folder, and the run's folder is runs/museum/NAME. If --all
-is stopped and started again, the script does not repeat the runs that already have a report. To run all exhibits again,
-delete the folder runs/museum.
+is stopped and started again, the script makes only the runs that have no report yet. To run all exhibits again, delete
+the folder runs/museum.
 """
 
 import json
@@ -21,8 +21,8 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SECONDS = 60.0  # longest time of an exhibit
-BUSY = 240.0  # longest time of an exhibit with --all: longer, because other runs may slow the exhibit down
+SECONDS = 60.0  # longest time of an exhibit's run
+BUSY = 240.0  # longest time of an exhibit's run with --all: longer, because other runs may slow the exhibit down
 NOTES = """
 The doctor checked each run after its end (`python -m run.doctor runs/museum/NAME`). If the column "rule" says "none",
 only the unit test finds the bug. The run of areal-1345 restarts after step 3. An exhibit had at most 240 s here instead
@@ -32,7 +32,7 @@ ended the run. Each alarm in the second table would be a false alarm of a rule.
 RUN = re.compile(r"^python train\.py(.*)$", re.MULTILINE)  # a command in an exhibit's page
 LEFT_OUT = shutil.ignore_patterns(".*", "runs", "__pycache__", "*.egg-info", "*.png")
 EXHIBITS = sorted(path.parent.name for path in ROOT.glob("museum/*/bug.patch"))
-HEALTHY = ("", "--config configs/maze.yaml")  # arguments of the healthy runs with even numbers, and with odd numbers
+HEALTHY = ("", "--config configs/maze.yaml")  # arguments of healthy runs: first those with even numbers, then odd
 
 
 def make_copy(name: str, folder: str) -> Path:
@@ -40,7 +40,7 @@ def make_copy(name: str, folder: str) -> Path:
     copy = Path(folder) / "copy"
     shutil.copytree(ROOT, copy, ignore=LEFT_OUT)
     (ROOT / ".cache").mkdir(exist_ok=True)
-    (copy / ".cache").symlink_to(ROOT / ".cache")  # the demo's base model is made only once
+    (copy / ".cache").symlink_to(ROOT / ".cache")  # all copies share one base model of the demo
     patch = ROOT / "museum" / name / "bug.patch"
     subprocess.run(["git", "apply", "--unsafe-paths", f"--directory={copy}", patch], cwd="/", check=True)
     return copy
@@ -92,7 +92,7 @@ def findings(folder: Path) -> dict[str, int]:
 
 
 def run_unit_tests(names: list[str]) -> dict[str, int]:
-    """Run the unit test of each exhibit in a patched copy, and return pytest's exit codes: 1 if the test fails.
+    """Run the unit test of each exhibit in a patched copy. Return pytest's exit codes, which are 1 if the test fails.
 
     This process imports the large packages once. Each test runs in a fork of this process.
     """
@@ -126,7 +126,7 @@ def is_made(folder: Path) -> bool:
 
 
 def describe(name: str, code: int) -> str:
-    """Return an exhibit's row of the table. If there is no report of the exhibit's run yet, run the exhibit first.
+    """Return an exhibit's row of the table. If the exhibit's run has no report yet, run the exhibit first.
     `code` is the exit code of pytest for the exhibit's unit test."""
     folder, rule = ROOT / "runs" / "museum" / name, find_in_solution(name, "Doctor")
     steps = findings(folder if is_made(folder) else show(name, BUSY))
@@ -136,7 +136,7 @@ def describe(name: str, code: int) -> str:
 
 
 def describe_healthy(number: int) -> str:
-    """Return the row of the healthy run `number`. If it has no report yet, first make the run with doctor=strict."""
+    """Return the table row of healthy run `number`. If this run has no report yet, first make it with doctor=strict."""
     words = f"{HEALTHY[number % len(HEALTHY)]} seed={number} max_steps=12 doctor=strict".strip()
     folder = ROOT / "runs" / "museum" / f"healthy-{number}"
     if not is_made(folder):

@@ -1,4 +1,4 @@
-"""The modules in rollout/ decide which episodes run, and turn their results into batches.
+"""The modules in rollout/ decide which episodes run, and turn the results of the episodes into batches.
 
 Read dispatcher.py first. The dispatcher decides which prompt groups start and which groups a training step consumes.
 Then read executor.py. The executor's method `prepare_batch` connects the dataloader, the workflows and the dispatcher.

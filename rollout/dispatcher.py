@@ -1,7 +1,7 @@
 """The dispatcher decides which prompt group starts next, and which groups form the next batch.
 
 A training step needs B finished prompt groups, and an episode takes seconds to minutes. BatchTaskDispatcher keeps as
-many groups running as the staleness gate allows, and returns finished groups in order of start or of finish.
+many groups running as the staleness gate allows. It returns finished groups in order of start or in order of finish.
 
 **Three parts.**
 - DispatchState makes all decisions. DispatchState records which tasks are pending, running and finished. DispatchState
@@ -16,25 +16,25 @@ records the result of a task. The dispatcher calls `_produce` at every event tha
 task, a task ends, or the trainer sets a new version. The next tasks therefore start as soon as the gate opens.
 
 **Which groups form a batch.** With rollout.stale=wait, a batch has the B unconsumed groups that started first. A slow
-group delays its batch, and faster groups wait for the slow group. With mask or drop, a batch has the B unconsumed
-groups that finished first. With mask, take() masks the tokens that are too old. With drop, take() drops the groups that
-are too old. With each setting, no trained token is more than max_head_offpolicyness versions old: staleness.py has the
-proof, and take() checks the age of each group. A rejected group frees its place at the gate, and active_submit_and_wait
-draws a new task.
+group delays its batch, and faster groups wait for the slow group. With rollout.stale=mask or drop, a batch has the B
+unconsumed groups that finished first. With mask, take() masks the tokens that are too old. With drop, take() drops the
+groups that are too old. With each setting, no trained token is more than max_head_offpolicyness versions old. The proof
+is in staleness.py, and take() checks the age of each group. A rejected group frees its place at the gate, and
+active_submit_and_wait draws a new task.
 
 **Failure.** A task that returns None is rejected. A task that raises an exception is rejected and also counted as
 failed. The run stops if max_failures tasks in a row raise an exception. The run also stops if a caller calls fail(),
 for example because a server died. An exception in the dispatcher's own code stops the run, too. After a stop, all calls
-that submit tasks, wait for results or read `in_flight` raise RuntimeError with the first exception as its cause. Other
-methods, such as pause, raise no error after a stop. If max_failures tasks in a row are rejected without an exception,
-the run continues and the dispatcher logs a warning.
+that submit tasks, wait for results or read `in_flight` raise RuntimeError, whose cause is the first exception. Other
+methods, such as pause, still work after a stop. If max_failures tasks in a row are rejected without an exception, the
+run continues and the dispatcher logs a warning.
 
-**Locks.** The runner's lock guards the dispatcher's state. The runner's lock is re-entrant.
+**Locks.** The runner's lock, which is re-entrant, guards the dispatcher's state.
 - The dispatcher holds the lock while it calls get_version(), head_version and trace, so these functions must return
   quickly.
 - Episodes and the task generator run without the lock.
-- If get_version() takes another lock, a caller must release that lock before it calls the dispatcher. If a caller kept
-  that lock, two threads could deadlock.
+- If get_version() takes a lock of its own, a thread that holds this second lock must not call the dispatcher. Otherwise
+  two threads could deadlock.
 
 **What is not promised.** The age bound holds only if each batch has consumer_batch_size groups. Groups that
 wait_for_task returns belong to no batch, and the dispatcher does not check their age.
@@ -54,7 +54,7 @@ logger = logging.getLogger("nano_areal.dispatcher")
 
 
 class ServerRestarted(Exception):
-    """An inference server was restarted and needs the current weights. A waiting method that raises this error has
+    """An inference server was restarted and needs the current weights. If a waiting method raises this error, it has
     consumed no task."""
 
 
@@ -84,7 +84,7 @@ class DispatchState(Generic[TInput, TResult]):
     """All decisions of the dispatcher, as plain methods without threads, locks or a clock."""
 
     manager: StalenessManager
-    head_version: Callable[[TResult], int | None]  # returns the oldest version of a result's tokens, or None
+    head_version: Callable[[TResult], int | None]  # gives the oldest version of a result's tokens; None if no tokens
     max_queue_size: int  # largest number of tasks that run at once
     stale: Literal["wait", "mask", "drop"] = "wait"  # how take() keeps the age bound (staleness.py)
     without_older: Callable[[TResult, int], TResult | None] = untouched  # for "mask": masks tokens of older versions
@@ -93,7 +93,7 @@ class DispatchState(Generic[TInput, TResult]):
 
     # All fields below are mutable state.
     pending: OrderedDict[int, TInput] = field(default_factory=OrderedDict)  # submitted tasks that have not started
-    order: OrderedDict[int, TResult | None] = field(default_factory=OrderedDict)  # all started tasks; None if running
+    order: OrderedDict[int, TResult | None] = field(default_factory=OrderedDict)  # started task -> result, or None
     rejected: deque[int] = field(default_factory=lambda: deque(maxlen=10_000))  # rejected tasks, for wait_for_task
     paused: bool = False
     failure: tuple[str, BaseException] | None = None  # message and cause of the stop; None while the run goes on
@@ -112,13 +112,13 @@ class DispatchState(Generic[TInput, TResult]):
     # ---- questions
 
     def may_start(self) -> int:
-        """Return how many tasks may start now, regardless of how many are pending."""
+        """Return how many tasks may start now if enough tasks are pending."""
         if self.paused or self.failure:
             return 0
         return max(0, min(self.manager.get_capacity(), self.max_queue_size - self.manager.get_stats().running))
 
     def is_stalled(self) -> bool:
-        """Return True if no task runs, although the run is neither paused nor stopped."""
+        """Return True if the run is active (neither paused nor stopped) and no task runs."""
         return not (self.manager.get_stats().running or self.paused or self.failure)
 
     def in_flight(self) -> set[int]:
@@ -128,7 +128,8 @@ class DispatchState(Generic[TInput, TResult]):
     def next_groups(self, count: int) -> dict[int, TResult]:
         """Return the `count` groups to consume next as {task id: result}, or {} if one of them is not finished.
 
-        With stale=wait the method returns the groups that started first, and otherwise the groups that finished first.
+        With stale=wait, these are the groups that started first. With stale=mask or drop, these are the groups that
+        finished first.
         """
         finished = [(task_id, data) for task_id, data in self.order.items() if data is not None]
         turn = islice(self.order.items(), count) if self.stale == "wait" else finished[:count]
@@ -168,7 +169,7 @@ class DispatchState(Generic[TInput, TResult]):
         if result.data is not None:
             self.order[task_id] = result.data
             if self.stale != "wait":
-                self.order.move_to_end(task_id)  # keeps finished groups in order of finish
+                self.order.move_to_end(task_id)  # so that `order` has the finished groups in order of finish
             self.manager.on_rollout_accepted()
             self.trace("accept", task_id)
         else:
@@ -185,8 +186,8 @@ class DispatchState(Generic[TInput, TResult]):
         """Consume and return the next `count` groups, or return [] if one of them is not finished.
 
         With stale=drop, a group that is too old is dropped, and the next finished group takes its place. With
-        stale=mask, the tokens that are too old are masked. If a group to consume is too old in spite of this, the
-        method raises StalenessError and consumes no group.
+        stale=mask, the tokens that are too old are masked. If a group that remains is still too old, the method raises
+        StalenessError and consumes no group.
         """
         while batch := {task_id: self.trainable(data) for task_id, data in self.next_groups(count).items()}:
             if not (too_old := [task_id for task_id, data in batch.items() if data is None]):
@@ -282,21 +283,24 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
     def wait_for_task(self, task_id: int, timeout: float | None = None) -> TResult | None:
         """Wait for one task and return its result, or None if it was rejected.
 
-        The result will not be in any batch, and the task's place at the gate becomes free. The age of the result is not
+        No batch will contain this result, and the task's place at the gate becomes free. The age of the result is not
         checked, because no step trains on the result. Raises ValueError if the id is unknown, and TimeoutError after
         `timeout` seconds.
         """
         return self._wait(f"task {task_id}", lambda: self._state.take_task(task_id), timeout)[0]
 
     def active_submit_and_wait(self, task_generator: Iterator[TInput], batch_size: int) -> list[TResult]:
-        """Return a batch of accepted results. Draw as many tasks from the endless generator as the batch needs."""
+        """Return a batch of accepted results. Draw the tasks that the batch needs from a generator, which must never
+        end."""
         batch: list[TResult] = []
         while not batch:
             # 1. Draw tasks, so that the producer can start them.
             self._top_up(task_generator)
-            # 2. Wait until the next groups are finished, or until no task is pending and step 1 must draw tasks.
+            # 2. Wait until the next groups are finished. Stop waiting if no task is pending, because step 1 must then
+            #    draw tasks.
             self._wait("a batch", lambda: self._state.next_groups(batch_size) or not self._state.pending)
-            # 3. Take the groups. The batch stays empty if step 1 must draw tasks, or if too many groups were too old.
+            # 3. Take the groups. The batch is empty if step 1 must draw more tasks, or if too many groups were dropped
+            #    for their age.
             with self.runner.lock:
                 batch = self._state.take(batch_size)
                 self._produce()
@@ -344,7 +348,8 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
             self.runner.lock.notify_all()
 
     def interrupt(self, error: type[BaseException]) -> None:
-        """Raise `error` in the waiting caller, or in the next caller that waits. Tasks continue to run."""
+        """Raise `error` in the caller that waits now or, if no caller waits, in the next caller that waits. Tasks
+        continue to run."""
         with self.runner.lock:
             self._state.interrupts.add(error)
             self.runner.lock.notify_all()
@@ -378,9 +383,9 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
     def _top_up(self, task_generator: Iterator[TInput]) -> None:
         """Submit tasks from the generator until enough tasks are pending for the time between two batches.
 
-        The method computes the number of tasks before the loop. A loop that counted the pending tasks again and again
-        might never end, because pending tasks can start while the loop submits more. The method does not hold the lock,
-        because the generator may be slow. Raises RuntimeError if the generator ends.
+        The method computes the number of tasks before the loop. If the loop counted the pending tasks in each pass
+        instead, it might never end, because pending tasks can start while the loop submits more. The method does not
+        hold the lock, because the generator may be slow. Raises RuntimeError if the generator ends.
         """
         limit = min(self._state.manager.get_pending_limit(), self._state.max_queue_size)
         for _ in range(limit - len(self._state.pending)):

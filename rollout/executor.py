@@ -1,10 +1,10 @@
 """WorkflowExecutor connects the dataloader, the workflows, the staleness gate and the training step.
 
 `prepare_batch` returns the next B accepted prompt groups as one padded dict of tensors (trajectory.py). The dispatcher
-decides which groups come next. With rollout.stale=wait, batches come in order of start, and so do the groups within a
-batch. While the trainer trains on one batch, groups of later batches run. The gate limits how many groups run. Example:
-with B = 4 and eta = 1, eight groups start at version 0. The first call of prepare_batch returns four of the eight
-groups, and the other four groups continue to run.
+decides which groups come next. With rollout.stale=wait, the batches, and the groups within each batch, come in the
+order in which the groups started. While the trainer trains on one batch, groups of later batches run. The staleness
+gate limits how many groups run. Example: with B = 4 and eta = 1, eight groups start at version 0. The first call of
+prepare_batch returns four of the eight groups, and the other four groups continue to run.
 
 Each prompt group goes through these steps:
 
@@ -18,7 +18,7 @@ Each prompt group goes through these steps:
     {dump_dir}/{rollout|eval-rollout}/{newest version in the group}/{task_id}.jsonl.
  8. `keep` writes an accepted group to a file, so that the group survives a crash. The group counts as accepted after
     `keep` has returned.
- 9. The finished group waits until it is one of the next B groups to consume. Then prepare_batch consumes the group.
+ 9. The finished group waits until it is one of the next B groups to consume. Then prepare_batch returns the group.
 
 If a workflow returns None, its group is rejected, and another sample is drawn instead. If one of the steps 3 to 8 above
 raises an exception, the group is rejected and also counted as failed. Many failures in a row stop the run
@@ -26,16 +26,16 @@ raises an exception, the group is rejected and also counted as failed. Many fail
 
 **Arguments.** Each call of prepare_batch draws new samples. A sample runs with the workflow and the should_accept_fn of
 the call that drew the sample, even if later calls pass other arguments. If the workflow is a class, every call of
-prepare_batch makes a new instance. To keep a workflow's state between calls, pass an instance instead of a class.
+prepare_batch makes a new instance of it. To keep a workflow's state between calls, pass an instance instead of a class.
 
-**Recovery.** A task is open until its group is consumed or rejected. A checkpoint holds the open tasks. After a crash
-the unfinished tasks start again under their old ids (DataCursor, run/recover.py).
+**Recovery.** A task is open until its group is consumed or rejected. A checkpoint holds the open tasks. When a run
+continues after a crash, its unfinished tasks start again under their old ids (DataCursor, run/recover.py).
 
 **Evaluation.** `for_evaluation()` makes a second executor that uses the same engine and proxy. The second executor has
-no staleness gate, counts its task ids from 0, and may sample in another way, for example greedily.
+no staleness gate, counts its task ids from 0, and may sample differently than training, for example greedily.
 
-**What is not promised.** On an executor with a gate, rollout_batch may wait for ever: groups of earlier calls may hold
-all places at the gate until the next version. For an evaluation, use the executor that for_evaluation() returns.
+**What is not promised.** On an executor with a gate, rollout_batch may wait for ever, because groups of earlier calls
+may hold all places at the gate. For an evaluation, use the executor that for_evaluation() returns.
 """
 
 import asyncio
@@ -66,7 +66,7 @@ from staleness import RolloutStat, StalenessError, StalenessManager
 
 logger = logging.getLogger("nano_areal.executor")
 
-NO_LIMIT = 10**12  # in evaluations: limit on ages and on failures in a row, so large that it has no effect
+NO_LIMIT = 10**12  # limit on ages and on failures in a row in evaluations; so large that it has no effect
 AcceptFn = Callable[[Trajectory], bool]
 Sample = dict[str, Any]
 T = TypeVar("T")
@@ -96,8 +96,8 @@ class DataCursor:
     """The position of the run in its data: the drawn samples, their task ids, and the open tasks.
 
     A checkpoint saves the fields `next_id`, `drawn` and `open`. After a crash, the open tasks that were not finished
-    start again under their old ids. The dataloader then skips all samples that were drawn before the crash. New samples
-    get the ids `next_id`, `next_id` + 1, and so on.
+    start again under their old ids. The run then skips all samples of the dataloader that were drawn before the
+    checkpoint. New samples get the ids `next_id`, `next_id` + 1, and so on.
 
     Example: the samples of tasks 0 to 7 were drawn, tasks 0 to 3 were trained on, and task 5 is finished. Then the
     checkpoint holds next_id = 8, drawn = 8 and the samples of tasks 4 to 7. After a crash tasks 4, 6 and 7 start again,
@@ -108,7 +108,7 @@ class DataCursor:
     drawn: int = 0  # how many samples were drawn from dataloaders
     open: dict[int, Sample] = field(default_factory=dict)  # task id -> sample of each open task
     restart: list[int] = field(default_factory=list)  # open tasks that must start again after a crash, oldest first
-    skip: int = 0  # how many samples of the dataloader to skip after a crash
+    skip: int = 0  # number of the dataloader's samples to skip when a run continues after a crash
     streams: dict[Any, Iterator[Sample]] = field(default_factory=dict)  # dataloader -> iterator over its samples
 
     def number(self, samples: Iterable[Sample]) -> Iterator[NumberedSample]:
@@ -118,7 +118,8 @@ class DataCursor:
             yield task_id, sample
 
     def draw(self, dataloader: Any) -> Iterator[NumberedSample]:
-        """Yield samples without end: first samples of tasks that start again, then new samples of `dataloader`."""
+        """Yield an endless series of samples: first those of tasks that start again, then new samples of
+        `dataloader`."""
         while self.restart:
             task_id = self.restart.pop(0)
             yield task_id, self.open[task_id]
@@ -149,13 +150,13 @@ class WorkflowExecutor:
 
     engine: Any
     config: RolloutConfig
-    tokenizer: Any = None  # decodes the tokens of dumps; also passed to workflow classes that accept a tokenizer
+    tokenizer: Any = None  # decodes tokens for dumps; workflow classes that accept a tokenizer get this one
     gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)  # holds the run's seed
     proxy: ProxyAddress | None = None  # needed for agents
     dump_dir: Path | None = None  # the run's folder; None: no dumps
     trace: Callable[..., None] = untraced  # called with (event, task_id); the event "reward" has more arguments
     keep: Callable[[int, Trajectory], None] | None = None  # called in a thread before a group counts as accepted
-    hold_failures: float = 0.0  # seconds between the exception of a task and the moment at which it counts as failed
+    hold_failures: float = 0.0  # seconds that a task waits after its exception before it counts as failed
     evaluation: bool = False  # whether to run without a staleness gate
 
     def __post_init__(self) -> None:
@@ -184,7 +185,8 @@ class WorkflowExecutor:
             self.engine.executor = self
 
     def for_evaluation(self, gconfig: GenerationHyperparameters | None = None) -> "WorkflowExecutor":
-        """Return a second executor, without a staleness gate. Destroy the second executor before the first.
+        """Return a second executor, without a staleness gate. The caller must destroy the second executor before this
+        one.
 
         The second executor samples with `gconfig`. If `gconfig` is None, the second executor uses the sampling
         parameters of this executor.
@@ -220,7 +222,8 @@ class WorkflowExecutor:
         return self.dispatcher.wait_for_task(task_id, timeout)
 
     def rollout_batch(self, data: Iterable[Sample], *args: Any, **kwargs: Any) -> Trajectory:
-        """Return the accepted groups of `rollout_each` as one batch. Raises RuntimeError if no group was accepted."""
+        """Run all prompts with `rollout_each`, and return the accepted groups as one batch. Raises RuntimeError if no
+        group was accepted."""
         results = self.rollout_each(data, *args, **kwargs)
         groups = [group for group in results if group is not None]
         if not groups:
@@ -268,7 +271,7 @@ class WorkflowExecutor:
     # ---- recovery (run/recover.py); call both methods in the thread that calls prepare_batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the run in its data: the fields `next_id`, `drawn` and `open` of DataCursor.
+        """Return how far the run has read its data: the fields `next_id`, `drawn` and `open` of DataCursor.
 
         Raises RuntimeError if the run has stopped, because a stopped run does not know which tasks are open.
         """
@@ -276,12 +279,13 @@ class WorkflowExecutor:
         return {"next_id": self._cursor.next_id, "drawn": self._cursor.drawn, "open": dict(self._cursor.open)}
 
     def load_state_dict(self, state: dict[str, Any], finished: dict[int, Trajectory], version: int) -> None:
-        """Continue from `state`, the state_dict after the step that made `version`. Call this method before `submit`.
+        """Continue from `state`, the state_dict that was saved after the step that made `version`. Call this method
+        before `submit`.
 
         `finished` maps ids of open tasks to the groups that an earlier process had finished. The finished groups are
         consumed first, and all other open tasks start again under their ids. If a finished group would be too old when
-        a step consumes it, its task also starts again. A group can be too old if the new run has a smaller eta or batch
-        size. Recovery supports only one dataloader.
+        a step consumes it, its task also starts again. This can happen if eta or the batch size is smaller than before
+        the crash. Recovery supports only one dataloader.
         """
         gate, kept = self.staleness_manager, dict[int, Trajectory]()
         for task_id, group in finished.items():
@@ -381,7 +385,8 @@ class WorkflowExecutor:
         return trajectory if accepted else None
 
     def _check(self, trajectory: Trajectory, workflow: workflows.RolloutWorkflow) -> None:
-        """Raise ValueError if a trajectory is malformed, or if earlier trajectories of its workflow had other keys."""
+        """Raise ValueError if a trajectory is malformed, or if its keys differ from those of its workflow's earlier
+        trajectories."""
         kind = type(workflow.workflow if isinstance(workflow, workflows.GroupedRolloutWorkflow) else workflow)
         check_trajectory_format(trajectory, self._keys.get(kind))
         if kind not in self._keys and "loss_mask" in trajectory and "logprobs" not in trajectory:
@@ -394,7 +399,7 @@ class WorkflowExecutor:
         self.staleness_manager.on_members_failed(failed)
 
     def _count_end(self) -> None:
-        """Count the end of a member's episode."""
+        """Add 1 to the number of finished episodes, because the episode of a member has ended."""
         self.ended += 1
 
     async def _hold_failure(self) -> None:
@@ -402,7 +407,8 @@ class WorkflowExecutor:
         meanwhile.
 
         If the proxy or a server dies, every running episode fails at once. The wait gives the watcher of the processes
-        time to stop the run. Without the wait, the samples would count as failed, and new samples would replace them.
+        time to stop the run. Without the wait, the samples of these episodes would count as failed, and new samples
+        would replace them.
         """
         await asyncio.sleep(self.hold_failures)
         self.dispatcher.check_alive()

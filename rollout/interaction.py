@@ -1,6 +1,6 @@
 """An interaction is the record of one call of an agent: the messages that the agent sent, and the tokens of the answer.
 
-The proxy makes the record when the call arrives, and adds the tokens when the answer ends. The conversation tree
+The proxy makes the record when the call arrives, and adds the tokens when the answer is complete. The conversation tree
 (cache.py) sets the parent, the children and the final reward. The module rows.py makes a row for training from the
 record. Example, with fields of the second call of a conversation:
 
@@ -24,7 +24,7 @@ class InteractionWithTokenLogpReward:
 
     messages: list[Message]
     interaction_id: str = ""
-    template_key: str = ""  # the tools and template arguments as one text; they change how messages are rendered
+    template_key: str = ""  # tools and template arguments as one text; both change how messages are rendered
     unstored: str = ""  # of a call with `store: false`: "honour" (the call is not trained) or "ignore" (it is trained)
     tools: list[dict[str, Any]] = field(default_factory=list)  # tools offered to the model, in chat-completions format
     model_response: ModelResponse | None = None
@@ -35,11 +35,11 @@ class InteractionWithTokenLogpReward:
 
     # InteractionCache sets the following fields:
     turn: int = 0  # number of ancestors in the tree
-    children: int = 0  # number of interactions that continue this one
+    children: int = 0  # number of interactions whose parent is this interaction
     is_side: bool = False  # whether this call is a side conversation
 
-    # The turns of this interaction's row, each with True if the row trains the turn. An empty list means that the row
-    # consists of this turn alone, and that the row trains this turn.
+    # The turns of this interaction's row, each with True if the row trains the turn. If the list is empty, this turn is
+    # the row's only turn and is trained.
     row_turns: list[tuple["InteractionWithTokenLogpReward", bool]] = field(default_factory=list)
 
     @property
@@ -64,11 +64,12 @@ class InteractionWithTokenLogpReward:
 
     @property
     def conversation(self) -> list[Message]:
-        """The messages of the call and its output. The messages of every child begin with this list."""
+        """The messages of the call, followed by the messages of its output. The messages of every child begin with this
+        list."""
         return self.messages + self.output_message_list
 
     def continues(self, parent: "InteractionWithTokenLogpReward") -> bool:
-        """Whether the prompt of this turn begins with exactly the parent's prompt and output tokens."""
+        """Whether the prompt tokens of this turn begin with exactly the parent's prompt tokens and output tokens."""
         tokens = parent.tokens
         whole = tokens.input_tokens + tokens.output_tokens
         return self.tokens.input_tokens[: len(whole)] == whole
@@ -86,4 +87,4 @@ class InteractionWithTokenLogpReward:
         return f"Interaction({self.interaction_id!r}, turn {self.turn}, reward={self.reward}, parent={parent!r})"
 
 
-Interaction = InteractionWithTokenLogpReward  # short for AReaL's name
+Interaction = InteractionWithTokenLogpReward  # a short name for the class, whose name comes from AReaL

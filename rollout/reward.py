@@ -3,17 +3,18 @@
 `parse_rewards` checks the rewards that an agent returned. `AsyncRewardWrapper` runs the reward function of a workflow
 that is not an agent.
 
-All episodes of a run share one event loop. A function that computes for one second in the event loop stops every agent
-for one second. AsyncRewardWrapper therefore runs a plain function in a worker process (workers.py) and awaits the
-result. A coroutine function runs in the event loop itself.
+All episodes of a run share one event loop. If a function computes for one second in the event loop, no agent can
+continue during this second. AsyncRewardWrapper therefore runs a plain function in a worker process (workers.py) and
+awaits the result. A coroutine function runs in the event loop itself.
 
-Plain functions and coroutine functions have a time limit. If a plain function takes too long, its process is killed. If
-a coroutine function takes too long, it is cancelled. The time limit of a plain function starts when a worker takes the
-call, so the time in the queue does not count. Example: with timeout_seconds=15 and four workers, the fifth call waits
-until a worker is free, and then has 15 s. If an episode is cancelled, its reward computation ends as well.
+There is a time limit both for plain functions and for coroutine functions. If a plain function takes too long, its
+process is killed. If a coroutine function takes too long, it is cancelled. The time limit of a plain function starts
+when a worker takes the call, so the time in the queue does not count. Example: with timeout_seconds=15 and four
+workers, the fifth call waits until a worker is free, and then has 15 seconds. If an episode is cancelled, its reward
+computation ends as well.
 
-If a reward function raises an exception or takes too long, its episode fails. The episode does not get the reward 0,
-because the policy would learn from this wrong reward.
+If a reward function raises an exception or takes too long, its episode fails. The episode does not get the reward 0
+instead, because the policy would learn from this wrong reward.
 """
 
 import inspect
@@ -53,8 +54,8 @@ class AsyncRewardWrapper:
     """Makes a reward function awaitable: `await wrapper(prompt, completion, prompt_ids, completion_ids, **data)`.
 
     If a coroutine function raises an exception, the call raises the same exception. If a plain function raises an
-    exception, the call raises a RuntimeError (workers.py). After `timeout_seconds` the call raises TimeoutError. The
-    constructor raises ValueError for a plain function that another process cannot import.
+    exception, the call raises a RuntimeError (workers.py). If a call takes longer than `timeout_seconds`, it raises
+    TimeoutError. The constructor raises ValueError for a plain function that another process cannot import.
     """
 
     def __init__(self, reward_fn: Callable[..., Any], timeout_seconds: float = 15.0) -> None:

@@ -13,7 +13,8 @@ Entry t of each list describes token t.
 
 In export style concat (cache.py) each leaf of the conversation tree has a row. A turn joins its parent's row only if
 the turn's prompt begins with exactly the parent's tokens. If the prompt differs, for example because the agent offers
-other tools, the turn starts a new row. If several leaves share a turn, the turn is trained in only one of their rows.
+other tools, the turn starts a new row. If the rows of several leaves contain the same turn, only one of these rows
+trains the turn.
 
 Every turn of a row is trained, with four exceptions. In these four cases the tokens of a turn are only context for
 other turns:
@@ -36,7 +37,7 @@ def is_left_out(turn: Any) -> bool:
 
 
 def is_trainable(turn: Any) -> bool:
-    """Return whether the tokens of an interaction may enter the loss."""
+    """Return whether the loss may include the tokens of an interaction."""
     return turn.unstored != "honour" and turn.tokens.trains_exactly and not is_left_out(turn)
 
 
@@ -45,8 +46,8 @@ def join_turns(finished: Sequence[Any]) -> list[Any]:
     leaf's row.
 
     `finished` are all finished interactions of a session, in the order of their requests. If several rows contain a
-    turn, only the first of these rows trains the turn. If t is the first turn that a row trains, the row's `parent` is
-    the row that trains t's parent.
+    turn, only the first of these rows trains the turn. The attribute `parent` of a row is the row that trains the
+    parent of the row's first trained turn.
     """
     joined = {turn: turn.parent for turn in finished if turn.parent and turn.continues(turn.parent)}
     inner = set(joined.values())
@@ -69,7 +70,7 @@ def join_turns(finished: Sequence[Any]) -> list[Any]:
 def make_row(turns: Sequence[tuple[Any, bool]]) -> dict[str, list]:
     """Return the row of a conversation as a dict of lists. Each list has L numbers (one per token) or a single number.
 
-    `turns` is a list of pairs (finished interaction, whether the row trains on it), in the order of the turns. The
+    `turns` is a list of pairs (finished interaction, whether the row trains it), in the order of the conversation. The
     lists with L numbers are input_ids, attention_mask, loss_mask, logprobs (behaviour policy), versions, turn_ids,
     turn_rewards (final reward of the token's turn), temperatures. The lists with one number are rewards (of the last
     turn), truncated (1 if the length limit ended the last turn), regenerated (number of segments generated again),
@@ -104,7 +105,7 @@ def make_row(turns: Sequence[tuple[Any, bool]]) -> dict[str, list]:
         row["turn_ids"][span] = [turn.turn] * n
         row["turn_rewards"][span] = [turn.reward or 0.0] * n
         row["temperatures"][span] = [turn.tokens.temperature] * n
-        # Several rows may hold this turn, but only the row that trains the turn counts its regenerated segments.
+        # Several rows may contain this turn. Only the row that trains the turn counts the turn's regenerated segments.
         row["regenerated"][0] += turn.tokens.regenerated * trained
     return row
 

@@ -6,19 +6,19 @@ episodes.
     runner.submit(async_fn, *args, task_id=7)   starts async_fn(*args) in the loop
     runner.on_done(result)                      is called in the loop's thread when the task has ended
 
-**Every change of state happens under one lock.** `wait_for(attempt)` calls `attempt` after each change, so no thread
-has to poll. Example: three tasks run and the trainer waits for two results. The runner calls `attempt` when the first
-task ends, and again when the second task ends.
+**Every change of state happens under one lock.** `wait_for(attempt)` calls `attempt` after each change of state, so no
+thread has to poll. Example: three tasks run and the trainer waits for two results. The runner calls `attempt` when the
+first task ends, and again when the second task ends.
 
 **A runner for tests.** The dispatcher uses threads and time only through the public methods of this class. The tests
 can therefore replace the runner with a subclass that has a virtual clock (tests/rollout/test_dispatcher.py).
 
-**Errors.** If a task raises an exception, the task's result holds this exception. If the dispatcher's or the runner's
-own code raises an exception in the thread, the runner calls `on_failure`, and the dispatcher stops the run. The method
-destroy() cancels the running tasks, lets them clean up, and joins the thread.
+**Errors.** If a task raises an exception, the task's TimedResult contains this exception. If code of the dispatcher or
+the runner raises an exception in the thread, the runner calls `on_failure`, and the dispatcher then stops the run. The
+method destroy() cancels the running tasks, lets them clean up, and joins the thread.
 
-**What is not promised.** A task that blocks the loop blocks all tasks. If a task ignores its cancellation, it continues
-after destroy(), and destroy() writes the task's id to the log.
+**What is not promised.** If a task blocks the event loop, all other tasks stop as well. If a task ignores its
+cancellation, it continues after destroy(), and destroy() writes the task's id to the log.
 """
 
 import asyncio
@@ -60,7 +60,7 @@ def own_frames(stack: traceback.StackSummary) -> list[traceback.FrameSummary]:
 
 
 class AsyncTaskRunner:
-    """Runs coroutines on one event loop in one daemon thread, at most max_queue_size at once.
+    """Runs at most max_queue_size coroutines at once, on one event loop in one daemon thread.
 
     When a task ends, the runner takes `lock`, calls on_done with the TimedResult, and wakes every `wait_for`.
     """
@@ -81,7 +81,7 @@ class AsyncTaskRunner:
         self._thread.start()
 
     def submit(self, async_fn: AsyncFn, *args: Any, task_id: int) -> None:
-        """Start async_fn(*args) in the loop. No unfinished task may have the id `task_id`.
+        """Start async_fn(*args) in the loop. The id `task_id` must not be the id of an unfinished task.
 
         Raises TaskQueueFullError if max_queue_size tasks are already submitted and not finished.
         """
@@ -94,22 +94,22 @@ class AsyncTaskRunner:
             self._loop.call_soon_threadsafe(self._start, task_id, async_fn, args, context=contextvars.Context())
 
     def wait_for(self, attempt: Callable[[], T], timeout: float | None) -> T:
-        """Call attempt() under the lock until its result is true, and return the last result.
+        """Call attempt() under the lock until its result is true, and return this result.
 
-        The method calls attempt() immediately, and again after each `lock.notify_all()`. The wait ends after `timeout`
-        seconds even if the result is false (None: no limit). If attempt() raises an exception, the wait ends with this
-        exception. Ctrl-C ends a wait of the main thread at once.
+        The method calls attempt() immediately, and again after each `lock.notify_all()`. After `timeout` seconds (None:
+        no limit), the method returns the last result even if it is false. If attempt() raises an exception, the method
+        raises it. Ctrl-C ends a wait of the main thread at once.
         """
         with self.lock:
             return self.lock.wait_for(attempt, timeout)
 
     def is_alive(self) -> bool:
-        """Return whether the thread runs. The thread ends soon after destroy()."""
+        """Return whether the thread is running. The thread ends soon after destroy() is called."""
         return self._thread.is_alive()
 
     def find_blocker(self, seconds: float) -> str | None:
-        """Return the function that has blocked the loop for `seconds`, as "name (file:line)". Return None if the loop
-        answers or has ended.
+        """Return the function that has blocked the event loop for at least `seconds`, as "name (file:line)". Return
+        None if the loop answers or has ended.
 
         Functions of Python's library and of installed packages are skipped. Call this method from a thread other than
         the loop's.
@@ -165,7 +165,7 @@ class AsyncTaskRunner:
         create_time = time.monotonic_ns()
         try:
             result = TimedResult(task_id, create_time, await async_fn(*args))
-        except KeyboardInterrupt:  # raised by the interpreter to end the loop
+        except KeyboardInterrupt:  # the interpreter raises this exception to end the loop
             raise
         except BaseException as error:  # also SystemExit and other errors that do not inherit from Exception
             result = TimedResult(task_id, create_time, None, error)

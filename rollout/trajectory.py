@@ -1,8 +1,8 @@
 """A trajectory is a dict of tensors that the rollout side passes to the trainer.
 
 A row is one sequence. B rows are padded to L tokens. **Position t of every [B, L] tensor describes token t.** For
-example, input_ids[b, t] is the id of a token, and versions[b, t] is the version that computed this token. No tensor is
-shifted by one position, as the labels of a language model often are.
+example, versions[b, t] is the version that computed the token input_ids[b, t]. The labels of a language model are often
+shifted by one position. Here no tensor is shifted.
 
 | key | type, shape | meaning | padding |
 |---|---|---|---|
@@ -30,10 +30,10 @@ Example: a prompt of two tokens and an answer of two tokens, sampled by versions
     input_ids 10 11 12 13 0    loss_mask 0 0 1 1 0    versions -1 -1 3 4 -1    turn_ids -1 -1 0 0 -1
 
 A workflow must return the first two keys of the table (input_ids and attention_mask), and may also return any other
-key. `check_trajectory_format` raises an error that describes what is wrong with a trajectory. `complete` adds the
-missing keys with default values. Without `loss_mask` no token is trained on. Without `turn_ids` every unbroken run of
-trained tokens counts as one turn. Without `temperatures` every token has temperature 1. A completed trajectory has
-every key, so completed trajectories can be concatenated.
+key. If a trajectory is malformed, `check_trajectory_format` raises an error that says what is wrong. `complete` adds
+the missing keys with default values. If `loss_mask` is missing, no token is trained. If `turn_ids` is missing, each
+unbroken sequence of trained tokens counts as one turn. If `temperatures` is missing, every token has temperature 1. A
+completed trajectory has every key, so completed trajectories can be concatenated.
 """
 
 import json
@@ -70,7 +70,8 @@ Trajectory = dict[str, Tensor]
 
 
 def generated(traj: Trajectory) -> Tensor:
-    """Return a bool mask (B, L) of the tokens that the policy sampled, whether or not they are trained on."""
+    """Return a bool mask (B, L) of all tokens that the policy sampled, including sampled tokens that are not
+    trained."""
     if "turn_ids" in traj:
         return traj["turn_ids"] >= 0
     return traj.get("loss_mask", torch.zeros_like(traj["input_ids"])) > 0
@@ -101,7 +102,7 @@ def without_older(traj: Trajectory, oldest: int) -> Trajectory | None:
 def check_trajectory_format(traj: Any, expected_keys: frozenset[str] | None = None) -> None:
     """Raise ValueError if the trajectory is malformed. The message says which key is wrong, and what is needed.
 
-    `expected_keys` are the keys of earlier trajectories of this workflow, or None if there are no earlier trajectories.
+    `expected_keys` are the keys of this workflow's earlier trajectories, or None if this trajectory is the first.
     """
     if not isinstance(traj, dict):
         raise ValueError(f"a trajectory is a dict of tensors, not {type(traj).__name__}")
@@ -132,7 +133,8 @@ def check_trajectory_format(traj: Any, expected_keys: frozenset[str] | None = No
 
 
 def number_turns(loss_mask: Tensor) -> Tensor:
-    """Number the runs of consecutive ones in each row from 0. Return each position's number (B, L), -1 for zeros."""
+    """Number the runs of consecutive ones in each row, beginning with 0. Return for each position (B, L) the number of
+    its run, or -1 at a zero."""
     trained = loss_mask > 0  # (B, L)
     starts = trained.clone()
     starts[:, 1:] &= ~trained[:, :-1]
@@ -142,9 +144,10 @@ def number_turns(loss_mask: Tensor) -> Tensor:
 def complete(traj: Trajectory, task_id: int, version: int = 0) -> Trajectory:
     """Return a trajectory with every key of the table, in the dtype of the table. All other keys are kept.
 
-    If `versions` is missing, every generated token gets `version`. The caller passes as `version` the version at which
-    the episode started. The true version of a token may be newer than `version`, but not older. Missing `logprobs`
-    become zeros. Zeros as `logprobs` are correct only for an objective that recomputes the old log-probabilities.
+    If `versions` is missing, every generated token gets `version`. The caller passes the version at which the episode
+    started as `version`. The version that computed a token may be newer than `version`, but not older. If `logprobs` is
+    missing, the function fills it with zeros. These zeros are correct only for an objective that recomputes the old
+    log-probabilities.
     """
     rows, shape = len(traj["input_ids"]), traj["input_ids"].shape
     full = {key: torch.full(shape, fill, dtype=dtype) for key, (dtype, fill) in TOKEN_KEYS.items()}
@@ -166,8 +169,8 @@ def concat_padded_tensors(trajectories: list[Trajectory]) -> Trajectory:
     """Pad all trajectories to the length of the longest trajectory, and stack their rows in order.
 
     If all tensors of a key have the shape [B, L, ...], they are padded along L. The padding value is PADDING[key], or 0
-    if PADDING lacks the key. Tensors of every other key are concatenated without padding. Raises ValueError if there is
-    no trajectory, or if the trajectories have different keys.
+    if PADDING lacks the key. The tensors of all other keys are concatenated without padding. Raises ValueError if there
+    is no trajectory, or if the trajectories have different keys.
     """
     if not trajectories:
         raise ValueError("no trajectories to concatenate")
@@ -191,8 +194,8 @@ def dump_lines(traj: Trajectory, task_id: int, tokenizer: Any) -> list[dict[str,
     """Return one record per row of a completed trajectory (AReaL's Rollout Workflow, "Trajectory Dumping").
 
     sample_idx is the index of the row in the task. prompt_len is the number of tokens before the first generated token.
-    The completion begins with the first generated token, and contains the messages between turns. head_version and
-    tail_version are null for a row without generated tokens.
+    The completion of a record begins with the row's first generated token, and includes the messages between the turns.
+    head_version and tail_version are null for a row without generated tokens.
     """
     lines = []
     for i, sampled in enumerate(generated(traj)):
@@ -219,7 +222,7 @@ def dump_lines(traj: Trajectory, task_id: int, tokenizer: Any) -> list[dict[str,
 def dump(traj: Trajectory, task_id: int, folder: Path, version: int, tokenizer: Any) -> None:
     """Write the lines of `dump_lines` to {folder}/{newest version in the trajectory}/{task_id}.jsonl.
 
-    A trajectory without generated tokens is written to the subfolder {version}.
+    If a trajectory has no generated tokens, its lines are written to the subfolder {version}.
     """
     newest = tail_version(traj)
     folder = folder / str(version if newest is None else newest)

@@ -1,4 +1,4 @@
-"""Workers are processes that run the user's code and can be killed.
+"""A worker is a process that runs the user's code, so that the trainer can kill this code.
 
 Reward functions and agents in mode subproc are the user's code, which may compute for a long time, hang, or crash. All
 episodes of a run share one event loop, which such code would block. The user's code therefore runs in a separate
@@ -9,22 +9,21 @@ process, and the event loop awaits the result.
         value = await within(15, worker.call(function, *args), "...")       the 15 seconds begin at this line
 
 **One call at a time.** Only one block `async with pool.worker()` uses a worker at a time. A cancellation or a time
-limit may end the block before the call has returned. The pool then kills the worker and starts a new process for the
-next call. If a worker crashes, only the call of this worker fails.
+limit may end the block before the call has returned. In that case the pool kills the worker, and starts a new process
+for the next call. If a worker crashes, only the call that ran in this worker fails.
 
-**How a worker ends.** A worker is a pair of processes: the user's code runs in the child, and the parent of this
-child is the guard. A socket connects the pair with the trainer. The guard waits for one of three events: the user's
-process ends, the trainer closes the socket, or the trainer ends (even by kill -9). The guard then kills the user's
-process and all descendants of this process. On Linux the guard is the subreaper of these descendants: if a descendant's
-parent dies, the guard becomes the new parent. The guard therefore also kills a descendant with a process session of its
-own (`setsid`). Processes that the user's code starts do not inherit the socket. When both processes have ended, the
-socket closes, and the trainer notices this at once. Ctrl-C reaches only the trainer, because each worker has a process
-group of its own.
+**How a worker ends.** A worker is a pair of processes, a guard and its child. The user's code runs in the child. A
+socket connects the pair with the trainer. The guard waits for one of three events: the user's process ends, the trainer
+closes the socket, or the trainer ends (even by kill -9). The guard then kills the user's process and all descendants of
+this process. On Linux the guard is the subreaper of these descendants: if a descendant's parent dies, the guard becomes
+the new parent. The guard therefore also kills a descendant with a process session of its own (`setsid`). Processes that
+the user's code starts do not inherit the socket. When both processes have ended, the socket closes, and the trainer
+notices this at once. The signal of Ctrl-C reaches only the trainer, because each worker has a process group of its own.
 
 **Messages.** A call goes through the socket as a pickle. The pickle contains the function's name and not its code, so
 the worker imports the function's module. The worker does not import the main script, because the script would import
 torch in every worker. Functions and classes must therefore not be defined in `__main__`. A result comes back as JSON,
-because a pickle from an agent could run code in the trainer. In a result, a numpy or torch scalar becomes a plain
+because a pickle from an agent could run code in the trainer. A numpy or torch scalar in a result becomes a plain
 number. If a function raises an exception, the caller gets a RuntimeError with the exception's type and text. The cause
 of the RuntimeError contains the worker's traceback. A worker of reward functions runs many calls one after another, so
 a call sees the changes that earlier calls made to global variables.
@@ -34,9 +33,9 @@ could read the key of the next session, or answer in place of the next agent. `r
 the session into the environment, from which the SDKs of OpenAI and Anthropic read them. An agent may use synchronous
 clients, because nothing else runs in its process.
 
-**What is not promised.** Workers need process groups, so workers do not run on Windows. Code that kills its guard can
-leave processes behind. The option `prefix` can start a worker inside a container, which ends all processes of the
-worker (SECURITY.md).
+**What is not promised.** Workers need process groups, so workers do not run on Windows. If the user's code kills its
+guard, processes may be left behind. With the option `prefix`, a worker can run inside a container. When the container
+ends, all processes of the worker end (SECURITY.md).
 """
 
 import asyncio
@@ -76,7 +75,7 @@ class WorkerDied(RuntimeError):
 async def without_exit(work: Awaitable[Any]) -> Any:
     """Return the result of `work`. If the work calls sys.exit(), raise RuntimeError.
 
-    A SystemExit in a task of asyncio would end the event loop and therefore every episode.
+    In an asyncio task, a SystemExit would end the event loop and therefore every episode.
     """
     try:
         return await work
@@ -90,8 +89,8 @@ async def within(seconds: float, work: Coroutine[Any, Any, Any], words: str) -> 
     If the work ignores its cancellation for ABANDON_SECONDS, the function logs an error and stops waiting for the work.
     """
     task = asyncio.ensure_future(without_exit(work))
-    # Read the work's exception here. If the caller is cancelled, no other code reads the exception, and asyncio would
-    # print its traceback.
+    # This callback reads the exception of `work`. Otherwise, after a cancellation of the caller, no code would read the
+    # exception, and asyncio would print its traceback.
     task.add_done_callback(lambda task: task.cancelled() or task.exception())
     try:
         if not (await asyncio.wait({task}, timeout=seconds))[0]:
@@ -103,7 +102,8 @@ async def within(seconds: float, work: Coroutine[Any, Any, Any], words: str) -> 
 
 
 def check_importable(thing: Any, name: str, remedy: str) -> None:
-    """Raise ValueError if `thing` cannot be sent to a worker. If pickling fails, the message contains `remedy`."""
+    """Raise ValueError if `thing` cannot be sent to a worker. If `thing` cannot be pickled, the error's message
+    contains `remedy`."""
     try:
         pickle.dumps(thing)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -117,11 +117,12 @@ class Worker:
 
     def __init__(self, process: subprocess.Popen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._process, self._reader, self._writer = process, reader, writer
-        self._busy = False  # a call was sent and has not returned
+        self._busy = False  # True while a call runs: it was sent and has not returned
 
     @classmethod
     async def start(cls, prefix: Sequence[str] = ()) -> "Worker":
-        """Start a process that runs `serve`. `prefix` is a command that runs another command, as `env` does."""
+        """Start a process that runs `serve`. `prefix` is a command, such as `env`, that runs the command given as its
+        arguments."""
         ours, theirs = socket.socketpair()
         with theirs:
             streams = await asyncio.open_unix_connection(sock=ours)
@@ -152,7 +153,7 @@ class Worker:
                 raise RuntimeError(f"the result of a call has {size:,} bytes, but at most {MOST_BYTES:,} are allowed")
             outcome = await self._reader.readexactly(size)
         except (asyncio.IncompleteReadError, ConnectionError) as error:
-            with suppress(subprocess.TimeoutExpired):  # the socket is closed, so the process ends now
+            with suppress(subprocess.TimeoutExpired):  # the socket is closed, so the worker's processes end soon
                 await asyncio.to_thread(self._process.wait, timeout=1)
             name, code = getattr(function, "__qualname__", function), self._process.returncode
             raise WorkerDied(f"the process that ran {name} ended with code {code}") from error
@@ -169,14 +170,14 @@ class Worker:
             await self._writer.wait_closed()
         try:
             await asyncio.to_thread(self._process.wait, END_SECONDS)
-        except subprocess.TimeoutExpired:  # the user's code may have stopped its guard (SIGSTOP)
+        except subprocess.TimeoutExpired:  # the user's code may have suspended the guard (SIGSTOP)
             logger.error("a worker has not ended %g s after its socket was closed, so it is killed", END_SECONDS)
             self._process.kill()
             self._process.wait()
 
 
 class WorkerPool:
-    """At most `size` workers for one event loop. A worker starts when it is needed.
+    """A pool of at most `size` workers for one event loop. Each worker starts only when a call needs it.
 
     If `reuse` is true, a worker is kept for later `async with` blocks. If `reuse` is false, each block gets a new
     process, which ends with the block. `prefix` is passed to Worker.start.
@@ -212,7 +213,8 @@ class WorkerPool:
 
 
 def guard(channel: socket.socket) -> None:
-    """Fork this process into a guard and its child. Only the child returns from this function (see above)."""
+    """Fork this process into a guard and its child. Only the child returns from this function. The parent becomes the
+    guard."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
     child = os.fork()
@@ -264,7 +266,7 @@ def serve(fd: int) -> None:
         with channel.makefile("rb") as stream, suppress(ConnectionError):
             while head := stream.read(8):
                 calls.put(stream.read(int.from_bytes(head, "big")))
-        os.killpg(0, signal.SIGKILL)  # the trainer has ended; the guard ends the processes outside this group
+        os.killpg(0, signal.SIGKILL)  # the trainer has ended; processes outside this group are ended by the guard
 
     threading.Thread(target=listen, name="parent", daemon=True).start()
     while True:
@@ -288,7 +290,7 @@ _runner = functools.cache(asyncio.Runner)
 
 
 async def _alone(episode: Coroutine[Any, Any, Any]) -> Any:
-    """Await an episode, then cancel the tasks that the episode has left running."""
+    """Wait until an episode has ended, then cancel the asyncio tasks that it has left running."""
     try:
         return await episode
     finally:
@@ -299,8 +301,8 @@ async def _alone(episode: Coroutine[Any, Any, Any]) -> Any:
 def run_agent(agent: Any, data: dict[str, Any], base_url: str, api_key: str, ours: bool = True) -> Any:
     """Run `agent.run` in a worker, with the session's URL and key in the environment. Return the rewards.
 
-    If `ours` is true, the host of base_url belongs to this run. Requests to this host then bypass any HTTP proxy that
-    is set in environment variables.
+    `ours` says whether the host of base_url belongs to this run. If so, requests to this host bypass any HTTP proxy
+    that environment variables set.
     """
     hosts = {*os.environ.get("NO_PROXY", "").split(","), urlsplit(base_url).hostname if ours else None}
     no_proxy = ",".join(host for host in hosts if host)

@@ -34,7 +34,7 @@ ROLES = ["<system>", "<user>", ASSISTANT]
 ALL_MESSAGES = "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} <end> {% endfor %}"
 CHAT_TEMPLATE = ALL_MESSAGES + "{% if add_generation_prompt %}<assistant>{% endif %}"
 NextBatch = Callable[[], list[list[int]]]  # a function that returns conversations as token ids
-IGNORED = -100  # label of each token that the loss leaves out
+IGNORED = -100  # the label that marks a token as left out of the loss
 
 
 def make_tokenizer(words: Iterable[str]) -> PreTrainedTokenizerFast:

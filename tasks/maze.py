@@ -137,7 +137,7 @@ def make_model(path: Path, seed: int, warmup_steps: int = 1300) -> None:
         walk = stagger(rng, instance["start"], instance["home"])
         answer = {"role": "assistant", "content": " ".join(map(name, walk))}
         ids = base_model.render(tokenizer, [*instance["messages"], answer])
-        return ids if walk[-1] == CELLS[instance["home"]] else ids[:-1]  # no end token if the walk is cut off
+        return ids if walk[-1] == CELLS[instance["home"]] else ids[:-1]  # a walk that is cut off has no end token
 
     base_model.imitate(model, tokenizer, lambda: [one_walk() for _ in range(8)], warmup_steps, lr=1e-2)
     base_model.save_atomically(path, model, tokenizer)
