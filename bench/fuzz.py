@@ -4,10 +4,10 @@
     python bench/fuzz.py --requests 5000 --seed 7
     python bench/fuzz.py --only 4711             sends only request 4711 of the seed, and prints the reply
 
-The script makes a random request from a valid request to an endpoint. The script changes random values of the request's
-body: other types, deep nesting, huge strings, missing and repeated fields. Then the script may damage the bytes, the
-headers, the method or the path, send the request slowly, send only its beginning, or close the script's half of the
-connection. Some requests have the right API key, and others have a wrong one.
+The script makes each random request by changing a valid request to an endpoint. The script changes random values of the
+request's body: other types, deep nesting, huge strings, missing and repeated fields. Then the script may damage the
+bytes, the headers, the method or the path, send the request slowly, send only its beginning, or close the script's half
+of the connection. Some requests have the right API key, and others have a wrong one.
 
 Each complete request must get a reply within 60 seconds, and no reply may have a status of 500 or above. Within 60
 seconds an incomplete request must get a reply, or its connection must be closed. Honest sessions, which send only valid
@@ -271,7 +271,7 @@ class Fuzz:
         """Send the requests whose numbers the shared iterator `numbers` yields. For every hundred requests, start two
         new sessions."""
         while batch := list(itertools.islice(numbers, 100)):
-            with contextlib.suppress(Refusal):  # a random request may have ended the session of `other`
+            with contextlib.suppress(Refusal):  # a random request may already have exported the session of `other`
                 async with self.client() as client, self.client() as other:
                     for number in batch:
                         await self.one(number, client.session_id, other.session_id)

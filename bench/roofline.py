@@ -18,12 +18,12 @@ kernel of its own. SGLang fuses pointwise operations into other kernels, so the 
 kernels.
 
 **FLOPs.** The formulas count the same FLOPs as torch.utils.flop_counter (tests/training/test_roofline.py). For
-attention the counter counts every pair of a query and a key. A causal kernel computes only half of these pairs, and the
-estimated time counts only this half.
+attention torch.utils.flop_counter counts every pair of a query and a key. A causal kernel computes only half of these
+pairs, and the estimated time counts only this half.
 
-**Not included.** The estimate leaves out launches of kernels, Python, the network, idle time, padding, and the overlap
-of generation with training. Real kernels reach only a part of the peak. The result is therefore a lower bound of the
-time, and not a measurement.
+**Not included.** The estimate leaves out kernel launches, the time of Python code, the network, idle time, padding, and
+the overlap of generation with training. Real kernels reach only a part of the peak. The result is therefore a lower
+bound of the time, and not a measurement.
 """
 
 import argparse
@@ -59,14 +59,14 @@ class Shape:
 
     @property
     def products(self) -> list[tuple[int, int]]:
-        """The matrix products of a layer, as (input size, output size). The last product is the MLP's second
-        product."""
+        """The (input size, output size) of each matrix product of a layer. The last one is the output projection of the
+        MLP."""
         H, inner, Q, K = self.H, self.inner, self.Q, self.K
         return [(H, Q), (H, K), (H, K), (Q, H), (H, inner), (H, inner), (inner, H)]
 
     @property
     def n(self) -> int:
-        """The number of parameters in matrices."""
+        """The number of parameters in weight matrices."""
         return self.layers * sum(i * o for i, o in self.products) + self.V * self.H * (1 if self.tied else 2)
 
 
@@ -87,8 +87,8 @@ def shape_of(config: Any) -> Shape:
 
 @dataclass(frozen=True)
 class Work:
-    """The sizes of the work of a training step. The defaults are the values of configs/gsm8k.yaml, with typical
-    lengths."""
+    """The numbers that determine how much work a training step is. The defaults are the values of configs/gsm8k.yaml,
+    with typical lengths."""
 
     rows: int = 512  # samples in a step
     prompt: int = 120  # tokens of a prompt
@@ -104,20 +104,21 @@ class Work:
 
     @property
     def length(self) -> int:
-        """Tokens of a row."""
+        """The number of tokens of a row."""
         return self.prompt + self.answer
 
     @property
     def passes(self) -> int:
-        """The number of forward passes that take all rows through the model once."""
+        """The number of forward passes that process every row of a step once."""
         return self.minibatches * ceil(self.rows * self.length / self.minibatches / self.mb_tokens)
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """The counted FLOPs and the bytes of one kernel. `share` is the share of these FLOPs that the kernel computes.
+    """The counted FLOPs and the bytes of one kernel. The kernel really computes only the fraction `share` of the
+    counted FLOPs.
 
-    The share is one half for causal attention, and 1 for every other kernel.
+    The fraction is one half for causal attention, and 1 for every other kernel.
     """
 
     flops: float
@@ -141,12 +142,14 @@ def flops(part: Part) -> float:
 
 
 def product(t: float, i: int, o: int, b: int, times: int = 1) -> Part:
-    """Multiply t tokens of size i by a matrix (i, o), in `times` passes that each read the matrix."""
+    """Return the kernel that multiplies t tokens of size i by a matrix (i, o). Each of `times` passes reads the
+    matrix."""
     return [Kernel(2 * t * i * o, b * (t * i + t * o + times * i * o))]
 
 
 def attention(s: Shape, rows: float, length: float, b: int, products: int = 2) -> Part:
-    """Compute causal attention with `products` matrix products: 2 in a forward pass, 5 in a backward pass."""
+    """Return the kernel of causal attention with `products` matrix products: 2 in a forward pass, 5 in a backward
+    pass."""
     numbers = rows * length * (2 * s.Q + 2 * s.K) * products / 2
     return [Kernel(2 * products * s.Q * rows * length**2, b * numbers, share=0.5)]
 
@@ -164,9 +167,9 @@ def pointwise(s: Shape, b: int) -> float:
 def layers_forward(
     s: Shape, rows: float, length: int, b: int, passes: int, fused: bool = False, again: bool = False
 ) -> Part:
-    """Run all layers forward. With `fused` the pointwise operations cost nothing.
+    """Return the kernels of a forward pass through all layers. With `fused` the pointwise operations cost nothing.
 
-    With `again` the layers run for the second time (gradient checkpointing), and stop before their last product.
+    With `again` the layers are recomputed for gradient checkpointing, and each layer stops before its last product.
     """
     t, products = rows * length, s.products[:-1] if again else s.products
     one = [kernel for i, o in products for kernel in product(t, i, o, b, passes)] + attention(s, rows, length, b)
@@ -174,14 +177,16 @@ def layers_forward(
 
 
 def layers_backward(s: Shape, rows: float, length: int, b: int, passes: int) -> Part:
-    """Run all layers backward: each matrix product becomes two, and each pointwise operation about two."""
+    """Return the kernels of a backward pass through all layers. The backward pass has two matrix products for each of
+    the forward pass, and about two pointwise operations for each."""
     t = rows * length
     one = [kernel for i, o in s.products for kernel in 2 * product(t, i, o, b, passes)]
     return (one + attention(s, rows, length, b, products=5) + [Kernel(0, 2 * t * pointwise(s, b))]) * s.layers
 
 
 def head_forward(s: Shape, n: float, b: int, chunk: int) -> Part:
-    """Compute the last layer for n tokens (training/logprobs.py): logits, softmax and entropy in float32."""
+    """Return the kernels of the last layer for n tokens (training/logprobs.py): logits, softmax and entropy in
+    float32."""
     chunks = ceil(n / max(1, chunk // s.V))
     # bytes per logit: float32 instead of b bytes, divide, log_softmax (reads twice), exp, multiply, sum
     softmax = (4 - b + 8 + 12 + 8 + 12 + 4) * n * s.V
@@ -189,11 +194,12 @@ def head_forward(s: Shape, n: float, b: int, chunk: int) -> Part:
 
 
 def head_backward(s: Shape, n: float, b: int, chunk: int) -> Part:
-    """Compute the logits again, and the gradients of the hidden states and of the last layer."""
+    """Return the kernels that recompute the logits, and compute the gradients of the hidden states and of the last
+    layer."""
     chunks = ceil(n / max(1, chunk // s.V))
     # bytes per logit: float32 instead of b bytes, divide, log_softmax, exp, multiply by -g, divide, convert
     softmax = (4 - b + 8 + 12 + 8 + 8 + 8 + (b + 4) * (b < 4)) * n * s.V
-    added = (b + 8) * chunks * s.V * s.H  # each chunk is added to the whole gradient in float32
+    added = (b + 8) * chunks * s.V * s.H  # the gradient of each chunk is added to the whole gradient in float32
     return [*(3 * product(n, s.H, s.V, b, chunks)), Kernel(0, softmax + added)]
 
 
@@ -208,7 +214,7 @@ def step_parts(s: Shape, w: Work) -> dict[str, Part]:
     decode = layers_forward(s, w.slots, 1, b, 1, fused=True) + product(w.slots, s.H, s.V, b)
     decode.append(Kernel(4 * s.layers * s.Q * w.slots * context, 2 * b * s.layers * s.K * w.slots * context))
     own = s.n / w.ranks  # number of parameters that a rank keeps
-    gather = Kernel(0, m * (4 + b) * s.n)  # FSDP converts the parameters for each pass
+    gather = Kernel(0, m * (4 + b) * s.n)  # FSDP converts the parameters to b bytes for each pass
     parts = {
         "generation: prefill": layers_forward(s, w.rows, w.prompt, b, ceil(tokens / 16384), fused=True),
         "generation: decode": [Kernel(steps * k.flops, steps * k.bytes, k.share) for k in decode],
@@ -316,7 +322,7 @@ def measure(layers: int, width: int, vocabulary: int, rows: int, length: int, fo
     y, matrix = torch.zeros_like(x), torch.randn(big // 2**12 // b, 2**12, device=device, dtype=dtype)
     vectors = torch.randn(rows, 2**12, device=device, dtype=dtype)
 
-    # 1. Make a small model, and the inputs of each part.
+    # 1. Make a small model, and the inputs for measuring each part.
     config, actor, plain = make_models(layers, width, vocabulary, dtype, folder)
     s, w = shape_of(config), Work(rows, length // 4, length - length // 4, 1, rows * length, b, False, slots=rows)
     ids = torch.randint(0, vocabulary, (rows, length), device=device)

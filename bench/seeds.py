@@ -6,7 +6,7 @@
 If a run exists already (runs/seeds/<experiment>/seed<k>), the script uses its metrics and does not train again. `first`
 is the success in the first step, in which the policy is still untrained. `last five` is the mean success in the last
 five steps. `seconds to .95` is the time of training until the mean success of five steps in a row reaches .95. The last
-line shows the median and the largest of these times (docs/speedrun.md).
+line of the table shows the median and the largest of the times `seconds to .95` (docs/speedrun.md).
 
 `load` is the machine's one-minute load average at the start of the run. On a machine with two cores, a load above 2
 means that other programs were running.

@@ -7,7 +7,7 @@
 The script is a discrete-event simulation in virtual time. A queue holds the next event of each server and of the
 trainer, and the clock jumps from event to event. The same classes as in a real run make all decisions. StalenessManager
 (staleness.py) says how many groups may start. DispatchState (rollout/dispatcher.py) chooses the groups that start,
-forms the batches and decides which old tokens leave the loss. Only time is simulated. bench/clusters.py simulates
+forms the batches and decides which tokens are too old for the loss. Only time is simulated. bench/clusters.py simulates
 clusters of GPUs, and compares the rules by which a training step chooses its groups. docs/simulate.md explains the
 results.
 
@@ -15,15 +15,15 @@ results.
 sequences run on a server, and the other sequences wait in order of arrival. A sequence has a length in tokens. A group
 is finished when all its sequences are finished.
 
-**Trainer.** A step waits for B groups, trains for some seconds, and updates the weights. With `interrupt`, each server
-stops for `update` seconds, and its running sequences then go on. Without `interrupt`, each server lets its running
-sequences finish, starts no new ones, and then loads the weights. The step ends when the last server has loaded the
-weights.
+**Trainer.** A step waits for B groups, trains for some seconds, and updates the weights. With `interrupt`, a weight
+update stops each server for `update` seconds, and the server's running sequences then continue. Without `interrupt`,
+each server lets its running sequences finish, starts no new ones, and then loads the weights. A step ends when the last
+server has loaded the weights.
 
-**A finished run** can give the distributions of lengths and times. The length of a sequence is then its number of
-seconds in that run, and any number of sequences run on a server (a = 1, b = 0). The length of group k is drawn from the
-lengths of groups near k, because lengths change during a run. The training times and the times of the weight updates
-are drawn in the same way.
+**A finished run** can supply the distributions of lengths and times. In this case the length of a sequence is its
+duration in the finished run in seconds, and any number of sequences run on a server (a = 1, b = 0). The length of group
+k is drawn from the lengths of groups near k, because lengths change during a run. The training times and the times of
+the weight updates are drawn in the same way.
 """
 
 import argparse
@@ -93,10 +93,10 @@ class Server:
         self.begins = [0.0]  # the tick at which each version begins
         self.stopped = self.draining = False  # stopped: loads weights; draining: will load weights soon
         self.busy = 0.0  # seconds in which a sequence was running
-        self.stamp = 0  # number of planned events; only the last planned event counts
+        self.stamp = 0  # number of events scheduled so far; only the last of them counts
 
     def advance(self, now: float) -> None:
-        """Move the tick counter to the present."""
+        """Advance the tick counter to the current virtual time."""
         if self.running and not self.stopped:
             self.ticks += (now - self.since) / (self.s.a + self.s.b * len(self.running))
             self.busy += now - self.since
@@ -205,7 +205,7 @@ class Simulation:
         """Return the gate and the state of the dispatcher. The gate is a StalenessManager. The state is a
         DispatchState, or in mode window a WindowState.
 
-        In mode unbounded no group is too old.
+        In mode unbounded, a group may have any age.
         """
         slack = s.eta // 2 if s.stale == "window" else 0
         concurrent = s.concurrent or (s.eta + 1) * s.batch
@@ -235,7 +235,7 @@ class Simulation:
     # ---- groups and steps
 
     def start_groups(self) -> None:
-        """Start the groups that the gate admits. Successive sequences go to successive servers."""
+        """Start the groups that the gate admits. The sequences are assigned to the servers in round-robin order."""
         touched = dict[Server, None]()
         for _ in range(self.manager.get_pending_limit() - len(self.state.pending)):
             self.state.enqueue(Task(next(self.task_ids), self.s.members))
@@ -279,8 +279,8 @@ class Simulation:
         self.at(self.s.update(self.rng, self.version, len(server.running)), lambda: self.loaded(server))
 
     def loaded(self, server: Server) -> None:
-        """Let one server go on with the new weights. The step ends after the last server, and then more groups may
-        start."""
+        """Let one server continue with the new weights. When the last server continues, the step ends, and more groups
+        may start."""
         server.advance(self.now)
         server.stopped = False
         server.begins.append(server.ticks)
@@ -293,18 +293,18 @@ class Simulation:
             self.at(self.s.rest(self.rng, self.version), self.end_rest)
 
     def end_rest(self) -> None:
-        """Let the trainer wait for the next batch."""
+        """Put the trainer into the state in which it waits for the next batch."""
         self.training, self.changed = False, True
         self.result.steps.append([self.now])
 
     # ---- the clock
 
     def at(self, seconds: float, action: Callable[[], None]) -> None:
-        """Plan an action of the trainer."""
+        """Schedule an action of the trainer."""
         heapq.heappush(self.events, (self.now + seconds, next(self.numbers), action, 0))
 
     def plan(self, server: Server) -> None:
-        """Admit waiting sequences, and plan the event at which the server's next sequence finishes."""
+        """Admit waiting sequences, and schedule the event at which the server's next sequence finishes."""
         server.advance(self.now)
         server.stamp += 1
         if (seconds := server.admit()) < math.inf:
@@ -414,7 +414,8 @@ def record(folder: Path) -> dict[str, Any]:
 
 
 def blocks(values: list[float], size: int, width: int = 2) -> Draw:
-    """Return a function that draws a value for group or step k, from a block at most `width` blocks away from k's own.
+    """Return a function that draws a value for group or step k, from a block at most `width` blocks away from the block
+    of k.
 
     A block has `size` values. The groups of one batch run at the same time on the same machine, so their times are
     alike. The slowest of B independent draws would be slower than the slowest of B groups that run together. A block

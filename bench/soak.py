@@ -5,14 +5,14 @@
     python bench/soak.py --freezes 10 --steps 20    stop a process 10 times for up to 10 s (SIGSTOP, SIGCONT), no kills
     python bench/soak.py --steps 170 --usage docs/episodes    20,400 episodes, no kills; writes memory and descriptors
 
-After a random number of steps, or during the start, the script kills the trainer, the proxy or the server (kill -9).
+After a random number of steps, or during the startup, the script kills the trainer, the proxy or the server (kill -9).
 When a death has ended the run, the script starts the run again with an identical command. The death of a server does
 not end the run. Every random choice comes from the printed seed.
 
-At the end the script makes five checks of the trained samples (tokens/*.safetensors). Every step occurs exactly once.
-No prompt group is used in more than one step. Each of the first (steps - eta - 1) * 6 groups is used in a step, where 6
-is the batch size. Staleness is at most eta in every step. In no step is a token's version newer than the version that
-the step trains. Whenever the run has ended, the script also checks that every process of the run has ended.
+At the end the script makes five checks of the trained samples (tokens/*.safetensors). Every step occurs exactly once in
+the files. No prompt group is used in more than one step. Each of the first (steps - eta - 1) * 6 groups is used in a
+step, where 6 is the batch size. Staleness is at most eta in every step. No token has a newer version than the version
+that its step trains. Whenever the run has ended, the script also checks that no process of the run is left.
 """
 
 import argparse
@@ -95,7 +95,7 @@ def kill(command: list[str], rng: random.Random, kills: int, run_dir: Path) -> N
             victim = rng.choice(sorted(now))
             if run.poll() is not None:
                 continue
-            with suppress(ProcessLookupError):  # the process has ended by itself
+            with suppress(ProcessLookupError):  # the process has already ended by itself
                 os.kill(now[victim], signal.SIGKILL)
                 done += 1
                 lines = (
@@ -109,7 +109,7 @@ def kill(command: list[str], rng: random.Random, kills: int, run_dir: Path) -> N
 
 
 def freeze(command: list[str], rng: random.Random, freezes: int, log: Path) -> None:
-    """Run the command to its end. After each of the first `freezes` lines of output, counted from step 1, stop a random
+    """Run the command to its end. After each of the first `freezes` lines of output from step 1 on, freeze a random
     process of the run for up to 10 seconds."""
     with log.open("a") as out, start(command, out) as run:
         assert run.stdout is not None
@@ -130,8 +130,8 @@ def freeze(command: list[str], rng: random.Random, freezes: int, log: Path) -> N
 
 
 def watch(command: list[str], log: Path, steps: int, path: Path) -> None:
-    """Run the command to its end. At about 40 steps of the run, measure the memory and the descriptors of the run's
-    processes. Write the measurements to `path`."""
+    """Run the command to its end. At about 40 of the run's steps, measure the memory and the open descriptors of the
+    run's processes. Write the measurements to `path`."""
     samples, begin = list[list[float]](), time.monotonic()
     with log.open("a") as out, start(command, out) as run:
         assert run.stdout is not None

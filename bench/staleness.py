@@ -6,13 +6,13 @@
     python bench/staleness.py --draw                       only the tables and the figures, from the CSV file
 
 The benchmark repeats the experiment of the paper's staleness table (arXiv 2505.24298) on the game of tasks/guess.py.
-Training uses training/actor.py and ppo.py, as in a real run. Each run writes one line of docs/staleness.csv. If a run
-has a line already, the benchmark does not repeat the run. The figure is docs/staleness.png. docs/staleness.md explains
-the results.
+Training uses training/actor.py and ppo.py, as in a real run. Each run writes one line of docs/staleness.csv. If the
+file already has a line of a run, the benchmark does not repeat the run. The results are drawn in docs/staleness.png.
+docs/staleness.md explains the results.
 
 **A fixed lag.** On a small machine, generation is as fast as training, so a real run has little lag. In this benchmark
 generation and training alternate in one process. Steps are counted from 0. Version max(s - eta, 0) samples all tokens
-of step s. The gate of staleness.py allows no larger lag. For eta = inf there is no gate. The sampler
+of step s. The gate of staleness.py allows no larger lag. With eta = inf there is no gate. With eta = inf the sampler
 generates two batches while the trainer consumes one batch, so version s // 2 samples the batch of step s. Every run
 trains on 64 batches of 120 games. The CSV file contains the measured lag: the trainer's version minus the version that
 sampled the token.
@@ -28,7 +28,8 @@ because the policy changes too little in 64 steps. Training computes shared pref
 (training/tree_attention.py), which affects the speed and not the result.
 
 **Success is exact.** Success is the probability that the policy finds the secret, computed over every game that can be
-won. The evaluation therefore adds no noise: the differences between seeds in the figure come only from training.
+won. The evaluation therefore adds no noise: in docs/staleness.png, the differences between seeds come only from
+training.
 """
 
 import argparse
@@ -73,7 +74,7 @@ CORRECTIONS: dict[str, dict[str, Any]] = {
 }
 CORRECTIONS["KL"] = CORRECTIONS["ESS"] | {"entropy_coeff": 0.0, "kl_ctl": 0.1}  # the penalty of configs/demo.yaml
 STABILITY_ETAS = ["0", "4", "8"]
-# chosen before any of these seeds was run; the corrections were tuned with the seeds 101 to 104
+# these seeds were chosen before any of them was run; the corrections were tuned with the seeds 101 to 104
 SIX = [201, 202, 204, 205, 214, 215]
 STABILITY_SEEDS = {"decoupled": SIX, "truncated": SIX, "ESS": [*range(201, 221)], "KL": [*range(301, 321)]}
 STEPS, GAMES, EVERY = 64, 20, 8  # training steps; games per secret in a batch; steps between points of the curve
@@ -136,7 +137,7 @@ class Transcript:
 
 
 def last_logp(model: Any, rows: list[list[int]]) -> Tensor:
-    """Return the log-probabilities (n, V) of the next token of each row. Identical rows are computed once."""
+    """Return the log-probabilities (n, V) of the next token of each row. Identical rows are computed only once."""
     number = {row: i for i, row in enumerate(dict.fromkeys(map(tuple, rows)))}
     lengths = torch.tensor([len(row) for row in number])
     ids = torch.zeros(len(number), int(lengths.max()), dtype=torch.long)
@@ -267,7 +268,7 @@ def append(line: dict[str, Any]) -> None:
 
 
 def cells(lines: list[dict[str, Any]], column: str) -> dict[tuple[str, str], list[float]]:
-    """Map each (eta, method) to a column's values, one value for each seed."""
+    """Return a dict from each (eta, method) to the values of a column, one value for each seed."""
     found: dict[tuple[str, str], list[float]] = {}
     for line in lines:
         found.setdefault((line["eta"], line["method"]), []).append(line[column])
@@ -276,7 +277,7 @@ def cells(lines: list[dict[str, Any]], column: str) -> dict[tuple[str, str], lis
 
 def print_table(lines: list[dict[str, Any]]) -> None:
     """Print the measured lag, and the success after the last step: median (lowest to highest) of seeds 1 to 5."""
-    lines = [line for line in lines if line["seed"] <= 5]  # this table leaves out the further seeds of print_stability
+    lines = [line for line in lines if line["seed"] <= 5]  # print_stability shows the seeds above 5
     last, lag, largest = cells(lines, CURVE[-1]), cells(lines, "lag_mean"), cells(lines, "lag_max")
     print("| eta | lag, mean | lag, max | " + " | ".join(METHODS) + " |\n" + "|---" * (3 + len(METHODS)) + "|")
     for eta in ETAS:
@@ -288,7 +289,7 @@ def print_table(lines: list[dict[str, Any]]) -> None:
 
 
 def largest_fall(line: dict[str, Any]) -> float:
-    """Return the largest fall of the run's curve: how far a point lies below the highest earlier point."""
+    """Return the largest fall of a run's success curve: how far a point lies below the highest earlier point."""
     curve = [line[name] for name in CURVE]
     return max(max(curve[: i + 1]) - point for i, point in enumerate(curve))
 
@@ -296,8 +297,8 @@ def largest_fall(line: dict[str, Any]) -> float:
 def print_stability(lines: list[dict[str, Any]]) -> None:
     """Print the median and the range of the final success, and in how many runs the success fell by more than 0.1.
 
-    A correction has one row for the seeds 200 to 299, one for the seeds 300 to 399 and one for the seeds 500 to 599,
-    because every new version of a correction and every repetition gets new seeds.
+    For each correction, the table has one row for the seeds 200 to 299, one for the seeds 300 to 399 and one for the
+    seeds 500 to 599. A new version of a correction and a repetition of its runs always get new seeds.
     """
     names = ("eta", "correction", "seeds", "runs", "median", "range", "runs that fell", "largest fall")
     print("\n| " + " | ".join(names) + " |\n" + "|---" * len(names) + "|")
@@ -312,8 +313,8 @@ def print_stability(lines: list[dict[str, Any]]) -> None:
 
 
 def draw_stability(lines: list[dict[str, Any]]) -> None:
-    """Draw the success during training of every run with a lag, for the last two corrections. A run whose success
-    fell by more than 0.1 is red."""
+    """For the last two corrections, draw the success during training of every run with a lag. A run whose success fell
+    by more than 0.1 is red."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -337,7 +338,8 @@ def middle(values: list[float]) -> str:
 
 
 def draw(lines: list[dict[str, Any]], curves_of: str = "16") -> None:
-    """Draw the success at the end against eta (left), and the success during training for one eta (right)."""
+    """Draw the success after the last step as a function of eta (left), and the success during training for one eta
+    (right)."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -381,7 +383,7 @@ def main() -> None:
     words = ["actor.ppo_epochs=1", "actor.kl_ctl=0", "actor.entropy_coeff=0.03", "actor.enable_tree_training=true"]
     recipe = load(["--config", str(ROOT / "configs" / "demo.yaml"), *words]).actor
     done = {(line["eta"], line["method"], line["seed"]) for line in read()}
-    # Seeds are the outer loop, so a stopped benchmark has complete results for some seeds.
+    # The loop over the seeds is the outer loop, so a benchmark that is stopped has complete results for some seeds.
     for seed in [] if args.draw else args.seeds or sorted(set().union(*seeds.values())):
         base = BASES / f"base-{seed}"
         if not base.exists():

@@ -1,4 +1,4 @@
-"""Measure how soon train.py gives signs of life: its first words, its longest silence, and the time of `--help`.
+"""Measure how soon train.py prints something: its first words, its longest silence, and the time of `--help`.
 
     python bench/start.py
 
@@ -58,7 +58,8 @@ def main() -> None:
     rows, runs = [], Path(tempfile.mkdtemp())
     for k in range(args.repeats):
         imported, helped = time_of("-c", "import torch"), time_of("train.py", "--help")
-        # Only this script uses the seed 1,000,007. The first run must make the base model of this seed again.
+        # Only this script uses the seed 1,000,007. The first run must make the base model of this seed, so an old copy
+        # is deleted.
         shutil.rmtree(next((ROOT / ".cache").glob("tasks.guess-1000007-*"), runs / "none"), ignore_errors=True)
         seed = "seed=1000007" if k == 0 else "seed=1"
         words = ("train.py", "max_steps=2", f"fileroot={runs}", f"trial_name={k}", seed)

@@ -3,11 +3,12 @@
     python train.py max_steps=8 trial_name=short              a run, whose batches are kept in tokens/
     python bench/step.py runs/guess/short --against 7827978
 
-This checkout and the earlier revision are the two source trees. Each trains the newest model of the run on the newest
-batch of the run. Each source tree uses its own file of the recipe. A pair of measurements is one process of each source
-tree, one after the other. A process makes several steps and reports the median CPU time of its training thread. The
-table shows medians over the pairs, in milliseconds. The last line shows the largest difference between the gradients of
-the two source trees. To compute its gradient, a source tree uses the whole batch as one mini-batch.
+This checkout and the earlier revision are the two source trees. Each source tree trains the newest model of the run on
+the newest batch of the run. Each source tree uses its own version of the recipe file. A pair of measurements is one
+process of each source tree, one after the other. A process makes several steps and reports the median CPU time of its
+training thread. The table shows medians over the pairs, in milliseconds. The last line shows the largest difference
+between the gradients of the two source trees. To compute its gradient, a source tree uses the whole batch as one
+mini-batch.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from pathlib import Path
 from statistics import median
 
 PARTS = ("prox_logp", "ref_logp", "ppo_update", "step")
-COMPUTED = {"prox_logp", "ref_logp", "advantages", "theta_logp", "step_fraction"}  # keys that a training step writes
+COMPUTED = {"prox_logp", "ref_logp", "advantages", "theta_logp", "step_fraction"}  # keys that a step adds to a batch
 
 
 def measure(tree: Path, config: str, run: Path, steps: int, gradients: Path) -> None:

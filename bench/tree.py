@@ -79,12 +79,12 @@ def make_rows(length: int, share: float) -> Tensor:
 
 
 def loss_of(model: Any, hidden: Tensor, ids: Tensor) -> Tensor:
-    """Return the mean of - log p over the token ids (n,). Row i of `hidden` (n, H) predicts id i."""
+    """Return the mean negative log-probability of the token ids (n,). Row i of `hidden` (n, H) predicts id i."""
     return torch.nn.functional.cross_entropy(model.lm_head(hidden).float(), ids)
 
 
 def ways(model: Any, rows: Tensor, share: float) -> dict[str, Callable[[], Tensor]]:
-    """Map each way's name to a function that computes the loss of the tokens after the shared prefix."""
+    """Return a dict from each way's name to a function that computes the loss of the tokens after the shared prefix."""
     length = rows.shape[1]
     own = max(int(share * length), 1)  # the index of the first trained token
     wanted = rows[:, own:].flatten()

@@ -7,12 +7,12 @@ add and multiply, the agent calls add, calls multiply with the sum, and then ans
     user: ( 1 + 2 ) * 3     assistant: add(1, 2)     tool: 3     assistant: multiply(3, 3)     tool: 9
     assistant: the answer is 9
 
-Every word is one token of the model (tasks/base_model.py). The model learns to imitate conversations like the one
-above. The model's tool calls have the format of Hermes and Qwen: <tool_call> {"name": ..., "arguments": ...}
+Every word is one token of the model (tasks/base_model.py). The base model is trained to imitate conversations like this
+example. The model's tool calls have the format of Hermes and Qwen: <tool_call> {"name": ..., "arguments": ...}
 </tool_call>. The model copies numbers from the question and from the tools' results. Words that the model does not know
 become unknown tokens. The chat template renders only the last 12 words of a message, because the instructions of a
-coding agent have thousands of words. The base model already solves the task. The examples show only that training works
-with the conversations of each framework.
+coding agent have thousands of words. The base model already solves the task. The example agents only show that training
+works with the conversations of each framework.
 
     python -m examples.calculator .cache/calculator        make the folder of the model, for the server and the proxy
 """
@@ -27,7 +27,7 @@ from tasks.base_model import imitate, make_qwen3, make_tokenizer, render, save_a
 NUMBERS = range(1, 5)
 CALL = '<tool_call> {{"name": "{}", "arguments": {{"a": {} , "b": {} }}}} </tool_call>'
 SHELL_CALL = '<tool_call> {{"name": "{}", "arguments": {{"{}": "expr {} {} {} " }}}} </tool_call>'
-SHELLS = {"exec_command": "cmd", "bash": "command"}  # the shell tool of Codex and opencode -> its argument
+SHELLS = {"exec_command": "cmd", "bash": "command"}  # shell tools of Codex and opencode -> name of the argument
 WORDS = ["<tool>", "<tool_call>", "</tool_call>", '{"name":', '"add",', '"multiply",', '"arguments":', '{"a":', '"b":']
 WORDS += ["}}", ",", "(", ")", "+", "*", "add", "multiply", "the", "answer", "is", *map(str, range(33))]
 WORDS += ["exec_command", "bash", '"exec_command",', '"bash",', '{"cmd":', '{"command":', '"expr', "'*'", '"']
@@ -49,12 +49,13 @@ def dataset(split: str = "train") -> list[dict]:
 
 
 def conversation(sample: dict, noise: random.Random, shell: str = "") -> list[dict]:
-    """Return a correct conversation about a sample, as a warm-up example. `shell` is the name of a coding agent's tool.
+    """Return a correct conversation about a sample, which serves as an example for the warm-up training. `shell` is the
+    name of a coding agent's tool.
 
     The conversation has a system prompt with probability 1/2. The conversation of a coding agent lists the shell and
     perhaps unknown tools, may have a message about the agent's environment, and may have unknown words around the
-    question and before each tool result. Some agents that have no shell send requests that list no tools.
-    Half of the conversations that have no shell therefore list no tools.
+    question and before each tool result. Half of the conversations without a shell list no tools, because some agents
+    without a shell send requests without tools.
     """
     a, b, c = sample["numbers"]
     calls = CALL.format("add", a, b), CALL.format("multiply", a + b, c)

@@ -1,7 +1,7 @@
 """The coding agent Codex (https://github.com/openai/codex), which runs shell commands.
 
-The example turns the sandbox of Codex off, because Codex cannot start the sandbox in many containers. Train a coding
-agent in a container of its own.
+The example turns the sandbox of Codex off, because Codex cannot start the sandbox in many containers. During training,
+run a coding agent in its own container.
 """
 
 from examples.node_agent import BIN, run_process

@@ -16,7 +16,8 @@ BIN = NODE / "node_modules" / ".bin"
 
 
 async def run_process(*command, **variables):
-    """Return what a command prints. `variables` are environment variables. Raises RuntimeError if the command fails."""
+    """Run a command and return its output. `variables` are environment variables of the command. Raises RuntimeError if
+    the command fails."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("XDG_")} | variables
     pipes = {"stdin": asyncio.subprocess.DEVNULL, "stdout": asyncio.subprocess.PIPE, "stderr": asyncio.subprocess.PIPE}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as home:
@@ -24,7 +25,7 @@ async def run_process(*command, **variables):
         process = await asyncio.create_subprocess_exec(*command, cwd=home, env=env, **pipes, start_new_session=True)
         try:
             said, complaint = await process.communicate()
-        finally:  # the program ends even if the episode is cancelled
+        finally:  # also kills the program if the episode is cancelled
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
     if process.returncode:

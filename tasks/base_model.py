@@ -1,19 +1,19 @@
 """Make a small base model for a task: a word list, a chat template, a tiny Qwen3, and a warm-up by imitation.
 
 This module writes an ordinary Hugging Face directory. The other parts of the project load the directory with
-`AutoModelForCausalLM` and `AutoTokenizer`, as they load any model. A run therefore uses the same code for the tiny
-model and for a large model.
+`AutoModelForCausalLM` and `AutoTokenizer`, in the same way as any other model. A run therefore uses the same code for
+the tiny model and for a large model.
 
 **The tokenizer** has one token per word, and blanks separate words. A sampled sequence is therefore readable text. The
 chat template writes every message as `<role> content <end>`. The tokens of a message do not depend on other messages.
 The tokens of a conversation are therefore its messages' tokens, concatenated. For example, the conversation "guess a
 number", "3", "higher" consists of three parts: the prompt of the first turn, the sampled tokens `3 <end>`, and the
-tokens of the new message. The proxy relies on this property of the chat template.
+tokens of the new message. The proxy relies on the property that a message's tokens do not depend on other messages.
 
 **The model** starts with random weights and is then trained to imitate a bad player of the task. Reinforcement learning
-needs a policy that answers in the right form and sometimes succeeds. A model with random weights does neither. The
-warm-up takes seconds. The imitated player knows little or nothing of the game, so the model can acquire the game's
-skill only by reinforcement learning.
+needs a policy that answers in the right form and sometimes succeeds. A model with random weights neither answers in the
+right form nor succeeds. The imitation training (warm-up) takes seconds. The imitated player knows little or nothing of
+the game, so the model can acquire the game's skill only by reinforcement learning.
 
 **Reproducibility.** On the same machine, the same seed and the same number of threads give the same weights. Different
 machines may give different weights.
@@ -68,7 +68,8 @@ def make_qwen3(tokenizer: PreTrainedTokenizerFast, layers: int, context: int, se
 
 
 def answers_only(tokenizer: PreTrainedTokenizerFast, ids: Sequence[int]) -> list[int]:
-    """Return the labels of a conversation: the assistant's words and end tokens. All other labels are IGNORED."""
+    """Return the labels of a conversation: the assistant's words and end tokens. All other tokens have the label
+    IGNORED."""
     end, assistant = map(tokenizer.convert_tokens_to_ids, (END, ASSISTANT))
     labels, inside = [], False
     for token in ids:
@@ -99,7 +100,7 @@ def imitate(
 
 
 def save_atomically(path: Path, model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Write the model to `path`, completely or not at all. Do not change a model that already exists."""
+    """Write the model to `path` atomically. If `path` already holds a model, do not change it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         draft = Path(scratch) / path.name

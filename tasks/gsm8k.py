@@ -6,8 +6,9 @@ else 0. This file offers two ways to train on GSM8K:
     python train.py --config configs/gsm8k.yaml model_path=DIR                                      one answer
     python train.py --config configs/gsm8k.yaml model_path=DIR workflow=tasks.gsm8k.MathAgent       with a second try
 
-The first way is RLVRWorkflow with the reward function below. The second way is MathAgent, an agent on the unmodified
-OpenAI SDK. If the model's answer is wrong, the agent tells the model so and asks again.
+The first way to train is the workflow RLVRWorkflow with the reward function of this module. The second way to train is
+MathAgent, an agent on the unmodified OpenAI SDK. If the model's answer is wrong, the agent tells the model so and asks
+again.
 
 **Data.** By default the problems come from the package `datasets` (openai/gsm8k). `train_dataset.path` may instead name
 a JSONL file whose lines have the keys "question" and "answer", as in GSM8K. In GSM8K, the field "answer" is the whole
@@ -15,7 +16,7 @@ solution, and the number stands after the last `####`.
 
 **Comparison.** If math-verify is installed, math-verify decides whether two answers are the same number. math-verify
 understands fractions, units and LaTeX. Without math-verify, the reward compares the numbers that `last_number` finds.
-1,000 and 1000.0 are then the same number, but 1/2 and 0.5 are not.
+Without math-verify, 1,000 and 1000.0 count as the same number, but 1/2 and 0.5 do not.
 """
 
 import re

@@ -9,13 +9,13 @@ tokens or versions. The agent is given a `base_url`, plays a game, and returns t
 
 **Why six numbers.** With the numbers 1 to 7, 4 would be the only best first guess. Early in training, however, games
 that begin with 4 earn the lowest reward. After a wrong guess of 4, three numbers are still possible. The two remaining
-guesses find all three numbers only if the next guess is the middle number. At that time, the model has not learnt this
-second guess yet. The model learns the first guess before the later guesses, because every game has a first guess. The
-model would therefore learn a wrong first guess, and with most seeds it would stay in this local optimum. With six
-numbers, 3 and 4 are both best first guesses. A first guess of 3 or 4 leaves two numbers on one side of the guess and
-three on the other side. A weaker local optimum remains: an agent that begins with 2 or 5 can find five of the six
-secrets. A penalty on the distance to the base model (configs/demo.yaml) keeps every first guess likely until the model
-has learnt the later guesses.
+guesses find all three numbers only if the next guess is the middle number. Early in training, the model has not yet
+learnt to guess this middle number. The model learns the first guess before the later guesses, because every game has a
+first guess. The model would therefore learn a wrong first guess, and with most seeds it would stay in this local
+optimum. With six numbers, 3 and 4 are both best first guesses. A first guess of 3 or 4 leaves two numbers on one side
+of the guess and three on the other side. A weaker local optimum remains: an agent that begins with 2 or 5 can find five
+of the six secrets. A penalty on the distance to the base model (configs/demo.yaml) keeps every first guess likely until
+the model has learnt the later guesses.
 
 **Several strategies find every secret.** The trained model's greedy policy may therefore make different guesses than
 binary search. `summary` counts the secrets that the learnt strategy finds, and draws the learnt strategy beside binary
@@ -90,7 +90,8 @@ def dataset(split: str = "train") -> list[dict]:
 
 
 def play_at_random(rng: random.Random) -> list[dict]:
-    """Return the messages of one random game. In half of the games the player uses the game's answers."""
+    """Return the messages of one random game. In half of the games, the player makes only guesses that the game's
+    earlier answers allow."""
     secret, listens = rng.choice(SECRETS), rng.random() < 0.5
     possible: Sequence[int] = SECRETS
     messages = list(START)
@@ -126,7 +127,7 @@ def binary_search(messages: list[dict], possible: Sequence[int]) -> str:
 
 
 def explore(play: Play, found: list[int], messages: list[dict] = START, possible: Sequence[int] = SECRETS) -> Tree:
-    """Draw a player's strategy as a tree: below each guess stands the next guess for each answer of the game.
+    """Draw a player's strategy as a tree: below each guess, the tree shows the next guess for each answer of the game.
 
     For every secret that the player finds, `explore` appends the number of guesses to `found`.
     """

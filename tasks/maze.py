@@ -5,17 +5,17 @@ is "from b7 to l12". The answer lists every cell that the walk visits, from the 
 metric of navigation: the length of the shortest way, divided by the length of the walk. If the walk goes through a wall
 or does not end at home, the reward is 0. A walk of 72 moves earns 0.75 if the shortest way has 54 moves.
 
-**Why this task.** The length of an answer varies tenfold and depends on the policy. A drunk can wander until the length
-limit, and a sober walker needs 54 moves on average. Some walks are therefore unfinished when new weights arrive, so one
-can measure interruptions, staleness, and the overlap of generation and training. Generation and training take about the
-same time.
+**Why this task.** The length of an answer varies tenfold and depends on the policy. A policy that walks like a drunk
+can wander until the length limit, and a policy that takes the shortest way needs 54 moves on average. Some walks are
+therefore unfinished when new weights arrive, so one can measure interruptions, staleness, and the overlap of generation
+and training. Generation and training take about the same time.
 
 **The base model** imitates a drunk. Each move of the drunk is a step on the shortest way with probability 0.4, and
 otherwise a step in a random open direction. The imitated walks are cut off after 64 moves. A perfect imitation of the
 drunk, up to the answer's limit of 240 tokens, has an SPL of 0.36. An SPL above 0.36 is the result of reinforcement
 learning.
 
-**No generalisation.** The model learns this one maze by heart, and every split has the same 286 prompts.
+**No generalisation.** Every split has the same 286 prompts, so the model learns this one maze by heart.
 """
 
 import random
@@ -90,8 +90,8 @@ def dataset(split: str = "train") -> list[dict]:
 
 
 def walk_of(answer: str, start: str) -> list[Cell] | None:
-    """Return an answer's cells. Return None if a word is no cell, a wall is in the way, or the first cell is not
-    `start`."""
+    """Return the cells that an answer visits. Return None if a word is no cell, a wall is in the way, or the first cell
+    is not `start`."""
     words = answer.removesuffix("<end>").split()
     if not words or words[0] != start or any(word not in CELLS for word in words):
         return None
@@ -102,7 +102,7 @@ def walk_of(answer: str, start: str) -> list[Cell] | None:
 def reward(prompt: str, completions: str, prompt_ids: list, completion_ids: list, start: str, home: str, **_) -> float:
     """Return SPL = S * l / max(p, l): S is 1 for success, l the length of the shortest way, p the walk's length.
 
-    The function has the same parameters as AReaL's reward functions. The metric is from Anderson et al. 2018.
+    The function has the same parameters as AReaL's reward functions. The metric SPL is from Anderson et al. 2018.
     """
     walk = walk_of(completions, start)
     if walk is None or walk[-1] != CELLS[home]:
@@ -169,7 +169,7 @@ def draw(walk: list[Cell], home: str) -> Text:
 
 
 def typical() -> dict:
-    """Return the prompt whose shortest way has the median length."""
+    """Return the prompt whose shortest way has the median length of all prompts."""
     ways = sorted(dataset(), key=lambda d: distances(d["home"])[CELLS[d["start"]]])
     return ways[len(ways) // 2]
 

@@ -106,9 +106,9 @@ def free_port() -> int:
 
 
 def two_free_ports() -> int:
-    """Return the number of a free port whose next port is free, too.
+    """Return a port number such that this port and the next port are free.
 
-    Linux takes the local ports of outgoing connections from 32768 on. The two ports are below 32768, so no outgoing
+    Linux gives outgoing connections local ports from 32768 upwards. The two ports are below 32768, so no outgoing
     connection of another test takes them.
     """
     while True:

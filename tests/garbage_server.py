@@ -103,8 +103,8 @@ def honest_answer(path: str, model_path: str, version: str, seen: int) -> bytes:
 
 
 async def serve(port: int, model_path: str, honest: int, names: Iterator[str]) -> None:
-    """Serve until the process ends. The first `honest` POST /generate get honest answers. `names` yields the kinds of
-    garbage in their order."""
+    """Serve until the process ends. `honest` is how many POST /generate requests get honest answers before the first
+    garbage. `names` yields the kinds of garbage in their order."""
     requests = itertools.count()
     version, seen = "0", 0
 

@@ -3,9 +3,9 @@
     python tests/leftovers.py run/command.py "stack.callback(fleet.close)" "pass" max_steps=1
 
 The first three arguments are a file, a piece of the file's code, and the code that replaces this piece. If the piece of
-code is empty, no error is planted. The other arguments are those of train.py. The last line of the output is JSON, with
-one list of names for each kind of thing that a run must not leave behind. Set TMPDIR to an empty folder before the run,
-so that the list of files contains only files of this run.
+code is empty, no error is planted. The remaining arguments are passed to train.py. The last line of the output is JSON,
+with one list of names for each kind of thing that a run must not leave behind. Set TMPDIR to an empty folder before the
+run, so that the list of files contains only files of this run.
 """
 
 import importlib.util
@@ -54,7 +54,7 @@ def main() -> None:
     threads = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
     left = {"threads": threads, "processes": processes(), "files": files}
     print(json.dumps(left), flush=True)
-    os._exit(0)  # a planted error may leave a thread that would hold up the end of this process
+    os._exit(0)  # a planted error may leave a thread that would keep this process from ending
 
 
 if __name__ == "__main__":

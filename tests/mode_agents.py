@@ -170,7 +170,8 @@ def hangs(data: dict) -> float:
 
 
 def leaves_a_daemon(data: dict) -> float:
-    """Start a process that holds the named pipe open, in a process session of its own, and whose parent has ended."""
+    """Start a process that holds the named pipe open. The process has a process session of its own, and its parent has
+    ended."""
     if child := os.fork():
         os.waitpid(child, 0)
         return 1.0

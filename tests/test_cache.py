@@ -184,8 +184,8 @@ def test_concat_trains_every_sampled_token_once(session: list[Call]) -> None:
 
 @given(calls)
 def test_a_row_of_concat_continues_the_row_that_trains_its_parent(session: list[Call]) -> None:
-    """In an export in style concat, a row's parent is the row that trains the parent of its first trained turn. If the
-    first trained turn of a row is a root, the row has no parent."""
+    """In an export in style concat, let t be the first trained turn of a row. The row's parent is the row that trains
+    the parent of t. If the first trained turn of a row is a root, the row has no parent."""
     cache = play(session)
     rows = cache.export_interactions("concat")
     row_of = {turn: row for row in rows.values() for turn, is_trained in row.row_turns if is_trained}
@@ -253,7 +253,8 @@ def test_an_unfinished_call_is_never_a_parent() -> None:
 @pytest.mark.parametrize(("sampled", "echoed"), [(True, 1), (1, True), (False, 0), ([0, "x"], [False, "x"])])
 def test_true_is_not_1(sampled: Any, echoed: Any) -> None:
     """A client may change `true` in a tool call to 1. The cache then treats the history as a different conversation,
-    although `True == 1` in Python. A history without this change is still a continuation."""
+    although `True == 1` in Python. A history that the client sends back unchanged is still a continuation of the
+    conversation."""
     for a in (echoed, sampled):
         cache = InteractionCache()
         first = turn([user("hi")])
@@ -341,7 +342,7 @@ def test_a_message_that_cannot_be_compared_changes_nothing() -> None:
 
 def test_a_sibling_keeps_its_reward_to_itself() -> None:
     """If A has the children B (reward 1) and C (reward 2), and gamma is 0.9, then B keeps 1 and A gets 0.9 * 1.5 =
-    1.35. In AReaL B gets 2.8."""
+    1.35. For the same tree and rewards, AReaL gives the child B the reward 2.8."""
     cache = InteractionCache()
     cache.enter("A", turn([user("q")], "a"))
     for name, reward in (("B", 1.0), ("C", 2.0)):
@@ -571,7 +572,8 @@ def test_an_inner_turns_reward_survives_concat() -> None:
 
 
 def test_a_shared_turn_is_trained_in_the_first_leaf_only() -> None:
-    """Two leaves share their root. The root's tokens are trained in the first row and are context in the second."""
+    """Two leaves of a conversation tree share their root. The root's tokens are trained in the first row and are
+    context in the second."""
     cache = InteractionCache()
     cache.enter("root", turn([user("q")], "a", prompt=[1], tokens=[2, 3]))
     for name in ("left", "right"):

@@ -213,8 +213,8 @@ def test_named_keys_exist(page: Path) -> None:
 
 
 def test_the_reading_path_has_its_stated_length() -> None:
-    """The README states how many lines of code the ten stops of its reading path have in total. The README's number is
-    right to within 5 %."""
+    """The README states how many lines of code the ten stops of its reading path have in total. The README's number of
+    lines is right to within 5 %."""
     text = (ROOT / "README.md").read_text()
     stops = re.findall(r"^\| \d+ \| `([\w/]+\.py)` \|", text.partition("## Reading path")[2], re.MULTILINE)
     (stated,) = re.findall(r"words and ([\d,]+) lines\)\. Both", " ".join(text.split()))

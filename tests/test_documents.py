@@ -230,7 +230,8 @@ CODE = re.compile(
 
 @pytest.mark.parametrize("document", [AGENT, ROLLOUT, OPENAI, WRITE_UP])
 def test_every_block_is_listed(document: str) -> None:
-    """Every line of code of a document belongs to a block of BLOCKS. At most five blocks are exceptions."""
+    """Every line of code of a document belongs to a block of BLOCKS. At most five blocks are exceptions that no test
+    runs."""
     text = read(document)
     for start, end in reversed(spans(document).values()):
         text = text[:start] + text[end:]
@@ -349,8 +350,8 @@ async def test_the_listing_of_the_proxy_workflow_runs(proxy: ProxyAddress) -> No
 
 
 def test_the_page_names_the_routes_and_the_body_of_an_export() -> None:
-    """On AReaL's page Agent Workflow, the body of an export request has the fields that
-    OpenAIProxyClient.export_interactions has as arguments."""
+    """On AReaL's page Agent Workflow, the fields in the body of an export request are the arguments of
+    OpenAIProxyClient.export_interactions."""
     body = re.search(r'Body: (\{"session_id".*\})', read(AGENT))
     assert body is not None
     fields = ast.literal_eval(body[1]).keys() - {"session_id"}
@@ -562,7 +563,7 @@ async def reward_of_one(*texts: Any, **data: Any) -> float:
 
 
 class Version:
-    """A provider of a policy version that the test sets."""
+    """An object with the method get_version, which returns the policy version that the test has set."""
 
     value = 0
 

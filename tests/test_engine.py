@@ -37,8 +37,8 @@ Answer = httpx.Response | Exception | Callable[[], Coroutine[Any, Any, httpx.Res
 
 
 def generated(tokens: list[int], finish: str = "stop", **meta: Any) -> httpx.Response:
-    """Return a server's answer to /generate. Token t has logprob -t; `spans` lists pairs (version, number of
-    tokens)."""
+    """Return a server's answer to /generate. The token with id t has logprob -t; `spans` lists pairs (version, number
+    of tokens)."""
     spans, start = [], 0
     for version, count in meta.pop("spans", [(0, len(tokens))]):
         spans.append({"version": str(version), "start": start, "end": start + count})
@@ -543,8 +543,9 @@ def test_the_order_of_a_weight_update(tmp_path: Path):
 
 
 def test_released_memory_comes_back_before_the_weights(tmp_path: Path):
-    """`release_memory` pauses the servers first. The next update takes the memory back before it sends the weights, and
-    does not pause the servers a second time. The engine never resumes a server that has no weights."""
+    """`release_memory` pauses the servers first. The next weight update makes the servers take the memory back, then
+    sends the weights. It does not pause the servers a second time. The engine never resumes a server that has no
+    weights."""
     (tmp_path / "v1").mkdir()
     script = Script(generated([1]))
     engine = script.engine(A)

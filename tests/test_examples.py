@@ -1,9 +1,9 @@
 """Agents in ten frameworks call the proxy, and every token that the model samples is trained exactly once.
 
 `make agents` installs the frameworks into .venv-agents and runs this file there with AGENTS=1. If an agent's framework
-is not installed, the agent's test is skipped. With AGENTS=1 the test of a missing framework fails instead. Frameworks
-that need node are an exception: if `make agents` cannot install them, their tests are skipped. The module
-examples/calculator.py makes the model. The inference server and the proxy are real processes.
+is not installed, the agent's test is skipped. With AGENTS=1, a test whose framework is missing fails instead of being
+skipped. Frameworks that need node are an exception: if `make agents` cannot install them, their tests are skipped. The
+module examples/calculator.py makes the model. The inference server and the proxy are real processes.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ from workflow import WorkflowContext, is_interactions, resolve_workflow, workflo
 # Warnings that the frameworks cause: connections that are not closed, and deprecated names.
 NOT_OURS = ("ResourceWarning", "DeprecationWarning", "UserWarning", "pytest.PytestUnraisableExceptionWarning")
 pytestmark = [pytest.mark.runs, *(pytest.mark.filterwarnings(f"ignore::{kind}") for kind in NOT_OURS)]
-EXAMPLES = {  # module of the agent: its framework's package, and the prefix of the interaction ids
+EXAMPLES = {  # agent's module -> package of its framework, prefix of the interaction ids
     "openai_sdk": ("openai", "chatcmpl-"),
     "openai_agents_sdk": ("agents", "resp_"),
     "langgraph_agent": ("langgraph", "chatcmpl-"),

@@ -1,4 +1,5 @@
-"""The search of tests/explore visits all orders of events of the dispatcher, the sessions, a call and a weight update.
+"""tests/explore searches every order in which the events of a small system can happen. Such a system is the dispatcher,
+the sessions, a call or a weight update.
 
 The search finds no broken property in the project's modules. A mutant is one of these modules with a planted error: one
 changed line. The search finds every planted error. Each property has at least two mutants that break this property.
@@ -79,8 +80,8 @@ def test_every_order_of_an_updates_events_keeps_every_property(bounds: UpdateBou
 
 
 def test_a_server_that_restarts_in_an_update_does_not_claim_the_new_version() -> None:
-    """A server loads version 1, dies and restarts with version 0 before the trainer's next call. At the end the server
-    has the weights of version 0 and reports version 0."""
+    """A server loads version 1, dies and restarts with version 0 before the trainer's next call. After the trainer's
+    last call the server has the weights of version 0 and reports version 0."""
     on = (("trainer goes on",),)
     path = on * 5 + (("dies", 0), ("restarts", 0)) + on * 2
     state = UpdateMachine(UpdateBounds()).run(path)
@@ -98,7 +99,8 @@ WALKS = [
 
 @pytest.mark.parametrize(("machine", "bounds"), WALKS)
 def test_random_walks_far_beyond_the_bounds_keep_every_property(machine: Callable[..., Any], bounds: Any) -> None:
-    """Long random series of events break no property. These series have larger bounds than the search can cover."""
+    """Long random series of events break no property. The bounds of these random walks are larger than the exhaustive
+    search can cover."""
     length = 100 if machine in (TurnMachine, UpdateMachine) else 300
     assert len(walk(machine(*bounds), 0, length)) > 50
 
@@ -306,8 +308,8 @@ UPDATE_MUTANTS = [
 def test_a_planted_error_of_an_update_is_found_by_name(
     name: str, bounds: UpdateBounds, module: ModuleType, line: str, changed: str
 ) -> None:
-    """The search finds each error that is planted in the engine, in the list of servers or in the order of an update's
-    calls. It names the property that the error breaks."""
+    """The search finds each error that is planted in the engine, in the list of servers or in the order of the calls of
+    a weight update. The search names the property that the error breaks."""
     servers, _, wrong_engine, wrong_start, wrong_train = with_mutant(UPDATE, module, line, changed)
     modules = {"servers": servers, "engine": wrong_engine, "start": wrong_start, "train": wrong_train}
     find_error(UpdateMachine(bounds, modules), name)
@@ -361,8 +363,8 @@ def swapped(events: list[Any], first: int, second: int) -> list[Any]:
 @pytest.mark.parametrize(("mode", "batch"), [("wait", 3), ("drop", 1), ("mask", 1)])
 def test_the_trace_of_a_run_is_a_walk_of_the_machine(tmp_path: Path, mode: str, batch: int) -> None:
     """The dispatcher's state machine can repeat each event in the trace of a real run, with the same consequences.
-    `conform` detects four planted changes of the trace: two groups consumed in the opposite order, a start before the
-    gate opens, a group that is consumed twice, and a lost event."""
+    `conform` detects four planted changes of the trace: two groups consumed in the opposite order, a group that starts
+    before the gate opens, a group that is consumed twice, and a lost event."""
     words = ["--config", "configs/maze.yaml", f"rollout.stale={mode}", f"train_dataset.batch_size={batch}"]
     words += ["gconfig.n_samples=2", "gconfig.max_new_tokens=100", "actor.ppo_n_minibatches=1", "max_steps=8"]
     words += ["rollout.max_head_offpolicyness=1", "should_accept_fn=walkers.has_signal"]
@@ -387,7 +389,8 @@ def test_the_trace_of_a_run_is_a_walk_of_the_machine(tmp_path: Path, mode: str, 
 
 def test_a_falling_version_is_found_in_a_schedule() -> None:
     """The versions of a call never fall, and they lie between the version at the start of its group and the version at
-    which the group is consumed. `check_calls` raises Broken if a call breaks this rule."""
+    which the group is consumed. `check_calls` raises Broken if the versions of a call fall or lie outside this
+    range."""
     for spans, begin, consumed in (([[2, 5, ""], [1, 9, ""]], 0, 3), ([[1, 5, ""]], 2, 3), ([[4, 5, ""]], 2, 3)):
         schedule = Schedule("", starts={7: begin}, calls={7: {"7-0.0": {"spans": spans}}})
         with pytest.raises(Broken, match="is consumed in"):

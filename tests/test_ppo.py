@@ -380,9 +380,9 @@ def test_the_spread_of_the_batch_and_a_constant_spread():
     ],
 )
 def test_the_spread_is_around_the_plain_mean_of_its_cell(rewards, keys, expected):
-    """The turns that are compared form a cell. The standard deviation of a cell is computed around the mean of this
-    cell, whatever baseline is subtracted. In the three cases of this test, AReaL computes the standard deviation around
-    the baseline (docs/differences.md)."""
+    """A cell is a set of turns whose rewards are compared with each other. The standard deviation of the rewards in a
+    cell is computed around the cell's mean, whatever baseline is subtracted. In the three cases of this test, AReaL
+    computes the standard deviation around the baseline (docs/differences.md)."""
     batch = single(*rewards)
     advantages = compute_advantages(batch, PPOActorConfig(adv_norm=NormConfig(**keys)))
     assert per_row(advantages, batch) == pytest.approx(expected, abs=1e-4)

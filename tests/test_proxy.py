@@ -471,7 +471,7 @@ def test_a_call_waits_for_few_answers_of_other_sessions(tiny_tokenizer: Any, cal
 
 
 async def test_a_body_that_never_ends_is_a_408(start: Start) -> None:
-    """A client that sends half a body and waits gets status 408."""
+    """A client that sends half a request body and then stops sending gets status 408."""
     harness = start(limits=Limits(seconds=0.01))
     session = await harness.start()
 
@@ -816,7 +816,7 @@ async def test_a_proxy_started_by_hand_offers_a_session(tiny_model_dir: Any, tin
         async with anthropic.AsyncAnthropic(base_url=found[2], api_key="DUMMY") as other:
             message = await other.messages.create(model="m", messages=HELLO, max_tokens=4)
         assert completion.usage is not None
-        assert 1 <= completion.usage.completion_tokens <= 4  # the end token may come before the limit of 4
+        assert 1 <= completion.usage.completion_tokens <= 4  # the end token may come before the limit of 4 tokens
         assert 1 <= message.usage.output_tokens <= 4
     finally:
         process.terminate()

@@ -76,8 +76,8 @@ def test_the_gate_decides(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run["name"])
 def test_the_simulation_agrees_with_real_runs(run: dict) -> None:
-    """From the times of a finished run, the simulation predicts the run's largest lag exactly, its mean lag to 0.2
-    versions, and its duration to 10 %."""
+    """Given the measured times of a finished run, the simulation predicts the run's largest lag exactly, its mean lag
+    to within 0.2 versions, and its duration to within 10 %."""
     found = simulate.simulate(simulate.replay, run, seeds=range(9))
     assert found["total_s"] == pytest.approx(run["seconds"], rel=0.1)
     assert found["lag_mean"] == pytest.approx(run["lag_mean"], abs=0.2)

@@ -118,7 +118,8 @@ EVENTS = ["enqueued", "submitted", "accepted", "rejected", "dropped", "withdrawn
 @given(st.lists(st.sampled_from(EVENTS), max_size=40))
 def test_counters_are_never_negative_and_lose_nobody(events):
     """For any sequence of events, possible or not, no counter is negative, and the sum of all counters is the number of
-    enqueued rollouts. The sum is also right after an error, such as a start while the gate is closed."""
+    enqueued rollouts. The sum stays correct even after an error, for example when a group is started while the gate is
+    closed."""
     manager = make_manager()
     entered = 0
     for event in events:
@@ -158,7 +159,7 @@ def test_counters_survive_many_threads():
 
 def test_recovery_restores_what_was_consumed():
     """After a restart at version 10 the gate admits (eta + 1) * B groups, and not (eta + 11) * B. (AReaL's issue #1388
-    describes this error.)"""
+    describes the error that too many groups are admitted after a restart.)"""
     manager = make_manager(eta=2, batch=4, version=10)
     assert manager.get_capacity() == 52  # the capacity is wrong before the call of on_version_recovered
     manager.on_version_recovered(10)
@@ -301,7 +302,7 @@ def largest_age(eta: int, batch: int, late: int, in_order_of_start: bool) -> int
     clock = Version()
     manager = StalenessManager(clock, 100, batch, eta)
     started: list[int] = []  # started[i] is the version at which group i started
-    finished: list[int] = []  # numbers of the groups that are ready to be consumed
+    finished: list[int] = []  # indices of the groups that are ready to be consumed
     ages: list[int] = []
     while clock.version <= late:
         for number in range(len(started), len(started) + manager.get_capacity()):

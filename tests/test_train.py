@@ -238,8 +238,8 @@ def test_sigterm_of_2000_tasks(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("victim", ["inference.tiny.server", "proxy"])
 def test_killed_server(tmp_path: Path, victim: str) -> None:
-    """The run ends if the proxy dies, or if the only server dies and max_restarts is 0. The last message names the dead
-    process and its exit code."""
+    """The run ends if the proxy dies, or if the run has a single inference server, this server dies, and max_restarts
+    is 0. The last message names the dead process and its exit code."""
     process, pids = start_and_wait_for_step(tmp_path, *SMALL_GUESS, "max_steps=10000", "server.max_restarts=0")
     os.kill(pids[victim], signal.SIGKILL)
     output = rest_of(process, 30)

@@ -323,8 +323,8 @@ async def test_one_failing_member_does_not_take_its_group_along(caplog: pytest.L
 async def test_a_member_that_returns_no_trajectory_is_a_failed_member(
     bad: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """If a member returns something that is not a trajectory, the member counts as failed. The log contains the reason,
-    and the other members are kept."""
+    """If a member returns something that is not a trajectory, the member counts as failed. The log says why the member
+    failed, and the group keeps its other members."""
 
     def member(context: WorkflowContext, data: dict) -> Any:
         return [row(1, 2), bad, row(3)][context.sample_idx]

@@ -58,5 +58,5 @@ class FirstBatchAgent:
 
 
 def has_signal(trajectory: dict[str, Any]) -> bool:
-    """Return whether the rewards of a group differ, because a group with equal rewards has no learning signal."""
+    """Return whether the rewards of a group differ. A group with equal rewards has no learning signal."""
     return len(set(trajectory["rewards"].tolist())) > 1

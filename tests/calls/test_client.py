@@ -271,8 +271,8 @@ async def test_responses_are_created_the_same_way(direct: Any) -> None:
 
 
 async def test_a_stream_and_other_options_are_the_same_session(direct: Any) -> None:
-    """The original client's conversation tree also contains streamed calls, and calls by a copy of the client
-    (`with_options`, `copy`)."""
+    """If a client is copied (`with_options`, `copy`), the copy's calls go into the original client's conversation tree.
+    Streamed calls are in this tree, too."""
     client, _ = direct("one", "two", seed=1)
     messages: Any = [{"role": "user", "content": "count"}]
     stream = await client.with_options(timeout=5).chat.completions.create(model="m", messages=messages, stream=True)

@@ -70,8 +70,8 @@ def test_an_echoed_history_is_recognised(pair: dict[str, Any]) -> None:
 
 
 def test_every_turn_finds_its_parent_among_all_conversations() -> None:
-    """The 137 recorded pairs of requests are put in one session. The parent of the second request in each pair is the
-    first request of the same pair."""
+    """The 137 recorded pairs of requests are put in one session. For the second request of each pair, the cache finds
+    the first request of the same pair as the parent."""
     cache = InteractionCache()
     children: dict[int, InteractionWithTokenLogpReward] = {}
     for k, line in enumerate(LINES):
@@ -224,7 +224,7 @@ TALK: list[Message] = [
 
 
 def test_three_protocols_say_one_conversation() -> None:
-    """One conversation, written in each of the three protocols, becomes one list of messages in normal form."""
+    """One conversation, written in each of the three protocols, becomes the same list of messages in normal form."""
     text = {"type": "text", "text": "Be terse."}
     called = CALL | {"function": {"name": "f", "arguments": '{"a": 1}'}}
     calls = [called, called | {"id": "call_2"}]
@@ -502,8 +502,8 @@ def test_half_a_surrogate_pair_stays_text() -> None:
 
 
 def test_how_the_answer_is_wanted() -> None:
-    """The parser reads streaming, the number of answers, logprobs, `store` and the template's variables from the
-    body."""
+    """The parser reads whether to stream, the number of answers, logprobs, `store` and the template's variables from
+    the body."""
     options = {"include_usage": True}
     ask = parse_chat(body_of(parse_chat, stream=True, stream_options=options, n=3, logprobs=True, store=False))
     assert (ask.stream, ask.stream_usage, ask.n, ask.logprobs, ask.store) == (True, True, 3, True, False)

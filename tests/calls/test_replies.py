@@ -338,7 +338,7 @@ def test_an_error_has_the_shape_of_its_protocol(name: str, status: int, error: s
 
 
 def accumulated_error(name: str, raw: bytes, status: int) -> None:
-    """Send a request with a client of the SDK that gets `raw` as the reply. The SDK raises the error that is in the
+    """With a client of the SDK, send a request to which the reply is `raw`. The SDK raises the error that is in the
     reply."""
     client = client_of(name, raw, status)
     if name == "chat/completions":

@@ -507,10 +507,10 @@ async def test_models_are_listed(start: Start) -> None:
     ],
 )
 def test_which_turn_a_retry_belongs_to(states: str, says_so: bool, match: int | None) -> None:
-    """A request counts as a retry if the turn of an identical earlier request is unread, failed or abandoned. If the
-    request has a retry header, it may also retry a running turn. If no identical turn is running, it may retry the
-    newest identical turn whose connection is closed. In this test the state "read" means that the client has read the
-    reply, so the connection is open."""
+    """A request counts as a retry if the turn of an identical earlier request is unread, failed or abandoned. A request
+    with a retry header may also count as a retry of an identical turn that is still running. If no identical turn is
+    running, such a request may count as a retry of the newest identical turn whose connection is closed. In this test
+    the state "read" means that the client has read the reply, so the connection is open."""
     turns: list[Any] = []
     for name in states.split():
         transport = SimpleNamespace(is_closing=lambda name=name: name != "read")

@@ -138,7 +138,8 @@ async def test_a_named_response_is_the_parent(tool_tokenizer: Any, change: dict[
 
 
 async def test_a_named_response_beats_its_twin(start: Start) -> None:
-    """If two responses have identical messages and outputs, the parent is the response that the client names."""
+    """If two responses have identical messages and outputs, the next request's parent is the response that the client
+    names."""
     harness = start("one", "one", "two")
     session = await harness.start()
     older, _ = [await ask(harness, session, "responses", [user()], user=str(k)) for k in range(2)]

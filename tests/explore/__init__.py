@@ -1,4 +1,4 @@
-"""Explore every order of events of a small system, and check each state that the system can reach.
+"""Explore every order in which the events of a small system can happen, and check each state that the system can reach.
 
     python -m tests.explore --show     draw every state of the smallest case of the dispatcher as text
     python -m tests.explore --large    explore all state machines at large bounds; print the states and the seconds

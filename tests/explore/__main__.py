@@ -36,7 +36,8 @@ def search(case: int) -> tuple[int, str]:
 
 
 def stroll(case: int) -> tuple[int, str]:
-    """For each seed, follow random events of one state machine. Return the number of events, and a line about them."""
+    """For each seed, follow random events of one state machine. Return the number of events, and a line that describes
+    the walks."""
     name, machine, bounds = WALKS[case]
     began = time.monotonic()
     states = sum(len(walk(machine(*bounds), seed, LENGTH)) for seed in SEEDS)

@@ -11,8 +11,9 @@ properties of the machine are checked after each event. An example:
     consume 0, consume 1       take                       the batch has groups 0 and 1, in this order
     start 2 (at version 1)     version, start             the gate admits group 2
 
-The trace records a new version only after the gate has learned of it. So `conform` reads from the file schedule.jsonl
-between which two events each version began. `conform` does not support a run that was killed and then continued.
+The trace records a new version only after the gate has learned of it. `conform` therefore also reads the file
+schedule.jsonl, which shows between which two events each version began. `conform` does not support a run that was
+killed and then continued.
 """
 
 import json

@@ -1,9 +1,9 @@
 """The state machine of the dispatcher: DispatchState (rollout/dispatcher.py) and StalenessManager (staleness.py).
 
-DispatchMachine explores these two classes themselves, not a model of the classes. After a kill, the machine restores
-the checkpoint with WorkflowExecutor.load_state_dict (rollout/executor.py). Groups start, end, fail and are
-rejected in every order. The trainer consumes batches and makes new versions, with or without a checkpoint, and the
-process may be killed. A group has tokens of every version between its start and its end. The properties:
+DispatchMachine explores the real classes, not a model of them. After a kill, the machine restores the checkpoint with
+WorkflowExecutor.load_state_dict (rollout/executor.py). Groups start, end, fail and are rejected in every order. The
+trainer consumes batches, makes new versions, and may write a checkpoint with a version. The process may be killed. A
+group has tokens of every version between its start and its end. The properties:
 
     age          no trained token is older than eta
     gate         when a group starts, accepted + running <= (eta + version + 1) * B
@@ -63,7 +63,7 @@ class World:
     training: bool = False  # whether the trainer has consumed a batch but not yet made the next version
     next_id: int = 0
     started: dict[int, int] = field(default_factory=dict)  # for each task id, the version at the start
-    submitted: int = 0  # number of submitted groups, which the sum of all counters must equal
+    submitted: int = 0  # number of submitted groups; the sum of all counters must be equal to it
     masked: int = 0  # number of groups that lost their old tokens when a step consumed them
     rejections: int = 0
     kills: int = 0
@@ -114,7 +114,7 @@ class DispatchMachine:
         return [world]
 
     def build(self, world: World) -> None:
-        """Give the world a new dispatcher and a new staleness manager, which a process makes when it starts."""
+        """Give the world a new dispatcher and a new staleness manager, as in a process that has just started."""
         b = self.bounds
         manager = self.staleness.StalenessManager(world, b.concurrent, b.batch, b.eta)
         oldest: Callable[[Group], int] = lambda group: group.oldest  # noqa: E731
@@ -216,7 +216,7 @@ class DispatchMachine:
 
     @cached_property
     def load_state_dict(self) -> Callable[..., None]:
-        """This function does what WorkflowExecutor.load_state_dict does, for the machine's groups, which have no
+        """This function does the same as WorkflowExecutor.load_state_dict, but for the machine's groups, which have no
         tensors."""
         code = self.executor.WorkflowExecutor.load_state_dict.__code__
         versions = {"head_version": lambda group: group.oldest, "tail_version": lambda group: group.newest}
@@ -279,7 +279,8 @@ LARGE = (
     Bounds(eta=1, batch=2, concurrent=3, versions=3, rejections=1, withdrawals=2),
     Bounds(eta=2, batch=2, concurrent=4, versions=5, rejections=2),
 )
-# Many rejections keep the pipeline empty, so that no group becomes too old. Two cases therefore have few rejections.
+# If many groups are rejected, the pipeline stays empty, and no group becomes too old. Two cases therefore have few
+# rejections.
 FAR = (
     Bounds(eta=3, batch=4, concurrent=9, versions=10**6, rejections=10**6),
     Bounds(eta=2, batch=2, concurrent=9, versions=10**6, rejections=20),

@@ -175,7 +175,7 @@ def stuck(graph: Graph) -> list[int]:
 
 
 def events_to(graph: Graph, way: Way) -> list[Event]:
-    """Return the events that lead from an initial state along `way`."""
+    """Return the events along the path that ends with `way`, beginning at an initial state."""
     events: list[Event] = []
     while way is not None:
         events.append(way[1])

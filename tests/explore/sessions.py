@@ -1,9 +1,9 @@
 """The state machine of the sessions: SessionTable and Limits (calls/sessions.py).
 
 SessionMachine explores the real classes. The trainer adds grants. The trainer also starts, ends, exports and discards
-sessions. Agents send calls, their turns end, and time passes in steps of 30 seconds. The class Work stands in for
-turns, and has the two attributes of a turn that SessionTable uses. From every state, all sessions and turns can end.
-The properties:
+sessions. Agents send calls, turns end, and time passes in steps of 30 seconds. The class Work stands in for turns, and
+has the two attributes of a turn that SessionTable uses. From every state, all sessions and turns can end. The
+properties:
 
     grants     a session starts exactly if a grant is left that has not lapsed
     expiry     the table holds exactly the sessions that were not exported or discarded, and that were not idle for
@@ -69,7 +69,7 @@ class SessionBounds(NamedTuple):
     """The bounds within which the search explores the state machine."""
 
     sessions: int = 2
-    answers: int = 2  # most answers that one session may have in flight (Limits.answers)
+    answers: int = 2  # maximum number of answers in flight for one session (Limits.answers)
     grants: int = 3
     crashes: int = 0  # at most this many crashes of the proxy are explored
 

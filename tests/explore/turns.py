@@ -1,11 +1,11 @@
 """A state machine for the proxy's calls: Proxy (proxy.py), Turn (calls/turn.py), Session and the tree (cache.py).
 
 The state machine, TurnMachine, drives the shipped endpoints of the proxy in an event loop of its own. Clients connect,
-hang up and retry, and the proxy notices later that a client has hung up. The engine sends tokens, finishes or fails. An
-abort of the engine takes some time. The trainer sets a reward, ends the session and exports it. Only the tokenizer and
-the engine are stand-ins: a token is a letter, and each generation has its own letter, version and log-probabilities.
-The search (search.py) cannot copy a running coroutine, so a state is the list of the events that lead to the state. To
-apply an event, the state machine replays all earlier events and then this event. The properties:
+hang up and retry. The proxy notices only later that a client has hung up. The engine sends tokens, finishes or fails.
+An abort of the engine takes some time. The trainer sets a reward, ends the session and exports it. Only the tokenizer
+and the engine are stand-ins: a token is a letter, and each generation has its own letter, version and
+log-probabilities. The search (search.py) cannot copy a running coroutine, so a state is the list of the events that
+lead to the state. To apply an event, the state machine replays all earlier events and then this event. The properties:
 
     once      a call and its retries become at most one exported turn
     read      the export contains every reply that a client has read whole before the session ended
@@ -117,7 +117,7 @@ class Client:
     gone: bool = False  # whether the client has hung up
     status: int = 0
     text: str = ""  # the text of the answer, if the client has read the whole answer
-    in_time: bool = False  # whether the session was open when the client had read the answer
+    in_time: bool = False  # whether the session was still open when the client finished reading the answer
 
 
 class TurnBounds(NamedTuple):

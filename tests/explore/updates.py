@@ -3,11 +3,11 @@
 
 UpdateMachine drives the shipped classes twice: as the trainer, which pushes new versions, and as a proxy, whose request
 must survive the updates. Between two calls of the trainer anything may happen: a server generates a token, dies or
-restarts with its first weights, a connection breaks, an answer is lost, a wait of the proxy ends, or the trainer dies
-with its proxy. After the trainer's death, a new trainer and a new proxy use the same servers (`take_over` in
-run/start.py), and the trainer continues from its last version. Only the servers are stand-ins. The id of a token is the
-version of the weights that really computed it. As in turns.py, a state is the list of the events that lead to this
-state. The properties:
+restarts with its first weights, a connection breaks, an answer is lost, a pause in which the proxy waits is over, or
+the trainer dies together with its proxy. After the trainer's death, a new trainer and a new proxy use the same servers
+(`take_over` in run/start.py), and the trainer continues from its last version. Only the servers are stand-ins. The id
+of a token is the version of the weights that really computed it. As in turns.py, a state is the list of the events that
+lead to this state. The properties:
 
     label      every token has the version of the weights that computed it
     falls      versions never decrease along a completion
@@ -142,7 +142,8 @@ class Server:
 
 
 class Wires:
-    """Replaces inference.wire.Wire. The trainer's calls wait for an event, and the proxy's calls arrive at once."""
+    """Replaces inference.wire.Wire. A call of the trainer waits for an event of the state machine. A call of the proxy
+    arrives immediately."""
 
     def __init__(self, world: "World", of_trainer: bool) -> None:
         self.world, self.of_trainer = world, of_trainer
@@ -307,7 +308,7 @@ class World:
         return self.version
 
     def die(self) -> None:
-        """Kill the trainer and the proxy, so that they send no last request. The servers continue."""
+        """Kill the trainer and the proxy without letting them send a last request. The servers continue."""
         self.deaths -= 1
         self.proxy._wire.dead = True
         if self.request is not None:

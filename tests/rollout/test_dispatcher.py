@@ -360,7 +360,7 @@ def test_how_many_failures_are_a_bug():
 
 
 def test_one_success_ends_a_row_of_failures(make_stage):
-    """Only failures in a row stop the run. A rejected episode resets the count of failures, because it raised no
+    """Only consecutive failures stop the run. A rejected episode resets the count of failures, because it raised no
     exception."""
     stage = make_stage(eta=100, concurrent=1, max_failures=2)
     for task_id in range(0, 20, 2):
@@ -471,8 +471,8 @@ def test_a_straggler_is_masked_and_holds_up_no_batch(make_stage):
 
 
 def test_wait_for_one_task(make_stage):
-    """wait_for_task returns one group by its id. No later batch contains the returned group, and the gate admits
-    another group in its place."""
+    """wait_for_task returns one group by its id. No later batch contains a group that wait_for_task has returned, and
+    the gate admits a new group in its place."""
     stage = make_stage(eta=0, batch=2)
     stage.submit(0, 1, 2)
     stage.finish(1)
@@ -557,8 +557,8 @@ def test_a_broken_task_factory_is_a_failed_task(make_stage):
 
 
 def test_destroy_cancels_cleans_up_and_leaves_no_thread(make_stage):
-    """destroy() cancels running episodes, lets the episodes clean up, and joins the thread. A second call has no
-    effect."""
+    """destroy() cancels running episodes, lets the episodes clean up, and joins the thread. A second call of destroy()
+    has no effect."""
     before = set(threading.enumerate())
     stage = make_stage(eta=5)
     stage.submit(0, 1)
@@ -668,7 +668,7 @@ def test_the_dispatcher_runs_in_virtual_time():
 @settings(max_examples=50, deadline=None)
 @given(st.integers(0, 3), st.integers(1, 4), st.lists(st.integers(0, 50), min_size=60, max_size=60), st.integers(0, 30))
 def test_no_choice_of_durations_breaks_the_bound(eta, batch, durations, train_s):
-    """No group that the dispatcher returns is older than eta, however long the episodes take."""
+    """No group that the dispatcher returns is older than eta versions, however long the episodes take."""
     ages, _ = virtual_training(eta, batch, lambda i: durations[i % 60], steps=12, train_s=train_s)
     assert max(map(max, ages)) <= eta
 

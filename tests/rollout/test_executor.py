@@ -256,8 +256,8 @@ def test_the_loaders_batch_is_what_the_gate_counts(make: Make) -> None:
 
 
 def test_group_size_and_n_samples_are_one_number(make: Make) -> None:
-    """A caller may set group_size or n_samples. If both are set to different numbers, prepare_batch raises an error.
-    Evaluation may use a different group size than training."""
+    """A caller may set group_size or n_samples. If group_size and n_samples are set to different numbers, prepare_batch
+    raises an error. Evaluation may use a different group size than training."""
     executor = make(gconfig=GenerationHyperparameters(n_samples=3))
     with pytest.raises(ValueError, match=r"group_size=2 and gconfig.n_samples=3 are one number"):
         executor.prepare_batch(loader(SAMPLES), Echo(), group_size=2)
@@ -269,8 +269,8 @@ def test_group_size_and_n_samples_are_one_number(make: Make) -> None:
 
 
 def test_should_accept_fn_may_be_named_and_must_be_a_function(make: Make) -> None:
-    """should_accept_fn may be a function or an import path "module.function". Any other value of should_accept_fn
-    raises a TypeError."""
+    """should_accept_fn may be a function or an import path "module.function". A should_accept_fn that is neither raises
+    a TypeError."""
     executor = make()
     batch = executor.prepare_batch(loader(SAMPLES), Echo(), should_accept_fn=f"{__name__}.is_even")
     assert batch["rewards"].tolist() == [0.0, 2.0]
@@ -427,7 +427,8 @@ class OneIsSlow(Echo):
 @pytest.mark.parametrize("stale", ["mask", "drop"])
 def test_no_step_waits_for_a_slow_group(make: Make, stale: str) -> None:
     """With stale=mask, the loss leaves out those tokens of a slow group that are more than eta versions old. With
-    stale=drop, the whole group is dropped. With both settings no trained token is more than eta versions old."""
+    stale=drop, the whole group is dropped. With stale=mask as with stale=drop, no trained token is more than eta
+    versions old."""
     executor, data, slow = make(config={"max_head_offpolicyness": 1, "stale": stale}), loader(SAMPLES), list[int]()
     while not slow and executor.stats.dropped == 0:
         version, batch = executor.engine.get_version(), executor.prepare_batch(data, OneIsSlow())

@@ -186,7 +186,8 @@ def test_concat_knows_features_from_tokens(lengths: list[int], width: int, more:
     """concat_padded_tensors pads a user's tensor only if its second dimension equals the row length in every
     trajectory.
 
-    A feature tensor is not padded if its width happens to equal the number of tokens of only one trajectory.
+    If the width of a feature tensor happens to equal the row length of one trajectory but not of all, the tensor is not
+    padded.
     """
     trajectories = []
     for length in lengths:

@@ -58,8 +58,8 @@ def test_only_the_final_answer_counts(completion: str, answer: str, right: bool)
 
 
 def test_the_solutions_in_the_data_are_right() -> None:
-    """A problem's own solution earns the reward. The solution of another problem earns the reward only if the answers
-    are the same."""
+    """A problem's own solution earns the reward. A solution of a different problem earns the reward only if both
+    problems have the same answer."""
     rows = read_jsonl(ROOT / DATA)
     samples = load_dataset(str(ROOT / DATA), gsm8k, "train")
     assert len(samples) == 12

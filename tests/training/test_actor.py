@@ -672,7 +672,7 @@ def test_a_resumed_optimizer_obeys_its_own_keys(make_actor, tmp_path):
 
 
 def test_saved_weights_are_a_hugging_face_model(make_actor, tmp_path):
-    """save() writes a directory that transformers can load. The model that transformers loads gives the same
+    """save() writes a directory that transformers can load. The saved model, loaded with transformers, gives the same
     log-probabilities as the actor."""
     actor = make_actor()
     batch = prepare(actor, make_batch())

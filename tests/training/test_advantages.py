@@ -1,4 +1,4 @@
-"""Each test compares one way to compute advantages with the loop or the sum in the paper that describes it."""
+"""Each test compares one way to compute advantages with the loop or the sum of the paper that describes this way."""
 
 import math
 

@@ -25,7 +25,7 @@ from training.layout import pick_layout
 
 pytestmark = pytest.mark.usefixtures("forget")
 COMPILE = torch.compile
-HEAD_GRAPHS = 2  # one graph computes a chunk's results, one its gradient without the entropy's
+HEAD_GRAPHS = 2  # one for a chunk's results, one for their gradient without that of the entropy
 
 
 @pytest.fixture
@@ -71,8 +71,8 @@ def check_same(path: Path, batches: list[Any], **changes: Any) -> int:
 
 def test_padded_rows_have_four_graphs(tiny_model_dir):
     """All layers share four graphs: for one row and for several rows, each with and without gradients. No layer has a
-    graph break. Inputs with other shapes do not compile another graph. With gradient checkpointing, and with a unit of
-    FSDP for each layer (offload=True), the number of graphs stays four."""
+    graph break. Inputs with new shapes do not make the compiler compile another graph. With gradient checkpointing, and
+    with a unit of FSDP for each layer (offload=True), the number of graphs stays four."""
     assert check_same(tiny_model_dir, make_batches(4), gradient_checkpointing=True, offload=True) == 4
     assert not counters["graph_break"]
 
@@ -118,8 +118,8 @@ def test_the_defaults_depend_on_the_device(changes, device, expected, monkeypatc
 
 
 def test_the_actors_of_other_tests_compile_nothing(monkeypatch):
-    """The tests of other files compile no layers even on a GPU, where bench/gpu_check.py runs them. With compiled
-    layers, each actor of these tests would take seconds to compile."""
+    """bench/gpu_check.py runs the tests of other files on a GPU. Even there these tests compile no layers. With
+    compiled layers, each actor of these tests would take seconds to compile."""
     monkeypatch.setattr("training.config.can_compile", lambda: True)
     assert PPOActorConfig().is_compiled("cuda")
     assert not make_config().is_compiled("cuda")

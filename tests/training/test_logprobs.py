@@ -115,7 +115,7 @@ def test_compiled_chunks_change_neither_values_nor_gradients(monkeypatch, backen
 
 
 class Products(TorchDispatchMode):
-    """Records the data type and the number of rows of the result of each matrix product."""
+    """For the result of each matrix product, records the data type and the number of rows."""
 
     def __init__(self) -> None:
         super().__init__()

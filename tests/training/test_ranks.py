@@ -153,8 +153,8 @@ def test_a_rank_chooses_its_gpu_before_it_joins(
 ) -> None:
     """A rank sets its GPU before it makes the process group, because init_device_mesh otherwise warns that it has to
     guess the GPU. Without torchrun the rank uses the first GPU. A rank without a GPU of its own joins the process
-    group, too, so that rank 0 can report that there are too few GPUs. NCCL_CUMEM_ENABLE gets the value that SGLang
-    gives it (test_sglang_run.py), unless the user has set it."""
+    group, too, so that rank 0 can report that there are too few GPUs. If the user has not set NCCL_CUMEM_ENABLE, a rank
+    sets it to the same value as SGLang (test_sglang_run.py)."""
     calls: list[Any] = []
     monkeypatch.setattr(ranks.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(ranks.torch.cuda, "device_count", lambda: 4)
@@ -227,8 +227,8 @@ def test_two_ranks_train_while_one_writes_its_part_of_a_checkpoint(tiny_model_di
     """While rank 1 has not yet written its part of the checkpoint, both ranks make the next training step. The
     checkpoint is not valid until rank 1 has written its part.
 
-    The thread that writes the checkpoint has a process group of its own. In the process group of the main thread, the
-    collective operations of the checkpoint and of the training step would be mixed up.
+    The thread that writes the checkpoint has a process group of its own. If the thread used the main thread's process
+    group, the collective operations of the checkpoint and of the training step would be mixed up.
     """
     process = start(2, __file__, "work_checkpoint", str(tiny_model_dir), str(tmp_path))
     output = rest_of(process, 200)
@@ -352,7 +352,7 @@ def test_two_nodes_train_and_come_back(tmp_path: Path) -> None:
     finally:
         for node in nodes:
             kill_node(node)
-    # Step 3 was made, so the checkpoint of step 1 is complete. The checkpoint of step 2 may be half written.
+    # The run has made step 3, so the checkpoint of step 1 is complete. The checkpoint of step 2 may be half written.
     assert re.search("continuing after step [12]", "".join(log.read_text() for log in logs))
     assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == list(range(1, 7))
 
