@@ -363,7 +363,8 @@ def create_app(engine: Any, tokenizer: Any, admin_key: str, **options: Any) -> F
     app.add_route("/rl/start_session", proxy.start_session, methods=["POST"])
     app.add_route("/set_version", proxy.set_version, methods=["POST"])
     app.add_route("/export_trajectories", proxy.export_trajectories, methods=["POST"])
-    # The web framework takes the first matching route. "/v1" comes before "/{session_id}", so "v1" is no session id.
+    # The web framework takes the first matching route. The route "/v1" stands before the route "/{session_id}", so "v1"
+    # is never taken for a session id.
     # A path contains "//" if a client appends "/v1" or "/messages" to a URL that ends with a slash.
     for session in ("/{session_id}/v1", "/v1", "", "/{session_id}", "/{session_id}//v1", "//v1", "/{session_id}/v1/"):
         for name, protocol in PROTOCOLS.items():

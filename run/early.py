@@ -41,7 +41,7 @@ def environment(gpus: list[str]) -> dict[str, str]:
 
 
 def prepare(config: TrainConfig) -> None:
-    """Start the early processes of a run: a proxy and, if the run starts small servers, a small server."""
+    """Start a proxy and, if the run needs small servers, one small server."""
     has_server = config.server.backend == "tiny" and not config.rollout.server_addrs
     for module in [] if config.dry_run else ["inference.tiny.server"] * has_server + ["proxy"]:
         start(module)

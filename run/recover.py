@@ -2,7 +2,7 @@
 
 With `recover: auto`, a run that is started again with the same name continues from its last checkpoint. The rules:
 
-- **Only one process writes a run.** A second process with the same run folder ends with an error while the first
+- **Only one process writes to a run's folder.** A second process with the same run folder ends with an error while the first
   process is alive.
 - **A checkpoint contains everything that the next step depends on.** The folder recover/step00040 contains the model
   and the optimizer, the number of finished steps, the states of the random number generators, the position in the data,

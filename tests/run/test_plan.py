@@ -296,8 +296,8 @@ def test_a_server_that_does_not_answer_is_refused(url: str) -> None:
 
 
 def test_a_server_elsewhere_needs_a_key() -> None:
-    """An address of another machine is refused without rollout.server_key, because other people may reach such a
-    server."""
+    """If the address of a server is on another machine, rollout.server_key must be set, because other people may be
+    able to reach this server."""
     with pytest.raises(ConfigError, match=r"is not this machine: set rollout.server_key"):
         check_addresses(config("DIR", "rollout.server_addrs=['http://gpu:1']"), [])
 

@@ -312,7 +312,7 @@ def test_output_and_gradients_are_those_of_the_dense_mask(heads: int) -> None:
 
 
 def test_what_tree_attention_cannot_do_is_refused(model: Any) -> None:
-    """Tree attention raises an error in a forward pass without a tree, and for a layer with a sliding window."""
+    """Tree attention raises an error if the forward pass has no tree, or if the layer has a sliding window."""
     q = torch.randn(1, 2, 3, 8)
     [tree] = build_trees([[1, 2, 3]], 8)
     model.set_attn_implementation("tree")
