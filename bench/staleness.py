@@ -12,9 +12,9 @@ docs/staleness.md explains the results.
 
 **A fixed lag.** On a small machine, generation is as fast as training, so a real run has little lag. In this benchmark
 generation and training alternate in one process. Steps are counted from 0. Version max(s - eta, 0) samples all tokens
-of step s. This lag is the largest that the gate (staleness.py) allows. With eta = inf there is no gate. With eta = inf the sampler
-generates two batches while the trainer consumes one batch, so version s // 2 samples the batch of step s. Every run
-trains on 64 batches of 120 games. The CSV file contains the measured lag: the trainer's version minus the version that
+of step s. This lag is the largest that the gate (staleness.py) allows. With eta = inf there is no gate. With
+eta = inf the sampler generates two batches while the trainer consumes one batch, so version s // 2 samples the batch of
+step s. Every run trains on 64 batches of 120 games. The CSV file contains the measured lag: the trainer's version minus the version that
 sampled the token.
 
 **Methods.** "naive" is standard PPO whose old policy is the behaviour policy. "decoupled" is decoupled PPO that

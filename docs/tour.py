@@ -68,7 +68,7 @@ def read_gate(rollout: Any) -> dict[str, int]:
 
 
 def take_tour() -> dict[str, Any]:
-    """Train two steps. Return the states of the gate, the second group's tensors and the tensors of its longest game."""
+    """Train two steps. Return the gate's states, the second group's tensors and the tensors of its longest game."""
     with tempfile.TemporaryDirectory() as folder:
         config = load([*KEYS.split(), f"fileroot={folder}"])
         agent = PacedAgent(import_string(f"{config.task}.WORKFLOW")())

@@ -2,8 +2,8 @@
 
 With `recover: auto`, a run that is started again with the same name continues from its last checkpoint. The rules:
 
-- **Only one process writes to a run's folder.** A second process with the same run folder ends with an error while the first
-  process is alive.
+- **Only one process writes to a run's folder.** A second process with the same run folder ends with an error while
+  the first process is alive.
 - **A checkpoint contains everything that the next step depends on.** The folder recover/step00040 contains the model
   and the optimizer, the number of finished steps, the states of the random number generators, the position in the data,
   and the list of open groups. A group is open from the moment when its prompt is drawn from the data until a step has

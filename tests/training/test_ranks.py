@@ -224,8 +224,8 @@ def test_no_rank_but_the_first_reads_the_model(tmp_path: Path, tied: bool) -> No
 
 @pytest.mark.runs
 def test_two_ranks_train_while_one_writes_its_part_of_a_checkpoint(tiny_model_dir: Path, tmp_path: Path) -> None:
-    """Both ranks make the next training step before rank 1 has written its part of the checkpoint. The checkpoint is not
-    valid until rank 1 has written its part.
+    """Both ranks make the next training step before rank 1 has written its part of the checkpoint. The checkpoint is
+    not valid until rank 1 has written its part.
 
     The thread that writes the checkpoint has a process group of its own. If the thread used the main thread's process
     group, the collective operations of the checkpoint and of the training step would be mixed up.
