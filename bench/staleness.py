@@ -14,8 +14,8 @@ docs/staleness.md explains the results.
 generation and training alternate in one process. Steps are counted from 0. Version max(s - eta, 0) samples all tokens
 of step s. This lag is the largest that the gate (staleness.py) allows. With eta = inf there is no gate. With
 eta = inf the sampler generates two batches while the trainer consumes one batch, so version s // 2 samples the batch of
-step s. Every run trains on 64 batches of 120 games. The CSV file contains the measured lag: the trainer's version minus the version that
-sampled the token.
+step s. Every run trains on 64 batches of 120 games. The CSV file contains the measured lag: the trainer's version minus
+the version that sampled the token.
 
 **Methods.** "naive" is standard PPO whose old policy is the behaviour policy. "decoupled" is decoupled PPO that
 computes pi_prox by a forward pass. "loglinear" is decoupled PPO that interpolates pi_prox between pi_behav and

@@ -58,7 +58,7 @@ class Terminal(Console):
 
 terminal = Terminal()
 clock = terminal.show(lambda: f"{monotonic() - BEGIN:.0f} s since start", transient=True)
-before_results = ExitStack()  # closing it removes the clock, and ends the redirection of a quiet run
+before_results = ExitStack()  # closed before the results: the clock ends, and output is shown again
 
 
 def greet(words: list[str]) -> None:
