@@ -95,7 +95,7 @@ class PPOActorConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)  # AdamW and its schedule
 
     def is_sharded(self, ranks: int) -> bool:
-        """Return whether FSDP2 shards the model. FSDP2 also computes in another data type and offloads the weights."""
+        """Return whether FSDP2 is used. FSDP2 serves several ranks, the data type bfloat16, and offloading."""
         return ranks > 1 or self.dtype != "float32" or self.offload
 
     def is_compiled(self, device: str) -> bool:

@@ -41,8 +41,8 @@ def whole(name: str, answer: Answer, ask: AgentRequest = ASKED) -> dict[str, Any
 
 
 def streamed(name: str, answer: Answer, pieces: list[tuple[str, str]], ask: AgentRequest = ASKED) -> bytes:
-    """Return the reply as a stream of events. Each element of `pieces` holds the text and the reasoning by which the
-    streamed reply grows."""
+    """Return the reply as a stream of events. Each element of `pieces` is a pair: the text and the reasoning text that
+    the stream appends."""
     stream, text, reasoning = PROTOCOLS[name].stream(ask, answer.interaction_id, 0), "", ""
     frames = stream.start(2)
     for more_text, more_reasoning in pieces:
