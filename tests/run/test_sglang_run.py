@@ -1,9 +1,9 @@
 """Training runs on a CPU with the real SGLang as inference server. `make test-sglang` runs these tests.
 
-The task is the maze (tasks/maze.py), because weight updates interrupt its long answers. SGLang computes in bfloat16 and
-the trainer in float32, so the two compute different logprobs, as they do on a GPU. For each token, the logprobs of
-SGLang and of the trainer must differ by less than MISMATCH nats. The largest difference that was measured for 200,000
-tokens is 0.07 nats.
+The task is the maze (tasks/maze.py), because its answers are long enough to be interrupted by weight updates. SGLang
+computes in bfloat16 and the trainer in float32, so the two compute different logprobs, as they do on a GPU. For each
+token, the logprobs of SGLang and of the trainer must differ by less than MISMATCH nats. The largest difference that was
+measured for 200,000 tokens is 0.07 nats.
 """
 
 import json
@@ -145,8 +145,9 @@ print("CUMEM", os.environ["NCCL_CUMEM_ENABLE"])
 
 @pytest.mark.parametrize(("inherited", "value"), [({}, "0"), ({"NCCL_CUMEM_ENABLE": "1"}, "1")])
 def test_sglang_configures_nccl_like_the_trainer(model_dir: Path, inherited: dict[str, str], value: str) -> None:
-    """SGLang sets NCCL_CUMEM_ENABLE to 0, as the trainer does (training/ranks.py), and keeps a value that it inherits.
-    If SGLang and the trainer have different values, the NCCL group of the update mode distributed may hang."""
+    """SGLang sets NCCL_CUMEM_ENABLE to 0 if the environment variable is not set yet. The trainer does the same
+    (training/ranks.py). If SGLang and the trainer have different values, the NCCL group of the update mode distributed
+    may hang."""
     here = {name: text for name, text in os.environ.items() if name != "NCCL_CUMEM_ENABLE"}
     here |= {"PYTHONPATH": str(ROOT / "tests/sglang_cpu"), **inherited}
     shown = [SGLANG, "-c", ENVIRONMENT, str(model_dir)]
