@@ -13,13 +13,13 @@ trains or evaluates.
 
 The ExitStack also ends every process after Ctrl-C, an exception or the death of a server process. The exit code is 0
 for success, 1 for a run that failed, 2 for a wrong configuration, and 130 for Ctrl-C. A run that was ended by `kill -9`
-loses the steps since its last checkpoint (run/recover.py). If a run ends early, its last lines name the command that
-continues the run.
+loses the steps since its last checkpoint (run/recover.py). If a run ends early, the last lines of its output name the
+command that continues the run.
 
-Ctrl-C during training lets the running step finish, so that a checkpoint can be written (`interruptible`). If the step
-waits for a batch, Ctrl-C ends the wait at once. A second Ctrl-C ends the process at once. The child processes notice
-that their parent has ended, and end too. A run of several ranks has no checkpoint after Ctrl-C, because every rank
-would have to stop at the same step.
+If Ctrl-C arrives during training, the current step still ends, so that a checkpoint can be written (`interruptible`).
+If the step waits for a batch, Ctrl-C ends the wait at once. A second Ctrl-C ends the process at once. The child
+processes notice that their parent has ended, and end too. A run of several ranks writes no checkpoint after Ctrl-C,
+because all ranks would have to stop at the same step.
 """
 
 import os
@@ -108,7 +108,7 @@ def say_how_to_go_on(config: TrainConfig) -> None:
 
 
 def agree(read: Callable[[], Any]) -> Any:
-    """Call `read` on rank 0, and return its result on every rank.
+    """Call `read` on rank 0, and return the result of this call on every rank.
 
     If rank 0 refuses the configuration, every rank ends.
     """
@@ -128,7 +128,8 @@ def agree(read: Callable[[], Any]) -> Any:
 def read_run(config: TrainConfig, *agent: Any) -> tuple[Inputs, list[Planned], str]:
     """Name the run and check its folder. Return the inputs, the servers to start, and the plan as text.
 
-    `agent` may be a workflow and its arguments, which then replace the configured ones. Raises ConfigError.
+    `agent` may be a workflow and its arguments; they then replace the workflow and the arguments of the
+    configuration. Raises ConfigError.
     """
     # A replay is a new run with a folder of its own.
     if config.trial_name == "auto" or (config.replay and config.run_dir.exists()):
@@ -145,7 +146,8 @@ def read_run(config: TrainConfig, *agent: Any) -> tuple[Inputs, list[Planned], s
 def open_run(config: TrainConfig, *agent: Any) -> Iterator[Run]:
     """Start a run on every rank. When the block ends, end every part that the run has started.
 
-    `agent` may be a workflow and its arguments, which then replace the configured ones. Raises ConfigError.
+    `agent` may be a workflow and its arguments; they then replace the workflow and the arguments of the
+    configuration. Raises ConfigError.
     """
     joined = join_ranks()
     with ExitStack() as stack:
@@ -161,7 +163,7 @@ def open_run(config: TrainConfig, *agent: Any) -> Iterator[Run]:
 
         config = agree(read)
         inputs, servers, _ = loaded[0] if loaded else (load_inputs(config, *agent), [], "")
-        # With offload the optimizer runs on the CPU, so the ranks of a machine divide the cores.
+        # With offload the optimizer runs on the CPU, so the ranks of a machine share its CPU cores.
         if config.actor.offload:
             torch.set_num_threads(max((os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)), 1))
         fleet = Fleet(config.run_dir / "logs")
@@ -169,7 +171,7 @@ def open_run(config: TrainConfig, *agent: Any) -> Iterator[Run]:
         is_training = bool(loaded) and config.mode == "train"
         if is_training:
             print(f"the run's folder is {config.run_dir}\n{describe_mode(config.actor)}", flush=True)
-            # The report is written last, after the trace is closed, and also after a failure.
+            # The report is written last, after the trace is closed. It is also written if the run fails.
             stack.callback(write_report, config.run_dir)
         stack.callback(fleet.close)
         trace = Trace(config.run_dir / "trace.json" if is_training and config.rollout.enable_tracing else None)
@@ -200,8 +202,8 @@ def record(config: TrainConfig) -> None:
 
 
 def start_logger(run: Run, executor: Any, step: int) -> Logger | None:
-    """Write the run's configuration, and return the logger of the steps after `step`. On every rank except 0 the result
-    is None."""
+    """Write the run's configuration, and return a logger for the steps after step `step`. On every rank except 0 the
+    result is None."""
     if dist.get_rank() > 0:
         return None
     logger = Logger(run.config, executor, run.trace)

@@ -84,9 +84,9 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def without_effect(config: Any, names: list[str]) -> dict[str, str]:
-    """Return a dict from each key without effect to the condition that is not met (NEEDS in run/keys.py).
+    """Return a dict that maps each key without effect to its unmet condition (a row of NEEDS in run/keys.py).
 
-    Only the keys `names` are checked, and only those whose values in `config` differ from the defaults.
+    Among the keys `names`, only those whose values in `config` differ from the defaults are checked.
     """
     default = TrainConfig()
 
@@ -101,11 +101,12 @@ def without_effect(config: Any, names: list[str]) -> dict[str, str]:
 
 
 def set_keys(config: DictConfig, given: Any, source: str) -> dict[str, str]:
-    """Write the given keys into `config`. `source` names the recipe or the command line in error messages.
+    """Write the given keys into `config`. Error messages contain `source`, which says where the keys come from: a
+    recipe's path or the command line.
 
-    Return a dict from each given key without effect so far to the condition that is not met (NEEDS in run/keys.py). A
-    later recipe may still change a value so that the condition is met. Raises ConfigError for an unknown key. The
-    message suggests the nearest known key.
+    Return a dict that maps each given key that has no effect so far to its unmet condition (a row of NEEDS in
+    run/keys.py). A later recipe may still change a value so that the condition is met. Raises ConfigError for an
+    unknown key. The message suggests the nearest known key.
     """
     given.pop("revision", None)  # a run's config.yaml also has the code's git revision, which is no key
     known, names = [key.name for key in list_keys()], []

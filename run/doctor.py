@@ -9,8 +9,9 @@ docs/doctor.md has an entry for each rule, and the doctor prints the first parag
 doctor reports a rule at most once: on the terminal, and as one line of doctor.jsonl. With doctor=strict, the run ends
 if any rule except `waiting` fires.
 
-The rules `blocked_loop` and `rejection` are also checked during a step. A step may never end if an agent blocks the
-event loop, or if every group is rejected. `watch` therefore starts a thread that checks these two rules every second.
+The rules `blocked_loop` and `rejection` are also checked during a step. If an agent blocks the event loop, or if every
+group is rejected, a step might go on forever. `watch` therefore starts a thread that checks these two rules every
+second.
 
 The limits are wide, because users who have seen false alarms ignore all alarms. A rule does not fire if metrics.jsonl
 lacks the rule's metric, for example because an earlier revision of the code wrote this file.
@@ -38,7 +39,7 @@ ROUNDING = {"float32": 1e-3, "bfloat16": 0.5}  # maximum rounding error of a log
 # Above this share of successes little is left to learn, so zero advantages and a low entropy are normal.
 SOLVED = 0.9
 BLOCKED_SECONDS = 5.0  # limit of the rule `blocked_loop`
-# If this number of batches of groups is rejected within one step, the doctor checks `rejection` before the step ends.
+# If a step rejects REJECTED_BATCHES * batch size groups, the doctor checks `rejection` before the step ends.
 REJECTED_BATCHES = 10
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "doctor.md"
 TEXTS = {name: " ".join(text.split()) for name, text in re.findall(r"## (\w+)\n\n(.+?)\n\n", PAGE.read_text(), re.S)}
@@ -120,13 +121,13 @@ RULES = (
 
 
 def examine(lines: list[Line], config: Any) -> list[Finding]:
-    """Check every rule at the last line of `lines`, and return one finding for each rule that fires."""
+    """Check every rule on the step of the last line in `lines`, and return one finding for each rule that fires."""
     found = []
     for rule in RULES:
         last = lines[-rule.steps :]
         try:
             value = rule.measure(last, config) if len(last) == rule.steps else 0
-        # An earlier revision of the code did not write this rule's metric or key, or the metric is null.
+        # This rule's metric is null, or an earlier revision of the code did not write the rule's metric or key.
         except (KeyError, TypeError, AttributeError):
             continue
         if not value <= rule.limit:  # NaN also fires
@@ -159,8 +160,8 @@ class Doctor:
         self.step = 0  # the last finished step
 
     def check(self, lines: list[Line]) -> None:
-        """Check the rules after a step, whose metrics are the last of `lines`. With doctor=strict, a finding raises
-        Unhealthy."""
+        """Check the rules after a step; the last item of `lines` holds the metrics of this step. With doctor=strict, a
+        finding raises Unhealthy."""
         self.step = lines[-1]["step"]
         self.report(examine(lines, self.config) if self.config.doctor != "off" else [])
 
@@ -193,8 +194,8 @@ class Doctor:
                     step, before = self.step, executor.stats
                 counts = {k: getattr(executor.stats, k) - getattr(before, k) for k in ("accepted", "rejected")}
                 if counts["rejected"] >= REJECTED_BATCHES * self.config.train_dataset.batch_size:
-                    # Tasks that are cancelled at the end of a run count as rejected. `check_alive` then raises
-                    # RuntimeError.
+                    # Tasks that are cancelled at the end of a run count as rejected. At the end of a run, `check_alive`
+                    # raises RuntimeError.
                     executor.dispatcher.check_alive()
                     self.report(examine([{"step": step + 1, **counts}] * 3, self.config))
             except Unhealthy as error:
@@ -204,8 +205,8 @@ class Doctor:
 
 
 def main(folders: list[str]) -> int:
-    """Check every step of an earlier run with the rules that are checked after each step of a run. Return the exit
-    code."""
+    """Check every step of an existing run with the rules that the doctor checks after each step of a running run.
+    Return the exit code."""
     folder = Path(*folders)
     try:
         text = (folder / "metrics.jsonl").read_text()

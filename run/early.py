@@ -3,7 +3,7 @@
 train.py, the small server and the proxy each spend seconds on imports. Without this module the imports would run one
 after the other, because train.py starts a child only after it has imported torch and read the configuration. An early
 process is a Python process that imports one module, and then waits until it reads an order from its standard input. The
-order is one line of JSON with the words of the module's command line and the file of its log. After the order the
+order is one line of JSON with the words of the module's command line and the path of the log file. After the order the
 process does what `python -m MODULE WORDS` does.
 
 `prepare` starts the early processes. When run/launch.py starts a child, it calls `take`, which sends the order to the
@@ -63,9 +63,9 @@ def kill_waiting() -> None:
 
 
 def take(command: list[str], log: Path) -> subprocess.Popen[bytes] | None:
-    """Order an early process to do what `command` does, with its output in the file `log`. Return the process.
+    """Order an early process to do what `command` does, and to write its output to the file `log`. Return the process.
 
-    Return None if no early process has imported the command's module, or if the process has ended.
+    Return None if no early process has imported the command's module, or if that early process has already ended.
     """
     module = command[3] if command[1:3] == ["-P", "-m"] else ""
     process = waiting.pop(module, None)

@@ -5,8 +5,8 @@ Evaluation episodes do not count in the statistics of training. `python train.py
 a model without training it.
 
 With `evaluator.base_url=URL` the agents send their requests to this URL, and no proxy is started. With
-evaluator.base_url the reward of an episode is the number that the agent returns. Agents run inline or in worker
-processes, as in training (`rollout.openai.mode`).
+evaluator.base_url the reward of an episode is the number that the agent returns. As in training, `rollout.openai.mode`
+decides whether agents run inline or in worker processes.
 
 An episode that fails or is rejected does not end the evaluation. The statistics count such episodes as `eval_rejected`.
 """
@@ -73,7 +73,8 @@ def evaluate(executor: WorkflowExecutor, inputs: Inputs) -> Any:
 def evaluate_endpoint(config: TrainConfig, inputs: Inputs) -> dict[str, float | None]:
     """Run one episode per validation prompt with agents that call evaluator.base_url, and return the statistics.
 
-    The environment variable OPENAI_API_KEY is the agents' API key. Raises ConfigError if the workflow is not an agent.
+    The environment variable OPENAI_API_KEY holds the agents' API key. Raises ConfigError if the workflow is not an
+    agent.
     """
     agent = inputs.workflow
     if isinstance(agent, RolloutWorkflow):

@@ -58,7 +58,7 @@ class Failures(logging.Handler):
         super().__init__(logging.WARNING)
         self.log = log
         LOGGER.addHandler(self)
-        self.counts = Counter[str]()  # for each description, with N for its numbers: how many failures
+        self.counts = Counter[str]()  # number of failures for each description, in which N replaces every number
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print a warning. If the warning has an exception, print it and record its traceback only when it occurs for
@@ -84,7 +84,7 @@ class Failures(logging.Handler):
 
 
 def report(error: BaseException, log: Path) -> str:
-    """Write the traceback of the exception that ended a run to `log`. Return the lines that the terminal shows."""
+    """Write the traceback of the exception that ended a run to `log`. Return the lines to show on the terminal."""
     record_traceback(error, log)
     cause = error.__cause__ or error
     whole = describe(error) if cause is error else f"{error}\nthe first failure: {describe(cause)}"

@@ -1,4 +1,4 @@
-"""Read the fields of a JSON body. The error message for a wrong field contains the field's name.
+"""Read the fields of the JSON body of a request. The error message for a wrong field contains the field's name.
 
 A client or a model may send any type of JSON value, nested to any depth. The functions of this module return a value of
 the expected type, or raise `Refusal`. If a function raises `Refusal`, the proxy replies with status 400.
@@ -11,7 +11,7 @@ Numbers in the configuration have types such as Count and Share. Each of these t
 the allowed values.
 
 Some clients cannot read or write NaN, lone surrogates (a half of a UTF-16 pair), or more than `LEVELS` levels of
-nesting. `read_json` refuses JSON text that contains NaN, a lone surrogate or deeper nesting.
+nesting. `read_json` refuses JSON text that contains NaN, a lone surrogate or too many levels of nesting.
 """
 
 import json
@@ -109,8 +109,8 @@ def as_object(value: Any, where: str) -> dict[str, Any]:
 def get(body: dict[str, Any], path: str, kind: type, default: Any = None, where: str = "") -> Any:
     """Return the field at a dotted path such as "text.format", or `default` if the field is absent or null.
 
-    `where` is the path of `body` in a larger body, for error messages. Raises Refusal if the field's value is not of
-    the type `kind`.
+    Error messages begin with `where`, the path of `body` within a larger body. Raises Refusal if the field's value is
+    not of the type `kind`.
     """
     outer, _, name = path.rpartition(".")
     value = (get(body, outer, dict, {}) if outer else body).get(name)

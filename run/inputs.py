@@ -77,8 +77,8 @@ def load_inputs(config: TrainConfig, workflow: Any = None, workflow_kwargs: dict
     """Load all inputs, and make the task's base model if the model is missing. Raises ConfigError if an input cannot be
     loaded.
 
-    If the argument `workflow` is given, it overrides the configured workflow. It may have any form that
-    `resolve_workflow` accepts.
+    If the argument `workflow` is given, it overrides the configured workflow. The argument `workflow` may have any form
+    that `resolve_workflow` accepts.
     """
     warn_of_namesakes(os.environ.get("PYTHONPATH", "").split(os.pathsep))
     with users_code(f"task={config.task}"):
@@ -229,7 +229,7 @@ def prepare_model(config: TrainConfig, task: Any) -> None:
 
 
 def fetch(name: str, revision: str | None = None) -> tuple[str, str | None]:
-    """Return the folder of a model and its revision on the hub.
+    """Return a model's folder, and the model's revision on the hub.
 
     A model with a name like owner/model is fetched unless it is cached. huggingface_hub reads HF_HOME, HF_TOKEN,
     HF_ENDPOINT and HF_HUB_OFFLINE. Raises ConfigError if the fetch fails.

@@ -34,8 +34,8 @@ class OpenAIConfig:
     subproc_max_workers: Count = 4  # number of worker processes for agents (mode subproc)
     subproc_prefix: list[str] = field(default_factory=list)  # sandbox command that runs each worker: [bwrap, ...]
     turn_discount: Share = 1.0  # gamma: share of a turn's final reward that its parent turn receives; 0: nothing
-    chat_template_type: Literal["hf", "concat"] = "concat"  # concat: prompts reuse earlier tokens; hf: rendered anew
-    export_style: Literal["individual", "concat"] = "concat"  # individual: one row per turn; concat: per conversation
+    chat_template_type: Literal["hf", "concat"] = "concat"  # concat: prompts reuse earlier turns' tokens; hf: no reuse
+    export_style: Literal["individual", "concat"] = "concat"  # individual: row per turn; concat: row per conversation
     tool_call_parser: str | None = None  # format of the model's tool calls; default: the tokenizer's, else qwen
     reasoning_parser: str | None = None  # format of the model's reasoning; default: <think> ... </think>
     limits: Limits = field(default_factory=Limits)  # limits on one session's use of a proxy
@@ -64,7 +64,7 @@ class RolloutConfig:
     dump_to_file: bool = True  # write every trajectory as text to rollout/{version}/{task_id}.jsonl
     server_addrs: list[str] = field(default_factory=list)  # URLs of running inference servers; default: start servers
     server_key: str = ""  # key of the servers; default: $NANO_AREAL_SERVER_KEY, or a new key for started servers
-    openai: OpenAIConfig = field(default_factory=OpenAIConfig)  # agents that call the proxy
+    openai: OpenAIConfig = field(default_factory=OpenAIConfig)  # settings of agents and of their calls
 
 
 @dataclass
@@ -76,11 +76,11 @@ class ServerConfig:
     tp_size: Count = 1  # GPUs per server (tensor parallelism)
     colocate: bool | None = None  # true: servers use the trainer's GPUs; default: only if GPUs are too few
     port: Annotated[int, "[0, 65535]"] = 0  # first server's port; other servers use the next ports; 0: any free ports
-    mem_fraction: Annotated[float, "(0, 1)"] | None = None  # server's share of GPU memory; default 0.85; if shared 0.6
+    mem_fraction: Annotated[float, "(0, 1)"] | None = None  # server's share of GPU memory; default 0.85, shared GPU 0.6
     fp32_head: bool = True  # true: SGLang on GPUs computes logits in float32, as the trainer does; false: in bfloat16
     command: str = ""  # command that starts SGLang; default: this Python with -m sglang.launch_server
     args: list[str] = field(default_factory=list)  # further command-line arguments for every server
-    release_memory: bool = False  # true: in training steps servers free GPU memory and generate nothing
+    release_memory: bool = False  # true: servers free their GPU memory during training steps and then generate nothing
     max_restarts: CountOrZero = 3  # maximum restarts of each server that dies in a training run; 0: none
     max_running_requests: Count = 64  # maximum number of sequences that a server decodes at the same time
     max_total_tokens: Count = 16384  # maximum number of tokens in a server's key-value cache
@@ -141,14 +141,14 @@ class SaverConfig:
     """The Hugging Face checkpoints in the folder checkpoints/ of a run. The last step always saves a checkpoint."""
 
     interval: CountOrZero = 0  # number of steps between two checkpoints; 0: only after the last step
-    keep: Count = 2  # number of newest checkpoints to keep, beside the best by evaluation; others are deleted
+    keep: Count = 2  # number of newest checkpoints to keep, besides the best-evaluated one; others are deleted
 
 
 @dataclass
 class WeightUpdateConfig:
     """How new weights reach the inference servers: in files, by a process group, or in shared GPU memory."""
 
-    mode: Literal["auto", "disk", "distributed", "tensor"] = "auto"  # auto: chosen from the servers' GPUs
+    mode: Literal["auto", "disk", "distributed", "tensor"] = "auto"  # auto: depends on the servers' GPUs
     path: str | None = None  # folder for new weights (mode disk), such as /dev/shm/new; default: the run's folder
     bucket_mb: Positive = 512.0  # size in MiB of the buckets that are sent (modes distributed and tensor)
     address: str = "127.0.0.1"  # address at which the servers reach this machine (mode distributed)

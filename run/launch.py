@@ -8,8 +8,8 @@ session of its own (setsid), so Ctrl-C reaches only train.py, and train.py ends 
 For each child, one thread waits for the end of the child. If an inference server dies during training, its thread
 restarts the server on the same port, at most server.max_restarts times. The new process reports the version
 "0-incomplete", so every engine refuses its tokens until the trainer has pushed the current weights. A server that dies
-after its last restart is not restarted again, and the run continues with the other servers. If no server is left, or if
-a proxy dies, the run fails at once with the last lines of the child's log.
+after server.max_restarts restarts stays dead, and the run continues with the other servers. If no server is left, or if
+a proxy dies, the run fails at once and prints the last lines of the dead child's log.
 
 run/plan.py decides which servers to start.
 """
@@ -35,10 +35,10 @@ logger = logging.getLogger("nano_areal.launch")
 
 START_SECONDS = 1800.0  # maximum time until a server's first reply; loading a large model may take minutes
 GRACE_SECONDS = 5.0  # time for a child to end by itself before it is killed
-DEATH_SECONDS = 0.5  # maximum time between the moment when a killed process closes its connections and its end
+DEATH_SECONDS = 0.5  # maximum time in which a killed process ends after it has closed its connections
 # The executor waits for this time before it counts an episode as failed (rollout/executor.py). A server or proxy that
-# is asked to stop finishes its replies for at most 2 s (serve.py), so it has ended by then. If its end stops the run,
-# the episode is not counted as failed.
+# is asked to stop ends within 2 s (serve.py), so the executor sees its end during this time. If the end of the process
+# stops the run, the episode is not counted as failed.
 HOLD_SECONDS = 3.0
 
 
@@ -180,8 +180,8 @@ class Fleet:
         return sum(c.process.poll() is None for c in servers) if child in servers else 0
 
     def raise_death(self, error: BaseException) -> None:
-        """Raise ProcessDied if a child that the run needs has ended. `error` becomes the `__cause__` of this
-        exception."""
+        """Raise ProcessDied if a child that the run needs has ended. `error` becomes the `__cause__` of the
+        ProcessDied."""
         # `raise_death` waits, because a dying process closes its connections before it ends.
         time.sleep(DEATH_SECONDS)
         dead = [child for child in self.children if child.process.poll() is not None]
@@ -206,8 +206,9 @@ def plan_restart(child: Child, max_restarts: int) -> Planned | None:
     """Return the process to start in place of a dead child, or None if the child must not be restarted. Only inference
     servers are restarted, at most `max_restarts` times.
 
-    The new process listens on the old port, so that no client needs another address. The new process reports a version
-    label that is no number, so no client uses tokens that it generates before it gets the current weights.
+    The new process listens on the old port, so that clients need no new address. The new process reports a version
+    label that is no number, so clients discard all tokens that this process generates before the trainer has pushed the
+    current weights.
     """
     planned = child.planned
     if not child.name.startswith("server") or planned.restarts >= max_restarts:

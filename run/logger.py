@@ -82,7 +82,7 @@ class Trace:
 
     def __init__(self, path: Path | None) -> None:
         self.phase = "", time.monotonic()  # the trainer's current phase, and when the phase began
-        self.epoch = time.monotonic_ns() - time.time_ns()  # reading of the monotonic clock at the start of 1970
+        self.epoch = time.monotonic_ns() - time.time_ns()  # monotonic clock, extrapolated to the start of 1970
         self.lock = threading.Lock()
         earlier = read_records(path) if path else []
         self.file = Path(path or os.devnull).open("wb", buffering=0)  # noqa: SIM115
@@ -116,7 +116,8 @@ class Trace:
             seconds[f"{name}_s"] = duration / 1e9
 
     def mark(self, name: str, **args: Any) -> None:
-        """Record a point in time, such as "weights" when the servers have new weights, or "end" when the run fails."""
+        """Record an event without a duration, such as "weights" when the servers have new weights, or "end" when the
+        run fails."""
         self._write({"ph": "i", "s": "g", "cat": "trainer", "name": name, "tid": TRAINER, "args": args})
 
     def _write(self, record: dict[str, Any]) -> None:
@@ -135,7 +136,7 @@ class Trace:
 
 
 def describe_batch(batch: dict[str, Tensor], version: int) -> dict[str, Any]:
-    """Return the metrics of a batch that are known before the trainer trains on it. The trainer's weights have version
+    """Return those metrics of a batch that can be computed before the training step. The trainer's weights have version
     `version`.
 
     The staleness of a trained token is `version` minus the token's version. A row is mixed if its trained tokens have

@@ -2,10 +2,11 @@
 
 **The trainer.** A rank keeps a share of the model's parameters. For each of these parameters the rank stores four
 float32 numbers: the parameter, its gradient and two AdamW moments. A training step has three phases: head, layers and
-end. In addition to its share, the rank needs the bytes of the largest phase (table below). P is the number of
-parameters in a decoder layer, V the vocabulary size, and H the hidden size. R is the number of parameters in the
-embedding and the last layer: V H if these two layers share their weights, else 2 V H. A number in a forward pass has b
-bytes, 2 in bfloat16. `saved` is the number of bytes that the forward pass keeps for the backward pass.
+end. In addition to its share of the parameters, the rank needs the bytes of the largest phase (table below). P is the
+number of parameters in a decoder layer, V the vocabulary size, and H the hidden size. R is the number of parameters in
+the embedding and the last layer: V H if these two layers share their weights, else 2 V H. Each number in a forward pass
+takes b bytes: 2 in bfloat16, 4 in float32. `saved` is the number of bytes that the forward pass keeps for the backward
+pass.
 
     head    b R + (4 + b) V H + saved + chunk        the whole last layer; its gradient in float32; the gradient that
                                                      one chunk of tokens adds to it; the chunk's logits
@@ -13,20 +14,22 @@ bytes, 2 in bfloat16. `saved` is the number of bytes that the forward pass keeps
                                                      float32 before and after the ranks add their gradients
     end     max(4 b V H, 8 R)                        the gradient of the embedding, then its copies in float32
 
-A single rank in float32 uses no FSDP (training/actor.py). The terms with R and P and the phase `end` are then 0. In the
-phase `layers`, this rank also needs 2 b I bytes for each token: the gradients of two inner tensors of an MLP.
+A single rank in float32 uses no FSDP (training/actor.py). For such a rank, the phase `end` and the terms with R or P
+are 0. In the phase `layers`, a single rank in float32 also needs 2 b I bytes for each token: the gradients of two inner
+tensors of an MLP.
 
-**Saved activations.** For each token, the queries of a decoder layer are Q numbers, its keys are K numbers, and its MLP
-has I inner numbers. The layer keeps the bytes below for each token. A norm keeps three tensors: its input (in float32),
-the normalised input, and its output.
+**Saved activations.** For each token, a decoder layer computes Q numbers for the queries, K numbers for the keys and I
+numbers inside the MLP. For each token, the layer keeps the bytes in the table below. A norm keeps three tensors: its
+input (in float32), the normalised input, and its output.
 
     2 (4 + 2 b) H      two norms               (4 + b) (Q + K)    the norms of queries and keys, if the model has them
     2 b (Q + K)        queries, keys, values and the output of attention
     4 b I              the MLP: gate, activated gate, up and their product
 
-With actor.gradient_checkpointing a layer keeps only its input, b H bytes, and one layer at a time is computed again.
-Example: a layer of Qwen2.5-1.5B in bfloat16 keeps 103,424 bytes for each token, which is 67 times the hidden size H.
-`tests/run/test_memory.py` compares the formulas with tensors that real layers save, and with the memory of a real step.
+With actor.gradient_checkpointing a layer keeps only its input (b H bytes per token), and the backward pass computes one
+layer at a time again. Example: a layer of Qwen2.5-1.5B in bfloat16 keeps 103,424 bytes for each token, which is 67
+times the hidden size H. `tests/run/test_memory.py` compares the formulas with tensors that real layers save, and with
+the memory of a real step.
 
 **Not promised.** The formulas describe dense models like Llama and Qwen. One guessed number for each process
 (`CUDA_BYTES`) stands for the CUDA context, CUDA graphs and the gaps between tensors.
@@ -56,7 +59,7 @@ def count_heads(shape: Any) -> tuple[int, int]:
 
 
 def attention_widths(shape: Any) -> tuple[int, int]:
-    """Return how many numbers a token's queries have, and how many its keys have."""
+    """Return two widths, summed over the heads of a layer: of a token's queries, and of its keys."""
     queries, keys = count_heads(shape)
     width = getattr(shape, "head_dim", None) or shape.hidden_size // queries
     return width * queries, width * keys
@@ -68,7 +71,7 @@ def mlp_width(shape: Any) -> int:
 
 
 def saved_bytes(shape: Any, b: int, has_head_norms: bool) -> int:
-    """Return how many bytes per token a decoder layer saves for the backward pass, without checkpointing."""
+    """Return how many bytes per token a decoder layer saves for the backward pass, without gradient checkpointing."""
     qk = sum(attention_widths(shape))
     norms = 2 * (4 + 2 * b) * shape.hidden_size + (4 + b) * qk * has_head_norms
     return norms + 2 * b * qk + 4 * b * mlp_width(shape)
@@ -96,11 +99,12 @@ def estimate_memory(config: TrainConfig, ranks: int, on_gpus: bool) -> tuple[flo
     """Return three estimates in GiB, and the number n of the model's parameters.
 
     The estimates are the memory of a rank in a step, of a rank between two steps, and of a server on each of its GPUs.
-    With actor.offload and a GPU, the parameters, gradients and moments are in host memory. A reference model has 4 n
-    bytes of parameters. A server has its weights and the keys and values of max_total_tokens tokens. In a server a
-    number takes 2 bytes on a GPU and 4 on a CPU. The weights, keys and values of a server are divided among its tp_size
-    GPUs. If the keys have fewer heads than the server has GPUs, several GPUs keep a copy of the same head. Raises
-    ConfigError if SGLang cannot give the same number of heads to each of tp_size GPUs (srt/models/qwen2.py).
+    With actor.offload and a GPU, the parameters, gradients and moments are in host memory. The parameters of a
+    reference model take 4 n bytes. A server has its weights and the keys and values of max_total_tokens tokens. A
+    server stores each number in 2 bytes on a GPU, and in 4 bytes on a CPU. The weights, keys and values of a server are
+    divided among its tp_size GPUs. If the keys have fewer heads than the server has GPUs, several GPUs keep a copy of
+    the same head. Raises ConfigError if SGLang cannot divide the heads evenly among tp_size GPUs (SGLang checks this in
+    srt/models/qwen2.py).
     """
     assert config.model_path is not None
     shape = AutoConfig.from_pretrained(config.model_path).get_text_config()

@@ -2,7 +2,7 @@
 
 A server and the trainer should have the same weights. The server and the trainer are different programs, so their
 log-probabilities differ by rounding (about 1e-6 in float32, 0.05 in bfloat16). A larger difference means that the
-server and the trainer use different weights or different masks, so every importance weight of the run is wrong.
+server and the trainer use different weights or different masks, so all importance weights of the run are wrong.
 
 Two checks look for a larger difference. `logp_mismatch` compares those tokens of a batch that the current version
 sampled, but a batch may have no such token. After each weight update, the trainer and every server therefore score a
@@ -50,11 +50,12 @@ class Canary:
         self.rows: dict[str, Tensor] = {}  # the canary: the first tokens of the first rows of the run's first batch
         self.trainer = torch.empty(0)  # the trainer's scores after the last update, (L,)
         self.asked: list[Future[list[list[float]]]] = []  # for each row, the servers' scores after the last update.
-        # The scores after the second last update, (1 + servers, L). The first row has the trainer's scores.
+        # The scores after the second to last update, (1 + servers, L). The first row has the trainer's scores.
         self.before = torch.empty(0)
 
     def start(self, batch: dict[str, Tensor]) -> None:
-        """Compute the trainer's scores, and ask every server for its scores in threads. All ranks call this method."""
+        """Compute the trainer's scores, and ask the servers for their scores in background threads. All ranks call this
+        method."""
         if not self.rows:
             first = {key: x[:CANARY_ROWS] for key, x in batch.items()}
             self.rows = {key: x[:, :CANARY_TOKENS] if x.dim() > 1 else x for key, x in first.items()}
@@ -80,13 +81,14 @@ class Canary:
                 rows = [answer.result() for answer in asked]
         except EngineError:
             return {}
-        servers = [torch.cat([torch.tensor(x) for x in of_server]) for of_server in zip(*rows)]  # (L,) of each server
+        servers = [torch.cat([torch.tensor(x) for x in of_server]) for of_server in zip(*rows)]  # one server: (L,)
         before, self.before = self.before, torch.stack([self.trainer, *servers])
         return {name: max(x, known.get(name, x)) for name, x in compare_scores(before, self.before).items()}
 
 
 def compare_scores(before: Tensor, now: Tensor) -> dict[str, float]:
-    """Return canary_mismatch (nats) and canary_unchanged (a number of servers) from two tensors (1 + servers, L)."""
+    """Return canary_mismatch (nats) and canary_unchanged (a number of servers) from two score tensors (1 + servers,
+    L)."""
     mismatch = (now[1:] - now[0]).abs().nan_to_num(torch.inf).max().item()
     unchanged = 0
     if before.shape == now.shape and (now[0] - before[0]).abs().max() > CANARY_MOVE:

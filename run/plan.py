@@ -65,7 +65,7 @@ def plan_servers(config: TrainConfig, gpus: list[str], ranks: int) -> list[Plann
         raise ConfigError("server.release_memory only costs time if no server shares a GPU with the trainer: omit it")
     share = server.mem_fraction or (0.6 if shared else 0.85)
     command, keys = server_command(config, share if gpus else None), (config.rollout.server_key,)
-    # By default SGLang exits if it has several GPUs, and another process uses the memory of only some of them.
+    # By default SGLang exits if another process uses memory on some, but not all, of SGLang's GPUs.
     variables = {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0"} if gpus and shared else {}
     ports = [server.port + k if server.port else 0 for k in range(server.count)]
     return [
@@ -157,7 +157,8 @@ def servers_on_gpus(planned: list[Planned]) -> list[Planned]:
 
 
 def choose_update_mode(config: TrainConfig, planned: list[Planned], gpus: list[str]) -> tuple[Any, str]:
-    """Return weight_update.mode, and why the plan has chosen it. "auto" becomes the fastest mode that can work."""
+    """Return the value of weight_update.mode, and the reason for this choice. "auto" becomes the fastest mode that can
+    work."""
     mode, used = config.weight_update.mode, [gpu for p in servers_on_gpus(planned) for gpu in p.gpus]
     if mode != "auto":
         return mode, "the configuration sets it"
@@ -176,8 +177,8 @@ def check_update_mode(config: TrainConfig, planned: list[Planned], gpus: list[st
     """Raise ConfigError if weight_update.mode cannot work on these GPUs. Rank 0 sends the weights from the first GPU.
 
     In mode "distributed", NCCL refuses two processes on one GPU, and all processes need the same version of NCCL. In
-    mode "tensor", a server reads the weights from the memory of rank 0's GPU. These limits do not hold for the small
-    server.
+    mode "tensor", a server reads the weights from the memory of rank 0's GPU. The limits of the modes "distributed" and
+    "tensor" do not hold for the small server.
     """
     mode, on_gpus = config.weight_update.mode, servers_on_gpus(planned)
     others = [url for url in config.rollout.server_addrs if httpx.URL(url).host not in LOOPBACK]

@@ -13,21 +13,21 @@ With `recover: auto`, a run that is started again with the same name continues f
   the copy. The previous checkpoint is deleted when the new one is complete. Before the next checkpoint, and at the end
   of the run, the trainer waits for the thread.
 - **Steps after the last checkpoint are trained again.** The restart removes the lines of these steps from
-  metrics.jsonl. Each step writes its line before its checkpoint, so metrics.jsonl has exactly one line per step at the
-  end.
+  metrics.jsonl. Each step writes its line of metrics.jsonl before its checkpoint, so the finished file has exactly one
+  line per step.
 - **A finished group survives the death of the process.** A group is written to recover/groups/{task_id}.safetensors
   before the group counts as accepted. After a restart, an open group with a file counts as finished, and the finished
   groups keep their order. Open groups without a file are generated again, with the same ids and therefore the same
   sampling seeds.
 - **A group with tokens from lost weights is generated again.** Suppose the checkpoint has version 40 and the run was
   killed at version 42. After the restart, version 41 is trained again and may have different weights. A group with a
-  token from the lost version 41 is therefore generated again. In this example, a group is kept if none of its tokens is
-  newer than version 40.
+  token from the lost version 41 is therefore generated again. A group is kept if none of its tokens is newer than the
+  checkpoint's version, 40 in this example.
 
 The upper bound on the age of groups (staleness.py) also holds after a restart. The next steps consume the restored
 groups first and in their old order, so no restored group becomes older than it would have become without the restart.
-With a batch size of B, the gate counts version * B consumed groups plus the restored groups as accepted. If eta or B is
-reduced at the restart, groups that would become too old are generated again.
+After a restart with batch size B, the gate counts version * B consumed groups and all restored groups as accepted. If
+eta or B is reduced at the restart, groups that would become too old are generated again.
 
 **Limits.** After the restart of an asynchronous run, groups may start in a different order than without the
 interruption. In a power failure, files that the operating system has not written to the disk may be lost. Groups that
@@ -141,7 +141,7 @@ class GroupLog:
             left.unlink()
 
     def path(self, task_id: int) -> Path:
-        """Return the file of a group."""
+        """Return the path of a group's file."""
         return self.folder / f"{task_id}.safetensors"
 
     def write(self, task_id: int, group: Trajectory) -> None:
@@ -192,7 +192,8 @@ def unwrapped() -> Iterator[None]:
 
 
 class Recovery:
-    """The checkpoints of one run. Every method must be called on all ranks. In mode "off" there are no checkpoints."""
+    """The checkpoints of one run. Every method must be called on all ranks. With recover=off there are no
+    checkpoints."""
 
     def __init__(self, run_dir: Path, mode: str) -> None:
         self.folder, self.on = run_dir / "recover", mode == "auto"
@@ -205,7 +206,7 @@ class Recovery:
         self.step = share(self.step)
         self.ranks = second_group() if self.on else None  # process group in which the checkpoint threads communicate
         self.thread = ThreadPoolExecutor(1, "checkpoint")
-        self.writing: Future[None] | None = None  # the result of the write that the thread does now, or did last
+        self.writing: Future[None] | None = None  # the thread's current or latest write of a checkpoint
 
     def checkpoint(self, step: int) -> Path:
         """Return the folder of the checkpoint of `step`."""
@@ -216,7 +217,7 @@ class Recovery:
         checkpoint.
 
         metrics.jsonl must already have the step's line. If the thread is still writing the previous checkpoint, wait
-        for the thread first. In mode "off", or if the checkpoint exists, do nothing.
+        for the thread first. With recover=off, or if the checkpoint exists, do nothing.
         """
         if not self.on or step <= self.step:
             return

@@ -108,8 +108,8 @@ class ReplayExecutor(WorkflowExecutor):
         return concat_padded_tensors([self.take_group(task, version) for task in self.recorded.steps[version]])
 
     def missing_calls(self, task: int, version: int) -> list[str]:
-        """Return the names of a task's calls for which recorded tokens of this version or of an older version are still
-        missing.
+        """Return the names of the calls of a task that still lack recorded tokens of this version or of an older
+        version.
 
         Raises Differs if a call has another prompt than the recorded call, or was not made in the recorded run.
         """
@@ -127,8 +127,8 @@ class ReplayExecutor(WorkflowExecutor):
         return [name for name, spans in left.items() if any(needed <= version for needed, *_ in spans)]
 
     def take_group(self, task: int, version: int) -> Trajectory:
-        """Wait for the group of a task, and consume it. Raises Differs if the group is rejected or lacks a recorded
-        call."""
+        """Wait for the group of a task, and consume the group. Raises Differs if the group is rejected or lacks a
+        recorded call."""
         group = self.wait_for_task(task)
         self.own.read()
         missing = self.missing_calls(task, version)

@@ -3,8 +3,9 @@
     python -m run.report runs/guess/one                        writes runs/guess/one/report.html
     python -m run.report runs/guess/one runs/guess/other       writes runs/guess/one/beside-other.html
 
-A training run writes its report every `logger.report_interval` steps, and when it ends, even if it ends by Ctrl-C or a
-failure. The report is made only from files in the run's folder, so it can also be written for a run that crashed.
+A training run writes its report every `logger.report_interval` steps, and once more when the run ends, even after
+Ctrl-C or a failure. The report is made only from files in the run's folder, so it can also be written for a run that
+crashed.
 
     metrics.jsonl     the curves and the lag histogram
     trace.json        the timeline: the phases of the trainer, the prompt groups, the weight updates
@@ -15,7 +16,7 @@ failure. The report is made only from files in the run's folder, so it can also 
 This module turns the files of a run into one JSON object. The template run/report.html contains the script that draws
 this object in the browser. The report holds at most MAX_TOKENS tokens, from at most MAX_STEPS steps, so that the page
 stays small. The page may show only some rows of a prompt group. The group's rewards, and whether the group has an
-advantage other than 0, are computed from all rows.
+advantage other than 0, are computed from all rows, even from rows that the page does not show.
 """
 
 import json
@@ -212,8 +213,8 @@ def as_lists(x: Tensor) -> list:
 def add_turns(turns: list[Record], row: Record, above: list[int], names: Record) -> list[int]:
     """Append the turns of a row to `turns`, and return the positions of the row's turns in `turns`.
 
-    Each turn also gets the entries of the dict `names`. `above` holds the positions in `turns` of the turns of the
-    parent row, whose conversation this row continues. A turn that a row shares with its parent row is in `turns` only
+    Each turn also gets the entries of the dict `names`. This row continues the conversation of its parent row. `above`
+    lists where in `turns` the parent row's turns are. A turn that a row shares with its parent row is in `turns` only
     once. Each turn in `turns` holds only the tokens after the end of its parent turn: first the new messages of the
     turn's prompt, then the sampled tokens.
     """

@@ -13,8 +13,8 @@ run, and at token 61 in the other run. Everything except the times of such event
   has the same bits, whether it was interrupted or requested in two parts.
 - A training step is a function of the weights and of the batch.
 
-So only the schedule of a run is not deterministic. A run writes its schedule to schedule.jsonl, one fact a line, about
-200 bytes a call:
+The schedule is therefore the only part of a run that is not deterministic. A run writes its schedule to schedule.jsonl,
+one fact a line, about 200 bytes a call:
 
     {"run": {"revision": "c0c3d02", "torch": "2.13.0", "ranks": 1}, "step": 0}    the run begins after step 0
     {"start": 7, "version": 2}                                                    task 7 starts at version 2
@@ -23,9 +23,9 @@ So only the schedule of a run is not deterministic. A run writes its schedule to
     {"finish": 7, "version": 3}                                                   all episodes of task 7 have ended
     {"consume": 7, "version": 4}                                                  step 5 consumes the group of task 7
 
-"7-3.1" is call 1 of task 7's member 3. A **span** is a part of a completion that one version computed. The schedule
-records the span's version, its end, and a hash of all tokens up to its end. In call "7-3.1", version 2 computed the
-first 57 tokens, and version 3 computed the next 63 tokens.
+"7-3.1" is call 1 of task 7's member 3. A **span** is a sequence of consecutive tokens of a completion that one version
+computed. The schedule records the span's version, its end, and a hash of all tokens up to its end. In call "7-3.1",
+version 2 computed the first 57 tokens, and version 3 computed the next 63 tokens.
 
 **Restarts.** When a killed run continues, it writes a new line "run", which cancels all steps after the step in this
 line. The line "start" of a task cancels all earlier calls of the task. Without the cancelled lines, the schedule
@@ -33,9 +33,9 @@ describes a run that was never interrupted. If a kill left the last line incompl
 before it writes new lines.
 
 **Who writes.** The trainer and the proxies append to the same file. A process writes each line with one system call, so
-lines of different processes never mix. Every process uses a `ScheduledEngine`, which records each call. In a replay
-(replay.py) this engine also follows the recorded schedule: it requests the tokens of a span when the servers have the
-span's version.
+lines of different processes never mix. The trainer and each proxy have a `ScheduledEngine`, which records each call. In
+a replay (replay.py) this engine also follows the recorded schedule: it requests the tokens of a span when the servers
+have the span's version.
 """
 
 import asyncio
@@ -67,7 +67,7 @@ def digest(ids: list[int]) -> str:
 
 
 def spans_of(response: ModelResponse) -> list[list[Any]]:
-    """Split a completion into parts whose tokens have the same version. For each part, return
+    """Split a completion into parts, so that all tokens of one part have the same version. For each part, return
     [version, end, hash of the completion's tokens before index `end`]."""
     ends = {version: k + 1 for k, version in enumerate(response.output_versions)}  # versions never fall
     return [[version, end, digest(response.output_tokens[:end])] for version, end in ends.items()]
@@ -84,17 +84,17 @@ class Schedule:
 
     path: Path | str
     size: int = 0  # number of bytes that `read` has read
-    runs: list[Fact] = field(default_factory=list)  # for each start of the run, its revision, torch and ranks
+    runs: list[Fact] = field(default_factory=list)  # each start of the run: code revision, torch version, ranks
     starts: dict[int, int] = field(default_factory=dict)  # for each task, the version at which it started
     calls: dict[int, dict[str, Fact]] = field(default_factory=dict)  # for each task and call, the line of the call
     ended: set[int] = field(default_factory=set)  # the tasks whose episodes have ended
-    steps: dict[int, list[int]] = field(default_factory=dict)  # for each version v, the tasks that step v + 1 used
+    steps: dict[int, list[int]] = field(default_factory=dict)  # for each version v, the tasks that step v + 1 consumed
 
     def read(self) -> "Schedule":
         """Add the facts of all lines that were written since `read` was last called. Return this object."""
         with open(self.path, "rb") as file:
             file.seek(self.size)
-            lines = file.read().rpartition(b"\n")[0]  # a later call of `read` gets an incomplete line
+            lines = file.read().rpartition(b"\n")[0]  # a later call of `read` reads the line that is incomplete now
         self.size += len(lines) + bool(lines)
         for fact in map(orjson.loads, lines.splitlines()):
             match fact:
@@ -118,15 +118,15 @@ class Schedule:
 
 @dataclass(eq=False)
 class ScheduledEngine(RemoteInfEngine):
-    """An engine that records the calls of training episodes. In a replay it generates each call with the recorded
-    versions."""
+    """An engine that records the calls of training episodes. In a replay this engine generates each call with the
+    recorded versions."""
 
     schedule: Path | str = os.devnull  # file to append to
     replay: str = ""  # folder of the run to repeat
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # The schedule stays open as long as the engine lives, so that a call needs no free file descriptor.
+        # The schedule's file stays open as long as the engine lives, so that a call needs no free file descriptor.
         self._file = os.open(self.schedule, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         weakref.finalize(self, os.close, self._file)
         self.recorded = Schedule(Path(self.replay) / FILE if self.replay else os.devnull).read()
@@ -141,14 +141,15 @@ class ScheduledEngine(RemoteInfEngine):
 
         If the run was killed while it wrote a line, the last line is incomplete. The method removes this line, because
         otherwise the next fact would be appended to it. The lost fact is not needed: if a checkpoint contains the step
-        that consumed a group, then all facts of the group were written earlier. The continued run generates all other
-        groups again.
+        that consumed a group, then all facts of the group were written earlier. The continued run generates all
+        unfinished groups again.
         """
         os.truncate(self.schedule, Path(self.schedule).read_bytes().rfind(b"\n") + 1)
         self.record(run=run, step=step)
 
     def recorded_call(self, name: str) -> Fact | None:
-        """Return the recorded line of a call, {} if it has no line, or None if its task is not in the schedule."""
+        """Return the recorded line of a call, {} if the call has no line, or None if the call's task is not in the
+        schedule."""
         calls = self.recorded.calls.get(task_of(name)) if name else None
         return None if calls is None else calls.get(name, {})
 
@@ -175,7 +176,8 @@ class ScheduledEngine(RemoteInfEngine):
     ) -> None:
         """Generate one segment, and record the spans of the completion so far.
 
-        In a replay, a segment generates one recorded span, as soon as the servers have the version of the span.
+        In a replay, each segment generates one recorded span, and starts as soon as the servers have the span's
+        version.
         """
         known = self.recorded_call(req.call)
         if known:

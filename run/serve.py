@@ -78,8 +78,8 @@ class BoundedProtocol(HttpToolsProtocol):
     complete. uvicorn itself has neither limit.
 
     The connection also refuses a request that arrives before the previous request is answered. If a client with several
-    open requests disconnected, uvicorn would notify only the handler of the newest request. The servers would then
-    generate tokens for the other requests that nobody reads.
+    open requests disconnected, uvicorn would notify only the handler of the newest request. The servers would then go
+    on with the client's other requests, and generate tokens that nobody reads.
     """
 
     header_bytes: ClassVar[int] = 2**16  # `serve` sets these limits
@@ -126,8 +126,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 class Repeats(logging.Filter):
-    """A filter that logs only warnings number 1, 2, 4, 8, ... of each kind, with the number. Without the filter,
-    uvicorn would log every warning."""
+    """A log filter: of each kind of warning, only warnings number 1, 2, 4, 8, ... are logged, with their number.
+    Without the filter, uvicorn would log every warning."""
 
     counts: ClassVar[collections.Counter[str]] = collections.Counter()
 
@@ -240,8 +240,8 @@ def reply(body: Any, status: int = 200) -> Response:
 def import_tokenizers() -> Any:
     """Return the class AutoTokenizer of transformers.
 
-    A tokenizer does not need torch, but transformers imports torch if it is installed. Importing torch takes seconds,
-    so this function hides torch from transformers, unless the process has already imported torch.
+    A tokenizer does not need torch, but transformers imports torch if torch is installed. Importing torch takes
+    seconds, so this function hides torch from transformers, unless the process has already imported torch.
     """
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")

@@ -4,10 +4,10 @@ The rollout side is the engine, the proxies, an executor for training and an exe
 
     inference servers  <-  RemoteInfEngine  <-  proxies  <-  WorkflowExecutor (training), WorkflowExecutor (evaluation)
 
-In the line above each part uses the parts to its left. The processes of the servers and the proxies start at the same
+In this diagram each part uses the parts to its left. The processes of the servers and the proxies start at the same
 time, and some of them import their modules even earlier (early.py). A proxy first imports its modules, and then waits
-for its keys, which it gets as soon as the servers answer. The run's ExitStack ends the parts in the order from right to
-left. Only rank 0 has a rollout side; the other ranks have a `NoRollout`.
+for its keys, which it gets as soon as the servers answer. The run's ExitStack ends the parts of the diagram from right
+to left. Only rank 0 has a rollout side; the other ranks have a `NoRollout`.
 
 Servers that were running before the run began (rollout.server_addrs) may be paused or may have the weights of another
 run. A training run therefore aborts the running generations of these servers, resumes the servers, and gives their
@@ -56,8 +56,8 @@ class Run:
     stack: ExitStack
 
     def weight_update_meta(self) -> WeightUpdateMeta:
-        """Return how weights are sent. A folder of new weights outside the run's folder is deleted when the run
-        ends."""
+        """Return the settings of the weight updates. A folder of new weights outside the run's folder is deleted when
+        the run ends."""
         config, folder = self.config, self.config.run_dir / "weights"
         if config.weight_update.path is not None:
             folder = Path(config.weight_update.path) / config.experiment_name / config.trial_name
@@ -66,7 +66,7 @@ class Run:
 
 
 class NoRollout:
-    """The rollout side of a rank that only trains. Its methods do nothing."""
+    """The rollout side of a rank that only trains. The methods of this class do nothing."""
 
     executor: Any = None
 
@@ -139,7 +139,7 @@ def start_rollout(run: Run, keys: Keys, groups: GroupLog | None = None) -> tuple
     settings = options.pause_mode, options.request_timeout, options.request_retries, options.server_key
     is_patient = max_restarts(run) > 0
     rollout = ScheduledEngine(addresses, *settings, is_patient, schedule=config.run_dir / FILE, replay=config.replay)
-    rollout.recorded.cut(config.replay_until or config.max_steps)  # a replay starts no group of a later step
+    rollout.recorded.cut(config.replay_until or config.max_steps)  # a replay starts no group of a step after its last
     stack.callback(rollout.destroy)
     were_up = config.mode == "train" and bool(config.rollout.server_addrs)
     if were_up:
@@ -189,8 +189,8 @@ def start_rollout(run: Run, keys: Keys, groups: GroupLog | None = None) -> tuple
 def take_over(rollout: ScheduledEngine) -> None:
     """Prepare servers that were running before this run, perhaps for a run that was killed.
 
-    Let them continue, abort what they generate, and give them a version that `initialize` can read. They continue
-    first, so that a killed run leaves no server paused even if this run cannot start.
+    Resume the servers, abort the running generations, and give the servers a version that `initialize` can read. The
+    servers are resumed first. Servers that a killed run left paused therefore run again even if this run cannot start.
     """
     rollout.servers.refresh()
     rollout.resume()

@@ -34,9 +34,9 @@ BEGIN = monotonic()
 class Terminal(Console):
     """A rich console with live displays. Only one thread at a time may print a line or refresh a display.
 
-    To print a line, rich first computes how many screen lines of the displays it must replace, and writes later. If a
-    display were refreshed in between, this number could be wrong: a printed line would be lost, or a part of an old
-    display would remain.
+    Before rich prints a line, it computes how many screen lines of the displays it will overwrite, and writes the line
+    later. If a display were refreshed in between, this number could be wrong: a printed line would be lost, or a part
+    of an old display would remain.
     """
 
     def __enter__(self) -> Console:
@@ -50,7 +50,7 @@ class Terminal(Console):
             self._lock.release()
 
     def show(self, content: Callable[[], Any], transient: bool = False) -> Live:
-        """Return a live display that calls `content` twice a second and shows what it returns."""
+        """Return a live display that calls `content` twice a second and shows the returned text."""
         live = Live(console=self, get_renderable=content, refresh_per_second=2, transient=transient)
         live._lock = self._lock  # one lock, because taking two locks in different orders would deadlock
         return live

@@ -23,8 +23,8 @@ from run.recover import unwrapped
 def test_an_offloaded_optimizer_gets_the_cores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offload: str, threads: int
 ) -> None:
-    """With actor.offload, two ranks share six cores, so each rank has three threads. Without actor.offload, a rank has
-    one thread."""
+    """With actor.offload, each of two ranks on a machine with six cores has three threads. Without actor.offload, a
+    rank has one thread."""
     monkeypatch.setattr(os, "cpu_count", lambda: 6)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     torch.set_num_threads(1)

@@ -125,9 +125,9 @@ NEEDY = [(key.name, need) for need, pattern in NEEDS.items() for key in list_key
 
 @pytest.mark.parametrize(("name", "need"), NEEDY)
 def test_a_key_without_effect_is_refused(name: str, need: str, tmp_path: Path) -> None:
-    """If a key has no effect because of another key's value, the error is one line that names both keys. A key is
-    accepted if the key on which its effect depends has a suitable value. It is no error if a key on the command line
-    makes a key of a recipe ineffective."""
+    """If a key has no effect because of another key's value, the error is one line that names both keys. A key whose
+    effect depends on a second key is accepted if the second key has a suitable value. It is no error if a key on the
+    command line makes a key of a recipe ineffective."""
     (tmp_path / "empty.yaml").write_text("gconfig: {n_samples: 2}")
     base, conditions = ["--config", str(tmp_path / "empty.yaml")], need.split(" or ")
     base += ["mode=eval"] * ("gconfig." in name)  # in mode=train most keys of gconfig are refused
@@ -185,7 +185,8 @@ def test_a_recipe_is_found_by_its_name() -> None:
 
 
 def test_help_lists_every_key(capsys: pytest.CaptureFixture[str]) -> None:
-    """`--help` prints each key with its default, its meaning and its allowed values, in groups with a heading."""
+    """`--help` prints the keys in groups with headings, and each key with its default, its meaning and its allowed
+    values."""
     with pytest.raises(SystemExit) as ended:
         load(["--help"])
     assert ended.value.code == 0
@@ -363,7 +364,7 @@ def test_the_servers_key_is_made_and_never_written(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("NANO_AREAL_SERVER_KEY", "mine")
     assert load(["rollout.server_addrs=[http://gpu:1]"]).rollout.server_key == "mine"
     written = asdict(new)
-    del written["rollout"]["server_key"]  # run/command.py also writes config.yaml without it
+    del written["rollout"]["server_key"]  # run/command.py, too, leaves the key out of config.yaml
     OmegaConf.save(written, tmp_path / "config.yaml")
     assert changed(tmp_path / "config.yaml", other) == []
 

@@ -60,8 +60,8 @@ HEALTHY: dict[str, Any] = {
 
 
 def lines_of(count: int, **last: Any) -> list[dict[str, Any]]:
-    """Return `count` healthy lines. `last` changes metrics: a list gives the values in the last lines, and a number
-    gives the value in all lines."""
+    """Return `count` healthy lines. `last` replaces metrics: a list replaces a metric's values in the last lines, and a
+    number replaces its value in every line."""
     lines = [{"step": 1 + k, **HEALTHY} for k in range(count)]
     for name, value in last.items():
         values = value if isinstance(value, list) else [value] * count
@@ -119,7 +119,7 @@ def test_a_rule_fires_on_the_sick_run_alone(rule: str, sick: dict[str, Any], nea
     steps = next(each.steps for each in RULES if each.name == rule)
     assert rule in rules_that_fire(lines_of(steps, **sick))
     assert rule not in rules_that_fire(lines_of(steps, **near))
-    assert rule not in rules_that_fire(lines_of(steps, **sick)[1:])  # the rule needs more lines of metrics
+    assert rule not in rules_that_fire(lines_of(steps, **sick)[1:])  # one line of metrics too few for the rule
 
 
 def test_every_rule_has_a_case_and_an_entry() -> None:
@@ -264,7 +264,7 @@ def test_no_signal_share() -> None:
 
 
 def test_baseline_bias() -> None:
-    """If the baseline of every group is the group's mean, the bias is 0. In the bias each trained turn counts once,
+    """If the baseline of every group is the group's mean, the bias is 0. Each trained turn counts once in the bias,
     whatever the turn's length. If a group has a wrong baseline, the bias is above 0."""
     rows = [[0, 0, 1.0, 1, 1], [0, 0, -1, 0, 0], [0, 0, 0.5, 0.5, 0], [0, 0, -0.5, 0, 2]]
     batch = {
@@ -289,7 +289,8 @@ def test_standard_ppo_and_other_baselines_raise_nothing() -> None:
 
 def test_scores_of_the_canary() -> None:
     """compare_scores counts servers with unchanged scores, and returns the largest difference from the trainer's
-    scores. If all servers have the new weights, compare_scores returns 0 for the count and for the difference."""
+    scores. If all servers have the new weights, both the number of unchanged servers and the largest difference are
+    0."""
     old, new = torch.tensor([0.0, -1.0]), torch.tensor([0.0, -1.5])
     before = torch.stack([old, old, old])  # the scores of the trainer and of two servers
     assert compare_scores(before, torch.stack([new, new, new])) == {"canary_mismatch": 0.0, "canary_unchanged": 0}
@@ -301,9 +302,9 @@ def test_scores_of_the_canary() -> None:
 
 
 def test_the_trainer_does_not_wait_for_the_canary(start_tiny_server: Any, tiny_model_dir: Path) -> None:
-    """If a server is paused, Canary.start still returns at once, and threads wait for the server's answer, which comes
-    after the pause. If a server has died, Canary.finish returns {}. If a thread fails for another reason than a dead
-    server, Canary.finish raises the thread's exception."""
+    """Canary.start returns at once even if a server is paused; threads wait for the server's answer, which comes after
+    the pause. If a server has died, Canary.finish returns {}. If a thread fails for a reason other than a dead server,
+    Canary.finish raises the thread's exception."""
     actor = FSDPPPOActor(PPOActorConfig(), tiny_model_dir)
     actor.create_process_group()
     actor.initialize(max_steps=1)
@@ -319,7 +320,7 @@ def test_the_trainer_does_not_wait_for_the_canary(start_tiny_server: Any, tiny_m
     metrics = canary.finish()
     assert metrics["canary_mismatch"] < 1e-4
     assert metrics["canary_unchanged"] == 0
-    # The scores of the trainer and of one server, for 7 tokens in the two rows.
+    # Two rows of scores, one of the trainer and one of the server, each for the 7 tokens of the canary.
     assert canary.before.shape == (2, 7)
     rollout.servers = Servers(["http://127.0.0.1:9"], Wire())
     canary.start(batch)

@@ -20,8 +20,8 @@ def raised(error: Exception) -> Exception:
 
 
 def test_one_line_for_each_distinct_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Failures that differ only in numbers count as one failure. For such failures, the run prints one line, writes one
-    traceback, and at the end prints how often they occurred."""
+    """Failures that differ only in numbers count as one failure. For all failures that differ only in numbers, the run
+    prints one line, writes one traceback, and at the end prints how often they occurred."""
     logger, log = logging.getLogger("nano_areal.test"), tmp_path / "logs" / "failures.log"
     failures = Failures(log)
     for k in range(5):

@@ -28,8 +28,7 @@ MACHINES = {  # for each name, a machine whose cells the tests check
 
 
 def cells_of(machine: str, work: Path) -> dict[str, Any]:
-    """Return a dict from the name of each cell to the cell, for the cells that the script lists for
-    MACHINES[machine]."""
+    """Return the cells that the script lists for MACHINES[machine], as a dict from a cell's name to the cell."""
     return {cell.name: cell for cell in bench.list_cells(MACHINES[machine], work)}
 
 

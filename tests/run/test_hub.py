@@ -92,8 +92,8 @@ def plan(tmp_path: Path, environment: dict[str, str], *words: str) -> subprocess
 
 
 def test_a_model_of_the_hub_is_fetched_once(hub: Hub, tmp_path: Path) -> None:
-    """The first run fetches the model into HF_HOME and shows its progress. A second run in offline mode fetches
-    nothing."""
+    """The first run fetches the model into HF_HOME and shows the progress of the download. A second run in offline mode
+    fetches nothing."""
     environment = hub.environment(tmp_path / "home")
     first = plan(tmp_path, environment, f"model_path={NAME}")
     assert first.returncode == 0, first.stderr
@@ -136,8 +136,8 @@ def test_a_gated_model_needs_the_token(hub: Hub, tmp_path: Path) -> None:
 def test_what_the_hub_does_not_give_is_one_line(
     hub: Hub, tmp_path: Path, words: list[str], more: dict[str, str]
 ) -> None:
-    """If the model's name or revision is unknown, without a network, or in offline mode, the run ends with a one-line
-    error."""
+    """The run ends with a one-line error if the model's name or revision is unknown, if there is no network, or in
+    offline mode."""
     done = plan(tmp_path, hub.environment(tmp_path / "home", **more), *words)
     assert done.returncode == 2
     [line] = done.stderr.splitlines()

@@ -32,8 +32,8 @@ def python(code: str, *words: str) -> list[str]:
 
 
 def test_a_child_does_not_inherit_torchruns_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under torchrun, child processes do not inherit torchrun's environment variables. They inherit all other
-    environment variables, and get the variables that are planned for them.
+    """Under torchrun, child processes do not inherit torchrun's environment variables. Child processes inherit all
+    other environment variables, and get the variables that are planned for them.
 
     SGLang connects its own processes to each other. If SGLang inherited torchrun's variables, it would wait for
     torchrun's store (torch.distributed).
@@ -162,7 +162,7 @@ def test_one_of_several_servers_may_die(tmp_path: Path, caplog: pytest.LogCaptur
     first.process.wait(timeout=30)
     fleet.raise_death(ValueError("of an episode whose server died: another one will do"))
     deadline = time.monotonic() + 30
-    while "continues with 1" not in caplog.text:  # the thread that watches the server logs this line
+    while "continues with 1" not in caplog.text:  # this line is logged by the thread that watches the server
         assert not told.wait(0.01)
         assert time.monotonic() < deadline
     second.process.stdin.close()  # type: ignore[union-attr]
@@ -197,9 +197,9 @@ HTTPServer(("127.0.0.1", int(sys.argv[-1])), Handler).serve_forever()"""
 
 
 def test_a_dead_server_is_started_again(tmp_path: Path) -> None:
-    """If the only server dies, it is started again at the same address, and the log of its first process is kept. If
-    the server dies a second time, the run ends, because max_restarts is 1. While a run is ending, no server is started
-    again."""
+    """If a run's single server dies, the server is started again at the same address, and the log of the first process
+    is kept. If the server dies a second time, the run ends, because max_restarts is 1. While a run is ending, no server
+    is started again."""
     fleet, restarted, deaths = Fleet(tmp_path), threading.Event(), list[ProcessDied]()
     died = threading.Event()
     first = fleet.start(Planned("server-0", python(SERVES)))
@@ -235,9 +235,9 @@ def kill_a_server(folder: Path, *words: str) -> tuple[str, list[dict[str, Any]]]
 @pytest.mark.runs
 @pytest.mark.parametrize("mode", ["disk", "distributed"])
 def test_a_run_starts_its_only_server_again(tmp_path: Path, mode: str) -> None:
-    """The only server is killed after it got the weights of the first step. The run starts the server again, pushes
-    these weights to it, and continues to its last step. No request fails, and the trainer's log-probabilities agree
-    with those of the new server."""
+    """A run with a single server continues to its last step although the server is killed after the first weight
+    update. The run starts the server again and pushes the weights of the first step to the new process. No request
+    fails, and the trainer's log-probabilities agree with those of the new server."""
     words = ["max_steps=4", f"weight_update.mode={mode}", "evaluator.interval=2"]
     output, metrics = kill_a_server(tmp_path, *words)
     assert "server-0 is started again" in output

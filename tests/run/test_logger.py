@@ -70,7 +70,8 @@ def test_what_a_client_sends_unasked_is_counted_and_said_once(
 ) -> None:
     """Each of two steps has a request for a title, a call with `store: false` and an image. The metrics of both steps
     count the requests for a title, the calls with `store: false` and the images. The logger prints a message about each
-    of the three only in the first step. The messages about the first two name the configuration key."""
+    of the three only in the first step. The messages about requests for a title and about `store: false` name the
+    configuration key."""
     cache = InteractionCache()
     for name, system in (("work", "You code."), ("title", "You write titles.")):
         messages = [{"role": "system", "content": system}, {"role": "user", "content": f"hello {PLACEHOLDER}"}]

@@ -111,10 +111,10 @@ SMALL = {
 @pytest.mark.parametrize(
     ("family", "vocabulary", "tied", "dtype", "checkpointing", "tokens"),
     [
-        ("qwen2", 2000, True, "bfloat16", False, 512),  # here most memory is saved activations
+        ("qwen2", 2000, True, "bfloat16", False, 512),  # saved activations take most of the memory
         ("qwen2", 2000, True, "bfloat16", True, 512),
         ("qwen3", 2000, True, "float32", True, 256),
-        ("llama", 8000, False, "bfloat16", True, 128),  # here the embedding and the last layer take most of the memory
+        ("llama", 8000, False, "bfloat16", True, 128),  # the embedding and the last layer take most memory
         ("llama", 8000, True, "float32", False, 128),
     ],
 )
@@ -128,8 +128,8 @@ def test_the_estimate_of_a_training_step(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The estimate is within 10 % of the memory that a real training step with two forward passes needs in addition to
-    the parameters, gradients and moments."""
+    """A training step with two forward passes needs memory in addition to the parameters, gradients and moments. The
+    estimate of this additional memory is within 10 % of the memory that a real step needs."""
     monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", {"cpu": 1 << 16, "cuda": 1 << 16})
     shape = AutoConfig.for_model(family, vocab_size=vocabulary, tie_word_embeddings=tied, **SMALL)
     AutoModelForCausalLM.from_config(shape, dtype=torch.float32).save_pretrained(tmp_path)
@@ -172,7 +172,7 @@ def test_the_plan_on_the_page(
     servers, text = plan_run(load([*given, "--gpu-memory", "64"]))
     assert all("sglang.launch_server" in server.command for server in servers)
     shown = re.sub(r"(?m)^(?=process|rank|server|proxy)(.{34}).*", r"\1", text)  # leaves out the column of commands
-    print(shown)  # if the page is old, copy this text to the page
+    print(shown)  # if the page is out of date, copy this text to the page
     assert shown in (ROOT / "docs/gpu.md").read_text()
 
 
@@ -190,7 +190,8 @@ def test_the_heads_of_the_model_limit_the_gpus_of_a_server(tmp_path: Path) -> No
 
 
 def test_the_plan_names_idle_gpus(tmp_path: Path) -> None:
-    """With 8 GPUs the recipe uses the first GPU and the last GPU. The plan names the other GPUs, and what uses them."""
+    """With 8 GPUs the recipe uses the first GPU and the last GPU. The plan names the idle GPUs, and the settings that
+    would put them to use."""
     AutoConfig.for_model("qwen2", **QWEN).save_pretrained(tmp_path)
     _, text = plan_run(load(["--config", "gsm8k", f"model_path={tmp_path}", "--dry-run", "--gpus", "8"]))
     says = "GPUs 1,2,3,4,5,6 are idle; to use them, raise server.count or torchrun --nproc-per-node"
@@ -198,8 +199,8 @@ def test_the_plan_names_idle_gpus(tmp_path: Path) -> None:
 
 
 def test_the_plan_counts_the_host_memory_of_offload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With actor.offload, host memory holds 16 bytes a parameter, and 12 more while a checkpoint is written. This
-    machine has 2 of 4 ranks, so it needs half of both."""
+    """With actor.offload, host memory holds 16 bytes a parameter, and 12 more bytes a parameter while a checkpoint is
+    written. This machine runs 2 of the 4 ranks, so it needs half of this memory."""
     AutoConfig.for_model("qwen2", **QWEN).save_pretrained(tmp_path)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setenv("WORLD_SIZE", "4")

@@ -108,8 +108,8 @@ def wait_for(log: Path, words: str) -> None:
 @pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="prlimit is a call of Linux")
 def test_without_free_descriptors_no_call_is_lost(logged: tuple[str, str, list[int], Path]) -> None:
     """First an attacker's connections use nearly all file descriptors of the server and of the proxy. Then the limit of
-    open files is lowered, so that the proxy has no free descriptor at all. In both cases the calls of agents wait, and
-    all calls are answered when descriptors are free again. The proxy does not count the server as lost."""
+    open files is lowered, so that the proxy has no free descriptor at all. In both cases the agents' calls wait, and
+    are all answered as soon as file descriptors are free again. The proxy does not count the server as lost."""
     server, proxy, pids, log = logged
     admin = {"authorization": "Bearer secret"}
     body = {"task_id": "1", "grant": True}

@@ -1,5 +1,5 @@
-"""Tests of the restart of a run after `kill -9`. The restarted run loses or repeats no step, loses no group, trains on
-no group twice, and uses no token from weights that were lost.
+"""Tests of the restart of a run after `kill -9`. The restarted run makes every step once, trains on every group once,
+and uses no token from weights that were lost.
 
 The first tests check single parts: metrics.jsonl, the group files, the position in the data, and the gate. Later tests
 kill real runs and start them again.
@@ -72,8 +72,8 @@ def test_the_lines_of_lost_steps_are_cut(tmp_path: Path) -> None:
 
 
 def test_groups_of_weights_that_are_gone_are_not_put_back(tmp_path: Path) -> None:
-    """GroupLog.read returns the finished groups in the order of the given ids. It leaves out groups whose files are
-    incomplete, and groups with tokens from versions that are newer than the checkpoint."""
+    """GroupLog.read returns the finished groups in the order of the given ids. GroupLog.read leaves out groups whose
+    files are incomplete, and groups with tokens of versions that are newer than the checkpoint."""
     log = GroupLog(tmp_path / "groups")
     for task_id, version in ((7, 3), (5, 2), (6, 4), (9, 1)):
         log.write(task_id, group(version, task_id))
@@ -212,7 +212,7 @@ def test_a_checkpoint_is_all_of_the_trainer(tiny_model_dir: Path, tmp_path: Path
     recovery.wait()
     shutil.copytree(tmp_path / "recover" / "step00001", tmp_path / "recover" / "step00002")
     (tmp_path / "recover" / "step00002" / "state.pickle").unlink()  # missing if a kill interrupts the write
-    (tmp_path / "recover" / "step00002" / "__9_0.distcp").touch()  # as if ten ranks had written it
+    (tmp_path / "recover" / "step00002" / "__9_0.distcp").touch()  # as if ten ranks had written the checkpoint
     own = {"stepping", "step00001-before-I-changed-lr", "step00000"}  # two folders of a user, and an older checkpoint
     for name in own:
         (tmp_path / "recover" / name).mkdir()
@@ -236,7 +236,7 @@ def test_a_checkpoint_is_all_of_the_trainer(tiny_model_dir: Path, tmp_path: Path
 
 
 class NoRollouts:
-    """Stands in for an executor without rollouts in a checkpoint."""
+    """A stand-in for the executor whose state a checkpoint contains; it has no open groups."""
 
     def state_dict(self):
         return {"open": {}, "next_id": 0}

@@ -72,7 +72,8 @@ def test_a_restart_cancels_what_was_lost(tmp_path: Path) -> None:
 
 
 def test_an_incomplete_line_is_read_later(tmp_path: Path) -> None:
-    """If the last line is incomplete, a later call of `read` reads it. No line is read twice."""
+    """If the last line is incomplete, a later call of `read` reads this line once it is complete. No line is read
+    twice."""
     path = write(tmp_path / FILE, {"consume": 4, "version": 0})
     with path.open("ab", buffering=0) as file:
         file.write(b'{"consume":5,"ver')
@@ -191,8 +192,8 @@ async def test_a_failed_call_fails_again(follow: Any) -> None:
 @pytest.mark.anyio
 @pytest.mark.parametrize("name", ["eval-7-0.0", "7b.0", ".0", ""])
 async def test_only_training_is_recorded(follow: Any, name: str) -> None:
-    """In a replay, calls of evaluations do not follow the recorded schedule and get no line in the new schedule. The
-    same holds for calls of a session whose name names no task."""
+    """In a replay, calls of evaluations do not follow the recorded schedule and get no line in the new schedule. Calls
+    of sessions whose names contain no task number are treated in the same way as calls of evaluations."""
     engine, _ = follow(RECORDED)
     before = engine.schedule.read_bytes()
     assert (await engine.agenerate(request(name))).output_len == 50
@@ -300,7 +301,7 @@ def hash_of(run: Path, step: int) -> str:
 @pytest.mark.runs
 def test_a_run_with_everything_is_repeated_bit_by_bit(tmp_path: Path) -> None:
     """A run with eta = 4 has interrupted completions and rejected groups, is killed in the middle of a line of the
-    schedule, and continues. The replay of this run makes the same models without a restart. A replay with
+    schedule, and continues. The replay of this run is not restarted, and makes the same models. A replay with
     --replay-until ends earlier and starts no group of a later step. A replay with another configuration is refused."""
     words = [*MAZE, "trial_name=t", "max_steps=12", "recover_interval=5", "saver.interval=6"]
     words += ["should_accept_fn=walkers.has_signal"]

@@ -1,7 +1,7 @@
 """The report shows the contents of a run's files: curves, the timeline, and every token with its version and numbers.
 
-Most tests read the data inside the page, without a browser. The last tests open the page in Chromium, if the system has
-one, and read what the page's script has drawn.
+Most tests read the data inside the page, without a browser. If Chromium is installed, the last tests open the page in
+Chromium and read what the page's script has drawn.
 """
 
 import json
@@ -92,7 +92,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def make_trace(path: Path) -> None:
-    """Write the trace of a run with one group that a step consumed, one rejected group and one running group."""
+    """Write the trace of a run with one group that a step consumed, one rejected group and one group that is still
+    running."""
     trace = Trace(path)
     with trace.span("start"):
         trace.event("start", 7)
@@ -232,8 +233,8 @@ def test_a_phase_that_fails_is_recorded(tmp_path: Path) -> None:
 
 
 def test_the_timeline_says_what_became_of_each_group(folder: Path) -> None:
-    """The timeline has the weight updates and the groups. For each group it has the versions, the mean reward and the
-    end."""
+    """The timeline contains the weight updates and the groups. For each group, the timeline has the versions, the mean
+    reward and the end."""
     [run] = read_page(make_page([folder]))
     timeline = run["timeline"]
     by_task = {group["task"]: group for group in timeline["groups"]}
@@ -281,8 +282,8 @@ def test_the_curves_are_the_metrics(folder: Path) -> None:
 
 @pytest.mark.parametrize("gone", ["config.yaml", "metrics.jsonl", "trace.json", "tokens", "cut"])
 def test_a_crashed_run_has_a_report(folder: Path, gone: str) -> None:
-    """A report is written even if one of the run's files is missing, or if the ends of the metrics, the trace and a
-    batch are missing after a kill."""
+    """A report is written even if one of the run's files is missing, or if a kill has cut off the ends of the metrics,
+    the trace and a batch."""
     if gone == "cut":
         for path in (folder / "metrics.jsonl", folder / "trace.json", folder / "tokens" / "00005.safetensors"):
             path.write_bytes(path.read_bytes()[:-40])

@@ -1,9 +1,9 @@
 """Training runs on a CPU with the real SGLang as inference server. `make test-sglang` runs these tests.
 
-The task is the maze (tasks/maze.py), because weight updates interrupt its long answers. SGLang computes in bfloat16 and
-the trainer in float32, so the two compute different logprobs, as they do on a GPU. For each token, the logprobs of
-SGLang and of the trainer must differ by less than MISMATCH nats. The largest difference that was measured for 200,000
-tokens is 0.07 nats.
+The task is the maze (tasks/maze.py), because its answers are long enough to be interrupted by weight updates. SGLang
+computes in bfloat16 and the trainer in float32, so the two compute different logprobs, as they do on a GPU. For each
+token, the logprobs of SGLang and of the trainer must differ by less than MISMATCH nats. The largest difference that was
+measured for 200,000 tokens is 0.07 nats.
 """
 
 import json

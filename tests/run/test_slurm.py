@@ -108,7 +108,7 @@ def test_steps_get_their_gpus_and_cores_and_a_job_near_its_end_is_requeued(
     """Each server sees only its own GPU and its share of the cores, although srun makes all GPUs of the node visible.
 
     When Slurm sends the signal USR1 before the job's time limit, the script ends the run and requeues the job. The
-    requeued job uses the same run name.
+    requeued job uses the same run name as before.
     """
     (tmp_path / "server.py").write_text(SERVER)
     (tmp_path / "torchrun").write_text('#!/bin/sh\necho "trainer with cores $CORES: $*"\nexec sleep 1000\n')
@@ -138,8 +138,8 @@ def test_steps_get_their_gpus_and_cores_and_a_job_near_its_end_is_requeued(
 @pytest.mark.parametrize("file", ["examples/slurm/train.sbatch", "docs/cluster.md"])
 def test_servers_of_a_cluster_get_the_options_of_train_py(file: str) -> None:
     """The commands that start SGLang on a cluster have the same options as the command with which train.py starts
-    SGLang on a separate GPU. The option --max-total-tokens is an exception, because no other process needs memory of
-    this GPU."""
+    SGLang on a separate GPU. Only the option --max-total-tokens may differ, because a server on a cluster shares its
+    GPU with no other process."""
     given = ["--config", "configs/gsm8k.yaml", "model_path=DIR", "server.backend=sglang", "server.command=sglang"]
     [server] = plan_servers(load(given), ["0", "1"], 1)
     own = " ".join(server.command)

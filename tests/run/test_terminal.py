@@ -89,7 +89,7 @@ def test_a_refresh_and_a_print_leave_both_on_the_screen() -> None:
             rows.append("row 2")
             refreshes.append(Thread(target=table.refresh))
             refreshes[0].start()
-            refreshes[0].join(0.3)  # without a lock, the refresh has ended by now
+            refreshes[0].join(0.3)  # without a lock, the refresh would be over by now
             yield "a printed line"
 
     with terminal.show(lambda: "\n".join(rows)) as table:
@@ -118,8 +118,8 @@ def test_quiet_starts_without_a_word() -> None:
 def test_a_ready_part_names_the_time_of_the_clock(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The line about a ready server states the seconds since the start of train.py, as the clock does. This time
-    includes the imports."""
+    """The line about a ready server states the seconds since the start of train.py, as the clock does. The seconds in
+    this line include the time for imports."""
     from run import start
 
     monkeypatch.setattr(start, "BEGIN", start.time.monotonic() - 100)
