@@ -1,7 +1,7 @@
 """Build the process group in which the trainer broadcasts new weights to the servers (weights.py, mode distributed).
 
 The members of a process group are called ranks. The trainer is rank 0 and hosts the key-value store where the ranks
-find each other. Each GPU of each server is another rank. An SGLang server joins the group through torch.distributed,
+find each other. Every GPU of every server is one more rank. An SGLang server joins the group through torch.distributed,
 which puts three prefixes before each key of the store. `join_group` uses the same three prefixes, so the trainer and an
 SGLang server find each other's keys. The small server (inference/tiny) calls `join_group` too. The new group is
 separate from torch's default group, which connects the trainer's own processes.

@@ -20,10 +20,11 @@ before 0.5.19 reports only `weight_version`, the version of the weights at the e
 4xx if the request is wrong, and 5xx if the server has no room for the request.
 
 **Logprobs.** A server computes a logprob as log_softmax(logits / temperature) over the whole vocabulary. With top_p,
-top_k, penalties or a grammar, the server samples from another distribution. `trains_exactly` is True if training can
-reproduce the sampling distribution, that is, if the request is not greedy and sets no top_p, top_k, penalty or grammar.
+top_k, penalties or a grammar, the server samples from a distribution that differs from softmax(logits / temperature).
+`trains_exactly` is True if training can reproduce the sampling distribution, that is, if the request is not greedy and
+sets no top_p, top_k, penalty or grammar.
 
-AReaL's areal/api/io_struct.py uses the same class names (section 2 of the write-up, see docs/companion.md).
+The class names are those of AReaL's areal/api/io_struct.py (section 2 of the write-up, see docs/companion.md).
 """
 
 import hashlib
@@ -102,8 +103,8 @@ class ModelResponse:
     """The completion of one request. Each output list has one entry per generated token, including the stop token.
 
     The engine returns a completion with the stop reason "stop" or "length", and the parser of tool calls may change the
-    stop reason to "tool_calls". A segment (the part of a completion that one POST /generate produces) is stored as a
-    ModelResponse, too. A segment that a pause interrupted has the stop reason "abort". A segment that is still being
+    stop reason to "tool_calls". A segment is the part of a completion that one POST /generate produces. It is stored as
+    a ModelResponse, too. A segment that a pause interrupted has the stop reason "abort". A segment that is still being
     streamed has the stop reason "".
     """
 
@@ -165,7 +166,7 @@ def generate_body(input_ids: list[int], gconfig: GenerationHyperparameters, offs
 
 
 def probe(input_ids: list[int]) -> dict[str, Any]:
-    """Return the body of a POST /generate that requests one greedy token."""
+    """Return the body of a POST /generate that requests a single token, sampled greedily."""
     return generate_body(input_ids, GenerationHyperparameters(greedy=True, max_new_tokens=1))
 
 
@@ -192,7 +193,8 @@ def parse_segment(answer: dict[str, Any], vocab_size: int | None = None) -> Mode
 
     Raises EngineError. If the server reports an error, the EngineError has status 400 for a wrong request and 503
     otherwise. The EngineError also has status 503 if the server's last weight update was not completed, or if the
-    answer contradicts itself. An answer without the ids, logprobs or versions that training needs gives status 502.
+    answer contradicts itself. For an answer without the ids, logprobs or versions that training needs, the EngineError
+    has status 502.
     """
     try:
         meta, tokens = answer["meta_info"], answer["output_ids"]

@@ -3,9 +3,9 @@
 **A request survives the loss of its server.** If a server is lost during a request, the engine keeps the tokens that
 have arrived, and a different server generates the rest.
 
-**Affinity.** All conversations of a prompt group go to one server, which prefills their prompt once and finds their
-prefixes in its cache. `rank_servers` orders the servers for each group, and the group's requests go to the first living
-server. With N servers, server n mod N comes first for group n. A hash of URL and group orders the other servers
+**Affinity.** All conversations of a prompt group go to one server, which prefills the shared prompt once and then
+reuses its KV cache. `rank_servers` ranks the servers for each group, and the first living server gets the group's
+requests. With N servers, server n mod N comes first for group n. A hash of URL and group orders the other servers
 (rendezvous hashing). If a server is lost, its groups spread over all other servers, and no other group moves. All
 processes compute the same order of servers. If a request has no group, its session takes the place of the group.
 
@@ -18,26 +18,26 @@ A lost server may be dead, may have restarted with its initial weights, or may b
 lost. Three rules exclude tokens of old weights:
 
 - Before each weight update, the trainer calls all lost servers. A lost server that answers gets the update, too.
-- Every other process asks the servers that it has marked as lost for their versions every few seconds. A process that
+- Every few seconds, every other process requests the version of each server that it has marked as lost. A process that
   has received tokens of version 7 uses a lost server again only when this server reports version 7 or newer.
 - A server may restart between two requests, and then has version 0 again. The engine (engine.py) therefore checks the
   versions of every answer. A weight update pauses all servers before it changes the first server, and resumes them
   after it has changed the last server. If tokens of version 7 have arrived before a request is sent, this request must
-  therefore get tokens of version 7 or newer. The engine discards older tokens, and marks their server as lost.
+  therefore get tokens of version 7 or newer. The engine discards older tokens, and marks their sender as lost.
 
 After an update the trainer sends /continue_generation to lost servers too, because a lost server may be alive. Without
-/continue_generation, such a server would stay paused, and other processes would wait for it. If a server received only
-a part of an update, it reports version "7-incomplete", and every engine refuses its tokens.
+/continue_generation, a living server that counts as lost would stay paused, and other processes would wait for it. If a
+server received only a part of an update, it reports version "7-incomplete", and every engine refuses its tokens.
 
 **Routers.** An address may belong to an sglang-router. Requests for tokens go to the router, which chooses a worker.
 The router does not forward abort, pause, continue and weight update requests, so the engine sends these to each worker.
 The trainer requests the list of workers (GET /workers) before each update, so a new worker gets the weights of the next
-update. A proxy requests the list of workers only at its start, so it sends no aborts to later workers.
+update. A proxy requests the list of workers only at its start, so it sends no aborts to workers that join later.
 
 **Not promised.** If the trainer cannot reach a server during an update, the server keeps its old weights. Until a
 process receives a token of the new version, it may still send requests to a server with old weights. A server with old
-weights labels its tokens correctly with the old version. If a server hangs with open connections, it counts as lost
-only after `request_timeout`. If a server dies during an update in mode distributed, the run ends.
+weights labels its tokens correctly with the old version. A server that hangs but keeps its connections open counts as
+lost only after `request_timeout`. If a server dies during an update in mode distributed, the run ends.
 """
 
 import hashlib
@@ -85,7 +85,7 @@ class Servers:
         self.newest = 0  # newest version among all tokens received so far
         self.limit = math.inf  # the trainer's version; infinite if this process does not know the trainer's version.
         # The lost servers and routers: for each URL, why it was lost. The trainer's thread and the rollout loop both
-        # change this dictionary, so a loop over it uses a copy.
+        # change this dictionary, so code that iterates over the dictionary uses a copy.
         self.lost: dict[str, str] = {}
         self.losses: Counter[str] = Counter()  # for each URL, how often it was lost
         self._look_at: dict[str, float] = {}  # for each lost URL, the time of its next test call (time.monotonic())
@@ -104,7 +104,8 @@ class Servers:
     # Events: changes between the states living and lost
 
     def lose(self, url: str, why: Exception) -> None:
-        """Mark server `url` as lost because of error `why`. Until `find` is called, requests go to other servers."""
+        """Mark server `url` as lost because of error `why`. Requests go to other servers until `find` marks this server
+        as living."""
         self._look_at[url] = time.monotonic() + LOOK_AGAIN
         if url not in self.lost:
             self.lost[url] = str(why)
@@ -147,7 +148,7 @@ class Servers:
         return min(ranking, key=lambda url: self._look_at[url])
 
     async def _look(self, url: str) -> bool:
-        """Return True if a lost server answers and has current weights. Call a server at most every LOOK_AGAIN
+        """Return True if a lost server answers and has current weights. Call a server at most once in LOOK_AGAIN
         seconds."""
         if time.monotonic() < self._look_at[url]:
             return False

@@ -29,15 +29,15 @@ No server can therefore read an incomplete directory. If a write crashes, the ne
 directory. After all servers have loaded a version, the trainer deletes the directories of all other versions.
 
 **Buckets.** In modes distributed and tensor, `named_buckets` gathers a sharded model in buckets of at most `bucket_mb`
-MiB. A tensor larger than `bucket_mb` has its own bucket. `named_buckets` frees each bucket before it gathers the next,
-so no rank ever holds the whole model.
+MiB. A tensor of more than `bucket_mb` MiB has a bucket of its own. `named_buckets` frees each bucket before it gathers
+the next, so no rank ever holds the whole model.
 
 **The process group** of mode distributed exists only during one update, so a server that dies between two updates
 breaks no group. Making a group with gloo takes 20 ms on one machine. With NCCL, three calls block until every rank has
 made the same call: creating the group, broadcasting, and destroying the group. For each of the three calls, the trainer
 therefore sends the servers a request in a thread (`meanwhile`), and makes its own call while the request waits.
 
-**Not promised.** If the machine loses power, a file of weights may be lost. The run's checkpoints are separate files.
+**Not promised.** A power failure may destroy the files of mode disk. The run's checkpoints are separate files.
 """
 
 import base64
@@ -100,7 +100,8 @@ def named_buckets(model: Any, dtype: "torch.dtype", bucket_mb: float) -> Iterato
 
     The yielded tensors have the names and shapes of the checkpoint files, because a server skips unknown names. In
     memory, transformers fuses the experts of a mixture-of-experts model. `revert_weight_conversion` splits the experts
-    again. FSDPEngine refuses a model if transformers splits a tensor of its checkpoint files when it loads them.
+    again. FSDPEngine refuses a model if transformers, while it loads the checkpoint files, splits one of their tensors
+    into several.
     """
     from torch.distributed.tensor import DTensor
     from transformers.core_model_loading import revert_weight_conversion as revert
@@ -157,7 +158,7 @@ def write_checkpoint(state: Mapping[str, "torch.Tensor"], source_dir: str | Path
 def send(meta: WeightUpdateMeta, post_all: PostAll, buckets: Iterable[Bucket] | None = None) -> None:
     """Send version `meta.version` to all servers, from disk or from `buckets`.
 
-    Raises RuntimeError with the errors of all failed servers. After such an error, the engines refuse the tokens of all
+    Raises RuntimeError with the errors of all failed servers. If an update fails, the engines refuse the tokens of all
     servers until a later update succeeds.
     """
     # 1. Check the arguments before any server is called.
@@ -186,7 +187,8 @@ def update_from_disk(meta: WeightUpdateMeta, post_all: PostAll, _: Iterable[Buck
     If a server fails, no directory is deleted, because another server may still be loading.
     """
     body = {"model_path": str(meta.directory), "abort_all_requests": False, "flush_cache": meta.flush_cache}
-    # One call changes the weights and the label together, so no server has the label of a version without its weights.
+    # One call changes the weights and the label together, so a server's label never names a version whose weights the
+    # server has not loaded.
     body["weight_version"] = str(meta.version)
     post_all("/update_weights_from_disk", body, timeout=LOAD_TIMEOUT)
     for other in meta.directory.parent.glob("v*"):
@@ -237,7 +239,8 @@ def meanwhile(post_all: PostAll, path: str, body: Any) -> Iterator[None]:
 
 
 def broadcast(group: Any, bucket: Bucket, body: dict[str, Any], post_all: PostAll) -> None:
-    """Send the servers the names, dtypes and shapes of a bucket's tensors, and broadcast the tensors meanwhile."""
+    """Send the servers the names, dtypes and shapes of a bucket's tensors, and broadcast the tensors at the same
+    time."""
     described = {
         "names": [name for name, _ in bucket],
         "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
@@ -252,7 +255,7 @@ def broadcast(group: Any, bucket: Bucket, body: dict[str, Any], post_all: PostAl
 def update_from_tensor(meta: WeightUpdateMeta, post_all: PostAll, buckets: Iterable[Bucket]) -> None:
     """Send every bucket to all servers. The servers copy the tensors.
 
-    Each GPU of each server gets separate handles, because CUDA counts how often a handle is opened.
+    Each GPU of each server gets its own handles, because CUDA counts how often a handle is opened.
     """
     infos = post_all("/server_info")
     with update_session(infos, post_all):

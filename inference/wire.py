@@ -8,9 +8,9 @@ server's URL. The status of an EngineError tells the caller how to react:
     503  no answer arrived, or the server failed: try again, perhaps at another server
 
 **Connections.** Each request in flight has its own connection, and idle connections stay open for later requests. The
-HTTP parser of httpx is written in Python, and the parser of aiohttp in C. `make_transport` therefore lets httpx send
-its requests through aiohttp (package httpx-aiohttp). To save more CPU time, `Wire` bypasses httpx's client class. The
-HTTP client of agents uses aiohttp too (workflow.py). docs/log.md has measurements of the CPU time.
+HTTP parser of httpx is written in Python, and aiohttp's HTTP parser is written in C. `make_transport` therefore lets
+httpx send its requests through aiohttp (package httpx-aiohttp). To save more CPU time, `Wire` bypasses httpx's client
+class. The HTTP client of agents uses aiohttp too (workflow.py). docs/log.md has measurements of the CPU time.
 
 **Streams.** `Wire.stream` yields the server-sent events of an answer while they arrive. In every event, an inference
 server repeats all tokens that it has generated for the request. If several events arrive together, `Wire.stream`
@@ -21,9 +21,9 @@ answer that is too long or does not end. After an EngineError, the engine can se
 this process has no free file descriptor for a connection, the request does not fail but waits, because the server has
 done nothing wrong.
 
-**Event loops.** A connection belongs to the event loop that opened the connection, and can be closed only in this loop.
-`PerLoop` therefore gives each event loop its own connections. A thread without an event loop calls `run_all`, which
-makes many calls at once.
+**Event loops.** A connection belongs to the event loop that opened it, and only this loop can close it. `PerLoop`
+therefore gives each event loop its own connections. A thread without an event loop calls `run_all`, which makes many
+calls at once.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ KEEPALIVE = 4.0
 MOST_BYTES = 2**26  # maximum length in bytes of an answer or of one event; a longer answer is an error
 OPEN_AGAIN = 0.1  # seconds between two tries to open a connection while this process has no free file descriptor
 HEADERS = {"content-type": "application/json"}
-TLS = httpx.create_ssl_context()  # this context is made once, because making a context takes 20 ms
+TLS = httpx.create_ssl_context()  # the TLS context is made only once, because that takes 20 ms
 
 logger = logging.getLogger("nano_areal.wire")
 
@@ -120,8 +120,8 @@ class PerLoop(Generic[T]):
         return await anext(self._keepers[loop])
 
     async def _keep(self, loop: asyncio.AbstractEventLoop) -> AsyncGenerator[T, None]:
-        # When an event loop ends, asyncio ends the loop's tasks first, and then closes the loop's generators. When
-        # `_keep` is closed, it closes the loop's object.
+        # When an event loop ends, asyncio ends the loop's tasks first, and then closes the loop's generators. Closing
+        # the generator `_keep` closes the loop's object.
         try:
             async with contextlib.aclosing(self._make()) as thing:
                 while True:

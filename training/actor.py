@@ -33,8 +33,8 @@ alone would compute.
 **Temperature.** A token's log-probability is computed at the temperature that the token was sampled at, so that
 pi_theta, pi_prox and pi_behav are comparable.
 
-**Not supported:** tensor, pipeline and context parallelism, LoRA, critics. Results of different layouts and rank counts
-agree up to rounding, not bit for bit.
+**Not supported:** tensor, pipeline and context parallelism, LoRA, critics. With a different layout or number of ranks,
+results are equal up to rounding, not bit for bit.
 """
 
 import math
@@ -69,12 +69,12 @@ from training.ranks import join_ranks, leave_ranks, share
 from training.tree_attention import TREES
 
 # TFLOP/s of dense matrix products in bfloat16, from NVIDIA's data sheets. The first key that occurs in a GPU's name
-# counts.
+# gives the value for this GPU.
 PEAK_TFLOPS = {"A100": 312.0, "H100 PCIe": 756.0, "H100": 989.0, "H200": 989.0, "B200": 2250.0}
 
 
 def share_of_peak(gpu: str, tflops: float) -> dict[str, float]:
-    """Return {"peak_share": a GPU's TFLOP/s divided by its peak in bfloat16}, or {} if PEAK_TFLOPS lacks the GPU."""
+    """Return {"peak_share": `tflops` divided by the GPU's peak in bfloat16}, or {} if the GPU is not in PEAK_TFLOPS."""
     peaks = [peak for name, peak in PEAK_TFLOPS.items() if name in gpu]
     return {"peak_share": tflops / peaks[0]} if peaks else {}
 
@@ -151,8 +151,8 @@ class FSDPEngine:
     def shard(self, model: Any, layers: list[Any]) -> None:
         """Shard each decoder layer of the model, and then the rest of the model, over all ranks.
 
-        A single rank does without FSDP if it can, because FSDP's hooks would take a sixth of the time of a step of a
-        small model (docs/log.md).
+        A single rank avoids FSDP where possible: for a small model, FSDP's hooks would take a sixth of a step's time
+        (docs/log.md).
         """
         if not self.config.is_sharded(dist.get_world_size()):
             return
@@ -169,8 +169,8 @@ class FSDPEngine:
             whole: Any = AutoModelForCausalLM.from_pretrained(self.model_path, dtype=torch.float32)
             state, buffers = whole.state_dict(), dict(whole.named_buffers())
             # When transformers loaded the files, it converted their tensors by rules. The weight update
-            # (inference/weights.py) undoes these rules, one tensor at a time. The weight update cannot undo a rule that
-            # splits a tensor of the files.
+            # (inference/weights.py) reverses these conversions, one tensor at a time. It cannot reverse a conversion
+            # that splits one tensor of the files into several.
             model._weight_conversions = whole._weight_conversions
             if any(len(conversion.target_patterns) > 1 for conversion in whole._weight_conversions):
                 raise ValueError(f"{type(model).__name__} splits its files' tensors, which cannot be undone")
@@ -222,8 +222,8 @@ class FSDPEngine:
         return x
 
     def passes(self, batch: Batch, rows: Sequence[int]) -> list[Piece]:
-        """Distribute `rows` over the ranks, with about the same number of tokens for each rank. Return this rank's
-        rows, cut into pieces.
+        """Distribute `rows` over the ranks, with about the same number of tokens for each rank. Return the rows of this
+        rank, cut into pieces.
 
         In FSDP all ranks take part in gathering each layer, so all ranks must make the same number of forward passes. A
         rank with fewer pieces therefore repeats a piece and does not use the result.
@@ -294,9 +294,9 @@ class FSDPPPOActor(FSDPEngine):
     def policies(self) -> tuple[str, str]:
         """Return the keys of the batch that hold log pi_prox and log pi_behav.
 
-        Standard PPO uses one old policy as pi_prox and as pi_behav, so the key of this old policy is returned twice.
-        With prox_logp_method=loglinear the batch does not hold log pi_prox, so the key of log pi_behav is returned
-        twice.
+        In standard PPO one old policy is both pi_prox and pi_behav, so the key of its log-probabilities is returned
+        twice. With prox_logp_method=loglinear the batch does not hold log pi_prox, so the key of log pi_behav is
+        returned twice.
         """
         if self.config.use_decoupled_loss:
             return "logprobs" if self.config.prox_logp_method == "loglinear" else "prox_logp", "logprobs"
@@ -304,8 +304,8 @@ class FSDPPPOActor(FSDPEngine):
         return old, old
 
     def should_compute_prox_logp(self) -> bool:
-        """Return whether ppo_update reads batch["prox_logp"]. If it does, the caller must first store the result of
-        compute_logp in batch["prox_logp"]."""
+        """Return whether ppo_update reads batch["prox_logp"]. If the result is True, the caller must store the result
+        of compute_logp in batch["prox_logp"] before ppo_update."""
         return "prox_logp" in self.policies()
 
     def compute_advantages(self, batch: Batch) -> None:
@@ -475,8 +475,8 @@ class FSDPPPOActor(FSDPEngine):
         return dcp.async_save(state, checkpoint_id=path, process_group=group)  # type: ignore[return-value]
 
     def load_state(self, path: Path) -> None:
-        """Load a checkpoint that save_state wrote. The run that wrote the checkpoint may have had a different number of
-        ranks.
+        """Load a checkpoint that save_state wrote. The run that wrote the checkpoint may have had more or fewer ranks
+        than this run.
 
         Learning rate, betas, eps and weight decay come from this run's configuration, not from the checkpoint.
         """

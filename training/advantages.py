@@ -1,8 +1,9 @@
 """Variants of the advantage: length penalty, KL penalty, leave-one-out baseline, GAE, and a filter of groups.
 
-ppo.py compares the return of a turn with the other returns of its cell. By default a cell holds turn k of each member
-of a group. Each function below implements one well-known variant of this comparison, which a configuration key switches
-on. `compute_advantages` in ppo.py calls four of the functions in this order:
+ppo.py compares the return of a turn with the other returns of its cell. By default a cell contains the turns with the
+same number k, one from each member of a group. Each function below implements one published variant of the computation
+of advantages. A configuration key switches each variant on. `compute_advantages` in ppo.py calls four of the functions
+in this order:
 
     overlong_penalty        A turn near its length limit pays a growing penalty (DAPO, arXiv 2503.14476).
     kl_estimate             A turn pays a penalty for the policy's distance from a reference model.
@@ -18,18 +19,18 @@ rewards across turns, the rewards of later turns would count twice.
 
 **The bound of k3.** The estimator k3 of the KL divergence contains pi_ref / pi, which can be huge for a single token.
 For a token with log (pi / pi_ref) = -8, k3 is 2,972. With kl_ctl = .001, a token with a k3 of 2,972 lowers the return
-of its turn by 3, although most rewards are smaller than 3. With k3 bounded by 10, as in AReaL and slime, the token
+of its turn by 3, although most rewards are smaller than 3. With k3 bounded by 10, as in AReaL and slime, such a token
 lowers the return by only .01. The estimators k1 and k2 grow slowly, so they are not bounded. A bound on k2 would leave
 the tokens that are furthest from the reference without a gradient.
 
 **KL of the whole turn.** With kl_placement=reward, the KL of all tokens of a turn is subtracted from the turn's return
 before the baseline is subtracted. AReaL uses the KL-to-go instead: after the baseline is subtracted, token t pays for
-the KL of token t and of later tokens. In expectation, both choices have the same gradient, because the KL of the tokens
-before t does not depend on token t. This module uses the KL of the whole turn for two reasons. First, one turn is one
-action, as in RLOO, so all tokens of a turn have the same advantage. Second, the baseline cancels the KL that all
-members of a group have in common. The KL-to-go shrinks towards the end of a turn, so with one baseline for all
-positions, late tokens would get a higher advantage. A disadvantage of the whole turn's KL is more noise: the advantage
-of a token also contains the KL of the tokens before it.
+the KL of token t and of later tokens. In expectation, the KL of the whole turn and the KL-to-go have the same gradient,
+because the KL of the tokens before t does not depend on token t. This module uses the KL of the whole turn for two
+reasons. First, one turn is one action, as in RLOO, so all tokens of a turn have the same advantage. Second, the
+baseline cancels the KL that all members of a group have in common. The KL-to-go shrinks towards the end of a turn, so
+with one baseline for all positions, late tokens would get a higher advantage. A disadvantage of the whole turn's KL is
+more noise: the advantage of a token also contains the KL of the tokens before it.
 
 **Filter.** If all members of a group earned the same reward, every advantage is 0, so training on the group changes
 nothing. `informative` is a filter that rejects such groups, like the dynamic sampling of DAPO. The key should_accept_fn

@@ -95,7 +95,8 @@ class PPOActorConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)  # AdamW and its schedule
 
     def is_sharded(self, ranks: int) -> bool:
-        """Return whether FSDP2 is used. FSDP2 serves several ranks, the data type bfloat16, and offloading."""
+        """Return whether FSDP2 shards the model. A single rank needs FSDP2 too if its dtype is not float32 or if it
+        offloads."""
         return ranks > 1 or self.dtype != "float32" or self.offload
 
     def is_compiled(self, device: str) -> bool:

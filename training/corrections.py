@@ -5,7 +5,7 @@ pi_prox. Except for the cap of w, all corrections are off by default.
 
 **The weight w needs two bounds.** Server and trainer never agree exactly on pi_behav, so log w is sometimes too large
 and sometimes too small. A cap alone drops the tokens whose w is much too large, and keeps the tokens whose w is much
-too small. The mean weight then falls below 1, which biases the gradient. IcePop drops tokens of both kinds.
+too small. The mean weight then falls below 1, which biases the gradient. IcePop also drops tokens whose w is too small.
 
 **Tests of whole rows.** Bounds on w test each token alone. If w is 1.05 at each of 100 tokens, no token exceeds a
 bound. But pi_prox would generate this row 1.05^100 = 131 times as often as pi_behav, and the row gets one reward as a
@@ -18,7 +18,7 @@ whole. Three tests drop the rows on which the two policies differ too much:
 
 **A row's weight.** The product of all w is the exact weight of a row. In the example above the product is 131, so a cap
 of 5 drops the row. The product of a long row is usually far from 1, so long rows are dropped first. The geometric mean
-treats all lengths alike, but is not the exact weight. The key `behave_imp_weight_level` sets the kind of weight.
+stays near 1 in long rows too, but is not the exact weight. The key `behave_imp_weight_level` sets the kind of weight.
 
 **A row's ratio.** PPO clips the ratio u of each token alone. GSPO clips the geometric mean of u, so all tokens of an
 answer keep or lose their gradient together. The mean is much closer to 1 than the u of a single token, so GSPO's bounds
@@ -31,10 +31,10 @@ multiplied by at most 1 + eps_higher. CISPO usually has no lower bound.
 **A smaller step for a smaller sample.** If a few weights are much too large, the gradient is as noisy as the gradient
 of a small batch. The effective sample size (ESS) is (sum w)^2 / sum w^2. A batch of ESS tokens with equal weights would
 have an equally noisy gradient. VCPO multiplies AdamW's learning rate by the square root of ESS / M, where M is the
-number of tokens (`ess_lr_power=0.5`). Scaling the gradient instead has no effect, because AdamW normalises gradients.
+number of tokens (`ess_lr_power=0.5`). Scaling the gradient itself has no effect, because AdamW normalises gradients.
 
 **Truncated answers.** An answer that was cut at its token limit might have succeeded with more tokens, so its reward is
-unknown. `without_truncated` removes such turns from the loss and every baseline.
+unknown. `without_truncated` removes truncated turns from the loss and from every baseline.
 
 Sources: IcePop (arXiv 2510.18855), verl's documents on rollout correction (tests of rows, products), GSPO (2507.18071),
 CISPO (2506.13585), VCPO (2602.17616, with one weight for each row), DAPO (2503.14476) for truncated answers.
@@ -84,7 +84,7 @@ def behaviour_weight(log_weight: Tensor, config: PPOActorConfig) -> tuple[Tensor
 
 
 def rejected(log_weight: Tensor, mask: Tensor, sequence_ids: Tensor, config: PPOActorConfig) -> Tensor:
-    """Return a mask of all tokens of every sequence that fails one of the tests that the configuration turns on."""
+    """Return a mask of the tokens whose sequence fails at least one of the tests that the configuration turns on."""
     result = torch.zeros_like(mask)
     # geometric mean: |1/n sum_t log w_t| > log c
     if config.reject_geometric_mean is not None:

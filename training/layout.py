@@ -19,13 +19,13 @@ row into sequences and computes one sequence at a time.
 
 **Example.** Two rows of tokens, [a b c] and [d e], have three tokens that a model can predict: b, c and e. A padded
 piece of these rows has 6 hidden states, numbered in this order: a is 0, b is 1, c is 2, d is 3, e is 4, and the padding
-is 5. A packed piece of the two rows has only the hidden states 0 to 4, because it has no padding. In both pieces hidden
-state 0 predicts b, hidden state 1 predicts c, and hidden state 3 predicts e.
+is 5. A packed piece of the rows [a b c] and [d e] has only the hidden states 0 to 4, because it has no padding. In both
+pieces hidden state 0 predicts b, hidden state 1 predicts c, and hidden state 3 predicts e.
 
 **Why packed rows need an attention function.** In a packed row, position_ids start at 0 again in each sequence. Some
-attention kernels read position_ids and separate the sequences. With all other kernels, tokens would attend to tokens of
-other sequences, and no error would be raised. A dense mask would be correct, but most of its t * t numbers would be
-zero for a row of t tokens. `attend_apart` therefore separates the sequences.
+attention kernels separate the sequences by these position_ids. With all other kernels, tokens would attend to tokens of
+other sequences, and no error would be raised. A dense attention mask would be correct, but for a row of t tokens most
+of the mask's t * t numbers would be zero. `attend_apart` therefore separates the sequences.
 
 **The kernel** torch.nn.attention.varlen requires bfloat16 or float16 inputs. The kernel needs heads whose size is a
 multiple of 8 and at most 256, and a GPU of the generation Ampere or newer.
@@ -57,7 +57,7 @@ BEYOND_CAUSAL = ("sliding_window", "softcap", "s_aux")
 class Piece(NamedTuple):
     """The input of one forward pass, and the index of its n predictable tokens.
 
-    The first token of a row is not among the n tokens, because no hidden state predicts a row's first token.
+    The first token of a row is not predictable, because no hidden state comes before it.
     """
 
     inputs: dict[str, Any]  # the model's arguments: input_ids (b, t) int64, and what the attention function needs
@@ -202,7 +202,7 @@ def has_kernel(query: Tensor) -> bool:
 def pick_layout(actor: PPOActorConfig, device: str, shape: Any) -> tuple[str, str]:
     """Return the name of the trainer's layout, and the reason. By default the layout depends on the type of `device`.
 
-    `shape` is the model's text configuration. The default is never a layout that refuses the model.
+    `shape` is the model's text configuration. The default layout always supports the model.
     """
     if actor.enable_tree_training:
         return "tree", "actor.enable_tree_training is set"

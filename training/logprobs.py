@@ -2,14 +2,14 @@
 
 **The problem.** The last layer of a language model turns the hidden state of each token into logits, one number per
 word of the vocabulary. The logits of N tokens and a vocabulary of V words are an (N, V) matrix. With N = 16,384, V =
-151,936 and 4 bytes per number this matrix takes 9.3 GiB. The softmax of the logits and their gradient take another 9.3
-GiB each. But training needs only two numbers per token: the log-probability of the sampled token, and the entropy of
-the distribution.
+151,936 and 4 bytes per number this matrix takes 9.3 GiB. The softmax of the logits takes another 9.3 GiB, and so does
+the gradient of the logits. But training needs only two numbers per token: the log-probability of the sampled token, and
+the entropy of the distribution.
 
 **The idea.** The logits of one token do not depend on other tokens. The last layer can therefore process one chunk of
 tokens after another. The forward pass keeps the log-probability and the entropy of each token and discards the chunk's
-logits. The backward pass recomputes the chunk's logits. Each pass therefore needs memory for only one chunk, even if
-the batch has many tokens.
+logits. The backward pass recomputes the chunk's logits. Each pass therefore needs memory for the logits of only one
+chunk, even if the batch has many tokens.
 
 **Forward pass.**
 
@@ -35,9 +35,9 @@ MiB has 220 tokens. For each chunk the backward pass reads and writes the whole 
 chunks is faster. On a GPU a chunk is therefore four times as large as on a CPU. The backward pass holds three matrices
 of the size of a chunk's logits: log p, p and the gradient. A bfloat16 model also needs a copy of the gradient in
 bfloat16. A chunk therefore needs up to 448 MiB on a CPU. The gradient of W is not cut into chunks. With N = 4,096, the
-two passes need 545 MiB with chunks and 11,740 MiB without (`python bench/loss.py`). The last layer needs four matrix
-products instead of three, because the backward pass repeats the forward product. `add_read_hidden` refuses models that
-scale, cap or shift their logits.
+two passes need 545 MiB with chunks and 11,740 MiB without (`python bench/loss.py`). With chunks, the last layer needs
+four matrix products instead of three, because the backward pass repeats the matrix product of the forward pass.
+`add_read_hidden` refuses models that scale, cap or shift their logits.
 """
 
 from collections.abc import Callable

@@ -21,7 +21,7 @@ def own_shard(x: Tensor) -> Tensor:
 
 
 class ShardAdamW(torch.optim.AdamW):
-    """AdamW that computes with each rank's own shards."""
+    """AdamW in which each rank updates its own shards."""
 
     def _init_group(self, group: dict[str, Any], *lists: list[Any]) -> bool:
         has_complex = super()._init_group(group, *lists)

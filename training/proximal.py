@@ -13,14 +13,15 @@ interpolation:
     alpha       = (v - v_b) / (v + f - v_b)        between 0 and 1; 0 if v = v_b
     log pi_prox = log pi_behav + alpha (log pi_theta - log pi_behav)
 
-**Example.** v = 7, v_b = 5, and half of the mini-batches are done (f = 0.5). In this example alpha = 2 / 2.5 = 0.8.
-With log pi_behav = -2.0 and log pi_theta = -1.5 the guess is -2.0 + 0.8 * 0.5 = -1.6.
+**Example.** The step starts at version v = 7, version v_b = 5 sampled the token, and half of the mini-batches are done
+(f = 0.5). The weight of pi_theta in the interpolation is then alpha = 2 / 2.5 = 0.8. With log pi_behav = -2.0 and log
+pi_theta = -1.5 the guess is -2.0 + 0.8 * 0.5 = -1.6.
 
 **The guess is exact in two cases.** In the first mini-batch f is 0, so pi_theta is pi_prox, and alpha is 1 for stale
 tokens. A fresh token has v_b = v, so pi_behav is pi_prox, alpha is 0, and the objective equals that of standard PPO.
-For stale tokens after the first mini-batch, the interpolation has an error. The guessed log pi_prox is a constant: no
-gradient flows through it. After a recovery from an older checkpoint a token can be newer than the trainer (v_b > v).
-Such a token is treated as fresh, and the metric versions_ahead counts these tokens.
+For a stale token in a later mini-batch, the interpolated log pi_prox is only approximate. The guessed log pi_prox is a
+constant: no gradient flows through it. After a recovery from an older checkpoint a token can be newer than the trainer
+(v_b > v). Such a token is treated as fresh, and the metric versions_ahead counts these tokens.
 
 **Comparison.** prox_logp_method=metrics trains with the recomputed pi_prox and logs the errors of three guesses:
 loglinear, linear (the same interpolation of probabilities instead of log-probabilities) and rollout (pi_behav itself).

@@ -5,12 +5,13 @@ runs the rollouts and also trains. All other ranks only train. In a collective o
 every rank waits for all other ranks.
 
 **The problem.** If a rank dies, the ranks that wait for the dead rank may hang. With NCCL the waiting ranks may hang
-for hours. With gloo the waiting ranks notice the death of a rank only at their next operation.
+for hours. With gloo, the waiting ranks notice only at their next operation that a rank has died.
 
-**The solution.** When a rank's work is over, the rank sends a small message, called a farewell. Rank 0 exchanges
-farewells with every other rank, so rank 0 has all other ranks as peers, and each other rank has rank 0 as its only
-peer. For each peer, one thread waits for the peer's farewell. If the connection closes before the farewell has arrived,
-the peer has died. The thread that waited for the farewell then prints a line and ends its own process.
+**The solution.** When a rank's work is over, the rank sends its peers a small message, called a farewell. Rank 0
+exchanges farewells with every other rank, so rank 0 has all other ranks as peers, and each other rank has rank 0 as its
+only peer. A rank has one thread for each peer, which waits for the peer's farewell. If the connection closes before the
+farewell has arrived, the peer has died. The thread that waited for the farewell then prints a line and ends its own
+process.
 
 **Example.** Rank 2 of 3 ranks raises an error and dies. Rank 0 sees that the connection to rank 2 closes, and rank 0
 ends within moments. Rank 1 then sees that the connection to rank 0 closes, and rank 1 ends too. The error that rank 2
@@ -48,7 +49,8 @@ def join_ranks() -> bool:
     backend = "gloo"
     if torch.cuda.is_available():
         backend = "cpu:gloo,cuda:nccl"
-        # SGLang sets NCCL_CUMEM_ENABLE to 0 in its own processes. All members of an NCCL group need the same value.
+        # SGLang sets NCCL_CUMEM_ENABLE to 0 in its own processes. All members of an NCCL group need the same value of
+        # NCCL_CUMEM_ENABLE.
         os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
         # init_device_mesh warns if no device is set. The plan (run/plan.py) refuses more ranks than GPUs.
         torch.cuda.set_device(min(int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count() - 1))

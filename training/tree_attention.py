@@ -23,8 +23,8 @@ token of the tree, their gradients for this token add up.
 
 **Packing.** One tree holds at most `max_tokens` tokens, so the sorted rows are cut into runs: consecutive rows that fit
 into one tree. Row i shares shared[i] tokens with the row before it. A cut between row i and the row before it makes the
-model compute shared[i] tokens twice. `cheapest_runs` finds the cuts with the fewest tokens computed twice. First-fit
-packing then puts several small runs into one tree.
+model compute shared[i] tokens twice. `cheapest_runs` chooses the cuts so that as few tokens as possible are computed
+twice. First-fit packing then puts several small runs into one tree.
 
 **Attention.** The N x N mask is nearly empty, so it is never built. On a CPU, each block of 128 queries attends only to
 the keys that at least one of these queries sees. On a GPU, FlexAttention skips each block of 128 queries and 128 keys
@@ -34,8 +34,8 @@ calls `tree_attention` by the name "tree", so the model's own code is unchanged.
 **Limits.** A tree adds floating-point numbers in a different order than separate rows do. The losses of a tree and of
 separate rows therefore agree to 1e-6 and the gradients to 1e-5, not bit for bit. The metric `tree_token_ratio` is the
 number of tokens in the trees divided by the number of tokens in the rows. If the rows share few tokens, the ratio is
-near 1. Rows in different mini-batches share no tree. The last layer still runs once for each trained token of each row.
-Models that need more than causal attention are refused (`layout.py`).
+near 1. Rows of different mini-batches are never in the same tree. The last layer still runs once for each trained token
+of each row. Models that need more than causal attention are refused (`layout.py`).
 """
 
 from collections.abc import Sequence
@@ -88,7 +88,7 @@ def sort_rows(sequences: list[np.ndarray]) -> tuple[list[int], np.ndarray]:
 
     The first result contains the row numbers in sorted order. The second result has shape (n,) and starts with 0.
     """
-    # Rows sort by their big-endian bytes as they would by their token ids.
+    # Sorting rows by their big-endian bytes gives the same order as sorting them by token ids.
     order = sorted(range(len(sequences)), key=lambda row: sequences[row].astype(">u4").tobytes())
     shared = np.zeros(len(order), dtype=np.int64)  # (n,)
     for i, (before, row) in enumerate(pairwise(order), 1):
@@ -101,13 +101,13 @@ def sort_rows(sequences: list[np.ndarray]) -> tuple[list[int], np.ndarray]:
 def cheapest_runs(lengths: np.ndarray, shared: np.ndarray, max_tokens: int) -> list[tuple[int, int, int]]:
     """Cut n sorted rows into runs of at most max_tokens tokens, so that the runs have the fewest tokens in total.
 
-    Returns (first row, last row + 1, number of tokens) for each run. The first row of a run adds all its tokens to the
-    run, and each later row i adds lengths[i] - shared[i] tokens.
+    Returns (first row, last row + 1, number of tokens) for each run. A run contains all tokens of its first row, and
+    lengths[i] - shared[i] tokens of each later row i.
     """
     # tokens(i, j) = shared[i] + sum over rows i..j-1 of (lengths - shared)          tokens of the run i..j-1
     # waste[j]     = min over i with tokens(i, j) <= max_tokens of waste[i] + shared[i]
     added = np.concatenate([[0], np.cumsum(lengths - shared)])  # (n + 1,)
-    if added[-1] <= max_tokens:  # shared[0] is 0, so one run wastes nothing
+    if added[-1] <= max_tokens:  # shared[0] is 0, so a single run computes no token twice
         return [(0, len(lengths), int(added[-1]))]
     waste = np.zeros(len(lengths) + 1)  # (n + 1,) waste[j]: fewest tokens of rows 0..j-1 computed twice
     start = np.zeros(len(lengths) + 1, dtype=np.int64)  # (n + 1,) start[j]: first row of the last run of rows 0..j-1

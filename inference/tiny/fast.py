@@ -1,5 +1,5 @@
-"""FastForward is a hand-written forward pass for Llama models. FastForward computes the logits with few, large
-operations.
+"""FastForward is a hand-written forward pass for Llama models. FastForward computes the logits with a small number of
+large tensor operations.
 
 **The rule.** The hidden state x has one vector of D numbers for each token. Each layer adds two terms to x:
 

@@ -26,16 +26,16 @@ therefore not depend on the other rows of the batch. But torch chooses a matrix 
 the same numbers in different orders. Three rules make torch choose the same kernel for every batch:
 
 - The weight matrix of a linear layer is stored in column-major order (`fuse`).
-- Every matrix product has 8 to 128 rows (MIN_ROWS, MAX_TOKENS). `step_in_parts` divides a larger step.
+- Every matrix product has 8 to 128 rows (MIN_ROWS, MAX_TOKENS). `step_in_parts` splits a step that needs more rows.
 - `key_length` chooses the number of keys to which a step attends.
 
-The rules were found by measurement (docs/results.md). On other CPUs, two runs may give logits that agree only to about
-1e-6. Padding to eight rows costs time, so the rules for rows and keys apply only in deterministic mode.
+These rules were found by measurement (docs/results.md). On other CPUs, two runs may give logits that agree only to
+about 1e-6. Padding to eight rows costs time, so the rules for rows and keys apply only in deterministic mode.
 
 **Randomness.** Each token is sampled with one random number: a hash of (s, p) for position p of a request with seed s.
 An aborted request that is sent again with its partial output therefore continues with the same random numbers.
 
-**Logprobs** are log_softmax(logits / T), with penalties, without top_p and top_k. At T = 0, logprobs use T = 1.
+**Logprobs** are log_softmax(logits / T) after penalties, but before top_p and top_k. For T = 0, the logprobs use T = 1.
 
 **Not supported:** sliding windows, recurrent layers, soft-capped attention, paged memory, any precision except float32.
 """
@@ -300,7 +300,8 @@ class TinyModel:
 
 
 def read_weights(path: str) -> dict[str, Tensor]:
-    """Read all tensors of a folder's safetensors files. Raises ModelError if a file is damaged or there is no file."""
+    """Read all tensors from the safetensors files of a folder. Raises ModelError if a file is damaged or there is no
+    file."""
     files = sorted(Path(path).glob("*.safetensors"))
     if not files:
         raise ModelError(f"no *.safetensors in {path}")
@@ -323,7 +324,7 @@ class TensorReader(pickle.Unpickler):
     """An unpickler that accepts only tensors. A pickle from the network could otherwise call any function."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the function or class with this name. Raises ModelError if a pickled tensor does not need this
+        """Return the function or class with this name. Raises ModelError if unpickling a tensor never needs this
         function or class."""
         if (module, name) == ("torch.storage", "_load_from_bytes"):  # torch's own function would load any pickle
             return lambda raw: torch.load(io.BytesIO(raw), weights_only=True)
@@ -415,7 +416,7 @@ def score_prompt(prompt: list[int], logits: Tensor) -> list[float | None]:
 
 @torch.inference_mode()
 def run_step(scheduler: Scheduler, model: TinyModel) -> bool:
-    """Plan one step, compute it, and give the new tokens to the scheduler. Return False if the step is empty."""
+    """Plan and compute one step, and give its new tokens to the scheduler. Return False if the step is empty."""
     step = scheduler.plan()
     if not step.sequences:
         return False

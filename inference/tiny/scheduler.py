@@ -14,7 +14,7 @@ token.
     extend()    append one token to each sequence that was fed, and finish the sequences that have reached their end
 
 The n running sequences occupy slots 0 to n-1, so a step reads one contiguous part of the cache. When a sequence
-finishes, the running sequence of the highest slot takes its slot. An example with three slots and four requests:
+finishes, the running sequence in the highest slot moves to the free slot. Example with three slots and four requests:
 
     event               waiting    slot 0  slot 1  slot 2    the step that follows
     submit A, B, C, D   A B C D    -       -       -
@@ -53,7 +53,8 @@ PREFILL_TOKENS = 1024  # maximum number of tokens in one prefill step, padding i
 
 
 class SamplingParams(BaseModel, frozen=True, strict=True, extra="forbid"):
-    """SGLang's sampling_params and their limits. The last four parameters accept only their default values."""
+    """SGLang's sampling_params and their limits. The server implements none of the last four parameters, so each of
+    them accepts only its default value."""
 
     max_new_tokens: int = Field(default=128, ge=1, lt=2**31)
     temperature: float = Field(default=1.0, ge=0, lt=2**31)  # temperature 0: take the most likely token
@@ -160,7 +161,7 @@ class Scheduler:
         self.moves: list[tuple[int, int]] = []  # pairs of slots that the cache must exchange before the next step.
         # Queue of functions that load new weights and call `renew`. Until the queue is empty, no sequence starts.
         self.updates: deque[Callable[[], None]] = deque()
-        self.finished: list[Sequence] = []  # finished sequences whose routes have not been woken yet
+        self.finished: list[Sequence] = []  # finished sequences whose HTTP routes have not been woken yet
         self.steps = 0  # steps computed so far
 
     def __repr__(self) -> str:
@@ -212,8 +213,8 @@ class Scheduler:
         self.paused = None
 
     def set_released(self, released: bool) -> None:
-        """Release the memory of weights and cache, or allocate it again. As in SGLang, a second call with the same
-        value ends the server process, and so does a release while the server is not idle."""
+        """Release the memory of weights and cache, or allocate it again. As in SGLang, two errors end the server
+        process: a second call with the same value, and a release while the server is not idle."""
         is_idle = not self.running and (self.paused or not self.waiting)
         assert is_idle or not released, "release_memory_occupation should be called only when the server is idle"
         assert released != self.released, "the memory is in this state already"
@@ -297,7 +298,7 @@ class Scheduler:
 
         If several slots have the same number of reusable tokens, the method returns the slot that was idle longest.
         """
-        # The last token is always fed, because its logits give the next token. Prompt logprobs need all tokens.
+        # The last token is always fed, because its logits give the next token. For prompt logprobs, all tokens are fed.
         reusable = 0 if sequence.wants_prompt_logprobs else len(sequence.tokens) - 1
         ranked = []
         for i, slot in enumerate(self.slots[len(self.running) :], len(self.running)):
@@ -320,7 +321,7 @@ class Scheduler:
         if token in sequence.stop_ids:
             return {"type": "stop", "matched": token}
         if params.stop:
-            # A stop string of n bytes spans at most n tokens, because a token has at least one byte. Eight more tokens
+            # A stop string of n bytes spans at most n tokens, because a token has at least one byte. The eight tokens
             # before these n tokens are decoded too, because a decoder may change the first characters of a text.
             tail = max(len(stop.encode()) for stop in params.stop) + 8
             text = self.decode(sequence.output[-tail:])

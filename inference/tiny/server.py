@@ -33,8 +33,8 @@ forward pass of the most common architecture. protocol.py translates the bodies 
 
 With `--seed`, a request's tokens and logprobs depend only on the request's seed, the prompt and the weights (model.py,
 "Bits"). A weight update without a pause waits until all running sequences have finished. To end a request, a client
-must send /abort_request. If a client disconnects, its request continues. With `--api-key`, every request except /health
-and /ready needs the header `Authorization: Bearer <key>`.
+must send /abort_request. If a client disconnects, the server continues its request. With `--api-key`, every request
+except /health and /ready needs the header `Authorization: Bearer <key>`.
 
 **Not promised.** The server does not support text prompts, several samples of one prompt, grammars, LoRA or weight
 updates of a mixture of experts.
@@ -76,8 +76,8 @@ SPEAKS = "0.5.23"  # the SGLang version that tests/inference/test_contract.py co
 
 @contextlib.contextmanager
 def supervised() -> Iterator[None]:
-    """End the process if a bug raises an error in the engine's thread. If the process did not end, all clients would
-    wait forever."""
+    """End the process if a bug raises an error in the engine's thread. If the process kept running without this thread,
+    all clients would wait forever."""
     try:
         yield
     except BaseException:
@@ -116,8 +116,8 @@ class Engine:
     # Called in the thread
 
     def set_released(self, released: bool) -> None:
-        """Release the memory of weights and cache, or allocate it again. Both calls set the weights to NaN, because
-        released memory keeps no weights."""
+        """Release the memory of weights and cache, or allocate it again. The release and the allocation both set the
+        weights to NaN, because released memory keeps no weights."""
         self.scheduler.set_released(released)
         self.model.lose_weights()
 
@@ -163,7 +163,7 @@ class Server:
         self.key = key  # key that every request needs, except GET /health and GET /ready; "": no key is needed
         self.scheduler = engine.scheduler
         self.protocol = protocol
-        self.model_path = model_path  # folder of the first weights and the tokenizer.
+        self.model_path = model_path  # folder that contains the initial weights and the tokenizer.
         # Mutable state:
         self.groups: dict[str, Any] = {}  # process groups that receive new weights, by name
         self.in_session = False  # True between begin_weight_update and end_weight_update
@@ -181,7 +181,7 @@ class Server:
             paused = self.engine.call(self.scheduler.pause, "in_place")
             await asyncio.wait({paused}, timeout=10)
             if not paused.done():
-                os._exit(1)  # the engine's thread hangs in a broadcast whose sender has died
+                os._exit(1)  # the engine's thread may hang in a broadcast whose sender has died
 
         app = FastAPI(
             lifespan=lifespan, openapi_url=None, exception_handlers={Refusal: refuse, ClientDisconnect: refuse}
@@ -198,7 +198,8 @@ class Server:
         return await route(request)
 
     async def _body(self, request: Request, **kinds: type) -> dict[str, Any]:
-        """Return the request's JSON object. Raises Refusal if a field of `kinds` is missing or has a wrong type."""
+        """Return the request's JSON object. Raises Refusal if a field that `kinds` names is missing or has a wrong
+        type."""
         body = read_object(await request.body())
         for name, kind in kinds.items():
             if not isinstance(body.get(name), kind):
@@ -372,7 +373,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the server until a signal ends it. If the server cannot start, print one line on stderr and return 2."""
+    """Run the server until a signal ends it. If the server cannot start, print one line on stderr and return the exit
+    code 2."""
     args = parse_args(argv)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()

@@ -76,7 +76,7 @@ class Server:
 
     def send(self, max_new_tokens: int, prompt: Any) -> Callable[[], Any]:
         """Send a request, and return a function that waits for the answer. The server reads requests in order of
-        arrival, so when `version()` returns, the server has read the request that was sent first."""
+        arrival, so when `version()` returns, the server has also read the request that was sent before it."""
         sampling = {"temperature": 1.0, "ignore_eos": True, "max_new_tokens": max_new_tokens}
         connection = HTTPConnection(self.http.base_url.host, self.http.base_url.port or 80, timeout=60)
         body = json.dumps({"input_ids": prompt, "sampling_params": sampling})
@@ -135,7 +135,7 @@ class Server:
         return str(int(self.version().partition("-")[0]) + 1)
 
     def eventually(self, path: str, status: int) -> None:
-        """Request `path` again and again until the server answers `status`."""
+        """Repeat a request to `path` until the server answers with the HTTP status `status`."""
         deadline = time.monotonic() + 30
         while self.http.get(path).status_code != status:
             assert time.monotonic() < deadline, f"{path} never answered {status}"
@@ -290,7 +290,7 @@ def test_an_abort_returns_what_there_is(server: Server) -> None:
 
 
 def interrupted(server: Server, rid: str, mode: str, between: Callable[[], Any]) -> dict[str, Any]:
-    """Pause a long request in `mode`, call `between`, continue the request, and return the request's answer."""
+    """Pause a long request in mode `mode`, call the function `between`, continue the request, and return its answer."""
     pending = server.start(rid)
     answer = server.post("/pause_generation", {"mode": mode})
     assert answer.status_code == 200
@@ -405,8 +405,8 @@ def test_a_request_outlives_released_memory(server: Server) -> None:
 
 def test_an_update_without_a_pause_waits(server: Server) -> None:
     """Without a pause, an update waits until the running requests have finished. With abort_all_requests, the update
-    aborts the running requests. The update with abort_all_requests does not empty the cache, because SGLang refuses to
-    empty the cache while its scheduler still holds the aborted request."""
+    aborts the running requests. The test sends this second update with flush_cache off, because SGLang refuses to empty
+    its cache while its scheduler still holds the aborted request."""
     old = server.version()
     body = {"model_path": server.model_path, "weight_version": server.next_version(), "flush_cache": True}
     pending = server.start("contract-wait", 200)
@@ -521,8 +521,8 @@ class Other:
                 parameter.mul_(1 + 0.3 * torch.randn_like(parameter))
 
     def send(self, mode: str, model: Any, version: str, pause_mode: str = "retract", fail: bool = False) -> None:
-        """Update the server's weights as the trainer does. With `fail` the trainer raises an error after the first
-        bucket.
+        """Update the server's weights in the same way as the trainer. If `fail` is set, the trainer raises an error
+        after it has sent the first bucket.
         """
         engine = RemoteInfEngine([self.server.url], pause_mode=pause_mode)
         meta = WeightUpdateMeta(mode=mode, path=str(self.folder), version=int(version), bucket_mb=0.1)

@@ -45,8 +45,8 @@ class Machines:
         self.versions: dict[str, Any] = dict(versions)
         self.dead: set[str] = set()
         self.paused: set[str] = set()
-        self.mute: dict[str, int] = {}  # for each host, how many answers to control calls arrive before one is lost.
-        # The URLs that host "router" lists. The router sends requests for tokens to host a.
+        self.mute: dict[str, int] = {}  # for each host: number of control calls answered before one answer is lost
+        # The URLs that host "router" reports as its workers. The router sends requests for tokens to host a.
         self.workers: list[Any] = []
         self.asked: list[tuple[str, str]] = []  # (host, path) of each request
 
@@ -135,8 +135,8 @@ def test_a_dead_server_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_requests_wait_for_a_server_that_is_started_again() -> None:
-    """If all servers are dead and one of them is started again, requests wait for this server, even after all their
-    retries. The restarted server gets no request before it has the current weights."""
+    """If all servers are dead and one of them is started again, requests wait for this server, even if they have used
+    up their retries. The restarted server gets no request before it has the current weights."""
     machines, sleeps = Machines(a=7), list[float]()
     engine = machines.engine(A)
     assert ask(engine) == [7]
@@ -237,7 +237,7 @@ def test_who_returns_takes_part_in_the_next_update(tmp_path: Path) -> None:
 
 
 def test_a_process_that_is_told_nothing_waits_for_the_version(tmp_path: Path) -> None:
-    """A proxy uses a lost server again when the server's version is not older than any version that the proxy has
+    """A proxy uses a lost server again when the server's version is at least the newest version that the proxy has
     seen."""
     machines, (first, _) = Machines(a=3, b=3), home()
     proxy = machines.engine(A, B)
@@ -359,7 +359,7 @@ def test_any_order_of_deaths_returns_and_updates(tmp_path_factory: pytest.TempPa
     """While at least one server is alive, every request is answered by a server with current weights, and no living
     server stays paused.
 
-    The test makes servers die, restart at version 0, and lose their answers during an update, in any order.
+    In any order, the test kills servers, restarts them at version 0, and loses their answers to an update.
     """
     machines = Machines(a=0, b=0, c=0)
     trainer, proxy = (machines.engine(A, B, "http://c") for _ in range(2))

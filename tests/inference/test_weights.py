@@ -102,7 +102,7 @@ def test_a_crash_half_way_is_never_seen(
 
 
 def test_the_same_version_may_be_written_again(state: dict, tiny_model_dir: Path, tmp_path: Path):
-    """A recovered run may write its last version a second time, and the new files replace the old files."""
+    """After a recovery, a run may write its last version a second time, and the new files replace the old files."""
     write_checkpoint(state, tiny_model_dir, tmp_path / "v1")
     write_checkpoint({n: t * 0 for n, t in state.items()}, tiny_model_dir, tmp_path / "v1")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "v1")
@@ -110,8 +110,8 @@ def test_the_same_version_may_be_written_again(state: dict, tiny_model_dir: Path
 
 
 def test_the_old_version_outlives_the_loading(tmp_path: Path):
-    """Version 1 is deleted only after every server has loaded version 2. An update deletes no other files in the
-    folder."""
+    """Version 1 is deleted only after every server has loaded version 2. An update deletes nothing in the folder except
+    old versions."""
     for name in ("v1", "v2", "vocabulary", "notes"):
         (tmp_path / name).mkdir()
     servers = Servers(tmp_path)
@@ -248,7 +248,8 @@ def test_a_server_that_refuses_the_group_is_named():
 
 
 class Watched:
-    """A fake of the engine that train.py updates. Each method records which directories exist when it is called."""
+    """A fake of the engine to which train.py sends new weights. Each method records which directories exist when it is
+    called."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.calls = folder, list[tuple[str, list[str]]]()

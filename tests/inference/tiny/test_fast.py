@@ -1,4 +1,4 @@
-"""FastForward gives the same tokens and logits as transformers' own forward pass, also after weight updates."""
+"""FastForward gives the same tokens and logits as transformers' own forward pass, before and after weight updates."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -212,7 +212,7 @@ def test_nothing_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("path_of_code", ["fast", "general"])
 def test_deterministic_products_have_a_bounded_number_of_rows(tmp_path: Path, path_of_code: str) -> None:
     """In deterministic mode each matrix product has 8 to 128 rows, so a long prompt takes several passes. The logits of
-    a prompt in several passes are the same as in a single pass."""
+    a prompt that takes several passes equal those of a single pass."""
     fast, general = both(make_model(tmp_path, "qwen3"), deterministic=True)
     tiny = {"fast": fast, "general": general}[path_of_code]
     passes = []
@@ -237,9 +237,9 @@ def test_deterministic_products_have_a_bounded_number_of_rows(tmp_path: Path, pa
 
 
 def test_a_long_prompt_is_fed_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An attention mask has an entry for each fed token and each key, so the memory of a prompt that is prefilled in
-    one pass grows with the square of its length. A long prompt is therefore prefilled in parts, and its logits equal
-    those of transformers."""
+    """An attention mask has an entry for each pair of a fed token and a key, so prefilling a prompt in one pass needs
+    memory that grows with the square of the prompt's length. A long prompt is therefore prefilled in parts, and its
+    logits equal those of transformers."""
     path = make_model(tmp_path, "qwen3", max_position_embeddings=4096)
     tiny, prompt = TinyModel(str(path), 4), [3 * j % 90 for j in range(2500)]
     sizes = []

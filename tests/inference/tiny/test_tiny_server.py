@@ -1,4 +1,4 @@
-"""Tests of properties that inference/tiny has in addition to the contract with SGLang.
+"""These tests check properties of inference/tiny that go beyond the contract shared with SGLang.
 
 - If a weight update interrupts a completion, each token's logprob is computed with the weights of the token's version.
   In pause mode in_place the logprobs are not exact, and a test measures their error.
@@ -91,7 +91,7 @@ def versioned_logprobs(one: Sequence, paths: dict[str, Path]) -> list[float]:
 
 
 def update(tiny: TinyModel, scheduler: Scheduler, weights: Path, version: str) -> None:
-    """Load new weights while the scheduler is paused, as the engine does."""
+    """Load new weights while the scheduler is paused. The engine does the same."""
 
     def load() -> None:
         tiny.replace_weights(read_weights(str(weights)))
@@ -144,7 +144,7 @@ def test_a_released_server_computes_nothing_before_an_update(
     """A server whose memory is released has lost its weights. Without weights, the server computes no sequence, even
     after the end of the pause. After a weight update, a retracted sequence continues, and its earlier tokens keep their
     version labels. Releasing the memory while a sequence runs is an error, and so is resuming memory that was never
-    released. An SGLang process also ends at these errors."""
+    released. A release or resume that is an error here also ends an SGLang process."""
     scheduler, one = make_scheduler(tiny.slots), sequence("a", [3, 4, 5], 12)
     scheduler.submit(one)
     for _ in range(5):
@@ -555,7 +555,7 @@ def test_any_integer_is_a_seed(seed: int) -> None:
 
 def overtaken(last: int) -> dict[str, Any]:
     """Return the result of Protocol.answer for a sequence whose last token arrives while Protocol.answer runs. The
-    token arrives just before the sequence's attribute access with the index `last`."""
+    token arrives just before attribute access number `last` to the sequence."""
     scheduler, looks = make_scheduler(slots=1), itertools.count()
     one = Sequence("a", [7], SamplingParams(), stop_ids=frozenset({2}), return_logprob=True)
     scheduler.submit(one)
@@ -600,7 +600,7 @@ def post(url: str, path: str, body: Any, **kwargs: Any) -> httpx.Response:
 
 
 def test_only_a_key_opens_the_server(start_tiny_server: StartServer) -> None:
-    """With --api-key, the server refuses every request without the key, except a health check. The engine sends this
+    """With --api-key, the server refuses every request without the key, except a health check. The engine sends the API
     key with every request."""
     url = start_tiny_server("--api-key", "secret")
     for path in (
@@ -763,7 +763,8 @@ def test_a_part_that_does_not_fit_changes_nothing(tiny_server: str) -> None:
 
 
 def test_seeds_are_honoured_over_http(tiny_server: str) -> None:
-    """On a busy server, requests with the same seed get the same tokens, and requests without a seed do not."""
+    """On a busy server, requests with the same seed get the same tokens, and requests without a seed get different
+    tokens."""
 
     def ask(seed: int | None) -> list[int]:
         params = {"max_new_tokens": 20, "sampling_seed": seed, "ignore_eos": True}
@@ -799,8 +800,8 @@ def test_what_cannot_start_says_so_in_one_line(tiny_model_dir: Path, tmp_path: P
 
 @pytest.mark.parametrize("how", ["parent", "interrupt", "update", "group"])
 def test_the_server_ends_when_told(tiny_model_dir: Path, how: str) -> None:
-    """The server ends on Ctrl-C, and when its parent process closes the server's standard input. The server ends even
-    while a request is running, an update is waiting, or a process group is waiting for rank 0."""
+    """The server ends if it gets Ctrl-C, or if its parent process closes the server's standard input. The server ends
+    even while a request is running, an update is waiting, or a process group is waiting for rank 0."""
     port = str(free_port())
     command = [sys.executable, "-m", "inference.tiny.server", "--model-path", str(tiny_model_dir), "--port", port]
     process = subprocess.Popen(
@@ -814,13 +815,13 @@ def test_the_server_ends_when_told(tiny_model_dir: Path, how: str) -> None:
     state = ""
     with ExitStack() as stack:
         # In case "update", the update waits while a request runs. If the request ends before the test has seen the
-        # waiting update, send both again.
+        # waiting update, the test sends the request and the update again.
         while not state or (how == "update" and "updates=1" not in state):
             response = stack.enter_context(httpx.stream("POST", url + "/generate", json=long, timeout=60))
             next(response.iter_lines())
             state = "a request runs"
             if how == "update":
-                # The `with` block closes this connection once the update is waiting.
+                # The `with` block closes this connection when the update is waiting.
                 with socket.create_connection(("127.0.0.1", int(port))) as caller:
                     body = json.dumps({"model_path": str(tiny_model_dir)})
                     head = f"POST /update_weights_from_disk HTTP/1.1\r\nHost: server\r\nContent-Length: {len(body)}"
