@@ -45,7 +45,7 @@ def test_the_table_on_the_page() -> None:
     page = (ROOT / "docs/gpu.md").read_text()
     print(text)  # if the page is out of date, copy this text to the page
     assert text.partition("\n\n")[0] in page
-    assert "**This section is a roofline, and not a measurement.**" in page
+    assert "**This section is a roofline estimate, and not a measurement.**" in page
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
