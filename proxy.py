@@ -290,8 +290,8 @@ class Proxy:
         return reply({"status": "ok", "sessions": len(self.sessions), "capacity": self.sessions.capacity})
 
     async def read_body(self, request: Request) -> bytes:
-        """Return the bytes of a request's body. Raises Refusal 413 if the body is too long, and Refusal 408 if it
-        arrives too slowly."""
+        """Return the bytes of a request's body. Raises Refusal 413 if the body is too long, and Refusal 408 if the
+        body arrives too slowly."""
         raw, limits = bytearray(), self.sessions.limits
         try:
             async with asyncio.timeout(limits.seconds):

@@ -107,7 +107,7 @@ class Server:
             del self.running[rid]
 
     def post(self, path: str, body: Any) -> dict[str, Any]:
-        """Answer a control call, such as pause, as a server does."""
+        """Answer a control call, for example `pause`, like a real server."""
         if path == "/workers":
             raise EngineError("no router", 400)
         if path == "/generate":  # the test request that `initialize` sends
