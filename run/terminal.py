@@ -34,9 +34,9 @@ BEGIN = monotonic()
 class Terminal(Console):
     """A rich console with live displays. Only one thread at a time may print a line or refresh a display.
 
-    Before rich prints a line, it computes how many screen lines of the displays it will overwrite, and writes the line
-    later. If a display were refreshed in between, this number could be wrong: a printed line would be lost, or a part
-    of an old display would remain.
+    To print a line, rich first computes how many screen lines of the displays to overwrite, and later writes the line.
+    If a display were refreshed between the two actions, the computed number could be wrong. A printed line would then
+    be lost, or a part of an old display would remain.
     """
 
     def __enter__(self) -> Console:
@@ -58,7 +58,7 @@ class Terminal(Console):
 
 terminal = Terminal()
 clock = terminal.show(lambda: f"{monotonic() - BEGIN:.0f} s since start", transient=True)
-before_results = ExitStack()  # closed before the results: the clock ends, and output is shown again
+before_results = ExitStack()  # closed before the results are printed, to end the clock and to show output
 
 
 def greet(words: list[str]) -> None:
