@@ -1,10 +1,10 @@
 """Train a language-model agent with asynchronous reinforcement learning. This file is the training loop.
 
-    python train.py                                   the demo: an agent learns to guess a number
-    python train.py --config configs/maze.yaml        a maze, with answers so long that weight updates interrupt them
-    python train.py seed=2 rollout.max_head_offpolicyness=0      the demo with synchronous training
-    python train.py mode=eval model_path=DIR          evaluate the agents without training
-    torchrun --nproc-per-node=4 train.py ...          train on four ranks
+    `python train.py` runs the demo, in which an agent learns to guess a number.
+    `python train.py --config configs/maze.yaml` runs a maze. Weight updates interrupt the long answers of this task.
+    `python train.py seed=2 rollout.max_head_offpolicyness=0` runs the demo with synchronous training.
+    `python train.py mode=eval model_path=DIR` evaluates the agents without training.
+    `torchrun --nproc-per-node=4 train.py ...` trains on four ranks.
 
 A Python script trains with `PPOTrainer(config).train(workflow=MyAgent)`. The configuration comes from
 `run.config.load(["--config", "configs/own.yaml", ...])`. MyAgent is defined in a separate module.
@@ -31,7 +31,7 @@ the version of the weights that computed it.
 Under torchrun every rank runs this loop on the same batch, and the actor divides the work (training/actor.py). Only
 rank 0 runs episodes; the other ranks have an empty rollout side (`NoRollout`). The module run/command.py reads the
 command line, creates the run's folder and ends every process, and run/start.py starts the parts of a run. Appendix A.1
-of the write-up describes the parts of a step.
+of the write-up (docs/companion.md) describes the parts of a step.
 """
 
 import sys
@@ -63,7 +63,7 @@ class PPOTrainer:
     """Trains the model of one configuration."""
 
     def __init__(self, config: TrainConfig) -> None:
-        """Store the configuration. `train` starts every part of the run and ends every part."""
+        """Store the configuration. The method `train` starts and ends every part of the run."""
         self.config = config
 
     def train(self, workflow: Any = None, workflow_kwargs: dict[str, Any] | None = None) -> None:
@@ -102,7 +102,7 @@ class TrainingLoop:
         self.step = self.recovery.load(self.actor, self.rollout.executor)  # the last finished step
         if self.step or config.rollout.server_addrs:
             self.push_weights(self.step)
-        # 5. Start to write the results. The logger is None on every rank except 0.
+        # 5. Start the logger, which writes the results. The logger is None on every rank except 0.
         self.last_step = config.replay_until or config.max_steps
         self.logger = start_logger(run, self.rollout.executor, self.step)
 
@@ -147,8 +147,8 @@ class TrainingLoop:
             actor.step_lr_scheduler()
 
         # 6. Push the new weights into the servers. The canary (run/mismatch.py) then asks the servers for
-        #    log-probabilities, which show whether the servers have the new weights. The next step reads these
-        #    log-probabilities before its own push.
+        #    log-probabilities, which show whether the servers have the new weights. The next step reads the canary's
+        #    log-probabilities before its own push of weights.
         metrics |= self.canary.finish()
         with trace.span("sync", seconds):
             if config.server.release_memory:

@@ -127,8 +127,8 @@ def read_run(config: TrainConfig, *agent: Any) -> tuple[Inputs, list[Planned], s
     """Set the run's name if it is not set, and check the run's folder. Return the inputs, the servers to start, and the
     plan as text.
 
-    `agent` may be a workflow and its arguments; they then replace the workflow and the arguments of the
-    configuration. Raises ConfigError.
+    If `agent` contains a workflow and its arguments, they replace the configured workflow and its arguments. Raises
+    ConfigError.
     """
     # A replay is a new run with a folder of its own.
     if config.trial_name == "auto" or (config.replay and config.run_dir.exists()):
@@ -143,10 +143,10 @@ def read_run(config: TrainConfig, *agent: Any) -> tuple[Inputs, list[Planned], s
 
 @contextmanager
 def open_run(config: TrainConfig, *agent: Any) -> Iterator[Run]:
-    """Start a run on every rank. When the block ends, end every part that the run has started.
+    """Start a run on every rank. When the `with` block ends, end every part that the run has started.
 
-    `agent` may be a workflow and its arguments; they then replace the workflow and the arguments of the
-    configuration. Raises ConfigError.
+    If `agent` contains a workflow and its arguments, they replace the configured workflow and its arguments. Raises
+    ConfigError.
     """
     joined = join_ranks()
     with ExitStack() as stack:
@@ -162,7 +162,7 @@ def open_run(config: TrainConfig, *agent: Any) -> Iterator[Run]:
 
         config = agree(read)
         inputs, servers, _ = loaded[0] if loaded else (load_inputs(config, *agent), [], "")
-        # With offload the optimizer runs on the CPU, so the ranks of a machine share its CPU cores.
+        # With actor.offload the optimizer runs on the CPU, so the ranks of a machine share its CPU cores.
         if config.actor.offload:
             torch.set_num_threads(max((os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)), 1))
         fleet = Fleet(config.run_dir / "logs")
@@ -221,7 +221,7 @@ def main(train: Callable[[TrainConfig], None], argv: list[str] | None = None) ->
 
     The default of `argv` is the command line of this process.
     """
-    torch.set_num_threads(1)  # small models on shared cores are slower with more threads
+    torch.set_num_threads(1)  # with several threads, small models are slower on shared cores
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     # After SIGTERM, rank 0 ends the processes that it has started. The other ranks start no processes, so SIGTERM may

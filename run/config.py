@@ -72,7 +72,7 @@ def list_keys(cls: type = TrainConfig, prefix: str = "") -> list[Key]:
 
 
 def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Flatten nested keys: {"actor": {"eps_clip": 0.2}} becomes {"actor.eps_clip": 0.2}.
+    """Flatten nested dictionaries: {"actor": {"eps_clip": 0.2}} becomes {"actor.eps_clip": 0.2}.
 
     The value of workflow_kwargs stays a dictionary, because the user chooses its keys.
     """
@@ -84,7 +84,7 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
 def without_effect(config: Any, names: list[str]) -> dict[str, str]:
     """Return a dict from each key without effect to the key's unmet condition (a row of NEEDS in run/keys.py).
 
-    Only keys in `names` whose values in `config` differ from the defaults are checked.
+    The function checks only the keys in `names` whose values in `config` differ from their defaults.
     """
     default = TrainConfig()
 
@@ -103,7 +103,7 @@ def set_keys(config: DictConfig, given: Any, source: str) -> dict[str, str]:
     recipe's path or the command line.
 
     Return a dict from each given key without effect to the key's unmet condition (a row of NEEDS in run/keys.py). A
-    later recipe may still meet the condition. Raises ConfigError for an unknown key, and the message suggests the
+    later recipe may still meet an unmet condition. Raises ConfigError for an unknown key, and the message suggests the
     nearest known key.
     """
     given.pop("revision", None)  # a run's config.yaml also has the code's git revision, which is no key
@@ -117,7 +117,7 @@ def set_keys(config: DictConfig, given: Any, source: str) -> dict[str, str]:
             hint = f"did you mean {near[0]!r}?" if near else "`python train.py --help` lists the keys."
             raise ConfigError(f"unknown key {name!r} in {source}; {hint}")
         if name in ("recover", "doctor") and value is False:
-            value = "off"  # YAML parses the word off as false
+            value = "off"  # YAML parses the word `off` as false
         if name == "rollout.stale" and isinstance(value, bool):
             value = "drop" if value else "wait"  # drop_stale=true and drop_stale=false
         OmegaConf.update(config, name, value)

@@ -36,9 +36,8 @@ from run.report import read_records
 
 Line = dict[str, Any]  # one line of metrics.jsonl
 Finding = dict[str, Any]  # one line of doctor.jsonl, with the keys step, rule and text
-ROUNDING = {"float32": 1e-3, "bfloat16": 0.5}  # maximum rounding error of a log-probability (nats), by actor.dtype.
-# A policy with more than this share of successes has little left to learn, so advantages of 0 and a low entropy are
-# normal.
+ROUNDING = {"float32": 1e-3, "bfloat16": 0.5}  # for each dtype, the largest rounding error of a log-probability (nats)
+# If the share of successes is above SOLVED, little is left to learn, so advantages of 0 and a low entropy are normal.
 SOLVED = 0.9
 BLOCKED_SECONDS = 5.0  # limit of the rule `blocked_loop`, in seconds
 # If a step rejects REJECTED_BATCHES * batch size groups, the doctor checks `rejection` before the step ends.
@@ -167,7 +166,8 @@ class Doctor:
         self.report(examine(lines, self.config) if self.config.doctor != "off" else [])
 
     def report(self, findings: list[Finding]) -> None:
-        """Print and write a finding if its rule has not fired before. With doctor=strict, raise Unhealthy."""
+        """Print and write a finding if its rule has not fired before. With doctor=strict, a finding raises
+        Unhealthy."""
         for finding in findings:
             if finding["rule"] not in self.said:
                 self.said.add(finding["rule"])

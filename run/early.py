@@ -41,7 +41,7 @@ def environment(gpus: list[str]) -> dict[str, str]:
 
 
 def prepare(config: TrainConfig) -> None:
-    """Start a proxy and, if the run needs small servers, one small server."""
+    """Start the early process of a proxy and, if the run needs small servers, of one small server."""
     has_server = config.server.backend == "tiny" and not config.rollout.server_addrs
     for module in [] if config.dry_run else ["inference.tiny.server"] * has_server + ["proxy"]:
         start(module)
@@ -59,7 +59,7 @@ def kill_waiting() -> None:
     """Kill the early processes that got no order."""
     for process in waiting.values():
         process.kill()
-        process.communicate()  # waits until the process has ended, and closes its pipe
+        process.communicate()  # waits for the end of the process, and closes its pipe
 
 
 def take(command: list[str], log: Path) -> subprocess.Popen[bytes] | None:

@@ -82,8 +82,8 @@ def write_json(value: Any, name: str, levels: int = LEVELS) -> str:
     """
     try:
         text = _encode(value)
-        # Counting brackets is faster than `_is_deep`. A JSON text has at least one opening bracket for each level of
-        # nesting.
+        # Counting brackets is faster than calling `_is_deep`. A JSON text has at least one opening bracket for each
+        # level of nesting.
         if text.count("{") + text.count("[") <= levels or not _is_deep(value, levels):
             return text
     except RecursionError:

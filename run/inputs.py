@@ -107,7 +107,7 @@ def load_inputs(config: TrainConfig, workflow: Any = None, workflow_kwargs: dict
 
 
 def try_sample(config: TrainConfig, sample: dict[str, Any], tokenizer: Any, workflow: Any) -> None:
-    """Raise ConfigError if every episode of the sample would fail. The check does not run the user's code.
+    """Raise ConfigError if an episode of `sample` is certain to fail. The check does not run the user's code.
 
     The agent's `run`, or the reward function, must accept the arguments that it gets in an episode. If the workflow
     sends the messages of the sample, these messages must fit into the model's context.

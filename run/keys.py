@@ -6,7 +6,7 @@ default and its comment. The keys of `gconfig` are defined in `inference/io_stru
 
 The type of a numeric key contains the interval of its allowed values: for example, the type Share stands for [0, 1].
 The intervals exclude values that would harm a run without an error message. For example, a learning rate below 0 would
-make the model worse, and a clip of NaN would have no effect, because every comparison with NaN is false. No interval
+make the model worse. A clip of NaN would have no effect, because every comparison with NaN is false. No interval
 contains NaN.
 
 Three tables follow the definitions of the keys. ALIASES lists alternative names of keys. SYNONYMS lists wrong names for

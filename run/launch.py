@@ -37,8 +37,8 @@ START_SECONDS = 1800.0  # maximum time until a server's first reply; loading a l
 GRACE_SECONDS = 5.0  # time for a child to end by itself before it is killed
 DEATH_SECONDS = 0.5  # maximum time in which a killed process ends after it has closed its connections
 # The executor waits HOLD_SECONDS before it counts an episode as failed (rollout/executor.py). A server or a proxy ends
-# within 2 s after a signal (serve.py). If the end of a server or a proxy stops the run within HOLD_SECONDS, the episode
-# does not count as failed.
+# within 2 s after a signal (serve.py). If the run stops within HOLD_SECONDS because a server or a proxy has ended, the
+# episode does not count as failed.
 HOLD_SECONDS = 3.0
 
 
@@ -52,7 +52,7 @@ OnDeath = Callable[[ProcessDied], None]
 
 @dataclass(frozen=True)
 class Planned:
-    """A process that is to be started. `Fleet.start` adds `--port` to the command."""
+    """The plan of a process that `Fleet.start` can start. `Fleet.start` adds `--port` to the command."""
 
     name: str
     command: list[str]
@@ -107,7 +107,7 @@ class Child:
 
 
 class Fleet:
-    """The child processes of a Python process. `start` starts one child, and `close` ends all children."""
+    """Starts, watches and ends child processes. `start` starts one child, and `close` ends all children."""
 
     def __init__(self, log_dir: Path) -> None:
         self.log_dir = log_dir
@@ -207,8 +207,8 @@ def plan_restart(child: Child, max_restarts: int) -> Planned | None:
     inference servers are restarted, at most `max_restarts` times.
 
     The new process listens on the child's port, so that clients need no new address. The new process reports a version
-    label that is no number until the trainer has pushed the current weights. Clients discard all tokens of a version
-    that is no number.
+    label that is no number until the trainer has pushed the current weights. Clients discard all tokens of a server
+    whose version is no number.
     """
     planned = child.planned
     if not child.name.startswith("server") or planned.restarts >= max_restarts:

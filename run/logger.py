@@ -83,7 +83,7 @@ class Trace:
 
     def __init__(self, path: Path | None) -> None:
         self.phase = "", time.monotonic()  # the trainer's current phase, and when the phase began
-        self.epoch = time.monotonic_ns() - time.time_ns()  # the monotonic clock at the start of 1970, in nanoseconds
+        self.epoch = time.monotonic_ns() - time.time_ns()  # value of the monotonic clock at the start of 1970, in ns
         self.lock = threading.Lock()
         earlier = read_records(path) if path else []
         self.file = Path(path or os.devnull).open("wb", buffering=0)  # noqa: SIM115
@@ -96,8 +96,8 @@ class Trace:
     def event(self, name: str, task_id: int, **args: Any) -> None:
         """Record an event of a prompt group, such as "accept". `args` are details of the event.
 
-        In the timeline, the events "start" and "finish" begin and end the group's bar. All groups have the same name,
-        because trace viewers draw bars with the same name in one track.
+        In the timeline, the events "start" and "finish" begin and end the bar of a group. All groups have the same
+        name, because trace viewers draw bars with the same name in one track.
         """
         phase = {"start": "b", "finish": "e"}.get(name, "n")
         record = {"ph": phase, "cat": "rollout", "id": f"{os.getpid()}:{task_id}", "tid": ROLLOUT}
@@ -200,7 +200,7 @@ class Logger:
 
     def __init__(self, config: TrainConfig, executor: Any, trace: Trace | None = None) -> None:
         self.trace, self.config, self.executor, self.doctor = trace, config, executor, Doctor(config)
-        self.path = config.run_dir / "metrics.jsonl"  # after a restart this file contains the earlier steps
+        self.path = config.run_dir / "metrics.jsonl"  # after a restart metrics.jsonl contains the earlier steps
         self.history = read_records(self.path)
         self.start = time.monotonic() - (self.history[-1]["wall_s"] if self.history else 0.0)
         self.counts = asdict(executor.stats)  # the executor's counters at the last logged step
@@ -282,7 +282,7 @@ class Logger:
         width, shown = Console().width, []
         for key, title, text in COLUMNS:
             width -= max(len(title), len(text.format(0))) + 2
-            # The last column has no space after it, so it needs two characters less.
+            # The last column needs two characters less, because no space follows it.
             if width >= -2:
                 shown.append((key, text))
                 table.add_column(title, justify="right", no_wrap=True)

@@ -1,21 +1,20 @@
 """Estimate the memory and the disk space that a run needs, before the run starts.
 
 **The trainer.** A rank keeps a share of the model's parameters. For each of these parameters the rank stores four
-float32 numbers: the parameter, its gradient and two AdamW moments. Each training step has three phases: `head`,
-`layers` and `end`. In addition to its share of the parameters, a rank needs the bytes of the largest of the three
-phases.
+float32 numbers: the parameter, its gradient and two AdamW moments. Each training step has the three phases `head`,
+`layers` and `end`. In addition to its share of the parameters, a rank needs the bytes of the largest phase.
 
-In these formulas, P is the number of parameters in a decoder layer, V the vocabulary size, and H the hidden size. R is
-the number of parameters in the embedding and the last layer. R is V H if these two layers share their weights, else 2 V
-H. Each number in a forward pass takes b bytes, which is 2 in bfloat16 and 4 in float32. `saved` is the number of bytes
-that the forward pass keeps for the backward pass.
+In the formulas below, P is the number of parameters in a decoder layer, V the vocabulary size, and H the hidden size. R
+is the number of parameters in the embedding and the last layer. R is V H if these two layers share their weights, else
+2 V H. Each number in a forward pass takes b bytes, which is 2 in bfloat16 and 4 in float32. `saved` is the number of
+bytes that the forward pass keeps for the backward pass.
 
-The phase `head` needs b R + (4 + b) V H + saved + chunk bytes. In the phase `head` a rank holds the whole embedding and
-last layer, the gradient of the last layer in float32, and the gradient that one chunk of tokens adds to this gradient.
-The term `chunk` is the number of bytes of the chunk's logits.
+The phase `head` needs b R + (4 + b) V H + saved + chunk bytes. In the phase `head`, the embedding and the last layer
+take b R bytes, and the last layer's gradient in float32 takes 4 V H bytes. The gradient that one chunk of tokens adds
+to the last layer takes b V H bytes. The term `chunk` is the number of bytes for the logits of one chunk of tokens.
 
-The phase `layers` needs b R + b V H + (8 + 3 b) P + saved bytes. In the phase `layers` a rank also holds two whole
-decoder layers, and one layer's gradient three times: in b bytes, and in float32 before and after the ranks add their
+The phase `layers` needs b R + b V H + (8 + 3 b) P + saved bytes. In the phase `layers`, two whole decoder layers take 2
+b P bytes. The gradient of one layer takes b P bytes, and 8 P more bytes in float32 before and after the ranks add their
 gradients. The phase `end` needs max(4 b V H, 8 R) bytes for the gradient of the embedding and then for its copies in
 float32.
 
@@ -24,17 +23,17 @@ For a single rank in float32, the phase `end` and the terms with R or P are 0, b
 gradients of two inner tensors of an MLP.
 
 **Saved activations.** For each token, a decoder layer computes Q numbers for the queries, K numbers for the keys and I
-numbers inside the MLP. For each token, the layer keeps these numbers of bytes for the backward pass:
+numbers inside the MLP. For the backward pass, a decoder layer keeps the following bytes for each token:
 
     Two norms keep 2 (4 + 2 b) H bytes: the input in float32, the normalised input, and the output of each norm.
     The norms of queries and keys, if the model has them, keep (4 + b) (Q + K) bytes.
     The queries, keys, values and the output of attention take 2 b (Q + K) bytes.
     The MLP keeps 4 b I bytes: its gate, its activated gate, its up projection, and the product of the last two.
 
-With actor.gradient_checkpointing a layer keeps only its input (b H bytes per token), and the backward pass computes one
-layer at a time again. Example: a layer of Qwen2.5-1.5B in bfloat16 keeps 103,424 bytes for each token, which is 67
-times the hidden size H. `tests/run/test_memory.py` compares the formulas with tensors that real layers save, and with
-the memory of a real step.
+With actor.gradient_checkpointing a layer keeps only its input (b H bytes per token), and the backward pass recomputes
+one layer at a time. Example: a layer of Qwen2.5-1.5B in bfloat16 keeps 103,424 bytes for each token, which is 67 times
+the hidden size H. `tests/run/test_memory.py` compares the formulas with tensors that real layers save, and with the
+memory of a real step.
 
 **Limits.** The formulas describe dense models like Llama and Qwen. The number `CUDA_BYTES` is a guess of the memory
 that each process needs for the CUDA context, CUDA graphs and the gaps between tensors.
@@ -70,7 +69,7 @@ def attention_widths(shape: Any) -> tuple[int, int]:
 
 
 def mlp_width(shape: Any) -> int:
-    """Return how many numbers the MLP of a layer computes between its first and its last matrix for each token."""
+    """Return the inner width of a layer's MLP."""
     return getattr(shape, "intermediate_size", 4 * shape.hidden_size)
 
 

@@ -48,11 +48,11 @@ class Canary:
 
     def __init__(self, actor: FSDPPPOActor, rollout: RemoteInfEngine | NoRollout, trace: Trace) -> None:
         self.actor, self.rollout, self.trace = actor, rollout, trace
-        self.threads = ThreadPoolExecutor(CANARY_ROWS, "canary")  # one thread waits for each row
+        self.threads = ThreadPoolExecutor(CANARY_ROWS, "canary")  # one thread for each row of the canary
         self.rows: dict[str, Tensor] = {}  # the canary: the first tokens of the first rows of the run's first batch
         self.trainer = torch.empty(0)  # the trainer's scores after the last update, (L,)
         self.asked: list[Future[list[list[float]]]] = []  # for each row, the servers' scores after the last update.
-        # The scores after the update before the last update, (1 + servers, L). The first row has the trainer's scores.
+        # All scores at the last call of `finish`, (1 + servers, L). The first row has the trainer's scores.
         self.before = torch.empty(0)
 
     def start(self, batch: dict[str, Tensor]) -> None:
@@ -70,10 +70,10 @@ class Canary:
             self.asked = [self.threads.submit(self.rollout.score, ids) for ids in rows]
 
     def finish(self, **known: float) -> dict[str, float]:
-        """Wait for the servers' scores, and return the metrics of the canary, or {} if a server does not answer.
+        """Wait for the servers' scores, and return the metrics of the canary.
 
-        Each metric in the result is the maximum of the new value and the value in `known`. The result is also {} if
-        `start` was not called since the last call of `finish`.
+        Each metric in the result is the maximum of the new value and the value in `known`. The result is {} if a server
+        does not answer, or if `start` was not called since the last call of `finish`.
         """
         asked, self.asked = self.asked, []
         if not asked:
@@ -89,8 +89,8 @@ class Canary:
 
 
 def compare_scores(before: Tensor, now: Tensor) -> dict[str, float]:
-    """Return canary_mismatch (nats) and canary_unchanged (a number of servers) from two score tensors (1 + servers,
-    L)."""
+    """Compare two score tensors (1 + servers, L). Return canary_mismatch in nats, and canary_unchanged as a number of
+    servers."""
     mismatch = (now[1:] - now[0]).abs().nan_to_num(torch.inf).max().item()
     unchanged = 0
     if before.shape == now.shape and (now[0] - before[0]).abs().max() > CANARY_MOVE:

@@ -2,13 +2,13 @@
 
 `plan_servers` decides which inference servers to start and on which GPUs. The plan depends only on the configuration
 and the GPUs. The trainer's ranks get the first GPUs and the servers get the last GPUs. Ranks and servers share GPUs if
-there are too few GPUs, or if `server.colocate` is true. Example: with 8 GPUs, 4 ranks and 2 servers of 2 GPUs each, the
-ranks get GPUs 0 to 3, one server gets GPUs 4 and 5, and the other gets GPUs 6 and 7. `--dry-run` prints the plan and
-starts nothing.
+there are too few GPUs, or if `server.colocate` is true. For example, a machine with 8 GPUs runs 4 ranks and 2 servers
+of 2 GPUs each. The ranks get GPUs 0 to 3, the first server gets GPUs 4 and 5, and the second server gets GPUs 6 and 7.
+`--dry-run` prints the plan and starts nothing.
 
-`plan_run` refuses a run that cannot work. The error message names the reason in one line. For example, a port is in
-use, the installed SGLang needs another version of torch, or the run needs more memory than there is (run/memory.py).
-The module run/launch.py starts the planned servers.
+`plan_run` refuses a run that cannot work, and the error message names the reason in one line. A run cannot work, for
+example, if a port is in use, if the installed SGLang needs another version of torch, or if the memory is too small
+(run/memory.py). The module run/launch.py starts the planned servers.
 """
 
 import importlib.util
@@ -31,7 +31,7 @@ from run.memory import CUDA_BYTES, GIB, check_memory, describe_load, estimate_me
 from run.serve import listen, raise_open_files
 from training.layout import pick_layout
 
-LOOPBACK = ("127.0.0.1", "::1", "localhost")  # with these addresses a machine reaches only itself
+LOOPBACK = ("127.0.0.1", "::1", "localhost")  # addresses by which a machine reaches only itself
 
 
 def visible_gpus() -> list[str]:

@@ -1,9 +1,9 @@
-"""Write checkpoints, so that a run that was killed continues from its last checkpoint.
+"""Write and restore checkpoints, so that a run that was killed can continue.
 
 With `recover: auto`, a run that is started again with the same name continues from its last checkpoint.
 
-**The folder.** Only one process writes to a run's folder. While this process runs, a second process with the same run
-folder ends with an error.
+**The folder.** Only one process writes to a run's folder. While a process writes to the folder, a second process with
+the same run folder ends with an error.
 
 **The checkpoint.** A checkpoint contains everything that the next step depends on. The folder recover/step00040
 contains the model and the optimizer, the number of finished steps, the states of the random number generators, the
@@ -14,7 +14,7 @@ ignored.
 
 **The write.** Training continues while a checkpoint is written: the trainer copies its state into host memory, and a
 thread writes the copy. The previous checkpoint is deleted when the new checkpoint is complete. The trainer waits for
-the thread before the next checkpoint and at the end of the run.
+the end of the write before the next checkpoint and at the end of the run.
 
 **Repeated steps.** Steps after the last checkpoint are trained again, and the restart removes their lines from
 metrics.jsonl. Each step writes its line of metrics.jsonl before its checkpoint, so the finished file has exactly one
@@ -28,8 +28,8 @@ without a file is generated again, with the same id and therefore the same sampl
 example, the checkpoint has version 40 and the run was killed at version 42. After the restart, version 41 is trained
 again and may have different weights. A group with a token from the lost version 41 is therefore generated again.
 
-**Ages.** The upper bound on the age of groups (staleness.py) also holds after a restart. The next steps consume the
-restored groups first and in their old order, so no restored group becomes older than it would have become without the
+**Ages.** The upper bound on the age of groups (staleness.py) also holds after a restart. After a restart, the steps
+consume the restored groups first and in their old order. No restored group therefore becomes older than without the
 restart. After a restart with batch size B, the gate counts version * B consumed groups and all restored groups as
 accepted. If eta or B is reduced at the restart, groups that would become too old are generated again.
 
@@ -118,8 +118,8 @@ def save_model(actor: Any, folder: Path, step: int, keep: int, lines: list[dict[
 
 
 def discard(run_dir: Path, last: int, max_age: int) -> None:
-    """Delete old files of a run: in tokens/ the files of the steps up to `last`, and in rollout/ the folders of
-    versions on which no later step can train.
+    """Delete a run's files in tokens/ up to step `last`, and a run's folders in rollout/ of versions on which no later
+    step can train.
 
     Step s trains at version s - 1, and no group is older than `max_age` versions. Step `last` + 1 may therefore train
     on a group of version `last` - `max_age`.
@@ -169,7 +169,7 @@ def cut_metrics(path: Path, last_step: int) -> None:
     """Remove from metrics.jsonl all lines after the line of step `last_step`.
 
     If the process died during a write, the file's last line is incomplete and does not count. Raises ConfigError if the
-    line of a step from 1 to `last_step` is missing.
+    file lacks the line of a step from 1 to `last_step`.
     """
     lines = path.read_text().splitlines(keepends=True)[:last_step] if path.exists() else []
     steps = [json.loads(line)["step"] for line in lines if line.endswith("\n")]

@@ -1,11 +1,11 @@
 """Write report.html, one page that shows a run, or two runs side by side. The page needs no server and no network.
 
-    python -m run.report runs/guess/one                        writes runs/guess/one/report.html
-    python -m run.report runs/guess/one runs/guess/other       writes runs/guess/one/beside-other.html
+    `python -m run.report runs/guess/one` writes runs/guess/one/report.html.
+    `python -m run.report runs/guess/one runs/guess/other` writes runs/guess/one/beside-other.html.
 
 A training run writes its report every `logger.report_interval` steps, and once more when the run ends, even after
 Ctrl-C or a failure. The report is made only from files in the run's folder, so it can also be written for a run that
-crashed:
+crashed. Each file gives a part of the report:
 
     `metrics.jsonl` gives the curves and the lag histogram.
     `trace.json` gives the timeline: the phases of the trainer, the prompt groups and the weight updates.
@@ -39,8 +39,8 @@ from training.config import PPOActorConfig
 from training.proximal import interpolation, loglinear
 
 MAX_STEPS, MAX_TOKENS, MAX_GROUPS = 24, 60_000, 4000  # maximum numbers of steps, tokens and groups on a page
-FILES = ("metrics.jsonl", "trace.json", "tokens")  # the folder of a run contains at least one of these files.
-# The page shows these (B, T) tensors of a batch.
+FILES = ("metrics.jsonl", "trace.json", "tokens")  # the folder of a run contains at least one name in FILES
+# The names of the (B, T) tensors of a batch that the page shows.
 COLUMNS = "input_ids versions turn_ids turn_rewards logprobs prox_logp theta_logp advantages states"
 TEMPLATE = Path(__file__).with_suffix(".html")
 Record = dict[str, Any]
@@ -49,7 +49,7 @@ Record = dict[str, Any]
 def read_records(path: Path) -> list[Record]:
     """Return the JSON objects of a file with one object per line. A line that is incomplete after a kill is left out.
 
-    The lines of a trace may end with a comma. If the file does not exist, the list is empty.
+    The lines of a trace may end with a comma. If the file does not exist, the result is an empty list.
     """
     records = []
     for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
@@ -119,9 +119,9 @@ def fill_gaps(spans: list[list], starts: list[float], last: float) -> list[list]
     """Return the trainer's phases in order of time, with an additional phase in each gap of more than 1 ms between 0
     and `last`.
 
-    The additional phase is called "not running" if the run was restarted during the gap, "stop" if the gap follows the
-    last phase, and "other" in any other case. A phase that a kill interrupts is missing in the trace, so the phase's
-    time becomes a part of the gap.
+    A gap in which the run was restarted becomes a phase "not running". A gap after the last phase becomes a phase
+    "stop", and any other gap becomes a phase "other". A phase that a kill interrupts is missing in the trace, so the
+    phase's time becomes a part of a gap.
     """
     phases, now = [], 0.0
     for span in [*sorted(spans, key=lambda span: span[1]), ["", last, 0.0]]:

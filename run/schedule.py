@@ -1,4 +1,4 @@
-"""The schedule of a run: which policy version computed which tokens, and which step consumed which prompt group.
+"""Record the schedule of a run: which policy version computed which tokens, and which step consumed which prompt group.
 
 **Why an asynchronous run can be repeated.** Two runs with the same configuration and the same seed differ, because
 their results depend on the times of events. For example, a weight update interrupts a completion at token 57 in one
@@ -34,7 +34,7 @@ describes a run that was never interrupted.
 
 **Who writes.** The trainer and the proxies append to the same file. A process writes each line with one system call, so
 lines of different processes never mix. The trainer and each proxy have a `ScheduledEngine`, which records each call. In
-a replay (replay.py) this engine requests the tokens of a span when the servers have the span's version.
+a replay (replay.py) the engine requests the tokens of a span when the servers have the span's version.
 """
 
 import asyncio
@@ -55,7 +55,7 @@ from inference.wire import EngineError
 Fact = dict[str, Any]
 FILE = "schedule.jsonl"
 EVENTS = ("start", "finish", "consume")  # the events of a task in a schedule
-TRAINING_CALL = re.compile(r"(\d+)(-\d+)?\.\d+")  # call 1 of task 7: "7.1", or "7-3.1" of the group's member 3
+TRAINING_CALL = re.compile(r"(\d+)(-\d+)?\.\d+")  # "7.1" is call 1 of task 7; "7-3.1" is call 1 of its member 3
 GONE = 499  # the recorded status of a call whose client closed the connection
 POLL = 0.02  # seconds between two polls of a version or a file that another process changes
 

@@ -142,8 +142,8 @@ class Repeats(logging.Filter):
 class PatientServer(uvicorn.Server):
     """A uvicorn server that lets new connections wait in the listen queue while few file descriptors are free.
 
-    In the same situation, uvloop would close new connections. The server reads the limit of file descriptors before
-    each connection, because the limit may change at any time.
+    Without this class, uvloop would close new connections when no file descriptor is free. The server reads the limit
+    of file descriptors before each connection, because the limit may change at any time.
     """
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

@@ -72,7 +72,7 @@ def greet(words: list[str]) -> None:
             load(["--help"])  # prints the keys and ends this process
         sys.exit()
     if is_first:
-        with suppress(ConfigError, SystemExit):  # train.py reports the mistake later
+        with suppress(ConfigError, SystemExit):  # train.py reports a wrong configuration later
             prepare(load(words[1:]))
     if not is_first or {"--quiet", "quiet=true"} & {*words}:
         return
@@ -80,7 +80,7 @@ def greet(words: list[str]) -> None:
         print("nano-areal: importing torch and transformers", flush=True)
     if terminal.is_terminal:
         clock.start()
-        before_results.callback(clock.stop)  # also shows the cursor again
+        before_results.callback(clock.stop)  # `clock.stop` also shows the cursor
         atexit.register(before_results.close)  # removes the clock after an error, too
 
 
