@@ -201,7 +201,7 @@ class TrainingLoop:
     def push_weights(self, version: int) -> None:
         """Push the trainer's weights into the servers, as policy version `version`."""
         meta = self.actor.weight_update_meta.with_version(version)
-        self.actor.write_weights(meta)  # mode disk: write the files while the servers still generate
+        self.actor.write_weights(meta)  # in mode disk, write the files while the servers still generate
         self.rollout.pause()  # running generations stop, and their tokens are kept
         self.actor.update_weights(meta)
         self.actor.set_version(version)

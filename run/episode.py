@@ -1,6 +1,6 @@
 """Run one episode of an agent, and print the conversation and the number of tokens that would be trained.
 
-    python -m run.episode my_module.MyAgent --model-path DIR --data '{"question": "..."}'
+    python -m run.episode my_module.MyAgent --model-path DIR --data '{"question":"..."}'
 
 The command starts a proxy and an inference server with the model. With --server URL the command starts only the proxy,
 and uses the inference server at this URL. The command runs `MyAgent().run(data)`, as training does, and prints the

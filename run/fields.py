@@ -3,7 +3,7 @@
 A client or a model may send any type of JSON value, nested to any depth. The functions of this module return a value of
 the expected type, or raise `Refusal`. If a function raises `Refusal`, the proxy replies with status 400.
 
-    get({"tools": "f"}, "tools", list)                  -> Refusal "tools: a list is needed"
+    get({"tools": 7}, "tools", list)                    -> Refusal "tools: a list is needed"
     get({"text": {"format": {}}}, "text.format", dict)  -> {}
     get({}, "stream", bool, False)                      -> False
 

@@ -16,12 +16,12 @@ completion therefore has the same bits, whether it was interrupted or requested 
 The schedule is therefore the only part of a run that is not deterministic. A run writes its schedule to schedule.jsonl,
 one fact in each line, with about 200 bytes for each call:
 
-    {"run": {"revision": "c0c3d02", "torch": "2.13.0", "ranks": 1}, "step": 0}    the run begins after step 0
-    {"start": 7, "version": 2}                                                    task 7 starts at version 2
-    {"call": "7-3.1", "prompt": "8da1", "spans": [[2, 57, "2e9c"], [3, 120, "f1c4"]], "stop": "stop"}
-    {"call": "7-3.2", "prompt": "51bb", "spans": [], "failed": 503}               the call failed with status 503
-    {"finish": 7, "version": 3}                                                   all episodes of task 7 have ended
-    {"consume": 7, "version": 4}                                                  step 5 consumes the group of task 7
+    {"run":{"revision":"c0c3d02","torch":"2.13.0","ranks":1},"step":0}      the run begins after step 0
+    {"start":7,"version":2}                                                 task 7 starts at version 2
+    {"call":"7-3.1","prompt":"8da1","spans":[[2,57,"2e9c"],[3,120,"f1c4"]],"stop":"stop"}
+    {"call":"7-3.2","prompt":"51bb","spans":[],"failed":503}                the call failed with status 503
+    {"finish":7,"version":3}                                                all episodes of task 7 have ended
+    {"consume":7,"version":4}                                               step 5 consumes the group of task 7
 
 The name "7-3.1" stands for call 1 of member 3 of task 7. A **span** is a sequence of consecutive tokens of a completion
 that one version computed. For each span, the schedule records the version, the end, and a hash of the completion's

@@ -74,14 +74,14 @@ def listen(host: str, port: int, key: str | None = None) -> socket.socket:
 
 class BoundedProtocol(HttpToolsProtocol):
     """An HTTP connection with two limits: the length of a request header, and the time until the header is complete.
-    The connections of uvicorn itself have no limits of this kind.
+    The connection class of uvicorn has neither limit.
 
     The connection also refuses a request that arrives before the previous request is answered. If a client with several
     open requests disconnected, uvicorn would notify only the handler of the newest request. The server would continue
     with the client's older requests, and would generate tokens that no client reads.
     """
 
-    header_bytes: ClassVar[int] = 2**16  # `serve` sets these limits
+    header_bytes: ClassVar[int] = 2**16  # `serve` sets both limits of the class
     header_seconds: ClassVar[float] = 60.0
 
     timer: Any = None  # timer that closes the connection if a request header does not arrive completely in time
@@ -207,7 +207,7 @@ def serve(
 
 
 def check_key(request: Request, key: str) -> None:
-    """Check the header `Authorization: Bearer <key>`.
+    """Check that a request has the bearer key `key` in its header Authorization.
 
     Raises Refusal with status 401 if the request has no key, and with status 403 if its key is wrong.
     """
@@ -217,7 +217,7 @@ def check_key(request: Request, key: str) -> None:
 
 
 def bearer(request: Request) -> str:
-    """Return the key of the header `Authorization: Bearer <key>`, or "" if the request has no such header."""
+    """Return the bearer key in the header Authorization of a request, or "" if the request has no bearer key."""
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else ""
 
