@@ -1,10 +1,10 @@
 """Train a language-model agent with asynchronous reinforcement learning. This file is the training loop.
 
-    python train.py                                   the demo: an agent learns to guess a number
-    python train.py --config configs/maze.yaml        a maze, with answers so long that weight updates interrupt them
-    python train.py seed=2 rollout.max_head_offpolicyness=0      the demo with synchronous training
-    python train.py mode=eval model_path=DIR          evaluate the agents without training
-    torchrun --nproc-per-node=4 train.py ...          train on four ranks
+    `python train.py` runs the demo, in which an agent learns to guess a number.
+    `python train.py --config configs/maze.yaml` runs a maze. Weight updates interrupt the long answers of this task.
+    `python train.py seed=2 rollout.max_head_offpolicyness=0` runs the demo with synchronous training.
+    `python train.py mode=eval model_path=DIR` evaluates the agents without training.
+    `torchrun --nproc-per-node=4 train.py ...` trains on four ranks.
 
 A Python script trains with `PPOTrainer(config).train(workflow=MyAgent)`. The configuration comes from
 `run.config.load(["--config", "configs/own.yaml", ...])`. MyAgent is defined in a separate module.
@@ -13,7 +13,7 @@ The processes. The process of train.py trains the model in its main thread and r
 thread. A second process, the inference server, generates tokens. The proxy, in a third process, turns the agents' HTTP
 requests into prompt tokens.
 
-The overlap. The server generates the next groups while the trainer trains. An example with eta = 1
+The overlap. The server generates the next groups while the trainer trains. The diagram shows a run with eta = 1
 (max_head_offpolicyness, the largest age of a group in versions) and B = 2 (prompt groups in a batch):
 
     trainer   wait | step 1: groups 1 2 | push v1 | step 2: groups 3 4 | push v2 | step 3: groups 5 6 ...
@@ -21,8 +21,8 @@ The overlap. The server generates the next groups while the trainer trains. An e
     age            | 0                            | 1                            | 1
 
 Step 2 trains the weights of version 1 on groups that started at version 0, so these groups have age 1. With eta = 0,
-the gate (staleness.py) admits groups 3 and 4 only after the push of version 1. All groups then have age 0, so training
-is synchronous.
+the gate (staleness.py) admits groups 3 and 4 only after the push of version 1. With eta = 0 all groups have age 0, so
+training is synchronous.
 
 Versions count from 0 and steps from 1: step s consumes a batch at version s - 1 and makes version s. A push of weights
 interrupts the running generations. The interrupted generations continue under the new weights, and every token keeps
@@ -31,7 +31,7 @@ the version of the weights that computed it.
 Under torchrun every rank runs this loop on the same batch, and the actor divides the work (training/actor.py). Only
 rank 0 runs episodes; the other ranks have an empty rollout side (`NoRollout`). The module run/command.py reads the
 command line, creates the run's folder and ends every process, and run/start.py starts the parts of a run. Appendix A.1
-of the write-up describes the parts of a step.
+of the write-up (docs/companion.md) describes the parts of a step.
 """
 
 import sys
@@ -43,7 +43,7 @@ from typing import Any
 from run.keys import TrainConfig
 from run.terminal import greet
 
-if __name__ == "__main__":  # the imports below take seconds, so --help is answered before them
+if __name__ == "__main__":  # the imports of torch and other modules take seconds, so `greet` first answers --help
     greet(sys.argv)
 
 import torch
@@ -63,15 +63,15 @@ class PPOTrainer:
     """Trains the model of one configuration."""
 
     def __init__(self, config: TrainConfig) -> None:
-        """Store the configuration. `train` starts every part of the run and ends every part."""
+        """Store the configuration. The method `train` starts and ends every part of the run."""
         self.config = config
 
     def train(self, workflow: Any = None, workflow_kwargs: dict[str, Any] | None = None) -> None:
         """Train from the start of the run to its last step. All ranks call this method.
 
-        `workflow`, if given, replaces the workflow of the configuration. It is an agent or a workflow, in any form that
-        `resolve_workflow` (workflow.py) accepts. `workflow_kwargs` are the arguments of the workflow's class. Raises
-        ConfigError if the run cannot work.
+        If `workflow` is not None, it replaces the workflow of the configuration. `workflow` is an agent or a workflow,
+        in any form that `resolve_workflow` (workflow.py) accepts. `workflow_kwargs` are the arguments of the workflow's
+        class. Raises ConfigError if the run cannot work.
         """
         with open_run(self.config, workflow, workflow_kwargs) as run:
             with run.trace.span("start"):
@@ -85,7 +85,7 @@ class TrainingLoop:
     def __init__(self, run: Run) -> None:
         """Start every part of the run. `run.stack` ends the parts in the reverse order."""
         self.run, config = run, run.config
-        # 1. Start the inference servers, the proxies and the trainer. All of them load at the same time.
+        # 1. Start the inference servers, the proxies and the trainer, which load at the same time.
         keys = start_processes(run)
         self.actor, self.ref = start_trainer(run)
         # 2. Start the rest of the rollout side: the engine, and the executors that run the episodes.
@@ -102,7 +102,7 @@ class TrainingLoop:
         self.step = self.recovery.load(self.actor, self.rollout.executor)  # the last finished step
         if self.step or config.rollout.server_addrs:
             self.push_weights(self.step)
-        # 5. Start to write the results. The logger is None on every rank except 0.
+        # 5. Start the logger, which writes the results. The logger is None on every rank except 0.
         self.last_step = config.replay_until or config.max_steps
         self.logger = start_logger(run, self.rollout.executor, self.step)
 
@@ -122,8 +122,9 @@ class TrainingLoop:
         begin, seconds = time.monotonic(), dict[str, float]()
         version, is_last = actor.get_version(), step == self.last_step
 
-        # 1. Wait for a batch: the next B prompt groups, as N rows. No trained token is more than eta versions old.
-        #    input_ids, loss_mask, versions, logprobs (log pi_behav) are (N, T); rewards are (N,).
+        # 1. Wait for a batch: the next B prompt groups, as N rows. No trained token is more than eta versions old. The
+        #    tensors input_ids, loss_mask, versions and logprobs (log pi_behav) are (N, T), and the tensor rewards is
+        #    (N,).
         with trace.span("rollout_wait", seconds):
             batch = self.wait_for_batch()
         metrics: dict[str, Any] = {"step": step, "version": version, **describe_batch(batch, version)}
@@ -132,7 +133,7 @@ class TrainingLoop:
             self.rollout.release_memory()
 
         with trace.span("train", seconds):
-            # 2. Compute log pi_prox, (N, T). pi_prox, the policy at the start of this step, is the centre of the clip.
+            # 2. Compute log pi_prox, (N, T). The policy pi_prox at the start of this step is the centre of the clip.
             if actor.should_compute_prox_logp():
                 batch["prox_logp"] = actor.compute_logp(batch)
             # 3. Compute log pi_ref, (N, T). The KL penalty keeps the policy close to pi_ref.
@@ -145,13 +146,13 @@ class TrainingLoop:
             metrics |= actor.ppo_update(batch)
             actor.step_lr_scheduler()
 
-        # 6. Push the new weights into the servers. Then the canary (run/mismatch.py) asks the servers for
-        #    log-probabilities, which show whether the servers have these weights. The next step reads the answers
-        #    before its own push.
+        # 6. Push the new weights into the servers. The canary (run/mismatch.py) then asks the servers for
+        #    log-probabilities, which show whether the servers have the new weights. The next step reads the canary's
+        #    log-probabilities before its own push of weights.
         metrics |= self.canary.finish()
         with trace.span("sync", seconds):
             if config.server.release_memory:
-                torch.cuda.empty_cache()  # the servers take their memory back
+                torch.cuda.empty_cache()  # frees GPU memory, which the servers take back
             self.push_weights(step)
         self.canary.start(batch)
 
@@ -165,7 +166,7 @@ class TrainingLoop:
                 lines = [*self.logger.history, metrics] if self.logger else []
                 save_model(actor, config.run_dir / "checkpoints", step, config.saver.keep, lines)
         # 9. Write the step's line of metrics.jsonl, then the checkpoint from which a killed run continues.
-        if is_last:  # no later step reads the answers to the canary
+        if is_last:  # no later step reads the servers' scores of the canary
             metrics |= self.canary.finish(**metrics)
         if self.logger:
             metrics |= {"success": inputs.success(batch["rewards"].tolist())} | actor.speed(batch, seconds["train_s"])
@@ -200,7 +201,7 @@ class TrainingLoop:
     def push_weights(self, version: int) -> None:
         """Push the trainer's weights into the servers, as policy version `version`."""
         meta = self.actor.weight_update_meta.with_version(version)
-        self.actor.write_weights(meta)  # mode disk: write the files while the servers still generate
+        self.actor.write_weights(meta)  # in mode disk, write the files while the servers still generate
         self.rollout.pause()  # running generations stop, and their tokens are kept
         self.actor.update_weights(meta)
         self.actor.set_version(version)

@@ -4,8 +4,8 @@
 
 The command starts the small inference server with the run's newest checkpoint, and reads messages from the standard
 input until the input ends (Ctrl-D). Each request to the server contains the whole conversation so far. The server
-answers at temperature 0. The demo's model is trained to guess a number that the user thinks of: think of a number from
-1 to 6 and type `guess a number`. Then answer each guess with `higher` or `lower`.
+answers at temperature 0. The demo's model guesses a number that the user thinks of. Think of a number from 1 to 6, and
+type `guess a number`. Then answer each guess with `higher` or `lower`.
 """
 
 import secrets
@@ -25,7 +25,7 @@ from run.summary import ask_greedily
 
 
 def main(words: list[str]) -> int:
-    """Talk to the model of a run, and return the exit code: 2 if there is no run or no checkpoint."""
+    """Talk to the model of a run. Return the exit code, which is 2 if there is no run or no checkpoint."""
     folder = Path(*words)
     try:
         gconfig = OmegaConf.load(folder / "config.yaml").gconfig

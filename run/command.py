@@ -1,25 +1,23 @@
 """Read the command line of train.py, and start and end a run.
 
-`open_run` starts a run on every rank, and at the end stops every part of the run. `main` reads the command line, then
-trains or evaluates.
+The function `main` reads the command line, and then trains or evaluates. `main` uses these functions and classes:
 
-    main
-      join_ranks           connect the ranks of torchrun; without torchrun this process is rank 0 of 1
-      agree                rank 0 reads the configuration, and all ranks get it
-      open_run             rank 0 loads the inputs, plans the servers and locks the run's folder
-        PPOTrainer.train   train (train.py); or evaluate_run: evaluate
-        ExitStack          end every part that was started, in the reverse order
-      leave_ranks          disconnect the ranks
+    `join_ranks` connects the ranks of torchrun. Without torchrun, this process is rank 0 of 1.
+    `agree` reads the configuration on rank 0, and gives it to all ranks.
+    `open_run` loads the inputs, plans the servers and locks the run's folder, on rank 0.
+        `PPOTrainer.train` (train.py) trains, or `evaluate_run` evaluates.
+        `ExitStack` ends every part that was started, in the reverse order.
+    `leave_ranks` disconnects the ranks.
 
 The ExitStack also ends every process after Ctrl-C, an exception or the death of a server process. The exit code is 0
 for success, 1 for a run that failed, 2 for a wrong configuration, and 130 for Ctrl-C. A run that was ended by `kill -9`
 loses the steps since its last checkpoint (run/recover.py). If a run ends early, the last lines of its output name the
 command that continues the run.
 
-If Ctrl-C arrives during training, the current step still ends, so that a checkpoint can be written (`interruptible`).
-If the step waits for a batch, Ctrl-C ends the wait at once. A second Ctrl-C ends the process at once. The child
-processes notice that their parent has ended, and end too. A run of several ranks writes no checkpoint after Ctrl-C,
-because all ranks would have to stop at the same step.
+If Ctrl-C arrives during training, the current step runs to its end, and then the run writes a checkpoint
+(`interruptible`). If the step waits for a batch, Ctrl-C ends the wait at once. A second Ctrl-C ends the process at
+once, and the end of the process also ends the child processes. With several ranks, Ctrl-C writes no checkpoint, because
+all ranks would have to stop at the same step.
 """
 
 import os
@@ -76,9 +74,9 @@ def on_ctrl_c(act: Callable[..., Any]) -> None:
 
 @contextmanager
 def interruptible(executor: Any, save: Callable[[], None]) -> Iterator[None]:
-    """After Ctrl-C, end the `with` block at its next wait for a batch, and call `save`.
+    """After Ctrl-C, end the `with` block as soon as it waits for a batch, and then call `save`.
 
-    With several ranks, or outside of the main thread, this function does not change what Ctrl-C does.
+    With several ranks, or outside of the main thread, `interruptible` does not change the effect of Ctrl-C.
     """
     if dist.get_world_size() > 1 or threading.current_thread() is not threading.main_thread():
         yield
@@ -99,7 +97,7 @@ def interruptible(executor: Any, save: Callable[[], None]) -> Iterator[None]:
 
 
 def say_how_to_go_on(config: TrainConfig) -> None:
-    """Print the folder of a run that ended early, and the command that continues the run."""
+    """Print the folder of a run that ended early, and print the command that continues the run."""
     words = [word for word in sys.orig_argv if not word.startswith("trial_name=")]
     step = newest_checkpoint(config.run_dir) if config.mode == "train" else 0
     place = f"from the checkpoint of step {step}" if step else "from the beginning, because there is no checkpoint"
@@ -126,10 +124,11 @@ def agree(read: Callable[[], Any]) -> Any:
 
 
 def read_run(config: TrainConfig, *agent: Any) -> tuple[Inputs, list[Planned], str]:
-    """Name the run and check its folder. Return the inputs, the servers to start, and the plan as text.
+    """Set the run's name if it is not set, and check the run's folder. Return the inputs, the servers to start, and the
+    plan as text.
 
-    `agent` may be a workflow and its arguments; they then replace the workflow and the arguments of the
-    configuration. Raises ConfigError.
+    If `agent` contains a workflow and its arguments, they replace the configured workflow and its arguments. Raises
+    ConfigError.
     """
     # A replay is a new run with a folder of its own.
     if config.trial_name == "auto" or (config.replay and config.run_dir.exists()):
@@ -144,10 +143,10 @@ def read_run(config: TrainConfig, *agent: Any) -> tuple[Inputs, list[Planned], s
 
 @contextmanager
 def open_run(config: TrainConfig, *agent: Any) -> Iterator[Run]:
-    """Start a run on every rank. When the block ends, end every part that the run has started.
+    """Start a run on every rank. When the `with` block ends, end every part that the run has started.
 
-    `agent` may be a workflow and its arguments; they then replace the workflow and the arguments of the
-    configuration. Raises ConfigError.
+    If `agent` contains a workflow and its arguments, they replace the configured workflow and its arguments. Raises
+    ConfigError.
     """
     joined = join_ranks()
     with ExitStack() as stack:
@@ -163,7 +162,7 @@ def open_run(config: TrainConfig, *agent: Any) -> Iterator[Run]:
 
         config = agree(read)
         inputs, servers, _ = loaded[0] if loaded else (load_inputs(config, *agent), [], "")
-        # With offload the optimizer runs on the CPU, so the ranks of a machine share its CPU cores.
+        # With actor.offload the optimizer runs on the CPU, so the ranks of a machine share its CPU cores.
         if config.actor.offload:
             torch.set_num_threads(max((os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)), 1))
         fleet = Fleet(config.run_dir / "logs")
@@ -171,7 +170,7 @@ def open_run(config: TrainConfig, *agent: Any) -> Iterator[Run]:
         is_training = bool(loaded) and config.mode == "train"
         if is_training:
             print(f"the run's folder is {config.run_dir}\n{describe_mode(config.actor)}", flush=True)
-            # The report is written last, after the trace is closed. It is also written if the run fails.
+            # The report is written last, after the trace is closed, even if the run fails.
             stack.callback(write_report, config.run_dir)
         stack.callback(fleet.close)
         trace = Trace(config.run_dir / "trace.json" if is_training and config.rollout.enable_tracing else None)
@@ -191,7 +190,8 @@ def open_run(config: TrainConfig, *agent: Any) -> Iterator[Run]:
 
 
 def record(config: TrainConfig) -> None:
-    """Write the resolved configuration to the run's folder, and print what has changed since the run's last start."""
+    """Write the resolved configuration to the run's folder, and print the keys that have changed since the run's last
+    start."""
     path = config.run_dir / ("config.yaml" if config.mode == "train" else "eval.yaml")
     if config.mode == "train" and (changes := changed(path, config)):
         print(f"the configuration of this run changes: {', '.join(changes)}")
@@ -221,14 +221,14 @@ def main(train: Callable[[TrainConfig], None], argv: list[str] | None = None) ->
 
     The default of `argv` is the command line of this process.
     """
-    torch.set_num_threads(1)  # small models on shared cores are slower with more threads
+    torch.set_num_threads(1)  # with several threads, small models are slower on shared cores
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     # After SIGTERM, rank 0 ends the processes that it has started. The other ranks start no processes, so SIGTERM may
     # kill these ranks at once.
     if os.environ.get("RANK", "0") == "0":
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    # A background job of a shell would ignore Ctrl-C without this line.
+    # A shell starts a background job with SIGINT ignored, so `main` sets the handler of SIGINT.
     on_ctrl_c(signal.default_int_handler)
     config, code = None, 0
     try:

@@ -1,10 +1,8 @@
 """This module reads and checks the configuration of a run.
 
-keys.py defines every key. A run is configured in three layers. Each layer overrides the layers before it:
-
-1. the defaults in keys.py,
-2. one or more YAML recipes, such as `--config configs/maze.yaml`,
-3. `key=value` arguments on the command line, such as `actor.eps_clip=0.1`.
+The configuration of a run has three layers, and each layer overrides the earlier layers. The first layer is the
+defaults in run/keys.py, which defines every key. The second layer is one or more YAML recipes, such as `--config
+configs/maze.yaml`. The third layer is the `key=value` arguments on the command line, such as `actor.eps_clip=0.1`.
 
 A key that does not exist is an error, and the error message suggests the nearest existing key. Example: `python
 train.py lr=0.1` ends with "unknown key 'lr' in the command line; did you mean 'actor.optimizer.lr'?". `load` calls
@@ -74,7 +72,7 @@ def list_keys(cls: type = TrainConfig, prefix: str = "") -> list[Key]:
 
 
 def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Turn {"actor": {"eps_clip": 0.2}} into {"actor.eps_clip": 0.2}.
+    """Flatten nested dictionaries: {"actor": {"eps_clip": 0.2}} becomes {"actor.eps_clip": 0.2}.
 
     The value of workflow_kwargs stays a dictionary, because the user chooses its keys.
     """
@@ -84,9 +82,9 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def without_effect(config: Any, names: list[str]) -> dict[str, str]:
-    """Return a dict that maps each key without effect to its unmet condition (a row of NEEDS in run/keys.py).
+    """Return a dict from each key without effect to the key's unmet condition (a row of NEEDS in run/keys.py).
 
-    Among the keys `names`, only those whose values in `config` differ from the defaults are checked.
+    The function checks only the keys in `names` whose values in `config` differ from their defaults.
     """
     default = TrainConfig()
 
@@ -104,9 +102,9 @@ def set_keys(config: DictConfig, given: Any, source: str) -> dict[str, str]:
     """Write the given keys into `config`. Error messages contain `source`, which says where the keys come from: a
     recipe's path or the command line.
 
-    Return a dict that maps each given key that has no effect so far to its unmet condition (a row of NEEDS in
-    run/keys.py). A later recipe may still change a value so that the condition is met. Raises ConfigError for an
-    unknown key. The message suggests the nearest known key.
+    Return a dict from each given key without effect to the key's unmet condition (a row of NEEDS in run/keys.py). A
+    later recipe may still meet an unmet condition. Raises ConfigError for an unknown key, and the message suggests the
+    nearest known key.
     """
     given.pop("revision", None)  # a run's config.yaml also has the code's git revision, which is no key
     known, names = [key.name for key in list_keys()], []
@@ -119,7 +117,7 @@ def set_keys(config: DictConfig, given: Any, source: str) -> dict[str, str]:
             hint = f"did you mean {near[0]!r}?" if near else "`python train.py --help` lists the keys."
             raise ConfigError(f"unknown key {name!r} in {source}; {hint}")
         if name in ("recover", "doctor") and value is False:
-            value = "off"  # YAML parses the word off as false
+            value = "off"  # YAML parses the word `off` as false
         if name == "rollout.stale" and isinstance(value, bool):
             value = "drop" if value else "wait"  # drop_stale=true and drop_stale=false
         OmegaConf.update(config, name, value)

@@ -1,22 +1,23 @@
-"""The doctor checks a run after each step and says what is wrong, why, and what to do.
+"""The doctor checks a run after each step, and names each problem, its cause and its remedy.
 
 A rule is a row of RULES: a name, a number of steps, a measure and a limit. The measure is a pure function of the last
-lines of metrics.jsonl and of the configuration. The rule fires if the measure is above the limit, or if it is NaN:
+lines of metrics.jsonl and of the configuration. A rule fires if its measure is above its limit or is NaN. For example,
+the metric kl is 0, 0.05, 0.3, 0.3 and 0.4 in the last five lines. The median 0.3 is above the limit 0.1, so the rule
+`kl` fires.
 
-    five lines with kl = 0, 0.05, 0.3, 0.3, 0.4: the median 0.3 is above the limit 0.1, so the rule `kl` fires
-
-docs/doctor.md has an entry for each rule, and the doctor prints the first paragraph of the entry. In each run the
-doctor reports a rule at most once: on the terminal, and as one line of doctor.jsonl. With doctor=strict, the run ends
-if any rule except `waiting` fires.
+The page docs/doctor.md has an entry for each rule, and the doctor prints the first paragraph of the entry. In each run
+the doctor reports a rule at most once: on the terminal, and as one line of doctor.jsonl. With doctor=strict, the run
+ends if any rule except `waiting` fires.
 
 The rules `blocked_loop` and `rejection` are also checked during a step. If an agent blocks the event loop, or if every
-group is rejected, a step might go on forever. `watch` therefore starts a thread that checks these two rules every
-second.
+group is rejected, a step may never end. `watch` therefore starts a thread that checks `blocked_loop` and `rejection`
+every second.
 
-The limits are wide, because users who have seen false alarms ignore all alarms. A rule does not fire if metrics.jsonl
+The limits are wide, because users ignore all alarms after a few false alarms. A rule does not fire if metrics.jsonl
 lacks the rule's metric, for example because an earlier revision of the code wrote this file.
 
-    python -m run.doctor runs/guess/one     checks a run afterwards; exit code 1: a rule fires; 2: there is no run
+`python -m run.doctor runs/guess/one` checks a finished run. The exit code is 1 if a rule fires, and 2 if there is no
+run.
 """
 
 import json
@@ -35,10 +36,10 @@ from run.report import read_records
 
 Line = dict[str, Any]  # one line of metrics.jsonl
 Finding = dict[str, Any]  # one line of doctor.jsonl, with the keys step, rule and text
-ROUNDING = {"float32": 1e-3, "bfloat16": 0.5}  # maximum rounding error of a log-probability (nats), by actor.dtype.
-# Above this share of successes little is left to learn, so zero advantages and a low entropy are normal.
+ROUNDING = {"float32": 1e-3, "bfloat16": 0.5}  # for each dtype, the largest rounding error of a log-probability (nats)
+# If the share of successes is above SOLVED, little is left to learn, so advantages of 0 and a low entropy are normal.
 SOLVED = 0.9
-BLOCKED_SECONDS = 5.0  # limit of the rule `blocked_loop`
+BLOCKED_SECONDS = 5.0  # limit of the rule `blocked_loop`, in seconds
 # If a step rejects REJECTED_BATCHES * batch size groups, the doctor checks `rejection` before the step ends.
 REJECTED_BATCHES = 10
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "doctor.md"
@@ -60,8 +61,7 @@ class Rule(NamedTuple):
 
 
 def share(lines: list[Line], part: str, *whole: str) -> float:
-    """Return the sum of the metric `part` divided by the sum of the metrics `whole`, or 0 if the sum of `whole` is
-    0."""
+    """Divide the sum of the metric `part` by the sum of the metrics `whole`. Return 0 if the sum of `whole` is 0."""
     total = sum(line[metric] for line in lines for metric in whole)
     return sum(line[part] for line in lines) / total if total else 0.0
 
@@ -127,7 +127,7 @@ def examine(lines: list[Line], config: Any) -> list[Finding]:
         last = lines[-rule.steps :]
         try:
             value = rule.measure(last, config) if len(last) == rule.steps else 0
-        # This rule's metric is null, or an earlier revision of the code did not write the rule's metric or key.
+        # The rule's metric is null, or an earlier revision of the code did not write the rule's metric or key.
         except (KeyError, TypeError, AttributeError):
             continue
         if not value <= rule.limit:  # NaN also fires
@@ -136,8 +136,8 @@ def examine(lines: list[Line], config: Any) -> list[Finding]:
 
 
 def describe(step: int, rule: str, measured: str) -> Finding:
-    """Return the finding that is printed if a rule fires. Its text ends with the first paragraph of the rule's entry in
-    docs/doctor.md."""
+    """Return the finding that is printed if a rule fires. The finding's text ends with the first paragraph of the
+    rule's entry in docs/doctor.md."""
     return {"step": step, "rule": rule, "text": f"doctor: step {step}, {rule} = {measured}. {TEXTS[rule]}"}
 
 
@@ -166,7 +166,8 @@ class Doctor:
         self.report(examine(lines, self.config) if self.config.doctor != "off" else [])
 
     def report(self, findings: list[Finding]) -> None:
-        """Print and write a finding if its rule has not fired before. With doctor=strict, raise Unhealthy."""
+        """Print and write a finding if its rule has not fired before. With doctor=strict, a finding raises
+        Unhealthy."""
         for finding in findings:
             if finding["rule"] not in self.said:
                 self.said.add(finding["rule"])
@@ -194,8 +195,8 @@ class Doctor:
                     step, before = self.step, executor.stats
                 counts = {k: getattr(executor.stats, k) - getattr(before, k) for k in ("accepted", "rejected")}
                 if counts["rejected"] >= REJECTED_BATCHES * self.config.train_dataset.batch_size:
-                    # Tasks that are cancelled at the end of a run count as rejected. At the end of a run, `check_alive`
-                    # raises RuntimeError.
+                    # At the end of a run, cancelled tasks count as rejected. `check_alive` raises RuntimeError at the
+                    # end of a run, so the doctor does not report the cancelled tasks.
                     executor.dispatcher.check_alive()
                     self.report(examine([{"step": step + 1, **counts}] * 3, self.config))
             except Unhealthy as error:
@@ -205,8 +206,7 @@ class Doctor:
 
 
 def main(folders: list[str]) -> int:
-    """Check every step of an existing run with the rules that the doctor checks after each step of a running run.
-    Return the exit code."""
+    """Check every step of an existing run, print the findings, and return the exit code."""
     folder = Path(*folders)
     try:
         text = (folder / "metrics.jsonl").read_text()

@@ -2,9 +2,9 @@
 
 train.py, the small server and the proxy each spend seconds on imports. Without this module the imports would run one
 after the other, because train.py starts a child only after it has imported torch and read the configuration. An early
-process is a Python process that imports one module, and then waits until it reads an order from its standard input. The
-order is one line of JSON with the words of the module's command line and the path of the log file. After the order the
-process does what `python -m MODULE WORDS` does.
+process is a Python process that imports one module, and then waits for an order on its standard input. The order is one
+line of JSON with the words of the module's command line and the path of the log file. After it has read the order, the
+early process does what `python -m MODULE WORDS` does.
 
 `prepare` starts the early processes. When run/launch.py starts a child, it calls `take`, which sends the order to the
 module's early process. If there is no early process, run/launch.py starts an ordinary process. An early process that
@@ -27,13 +27,13 @@ from typing import Any
 from run.keys import TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent
-# The environment variables of torchrun. A child with these variables would behave like a rank of the trainer.
+# The environment variables of torchrun. A child with the variables of torchrun would behave like a rank of the trainer.
 TORCHRUN = re.compile(r"TORCHELASTIC_\w+|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)")
-waiting: dict[str, subprocess.Popen[bytes]] = {}  # module -> the early process that waits for an order
+waiting: dict[str, subprocess.Popen[bytes]] = {}  # for each module, the early process that waits for an order
 
 
 def environment(gpus: list[str]) -> dict[str, str]:
-    """Return the environment variables of a child process that uses these GPUs."""
+    """Return the environment variables of a child process that uses the GPUs `gpus`."""
     inherited = {name: value for name, value in os.environ.items() if not TORCHRUN.fullmatch(name)}
     ours = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
     ours["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
@@ -41,7 +41,7 @@ def environment(gpus: list[str]) -> dict[str, str]:
 
 
 def prepare(config: TrainConfig) -> None:
-    """Start a proxy and, if the run needs small servers, one small server."""
+    """Start the early process of a proxy and, if the run needs small servers, of one small server."""
     has_server = config.server.backend == "tiny" and not config.rollout.server_addrs
     for module in [] if config.dry_run else ["inference.tiny.server"] * has_server + ["proxy"]:
         start(module)
@@ -59,13 +59,14 @@ def kill_waiting() -> None:
     """Kill the early processes that got no order."""
     for process in waiting.values():
         process.kill()
-        process.communicate()  # waits until the process has ended, and closes its pipe
+        process.communicate()  # waits for the end of the process, and closes its pipe
 
 
 def take(command: list[str], log: Path) -> subprocess.Popen[bytes] | None:
-    """Order an early process to do what `command` does, and to write its output to the file `log`. Return the process.
+    """Make an early process run `command` and write its output to the file `log`. Return the process.
 
-    Return None if no early process has imported the command's module, or if that early process has already ended.
+    Return None if no early process has imported the command's module, or if the module's early process has already
+    ended.
     """
     module = command[3] if command[1:3] == ["-P", "-m"] else ""
     process = waiting.pop(module, None)

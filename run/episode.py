@@ -1,12 +1,12 @@
 """Run one episode of an agent, and print the conversation and the number of tokens that would be trained.
 
-    python -m run.episode my_module.MyAgent --model-path DIR --data '{"question": "..."}'
+    python -m run.episode my_module.MyAgent --model-path DIR --data '{"question":"..."}'
 
 The command starts a proxy and an inference server with the model. With --server URL the command starts only the proxy,
-and uses the inference server at this URL. The command runs `MyAgent().run(data)` as training would, and prints the
+and uses the inference server at this URL. The command runs `MyAgent().run(data)`, as training does, and prints the
 conversation tree. Each call is printed below its parent call, with its number of tokens and its final reward.
 
-If the command prints one conversation as two trees, the agent's framework has rewritten earlier messages.
+If the command prints one conversation as two trees, the agent's framework has rewritten earlier messages. The page
 docs/agents.md describes the remedy.
 """
 
@@ -54,7 +54,7 @@ def describe_turn(turn: InteractionWithTokenLogpReward) -> str:
 
 
 def spoken(message: dict[str, Any]) -> str:
-    """Return a message's text, followed by its tool calls, each written as name(arguments)."""
+    """Return a message's text, followed by its tool calls in the form name(arguments)."""
     functions = [call["function"] for call in message.get("tool_calls", [])]
     calls = [f"{function['name']}({json.dumps(function['arguments'])})" for function in functions]
     return " ".join(filter(None, [message["content"], *calls]))

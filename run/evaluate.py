@@ -1,14 +1,15 @@
 """Evaluation runs one episode per validation prompt and computes statistics of the rewards.
 
 During training, a separate executor without the staleness gate runs the evaluation episodes with the newest weights.
-Evaluation episodes do not count in the statistics of training. `python train.py mode=eval model_path=DIR ...` evaluates
-a model without training it.
+The statistics of training leave out the evaluation episodes. `python train.py mode=eval model_path=DIR ...` evaluates a
+model without training it.
 
 With `evaluator.base_url=URL` the agents send their requests to this URL, and no proxy is started. With
 evaluator.base_url the reward of an episode is the number that the agent returns. As in training, `rollout.openai.mode`
 decides whether agents run inline or in worker processes.
 
-An episode that fails or is rejected does not end the evaluation. The statistics count such episodes as `eval_rejected`.
+The evaluation continues after an episode that fails or is rejected. The statistic `eval_rejected` counts the episodes
+that fail or are rejected.
 """
 
 import asyncio
@@ -41,11 +42,11 @@ def describe(rewards: Sequence[float | None], inputs: Inputs) -> dict[str, float
 
     The result has these keys:
 
-        eval_reward          the mean reward; None if there is no reward
-        eval_reward_sem      the standard error of the mean reward; None if there are fewer than two rewards
-        eval_success         the share of successes among all episodes
-        eval_episodes        the number of episodes
-        eval_rejected        the number of episodes without a reward
+        `eval_reward` is the mean reward, or None if there is no reward.
+        `eval_reward_sem` is the standard error of the mean reward, or None if there are fewer than two rewards.
+        `eval_success` is the share of successes among all episodes.
+        `eval_episodes` is the number of episodes.
+        `eval_rejected` is the number of episodes without a reward.
     """
     found = [reward for reward in rewards if reward is not None]
     n = len(found)

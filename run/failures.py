@@ -6,8 +6,9 @@ its place:
 
     failed: KeyError: 'answer', in run (my_agent.py:12); traceback: runs/guess/one/logs/failures.log
 
-Two exceptions count as one failure if their descriptions differ only in digits, because digits are mostly ids and
-sizes. At the end of the run, one line for each of the five most frequent failures says how often the failure occurred.
+Two exceptions count as one failure if their descriptions differ only in digits, because most numbers in descriptions
+are ids and sizes. At the end of the run, one line for each of the five most frequent failures says how often the
+failure occurred.
 """
 
 import contextlib
@@ -22,7 +23,7 @@ from rollout.runner import own_frames
 
 LOGGER = logging.getLogger("nano_areal")  # the parent of the loggers of all modules
 DISK = "make room on the disk, raise the limit of file sizes (ulimit -f), or take another disk with fileroot=FOLDER"
-ADVICE = (  # a pattern in a failure's description, and what the user can do
+ADVICE = (  # each pattern in a failure's description, with the advice for the user
     ("finite", "make the agent or the reward function return a finite number for every answer"),
     ("too long", "shorten the prompts, or take a model with a longer context"),
     # If a checkpoint cannot be written, torch hides the disk's error, so "was not written" is a pattern, too.
@@ -36,7 +37,7 @@ def describe(error: BaseException) -> str:
     """Describe an exception in one line: its type, its text, and the innermost function of its traceback that is not
     from an installed package.
 
-    Lone surrogates of the text, which no terminal and no UTF-8 file can show, are written as `\\ud800`.
+    Lone surrogates in the text are written as `\\ud800`, because UTF-8 cannot encode them.
     """
     text = " ".join(f"{type(error).__name__}: {error}".split())[:200].encode(errors="backslashreplace").decode()
     frames = own_frames(traceback.extract_tb(error.__traceback__))
@@ -61,8 +62,8 @@ class Failures(logging.Handler):
         self.counts = Counter[str]()  # number of failures for each description, in which N replaces every number
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print a warning. If the warning has an exception, print it and record its traceback only when it occurs for
-        the first time."""
+        """Print a warning without an exception. Print an exception and record its traceback only when it occurs for the
+        first time."""
         error = record.exc_info[1] if record.exc_info else None
         if error is None:
             print(record.getMessage(), file=sys.stderr, flush=True)
@@ -74,8 +75,8 @@ class Failures(logging.Handler):
             print(f"failed: {describe(error)}; traceback: {self.log}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Stop handling warnings. For each of the five most frequent failures, print how often it occurred if it
-        occurred more than once."""
+        """Stop handling warnings. Of the five most frequent failures, print each failure that occurred more than once,
+        and its count."""
         LOGGER.removeHandler(self)
         for kind, count in self.counts.most_common(5):
             if count > 1:
@@ -84,7 +85,7 @@ class Failures(logging.Handler):
 
 
 def report(error: BaseException, log: Path) -> str:
-    """Write the traceback of the exception that ended a run to `log`. Return the lines to show on the terminal."""
+    """Write to `log` the traceback of the exception that ended a run. Return the lines to show on the terminal."""
     record_traceback(error, log)
     cause = error.__cause__ or error
     whole = describe(error) if cause is error else f"{error}\nthe first failure: {describe(cause)}"

@@ -3,14 +3,13 @@
 A client or a model may send any type of JSON value, nested to any depth. The functions of this module return a value of
 the expected type, or raise `Refusal`. If a function raises `Refusal`, the proxy replies with status 400.
 
-    get({"tools": "f"}, "tools", list)                  -> Refusal "tools: a list is needed"
+    get({"tools": 7}, "tools", list)                    -> Refusal "tools: a list is needed"
     get({"text": {"format": {}}}, "text.format", dict)  -> {}
     get({}, "stream", bool, False)                      -> False
 
-Numbers in the configuration have types such as Count and Share. Each of these types is annotated with the interval of
-the allowed values.
+The type of a number in the configuration, such as Count or Share, is annotated with the interval of the allowed values.
 
-Some clients cannot read or write NaN, lone surrogates (a half of a UTF-16 pair), or more than `LEVELS` levels of
+Some clients cannot read or write NaN, lone surrogates (halves of UTF-16 pairs), or more than `LEVELS` levels of
 nesting. `read_json` refuses JSON text that contains NaN, a lone surrogate or too many levels of nesting.
 """
 
@@ -18,7 +17,7 @@ import json
 import math
 from typing import Annotated, Any
 
-LEVELS = 200  # levels of nesting that every JSON library can write
+LEVELS = 200  # number of levels of nesting that every JSON library can write
 NOUN = {bool: "true or false", dict: "an object", list: "a list", str: "a string", int: "an integer", float: "a number"}
 
 # Types of numbers, each with the interval of the allowed values. A round bracket excludes the bound next to it.
@@ -51,7 +50,8 @@ def is_within(value: float, interval: str) -> bool:
 def read_json(text: str, levels: int = LEVELS) -> Any:
     """Parse a JSON text and return its value.
 
-    Raises ValueError if some clients cannot read or write the JSON, or if it has more than `levels` levels of nesting.
+    Raises ValueError for malformed JSON, NaN, an infinite number, a lone surrogate, or more than `levels` levels of
+    nesting.
     """
     try:
         value = json.loads(text, parse_float=_number, parse_int=_number, parse_constant=_number)
@@ -82,8 +82,8 @@ def write_json(value: Any, name: str, levels: int = LEVELS) -> str:
     """
     try:
         text = _encode(value)
-        # Counting brackets is faster than `_is_deep`. A JSON text has at least one opening bracket for each level of
-        # nesting.
+        # Counting brackets is faster than calling `_is_deep`. A JSON text has at least one opening bracket for each
+        # level of nesting.
         if text.count("{") + text.count("[") <= levels or not _is_deep(value, levels):
             return text
     except RecursionError:

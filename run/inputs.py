@@ -1,8 +1,9 @@
 """Load the inputs of a run: the task module, the data, the workflow, the tokenizer and the base model.
 
 A task is a Python module that defines `make_model`, `dataset` and `WORKFLOW`. The task module may also define
-`WORKFLOW_KWARGS`, `success`, `summary` and `prepare`. `prepare` turns a line of the data into a sample. tasks/guess.py
-and tasks/gsm8k.py are examples. Configuration keys can replace the model, the data and the workflow of a task.
+`WORKFLOW_KWARGS`, `success`, `summary` and `prepare`. `prepare` turns a line of the data into a sample. Examples of
+tasks are tasks/guess.py and tasks/gsm8k.py. Configuration keys can replace the model, the data and the workflow of a
+task.
 
 The run loads all inputs before it starts a process or writes a file into the run's folder. A mistake in the
 configuration is therefore reported in one line before any process starts.
@@ -77,8 +78,8 @@ def load_inputs(config: TrainConfig, workflow: Any = None, workflow_kwargs: dict
     """Load all inputs, and make the task's base model if the model is missing. Raises ConfigError if an input cannot be
     loaded.
 
-    If the argument `workflow` is given, it overrides the configured workflow. The argument `workflow` may have any form
-    that `resolve_workflow` accepts.
+    If the argument `workflow` is not None, it replaces the configured workflow. The argument `workflow` may have any
+    form that `resolve_workflow` accepts.
     """
     warn_of_namesakes(os.environ.get("PYTHONPATH", "").split(os.pathsep))
     with users_code(f"task={config.task}"):
@@ -106,7 +107,7 @@ def load_inputs(config: TrainConfig, workflow: Any = None, workflow_kwargs: dict
 
 
 def try_sample(config: TrainConfig, sample: dict[str, Any], tokenizer: Any, workflow: Any) -> None:
-    """Raise ConfigError if an episode of this sample would certainly fail. The check does not run the user's code.
+    """Raise ConfigError if an episode of `sample` is certain to fail. The check does not run the user's code.
 
     The agent's `run`, or the reward function, must accept the arguments that it gets in an episode. If the workflow
     sends the messages of the sample, these messages must fit into the model's context.
@@ -134,8 +135,8 @@ def warn_of_namesakes(folders: list[str]) -> None:
 
 
 def load_workflow(config: TrainConfig, task: Any, defaults: dict, workflow: Any, kwargs: dict[str, Any]) -> Any:
-    """Return the workflow or agent that runs every episode of the run. Raises ConfigError if there is no workflow.
-    Without `workflow`, the workflow is taken from the configuration or, if none is configured, from the task.
+    """Return the workflow or agent that runs every episode of the run. Raises ConfigError if there is no workflow. If
+    `workflow` is None, return the workflow of the configuration, or of the task if the configuration has none.
     """
     if workflow is None:
         workflow, kwargs = config.workflow, {**config.workflow_kwargs, **kwargs}
@@ -207,8 +208,8 @@ def prepare_model(config: TrainConfig, task: Any) -> None:
     """Set the keys model_path, tokenizer_path and ref.path. Fetch models from the hub, or make the task's base model.
 
     The base models of tasks are cached under .cache/, one for each seed. The name of a base model's folder contains a
-    hash of the task's source files, so a new model is made after these files change. Raises ConfigError if there is no
-    usable model.
+    hash of the task's source files, so a new model is made after the source files change. Raises ConfigError if there
+    is no usable model.
     """
     if config.model_path is None:
         if not hasattr(task, "make_model"):
@@ -231,8 +232,8 @@ def prepare_model(config: TrainConfig, task: Any) -> None:
 def fetch(name: str, revision: str | None = None) -> tuple[str, str | None]:
     """Return a model's folder, and the model's revision on the hub.
 
-    A model with a name like owner/model is fetched unless it is cached. huggingface_hub reads HF_HOME, HF_TOKEN,
-    HF_ENDPOINT and HF_HUB_OFFLINE. Raises ConfigError if the fetch fails.
+    A model with a name like owner/model is fetched unless it is cached. The library huggingface_hub reads HF_HOME,
+    HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE. Raises ConfigError if the fetch fails.
     """
     if Path(name).exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         return name, revision

@@ -1,4 +1,4 @@
-"""Every configuration key: its name, its default, its unit and its meaning.
+"""Define every configuration key: its name, its default, its unit and its meaning.
 
 The comment at the end of a key's line is the key's help text. `python train.py --help` prints every key with its
 default and its comment. The keys of `gconfig` are defined in `inference/io_struct.py`, and the keys of `actor` in
@@ -6,12 +6,12 @@ default and its comment. The keys of `gconfig` are defined in `inference/io_stru
 
 The type of a numeric key contains the interval of its allowed values: for example, the type Share stands for [0, 1].
 The intervals exclude values that would harm a run without an error message. For example, a learning rate below 0 would
-make the model worse, and a clip of NaN would have no effect, because every comparison with NaN is false. No interval
+make the model worse. A clip of NaN would have no effect, because every comparison with NaN is false. No interval
 contains NaN.
 
-Three tables follow the keys. ALIASES lists alternative names of keys. SYNONYMS lists wrong names for which an error
-message suggests a key. NEEDS lists keys that have an effect only if other keys have certain values. Most keys have the
-names that AReaL uses. docs/differences.md lists the keys with different names.
+Three tables follow the definitions of the keys. ALIASES lists alternative names of keys. SYNONYMS lists wrong names for
+which an error message suggests a key. NEEDS lists keys that have an effect only if other keys have certain values. Most
+keys have the names that AReaL uses. The page docs/differences.md lists the keys with different names.
 """
 
 from dataclasses import dataclass, field
@@ -235,7 +235,7 @@ ALIASES = {
 # Wrong names that users give to keys, and the key that the error message suggests for each.
 SYNONYMS = {"learning_rate": "actor.optimizer.lr", "staleness": "rollout.max_head_offpolicyness", "steps": "max_steps"}
 
-# Keys that have an effect only under a condition: condition -> regular expression that matches the keys' names.
+# For each condition, a regular expression that matches the names of the keys that have no effect without the condition.
 NEEDS = {
     "rollout.server_addrs=[]": r"server\..*",
     "rollout.pause_mode=retract|abort": r"server\.release_memory",

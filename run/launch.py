@@ -1,15 +1,15 @@
 """Start, watch and end the child processes of a run: the inference servers and the proxies.
 
 train.py is the parent of the inference servers and the proxies. Each child process gets a pipe as its standard input
-and ends when the pipe closes (`--exit-with-parent`). The pipe closes even after `kill -9` of the parent, so no child
-stays alive. SGLang has no option `--exit-with-parent`, so SGLang runs under `leash.py`. Each child runs in a process
-session of its own (setsid), so Ctrl-C reaches only train.py, and train.py ends the children in order.
+and ends when the pipe closes (`--exit-with-parent`). The pipe closes even after `kill -9` of the parent, so every child
+ends. SGLang has no option `--exit-with-parent`, so SGLang runs under `leash.py`. Each child runs in a process session
+of its own (setsid), so Ctrl-C reaches only train.py, and train.py ends the children in order.
 
-For each child, one thread waits for the end of the child. If an inference server dies during training, its thread
-restarts the server on the same port, at most server.max_restarts times. The new process reports the version
-"0-incomplete", so every engine refuses its tokens until the trainer has pushed the current weights. A server that dies
-after server.max_restarts restarts stays dead, and the run continues with the other servers. If no server is left, or if
-a proxy dies, the run fails at once and prints the last lines of the dead child's log.
+For each child, one thread waits until the child ends. If an inference server dies during training, its thread restarts
+the server on the same port, at most server.max_restarts times. The restarted server reports the version "0-incomplete",
+so every engine refuses the server's tokens until the trainer has pushed the current weights. After server.max_restarts
+restarts, a server that dies is not started again, and the run continues with the other servers. If no server is left,
+or if a proxy dies, the run fails at once and prints the last lines of the child's log.
 
 run/plan.py decides which servers to start.
 """
@@ -36,9 +36,9 @@ logger = logging.getLogger("nano_areal.launch")
 START_SECONDS = 1800.0  # maximum time until a server's first reply; loading a large model may take minutes
 GRACE_SECONDS = 5.0  # time for a child to end by itself before it is killed
 DEATH_SECONDS = 0.5  # maximum time in which a killed process ends after it has closed its connections
-# The executor waits for this time before it counts an episode as failed (rollout/executor.py). A server or proxy that
-# is asked to stop ends within 2 s (serve.py), so the executor sees its end during this time. If the end of the process
-# stops the run, the episode is not counted as failed.
+# The executor waits HOLD_SECONDS before it counts an episode as failed (rollout/executor.py). A server or a proxy ends
+# within 2 s after a signal (serve.py). If the run stops within HOLD_SECONDS because a server or a proxy has ended, the
+# episode does not count as failed.
 HOLD_SECONDS = 3.0
 
 
@@ -52,7 +52,7 @@ OnDeath = Callable[[ProcessDied], None]
 
 @dataclass(frozen=True)
 class Planned:
-    """A process that is to be started. `Fleet.start` adds `--port` to the command."""
+    """The plan of a process that `Fleet.start` can start. `Fleet.start` adds `--port` to the command."""
 
     name: str
     command: list[str]
@@ -74,8 +74,8 @@ class Child:
     planned: Planned
 
     def send_keys(self, keys: tuple[str, ...]) -> None:
-        """Write secrets to the standard input of the process, one in each line."""
-        with suppress(BrokenPipeError):  # the process has ended; `wait_ready` will raise ProcessDied
+        """Write the keys to the standard input of the process, one in each line."""
+        with suppress(BrokenPipeError):  # if the process has ended, `wait_ready` will raise ProcessDied
             os.write(self.process.stdin.fileno(), "".join(f"{key}\n" for key in keys).encode())  # type: ignore[union-attr]
 
     def last_words(self, lines: int = 5) -> str:
@@ -107,7 +107,7 @@ class Child:
 
 
 class Fleet:
-    """The child processes of this process. `start` starts one child, and `close` ends all children."""
+    """Starts, watches and ends child processes. `start` starts one child, and `close` ends all children."""
 
     def __init__(self, log_dir: Path) -> None:
         self.log_dir = log_dir
@@ -140,7 +140,7 @@ class Fleet:
         `max_restarts` times.
 
         When a restarted server answers for the first time, its thread calls `on_restart`. If a child that the run needs
-        dies, the thread of this child calls every function of `on_death`.
+        dies, the child's thread calls every function in `on_death`.
         """
 
         def wait_for(child: Child) -> None:
@@ -182,7 +182,7 @@ class Fleet:
     def raise_death(self, error: BaseException) -> None:
         """Raise ProcessDied if a child that the run needs has ended. `error` becomes the `__cause__` of the
         ProcessDied."""
-        # `raise_death` waits, because a dying process closes its connections before it ends.
+        # `raise_death` waits, because a process that is killed closes its connections before it ends.
         time.sleep(DEATH_SECONDS)
         dead = [child for child in self.children if child.process.poll() is not None]
         if lost := [child.last_words() for child in dead if not self.replacements(child)]:
@@ -203,12 +203,12 @@ class Fleet:
 
 
 def plan_restart(child: Child, max_restarts: int) -> Planned | None:
-    """Return the process to start in place of a dead child, or None if the child must not be restarted. Only inference
-    servers are restarted, at most `max_restarts` times.
+    """Return the process to start in place of a child that has ended, or None if the child must not be restarted. Only
+    inference servers are restarted, at most `max_restarts` times.
 
-    The new process listens on the old port, so that clients need no new address. The new process reports a version
-    label that is no number, so clients discard all tokens that this process generates before the trainer has pushed the
-    current weights.
+    The new process listens on the child's port, so that clients need no new address. The new process reports a version
+    label that is no number until the trainer has pushed the current weights. Clients discard all tokens of a server
+    whose version is no number.
     """
     planned = child.planned
     if not child.name.startswith("server") or planned.restarts >= max_restarts:

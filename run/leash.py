@@ -1,8 +1,8 @@
 """`python leash.py COMMAND ...` runs a command, and ends the command and its children when standard input closes.
 
-Servers of this project end by themselves when their standard input closes (`--exit-with-parent`). Other servers, such
-as SGLang, do not have this option, so they run under this script. Standard input is a pipe from the parent process, so
-the pipe closes when the parent dies. When standard input closes, the script sends SIGTERM to the command. 3 seconds
+Servers of this project end by themselves when their standard input closes (`--exit-with-parent`). SGLang has no option
+`--exit-with-parent`, so SGLang runs under this script. Standard input is a pipe from the parent process, so the pipe
+closes when the parent dies. When standard input closes, the script sends SIGTERM to the command. At most 3 seconds
 after SIGTERM, the script kills its whole process group, including itself. Start the script in a new process session
 (setsid), so that its process group contains no unrelated process.
 

@@ -1,12 +1,13 @@
 """Write and print the results of a run: metrics.jsonl, trace.json, the token files and the live table.
 
-metrics.jsonl gets one JSON object per training step (docs/metrics.md explains every metric). trace.json is a Chrome
-trace, for a trace viewer. The trace has two tracks. The track "rollout" shows every prompt group from start to finish,
-with the group's rewards and versions. The track "trainer" shows the phases of the trainer and the weight updates.
+The file metrics.jsonl gets one JSON object per training step (docs/metrics.md explains every metric). The file
+trace.json is a Chrome trace for a trace viewer. The trace has two tracks. The track "rollout" shows every prompt group
+from start to finish, with the group's rewards and versions. The track "trainer" shows the phases of the trainer and the
+weight updates.
 
-tokens/{step}.safetensors contains the batch of a step: token ids, versions, log-probabilities under the behaviour,
-proximal and current policy, advantages, loss mask, turns, rewards and parents. The metadata of this safetensors file
-contains the texts of the tokens, so that the file can be read without the tokenizer.
+The file tokens/{step}.safetensors contains the batch of a step: token ids, versions, log-probabilities under the
+behaviour, proximal and current policy, advantages, loss mask, turns, rewards and parents. The metadata of this
+safetensors file contains the texts of the tokens, so that the file can be read without the tokenizer.
 """
 
 import importlib
@@ -76,13 +77,13 @@ class Trace:
     """Writes a Chrome trace file during the run. Times are microseconds since 1970.
 
     The file is valid JSON after each record, so a run that is killed leaves valid JSON. Each record overwrites the
-    closing bracket of the file and writes a new one. A restarted run keeps the records from before the restart, and
-    appends to them. If the path is None, no trace is written.
+    closing bracket of the file and writes a new closing bracket. A restarted run keeps all earlier records and appends
+    new records. If the path is None, no trace is written.
     """
 
     def __init__(self, path: Path | None) -> None:
         self.phase = "", time.monotonic()  # the trainer's current phase, and when the phase began
-        self.epoch = time.monotonic_ns() - time.time_ns()  # monotonic clock, extrapolated to the start of 1970
+        self.epoch = time.monotonic_ns() - time.time_ns()  # value of the monotonic clock at the start of 1970, in ns
         self.lock = threading.Lock()
         earlier = read_records(path) if path else []
         self.file = Path(path or os.devnull).open("wb", buffering=0)  # noqa: SIM115
@@ -95,8 +96,8 @@ class Trace:
     def event(self, name: str, task_id: int, **args: Any) -> None:
         """Record an event of a prompt group, such as "accept". `args` are details of the event.
 
-        In the timeline, the events "start" and "finish" begin and end the group's bar. All groups have the same name,
-        because trace viewers draw bars with the same name in one track.
+        In the timeline, the events "start" and "finish" begin and end the bar of a group. All groups have the same
+        name, because trace viewers draw bars with the same name in one track.
         """
         phase = {"start": "b", "finish": "e"}.get(name, "n")
         record = {"ph": phase, "cat": "rollout", "id": f"{os.getpid()}:{task_id}", "tid": ROLLOUT}
@@ -136,7 +137,7 @@ class Trace:
 
 
 def describe_batch(batch: dict[str, Tensor], version: int) -> dict[str, Any]:
-    """Return those metrics of a batch that can be computed before the training step. The trainer's weights have version
+    """Return the metrics of a batch that are known before the training step. The trainer's weights have version
     `version`.
 
     The staleness of a trained token is `version` minus the token's version. A row is mixed if its trained tokens have
@@ -199,12 +200,12 @@ class Logger:
 
     def __init__(self, config: TrainConfig, executor: Any, trace: Trace | None = None) -> None:
         self.trace, self.config, self.executor, self.doctor = trace, config, executor, Doctor(config)
-        self.path = config.run_dir / "metrics.jsonl"  # after a restart this file contains the earlier steps
+        self.path = config.run_dir / "metrics.jsonl"  # after a restart metrics.jsonl contains the earlier steps
         self.history = read_records(self.path)
         self.start = time.monotonic() - (self.history[-1]["wall_s"] if self.history else 0.0)
         self.counts = asdict(executor.stats)  # the executor's counters at the last logged step
         self.words: dict[int, str] = {}  # the text of each token id that was in a batch
-        self.report_s = 0.0  # seconds spent on reports
+        self.report_s = 0.0  # number of seconds spent on reports
         self.tracker = track(config) if config.logger.tracker else None
         self.live = terminal.show(self._screen) if config.logger.live and terminal.is_terminal else nullcontext()
 
@@ -268,20 +269,20 @@ class Logger:
         return " ".join(self.executor.tokenizer.decode(ids, skip_special_tokens=False).split())
 
     def _time(self) -> str:
-        """Return the elapsed time of the run and the estimated remaining time, which assumes that steps go on at their
-        mean duration."""
+        """Return the elapsed time of the run and the estimated remaining time. The estimate assumes that each remaining
+        step takes the mean time of a step."""
         last = self.history[-1]
         left = max(self.config.max_steps - last["step"], 0) * last["wall_s"] / last["step"]
         return f"time {timedelta(seconds=round(last['wall_s']))}, {timedelta(seconds=round(left))} left"
 
     def _screen(self) -> Group:
-        """Return what the terminal shows: the table of the last steps, a progress bar, and what the run is doing."""
+        """Return what the terminal shows: the table of the last steps, a progress bar, and the run's current phase."""
         done, batch = len(self.history), self.config.train_dataset.batch_size
         table = Table(box=None, header_style="bold", pad_edge=False)
         width, shown = Console().width, []
         for key, title, text in COLUMNS:
             width -= max(len(title), len(text.format(0))) + 2
-            # The table has no space after the last column.
+            # The last column needs two characters less, because no space follows it.
             if width >= -2:
                 shown.append((key, text))
                 table.add_column(title, justify="right", no_wrap=True)

@@ -1,38 +1,42 @@
 """Estimate the memory and the disk space that a run needs, before the run starts.
 
 **The trainer.** A rank keeps a share of the model's parameters. For each of these parameters the rank stores four
-float32 numbers: the parameter, its gradient and two AdamW moments. A training step has three phases: head, layers and
-end. In addition to its share of the parameters, the rank needs the bytes of the largest phase (table below). P is the
-number of parameters in a decoder layer, V the vocabulary size, and H the hidden size. R is the number of parameters in
-the embedding and the last layer: V H if these two layers share their weights, else 2 V H. Each number in a forward pass
-takes b bytes: 2 in bfloat16, 4 in float32. `saved` is the number of bytes that the forward pass keeps for the backward
-pass.
+float32 numbers: the parameter, its gradient and two AdamW moments. Each training step has the three phases `head`,
+`layers` and `end`. In addition to its share of the parameters, a rank needs the bytes of the largest phase.
 
-    head    b R + (4 + b) V H + saved + chunk        the whole last layer; its gradient in float32; the gradient that
-                                                     one chunk of tokens adds to it; the chunk's logits
-    layers  b R + b V H + (8 + 3 b) P + saved        two whole decoder layers; one layer's gradient in b bytes, and in
-                                                     float32 before and after the ranks add their gradients
-    end     max(4 b V H, 8 R)                        the gradient of the embedding, then its copies in float32
+In the formulas below, P is the number of parameters in a decoder layer, V the vocabulary size, and H the hidden size. R
+is the number of parameters in the embedding and the last layer. R is V H if these two layers share their weights, else
+2 V H. Each number in a forward pass takes b bytes, which is 2 in bfloat16 and 4 in float32. `saved` is the number of
+bytes that the forward pass keeps for the backward pass.
 
-A single rank in float32 uses no FSDP (training/actor.py). For such a rank, the phase `end` and the terms with R or P
-are 0. In the phase `layers`, a single rank in float32 also needs 2 b I bytes for each token: the gradients of two inner
-tensors of an MLP.
+The phase `head` needs b R + (4 + b) V H + saved + chunk bytes. In the phase `head`, the embedding and the last layer
+take b R bytes, and the last layer's gradient in float32 takes 4 V H bytes. The gradient that one chunk of tokens adds
+to the last layer takes b V H bytes. The term `chunk` is the number of bytes for the logits of one chunk of tokens.
+
+The phase `layers` needs b R + b V H + (8 + 3 b) P + saved bytes. In the phase `layers`, two whole decoder layers take 2
+b P bytes. The gradient of one layer takes b P bytes, and 8 P more bytes in float32 before and after the ranks add their
+gradients. The phase `end` needs max(4 b V H, 8 R) bytes for the gradient of the embedding and then for its copies in
+float32.
+
+For a single rank in float32, the phase `end` and the terms with R or P are 0, because this rank uses no FSDP
+(training/actor.py). In the phase `layers`, a single rank in float32 also needs 2 b I bytes for each token: the
+gradients of two inner tensors of an MLP.
 
 **Saved activations.** For each token, a decoder layer computes Q numbers for the queries, K numbers for the keys and I
-numbers inside the MLP. For each token, the layer keeps the bytes in the table below. A norm keeps three tensors: its
-input (in float32), the normalised input, and its output.
+numbers inside the MLP. For the backward pass, a decoder layer keeps the following bytes for each token:
 
-    2 (4 + 2 b) H      two norms               (4 + b) (Q + K)    the norms of queries and keys, if the model has them
-    2 b (Q + K)        queries, keys, values and the output of attention
-    4 b I              the MLP: gate, activated gate, up and their product
+    Two norms keep 2 (4 + 2 b) H bytes: the input in float32, the normalised input, and the output of each norm.
+    The norms of queries and keys, if the model has them, keep (4 + b) (Q + K) bytes.
+    The queries, keys, values and the output of attention take 2 b (Q + K) bytes.
+    The MLP keeps 4 b I bytes: its gate, its activated gate, its up projection, and the product of the last two.
 
-With actor.gradient_checkpointing a layer keeps only its input (b H bytes per token), and the backward pass computes one
-layer at a time again. Example: a layer of Qwen2.5-1.5B in bfloat16 keeps 103,424 bytes for each token, which is 67
-times the hidden size H. `tests/run/test_memory.py` compares the formulas with tensors that real layers save, and with
-the memory of a real step.
+With actor.gradient_checkpointing a layer keeps only its input (b H bytes per token), and the backward pass recomputes
+one layer at a time. Example: a layer of Qwen2.5-1.5B in bfloat16 keeps 103,424 bytes for each token, which is 67 times
+the hidden size H. `tests/run/test_memory.py` compares the formulas with tensors that real layers save, and with the
+memory of a real step.
 
-**Not promised.** The formulas describe dense models like Llama and Qwen. One guessed number for each process
-(`CUDA_BYTES`) stands for the CUDA context, CUDA graphs and the gaps between tensors.
+**Limits.** The formulas describe dense models like Llama and Qwen. The number `CUDA_BYTES` is a guess of the memory
+that each process needs for the CUDA context, CUDA graphs and the gaps between tensors.
 """
 
 from typing import Any
@@ -46,8 +50,7 @@ from training import logprobs
 from training.config import PPOActorConfig
 
 GIB = 2**30
-# The bytes of the CUDA context, CUDA graphs, workspaces and gaps in each process on a GPU. This number of bytes is a
-# guess.
+# A guess of the bytes that the CUDA context, CUDA graphs, workspaces and gaps take in each process on a GPU.
 CUDA_BYTES = 3 * GIB
 # The bytes of each token in a run's folders tokens/ and rollout/: about 45 bytes in tensors and 5 bytes in text.
 TOKEN_BYTES = 50
@@ -59,14 +62,14 @@ def count_heads(shape: Any) -> tuple[int, int]:
 
 
 def attention_widths(shape: Any) -> tuple[int, int]:
-    """Return two widths, summed over the heads of a layer: of a token's queries, and of its keys."""
+    """Return the width of a token's queries and the width of its keys, each summed over the heads of a layer."""
     queries, keys = count_heads(shape)
     width = getattr(shape, "head_dim", None) or shape.hidden_size // queries
     return width * queries, width * keys
 
 
 def mlp_width(shape: Any) -> int:
-    """Return how many inner numbers the MLP of a layer has for each token."""
+    """Return the inner width of a layer's MLP."""
     return getattr(shape, "intermediate_size", 4 * shape.hidden_size)
 
 
@@ -96,15 +99,13 @@ def step_bytes(
 
 
 def estimate_memory(config: TrainConfig, ranks: int, on_gpus: bool) -> tuple[float, float, float, int]:
-    """Return three estimates in GiB, and the number n of the model's parameters.
-
-    The estimates are the memory of a rank in a step, of a rank between two steps, and of a server on each of its GPUs.
-    With actor.offload and a GPU, the parameters, gradients and moments are in host memory. The parameters of a
-    reference model take 4 n bytes. A server has its weights and the keys and values of max_total_tokens tokens. A
-    server stores each number in 2 bytes on a GPU, and in 4 bytes on a CPU. The weights, keys and values of a server are
-    divided among its tp_size GPUs. If the keys have fewer heads than the server has GPUs, several GPUs keep a copy of
-    the same head. Raises ConfigError if SGLang cannot divide the heads evenly among tp_size GPUs (SGLang checks this in
-    srt/models/qwen2.py).
+    """Estimate the memory of a rank in a step, of a rank between two steps, and of a server on each of its GPUs. Return
+    the three estimates in GiB, and the number n of the model's parameters. With actor.offload and a GPU, the
+    parameters, gradients and moments are in host memory. The parameters of a reference model take 4 n bytes. A server
+    stores the weights, and the keys and values of max_total_tokens tokens. A server stores each number in 2 bytes on a
+    GPU, and in 4 bytes on a CPU. The weights, keys and values of a server are divided among its tp_size GPUs. If the
+    keys have fewer heads than the server has GPUs, several GPUs keep a copy of the same head. Raises ConfigError if
+    SGLang cannot divide the heads evenly among tp_size GPUs (SGLang checks this in srt/models/qwen2.py).
     """
     assert config.model_path is not None
     shape = AutoConfig.from_pretrained(config.model_path).get_text_config()

@@ -1,13 +1,15 @@
 """Compare the log-probabilities of the inference servers with the log-probabilities of the trainer.
 
 A server and the trainer should have the same weights. The server and the trainer are different programs, so their
-log-probabilities differ by rounding (about 1e-6 in float32, 0.05 in bfloat16). A larger difference means that the
-server and the trainer use different weights or different masks, so all importance weights of the run are wrong.
+log-probabilities differ by rounding (about 1e-6 in float32, 0.05 in bfloat16). A difference above the rounding error
+means that the server and the trainer use different weights or different masks. All importance weights of the run are
+wrong if the weights or the masks differ.
 
-Two checks look for a larger difference. `logp_mismatch` compares those tokens of a batch that the current version
-sampled, but a batch may have no such token. After each weight update, the trainer and every server therefore score a
-few fixed tokens, the canary. A busy server scores the canary only when all earlier requests have got a slot. The
-trainer does not wait for these scores, but reads them before the next update.
+Two checks look for a difference above the rounding error. The first check, `logp_mismatch`, compares the tokens of a
+batch that the current version sampled, but a batch may have no such token. The second check is the canary, two short
+sequences of tokens. After each weight update, the trainer and every server compute the scores of the canary, which are
+the log-probabilities of its tokens. A busy server scores the canary only after all earlier requests have started. The
+trainer continues without waiting for the servers' scores, and reads the scores before the next update.
 """
 
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,14 +24,14 @@ from run.start import NoRollout
 from training.actor import FSDPPPOActor
 
 CANARY_ROWS, CANARY_TOKENS = 2, 16  # two rows, because a packed layout may mix up rows
-CANARY_MOVE = 1e-4  # nats; if the trainer's score changes by more, the servers' scores must change
+CANARY_MOVE = 1e-4  # nats; if an update changes the trainer's scores by more, the servers' scores must also change
 
 
 def logp_mismatch(batch: dict[str, Tensor], version: int) -> float:
     """Return max |log p_server - log p_trainer| in nats, over the tokens that were sampled at the trainer's version.
 
-    The result is 0 if there is no such token, or if the batch has no `prox_logp`, which holds the trainer's
-    log-probabilities.
+    The result is 0 if no token was sampled at the trainer's version, or if the batch lacks `prox_logp` (the trainer's
+    log-probabilities).
     """
     current = batch["loss_mask"].bool() & (batch["versions"] == version)  # (B, T)
     differences = (batch["logprobs"] - batch.get("prox_logp", batch["logprobs"]))[current]
@@ -46,11 +48,11 @@ class Canary:
 
     def __init__(self, actor: FSDPPPOActor, rollout: RemoteInfEngine | NoRollout, trace: Trace) -> None:
         self.actor, self.rollout, self.trace = actor, rollout, trace
-        self.threads = ThreadPoolExecutor(CANARY_ROWS, "canary")  # one thread waits for each row
+        self.threads = ThreadPoolExecutor(CANARY_ROWS, "canary")  # one thread for each row of the canary
         self.rows: dict[str, Tensor] = {}  # the canary: the first tokens of the first rows of the run's first batch
         self.trainer = torch.empty(0)  # the trainer's scores after the last update, (L,)
         self.asked: list[Future[list[list[float]]]] = []  # for each row, the servers' scores after the last update.
-        # The scores after the second to last update, (1 + servers, L). The first row has the trainer's scores.
+        # All scores at the last call of `finish`, (1 + servers, L). The first row has the trainer's scores.
         self.before = torch.empty(0)
 
     def start(self, batch: dict[str, Tensor]) -> None:
@@ -68,10 +70,10 @@ class Canary:
             self.asked = [self.threads.submit(self.rollout.score, ids) for ids in rows]
 
     def finish(self, **known: float) -> dict[str, float]:
-        """Wait for the servers' scores, and return the metrics of the canary, or {} if a server does not answer.
+        """Wait for the servers' scores, and return the metrics of the canary.
 
-        If a metric in `known` is larger, the result has the larger value. The result is also {} if `start` was not
-        called since the last call of `finish`.
+        Each metric in the result is the maximum of the new value and the value in `known`. The result is {} if a server
+        does not answer, or if `start` was not called since the last call of `finish`.
         """
         asked, self.asked = self.asked, []
         if not asked:
@@ -87,8 +89,8 @@ class Canary:
 
 
 def compare_scores(before: Tensor, now: Tensor) -> dict[str, float]:
-    """Return canary_mismatch (nats) and canary_unchanged (a number of servers) from two score tensors (1 + servers,
-    L)."""
+    """Compare two score tensors (1 + servers, L). Return canary_mismatch in nats, and canary_unchanged as a number of
+    servers."""
     mismatch = (now[1:] - now[0]).abs().nan_to_num(torch.inf).max().item()
     unchanged = 0
     if before.shape == now.shape and (now[0] - before[0]).abs().max() > CANARY_MOVE:

@@ -2,13 +2,13 @@
 
 `plan_servers` decides which inference servers to start and on which GPUs. The plan depends only on the configuration
 and the GPUs. The trainer's ranks get the first GPUs and the servers get the last GPUs. Ranks and servers share GPUs if
-there are too few GPUs, or if `server.colocate` is true. Example: with 8 GPUs, 4 ranks and 2 servers of 2 GPUs each, the
-ranks get GPUs 0 to 3, one server gets GPUs 4 and 5, and the other gets GPUs 6 and 7. `--dry-run` prints the plan and
-starts nothing.
+there are too few GPUs, or if `server.colocate` is true. For example, a machine with 8 GPUs runs 4 ranks and 2 servers
+of 2 GPUs each. The ranks get GPUs 0 to 3, the first server gets GPUs 4 and 5, and the second server gets GPUs 6 and 7.
+`--dry-run` prints the plan and starts nothing.
 
-`plan_run` refuses a run that cannot work. The error message names the reason in one line. Examples of reasons: a port
-is in use, a server does not answer, the installed SGLang needs another version of torch, or the run needs more memory
-than there is (run/memory.py). run/launch.py starts the planned servers.
+`plan_run` refuses a run that cannot work, and the error message names the reason in one line. A run cannot work, for
+example, if a port is in use, if the installed SGLang needs another version of torch, or if the memory is too small
+(run/memory.py). The module run/launch.py starts the planned servers.
 """
 
 import importlib.util
@@ -31,7 +31,7 @@ from run.memory import CUDA_BYTES, GIB, check_memory, describe_load, estimate_me
 from run.serve import listen, raise_open_files
 from training.layout import pick_layout
 
-LOOPBACK = ("127.0.0.1", "::1", "localhost")  # loopback addresses, with which a machine reaches only itself
+LOOPBACK = ("127.0.0.1", "::1", "localhost")  # addresses by which a machine reaches only itself
 
 
 def visible_gpus() -> list[str]:
@@ -42,9 +42,10 @@ def visible_gpus() -> list[str]:
 
 
 def plan_servers(config: TrainConfig, gpus: list[str], ranks: int) -> list[Planned]:
-    """Return the servers to start on the GPUs `gpus`. The machine of these GPUs also runs `ranks` trainer processes.
+    """Return the servers to start on the GPUs `gpus`. The machine with the GPUs `gpus` also runs `ranks` trainer
+    processes.
 
-    If rollout.server_addrs is set, the list is empty. Raises ConfigError if there are too few GPUs.
+    The list is empty if rollout.server_addrs is set. Raises ConfigError if there are too few GPUs.
     """
     server = config.server
     if gpus and ranks > len(gpus):
@@ -157,8 +158,8 @@ def servers_on_gpus(planned: list[Planned]) -> list[Planned]:
 
 
 def choose_update_mode(config: TrainConfig, planned: list[Planned], gpus: list[str]) -> tuple[Any, str]:
-    """Return the value of weight_update.mode, and the reason for this choice. "auto" becomes the fastest mode that can
-    work."""
+    """Return the mode of the weight updates, and the reason for this mode. The mode "auto" becomes the fastest mode
+    that can work."""
     mode, used = config.weight_update.mode, [gpu for p in servers_on_gpus(planned) for gpu in p.gpus]
     if mode != "auto":
         return mode, "the configuration sets it"
@@ -174,7 +175,8 @@ def choose_update_mode(config: TrainConfig, planned: list[Planned], gpus: list[s
 
 
 def check_update_mode(config: TrainConfig, planned: list[Planned], gpus: list[str]) -> None:
-    """Raise ConfigError if weight_update.mode cannot work on these GPUs. Rank 0 sends the weights from the first GPU.
+    """Raise ConfigError if weight_update.mode cannot work on the GPUs `gpus`. Rank 0 sends the weights from the first
+    GPU.
 
     In mode "distributed", NCCL refuses two processes on one GPU, and all processes need the same version of NCCL. In
     mode "tensor", a server reads the weights from the memory of rank 0's GPU. The limits of the modes "distributed" and
@@ -217,7 +219,7 @@ def plan_run(config: TrainConfig) -> tuple[list[Planned], str]:
     """
     gpus, ranks = visible_gpus(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # torchrun sets LOCAL_WORLD_SIZE
     machine = (torch.cuda.mem_get_info()[1] if gpus else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) / GIB
-    if config.gpus:  # plan as if this machine had these GPUs
+    if config.gpus:  # plan for `config.gpus` GPUs, which this machine may lack
         gpus, machine = [str(k) for k in range(config.gpus)], config.gpu_memory
     servers = plan_servers(config, gpus, ranks)
     check_open_files(config, raise_open_files())

@@ -1,37 +1,41 @@
-"""Checkpoints for recovery: a run that was killed continues from its last checkpoint.
+"""Write and restore checkpoints, so that a run that was killed can continue.
 
-With `recover: auto`, a run that is started again with the same name continues from its last checkpoint. The rules:
+With `recover: auto`, a run that is started again with the same name continues from its last checkpoint.
 
-- **Only one process writes to a run's folder.** A second process with the same run folder ends with an error while
-  the first process is alive.
-- **A checkpoint contains everything that the next step depends on.** The folder recover/step00040 contains the model
-  and the optimizer, the number of finished steps, the states of the random number generators, the position in the data,
-  and the list of open groups. A group is open from the moment when its prompt is drawn from the data until a step has
-  trained on the group. torch.distributed.checkpoint stores the model and the optimizer, so any number of ranks can load
-  them. The file state.pickle is written last, and a checkpoint without this file is ignored.
-- **Training goes on while a checkpoint is written.** The trainer copies its state into host memory, and a thread writes
-  the copy. The previous checkpoint is deleted when the new one is complete. Before the next checkpoint, and at the end
-  of the run, the trainer waits for the thread.
-- **Steps after the last checkpoint are trained again.** The restart removes the lines of these steps from
-  metrics.jsonl. Each step writes its line of metrics.jsonl before its checkpoint, so the finished file has exactly one
-  line per step.
-- **A finished group survives the death of the process.** A group is written to recover/groups/{task_id}.safetensors
-  before the group counts as accepted. After a restart, an open group with a file counts as finished, and the finished
-  groups keep their order. Open groups without a file are generated again, with the same ids and therefore the same
-  sampling seeds.
-- **A group with tokens from lost weights is generated again.** Suppose the checkpoint has version 40 and the run was
-  killed at version 42. After the restart, version 41 is trained again and may have different weights. A group with a
-  token from the lost version 41 is therefore generated again. A group is kept if none of its tokens is newer than the
-  checkpoint's version, 40 in this example.
+**The folder.** Only one process writes to a run's folder. While a process writes to the folder, a second process with
+the same run folder ends with an error.
 
-The upper bound on the age of groups (staleness.py) also holds after a restart. The next steps consume the restored
-groups first and in their old order, so no restored group becomes older than it would have become without the restart.
-After a restart with batch size B, the gate counts version * B consumed groups and all restored groups as accepted. If
-eta or B is reduced at the restart, groups that would become too old are generated again.
+**The checkpoint.** A checkpoint contains everything that the next step depends on. The folder recover/step00040
+contains the model and the optimizer, the number of finished steps, the states of the random number generators, the
+position in the data, and the list of open groups. A group is open from the moment when its prompt is drawn from the
+data until a step has trained on the group. The library torch.distributed.checkpoint stores the model and the optimizer,
+so any number of ranks can load them. The file state.pickle is written last, and a checkpoint without this file is
+ignored.
 
-**Limits.** After the restart of an asynchronous run, groups may start in a different order than without the
-interruption. In a power failure, files that the operating system has not written to the disk may be lost. Groups that
-were submitted outside prepare_batch are not restored.
+**The write.** Training continues while a checkpoint is written: the trainer copies its state into host memory, and a
+thread writes the copy. The previous checkpoint is deleted when the new checkpoint is complete. The trainer waits for
+the end of the write before the next checkpoint and at the end of the run.
+
+**Repeated steps.** Steps after the last checkpoint are trained again, and the restart removes their lines from
+metrics.jsonl. Each step writes its line of metrics.jsonl before its checkpoint, so the finished file has exactly one
+line per step.
+
+**Finished groups.** A group is written to recover/groups/{task_id}.safetensors before the group counts as accepted.
+After a restart, an open group with a file counts as finished, and the finished groups keep their order. An open group
+without a file is generated again, with the same id and therefore the same sampling seeds.
+
+**Lost weights.** After a restart, a group is kept if none of its tokens is newer than the checkpoint's version. For
+example, the checkpoint has version 40 and the run was killed at version 42. After the restart, version 41 is trained
+again and may have different weights. A group with a token from the lost version 41 is therefore generated again.
+
+**Ages.** The upper bound on the age of groups (staleness.py) also holds after a restart. After a restart, the steps
+consume the restored groups first and in their old order. No restored group therefore becomes older than without the
+restart. After a restart with batch size B, the gate counts version * B consumed groups and all restored groups as
+accepted. If eta or B is reduced at the restart, groups that would become too old are generated again.
+
+**Limits.** In an asynchronous run, a restart may change the order in which groups start. In a power failure, files that
+the operating system has not written to the disk may be lost. Groups that were submitted outside prepare_batch are not
+restored.
 """
 
 import fcntl
@@ -114,8 +118,8 @@ def save_model(actor: Any, folder: Path, step: int, keep: int, lines: list[dict[
 
 
 def discard(run_dir: Path, last: int, max_age: int) -> None:
-    """Delete old files of a run: in tokens/ the files of the steps up to `last`, and in rollout/ the folders of
-    versions on which no later step can train.
+    """Delete a run's files in tokens/ up to step `last`, and a run's folders in rollout/ of versions on which no later
+    step can train.
 
     Step s trains at version s - 1, and no group is older than `max_age` versions. Step `last` + 1 may therefore train
     on a group of version `last` - `max_age`.
@@ -149,7 +153,8 @@ class GroupLog:
         write_whole(self.path(task_id), save({k: v.contiguous().clone() for k, v in group.items()}))
 
     def read(self, task_ids: Any, version: int) -> dict[int, Trajectory]:
-        """Read the groups `task_ids`, in this order. Skip groups without a file or with tokens newer than `version`."""
+        """Read the groups `task_ids`, in the order of `task_ids`. Skip groups without a file or with tokens newer than
+        `version`."""
         groups = {i: complete(load_file(self.path(i)), i) for i in task_ids if self.path(i).exists()}
         return {i: group for i, group in groups.items() if (tail_version(group) or 0) <= version}
 
@@ -164,7 +169,7 @@ def cut_metrics(path: Path, last_step: int) -> None:
     """Remove from metrics.jsonl all lines after the line of step `last_step`.
 
     If the process died during a write, the file's last line is incomplete and does not count. Raises ConfigError if the
-    line of a step from 1 to `last_step` is missing.
+    file lacks the line of a step from 1 to `last_step`.
     """
     lines = path.read_text().splitlines(keepends=True)[:last_step] if path.exists() else []
     steps = [json.loads(line)["step"] for line in lines if line.endswith("\n")]

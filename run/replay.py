@@ -1,34 +1,35 @@
 """Replay a run: repeat it token by token and bit by bit, from its configuration and its schedule (schedule.py).
 
-    python train.py --replay runs/guess/20261122-130000
-    python train.py --replay runs/guess/20261122-130000 --replay-until 7      end after step 7
+    `python train.py --replay runs/guess/20261122-130000` repeats the whole run.
+    `python train.py --replay runs/guess/20261122-130000 --replay-until 7` ends after step 7.
 
-A replay is a training run that alternates between generation and training: at each version, it first generates all
-tokens that the recorded run generated with this version, and then trains. An example with eta = 1, in which groups 3
-and 4 are interrupted:
+A replay is a training run that alternates between generation and training. At each version, the replay first generates
+all tokens that the recorded run generated with this version, and then trains. The diagram shows a run with eta = 1, in
+which a weight update interrupts groups 3 and 4:
 
     recorded   trainer   wait          | step 1: groups 1 2 | push v1 | step 2: groups 3 4 ...
                server    groups 1 2 3 4 at v0 ..............          | 3 4 at v1, 5 6 at v1 ...
     replay     server    groups 1 2, and of 3 4 the tokens of v0      | 3 4 at v1, 5 6 at v1 ...
                trainer                       step 1: groups 1 2 | push v1 ...
 
-`ScheduledEngine` generates each token with the recorded version. For example, it requests the first 57 tokens of a
-completion at version 2, waits for version 3, and requests the next 63 tokens. `ReplayExecutor.prepare_batch` starts
-each group at its recorded version, waits until all tokens of this version are generated, and returns the recorded
-groups in their recorded order.
+`ScheduledEngine` generates each token with the recorded version. For example, the engine requests the first 57 tokens
+of a completion at version 2, waits for version 3, and requests the next 63 tokens. At each version,
+`ReplayExecutor.prepare_batch` starts the groups that the recorded run started at this version. The method then waits
+until all recorded tokens of this version are generated. Finally, `prepare_batch` returns the recorded groups in their
+recorded order.
 
 A step depends only on the groups that it consumes. A replay therefore leaves out all groups that no step consumed, such
-as rejected groups. The schedule tells the replay when each group starts and which groups each batch contains. The
+as rejected groups. The replay reads from the schedule when each group starts and which groups each batch contains. The
 replay repeats no other decision of the gate and the dispatcher.
 
 **Differences.** The replay writes a schedule of its own, and the trainer compares the calls of the replay with the
-recorded calls:
+recorded calls. The replay ends with an error if a call has another prompt than the recorded call, if a call was not
+made in the recorded run, or if a recorded call is missing. The cause of the error is an agent that is not
+deterministic.
 
-- If a call has another prompt than the recorded call, if a call was not made in the recorded run, or if a recorded call
-  is missing, then the agent is not deterministic. The replay ends with an error that names the call.
-- If a call has the recorded prompt but its tokens differ from the recorded tokens, then the server has not computed the
-  same bits again. The replay generates the remaining tokens of this call's task without the recorded versions.
-  `compare` reports the first step whose batch or model differs, and by how much.
+If a call has the recorded prompt but other tokens than the recorded call, then the server has not repeated the recorded
+computation bit for bit. The replay generates the rest of the call's task without the recorded versions. `compare`
+reports the first step whose batch or model differs, and by how much.
 """
 
 import os
@@ -46,7 +47,7 @@ from run.keys import TrainConfig
 from run.launch import revision
 from run.schedule import FILE, POLL, Fact, Schedule
 
-# A replay may change these keys, because no token and no weight depends on them.
+# A replay may change the keys in FREE_KEYS, because no token and no weight depends on them.
 FREE_KEYS = ("replay", "trial_name=", "experiment_name=", "fileroot=", "logger.", "saver.", "doctor=")
 
 
@@ -75,7 +76,8 @@ def check_replay(config: TrainConfig) -> None:
 
 
 class ReplayExecutor(WorkflowExecutor):
-    """An executor that has a ScheduledEngine and returns the same batches as the recorded run."""
+    """An executor that returns the same batches as the recorded run. The engine of this executor is a
+    ScheduledEngine."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -86,10 +88,10 @@ class ReplayExecutor(WorkflowExecutor):
         self.step_of = {task: version + 1 for version, tasks in self.recorded.steps.items() for task in tasks}
 
     def prepare_batch(self, dataloader: Any, *args: Any, **kwargs: Any) -> Trajectory:
-        """Return the batch that the recorded run consumed at this version, or raise Differs."""
+        """Return the batch that the recorded run consumed at the current version, or raise Differs."""
         version = self.engine.get_version()
 
-        # 1. Start the groups that the recorded run started at this version, in the same order.
+        # 1. Start the groups that the recorded run started at the current version, in the recorded order.
         due = [task for task, start in self.recorded.starts.items() if start == version and task in self.step_of]
         drawn = self._cursor.draw(dataloader)
         while self._cursor.next_id <= max(due, default=-1):
@@ -98,7 +100,7 @@ class ReplayExecutor(WorkflowExecutor):
             self.dispatcher.submit_task_input(task)
         self.running += due
 
-        # 2. Wait until all recorded tokens of this version are generated.
+        # 2. Wait until all recorded tokens of the current version are generated.
         while any(self.missing_calls(task, version) for task in self.running if task not in self.own.ended):
             self.dispatcher.check_alive()
             time.sleep(POLL)
@@ -108,8 +110,7 @@ class ReplayExecutor(WorkflowExecutor):
         return concat_padded_tensors([self.take_group(task, version) for task in self.recorded.steps[version]])
 
     def missing_calls(self, task: int, version: int) -> list[str]:
-        """Return the names of the calls of a task that still lack recorded tokens of this version or of an older
-        version.
+        """Return the names of the task's calls that still lack recorded tokens of `version` or of an older version.
 
         Raises Differs if a call has another prompt than the recorded call, or was not made in the recorded run.
         """
@@ -145,7 +146,8 @@ class ReplayExecutor(WorkflowExecutor):
 
 
 def compare(config: TrainConfig, step: int) -> None:
-    """Compare the batch and the model of a step with the recorded ones, if both runs saved them. Raises Differs."""
+    """Compare the batch and the model of a step with those of the recorded run, if both runs saved them. Raises
+    Differs."""
     for name in (f"tokens/{step:05d}.safetensors", f"checkpoints/step{step:05d}/model.safetensors"):
         paths = Path(config.replay) / name, config.run_dir / name
         if all(path.exists() for path in paths):

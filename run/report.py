@@ -1,22 +1,23 @@
 """Write report.html, one page that shows a run, or two runs side by side. The page needs no server and no network.
 
-    python -m run.report runs/guess/one                        writes runs/guess/one/report.html
-    python -m run.report runs/guess/one runs/guess/other       writes runs/guess/one/beside-other.html
+    `python -m run.report runs/guess/one` writes runs/guess/one/report.html.
+    `python -m run.report runs/guess/one runs/guess/other` writes runs/guess/one/beside-other.html.
 
 A training run writes its report every `logger.report_interval` steps, and once more when the run ends, even after
 Ctrl-C or a failure. The report is made only from files in the run's folder, so it can also be written for a run that
-crashed.
+crashed. Each file gives a part of the report:
 
-    metrics.jsonl     the curves and the lag histogram
-    trace.json        the timeline: the phases of the trainer, the prompt groups, the weight updates
-    tokens/           the trajectories: each token with its version, its log-probabilities and its advantage
-    config.yaml       the objective, from which the report computes whether a clip changed a token's objective
-    doctor.jsonl      the warnings of the doctor
+    `metrics.jsonl` gives the curves and the lag histogram.
+    `trace.json` gives the timeline: the phases of the trainer, the prompt groups and the weight updates.
+    `tokens/` gives the trajectories: each token with its version, its log-probabilities and its advantage.
+    `config.yaml` gives the objective, from which the report computes whether a clip changed a token's objective.
+    `doctor.jsonl` gives the warnings of the doctor.
 
 This module turns the files of a run into one JSON object. The template run/report.html contains the script that draws
 this object in the browser. The report holds at most MAX_TOKENS tokens, from at most MAX_STEPS steps, so that the page
-stays small. The page may show only some rows of a prompt group. The group's rewards, and whether the group has an
-advantage other than 0, are computed from all rows, even from rows that the page does not show.
+stays small. The page may show only some rows of a prompt group. The rewards of a group are computed from all of its
+rows, even from rows that the page does not show. The report also checks all rows of a group for an advantage other than
+0.
 """
 
 import json
@@ -38,8 +39,8 @@ from training.config import PPOActorConfig
 from training.proximal import interpolation, loglinear
 
 MAX_STEPS, MAX_TOKENS, MAX_GROUPS = 24, 60_000, 4000  # maximum numbers of steps, tokens and groups on a page
-FILES = ("metrics.jsonl", "trace.json", "tokens")  # a folder of a run contains at least one of these files.
-# The page shows these (B, T) tensors of a batch.
+FILES = ("metrics.jsonl", "trace.json", "tokens")  # the folder of a run contains at least one name in FILES
+# The names of the (B, T) tensors of a batch that the page shows.
 COLUMNS = "input_ids versions turn_ids turn_rewards logprobs prox_logp theta_logp advantages states"
 TEMPLATE = Path(__file__).with_suffix(".html")
 Record = dict[str, Any]
@@ -48,7 +49,7 @@ Record = dict[str, Any]
 def read_records(path: Path) -> list[Record]:
     """Return the JSON objects of a file with one object per line. A line that is incomplete after a kill is left out.
 
-    The lines of a trace may end with a comma. If the file does not exist, the list is empty.
+    The lines of a trace may end with a comma. If the file does not exist, the result is an empty list.
     """
     records = []
     for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
@@ -78,10 +79,10 @@ def clean(value: Any) -> Any:
 def read_timeline(records: list[Record]) -> Record:
     """Return three parts of a trace: the trainer's phases, the weight updates and the prompt groups. Times are seconds.
 
-    phases   [name, begin, duration], without a gap (`fill_gaps`)
-    weights  [time, version]
-    groups   {task, lane, begin, end, used, state, versions, reward}; two groups of one lane never overlap. `used` is
-             the time at which a step consumed the group, and `reward` is the mean of its rewards.
+    `phases` lists each phase as [name, begin, duration], without a gap (`fill_gaps`).
+    `weights` lists each weight update as [time, version].
+    `groups` lists each group as {task, lane, begin, end, used, state, versions, reward}. Two groups of one lane never
+    overlap. `used` is the time at which a step consumed the group, and `reward` is the mean of the group's rewards.
     """
     zero = min((record["ts"] for record in records if "ts" in record), default=0)
     spans: list[list] = []
@@ -118,9 +119,9 @@ def fill_gaps(spans: list[list], starts: list[float], last: float) -> list[list]
     """Return the trainer's phases in order of time, with an additional phase in each gap of more than 1 ms between 0
     and `last`.
 
-    The additional phase is called "not running" if the run was restarted during the gap, "stop" if the gap follows the
-    last phase, and "other" in any other case. If a kill ends a phase, the phase is missing in the trace, so its time
-    belongs to "stop".
+    A gap in which the run was restarted becomes a phase "not running". A gap after the last phase becomes a phase
+    "stop", and any other gap becomes a phase "other". A phase that a kill interrupts is missing in the trace, so the
+    phase's time becomes a part of a gap.
     """
     phases, now = [], 0.0
     for span in [*sorted(spans, key=lambda span: span[1]), ["", last, 0.0]]:
@@ -164,7 +165,7 @@ def token_states(batch: dict[str, Tensor], config: PPOActorConfig) -> Tensor:
 def read_step(path: Path, config: PPOActorConfig, budget: int, words: dict[str, str]) -> Record | None:
     """Return the groups of a step and as many turns as `budget` tokens allow, or None for a damaged file.
 
-    Adds the texts of the shown tokens to `words`, by token id.
+    Adds the text of each shown token to `words`, under the token's id.
     """
     try:
         with safe_open(path, "pt") as file:
@@ -213,10 +214,10 @@ def as_lists(x: Tensor) -> list:
 def add_turns(turns: list[Record], row: Record, above: list[int], names: Record) -> list[int]:
     """Append the turns of a row to `turns`, and return the positions of the row's turns in `turns`.
 
-    Each turn also gets the entries of the dict `names`. This row continues the conversation of its parent row. `above`
-    lists where in `turns` the parent row's turns are. A turn that a row shares with its parent row is in `turns` only
-    once. Each turn in `turns` holds only the tokens after the end of its parent turn: first the new messages of the
-    turn's prompt, then the sampled tokens.
+    Each turn also gets the entries of the dict `names`. The row continues the conversation of its parent row. `above`
+    lists the positions of the parent row's turns in `turns`. A turn that a row shares with its parent row is in `turns`
+    only once. Each turn in `turns` holds only the tokens after the end of its parent turn: first the new messages of
+    the turn's prompt, then the sampled tokens.
     """
     ids, states = row["input_ids"], row["states"]
     path = [
@@ -242,8 +243,7 @@ def add_turns(turns: list[Record], row: Record, above: list[int], names: Record)
 
 
 def read_run(folder: Path, share: float = 1.0) -> Record:
-    """Return the data of a run for the page. A page shows at most a fixed number of tokens, and `share` is the part
-    of this number that the run may use.
+    """Return the data of a run for the page. `share` is the run's part of the MAX_TOKENS tokens that a page may show.
 
     Raises ValueError if the folder holds no files of a run.
     """
@@ -285,7 +285,7 @@ def make_page(folders: list[Path]) -> str:
 def write_report(folder: Path) -> Path | None:
     """Write `folder`/report.html and return its path.
 
-    On failure, print why and return None, so that the run goes on.
+    If the page cannot be written, print the error and return None, so that the run continues.
     """
     path = folder / "report.html"
     try:

@@ -1,41 +1,40 @@
-"""The schedule of a run: which policy version computed which tokens, and which step consumed which prompt group.
+"""Record the schedule of a run: which policy version computed which tokens, and which step consumed which prompt group.
 
 **Why an asynchronous run can be repeated.** Two runs with the same configuration and the same seed differ, because
-their results depend on the timing of events. For example, a weight update interrupts a completion at token 57 in one
-run, and at token 61 in the other run. Everything except the times of such events is fixed:
+their results depend on the times of events. For example, a weight update interrupts a completion at token 57 in one
+run, and at token 61 in the other run. Everything except the times of events is fixed, for four reasons:
 
-- The seed determines the order of the prompts, and so which prompt each task number has (rollout/executor.py,
-  DataCursor).
-- The seed of a call is a hash of the run's seed, the episode and the number of the call (`call_seed`). The random
-  number that chooses a token is a hash of this seed and of the token's position. No random number depends on time.
-- The small server computes the same bits for a row, whatever other rows are in the batch (inference/tiny/model.py,
-  "Bits"). After a weight update the small server recomputes all keys and values of its cache. A completion therefore
-  has the same bits, whether it was interrupted or requested in two parts.
-- A training step is a function of the weights and of the batch.
+(1) The seed determines the order of the prompts, and therefore the prompt of each task number (DataCursor in
+rollout/executor.py).
+(2) The seed of a call is a hash of the run's seed, the episode and the number of the call (`call_seed`). The random
+number that chooses a token is a hash of the call's seed and of the token's position. No random number depends on time.
+(3) The small server computes the same bits for a row, whatever other rows are in the batch ("Bits" in
+inference/tiny/model.py). After a weight update the small server recomputes all keys and values of its cache. A
+completion therefore has the same bits, whether it was interrupted or requested in two parts.
+(4) A training step is a function of the weights and of the batch.
 
 The schedule is therefore the only part of a run that is not deterministic. A run writes its schedule to schedule.jsonl,
-one fact a line, about 200 bytes a call:
+one fact in each line, with about 200 bytes for each call:
 
-    {"run": {"revision": "c0c3d02", "torch": "2.13.0", "ranks": 1}, "step": 0}    the run begins after step 0
-    {"start": 7, "version": 2}                                                    task 7 starts at version 2
-    {"call": "7-3.1", "prompt": "8da1", "spans": [[2, 57, "2e9c"], [3, 120, "f1c4"]], "stop": "stop"}
-    {"call": "7-3.2", "prompt": "51bb", "spans": [], "failed": 503}               the call failed with status 503
-    {"finish": 7, "version": 3}                                                   all episodes of task 7 have ended
-    {"consume": 7, "version": 4}                                                  step 5 consumes the group of task 7
+    {"run":{"revision":"c0c3d02","torch":"2.13.0","ranks":1},"step":0}      the run begins after step 0
+    {"start":7,"version":2}                                                 task 7 starts at version 2
+    {"call":"7-3.1","prompt":"8da1","spans":[[2,57,"2e9c"],[3,120,"f1c4"]],"stop":"stop"}
+    {"call":"7-3.2","prompt":"51bb","spans":[],"failed":503}                the call failed with status 503
+    {"finish":7,"version":3}                                                all episodes of task 7 have ended
+    {"consume":7,"version":4}                                               step 5 consumes the group of task 7
 
-"7-3.1" is call 1 of task 7's member 3. A **span** is a sequence of consecutive tokens of a completion that one version
-computed. The schedule records the span's version, its end, and a hash of all tokens up to its end. In call "7-3.1",
-version 2 computed the first 57 tokens, and version 3 computed the next 63 tokens.
+The name "7-3.1" stands for call 1 of member 3 of task 7. A **span** is a sequence of consecutive tokens of a completion
+that one version computed. For each span, the schedule records the version, the end, and a hash of the completion's
+tokens up to the end. In call "7-3.1", version 2 computed the first 57 tokens, and version 3 computed the next 63
+tokens.
 
 **Restarts.** When a killed run continues, it writes a new line "run", which cancels all steps after the step in this
 line. The line "start" of a task cancels all earlier calls of the task. Without the cancelled lines, the schedule
-describes a run that was never interrupted. If a kill left the last line incomplete, the trainer removes this line
-before it writes new lines.
+describes a run that was never interrupted.
 
 **Who writes.** The trainer and the proxies append to the same file. A process writes each line with one system call, so
 lines of different processes never mix. The trainer and each proxy have a `ScheduledEngine`, which records each call. In
-a replay (replay.py) this engine also follows the recorded schedule: it requests the tokens of a span when the servers
-have the span's version.
+a replay (replay.py) the engine requests the tokens of a span when the servers have the span's version.
 """
 
 import asyncio
@@ -56,7 +55,7 @@ from inference.wire import EngineError
 Fact = dict[str, Any]
 FILE = "schedule.jsonl"
 EVENTS = ("start", "finish", "consume")  # the events of a task in a schedule
-TRAINING_CALL = re.compile(r"(\d+)(-\d+)?\.\d+")  # call 1 of task 7: "7.1", or "7-3.1" of the group's member 3
+TRAINING_CALL = re.compile(r"(\d+)(-\d+)?\.\d+")  # "7.1" is call 1 of task 7; "7-3.1" is call 1 of its member 3
 GONE = 499  # the recorded status of a call whose client closed the connection
 POLL = 0.02  # seconds between two polls of a version or a file that another process changes
 
@@ -67,8 +66,8 @@ def digest(ids: list[int]) -> str:
 
 
 def spans_of(response: ModelResponse) -> list[list[Any]]:
-    """Split a completion into parts, so that all tokens of one part have the same version. For each part, return
-    [version, end, hash of the completion's tokens before index `end`]."""
+    """Return the spans of a completion. For each span, return [version, end, hash of the completion's tokens before
+    index `end`]."""
     ends = {version: k + 1 for k, version in enumerate(response.output_versions)}  # versions never fall
     return [[version, end, digest(response.output_tokens[:end])] for version, end in ends.items()]
 
@@ -121,12 +120,12 @@ class ScheduledEngine(RemoteInfEngine):
     """An engine that records the calls of training episodes. In a replay this engine generates each call with the
     recorded versions."""
 
-    schedule: Path | str = os.devnull  # file to append to
+    schedule: Path | str = os.devnull  # the file to which the engine appends the schedule
     replay: str = ""  # folder of the run to repeat
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # The schedule's file stays open as long as the engine lives, so that a call needs no free file descriptor.
+        # The schedule's file stays open as long as the engine exists, so that a call needs no free file descriptor.
         self._file = os.open(self.schedule, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         weakref.finalize(self, os.close, self._file)
         self.recorded = Schedule(Path(self.replay) / FILE if self.replay else os.devnull).read()
@@ -139,10 +138,9 @@ class ScheduledEngine(RemoteInfEngine):
         """Record that the run begins after step `step`. Call this method before any other process writes to the
         schedule.
 
-        If the run was killed while it wrote a line, the last line is incomplete. The method removes this line, because
-        otherwise the next fact would be appended to it. The lost fact is not needed: if a checkpoint contains the step
-        that consumed a group, then all facts of the group were written earlier. The continued run generates all
-        unfinished groups again.
+        If a kill has left the last line incomplete, the method removes this line, so that the next fact starts a new
+        line. The lost fact is not needed, because all facts of a group are written before a checkpoint contains the
+        step that consumed the group. The continued run generates all unfinished groups again.
         """
         os.truncate(self.schedule, Path(self.schedule).read_bytes().rfind(b"\n") + 1)
         self.record(run=run, step=step)

@@ -26,15 +26,15 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from run.fields import Refusal, as_object
 
-FREE_SHARE = 0.2  # share of the file descriptors that is reserved for uses other than client connections
+FREE_SHARE = 0.2  # share of the file descriptors that client connections may not use
 
 
 def read_secret(word: str) -> str:
     """Return the key that a command-line argument contains. If the argument is "-", read the key from the next line of
     standard input.
 
-    Standard input is safer than an argument, which every process on the machine can read, and than an environment
-    variable, which other processes of the user can read.
+    Only this process can read its standard input. Every process on the machine can read an argument, and other
+    processes of the user can read an environment variable.
     """
     return sys.stdin.readline().strip() if word == "-" else word
 
@@ -60,8 +60,7 @@ def free_port() -> int:
 def listen(host: str, port: int, key: str | None = None) -> socket.socket:
     """Return a listening socket. A server calls `listen` first, so that a port in use is reported at once.
 
-    Raises OSError if the port is invalid or in use. Raises OSError also if other machines could reach a server without
-    a key.
+    Raises OSError if the port is invalid or in use, or if other machines could reach a server without a key.
     """
     if not key and host not in ("127.0.0.1", "::1", "localhost"):
         raise OSError(f"--host {host}: other machines can reach this address, so give the server a key (see --help)")
@@ -74,15 +73,15 @@ def listen(host: str, port: int, key: str | None = None) -> socket.socket:
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """An HTTP connection of uvicorn with two limits: the length of a request header, and the time until the header is
-    complete. uvicorn itself has neither limit.
+    """An HTTP connection with two limits: the length of a request header, and the time until the header is complete.
+    The connection class of uvicorn has neither limit.
 
     The connection also refuses a request that arrives before the previous request is answered. If a client with several
-    open requests disconnected, uvicorn would notify only the handler of the newest request. The servers would then go
-    on with the client's other requests, and generate tokens that nobody reads.
+    open requests disconnected, uvicorn would notify only the handler of the newest request. The server would continue
+    with the client's older requests, and would generate tokens that no client reads.
     """
 
-    header_bytes: ClassVar[int] = 2**16  # `serve` sets these limits
+    header_bytes: ClassVar[int] = 2**16  # `serve` sets both limits of the class
     header_seconds: ClassVar[float] = 60.0
 
     timer: Any = None  # timer that closes the connection if a request header does not arrive completely in time
@@ -126,7 +125,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 class Repeats(logging.Filter):
-    """A log filter: of each kind of warning, only warnings number 1, 2, 4, 8, ... are logged, with their number.
+    """A log filter that lets only warning number 1, 2, 4, 8, ... of each kind pass, and adds the number to the text.
     Without the filter, uvicorn would log every warning."""
 
     counts: ClassVar[collections.Counter[str]] = collections.Counter()
@@ -143,8 +142,8 @@ class Repeats(logging.Filter):
 class PatientServer(uvicorn.Server):
     """A uvicorn server that lets new connections wait in the listen queue while few file descriptors are free.
 
-    uvloop's own loop would close these connections. The server reads the limit of file descriptors before each
-    connection, because the limit may change at any time.
+    Without this class, uvloop would close new connections when no file descriptor is free. The server reads the limit
+    of file descriptors before each connection, because the limit may change at any time.
     """
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -186,7 +185,7 @@ def serve(
     """Serve `app` until the process receives a signal. With `exit_with_parent`, also stop when standard input closes.
 
     With `exit_with_parent`, standard input is a pipe from the parent process, and the pipe closes when the parent dies.
-    header_bytes: maximum length of a request's header; header_seconds: time within which the header must arrive.
+    The header of a request may have at most `header_bytes` bytes, and must arrive within `header_seconds` seconds.
     """
     BoundedProtocol.header_bytes, BoundedProtocol.header_seconds = header_bytes, header_seconds
     raise_open_files()
@@ -208,7 +207,7 @@ def serve(
 
 
 def check_key(request: Request, key: str) -> None:
-    """Check the header `Authorization: Bearer <key>`.
+    """Check that a request has the bearer key `key` in its header Authorization.
 
     Raises Refusal with status 401 if the request has no key, and with status 403 if its key is wrong.
     """
@@ -218,7 +217,7 @@ def check_key(request: Request, key: str) -> None:
 
 
 def bearer(request: Request) -> str:
-    """Return the key of the header `Authorization: Bearer <key>`, or "" if the request has no such header."""
+    """Return the bearer key in the header Authorization of a request, or "" if the request has no bearer key."""
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else ""
 

@@ -4,15 +4,15 @@ The rollout side is the engine, the proxies, an executor for training and an exe
 
     inference servers  <-  RemoteInfEngine  <-  proxies  <-  WorkflowExecutor (training), WorkflowExecutor (evaluation)
 
-In this diagram each part uses the parts to its left. The processes of the servers and the proxies start at the same
+In the diagram each part uses the parts to its left. The processes of the servers and the proxies start at the same
 time, and some of them import their modules even earlier (early.py). A proxy first imports its modules, and then waits
 for its keys, which it gets as soon as the servers answer. The run's ExitStack ends the parts of the diagram from right
 to left. Only rank 0 has a rollout side; the other ranks have a `NoRollout`.
 
 Servers that were running before the run began (rollout.server_addrs) may be paused or may have the weights of another
-run. A training run therefore aborts the running generations of these servers, resumes the servers, and gives their
-weights a label that no engine accepts. The trainer's first push replaces the weights and the label. Evaluation uses the
-servers and their weights unchanged.
+run. A training run therefore resumes the servers in rollout.server_addrs, aborts their running generations, and gives
+their weights a label that no engine accepts. The trainer's first push replaces the weights and the label. An evaluation
+changes neither the servers nor their weights.
 """
 
 import json
@@ -124,9 +124,8 @@ def start_rollout(run: Run, keys: Keys, groups: GroupLog | None = None) -> tuple
     """Start the rollout side. Return the engine and the evaluation executor. The engine's attribute `executor` is the
     training executor. On every rank except 0 the result is (NoRollout(), None).
 
-    `start_processes` has started the processes and returned `keys`. `groups` saves each accepted group for a restart.
-    After the death of a child process that the run needs, both executors raise ProcessDied in every call that waits for
-    an episode.
+    The argument `keys` is the result of `start_processes`. `groups` saves each accepted group for a restart. If a child
+    process that the run needs dies, both executors raise ProcessDied in every call that waits for an episode.
     """
     if not keys:
         return NoRollout(), None
@@ -139,7 +138,7 @@ def start_rollout(run: Run, keys: Keys, groups: GroupLog | None = None) -> tuple
     settings = options.pause_mode, options.request_timeout, options.request_retries, options.server_key
     is_patient = max_restarts(run) > 0
     rollout = ScheduledEngine(addresses, *settings, is_patient, schedule=config.run_dir / FILE, replay=config.replay)
-    rollout.recorded.cut(config.replay_until or config.max_steps)  # a replay starts no group of a step after its last
+    rollout.recorded.cut(config.replay_until or config.max_steps)  # a replay ends after this step
     stack.callback(rollout.destroy)
     were_up = config.mode == "train" and bool(config.rollout.server_addrs)
     if were_up:
@@ -190,7 +189,7 @@ def take_over(rollout: ScheduledEngine) -> None:
     """Prepare servers that were running before this run, perhaps for a run that was killed.
 
     Resume the servers, abort the running generations, and give the servers a version that `initialize` can read. The
-    servers are resumed first. Servers that a killed run left paused therefore run again even if this run cannot start.
+    servers are resumed first, so a server that a killed run has paused runs again even if this run cannot start.
     """
     rollout.servers.refresh()
     rollout.resume()
@@ -198,7 +197,7 @@ def take_over(rollout: ScheduledEngine) -> None:
 
 
 def plan_proxies(config: TrainConfig, servers: list[str], wait_for_servers: bool) -> list[Planned]:
-    """Return the proxies to start, which use these servers. A new admin key is made for each run.
+    """Return the proxies to start for the inference servers `servers`. A new admin key is made for each run.
 
     With `wait_for_servers`, an agent's request waits while all servers are lost.
     """

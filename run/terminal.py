@@ -34,9 +34,9 @@ BEGIN = monotonic()
 class Terminal(Console):
     """A rich console with live displays. Only one thread at a time may print a line or refresh a display.
 
-    Before rich prints a line, it computes how many screen lines of the displays it will overwrite, and writes the line
-    later. If a display were refreshed in between, this number could be wrong: a printed line would be lost, or a part
-    of an old display would remain.
+    To print a line, rich first computes how many screen lines of the displays to overwrite, and later writes the line.
+    If a display were refreshed between the two actions, the computed number could be wrong. A printed line would then
+    be lost, or a part of an old display would remain.
     """
 
     def __enter__(self) -> Console:
@@ -58,7 +58,7 @@ class Terminal(Console):
 
 terminal = Terminal()
 clock = terminal.show(lambda: f"{monotonic() - BEGIN:.0f} s since start", transient=True)
-before_results = ExitStack()  # closed before the results: the clock ends, and output is shown again
+before_results = ExitStack()  # closed before the results are printed, to end the clock and to show output
 
 
 def greet(words: list[str]) -> None:
@@ -72,7 +72,7 @@ def greet(words: list[str]) -> None:
             load(["--help"])  # prints the keys and ends this process
         sys.exit()
     if is_first:
-        with suppress(ConfigError, SystemExit):  # train.py reports the mistake later
+        with suppress(ConfigError, SystemExit):  # train.py reports a wrong configuration later
             prepare(load(words[1:]))
     if not is_first or {"--quiet", "quiet=true"} & {*words}:
         return
@@ -80,7 +80,7 @@ def greet(words: list[str]) -> None:
         print("nano-areal: importing torch and transformers", flush=True)
     if terminal.is_terminal:
         clock.start()
-        before_results.callback(clock.stop)  # also shows the cursor again
+        before_results.callback(clock.stop)  # `clock.stop` also shows the cursor
         atexit.register(before_results.close)  # removes the clock after an error, too
 
 
