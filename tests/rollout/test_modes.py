@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import mode_agents
 import pytest
@@ -167,44 +167,67 @@ def test_an_agent_that_forks_has_one_result(run_agent: Run) -> None:
     assert stats == RolloutStat(withdrawn=2)
 
 
-def test_a_timed_out_episode_has_ended(run_agent: Run, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+@pytest.fixture
+def fifo(tmp_path: Path) -> Iterator[TextIO]:
+    """The reading end of a named pipe, to which an agent writes."""
+    os.mkfifo(path := tmp_path / "fifo")
+    with open(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        os.set_blocking(file.fileno(), True)
+        yield file
+
+
+@pytest.fixture
+def limit_passes(fifo: TextIO, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the first episode's time limit of 200 s pass as soon as the agent has written to the named pipe."""
+    wait = asyncio.wait
+
+    async def wait_for_pipe(tasks: Any, timeout: float | None = None) -> Any:
+        if timeout == 200:
+            monkeypatch.setattr(asyncio, "wait", wait)
+            await asyncio.to_thread(select.select, [fifo], [], [], timeout)
+            timeout = 0
+        return await wait(tasks, timeout=timeout)
+
+    monkeypatch.setattr(asyncio, "wait", wait_for_pipe)
+
+
+@pytest.mark.usefixtures("limit_passes")
+def test_a_timed_out_episode_has_ended(run_agent: Run, caplog: pytest.LogCaptureFixture, fifo: TextIO) -> None:
     """If an episode exceeds its time limit, the agent's process and every process that the agent started are ended."""
-    os.mkfifo(fifo := tmp_path / "fifo")
-    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
-    hangs = {"then": "hangs", "fifo": str(fifo)}
-    groups, stats = run_agent(mode_agents.Talks, hangs, subproc_max_workers=1, episode_timeout_seconds=20)
+    hangs = {"then": "hangs", "fifo": fifo.name}
+    groups, stats = run_agent(mode_agents.Talks, hangs, subproc_max_workers=1, episode_timeout_seconds=200)
     assert groups == [None]
-    assert "took longer than 20 s (rollout.openai.episode_timeout_seconds)" in caplog.text
-    os.set_blocking(reader, True)
-    with open(reader) as file:
-        assert file.read() == "alive"  # read() reached the end, so no process holds the named pipe open
+    assert "took longer than 200 s (rollout.openai.episode_timeout_seconds)" in caplog.text
+    assert fifo.read() == "alive"  # read() reached the end, so no process holds the named pipe open
     assert stats.failed == 1
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has subreapers")
 @pytest.mark.parametrize("then", ["leaves_a_daemon", "leaves_a_daemon_and_hangs", "leaves_a_daemon_and_is_killed"])
-def test_no_descendant_outlives_its_episode(run_agent: Run, tmp_path: Path, then: str) -> None:
+def test_no_descendant_outlives_its_episode(
+    run_agent: Run, fifo: TextIO, request: pytest.FixtureRequest, then: str
+) -> None:
     """If an agent starts a process in a process session of its own (`setsid`), the process ends with the episode: after
     the agent has returned, has been killed, or has reached its time limit."""
-    os.mkfifo(fifo := tmp_path / "fifo")
-    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
-    run_agent(mode_agents.Talks, {"then": then, "fifo": str(fifo)}, subproc_max_workers=1, episode_timeout_seconds=20)
-    os.set_blocking(reader, True)
-    assert select.select([reader], [], [], 30)[0]
-    with open(reader) as file:
-        assert file.read(5) == "alive"
-        assert select.select([file], [], [], 30)[0], "the process is still there"
-        assert file.read() == ""
+    if then == "leaves_a_daemon_and_hangs":
+        request.getfixturevalue("limit_passes")
+    sample = {"then": then, "fifo": fifo.name}
+    run_agent(mode_agents.Talks, sample, subproc_max_workers=1, episode_timeout_seconds=200)
+    assert select.select([fifo], [], [], 30)[0]
+    assert fifo.read(5) == "alive"
+    assert select.select([fifo], [], [], 30)[0], "the process is still there"
+    assert fifo.read() == ""
 
 
+@pytest.mark.usefixtures("limit_passes")
 def test_an_agent_that_stops_its_guard_holds_up_no_episode(
-    run_agent: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    run_agent: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fifo: TextIO
 ) -> None:
     """If an agent stops the process that guards it (SIGSTOP), the trainer kills the guard, and the next episode
     runs."""
     monkeypatch.setattr(workers, "END_SECONDS", 0.1)
-    samples: list[dict] = [{"then": "stops_its_guard"}, {}]
-    groups, stats = run_agent(mode_agents.Talks, *samples, subproc_max_workers=1, episode_timeout_seconds=10)
+    samples: list[dict] = [{"then": "stops_its_guard", "fifo": fifo.name}, {}]
+    groups, stats = run_agent(mode_agents.Talks, *samples, subproc_max_workers=1, episode_timeout_seconds=200)
     assert (groups[0], groups[1]["rewards"].tolist(), stats.failed) == (None, [1.0], 1)
     assert "after its socket was closed, so it is killed" in caplog.text
 
