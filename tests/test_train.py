@@ -51,7 +51,7 @@ def guess_run(tmp_path_factory: pytest.TempPathFactory):
     return get
 
 
-@pytest.mark.parametrize("eta", [0, 2])
+@pytest.mark.parametrize("eta", [0, pytest.param(2, marks=pytest.mark.runs)])
 def test_guess_staleness(guess_run, eta: int) -> None:
     """In the demo no trained token is older than eta versions. With eta = 0 every trained token has the current
     version. After each update the canary (run/mismatch.py) finds that the servers have the trainer's weights."""
@@ -109,6 +109,7 @@ def test_maze_staleness(tmp_path: Path, eta: int) -> None:
     assert (mixed > 0) == (eta > 0)
 
 
+@pytest.mark.runs
 def test_synchronous_runs_repeat(guess_run) -> None:
     """Two runs with eta = 0 and the same seed have the same metrics.
 
@@ -183,6 +184,7 @@ def test_talk_to_the_trained_model(guess_run) -> None:
     assert {first, second} <= {*"123456", "higher", "lower", ""}
 
 
+@pytest.mark.runs
 def test_a_refused_restart_changes_nothing(guess_run, tmp_path: Path) -> None:
     """If a run cannot continue because its metrics.jsonl lacks lines, its config.yaml is not changed."""
     shutil.copytree(guess_run(0)[0], tmp_path, dirs_exist_ok=True)
@@ -236,6 +238,7 @@ def test_sigterm_of_2000_tasks(tmp_path: Path) -> None:
     assert_gone(pids)
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize("victim", ["inference.tiny.server", "proxy"])
 def test_killed_server(tmp_path: Path, victim: str) -> None:
     """The run ends if the proxy dies, or if the run has a single inference server, this server dies, and max_restarts
@@ -249,6 +252,7 @@ def test_killed_server(tmp_path: Path, victim: str) -> None:
     assert_gone(pids)
 
 
+@pytest.mark.runs
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs pidfd")
 def test_killed_trainer(tmp_path: Path) -> None:
     """If the trainer is killed with kill -9, the server and the proxy end as well, because their pipes from the trainer
@@ -260,6 +264,7 @@ def test_killed_trainer(tmp_path: Path) -> None:
         wait_gone(pid)
 
 
+@pytest.mark.runs
 def test_exception_in_the_trainer(tmp_path: Path) -> None:
     """An exception in the trainer ends the run with a report, and no process is left behind. In this test the trainer
     cannot create the checkpoint folder, because a file has the folder's name."""
@@ -279,8 +284,8 @@ def test_exception_in_the_trainer(tmp_path: Path) -> None:
     ("words", "says"),
     [
         (["model_path=/nowhere"], "no model at model_path=/nowhere"),
-        (["workflow=nowhere.Agent"], "nowhere"),
-        (["workflow_kwargs.typo=1"], "typo"),
+        pytest.param(["workflow=nowhere.Agent"], "nowhere", marks=pytest.mark.runs),
+        pytest.param(["workflow_kwargs.typo=1"], "typo", marks=pytest.mark.runs),
     ],
 )
 def test_bad_configuration(tmp_path: Path, words: list[str], says: str) -> None:

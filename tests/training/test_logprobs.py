@@ -84,7 +84,7 @@ def test_half_precision_weights_get_gradients_of_their_type():
     torch.testing.assert_close(logp.cpu(), expected, atol=0.3, rtol=0.05)
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.runs)])
 def test_compiled_chunks_change_neither_values_nor_gradients(monkeypatch, backend):
     """Compiled pointwise operations give the same values and gradients in float32, with and without the gradient of the
     entropy. All chunks of more than one token share the same compiled graphs."""
