@@ -1,4 +1,4 @@
-"""The engine sends requests to the inference servers, and completes them even if weight updates interrupt them.
+"""The engine gets completions from the inference servers, even if weight updates interrupt the servers.
 
 The servers generate while the trainer works. When new weights arrive, thousands of completions are unfinished. Waiting
 for the longest completion would leave GPUs idle. Discarding the unfinished completions would waste work and favour
@@ -17,11 +17,10 @@ that one POST /generate produces. The pause mode decides how a weight update int
   the server computes the KV cache again with the new weights and continues the request. The engine receives all tokens
   as one segment. The server's answer lists spans (`weight_versions`): a span is consecutive tokens of one version.
 - `abort`: the server returns the tokens generated so far, with finish reason `abort`. The engine sends a new request
-  with the prompt and the generated tokens. The new request waits until the update is over and then runs with the new
-  weights.
-- `in_place`: the server continues with the KV cache of the old weights. The mode `in_place` is the cheapest of the
-  three. With `in_place`, the probability of a token after the update depends on old and new weights, so no single
-  policy has this probability.
+  with the prompt and the generated tokens. The new request starts after the update, with the new weights.
+- `in_place`: the server continues with the KV cache of the old weights. The mode `in_place` needs less computation than
+  the other two modes. In mode `in_place`, the probability of a token after the update depends on old and new weights,
+  so no single policy has this probability.
 
 **Versions.** The versions of tokens come from the server's answers. The engine does not label tokens with its own
 version, because this version may change while a request runs. SGLang 0.5.16 to 0.5.18 reports no spans, but reports the
@@ -33,7 +32,8 @@ The engine waits, and then requests the missing tokens from a server that is ali
 fails several times, each wait is about twice as long as the previous wait. If a server refuses a request as invalid,
 the engine does not retry the request.
 
-**Checks.** A token id outside the vocabulary would crash an SGLang server, so the engine checks all ids before sending.
+**Checks.** A token id outside the vocabulary would crash an SGLang server, so the engine checks all ids of a prompt
+before it sends a request.
 
 **Not promised.** In mode `abort`, no server finds a stop string that begins in one segment and ends in the next.
 In mode `abort`, frequency and presence penalties count the tokens of each segment separately.
@@ -63,7 +63,8 @@ logger = logging.getLogger("nano_areal.engine")
 EMPTY_ABORT_WAIT = 0.05, 1.0  # shortest and longest wait, in seconds, after an abort that returned no tokens
 FAILURE_WAIT = 0.5, 10.0  # shortest and longest wait, in seconds, after a failed request
 
-OnTokens = Callable[[ModelResponse], None]  # called with the response so far each time tokens arrive
+# A function that receives the response so far. The engine calls the function each time tokens arrive.
+OnTokens = Callable[[ModelResponse], None]
 
 
 def backoff(attempt: int, first: float, most: float) -> float:
@@ -93,9 +94,9 @@ class RemoteInfEngine:
     request_timeout: float = 3600.0  # seconds; a segment fails if its server sends nothing for longer than this
     request_retries: int = 3  # number of retries of a request after a connection error, a timeout or a 5xx status
     key: str = ""  # API key of the servers
-    wait_for_servers: bool = False  # True if lost servers are restarted; requests then wait for a living server
+    wait_for_servers: bool = False  # True: while all servers are lost, requests wait for a living server
     transport: httpx.MockTransport | None = None  # tests pass a mock of the network
-    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep  # waits; tests pass a function that returns at once
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep  # tests pass a function that returns at once
 
     def __post_init__(self) -> None:
         if not self.addresses:
@@ -109,7 +110,7 @@ class RemoteInfEngine:
         self.context_length: int | None = None  # maximum length of prompt plus completion; None if unknown
         self.has_grammar = False  # True if every server can restrict its output to a JSON schema
         self.proxies: Servers | None = None  # the proxies of the run; `set_version` tells them each new version
-        self.executor: Any = None  # the WorkflowExecutor of training, which sets this attribute itself
+        self.executor: Any = None  # the WorkflowExecutor of training; the executor sets this attribute
         self._version = 0  # newest policy version that all servers have
         self._sent = -1  # newest version of which `update_weights` has sent the weights
         self._servers_paused = False  # True between `pause` and `resume`
@@ -123,10 +124,10 @@ class RemoteInfEngine:
         If `on_tokens` is given, the server streams the tokens. Each time tokens arrive, the engine calls `on_tokens`
         with the response so far. A token that `on_tokens` has received is never removed or changed.
 
-        Raises EngineError with status 400 if the request is invalid, with status 502 if a server's answer cannot be
-        read, and with status 503 if the last retry fails.
+        Raises EngineError with status 400 if the request is invalid. If the last retry fails, the EngineError has
+        status 502 for an answer that cannot be read, and status 503 for any other failure.
         """
-        # 1. Check the request, and make an empty response, to which the segments will append their tokens.
+        # 1. Check the request, and make an empty response. Each segment will append its tokens to this response.
         g = req.gconfig.new(max_new_tokens=self._budget(req))
         req = replace(req, gconfig=g)
         temperature = 1.0 if g.is_greedy else g.temperature
@@ -148,7 +149,7 @@ class RemoteInfEngine:
                 response.stop_reason = "stop" if response.stop_reason == "stop" else "length"
                 return response
 
-            # 4. Continue after the last token. If the abort returned no tokens, wait before the next request.
+            # 4. Generate the next segment. If the abort returned no tokens, wait before the next request.
             empty_aborts = 0 if response.output_len > length_before else empty_aborts + 1
             if empty_aborts:
                 await self.sleep(backoff(empty_aborts, *EMPTY_ABORT_WAIT))
@@ -165,12 +166,12 @@ class RemoteInfEngine:
         url = server + "/generate"
         start = response.output_len
         g = req.gconfig
-        oldest_allowed = self.servers.newest  # a version that is too old means that the server was restarted
+        oldest_allowed = self.servers.newest  # a token of an older version shows that the server was restarted
         body = generate_body(response.input_tokens + response.output_tokens, g, start)
         body |= {"rid": rid, "stream": on_tokens is not None}
 
-        # 1. Receive the tokens. The last event sets `stop_reason`. If the answer ends without this event, the segment
-        #    failed.
+        # 1. Receive the tokens. The last event sets `stop_reason`. If the answer ends without its last event, the
+        #    segment failed.
         response.stop_reason = ""
         failure = EngineError(f"{url} ended its answer before the completion was finished", 503)
         try:
@@ -211,11 +212,12 @@ class RemoteInfEngine:
         await asyncio.shield(asyncio.gather(*calls, return_exceptions=True))
 
     async def _ask_a_server(self, key: str, ask: Callable[[str], Awaitable[Any]]) -> Any:
-        """Call `ask` with the server of conversation `key`, and return the result. If the server fails, wait and retry.
+        """Call `ask` with the server for requests with key `key`, and return the result. If the server fails, wait and
+        retry.
 
         The server has failed if `ask` raises an EngineError with status 502 or 503. Each retry goes to a living server,
-        if any server is alive. When no retry is left, the method raises the last error. It raises an error with status
-        400 at once.
+        if any server is alive. When no retry is left, the method raises the last error. If `ask` raises an error with
+        status 400, the method raises this error without a retry.
         """
         for failures in itertools.count(1):
             server = await self.servers.choose(key)
@@ -236,8 +238,8 @@ class RemoteInfEngine:
         """Return the maximum number of tokens that `req` may generate. Raises EngineError (400) if the request is
         wrong.
 
-        The maximum is `max_new_tokens`, or the room that the prompt leaves in the context window if this room is
-        smaller.
+        The maximum is the smaller of two numbers: `max_new_tokens`, and the number of tokens that fit into the context
+        window after the prompt.
         """
         g = req.gconfig
         self._check_ids(req.input_ids)
@@ -263,15 +265,15 @@ class RemoteInfEngine:
             if token < 0 or (self.vocab_size is not None and token >= self.vocab_size):
                 raise EngineError(f"token id {token} is outside the vocabulary of {self.vocab_size} tokens", 400)
 
-    # 2. Control. The trainer's main thread calls these methods. A call to the servers waits until all servers have
+    # 2. Methods of the trainer's main thread. A method that sends a request to all servers waits until all servers have
     #    answered.
 
     def initialize(self) -> None:
-        """Read the limits of every server, and test every server by generating one token.
+        """Read the limits of every server, and test every server by a request for one token.
 
-        The test finds four problems before the run starts: a server's version is not a number, its answer lacks
-        logprobs or spans, or an earlier run left the server paused. Raises EngineError if a server cannot be reached or
-        fails the test.
+        The test finds three errors before the run starts: a version that is not a number, an answer without logprobs,
+        and a server that an earlier run left paused. If an answer has no spans, the pause mode becomes `abort`. Raises
+        EngineError if a server cannot be reached or fails the test.
         """
         self.servers.refresh()
         infos = self.servers.post_all("/server_info")
@@ -313,7 +315,8 @@ class RemoteInfEngine:
             self._rollouts().dispatcher.check_alive()
 
     def release_memory(self) -> None:
-        """Pause every server, and free its weights and KV cache. The next `update_weights` must send all weights."""
+        """Pause every server, and free the memory of its weights and its KV cache. The next `update_weights` must send
+        all weights."""
         self.pause()
         self.servers.post_all("/release_memory_occupation", {})
         self._memory_released = True
@@ -335,12 +338,12 @@ class RemoteInfEngine:
         self.servers.newest = self.servers.limit = self._sent = meta.version
 
     def forget_sent(self) -> None:
-        """Allow `update_weights` to send the current version again, because a server was restarted and needs the
+        """Allow `update_weights` to send the current version a second time, because a restarted server needs the
         weights."""
         self._sent = -1
 
     def set_version(self, version: int) -> None:
-        """Record that all servers have `version`, and tell the proxies. The staleness gate may then start rollouts."""
+        """Record that all servers have `version`, tell the proxies, and let the staleness gate start more rollouts."""
         self._version = self.servers.limit = version
         if self.proxies is not None:
             self.proxies.post_all("/set_version", {"version": version})
@@ -374,7 +377,7 @@ class RemoteInfEngine:
             self.executor.destroy()
 
     def score(self, ids: list[int]) -> list[list[float]]:
-        """Return a list for each living server: log p(token | earlier tokens) of each token, at temperature 1.
+        """Return one list for each living server: log p(token | earlier tokens) of each token at temperature 1.
 
         Each list begins with 0, because no token comes before the first token. If `ids` fills the context window, the
         last token of `ids` gets no log-probability, because a server needs room to generate one token. Raises
@@ -385,7 +388,7 @@ class RemoteInfEngine:
         answers = self.servers.post_all("/generate", {**probe(ids), "logprob_start_len": 0}, self.request_timeout)
         return [parse_scores(answer, ids) for answer in answers]
 
-    # 3. Rollouts. The WorkflowExecutor implements these methods, and the engine forwards each call to the executor.
+    # 3. Rollout methods. The engine forwards each call of a rollout method to the WorkflowExecutor.
 
     def _rollouts(self) -> Any:
         """Return the executor. Raises RuntimeError if no executor is attached."""

@@ -2,8 +2,8 @@
 
     ModelRequest -> sampling_params -> POST /generate -> parse_segment -> ModelResponse
 
-**Requests.** A request contains every sampling parameter. If a parameter were missing, the server would use the value
-in the model's generation_config.json, which the trainer does not know.
+**Requests.** A request contains every sampling parameter. If a parameter were missing, the server would take its value
+from the model's generation_config.json, a file that the trainer does not read.
 
 **Answers.** Training needs three facts about each token: its id, its log-probability under the policy that sampled it,
 and the version of this policy. An answer without the id, log-probability or version of a token is an error.
@@ -21,8 +21,8 @@ before 0.5.19 reports only `weight_version`, the version of the weights at the e
 
 **Logprobs.** A server computes a logprob as log_softmax(logits / temperature) over the whole vocabulary. With top_p,
 top_k, penalties or a grammar, the server samples from a distribution that differs from softmax(logits / temperature).
-`trains_exactly` is True if training can reproduce the sampling distribution, that is, if the request is not greedy and
-sets no top_p, top_k, penalty or grammar.
+If a request is not greedy and sets no top_p, top_k, penalty or grammar, training can reproduce the sampling
+distribution. The property `trains_exactly` of this request is then True.
 
 The class names are those of AReaL's areal/api/io_struct.py (section 2 of the write-up, see docs/companion.md).
 """
@@ -46,7 +46,7 @@ class GenerationHyperparameters:
     top_k: Annotated[int, "[-1, -1] or [1, inf)"] = -1  # sample from this number of likeliest tokens; -1: all tokens
     stop: list[str] = field(default_factory=list)  # strings that end a turn; the completion includes them
     stop_token_ids: list[int] = field(default_factory=list)  # token ids that end a turn, in addition to the model's own
-    frequency_penalty: Annotated[float, "[-2, 2]"] = 0.0  # subtracted from a token's logit once per earlier use
+    frequency_penalty: Annotated[float, "[-2, 2]"] = 0.0  # subtracted from a token's logit for each earlier use
     presence_penalty: Annotated[float, "[-2, 2]"] = 0.0  # subtracted from a token's logit if the token was used before
     greedy: bool = False  # true: always take the likeliest token, as at temperature 0
     seed: Annotated[int, "[0, 4294967295]"] | None = None  # seed of the sampling; null: from the run's seed, or random
@@ -103,9 +103,9 @@ class ModelResponse:
     """The completion of one request. Each output list has one entry per generated token, including the stop token.
 
     The engine returns a completion with the stop reason "stop" or "length", and the parser of tool calls may change the
-    stop reason to "tool_calls". A segment is the part of a completion that one POST /generate produces. It is stored as
-    a ModelResponse, too. A segment that a pause interrupted has the stop reason "abort". A segment that is still being
-    streamed has the stop reason "".
+    stop reason to "tool_calls". A segment is the part of a completion that one POST /generate produces. A segment is
+    stored as a ModelResponse, too. A segment that a pause interrupted has the stop reason "abort". A segment that is
+    still being streamed has the stop reason "".
     """
 
     input_tokens: list[int] = field(default_factory=list)
@@ -153,7 +153,7 @@ def sampling_params(gconfig: GenerationHyperparameters, offset: int = 0) -> dict
         "presence_penalty": gconfig.presence_penalty,
         "repetition_penalty": 1.0,
         "stop_token_ids": list(gconfig.stop_token_ids),
-        "stop": list(gconfig.stop) or None,  # `or None`: a server without tokenizer refuses `stop`, even an empty list
+        "stop": list(gconfig.stop) or None,  # `or None`: a server without a tokenizer refuses an empty list, too
         "json_schema": gconfig.json_schema,
         "sampling_seed": None if gconfig.seed is None else gconfig.seed % 2**63,  # SGLang accepts at most 63 bits
     }
@@ -188,13 +188,12 @@ def check_segment(tokens: list[int], entries: list[list], spans: list[dict[str, 
 
 
 def parse_segment(answer: dict[str, Any], vocab_size: int | None = None) -> ModelResponse:
-    """Parse an answer of a server, or one event of a stream. The response parsed from an event has stop_reason ""
-    unless the event is the last of its stream.
+    """Parse an answer of a server, or one event of a stream. If a stream has further events after this event, the
+    response has stop_reason "".
 
-    Raises EngineError. If the server reports an error, the EngineError has status 400 for a wrong request and 503
-    otherwise. The EngineError also has status 503 if the server's last weight update was not completed, or if the
-    answer contradicts itself. For an answer without the ids, logprobs or versions that training needs, the EngineError
-    has status 502.
+    Raises EngineError. Its status is 400 if the server reports that the request is wrong. Its status is 502 if the
+    answer lacks ids, logprobs or versions, which training needs. Its status is 503 if the server reports another error,
+    if the server's last weight update was not completed, or if the answer contradicts itself.
     """
     try:
         meta, tokens = answer["meta_info"], answer["output_ids"]
@@ -209,7 +208,8 @@ def parse_segment(answer: dict[str, Any], vocab_size: int | None = None) -> Mode
         versions = [int(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
     except (LookupError, TypeError, ValueError) as error:
         hint = "start SGLang with --weight-version 0, and check that its last weight update succeeded"
-        # The status 503 makes the client try again. The retry may reach a server that has completed the update.
+        # The label "7-incomplete" means that a weight update failed. The status is then 503, because a retry may
+        # succeed.
         status = 503 if "-incomplete" in str(error) else 502
         raise EngineError(f"the answer cannot be read ({error!r}): {hint}", status) from error
     return ModelResponse([], tokens, [entry[0] for entry in entries], versions, stop_reason=finish.get("type", ""))

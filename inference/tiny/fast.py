@@ -14,16 +14,16 @@ to q, k and v. Qwen3 applies norm to each head of q and k before the rotation.
 the size of the tensors. A step with fewer operations is therefore faster. In FastForward, one matrix product computes
 q, k and v, because their weights are fused. Another matrix product computes W_gate norm(x) and W_up norm(x). q and k
 are normalised and rotated together. A rotation is one multiplication of complex numbers. In a measurement on a CPU,
-F.rms_norm took about twice as long as `rms_norm` below.
+F.rms_norm took about twice as long as this module's `rms_norm`.
 
 **The weights.** `fuse` joins several weight matrices of the model into one matrix. The model's own weights then become
 views of the fused matrix. No weight is stored twice, and a weight update of the model also changes the fused matrix.
 Example: let a model with D = 64 have 4 query heads, 2 key heads and 2 value heads of size d = 16. Then the fused matrix
 for q, k and v has the shape (128, 64), and its rows 64 to 95 are the weight of k_proj.
 
-**Not promised.** `fits` returns False for every architecture except Llama, Qwen2 and Qwen3, and transformers then
-computes the logits. The logits of FastForward agree with the logits of transformers to about 1e-6, but not bit by bit.
-Nothing is compiled.
+**Not promised.** For every architecture except Llama, Qwen2 and Qwen3, `fits` returns False, and transformers computes
+the logits. The logits of FastForward agree with the logits of transformers to about 1e-6, but not bit by bit. Nothing
+is compiled.
 """
 
 from typing import Any
@@ -48,8 +48,8 @@ def fuse(*parts: Any) -> Any:
     """Concatenate parameters of shape (out, in) or (out,) along `out` into one tensor. Each parameter becomes a view of
     the joined tensor.
 
-    A fused matrix is stored in column-major order (model.py, "Bits"). If there are no parameters, because a layer has
-    no bias, the result is None.
+    A fused matrix is stored in column-major order (model.py, "Bits"). If a layer has no biases, the parameters and the
+    result are None.
     """
     if parts[0] is None:
         return None

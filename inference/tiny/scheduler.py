@@ -14,20 +14,20 @@ token.
     extend()    append one token to each sequence that was fed, and finish the sequences that have reached their end
 
 The n running sequences occupy slots 0 to n-1, so a step reads one contiguous part of the cache. When a sequence
-finishes, the running sequence in the highest slot moves to the free slot. Example with three slots and four requests:
+finishes, the running sequence in the highest slot moves to the free slot. The example has 3 slots and 4 requests:
 
     event               waiting    slot 0  slot 1  slot 2    the step that follows
     submit A, B, C, D   A B C D    -       -       -
     plan                D          A       B       C         prefill A, B and C
     plan                D          A       B       C         decode A, B and C; A reaches its end
-    A finishes          D          C       B       (A)       C moved; slot 2 remembers the keys and values of A
+    A finishes          D          C       B       (A)       C moved; slot 2 keeps the keys and values of A
     plan                           C       B       D         prefill D; D reuses A's keys for their common beginning
     plan                           C       B       D         decode C, B and D
 
 **What the scheduler guarantees.**
 
 - *Order.* Sequences start in the order of their arrival. If there is no room for the first waiting sequence, all later
-  sequences wait too. A retracted sequence (see below) goes to the end of the queue, as in SGLang.
+  sequences wait too. A retracted sequence (see *Retraction*) goes to the end of the queue, as in SGLang.
 - *Memory.* The sum of prompt tokens and max_new_tokens over all running sequences never exceeds max_total_tokens. A
   running sequence therefore always has room for its next token, and no other sequence takes its slot.
 - *Retraction.* Only a pause in mode "retract" sends running sequences back to the queue. A retracted sequence keeps its
@@ -75,19 +75,19 @@ class SamplingParams(BaseModel, frozen=True, strict=True, extra="forbid"):
 class Sequence:
     """One prompt of a client's POST /generate, together with its output so far."""
 
-    # The request. These fields never change:
+    # Fields of the request. They never change:
     rid: str  # the request's id, for /abort_request
     prompt: list[int]
     params: SamplingParams
     stop_ids: frozenset[int] = frozenset()  # token ids that end the output
-    stream: bool = False  # True if the client receives every token immediately
+    stream: bool = False  # True if the server sends every token at once
     return_logprob: bool = False  # True if the reply contains logprobs
     wants_prompt_logprobs: bool = False  # True if the reply also contains logprobs of the prompt.
-    # The scheduler uses these fields for its decisions:
+    # Fields that the scheduler reads and changes:
     tokens: list[int] = field(init=False)  # prompt and output
     logprobs: list[float] = field(default_factory=list)  # one logprob for each output token
     finish: dict[str, Any] | None = None  # SGLang's finish_reason; None until the sequence has finished.
-    # Only the reply needs these fields:
+    # Fields that only the reply needs:
     version_starts: list[tuple[str, int]] = field(default_factory=list)  # (version, index of its first output token)
     # One logprob for each prompt token if `wants_prompt_logprobs` is True; otherwise the list is empty.
     prompt_logprobs: list[float | None] = field(default_factory=list)
@@ -112,7 +112,7 @@ class Sequence:
     def spans(self, n: int) -> list[dict[str, Any]]:
         """Return SGLang's weight_versions for the first n output tokens.
 
-        Each entry tells which version computed the output tokens start .. end - 1.
+        Each entry names the version that computed the output tokens start to end - 1.
         """
         starts = [(version, start) for version, start in self.version_starts if start < n]
         bounds = pairwise([*starts, ("", n)])
@@ -172,7 +172,7 @@ class Scheduler:
         """Return all running and all waiting sequences."""
         return [*self.running, *self.waiting]
 
-    # The server calls these methods between two steps
+    # Methods that the server calls between two steps
 
     def submit(self, sequence: Sequence) -> None:
         """Append a sequence to the queue. protocol.py has already refused requests with more tokens than
@@ -213,8 +213,9 @@ class Scheduler:
         self.paused = None
 
     def set_released(self, released: bool) -> None:
-        """Release the memory of weights and cache, or allocate it again. As in SGLang, two errors end the server
-        process: a second call with the same value, and a release while the server is not idle."""
+        """Release the memory of weights and cache if `released` is true, and allocate this memory if it is false. As in
+        SGLang, two errors end the server process: a second call with the same value, and a release while the server is
+        not idle."""
         is_idle = not self.running and (self.paused or not self.waiting)
         assert is_idle or not released, "release_memory_occupation should be called only when the server is idle"
         assert released != self.released, "the memory is in this state already"
@@ -234,12 +235,13 @@ class Scheduler:
                 sequence.version_starts.append((version, len(sequence.logprobs)))
         self.version = version
 
-    # The two halves of a step
+    # Methods that begin and end a step
 
     def plan(self) -> Step:
-        """Load new weights if allowed, admit waiting sequences that fit, and return the next step.
+        """Load waiting weight updates if no sequence runs or generation is paused. Then admit waiting sequences, and
+        return the next step.
 
-        The step is empty if generation is paused or there is no sequence to compute.
+        The step is empty if generation is paused, if the memory is released, or if there is no sequence to compute.
         """
         while self.updates and (self.paused or not self.running):
             load = self.updates.popleft()
@@ -247,7 +249,8 @@ class Scheduler:
         if self.paused or self.released:
             return Step(0, [], [], [])
         started = 0 if self.updates else self._admit()
-        # If new sequences started, the step prefills only the new sequences. Otherwise the step decodes all sequences.
+        # If `_admit` started sequences, the step prefills only these sequences. If not, the step decodes all running
+        # sequences.
         first = len(self.running) - started if started else 0
         sequences = self.running[first:]
         cached = [len(slot.cached) for slot in self.slots[first : len(self.running)]]
