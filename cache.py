@@ -17,14 +17,14 @@ count as one edge (calls/messages.py, `canonical`).
 Most calls continue the call that finished last. If a request begins with the whole conversation of the last finished
 call, the cache follows only the messages after this conversation.
 
-Rewards. The cache computes the final reward R of every turn i. The computation begins at the leaves of the tree:
+Rewards. The cache computes the final reward R of every turn i, first for the leaves and last for the roots:
 
     R(i) = r(i) + gamma * mean of R(c) over the children c of i        (the mean is 0 if i has no children)
 
-AReaL's document OpenAI-Compatible Workflows calls this computation the "Reward Backpropagation Process". In an example
-with gamma = 0.5, a conversation has three turns, and only the last turn gets a reward: 1. The final rewards of the
-three turns are 0.25, 0.5 and 1 (AReaL's document Agent Workflow, "Reward System"). A side conversation is a call that a
-client makes for its own purposes, for example to get a title. A side conversation does not get the session's reward
+AReaL's document OpenAI-Compatible Workflows calls the computation of final rewards the "Reward Backpropagation
+Process". If gamma is 0.5 and only the last of three turns gets a reward, 1, the final rewards of the turns are 0.25,
+0.5 and 1 (AReaL's document Agent Workflow, "Reward System"). A side conversation is a call that a client makes for its
+own purposes, for example to get a title. A side conversation does not get the session's reward
 (calls/side_conversations.py).
 
 Export. A row is a sequence of tokens for training. With style "individual" each turn has its own row. With style
@@ -75,7 +75,7 @@ class Node:
     """A node of the prefix tree. The node stands for a prefix: the list of the messages on the path to the node."""
 
     edges: dict[Hashable, "Node"] = field(default_factory=dict)  # canonical message -> the node after this message
-    ended: list[Interaction] = field(default_factory=list)  # finished interactions that end at this node, oldest first
+    ended: list[Interaction] = field(default_factory=list)  # finished interactions of this node, oldest first
 
 
 def are_identical(messages: list[Message], others: list[Message]) -> bool:
@@ -92,9 +92,9 @@ class PrefixTree:
         self.newest: tuple[list[Message], Node] = ([], self.first)  # the conversation that finished last, and its node
 
     def follow(self, messages: list[Message]) -> tuple[Interaction | None, Node, int]:
-        """Find the longest path in the tree whose edges equal the first messages of `messages`.
+        """Walk through the tree along the edges of `messages`, until a message has no edge.
 
-        Return the last finished interaction on the path, the last node of the path, and the number of messages on the
+        Return the last finished interaction on the path, the last node of the path, and the number of edges of the
         path.
         """
         conversation, node = self.newest
@@ -153,9 +153,8 @@ class InteractionCache(Mapping[str, Interaction]):
     def enter(self, interaction_id: str, interaction: Interaction) -> Interaction:
         """Add an interaction, find its parent, and return the interaction.
 
-        If the interaction already has tokens, the method also marks it as finished. Raises ValueError if the
-        interaction has no messages or if its id is already in the cache. Raises Refusal if a message has no canonical
-        form.
+        If the interaction already has tokens, mark it as finished. Raises ValueError if the interaction has no messages
+        or if its id is already in the cache. Raises Refusal if a message has no canonical form.
         """
         if not interaction.messages:
             raise ValueError(f"interaction {interaction_id!r} has no messages")
@@ -231,8 +230,8 @@ class InteractionCache(Mapping[str, Interaction]):
     def apply_reward_discount(self, turn_discount: float = 1.0) -> None:
         """Replace the reward of each turn i by the final reward, R(i) = r(i) + gamma * mean of R(children).
 
-        A child is always younger than its parent, so a loop in reverse order visits every child before its parent.
-        Raises RuntimeError if the method is called a second time, because a second call would count the rewards twice.
+        A child is always younger than its parent, so a loop in reverse order visits every child before its parent. A
+        second call raises RuntimeError, because it would count the rewards twice.
         """
         if self._discounted:
             raise RuntimeError("apply_reward_discount was already called; the rewards are the final ones")
@@ -251,8 +250,8 @@ class InteractionCache(Mapping[str, Interaction]):
     def _check_rewards(self, own: dict[Interaction, float], gamma: float) -> None:
         """Check that the final rewards of the roots add up to the weighted sum of the turns' own rewards.
 
-        A root has the weight 1. A child has the weight of its parent, times gamma, divided by the number of the
-        parent's children. Raises RuntimeError if the two sums differ.
+        In the weighted sum a root has the weight 1. A child has the weight of its parent, times gamma, divided by the
+        number of the parent's children. Raises RuntimeError if the sum of final rewards differs from the weighted sum.
         """
         siblings, weights = Counter(turn.parent for turn in own), dict[Any, float]()
         for turn in own:
@@ -279,8 +278,8 @@ class InteractionCache(Mapping[str, Interaction]):
         """Return a dict {id: interaction} of the interactions that become training rows. Raises Refusal, a ValueError,
         for an unknown style.
 
-        Style "individual" returns every finished interaction. Style "concat" returns a copy of each leaf. The copy
-        lists the turns of its row (`join_turns`).
+        Style "individual" returns every finished interaction. Style "concat" returns a copy of each leaf; the copy
+        lists the turns of the leaf's row (`join_turns`).
         """
         check_style(style)
         self.mark_side_conversations()

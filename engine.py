@@ -14,10 +14,11 @@ know which weights computed which token, so every token carries a version:
 that one POST /generate produces. The pause mode decides how a weight update interrupts a server's requests:
 
 - `retract` (the default): the server keeps the tokens of a request and drops the request's KV cache. After the update,
-  the server computes the KV cache again with the new weights and continues the request. The engine receives all tokens
-  as one segment. The server's answer lists spans (`weight_versions`): a span is consecutive tokens of one version.
-- `abort`: the server returns the tokens generated so far, with finish reason `abort`. The engine sends a new request
-  with the prompt and the generated tokens. The new request starts after the update, with the new weights.
+  the server computes the KV cache again with the new weights and continues the request. In mode `retract` the engine
+  receives all tokens as one segment. The server's answer lists spans (`weight_versions`): a span is consecutive tokens
+  of one version.
+- `abort`: the server returns the tokens generated so far, with finish reason `abort`. After an abort, the engine sends
+  a new request with the prompt and the generated tokens. The server starts the new request after the update.
 - `in_place`: the server continues with the KV cache of the old weights. The mode `in_place` needs less computation than
   the other two modes. In mode `in_place`, the probability of a token after the update depends on old and new weights,
   so no single policy has this probability.
@@ -28,9 +29,9 @@ version at the end of each segment. If a server reports no spans, `initialize` c
 that every segment has one version.
 
 **Failures.** If a server fails in the middle of a segment, the engine keeps the tokens that the server has streamed.
-The engine waits, and then requests the missing tokens from a server that is alive (inference/servers.py). If a request
-fails several times, each wait is about twice as long as the previous wait. If a server refuses a request as invalid,
-the engine does not retry the request.
+After a failure the engine waits, and then requests the missing tokens from a server that is alive
+(inference/servers.py). If a request fails several times, each wait is about twice as long as the previous wait. If a
+server refuses a request as invalid, the engine does not retry the request.
 
 **Checks.** A token id outside the vocabulary would crash an SGLang server, so the engine checks all ids of a prompt
 before it sends a request.
@@ -63,7 +64,7 @@ logger = logging.getLogger("nano_areal.engine")
 EMPTY_ABORT_WAIT = 0.05, 1.0  # shortest and longest wait, in seconds, after an abort that returned no tokens
 FAILURE_WAIT = 0.5, 10.0  # shortest and longest wait, in seconds, after a failed request
 
-# A function that receives the response so far. The engine calls the function each time tokens arrive.
+# The engine calls a function of this type with the response so far, each time tokens arrive.
 OnTokens = Callable[[ModelResponse], None]
 
 
@@ -91,12 +92,12 @@ class RemoteInfEngine:
 
     addresses: list[str]  # base URLs of the servers, or of routers in front of them
     pause_mode: str = "retract"  # retract, abort or in_place; becomes abort if a server reports no spans
-    request_timeout: float = 3600.0  # seconds; a segment fails if its server sends nothing for longer than this
+    request_timeout: float = 3600.0  # a segment fails if its server sends nothing for this number of seconds
     request_retries: int = 3  # number of retries of a request after a connection error, a timeout or a 5xx status
     key: str = ""  # API key of the servers
     wait_for_servers: bool = False  # True: while all servers are lost, requests wait for a living server
-    transport: httpx.MockTransport | None = None  # tests pass a mock of the network
-    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep  # tests pass a function that returns at once
+    transport: httpx.MockTransport | None = None  # None: the real network; tests pass a mock of the network
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep  # function that waits; tests pass a fast function
 
     def __post_init__(self) -> None:
         if not self.addresses:
@@ -127,7 +128,7 @@ class RemoteInfEngine:
         Raises EngineError with status 400 if the request is invalid. If the last retry fails, the EngineError has
         status 502 for an answer that cannot be read, and status 503 for any other failure.
         """
-        # 1. Check the request, and make an empty response. Each segment will append its tokens to this response.
+        # 1. Check the request, and make an empty response for the tokens of all segments.
         g = req.gconfig.new(max_new_tokens=self._budget(req))
         req = replace(req, gconfig=g)
         temperature = 1.0 if g.is_greedy else g.temperature
@@ -143,13 +144,13 @@ class RemoteInfEngine:
             length_before = response.output_len
             await self._ask_a_server(req.affinity, generate_segment)
 
-            # 3. Return the completion, unless a weight update interrupted it before `max_new_tokens` was reached.
+            # 3. Return the completion, unless a weight update interrupted it before it had `max_new_tokens` tokens.
             interrupted = response.stop_reason == "abort" and response.output_len < g.max_new_tokens
             if not interrupted:
                 response.stop_reason = "stop" if response.stop_reason == "stop" else "length"
                 return response
 
-            # 4. Generate the next segment. If the abort returned no tokens, wait before the next request.
+            # 4. If the abort returned no tokens, wait before the next segment.
             empty_aborts = 0 if response.output_len > length_before else empty_aborts + 1
             if empty_aborts:
                 await self.sleep(backoff(empty_aborts, *EMPTY_ABORT_WAIT))
@@ -195,7 +196,7 @@ class RemoteInfEngine:
         if response.stop_reason or response.output_len >= g.max_new_tokens:
             return
 
-        # 3. The segment is incomplete. Tell the server to stop generating, and raise the failure.
+        # 3. If the segment is incomplete, tell the server to stop generating, and raise the failure.
         if failure.status != 400:  # the server accepted the request and may still be generating
             response.regenerated += 1
             await self._abort(server, rid)
@@ -212,8 +213,8 @@ class RemoteInfEngine:
         await asyncio.shield(asyncio.gather(*calls, return_exceptions=True))
 
     async def _ask_a_server(self, key: str, ask: Callable[[str], Awaitable[Any]]) -> Any:
-        """Call `ask` with the server for requests with key `key`, and return the result. If the server fails, wait and
-        retry.
+        """Call the function `ask` with the URL of the server for `key`, and return its result. If the server fails,
+        wait and retry.
 
         The server has failed if `ask` raises an EngineError with status 502 or 503. Each retry goes to a living server,
         if any server is alive. When no retry is left, the method raises the last error. If `ask` raises an error with
@@ -238,8 +239,8 @@ class RemoteInfEngine:
         """Return the maximum number of tokens that `req` may generate. Raises EngineError (400) if the request is
         wrong.
 
-        The maximum is the smaller of two numbers: `max_new_tokens`, and the number of tokens that fit into the context
-        window after the prompt.
+        The maximum is the smaller of `max_new_tokens` and the number of tokens that fit into the context window after
+        the prompt.
         """
         g = req.gconfig
         self._check_ids(req.input_ids)
@@ -293,10 +294,10 @@ class RemoteInfEngine:
                 self.pause_mode = "abort"
 
     def pause(self) -> None:
-        """Stop starting rollouts, then pause every server. After this call it is safe to change the weights.
+        """Stop starting rollouts, then pause every server. After a call of `pause` it is safe to change the weights.
 
         If `wait_for_servers` is true, the method waits as long as all servers are lost. If the executor stops the run
-        during this wait, the method raises RuntimeError.
+        while the method waits, the method raises RuntimeError.
         """
         if self._memory_released:
             return
@@ -333,7 +334,7 @@ class RemoteInfEngine:
         if self._memory_released:  # `release_memory` has freed the servers' weights
             self.servers.post_all("/resume_memory_occupation", {})
             self._memory_released = False
-        # In mode in_place the paused requests still need the KV cache, so it is not flushed.
+        # In mode in_place the paused requests still need the KV cache, so the servers keep it.
         weights.send(replace(meta, flush_cache=self.pause_mode != "in_place"), self.servers.post_all, buckets)
         self.servers.newest = self.servers.limit = self._sent = meta.version
 
@@ -366,7 +367,7 @@ class RemoteInfEngine:
 
     def destroy(self) -> None:
         """If this engine has paused the servers, send /continue_generation to them. Then shut down the executor. A
-        second call does nothing."""
+        second call of `destroy` does nothing."""
         if self._servers_paused and not self._memory_released:
             self._servers_paused = False
             try:

@@ -19,7 +19,7 @@ long and random, so nobody can guess it. A request marked "admin" below needs th
     POST /set_version (admin)                     set the version of the trainer's newest weights
     GET  /health                                  return the number of sessions and the number of unused grants
 
-This example shows how a call becomes a prompt. In a session's first turn the model answered "Hi!". The next call is:
+The example shows how a call becomes a prompt. The model answered "Hi!" in the first turn. The second call is:
 
     {"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "Hi!"},
                   {"role": "user", "content": "more"}], "temperature": 0.7}
@@ -30,9 +30,9 @@ This example shows how a call becomes a prompt. In a session's first turn the mo
     4. `Proxy.gconfig` collects the sampling parameters from the body, the session and the option `sampling`.
     5. engine.py requests the tokens from a server, and calls/replies.py writes the reply, whole or as a stream.
 
-Sampling. The option `sampling` gives default values of the sampling parameters. An evaluation may have default values
-of its own. An agent can override each default value, unless the key `fixed_sampling` names the parameter. If an agent
-sets top_p or a penalty, training cannot reproduce the probabilities, so the turn is left out of the loss.
+Sampling. The option `sampling` gives default values of the sampling parameters. An evaluation may have other default
+values than training. An agent can override each default value, unless the key `fixed_sampling` names the parameter. If
+an agent sets top_p or a penalty, training cannot reproduce the probabilities, so the turn is left out of the loss.
 
 Errors. The proxy answers an agent's mistake with a 4xx status and an error in the agent's protocol. SDKs retry a
 request after status 409, 429 or 500, so an agent's mistake never gets status 409 or 500. If a session asks for too many
@@ -83,7 +83,7 @@ class Proxy:
     engine: Any
     tokenizer: Any
     admin_key: str
-    keys: OpenAIConfig = field(default_factory=OpenAIConfig)  # the values of the configuration keys of rollout.openai
+    keys: OpenAIConfig = field(default_factory=OpenAIConfig)  # values of the configuration keys of rollout.openai
     seed: int | None = None  # the run's seed; with a seed the sampling of a run is repeatable
     sampling: dict[str, Any] = field(default_factory=dict)  # default values of GenerationHyperparameters
     clock: Callable[[], float] = time.monotonic  # function that returns the time in seconds
@@ -310,7 +310,7 @@ class Proxy:
     async def set_version(self, request: Request) -> Response:
         """Set the version of the trainer's newest weights.
 
-        If a server's answer has tokens of a newer version than this version, the proxy treats the answer as an error.
+        The proxy refuses a server's answer if the answer has tokens of a version newer than the trainer's version.
         """
         check_key(request, self.admin_key)
         self.engine.servers.limit = get(await self.read_json(request), "version", int, 0)

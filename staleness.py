@@ -8,7 +8,7 @@ version. The key `max_head_offpolicyness` (eta) sets the maximum age of a group.
 **The gate** (write-up, section 1.2) counts prompt groups. A group is the n_samples episodes of one prompt. A step
 consumes B groups (`consumer_batch_size`). At most `max_concurrent_rollouts` groups may run at the same time. At version
 v the gate has (eta + v + 1) * B places. Each running group and each group accepted since the run began takes one place.
-A group may start if a place is free and fewer than `max_concurrent_rollouts` groups run. The states of a group:
+A group may start if a place is free and fewer than `max_concurrent_rollouts` groups run. A group has these states:
 
     enqueued -> running -> accepted   (the group keeps its place for ever: every step adds B new places)
                         -> rejected   (the group's place becomes free; a failed group counts as rejected, too)
@@ -19,19 +19,19 @@ groups wait for the trainer, then the gate counts fewer than (v + 1) * B groups,
 
 **The gate alone does not bound the age.** If each step consumed the groups that finished first, steps would consume
 younger groups before a slow group. In an example with eta = 1 and B = 2, a slow group reaches age 5
-(tests/test_staleness.py). `rollout.stale` chooses how the lag of every trained token is kept at most eta:
+(tests/test_staleness.py). `rollout.stale` chooses one of three rules that limit the lag of every trained token to eta:
 
-- **wait** consumes the groups that started first, so a batch waits for its slowest group. *Proof:* number the
-  non-rejected groups 1, 2, 3, ... in order of start. A group that starts at version s gets a number p <=
-  (eta + s + 1) * B, because the gate counted this group and every group before it. Later rejections only make p
-  smaller. Step ceil(p / B) consumes group p at version ceil(p / B) - 1, which is at most eta + s. No token of group p
-  is older than version s, so the age of group p is at most eta.
+- **wait** consumes the groups that started first, so a batch waits for its slowest group. *Proof:* number the groups
+  that are not rejected in order of start: 1, 2, 3, ... The number p of a group that starts at version s is at most (eta
+  + s + 1) * B, because the gate counted this group and every group before it. If an earlier group is rejected, p
+  becomes smaller. Step ceil(p / B) consumes group p at version ceil(p / B) - 1, which is at most eta + s. No token of
+  group p is older than version s, so the age of group p is at most eta.
 - **mask** consumes the groups that finished first, and leaves tokens whose lag is above eta out of the loss. The first
-  tokens of long answers are masked most often, because they are the oldest. No step waits for a slow group. A group is
-  dropped if all its tokens are too old, for example because several weight updates happened while its reward was
-  computed. *Proof:* number the accepted groups in order of finish. A group that finishes at version s gets a number p
-  <= (eta + s + 1) * B. As in the proof for wait, a step consumes this group at version eta + s or before. If the
-  group's last tokens have version s, their lag is at most eta, so a step trains on these tokens.
+  tokens of long answers are masked most often, because they are the oldest. With mask, no step waits for a slow group.
+  A group is dropped if all its tokens are too old, for example because several weight updates happened while its reward
+  was computed. *Proof:* number the accepted groups in order of finish. A group that finishes at version s gets a number
+  p <= (eta + s + 1) * B. As in the proof for wait, a step consumes group p at version eta + s or before. If the group's
+  last tokens have version s, their lag is at most eta, so a step trains on these tokens.
 - **drop** consumes the groups that finished first, and drops groups whose age is above eta. Long episodes are dropped
   most often. *Proof:* a step checks each group's age before it trains on the group. A dropped group frees its place.
 
@@ -46,7 +46,7 @@ from typing import Protocol
 
 
 class VersionProvider(Protocol):
-    """An object that reports the current policy version. In a run this object is the engine."""
+    """An object that reports the current policy version. In a run the engine reports the version."""
 
     def get_version(self) -> int: ...
 
@@ -75,7 +75,7 @@ class StalenessManager:
     """The staleness gate (write-up, section 1.2) and the age check at consumption. All methods are thread-safe.
 
     No method calls version_provider.get_version() while it holds `_lock`. get_capacity reads the version before the
-    counters. If the version grows between these two reads, the gate briefly admits too few groups, but never too many.
+    counters. If the version grows between the two reads, the capacity is too small for a moment, but never too large.
     """
 
     version_provider: VersionProvider
@@ -108,7 +108,7 @@ class StalenessManager:
         return min(concurrency_capacity, staleness_capacity)
 
     def get_pending_limit(self) -> int:
-        """Return (eta + 1) * B, the maximum number of groups that the gate admits between two batches."""
+        """Return (eta + 1) * B, the maximum number of groups that have started and that no step has consumed."""
         return (self.max_staleness + 1) * self.consumer_batch_size
 
     def get_stats(self) -> RolloutStat:

@@ -30,9 +30,9 @@ alone in a worker process (rollout/workers.py), so an agent may use synchronous 
 copy of the agent, so the agent must be picklable. A worker process takes about 50 MB.
 
 **Groups** (Rollout Workflow, "Grouped Rollout"). The members of a group run concurrently, each with its own copy of
-`data`. If a member returns None or raises an exception, the group continues without this member. Example: in a group of
-four, one member raises an exception, one returns None, and the other two make one row each. The group then has two
-rows. If all members raise exceptions, the group raises the exception of its first member.
+`data`. If a member returns None or raises an exception, the group continues without this member. If one of four members
+raises an exception, one returns None, and the other two make one row each, the group has two rows. If all members raise
+exceptions, the group raises the exception of its first member.
 
 **Seeds.** In a run with a seed, the sampling seed of each request depends only on (seed, task, member, turn). Episodes
 that run at the same time do not change each other's seeds.
@@ -98,7 +98,8 @@ class workflow_context:
 
 
 class RolloutWorkflow:
-    """The interface of every workflow (Rollout Workflow, "Interface"). A subclass overrides one of its two methods."""
+    """The interface of every workflow (Rollout Workflow, "Interface"). A subclass overrides `arun_episode` or
+    `_run_one_episode`."""
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> EpisodeResult:
         """Run one episode on one sample. Return a trajectory, interactions, or None to reject the sample."""
@@ -106,8 +107,8 @@ class RolloutWorkflow:
         return result[0] if isinstance(result, tuple) else result
 
     async def _run_one_episode(self, engine: Any, data: dict[str, Any], rid: str) -> Any:
-        """Run the episode with the name `rid`. This method is an older form of `arun_episode`. It may return the
-        result, or a tuple whose first element is the result."""
+        """Run the episode with the name `rid`. This older form of `arun_episode` may return the result, or a tuple
+        whose first element is the result."""
         raise NotImplementedError(f"{type(self).__name__} has no method arun_episode(self, engine, data)")
 
 

@@ -124,8 +124,8 @@ class Servers:
         """Check the versions of new tokens from server `url`, and update `newest`.
 
         `sent_after` is the value that `newest` had when the request was sent. Raises EngineError (503) if a token is
-        older than version `sent_after`, because this server was restarted. Also raises EngineError if a token is newer
-        than the trainer's version.
+        older than version `sent_after`, because this server was restarted. Also raises EngineError if the version of a
+        token is newer than the trainer's version.
         """
         if versions and versions[-1] > self.limit:
             raise EngineError(f"{url} sent version {versions[-1]}, but the trainer has only version {self.limit}", 503)

@@ -94,13 +94,13 @@ class WeightUpdateMeta:
 def named_buckets(model: Any, dtype: "torch.dtype", bucket_mb: float) -> Iterator[Bucket]:
     """Yield all weights of a model in buckets of at most `bucket_mb` MiB.
 
-    Every rank must iterate to the end, because all ranks together gather each sharded tensor. Floating-point tensors
+    Every rank must request all buckets, because all ranks together gather each sharded tensor. Floating-point tensors
     are converted to `dtype` before they are gathered. When the caller requests the next bucket, the function empties
     the previous bucket.
 
     The yielded tensors have the names and shapes of the checkpoint files, because a server skips unknown names. In
-    memory, transformers fuses the experts of a mixture-of-experts model. `revert_weight_conversion` splits the experts
-    again. FSDPEngine refuses a model if transformers splits a tensor of its checkpoint files into several tensors.
+    memory, transformers fuses the experts of a mixture-of-experts model. `revert_weight_conversion` splits the fused
+    experts. FSDPEngine refuses a model if transformers splits a tensor of its checkpoint files into several tensors.
     """
     from torch.distributed.tensor import DTensor
     from transformers.core_model_loading import revert_weight_conversion as revert

@@ -103,8 +103,8 @@ def make_transport() -> httpx.AsyncBaseTransport:
 
 
 class PerLoop(Generic[T]):
-    """Keep one object for each event loop. The first `get` in a loop makes the loop's object. The object is closed when
-    the loop ends."""
+    """Keep one object for each event loop. The first `get` in a loop makes the loop's object. When a loop ends, its
+    object is closed."""
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make

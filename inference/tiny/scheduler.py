@@ -53,8 +53,8 @@ PREFILL_TOKENS = 1024  # maximum number of tokens in one prefill step, padding i
 
 
 class SamplingParams(BaseModel, frozen=True, strict=True, extra="forbid"):
-    """SGLang's sampling_params and their limits. The server implements none of the last four parameters, so each of
-    them accepts only its default value."""
+    """SGLang's sampling_params and their limits. The server does not implement min_p, presence_penalty,
+    repetition_penalty and n, so each of these four accepts only its default value."""
 
     max_new_tokens: int = Field(default=128, ge=1, lt=2**31)
     temperature: float = Field(default=1.0, ge=0, lt=2**31)  # temperature 0: take the most likely token
@@ -80,7 +80,7 @@ class Sequence:
     prompt: list[int]
     params: SamplingParams
     stop_ids: frozenset[int] = frozenset()  # token ids that end the output
-    stream: bool = False  # True if the server sends every token at once
+    stream: bool = False  # True if the reply is a stream of events
     return_logprob: bool = False  # True if the reply contains logprobs
     wants_prompt_logprobs: bool = False  # True if the reply also contains logprobs of the prompt.
     # Fields that the scheduler reads and changes:
@@ -159,7 +159,7 @@ class Scheduler:
         self.running: list[Sequence] = []  # running[i] occupies slots[i]
         self.slots = [Slot() for _ in range(slots)]
         self.moves: list[tuple[int, int]] = []  # pairs of slots that the cache must exchange before the next step.
-        # Queue of functions that load new weights and call `renew`. Until the queue is empty, no sequence starts.
+        # Queue of functions that load new weights and call `renew`. No sequence starts while an update is in the queue.
         self.updates: deque[Callable[[], None]] = deque()
         self.finished: list[Sequence] = []  # finished sequences whose HTTP routes have not been woken yet
         self.steps = 0  # steps computed so far
@@ -301,7 +301,8 @@ class Scheduler:
 
         If several slots have the same number of reusable tokens, the method returns the slot that was idle longest.
         """
-        # The last token is always fed, because its logits give the next token. For prompt logprobs, all tokens are fed.
+        # The last token is always fed, because its logits give the next token. If the client wants prompt logprobs, all
+        # tokens are fed.
         reusable = 0 if sequence.wants_prompt_logprobs else len(sequence.tokens) - 1
         ranked = []
         for i, slot in enumerate(self.slots[len(self.running) :], len(self.running)):
@@ -324,8 +325,8 @@ class Scheduler:
         if token in sequence.stop_ids:
             return {"type": "stop", "matched": token}
         if params.stop:
-            # A stop string of n bytes spans at most n tokens, because a token has at least one byte. The eight tokens
-            # before these n tokens are decoded too, because a decoder may change the first characters of a text.
+            # A stop string of n bytes spans at most n tokens, because a token has at least one byte. A decoder may
+            # change the first characters of a text, so eight earlier tokens are decoded too.
             tail = max(len(stop.encode()) for stop in params.stop) + 8
             text = self.decode(sequence.output[-tail:])
             for stop in params.stop:

@@ -11,8 +11,8 @@ tokens or has finished, the engine's thread wakes the route that waits for it.
     waits for sequence.changed  <------- announce --    after each step: finished and streaming sequences
 
 Each entry of the thread's queue is either an event (a function call of a route) or a step. When a step ends, the thread
-puts the next step into the queue, after the events that arrived during the step. Events are therefore handled between
-two steps, and the scheduler needs no lock.
+puts the next step into the queue, after the events that arrived during the step. The thread therefore handles events
+between two steps, and the scheduler needs no lock.
 
 **The files.** scheduler.py chooses the sequences of the next step, and model.py computes the step. fast.py is the
 forward pass of the most common architecture. protocol.py translates the bodies of requests and replies.
@@ -76,8 +76,8 @@ SPEAKS = "0.5.23"  # tests/inference/test_contract.py compares this server with 
 
 @contextlib.contextmanager
 def supervised() -> Iterator[None]:
-    """End the process if a bug raises an error in the engine's thread. If the process kept running without this thread,
-    all clients would wait forever."""
+    """End the process if a bug raises an error in the engine's thread. If the process kept running without the engine's
+    thread, all clients would wait forever."""
     try:
         yield
     except BaseException:
@@ -86,7 +86,7 @@ def supervised() -> Iterator[None]:
 
 
 def announce(sequences: list[Sequence]) -> None:
-    """Wake the routes that wait for these sequences. The asyncio loop calls this function."""
+    """Wake the routes that wait for the given sequences. The asyncio loop calls this function."""
     for sequence in sequences:
         sequence.changed.set()
 
@@ -290,7 +290,7 @@ class Server:
                 if self.scheduler.released:
                     raise RuntimeError("the memory is released: /resume_memory_occupation comes before an update")
                 self.engine.model.replace_weights(read(), whole)
-            # A broken file, a broken pickle or a lost peer may raise any error, but only before a weight changes.
+            # Reading new weights may raise any error, but only before a weight changes.
             except Exception as error:
                 problem = f"The old weights stay: {type(error).__name__}: {error}"
             else:
