@@ -33,7 +33,8 @@ trained exactly once, with the final reward of its own turn. The server sampled 
 tokens that precede it in the row. The module rollout/rows.py makes the rows.
 
 Not promised. If an agent changes the messages or the output of a turn, the agent's next call is not a child of this
-turn. If two turns have identical messages and outputs, the next call becomes a child of the newer of the two turns.
+turn. If two turns have identical messages and outputs, a call that continues their conversation becomes a child of the
+newer turn.
 """
 
 from collections import Counter, defaultdict

@@ -1,10 +1,10 @@
 """The engine gets completions from the inference servers, even if weight updates interrupt the servers.
 
-The servers generate while the trainer works. When new weights arrive, thousands of completions are unfinished. Waiting
-for the longest completion would leave GPUs idle. Discarding the unfinished completions would waste work and favour
-short completions. A **partial rollout** (write-up, section 2.1) avoids idle GPUs and wasted work. When a weight update
-interrupts a completion, the completion keeps its tokens, and the new weights compute the next token. The trainer must
-know which weights computed which token, so every token carries a version:
+The servers generate while the trainer works. When the trainer has new weights, thousands of completions are unfinished.
+Waiting for the longest completion would leave GPUs idle. Discarding the unfinished completions would waste work and
+favour short completions. A **partial rollout** (write-up, section 2.1) avoids idle GPUs and wasted work. When a weight
+update interrupts a completion, the completion keeps its tokens, and the new weights compute the next token. The trainer
+must know which weights computed which token, so every token carries a version:
 
     output_tokens     a     b     c     d     e     f
     output_logprobs  -0.2  -1.1  -0.4  -0.7  -0.1  -2.3     log-probability under the weights that sampled the token
@@ -113,7 +113,7 @@ class RemoteInfEngine:
         self.proxies: Servers | None = None  # the proxies of the run; `set_version` tells them each new version
         self.executor: Any = None  # the WorkflowExecutor of training; the executor sets this attribute
         self._version = 0  # newest policy version that all servers have
-        self._sent = -1  # newest version of which `update_weights` has sent the weights
+        self._sent = -1  # newest version whose weights `update_weights` has sent
         self._servers_paused = False  # True between `pause` and `resume`
         self._memory_released = False  # True between `release_memory` and `update_weights`
 
@@ -294,7 +294,7 @@ class RemoteInfEngine:
                 self.pause_mode = "abort"
 
     def pause(self) -> None:
-        """Stop starting rollouts, then pause every server. After a call of `pause` it is safe to change the weights.
+        """Start no more rollouts, and pause every server. After a call of `pause` it is safe to change the weights.
 
         If `wait_for_servers` is true, the method waits as long as all servers are lost. If the executor stops the run
         while the method waits, the method raises RuntimeError.

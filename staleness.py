@@ -22,8 +22,8 @@ younger groups before a slow group. In an example with eta = 1 and B = 2, a slow
 (tests/test_staleness.py). `rollout.stale` chooses one of three rules that limit the lag of every trained token to eta:
 
 - **wait** consumes the groups that started first, so a batch waits for its slowest group. *Proof:* number the groups
-  that are not rejected in order of start: 1, 2, 3, ... The number p of a group that starts at version s is at most (eta
-  + s + 1) * B, because the gate counted this group and every group before it. If an earlier group is rejected, p
+  that are not rejected in order of start: 1, 2, 3, ... The number p of every group that starts at version s is at most
+  (eta + s + 1) * B, because the gate counted this group and every group before it. If an earlier group is rejected, p
   becomes smaller. Step ceil(p / B) consumes group p at version ceil(p / B) - 1, which is at most eta + s. No token of
   group p is older than version s, so the age of group p is at most eta.
 - **mask** consumes the groups that finished first, and leaves tokens whose lag is above eta out of the loss. The first

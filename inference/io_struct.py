@@ -40,7 +40,7 @@ class GenerationHyperparameters:
     """The sampling parameters of a request."""
 
     n_samples: Annotated[int, "[1, inf)"] = 1  # episodes per prompt (the group size); one request makes one completion
-    max_new_tokens: Annotated[int, "[1, inf)"] = 512  # maximum tokens generated per turn; the context may allow fewer
+    max_new_tokens: Annotated[int, "[1, inf)"] = 512  # maximum number of tokens of a turn; the context may allow fewer
     temperature: Annotated[float, "[0, inf)"] = 1.0  # divides the logits before sampling; 0: always the likeliest token
     top_p: Annotated[float, "(0, 1]"] = 1.0  # sample from the likeliest tokens with this total probability; 1: all
     top_k: Annotated[int, "[-1, -1] or [1, inf)"] = -1  # sample from this number of likeliest tokens; -1: all tokens

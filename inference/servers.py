@@ -14,8 +14,8 @@ order of servers. If a request has no group, the ranking depends on its session.
     living -- a request got no answer, a 5xx, or tokens of old weights --> lost
     lost   -- the server answers again, and its weights may be used    --> living
 
-A lost server may have ended, may have restarted with its initial weights, or may still run. Three rules exclude tokens
-of old weights:
+A lost server may have stopped, may have restarted with its initial weights, or may still run. Three rules exclude
+tokens of old weights:
 
 - Before each weight update, the trainer calls all lost servers. A lost server that answers gets the update, too.
 - Every few seconds, each process requests the version of its lost servers. A process that has received tokens of
@@ -37,7 +37,7 @@ proxy requests the list of workers only at its start, so it sends no aborts to w
 **Not promised.** If the trainer cannot reach a server during an update, the server keeps its old weights. Until a
 process receives a token of the new version, it may still send requests to a server with old weights. A server with old
 weights labels its tokens correctly with the old version. A server that hangs but keeps its connections open counts as
-lost only after `request_timeout`. If a server dies during an update in mode distributed, the run ends.
+lost only after `request_timeout`. If a server fails during an update in mode distributed, the run ends.
 """
 
 import hashlib
@@ -83,7 +83,7 @@ class Servers:
         # Mutable state:
         self.workers_of = {address: [address] for address in self.addresses}  # for each address, URLs of its servers
         self.newest = 0  # newest version among all tokens received so far
-        self.limit = math.inf  # the trainer's version; infinite if this process does not know the trainer's version.
+        self.limit = math.inf  # the trainer's version; infinite until this process receives the version.
         # The lost servers and routers: for each URL, why it was lost. The trainer's thread and the rollout loop both
         # change this dictionary, so code that iterates over the dictionary uses a copy.
         self.lost: dict[str, str] = {}

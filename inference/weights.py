@@ -21,8 +21,8 @@
 In pause mode in_place the servers keep the KV cache (`flush_cache` is off), because their running requests use it.
 
 **If the update to version 7 fails** half way, a server may have some weights of version 6 and some of version 7.
-Without the label "7-incomplete", SGLang would still report version 6. The label "7-incomplete" is not a number, so the
-engine refuses the server's tokens.
+Without the label "7-incomplete", SGLang would still report version 6 after the failure. The label "7-incomplete" is not
+a number, so the engine refuses the server's tokens.
 
 **Files.** The trainer writes a directory under a temporary name, and renames the directory when all files are complete.
 No server can therefore read an incomplete directory. After a crash, the next write deletes the incomplete directory.

@@ -361,7 +361,7 @@ def truncate(weights: Tensor, params: list[SamplingParams]) -> Tensor:
     """Set to 0 the sampling weights of the tokens that top_k or top_p excludes. The most likely token always keeps its
     weight.
 
-    `weights` and the result have the shape (n, vocab). The rows of the result are not renormalised to sum 1.
+    `weights` and the result have the shape (n, vocab). The sum of a row of the result may be below 1.
     """
     ranked, order = weights.sort(dim=-1, descending=True)
     rank = torch.arange(weights.shape[1])
@@ -383,7 +383,7 @@ def sample(logits: Tensor, sequences: list[Sequence]) -> tuple[list[int], list[f
             logits[i] -= penalty * torch.bincount(torch.tensor(sequence.output, dtype=torch.int), minlength=vocab)
 
     # 2. Logprobs: log_softmax(logits / T)
-    greedy = [p.temperature < 1e-6 for p in params]  # 1e-6 is SGLang's limit
+    greedy = [p.temperature < 1e-6 for p in params]  # SGLang samples greedily below 1e-6, too
     temperatures = [1.0 if p.temperature < 1e-6 else p.temperature for p in params]
     if set(temperatures) != {1.0}:
         logits = logits / torch.tensor(temperatures)[:, None]  # (n, vocab) / (n, 1)

@@ -88,7 +88,7 @@ class Sequence:
     logprobs: list[float] = field(default_factory=list)  # one logprob for each output token
     finish: dict[str, Any] | None = None  # SGLang's finish_reason; None until the sequence has finished.
     # Fields that only the reply needs:
-    version_starts: list[tuple[str, int]] = field(default_factory=list)  # (version, index of its first output token)
+    version_starts: list[tuple[str, int]] = field(default_factory=list)  # pairs (version, index of its first token)
     # One logprob for each prompt token if `wants_prompt_logprobs` is True; otherwise the list is empty.
     prompt_logprobs: list[float | None] = field(default_factory=list)
     retractions: int = 0  # how often a pause took the sequence out of its slot
@@ -249,8 +249,7 @@ class Scheduler:
         if self.paused or self.released:
             return Step(0, [], [], [])
         started = 0 if self.updates else self._admit()
-        # If `_admit` started sequences, the step prefills only these sequences. If not, the step decodes all running
-        # sequences.
+        # The step prefills the sequences that `_admit` started or, if it started none, decodes all running sequences.
         first = len(self.running) - started if started else 0
         sequences = self.running[first:]
         cached = [len(slot.cached) for slot in self.slots[first : len(self.running)]]
