@@ -1,4 +1,4 @@
-"""InteractionCache stores the calls of one session as a tree of conversations and passes rewards back through the tree.
+"""`InteractionCache` stores the calls of one session as a tree, and computes the final reward of each call.
 
 An interaction is one call of an agent: the messages that the agent sent and the tokens that the model generated. The
 agent sends the whole conversation with every call, so a later call begins with the messages of an earlier call:
@@ -8,31 +8,33 @@ agent sends the whole conversation with every call, so a later call begins with 
 
 The tree. The messages of a session form a prefix tree. An edge of the prefix tree is a message. A node stands for a
 prefix: the messages on the path from the first node to this node. The first node stands for the empty prefix. Each
-finished interaction belongs to the node at the end of its output. To find the parent of a new interaction, the cache
-follows the interaction's messages through the tree, starting at the first node. The parent is the last finished
-interaction on this path. An interaction without a parent is a root. Clients may change the order of JSON keys and the
-white space in a message, so messages with the same meaning count as one edge (calls/messages.py, `canonical`).
+finished interaction belongs to the node that stands for its messages and its output. To find the parent of a new
+interaction, the cache follows the interaction's messages through the tree, starting at the first node. The parent of
+the new interaction is the last finished interaction on the path of its messages. An interaction without a parent is a
+root. Clients may change the order of JSON keys and the white space in a message, so messages with the same meaning
+count as one edge (calls/messages.py, `canonical`).
 
-Most calls continue the call that finished last. The cache therefore first checks whether a request begins with the
-whole conversation of the last finished call. If so, the cache follows only the messages after this conversation.
+Most calls continue the call that finished last. If a request begins with the whole conversation of the last finished
+call, the cache follows only the messages after this conversation.
 
-Rewards. The final reward R of a turn i is computed from the leaves to the roots:
+Rewards. The cache computes the final reward R of every turn i, first for the leaves and last for the roots:
 
     R(i) = r(i) + gamma * mean of R(c) over the children c of i        (the mean is 0 if i has no children)
 
-AReaL's document OpenAI-Compatible Workflows calls this computation the "Reward Backpropagation Process". For example,
-let gamma be 0.5 and let the last of three turns have the reward 1. The other two turns have no reward of their own. The
-final rewards of the three turns are then 0.25, 0.5 and 1 (AReaL's document Agent Workflow, "Reward System"). A side
-conversation is a call that a client makes for its own purposes, for example to get a title. A side conversation does
-not get the session's reward (calls/side_conversations.py).
+AReaL's document OpenAI-Compatible Workflows calls the computation of final rewards the "Reward Backpropagation
+Process". If gamma is 0.5 and only the last of three turns gets a reward, 1, the final rewards of the turns are 0.25,
+0.5 and 1 (AReaL's document Agent Workflow, "Reward System"). A side conversation is a call that a client makes for its
+own purposes, for example to get a title. A side conversation does not get the session's reward
+(calls/side_conversations.py).
 
 Export. A row is a sequence of tokens for training. With style "individual" each turn has its own row. With style
 "concat" each leaf has a row, which holds the turns from the root to the leaf. In both styles each sampled token is
-trained once, in the context in which it was sampled, with the final reward of its own turn. The module rollout/rows.py
-makes the rows.
+trained exactly once, with the final reward of its own turn. The server sampled each trained token after exactly those
+tokens that precede it in the row. The module rollout/rows.py makes the rows.
 
 Not promised. If an agent changes the messages or the output of a turn, the agent's next call is not a child of this
-turn. If two turns have identical messages and outputs, the next call becomes a child of the newer of the two turns.
+turn. If two turns have identical messages and outputs, a call that continues their conversation becomes a child of the
+newer turn.
 """
 
 from collections import Counter, defaultdict
@@ -74,26 +76,27 @@ class Node:
     """A node of the prefix tree. The node stands for a prefix: the list of the messages on the path to the node."""
 
     edges: dict[Hashable, "Node"] = field(default_factory=dict)  # canonical message -> the node after this message
-    ended: list[Interaction] = field(default_factory=list)  # finished interactions that end at this node, oldest first
+    ended: list[Interaction] = field(default_factory=list)  # finished interactions of this node, oldest first
 
 
 def are_identical(messages: list[Message], others: list[Message]) -> bool:
     """Return whether two lists of messages are equal. In the arguments of tool calls, True and 1 count as different."""
     pairs = ((a["tool_calls"], b["tool_calls"]) for a, b in zip(messages, others) if a.get("tool_calls"))
-    return messages == others and all(repr(a) == repr(b) for a, b in pairs)  # `==` cannot tell True from 1
+    return messages == others and all(repr(a) == repr(b) for a, b in pairs)  # for `==`, True equals 1
 
 
 class PrefixTree:
     """The finished interactions of a session, each at the node that stands for its whole conversation."""
 
     def __init__(self) -> None:
-        self.first = Node()  # stands for the empty prefix
+        self.first = Node()  # the node of the empty prefix
         self.newest: tuple[list[Message], Node] = ([], self.first)  # the conversation that finished last, and its node
 
     def follow(self, messages: list[Message]) -> tuple[Interaction | None, Node, int]:
-        """Follow `messages` along the tree as far as possible.
+        """Walk through the tree along the edges of `messages`, until a message has no edge.
 
-        Return the last finished interaction on the path, the last node, and the number of messages before this node.
+        Return the last finished interaction on the path, the last node of the path, and the number of edges of the
+        path.
         """
         conversation, node = self.newest
         known = len(conversation)
@@ -122,7 +125,7 @@ class PrefixTree:
 
 
 class InteractionCache(Mapping[str, Interaction]):
-    """The interactions of one session by completion id, in the order of their requests.
+    """A mapping from the completion ids of one session to its interactions, in the order of the requests.
 
     The proxy adds a call with `enter`. When the call ends, the proxy calls `finish` or, after a failure, `discard`.
     """
@@ -132,8 +135,8 @@ class InteractionCache(Mapping[str, Interaction]):
         # All mutable state:
         self._interactions: dict[str, Interaction] = {}  # finished and unfinished interactions
         self._tree = PrefixTree()  # the finished interactions
-        # The id of each unfinished call -> the last existing node on the call's path, and the edges to add after this
-        # node
+        # For the id of each unfinished call: the last node of the tree on the call's path, and the edges that `finish`
+        # adds after this node
         self._unfinished: dict[str, tuple[Node, list[tuple]]] = {}
         self._discounted = False
 
@@ -146,14 +149,13 @@ class InteractionCache(Mapping[str, Interaction]):
     def __len__(self) -> int:
         return len(self._interactions)
 
-    # ---- the life of a call
+    # ---- methods that add, finish or remove a call
 
     def enter(self, interaction_id: str, interaction: Interaction) -> Interaction:
         """Add an interaction, find its parent, and return the interaction.
 
-        If the interaction already has tokens, the method also marks it as finished. Raises ValueError if the
-        interaction has no messages or if its id is already in the cache. Raises Refusal if a message has no canonical
-        form.
+        If the interaction already has tokens, mark it as finished. Raises ValueError if the interaction has no messages
+        or if its id is already in the cache. Raises Refusal if a message has no canonical form.
         """
         if not interaction.messages:
             raise ValueError(f"interaction {interaction_id!r} has no messages")
@@ -175,9 +177,10 @@ class InteractionCache(Mapping[str, Interaction]):
         return interaction
 
     def finish(self, interaction_id: str, response: ModelResponse, output: list[Message]) -> None:
-        """Store the tokens and the output of a call. A finished call can be a parent, take a reward and be exported.
+        """Mark a call as finished, and store its tokens and its output.
 
-        Raises Refusal if a message of the output has no canonical form. The call then stays unfinished.
+        Only a finished call can be a parent, get a reward and be exported. Raises Refusal if a message of the output
+        has no canonical form. After a Refusal the call is still unfinished.
         """
         interaction, said = self[interaction_id], [canonical(message) for message in output]
         node, rest = self._unfinished.pop(interaction_id)
@@ -185,7 +188,7 @@ class InteractionCache(Mapping[str, Interaction]):
         self._tree.insert(interaction, node, rest + said)
 
     def discard(self, interaction_id: str) -> None:
-        """Remove an unfinished interaction whose call failed or was cancelled. A finished interaction stays."""
+        """Remove an interaction whose call failed or was cancelled, unless the interaction is finished."""
         if self._unfinished.pop(interaction_id, None) is not None:
             self._remove(interaction_id)
 
@@ -217,8 +220,8 @@ class InteractionCache(Mapping[str, Interaction]):
         self[interaction_id].reward = finite(reward)
 
     def set_last_reward(self, reward: Any) -> None:
-        """Set the reward of the last finished call that is not a side conversation. Raises KeyError if there is no such
-        call."""
+        """Set the reward of the last finished call that is not a side conversation. Raises KeyError if the session has
+        only unfinished calls and side conversations."""
         self.mark_side_conversations()
         finished = [interaction for interaction in self.finished() if not interaction.is_side]
         if not finished:
@@ -226,10 +229,10 @@ class InteractionCache(Mapping[str, Interaction]):
         self.set_reward(finished[-1].interaction_id, reward)
 
     def apply_reward_discount(self, turn_discount: float = 1.0) -> None:
-        """Replace every reward with the final reward, R(i) = r(i) + gamma * mean of R(children).
+        """Replace the reward of each turn i by the final reward, R(i) = r(i) + gamma * mean of R(children).
 
-        A child is always younger than its parent, so a loop in reverse order visits every child before its parent.
-        Raises RuntimeError if the method is called a second time, because a second call would count the rewards twice.
+        A child is always younger than its parent, so a loop in reverse order visits every child before its parent. A
+        second call raises RuntimeError, because it would count the rewards twice.
         """
         if self._discounted:
             raise RuntimeError("apply_reward_discount was already called; the rewards are the final ones")
@@ -246,10 +249,10 @@ class InteractionCache(Mapping[str, Interaction]):
         self._check_rewards(own, gamma)
 
     def _check_rewards(self, own: dict[Interaction, float], gamma: float) -> None:
-        """Raise RuntimeError unless the final rewards of the roots add up to the weighted sum of the turns' own
-        rewards.
+        """Check that the final rewards of the roots add up to the weighted sum of the turns' own rewards.
 
-        A root has the weight 1. The children of a turn share gamma times the turn's weight equally.
+        In the weighted sum a root has the weight 1. A child has the weight of its parent, times gamma, divided by the
+        number of the parent's children. Raises RuntimeError if the sum of final rewards differs from the weighted sum.
         """
         siblings, weights = Counter(turn.parent for turn in own), dict[Any, float]()
         for turn in own:
@@ -266,7 +269,7 @@ class InteractionCache(Mapping[str, Interaction]):
         return [interaction for interaction in self.values() if interaction.complete]
 
     def mark_side_conversations(self) -> list[Interaction]:
-        """Set `is_side` of every interaction. Return the finished interactions that are side conversations."""
+        """Set `is_side` of every interaction, and return the finished interactions that are side conversations."""
         side = find_side_conversations(self.finished(), self._matches_side_pattern)
         for interaction in self.values():
             interaction.is_side = interaction in side
@@ -276,8 +279,8 @@ class InteractionCache(Mapping[str, Interaction]):
         """Return a dict {id: interaction} of the interactions that become training rows. Raises Refusal, a ValueError,
         for an unknown style.
 
-        Style "individual" returns every finished interaction. Style "concat" returns a copy of each leaf. The copy
-        lists the turns of its row (`join_turns`).
+        Style "individual" returns every finished interaction. Style "concat" returns a copy of each leaf; the copy
+        lists the turns of the leaf's row (`join_turns`).
         """
         check_style(style)
         self.mark_side_conversations()

@@ -1,10 +1,10 @@
-"""The engine sends requests to the inference servers, and completes them even if weight updates interrupt them.
+"""The engine gets completions from the inference servers, even if weight updates interrupt the servers.
 
-The servers generate while the trainer works. When new weights arrive, thousands of completions are unfinished. Waiting
-for the longest completion would leave GPUs idle. Discarding the unfinished completions would waste work and favour
-short completions. A **partial rollout** (write-up, section 2.1) avoids idle GPUs and wasted work. When a weight update
-interrupts a completion, the completion keeps its tokens, and the new weights compute the next token. The trainer must
-know which weights computed which token, so every token carries a version:
+The servers generate while the trainer works. When the trainer has new weights, thousands of completions are unfinished.
+Waiting for the longest completion would leave GPUs idle. Discarding the unfinished completions would waste work and
+favour short completions. A **partial rollout** (write-up, section 2.1) avoids idle GPUs and wasted work. When a weight
+update interrupts a completion, the completion keeps its tokens, and the new weights compute the next token. The trainer
+must know which weights computed which token, so every token carries a version:
 
     output_tokens     a     b     c     d     e     f
     output_logprobs  -0.2  -1.1  -0.4  -0.7  -0.1  -2.3     log-probability under the weights that sampled the token
@@ -14,14 +14,14 @@ know which weights computed which token, so every token carries a version:
 that one POST /generate produces. The pause mode decides how a weight update interrupts a server's requests:
 
 - `retract` (the default): the server keeps the tokens of a request and drops the request's KV cache. After the update,
-  the server computes the KV cache again with the new weights and continues the request. The engine receives all tokens
-  as one segment. The server's answer lists spans (`weight_versions`): a span is consecutive tokens of one version.
-- `abort`: the server returns the tokens generated so far, with finish reason `abort`. The engine sends a new request
-  with the prompt and the generated tokens. The new request waits until the update is over and then runs with the new
-  weights.
-- `in_place`: the server continues with the KV cache of the old weights. The mode `in_place` is the cheapest of the
-  three. With `in_place`, the probability of a token after the update depends on old and new weights, so no single
-  policy has this probability.
+  the server computes the KV cache again with the new weights and continues the request. In mode `retract` the engine
+  receives all tokens as one segment. The server's answer lists spans (`weight_versions`): a span is consecutive tokens
+  of one version.
+- `abort`: the server returns the tokens generated so far, with finish reason `abort`. After an abort, the engine sends
+  a new request with the prompt and the generated tokens. The server starts the new request after the update.
+- `in_place`: the server continues with the KV cache of the old weights. The mode `in_place` needs less computation than
+  the other two modes. In mode `in_place`, the probability of a token after the update depends on old and new weights,
+  so no single policy has this probability.
 
 **Versions.** The versions of tokens come from the server's answers. The engine does not label tokens with its own
 version, because this version may change while a request runs. SGLang 0.5.16 to 0.5.18 reports no spans, but reports the
@@ -29,11 +29,12 @@ version at the end of each segment. If a server reports no spans, `initialize` c
 that every segment has one version.
 
 **Failures.** If a server fails in the middle of a segment, the engine keeps the tokens that the server has streamed.
-The engine waits, and then requests the missing tokens from a server that is alive (inference/servers.py). If a request
-fails several times, each wait is about twice as long as the previous wait. If a server refuses a request as invalid,
-the engine does not retry the request.
+After a failure the engine waits, and then requests the missing tokens from a server that is alive
+(inference/servers.py). If a request fails several times, each wait is about twice as long as the previous wait. If a
+server refuses a request as invalid, the engine does not retry the request.
 
-**Checks.** A token id outside the vocabulary would crash an SGLang server, so the engine checks all ids before sending.
+**Checks.** A token id outside the vocabulary would crash an SGLang server, so the engine checks all ids of a prompt
+before it sends a request.
 
 **Not promised.** In mode `abort`, no server finds a stop string that begins in one segment and ends in the next.
 In mode `abort`, frequency and presence penalties count the tokens of each segment separately.
@@ -63,7 +64,8 @@ logger = logging.getLogger("nano_areal.engine")
 EMPTY_ABORT_WAIT = 0.05, 1.0  # shortest and longest wait, in seconds, after an abort that returned no tokens
 FAILURE_WAIT = 0.5, 10.0  # shortest and longest wait, in seconds, after a failed request
 
-OnTokens = Callable[[ModelResponse], None]  # called with the response so far each time tokens arrive
+# The engine calls a function of this type with the response so far, each time tokens arrive.
+OnTokens = Callable[[ModelResponse], None]
 
 
 def backoff(attempt: int, first: float, most: float) -> float:
@@ -90,12 +92,12 @@ class RemoteInfEngine:
 
     addresses: list[str]  # base URLs of the servers, or of routers in front of them
     pause_mode: str = "retract"  # retract, abort or in_place; becomes abort if a server reports no spans
-    request_timeout: float = 3600.0  # seconds; a segment fails if its server sends nothing for longer than this
+    request_timeout: float = 3600.0  # a segment fails if its server sends nothing for this number of seconds
     request_retries: int = 3  # number of retries of a request after a connection error, a timeout or a 5xx status
     key: str = ""  # API key of the servers
-    wait_for_servers: bool = False  # True if lost servers are restarted; requests then wait for a living server
-    transport: httpx.MockTransport | None = None  # tests pass a mock of the network
-    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep  # waits; tests pass a function that returns at once
+    wait_for_servers: bool = False  # True: while all servers are lost, requests wait for a living server
+    transport: httpx.MockTransport | None = None  # None: the real network; tests pass a mock of the network
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep  # function that waits; tests pass a fast function
 
     def __post_init__(self) -> None:
         if not self.addresses:
@@ -109,9 +111,9 @@ class RemoteInfEngine:
         self.context_length: int | None = None  # maximum length of prompt plus completion; None if unknown
         self.has_grammar = False  # True if every server can restrict its output to a JSON schema
         self.proxies: Servers | None = None  # the proxies of the run; `set_version` tells them each new version
-        self.executor: Any = None  # the WorkflowExecutor of training, which sets this attribute itself
+        self.executor: Any = None  # the WorkflowExecutor of training; the executor sets this attribute
         self._version = 0  # newest policy version that all servers have
-        self._sent = -1  # newest version of which `update_weights` has sent the weights
+        self._sent = -1  # newest version whose weights `update_weights` has sent
         self._servers_paused = False  # True between `pause` and `resume`
         self._memory_released = False  # True between `release_memory` and `update_weights`
 
@@ -123,10 +125,10 @@ class RemoteInfEngine:
         If `on_tokens` is given, the server streams the tokens. Each time tokens arrive, the engine calls `on_tokens`
         with the response so far. A token that `on_tokens` has received is never removed or changed.
 
-        Raises EngineError with status 400 if the request is invalid, with status 502 if a server's answer cannot be
-        read, and with status 503 if the last retry fails.
+        Raises EngineError with status 400 if the request is invalid. If the last retry fails, the EngineError has
+        status 502 for an answer that cannot be read, and status 503 for any other failure.
         """
-        # 1. Check the request, and make an empty response, to which the segments will append their tokens.
+        # 1. Check the request, and make an empty response for the tokens of all segments.
         g = req.gconfig.new(max_new_tokens=self._budget(req))
         req = replace(req, gconfig=g)
         temperature = 1.0 if g.is_greedy else g.temperature
@@ -142,13 +144,13 @@ class RemoteInfEngine:
             length_before = response.output_len
             await self._ask_a_server(req.affinity, generate_segment)
 
-            # 3. Return the completion, unless a weight update interrupted it before `max_new_tokens` was reached.
+            # 3. Return the completion, unless a weight update interrupted it before it had `max_new_tokens` tokens.
             interrupted = response.stop_reason == "abort" and response.output_len < g.max_new_tokens
             if not interrupted:
                 response.stop_reason = "stop" if response.stop_reason == "stop" else "length"
                 return response
 
-            # 4. Continue after the last token. If the abort returned no tokens, wait before the next request.
+            # 4. If the abort returned no tokens, wait before the next segment.
             empty_aborts = 0 if response.output_len > length_before else empty_aborts + 1
             if empty_aborts:
                 await self.sleep(backoff(empty_aborts, *EMPTY_ABORT_WAIT))
@@ -165,12 +167,12 @@ class RemoteInfEngine:
         url = server + "/generate"
         start = response.output_len
         g = req.gconfig
-        oldest_allowed = self.servers.newest  # a version that is too old means that the server was restarted
+        oldest_allowed = self.servers.newest  # a token of an older version shows that the server was restarted
         body = generate_body(response.input_tokens + response.output_tokens, g, start)
         body |= {"rid": rid, "stream": on_tokens is not None}
 
-        # 1. Receive the tokens. The last event sets `stop_reason`. If the answer ends without this event, the segment
-        #    failed.
+        # 1. Receive the tokens. The last event sets `stop_reason`. If the answer ends without its last event, the
+        #    segment failed.
         response.stop_reason = ""
         failure = EngineError(f"{url} ended its answer before the completion was finished", 503)
         try:
@@ -194,7 +196,7 @@ class RemoteInfEngine:
         if response.stop_reason or response.output_len >= g.max_new_tokens:
             return
 
-        # 3. The segment is incomplete. Tell the server to stop generating, and raise the failure.
+        # 3. If the segment is incomplete, tell the server to stop generating, and raise the failure.
         if failure.status != 400:  # the server accepted the request and may still be generating
             response.regenerated += 1
             await self._abort(server, rid)
@@ -211,11 +213,12 @@ class RemoteInfEngine:
         await asyncio.shield(asyncio.gather(*calls, return_exceptions=True))
 
     async def _ask_a_server(self, key: str, ask: Callable[[str], Awaitable[Any]]) -> Any:
-        """Call `ask` with the server of conversation `key`, and return the result. If the server fails, wait and retry.
+        """Call the function `ask` with the URL of the server for `key`, and return its result. If the server fails,
+        wait and retry.
 
         The server has failed if `ask` raises an EngineError with status 502 or 503. Each retry goes to a living server,
-        if any server is alive. When no retry is left, the method raises the last error. It raises an error with status
-        400 at once.
+        if any server is alive. When no retry is left, the method raises the last error. If `ask` raises an error with
+        status 400, the method raises this error without a retry.
         """
         for failures in itertools.count(1):
             server = await self.servers.choose(key)
@@ -236,8 +239,8 @@ class RemoteInfEngine:
         """Return the maximum number of tokens that `req` may generate. Raises EngineError (400) if the request is
         wrong.
 
-        The maximum is `max_new_tokens`, or the room that the prompt leaves in the context window if this room is
-        smaller.
+        The maximum is the smaller of `max_new_tokens` and the number of tokens that fit into the context window after
+        the prompt.
         """
         g = req.gconfig
         self._check_ids(req.input_ids)
@@ -263,15 +266,15 @@ class RemoteInfEngine:
             if token < 0 or (self.vocab_size is not None and token >= self.vocab_size):
                 raise EngineError(f"token id {token} is outside the vocabulary of {self.vocab_size} tokens", 400)
 
-    # 2. Control. The trainer's main thread calls these methods. A call to the servers waits until all servers have
+    # 2. Methods of the trainer's main thread. A method that sends a request to all servers waits until all servers have
     #    answered.
 
     def initialize(self) -> None:
-        """Read the limits of every server, and test every server by generating one token.
+        """Read the limits of every server, and test every server by a request for one token.
 
-        The test finds four problems before the run starts: a server's version is not a number, its answer lacks
-        logprobs or spans, or an earlier run left the server paused. Raises EngineError if a server cannot be reached or
-        fails the test.
+        The test finds three errors before the run starts: a version that is not a number, an answer without logprobs,
+        and a server that an earlier run left paused. If an answer has no spans, the pause mode becomes `abort`. Raises
+        EngineError if a server cannot be reached or fails the test.
         """
         self.servers.refresh()
         infos = self.servers.post_all("/server_info")
@@ -291,10 +294,10 @@ class RemoteInfEngine:
                 self.pause_mode = "abort"
 
     def pause(self) -> None:
-        """Stop starting rollouts, then pause every server. After this call it is safe to change the weights.
+        """Start no more rollouts, and pause every server. After a call of `pause` it is safe to change the weights.
 
         If `wait_for_servers` is true, the method waits as long as all servers are lost. If the executor stops the run
-        during this wait, the method raises RuntimeError.
+        while the method waits, the method raises RuntimeError.
         """
         if self._memory_released:
             return
@@ -313,7 +316,8 @@ class RemoteInfEngine:
             self._rollouts().dispatcher.check_alive()
 
     def release_memory(self) -> None:
-        """Pause every server, and free its weights and KV cache. The next `update_weights` must send all weights."""
+        """Pause every server, and free the memory of its weights and its KV cache. The next `update_weights` must send
+        all weights."""
         self.pause()
         self.servers.post_all("/release_memory_occupation", {})
         self._memory_released = True
@@ -330,17 +334,17 @@ class RemoteInfEngine:
         if self._memory_released:  # `release_memory` has freed the servers' weights
             self.servers.post_all("/resume_memory_occupation", {})
             self._memory_released = False
-        # In mode in_place the paused requests still need the KV cache, so it is not flushed.
+        # In mode in_place the paused requests still need the KV cache, so the servers keep it.
         weights.send(replace(meta, flush_cache=self.pause_mode != "in_place"), self.servers.post_all, buckets)
         self.servers.newest = self.servers.limit = self._sent = meta.version
 
     def forget_sent(self) -> None:
-        """Allow `update_weights` to send the current version again, because a server was restarted and needs the
+        """Allow `update_weights` to send the current version a second time, because a restarted server needs the
         weights."""
         self._sent = -1
 
     def set_version(self, version: int) -> None:
-        """Record that all servers have `version`, and tell the proxies. The staleness gate may then start rollouts."""
+        """Record that all servers have `version`, tell the proxies, and let the staleness gate start more rollouts."""
         self._version = self.servers.limit = version
         if self.proxies is not None:
             self.proxies.post_all("/set_version", {"version": version})
@@ -363,7 +367,7 @@ class RemoteInfEngine:
 
     def destroy(self) -> None:
         """If this engine has paused the servers, send /continue_generation to them. Then shut down the executor. A
-        second call does nothing."""
+        second call of `destroy` does nothing."""
         if self._servers_paused and not self._memory_released:
             self._servers_paused = False
             try:
@@ -374,7 +378,7 @@ class RemoteInfEngine:
             self.executor.destroy()
 
     def score(self, ids: list[int]) -> list[list[float]]:
-        """Return a list for each living server: log p(token | earlier tokens) of each token, at temperature 1.
+        """Return one list for each living server: log p(token | earlier tokens) of each token at temperature 1.
 
         Each list begins with 0, because no token comes before the first token. If `ids` fills the context window, the
         last token of `ids` gets no log-probability, because a server needs room to generate one token. Raises
@@ -385,7 +389,7 @@ class RemoteInfEngine:
         answers = self.servers.post_all("/generate", {**probe(ids), "logprob_start_len": 0}, self.request_timeout)
         return [parse_scores(answer, ids) for answer in answers]
 
-    # 3. Rollouts. The WorkflowExecutor implements these methods, and the engine forwards each call to the executor.
+    # 3. Rollout methods. The engine forwards each call of a rollout method to the WorkflowExecutor.
 
     def _rollouts(self) -> Any:
         """Return the executor. Raises RuntimeError if no executor is attached."""

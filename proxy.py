@@ -1,7 +1,7 @@
 r"""The proxy answers agents in the protocols of OpenAI and Anthropic, and records all sampled tokens for training.
 
 Each episode has a session at one proxy. An agent sends the id of its session in the URL or as the API key. The id is
-long and random, so nobody can guess it. A request marked "admin" below needs the admin key. `/v1` may be left out.
+long and random, so nobody can guess it. A request marked "admin" below needs the admin key. Clients may omit `/v1`.
 
     POST /grant_capacity (admin)                  let one more session start
     POST /rl/start_session (admin)                use one grant to start a session, and return the session's id; with
@@ -19,7 +19,7 @@ long and random, so nobody can guess it. A request marked "admin" below needs th
     POST /set_version (admin)                     set the version of the trainer's newest weights
     GET  /health                                  return the number of sessions and the number of unused grants
 
-An example: a call becomes a prompt. In the session's first turn the model answered "Hi!". Then this body arrives:
+The example shows how a call becomes a prompt. The model answered "Hi!" in the first turn. The second call is:
 
     {"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "Hi!"},
                   {"role": "user", "content": "more"}], "temperature": 0.7}
@@ -30,14 +30,14 @@ An example: a call becomes a prompt. In the session's first turn the model answe
     4. `Proxy.gconfig` collects the sampling parameters from the body, the session and the option `sampling`.
     5. engine.py requests the tokens from a server, and calls/replies.py writes the reply, whole or as a stream.
 
-Sampling. The option `sampling` gives default values of the sampling parameters. An evaluation may have default values
-of its own. An agent can override each default value, unless the key `fixed_sampling` names the parameter. If an agent
-sets top_p or a penalty, training cannot reproduce the probabilities, so the turn is left out of the loss.
+Sampling. The option `sampling` gives default values of the sampling parameters. An evaluation may have other default
+values than training. An agent can override each default value, unless the key `fixed_sampling` names the parameter. If
+an agent sets top_p or a penalty, training cannot reproduce the probabilities, so the turn is left out of the loss.
 
 Errors. The proxy answers an agent's mistake with a 4xx status and an error in the agent's protocol. SDKs retry a
-request after status 409, 429 or 500, so an agent's mistake never gets 409 or 500. If a session asks for too many
-answers at once (`Limits.answers`), its request gets 429, because a later retry may succeed. Status 503 means that no
-inference server answered. A call that arrives during a weight update is answered after the update.
+request after status 409, 429 or 500, so an agent's mistake never gets status 409 or 500. If a session asks for too many
+answers at once (`Limits.answers`), its request gets status 429, because a later retry may succeed. Status 503 means
+that no inference server answered. A call that arrives during a weight update is answered after the update.
 """
 
 import argparse
@@ -83,8 +83,8 @@ class Proxy:
     engine: Any
     tokenizer: Any
     admin_key: str
-    keys: OpenAIConfig = field(default_factory=OpenAIConfig)  # the values of the configuration keys of rollout.openai
-    seed: int | None = None  # an integer makes the sampling of a run repeatable
+    keys: OpenAIConfig = field(default_factory=OpenAIConfig)  # values of the configuration keys of rollout.openai
+    seed: int | None = None  # the run's seed; with a seed the sampling of a run is repeatable
     sampling: dict[str, Any] = field(default_factory=dict)  # default values of GenerationHyperparameters
     clock: Callable[[], float] = time.monotonic  # function that returns the time in seconds
 
@@ -191,7 +191,7 @@ class Proxy:
         """Reply with the number of prompt tokens that a call with this body would have (Anthropic's protocol)."""
         session = self.sessions.open(session_id_of(request))
         raw = await self.read_body(request)
-        async with session.beginning:  # one at a time, so that each session occupies at most one thread
+        async with session.beginning:  # one call at a time, so that a session uses at most one thread
             ask = await in_thread(raw, lambda: PROTOCOLS["messages"].parse(read_object(raw), session.finished))
             ids, _ = await in_thread(raw, lambda: self.prompt(ask, session.cache.find_parent(ask.messages)))
         return reply({"input_tokens": len(ids)})
@@ -235,7 +235,7 @@ class Proxy:
 
     async def set_reward(self, request: Request) -> Response:
         """Set the reward of the interaction `interaction_id`, or of the last interaction if the body has no id."""
-        self.sessions.open(session_id_of(request))  # refuse an unknown session before its body is read
+        self.sessions.open(session_id_of(request))  # refuses an unknown session before the body is read
         body = await self.read_json(request)
         self.reward(self.sessions.open(session_id_of(request)), body)
         return reply({"message": "ok"})
@@ -253,7 +253,7 @@ class Proxy:
 
     async def end_session(self, request: Request) -> Response:
         """End a session. Ending a session twice is not an error. With {"discard": true}, also forget the session."""
-        session = self.sessions.find(session_id_of(request))  # refuse an unknown session before its body is read
+        session = self.sessions.find(session_id_of(request))  # refuses an unknown session before the body is read
         body = await self.read_json(request)
         self.sessions.end(session)
         if body.get("discard"):
@@ -277,8 +277,8 @@ class Proxy:
         if not session.ended:
             raise Refusal("session_id: the session is still open; POST /{session_id}/rl/end_session first")
         style = body.get("style", "individual")
-        check_style(style)  # raises an error, if any, before apply_reward_discount changes the rewards
-        rewarded = session.rewarded_count  # counted now, because apply_reward_discount gives rewards to parents
+        check_style(style)  # raises Refusal before apply_reward_discount changes the rewards
+        rewarded = session.rewarded_count  # counted before parents get rewards from their children
         session.cache.apply_reward_discount(body.get("discount", 1.0))
         interactions = {key: exported_form(i) for key, i in session.cache.export_interactions(style).items()}
         self.sessions.forget(session)
@@ -310,7 +310,7 @@ class Proxy:
     async def set_version(self, request: Request) -> Response:
         """Set the version of the trainer's newest weights.
 
-        The proxy treats an answer of a server as an error if the answer has tokens of a version newer than this one.
+        The proxy refuses a server's answer if the answer has tokens of a version newer than the trainer's version.
         """
         check_key(request, self.admin_key)
         self.engine.servers.limit = get(await self.read_json(request), "version", int, 0)

@@ -1,14 +1,14 @@
 """The staleness gate limits how many prompt groups may start, and checks the age of each group before training.
 
-In asynchronous training a rollout starts under one policy version, and a later step trains on the rollout. The
-**age** of a token is the policy version of the step that trains on the token, minus the version that generated the
-token. The age of a prompt group is the age of its oldest token. The version of the oldest token is the group's head
-version. The key `max_head_offpolicyness`, called eta here, sets the maximum age. With eta = 0 training is synchronous.
+In asynchronous training a rollout starts under one policy version, and a later step trains on the rollout. The **lag**
+of a token is the policy version of the step that trains on the token, minus the version that generated the token. The
+**age** of a prompt group is the lag of its oldest token. The version of the group's oldest token is the group's head
+version. The key `max_head_offpolicyness` (eta) sets the maximum age of a group. With eta = 0 training is synchronous.
 
-**The gate** (write-up, section 1.2) counts prompt groups. A group is all n_samples episodes of a prompt. A step
+**The gate** (write-up, section 1.2) counts prompt groups. A group is the n_samples episodes of one prompt. A step
 consumes B groups (`consumer_batch_size`). At most `max_concurrent_rollouts` groups may run at the same time. At version
 v the gate has (eta + v + 1) * B places. Each running group and each group accepted since the run began takes one place.
-A group may start if a place is free and fewer than `max_concurrent_rollouts` groups run. The states of a group:
+A group may start if a place is free and fewer than `max_concurrent_rollouts` groups run. A group has these states:
 
     enqueued -> running -> accepted   (the group keeps its place for ever: every step adds B new places)
                         -> rejected   (the group's place becomes free; a failed group counts as rejected, too)
@@ -17,27 +17,27 @@ If a step drops an accepted group, or if wait_for_task fetches the group, the gr
 cannot block forever. At version v the trainer has consumed v * B groups. If no group runs and fewer than B finished
 groups wait for the trainer, then the gate counts fewer than (v + 1) * B groups, and another group may start.
 
-**The gate alone does not bound the age.** If each step consumed the groups that finished first, younger groups would
-overtake a slow group. In an example with eta = 1 and B = 2, a slow group reaches age 5 (tests/test_staleness.py).
-`rollout.stale` chooses one of three ways to keep every trained token within eta:
+**The gate alone does not bound the age.** If each step consumed the groups that finished first, steps would consume
+younger groups before a slow group. In an example with eta = 1 and B = 2, a slow group reaches age 5
+(tests/test_staleness.py). `rollout.stale` chooses one of three rules that limit the lag of every trained token to eta:
 
-- **wait** consumes the groups that started first, so a batch waits for its slowest group. *Proof:* number the
-  non-rejected groups 1, 2, 3, ... in order of start. A group that starts at version s gets a number p <=
-  (eta + s + 1) * B, because the gate counted this group and every group before it. Later rejections only make p
-  smaller. Step ceil(p / B) consumes group p at version ceil(p / B) - 1, which is at most eta + s. No token of group p
-  is older than version s, so the age of group p is at most eta.
-- **mask** consumes the groups that finished first, and leaves tokens whose age is above eta out of the loss. The first
-  tokens of a long answer are its oldest, so they are masked most often. No step waits for a slow group. A group is lost
-  only if all its tokens are too old. *Proof:* number the accepted groups in order of finish. A group that finishes at
-  version s gets a number p <= (eta + s + 1) * B. As in the proof for wait, a step consumes this group at version eta +
-  s or before. If the group's last tokens have version s, their age is at most eta, so they are trained.
+- **wait** consumes the groups that started first, so a batch waits for its slowest group. *Proof:* number the groups
+  that are not rejected in order of start: 1, 2, 3, ... The number p of every group that starts at version s is at most
+  (eta + s + 1) * B, because the gate counted this group and every group before it. If an earlier group is rejected, p
+  becomes smaller. Step ceil(p / B) consumes group p at version ceil(p / B) - 1, which is at most eta + s. No token of
+  group p is older than version s, so the age of group p is at most eta.
+- **mask** consumes the groups that finished first, and leaves tokens whose lag is above eta out of the loss. The first
+  tokens of long answers are masked most often, because they are the oldest. With mask, no step waits for a slow group.
+  A group is dropped if all its tokens are too old, for example because several weight updates happened while its reward
+  was computed. *Proof:* number the accepted groups in order of finish. A group that finishes at version s gets a number
+  p <= (eta + s + 1) * B. As in the proof for wait, a step consumes group p at version eta + s or before. If the group's
+  last tokens have version s, their lag is at most eta, so a step trains on these tokens.
 - **drop** consumes the groups that finished first, and drops groups whose age is above eta. Long episodes are dropped
   most often. *Proof:* a step checks each group's age before it trains on the group. A dropped group frees its place.
 
 **What is not promised.** The proofs assume that the trainer consumes B groups per version, that versions only grow, and
-that set_version is called after the servers have the new weights. With mask, a group is dropped if all its tokens are
-too old, for example because several weight updates happened while the group's reward was computed. With all three
-settings, the age check raises StalenessError if the age of a token to be trained is above eta.
+that set_version is called after the servers have the new weights. With all three settings, the age check raises
+StalenessError if a step is about to train on a token whose lag is above eta.
 """
 
 import threading
@@ -46,14 +46,14 @@ from typing import Protocol
 
 
 class VersionProvider(Protocol):
-    """An object that reports the current policy version. In a run this object is the engine."""
+    """An object that reports the current policy version. In a run the engine reports the version."""
 
     def get_version(self) -> int: ...
 
 
 class StalenessError(AssertionError):
-    """A group that a step wants to consume is older than max_head_offpolicyness allows, or newer than the policy. Also
-    raised if a group starts although the gate is closed."""
+    """Raised if a step is about to consume a group that is older than max_head_offpolicyness allows, or newer than the
+    policy. Also raised if a group starts although the gate has no free place."""
 
 
 @dataclass
@@ -62,10 +62,10 @@ class RolloutStat:
 
     enqueued: int = 0  # groups that are submitted and have not started
     running: int = 0  # groups that have started and not finished
-    accepted: int = 0  # groups that finished with a trajectory, including groups consumed since
+    accepted: int = 0  # groups that finished with a trajectory; consumed groups are included
     rejected: int = 0  # groups that finished without a trajectory
     failed: int = 0  # rejected groups in which an exception was raised
-    dropped: int = 0  # accepted groups that were too old when a step wanted to consume them
+    dropped: int = 0  # accepted groups that were too old when a step was about to consume them
     withdrawn: int = 0  # accepted groups that wait_for_task fetched, so that no batch contains them
     failed_members: int = 0  # members (not groups) that raised an exception while their group continued
 
@@ -75,7 +75,7 @@ class StalenessManager:
     """The staleness gate (write-up, section 1.2) and the age check at consumption. All methods are thread-safe.
 
     No method calls version_provider.get_version() while it holds `_lock`. get_capacity reads the version before the
-    counters. If the version grows between these two reads, the gate briefly admits too few groups, but never too many.
+    counters. If the version grows between the two reads, the capacity is too small for a moment, but never too large.
     """
 
     version_provider: VersionProvider
@@ -108,7 +108,7 @@ class StalenessManager:
         return min(concurrency_capacity, staleness_capacity)
 
     def get_pending_limit(self) -> int:
-        """Return (eta + 1) * B, the maximum number of groups that the gate admits between two batches."""
+        """Return (eta + 1) * B, the maximum number of groups that have started and that no step has consumed."""
         return (self.max_staleness + 1) * self.consumer_batch_size
 
     def get_stats(self) -> RolloutStat:
@@ -124,8 +124,7 @@ class StalenessManager:
         """Return whether a group is young enough to be consumed now. A group without tokens (head_version None) is
         always young enough.
 
-        Raises StalenessError if head_version is newer than the policy's version, because such a head_version must be
-        wrong.
+        Raises StalenessError if head_version is newer than the policy's version.
         """
         age = 0 if head_version is None else self.version_provider.get_version() - head_version
         if age < 0:

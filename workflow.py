@@ -3,7 +3,7 @@
 An **episode** is one run of `arun_episode(engine, data)`, a coroutine that turns one sample of the dataset into rows to
 train on. The executor decides when an episode starts and what happens to its result (rollout/executor.py).
 
-**What a workflow may return** (AReaL's document Rollout Workflow, "Return Types"):
+**Results.** A workflow returns one of three results (AReaL's document Rollout Workflow, "Return Types"):
 - a dict of tensors, which is a trajectory (rollout/trajectory.py);
 - a dict of interactions: the calls of an agent, with their tokens and rewards (cache.py);
 - None, which rejects the sample.
@@ -12,7 +12,7 @@ If the workflow of a sample raises an exception, the sample's group is rejected 
 **The workflows here:**
 
     RLVRWorkflow            one prompt, one answer, one reward that a function computes
-    MultiTurnWorkflow       answer; while the reward is not positive, reflect and answer again
+    MultiTurnWorkflow       one prompt, and new answers until the reward of an answer is positive
     OpenAIProxyWorkflow     an agent: an object with `async def run(self, data, **extra_kwargs)`
     GroupedRolloutWorkflow  several episodes of another workflow for one prompt
 
@@ -24,18 +24,18 @@ its rewards to the proxy over HTTP, it returns None. If no completion of an epis
 rejected.
 
 **Where agents run** (AReaL's document Agent Workflow, "Execution Modes"). In mode inline all agents run in one event
-loop. One agent object serves many episodes at once, so `run` must keep the state of an episode in local variables. A
-blocking call (a synchronous client, time.sleep) delays every episode. In mode subproc each episode runs alone in a
-worker process, with a copy of the agent (rollout/workers.py). In mode subproc an agent may therefore use synchronous
-code. In mode subproc the agent must be picklable, and each worker process takes about 50 MB.
+loop. One agent object serves many episodes at once, so `run` must keep the state of an episode in local variables. In
+mode inline a blocking call (a synchronous client, time.sleep) delays every episode. In mode subproc each episode runs
+alone in a worker process (rollout/workers.py), so an agent may use synchronous code. Each worker process has its own
+copy of the agent, so the agent must be picklable. A worker process takes about 50 MB.
 
 **Groups** (Rollout Workflow, "Grouped Rollout"). The members of a group run concurrently, each with its own copy of
-`data`. If a member returns None or raises an exception, the group continues without this member. Example: in a group of
-four, one member raises an exception, one returns None, and the other two make one row each. The group then has two
-rows. If all members raise exceptions, the group raises the exception of its first member.
+`data`. If a member returns None or raises an exception, the group continues without this member. If one of four members
+raises an exception, one returns None, and the other two make one row each, the group has two rows. If all members raise
+exceptions, the group raises the exception of its first member.
 
-**Seeds.** In a run with a seed, the sampling seed of each request depends only on (seed, task, member, turn). Other
-episodes that run at the same time do not affect this seed.
+**Seeds.** In a run with a seed, the sampling seed of each request depends only on (seed, task, member, turn). Episodes
+that run at the same time do not change each other's seeds.
 """
 
 import asyncio
@@ -98,7 +98,8 @@ class workflow_context:
 
 
 class RolloutWorkflow:
-    """The interface of every workflow (Rollout Workflow, "Interface"). A subclass overrides one of its two methods."""
+    """The interface of every workflow (Rollout Workflow, "Interface"). A subclass overrides `arun_episode` or
+    `_run_one_episode`."""
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> EpisodeResult:
         """Run one episode on one sample. Return a trajectory, interactions, or None to reject the sample."""
@@ -106,7 +107,8 @@ class RolloutWorkflow:
         return result[0] if isinstance(result, tuple) else result
 
     async def _run_one_episode(self, engine: Any, data: dict[str, Any], rid: str) -> Any:
-        """Run one episode named `rid`. This older interface may also return a tuple that begins with the result."""
+        """Run the episode with the name `rid`. This older form of `arun_episode` may return the result, or a tuple
+        whose first element is the result."""
         raise NotImplementedError(f"{type(self).__name__} has no method arun_episode(self, engine, data)")
 
 
@@ -118,7 +120,7 @@ def is_interactions(result: Any) -> bool:
 
 def to_tensors(result: Any) -> Trajectory:
     """Return an episode's result as tensors, with one row per interaction. parents[i] is the index of the row that row
-    i continues, or -1."""
+    i continues, or -1 if row i continues no row."""
     if not is_interactions(result):
         return result
     places = {interaction: k for k, interaction in enumerate(result.values())}
@@ -201,7 +203,7 @@ class MultiTurnWorkflow(RLVRWorkflow):
         context = getattr(engine, "context_length", None) or math.inf  # tokens
         messages, prompt_ids, reward = data["messages"], self.prompt_ids(data["messages"]), 0.0
         turns: list[ModelResponse] = []
-        # The first prompt is sent even if it fills the context. In that case the engine raises a clear error.
+        # The first prompt is always sent. If the first prompt fills the context, the engine raises an error.
         while len(turns) < self.max_turns and reward <= 0 and (not turns or len(prompt_ids) < context):
             turns.append(await self.turn(engine, prompt_ids, turn=len(turns)))
             reward = await self.reward(turns[-1], data)
@@ -224,14 +226,14 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
     group_size: int
     # `on_failures` is called with the number of failed members if some members failed, but not all.
     on_failures: Callable[[int], Awaitable[None]] | None = None
-    on_end: Callable[[], None] = lambda: None  # called when the episode of a member has ended
+    on_end: Callable[[], None] = lambda: None  # function that is called each time the episode of a member has ended
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> EpisodeResult:
         members = (self._run_member(i, engine, data) for i in range(self.group_size))
         results = await asyncio.gather(*members, return_exceptions=True)
         failures = [result for result in results if isinstance(result, BaseException)]
         all_failed = len(failures) == self.group_size
-        for failure in failures[all_failed:]:  # if all failed, the first failure is raised below instead
+        for failure in failures[all_failed:]:  # if all members failed, the first failure is raised below
             logger.warning("task %s: a member of the group failed", _context.get().task_id, exc_info=failure)
         if all_failed:
             raise failures[0]
@@ -291,7 +293,7 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
     subproc_max_workers: int = 4  # the largest number of agents that run at once in mode subproc
     subproc_prefix: Sequence[str] = ()  # a command that starts each worker of mode subproc
     discount: float = 1.0  # gamma: share of a turn's final reward that its parent receives
-    export_style: str = "individual"  # individual: one row per turn; concat: one row per conversation
+    export_style: str = "individual"  # individual: one row per turn; concat: one row per leaf
     episode_timeout: float = 3600.0  # seconds; a longer episode is cancelled and counted as failed
     sampling: dict[str, Any] = field(default_factory=dict)  # the session's default sampling parameters
 
@@ -299,7 +301,7 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
         remedy = "define its class at the top of a module and make clients in `run`, or set rollout.openai.mode=inline"
         if self.mode == "subproc":
             check_importable(self.agent, f"agent {type(self.agent).__name__}", remedy)
-        # OpenAI's SDK makes no client without a key. The proxy identifies a session by its URL, so any key will do.
+        # OpenAI's SDK needs a key to make a client. The proxy identifies a session by its URL, so any key works.
         os.environ.setdefault("OPENAI_API_KEY", "DUMMY")
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> EpisodeResult:
@@ -328,8 +330,8 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
         return side | interactions if client.rewarded_count else None
 
     def _choose_proxy(self) -> str:
-        """Return the URL of this episode's proxy. The choice by task id + member index spreads the load evenly over the
-        proxies."""
+        """Return the URL of this episode's proxy. The sum of task id and member index chooses the proxy, so that every
+        proxy gets about equally many episodes."""
         addresses = (self.proxy_addr,) if isinstance(self.proxy_addr, str) else self.proxy_addr
         context = _context.get()
         return addresses[((context.task_id or 0) + context.sample_idx) % len(addresses)]
@@ -352,8 +354,8 @@ def import_string(path: str) -> Any:
 
 
 def _instantiate(cls: type, kwargs: dict[str, Any], defaults: dict[str, Any]) -> Any:
-    """Return `cls(**kwargs)`. Arguments that the class accepts and `kwargs` lacks are taken from `defaults`, if
-    present."""
+    """Return `cls(**kwargs)`. If the class accepts an argument that `kwargs` lacks, the argument comes from
+    `defaults`."""
     signature = inspect.signature(cls)
     kwargs = {key: value for key, value in defaults.items() if key in signature.parameters} | kwargs
     try:

@@ -2,8 +2,8 @@
 
     ModelRequest -> sampling_params -> POST /generate -> parse_segment -> ModelResponse
 
-**Requests.** A request contains every sampling parameter. If a parameter were missing, the server would use the value
-in the model's generation_config.json, which the trainer does not know.
+**Requests.** A request contains every sampling parameter. If a parameter were missing, the server would take its value
+from the model's generation_config.json, a file that the trainer does not read.
 
 **Answers.** Training needs three facts about each token: its id, its log-probability under the policy that sampled it,
 and the version of this policy. An answer without the id, log-probability or version of a token is an error.
@@ -12,8 +12,8 @@ and the version of this policy. An answer without the id, log-probability or ver
     output_token_logprobs    [[-0.2, 17, null], [-1.1, 4, null], [-0.4, 9, null]]     logprob, token id, text
     weight_versions          [{"version": "3", "start": 0, "end": 2}, {"version": "4", "start": 2, "end": 3}]
 
-In this example, version 3 of the weights computed the first two tokens, and version 4 computed the third token. SGLang
-before 0.5.19 reports only `weight_version`, the version of the weights at the end of the answer.
+In the example, version 3 of the weights computed the tokens 17 and 4, and version 4 computed the token 9. SGLang before
+0.5.19 reports only `weight_version`, the version of the weights at the end of the answer.
 
 **Finish reasons.** The finish reason `abort` without a status means that a pause interrupted the request. The engine
 (engine.py) continues an interrupted request later. The finish reason `abort` with a status is an error: the status is
@@ -21,8 +21,8 @@ before 0.5.19 reports only `weight_version`, the version of the weights at the e
 
 **Logprobs.** A server computes a logprob as log_softmax(logits / temperature) over the whole vocabulary. With top_p,
 top_k, penalties or a grammar, the server samples from a distribution that differs from softmax(logits / temperature).
-`trains_exactly` is True if training can reproduce the sampling distribution, that is, if the request is not greedy and
-sets no top_p, top_k, penalty or grammar.
+`trains_exactly` is True for a request that is not greedy and sets no top_p, top_k, penalty or grammar, because training
+can reproduce the request's sampling distribution.
 
 The class names are those of AReaL's areal/api/io_struct.py (section 2 of the write-up, see docs/companion.md).
 """
@@ -39,14 +39,14 @@ from inference.wire import EngineError
 class GenerationHyperparameters:
     """The sampling parameters of a request."""
 
-    n_samples: Annotated[int, "[1, inf)"] = 1  # samples per prompt (the group size); one request makes one sample
-    max_new_tokens: Annotated[int, "[1, inf)"] = 512  # maximum tokens generated per turn; the context may allow fewer
+    n_samples: Annotated[int, "[1, inf)"] = 1  # episodes per prompt (the group size); one request makes one completion
+    max_new_tokens: Annotated[int, "[1, inf)"] = 512  # maximum number of tokens of a turn; the context may allow fewer
     temperature: Annotated[float, "[0, inf)"] = 1.0  # divides the logits before sampling; 0: always the likeliest token
     top_p: Annotated[float, "(0, 1]"] = 1.0  # sample from the likeliest tokens with this total probability; 1: all
     top_k: Annotated[int, "[-1, -1] or [1, inf)"] = -1  # sample from this number of likeliest tokens; -1: all tokens
     stop: list[str] = field(default_factory=list)  # strings that end a turn; the completion includes them
     stop_token_ids: list[int] = field(default_factory=list)  # token ids that end a turn, in addition to the model's own
-    frequency_penalty: Annotated[float, "[-2, 2]"] = 0.0  # subtracted from a token's logit once per earlier use
+    frequency_penalty: Annotated[float, "[-2, 2]"] = 0.0  # subtracted from a logit for each earlier use of its token
     presence_penalty: Annotated[float, "[-2, 2]"] = 0.0  # subtracted from a token's logit if the token was used before
     greedy: bool = False  # true: always take the likeliest token, as at temperature 0
     seed: Annotated[int, "[0, 4294967295]"] | None = None  # seed of the sampling; null: from the run's seed, or random
@@ -92,7 +92,7 @@ class ModelRequest:
     def affinity(self) -> str:
         """The key that chooses a server: the number of the prompt group, such as "7" for call "7-3.1".
 
-        If a request has no group, the key is its session. If the request has no session either, the key is its `rid`.
+        If a request has no group, the key is its session or, without a session, its `rid`.
         """
         group, dash, _ = self.call.partition("-")
         return group if dash and group.isdecimal() else self.session or self.rid
@@ -103,9 +103,9 @@ class ModelResponse:
     """The completion of one request. Each output list has one entry per generated token, including the stop token.
 
     The engine returns a completion with the stop reason "stop" or "length", and the parser of tool calls may change the
-    stop reason to "tool_calls". A segment is the part of a completion that one POST /generate produces. It is stored as
-    a ModelResponse, too. A segment that a pause interrupted has the stop reason "abort". A segment that is still being
-    streamed has the stop reason "".
+    stop reason to "tool_calls". A segment is the part of a completion that one POST /generate produces. A segment is
+    stored as a ModelResponse, too. A segment that a pause interrupted has the stop reason "abort". A segment that is
+    still being streamed has the stop reason "".
     """
 
     input_tokens: list[int] = field(default_factory=list)
@@ -136,7 +136,7 @@ class ModelResponse:
 
 
 def call_seed(seed: int, episode: str, call: int) -> int:
-    """Return a seed below 2^31 for one call of an episode. The seed is a hash of the three arguments."""
+    """Return a seed below 2^31 for one call of an episode: a hash of the three arguments."""
     digest = hashlib.blake2b(f"{seed}/{episode}/{call}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") >> 1
 
@@ -153,7 +153,7 @@ def sampling_params(gconfig: GenerationHyperparameters, offset: int = 0) -> dict
         "presence_penalty": gconfig.presence_penalty,
         "repetition_penalty": 1.0,
         "stop_token_ids": list(gconfig.stop_token_ids),
-        "stop": list(gconfig.stop) or None,  # `or None`: a server without tokenizer refuses `stop`, even an empty list
+        "stop": list(gconfig.stop) or None,  # `or None`: a server without a tokenizer refuses an empty list, too
         "json_schema": gconfig.json_schema,
         "sampling_seed": None if gconfig.seed is None else gconfig.seed % 2**63,  # SGLang accepts at most 63 bits
     }
@@ -188,13 +188,12 @@ def check_segment(tokens: list[int], entries: list[list], spans: list[dict[str, 
 
 
 def parse_segment(answer: dict[str, Any], vocab_size: int | None = None) -> ModelResponse:
-    """Parse an answer of a server, or one event of a stream. The response parsed from an event has stop_reason ""
-    unless the event is the last of its stream.
+    """Parse an answer of a server, or one event of a stream. For an event that is not the last of its stream, the
+    response has stop_reason "".
 
-    Raises EngineError. If the server reports an error, the EngineError has status 400 for a wrong request and 503
-    otherwise. The EngineError also has status 503 if the server's last weight update was not completed, or if the
-    answer contradicts itself. For an answer without the ids, logprobs or versions that training needs, the EngineError
-    has status 502.
+    Raises EngineError. The error's status is 400 if the server reports that the request is wrong. The error's status is
+    502 if the answer lacks ids, logprobs or versions, which training needs. The error's status is 503 if the server
+    reports another error, if the server's last weight update was not completed, or if the answer contradicts itself.
     """
     try:
         meta, tokens = answer["meta_info"], answer["output_ids"]
@@ -209,7 +208,7 @@ def parse_segment(answer: dict[str, Any], vocab_size: int | None = None) -> Mode
         versions = [int(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
     except (LookupError, TypeError, ValueError) as error:
         hint = "start SGLang with --weight-version 0, and check that its last weight update succeeded"
-        # The status 503 makes the client try again. The retry may reach a server that has completed the update.
+        # If an update failed, the version ends in "-incomplete". The status is 503, because a retry may succeed.
         status = 503 if "-incomplete" in str(error) else 502
         raise EngineError(f"the answer cannot be read ({error!r}): {hint}", status) from error
     return ModelResponse([], tokens, [entry[0] for entry in entries], versions, stop_reason=finish.get("type", ""))

@@ -1,43 +1,43 @@
 """This module records which inference servers are alive, and chooses a server for each conversation.
 
-**A request survives the loss of its server.** If a server is lost during a request, the engine keeps the tokens that
-have arrived, and a different server generates the rest.
+**Loss of a server.** If a server is lost during a request, the engine keeps the tokens that have arrived, and a
+different server generates the rest.
 
 **Affinity.** All conversations of a prompt group go to one server, which prefills the shared prompt once and then
-reuses its KV cache. `rank_servers` ranks the servers for each group, and the first living server gets the group's
-requests. With N servers, server n mod N comes first for group n. A hash of URL and group orders the other servers
-(rendezvous hashing). If a server is lost, its groups spread over all other servers, and no other group moves. All
-processes compute the same order of servers. If a request has no group, its session takes the place of the group.
+reuses the prompt's KV cache. `rank_servers` ranks the servers for each group, and the first living server gets the
+group's requests. With N servers, server n mod N comes first for group n. A hash of URL and group orders the other
+servers (rendezvous hashing). If a server is lost, only its groups move to other servers. All processes compute the same
+order of servers. If a request has no group, the ranking depends on its session.
 
 **Two states.** Each process keeps its own record of each server. Processes do not tell each other about lost servers.
 
     living -- a request got no answer, a 5xx, or tokens of old weights --> lost
     lost   -- the server answers again, and its weights may be used    --> living
 
-A lost server may be dead, may have restarted with its initial weights, or may be alive if only one of its answers was
-lost. Three rules exclude tokens of old weights:
+A lost server may have stopped, may have restarted with its initial weights, or may still run. Three rules exclude
+tokens of old weights:
 
 - Before each weight update, the trainer calls all lost servers. A lost server that answers gets the update, too.
-- Every few seconds, every other process requests the version of each server that it has marked as lost. A process that
-  has received tokens of version 7 uses a lost server again only when this server reports version 7 or newer.
+- Every few seconds, each process requests the version of its lost servers. A process that has received tokens of
+  version 7 uses a lost server again only when this server reports version 7 or newer.
 - A server may restart between two requests, and then has version 0 again. The engine (engine.py) therefore checks the
   versions of every answer. A weight update pauses all servers before it changes the first server, and resumes them
-  after it has changed the last server. If tokens of version 7 have arrived before a request is sent, this request must
-  therefore get tokens of version 7 or newer. The engine discards older tokens, and marks their sender as lost.
+  after it has changed the last server. If a process has received tokens of version 7 before it sends a request, the
+  request must get tokens of version 7 or newer. The engine discards older tokens, and marks their server as lost.
 
 After an update the trainer sends /continue_generation to lost servers too, because a lost server may be alive. Without
 /continue_generation, a living server that counts as lost would stay paused, and other processes would wait for it. If a
 server received only a part of an update, it reports version "7-incomplete", and every engine refuses its tokens.
 
 **Routers.** An address may belong to an sglang-router. Requests for tokens go to the router, which chooses a worker.
-The router does not forward abort, pause, continue and weight update requests, so the engine sends these to each worker.
-The trainer requests the list of workers (GET /workers) before each update, so a new worker gets the weights of the next
-update. A proxy requests the list of workers only at its start, so it sends no aborts to workers that join later.
+The router does not forward abort, pause, continue and weight update requests, so the engine sends them to each worker.
+The trainer requests the list of workers (GET /workers) before each update, so a new worker gets the next update. A
+proxy requests the list of workers only at its start, so it sends no aborts to workers that join later.
 
 **Not promised.** If the trainer cannot reach a server during an update, the server keeps its old weights. Until a
 process receives a token of the new version, it may still send requests to a server with old weights. A server with old
 weights labels its tokens correctly with the old version. A server that hangs but keeps its connections open counts as
-lost only after `request_timeout`. If a server dies during an update in mode distributed, the run ends.
+lost only after `request_timeout`. If a server fails during an update in mode distributed, the run ends.
 """
 
 import hashlib
@@ -83,7 +83,7 @@ class Servers:
         # Mutable state:
         self.workers_of = {address: [address] for address in self.addresses}  # for each address, URLs of its servers
         self.newest = 0  # newest version among all tokens received so far
-        self.limit = math.inf  # the trainer's version; infinite if this process does not know the trainer's version.
+        self.limit = math.inf  # the trainer's version; infinite until this process receives the version.
         # The lost servers and routers: for each URL, why it was lost. The trainer's thread and the rollout loop both
         # change this dictionary, so code that iterates over the dictionary uses a copy.
         self.lost: dict[str, str] = {}
@@ -124,8 +124,8 @@ class Servers:
         """Check the versions of new tokens from server `url`, and update `newest`.
 
         `sent_after` is the value that `newest` had when the request was sent. Raises EngineError (503) if a token is
-        older than version `sent_after`, because the server must have restarted. Also raises EngineError if a token is
-        newer than the trainer's version.
+        older than version `sent_after`, because this server was restarted. Also raises EngineError if the version of a
+        token is newer than the trainer's version.
         """
         if versions and versions[-1] > self.limit:
             raise EngineError(f"{url} sent version {versions[-1]}, but the trainer has only version {self.limit}", 503)

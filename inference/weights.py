@@ -8,7 +8,7 @@
 - **tensor**: the trainer and a server share a GPU. The trainer sends handles of its tensors (CUDA IPC), and the server
   copies the tensors. Without a GPU the request contains the tensors themselves.
 
-**The order of an update**, as the training loop calls it:
+**Order.** The training loop makes an update in this order:
 
     write_weights                  mode disk: rank 0 writes the directory while the servers still generate
     pause                          the servers stop generating (without a pause, the update would wait for all requests)
@@ -21,21 +21,21 @@
 In pause mode in_place the servers keep the KV cache (`flush_cache` is off), because their running requests use it.
 
 **If the update to version 7 fails** half way, a server may have some weights of version 6 and some of version 7.
-Without the label "7-incomplete", SGLang would still report version 6. The label "7-incomplete" is not a number, so the
-engine refuses the server's tokens.
+Without the label "7-incomplete", SGLang would still report version 6 after the failure. The label "7-incomplete" is not
+a number, so the engine refuses the server's tokens.
 
 **Files.** The trainer writes a directory under a temporary name, and renames the directory when all files are complete.
-No server can therefore read an incomplete directory. If a write crashes, the next write deletes the incomplete
-directory. After all servers have loaded a version, the trainer deletes the directories of all other versions.
+No server can therefore read an incomplete directory. After a crash, the next write deletes the incomplete directory.
+After all servers have loaded a version, the trainer deletes the directories of all other versions.
 
 **Buckets.** In modes distributed and tensor, `named_buckets` gathers a sharded model in buckets of at most `bucket_mb`
 MiB. A tensor of more than `bucket_mb` MiB has a bucket of its own. `named_buckets` frees each bucket before it gathers
 the next, so no rank ever holds the whole model.
 
-**The process group** of mode distributed exists only during one update, so a server that dies between two updates
-breaks no group. Making a group with gloo takes 20 ms on one machine. With NCCL, three calls block until every rank has
-made the same call: creating the group, broadcasting, and destroying the group. For each of the three calls, the trainer
-therefore sends the servers a request in a thread (`meanwhile`), and makes its own call while the request waits.
+**The process group** of mode distributed exists only during one update, so the loss of a server between two updates
+affects no group. Making a group with gloo takes 20 ms on one machine. With NCCL, the calls to create a group, to
+broadcast and to destroy a group block until every rank has made the call. The trainer therefore sends the servers a
+request in a thread (`meanwhile`), and makes its own call at the same time.
 
 **Not promised.** A power failure may destroy the files of mode disk. The run's checkpoints are separate files.
 """
@@ -88,20 +88,19 @@ class WeightUpdateMeta:
         return Path(self.path).absolute() / f"v{self.version}"
 
 
-# The trainer's side: gather the weights of the sharded model, and write checkpoints.
+# Functions that gather the weights of the sharded model and write checkpoints
 
 
 def named_buckets(model: Any, dtype: "torch.dtype", bucket_mb: float) -> Iterator[Bucket]:
     """Yield all weights of a model in buckets of at most `bucket_mb` MiB.
 
-    Every rank must iterate to the end, because all ranks together gather each sharded tensor. Floating-point tensors
+    Every rank must request all buckets, because all ranks together gather each sharded tensor. Floating-point tensors
     are converted to `dtype` before they are gathered. When the caller requests the next bucket, the function empties
     the previous bucket.
 
     The yielded tensors have the names and shapes of the checkpoint files, because a server skips unknown names. In
-    memory, transformers fuses the experts of a mixture-of-experts model. `revert_weight_conversion` splits the experts
-    again. FSDPEngine refuses a model if transformers, while it loads the checkpoint files, splits one of their tensors
-    into several.
+    memory, transformers fuses the experts of a mixture-of-experts model. `revert_weight_conversion` splits the fused
+    experts. FSDPEngine refuses a model if transformers splits a tensor of its checkpoint files into several tensors.
     """
     from torch.distributed.tensor import DTensor
     from transformers.core_model_loading import revert_weight_conversion as revert
@@ -152,7 +151,7 @@ def write_checkpoint(state: Mapping[str, "torch.Tensor"], source_dir: str | Path
     return target
 
 
-# The servers' side: `send` makes a whole update, and calls one of the three update_from_* functions.
+# Functions that send the weights to the servers: `send` calls one of the three update_from_* functions.
 
 
 def send(meta: WeightUpdateMeta, post_all: PostAll, buckets: Iterable[Bucket] | None = None) -> None:
@@ -187,8 +186,7 @@ def update_from_disk(meta: WeightUpdateMeta, post_all: PostAll, _: Iterable[Buck
     If a server fails, no directory is deleted, because another server may still be loading.
     """
     body = {"model_path": str(meta.directory), "abort_all_requests": False, "flush_cache": meta.flush_cache}
-    # One call changes the weights and the label together, so a server's label never names a version whose weights the
-    # server has not loaded.
+    # One request changes the weights and the label of a server, so the label changes exactly when the weights change.
     body["weight_version"] = str(meta.version)
     post_all("/update_weights_from_disk", body, timeout=LOAD_TIMEOUT)
     for other in meta.directory.parent.glob("v*"):
@@ -197,7 +195,7 @@ def update_from_disk(meta: WeightUpdateMeta, post_all: PostAll, _: Iterable[Buck
 
 
 def update_from_distributed(meta: WeightUpdateMeta, post_all: PostAll, buckets: Iterable[Bucket]) -> None:
-    """Make a process group of this process (rank 0) and all GPUs of all servers, and broadcast every bucket in it."""
+    """Broadcast every bucket in a new process group of this process (rank 0) and all GPUs of all servers."""
     import torch
 
     # 1. Plan the group. The trainer has rank 0 in the group. The ranks of a server begin at the server's rank_offset.
@@ -227,8 +225,8 @@ def meanwhile(post_all: PostAll, path: str, body: Any) -> Iterator[None]:
     """Send `body` to all servers in a thread while the block of the `with` statement runs. At the end of the block,
     wait for the servers' answers.
 
-    If a server refuses the request, the block may fail too, because a rank is missing. The caller then gets the
-    server's error.
+    If a server refuses the request, the block may fail too, because a rank is missing. The caller gets the error of the
+    server and not the error of the block.
     """
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(post_all, path, body, timeout=BUCKET_TIMEOUT)

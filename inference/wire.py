@@ -16,10 +16,9 @@ class. The HTTP client of agents uses aiohttp too (workflow.py). docs/log.md has
 server repeats all tokens that it has generated for the request. If several events arrive together, `Wire.stream`
 therefore parses only the newest event.
 
-**Garbage.** A server may answer with anything. Every error of HTTP or JSON becomes an EngineError, and so does an
-answer that is too long or does not end. After an EngineError, the engine can send the request to another server. If
-this process has no free file descriptor for a connection, the request does not fail but waits, because the server has
-done nothing wrong.
+**Errors.** `Wire` raises EngineError for every error of HTTP or JSON, for an answer that is too long, and for an answer
+that does not end. After an EngineError, the engine can send the request to another server. If this process has no free
+file descriptor for a connection, the request waits for a free one.
 
 **Event loops.** A connection belongs to the event loop that opened it, and only this loop can close it. `PerLoop`
 therefore gives each event loop its own connections. A thread without an event loop calls `run_all`, which makes many
@@ -39,7 +38,7 @@ import httpx
 import orjson
 from httpx_aiohttp import AiohttpTransport
 
-CALL_TIMEOUT = 60.0  # longest silence of a server in seconds, unless the caller passes a timeout
+CALL_TIMEOUT = 60.0  # default timeout of a call: longest silence of a server in seconds
 CONNECT_TIMEOUT = 10.0  # timeout in seconds for opening a connection.
 # An idle connection stays open for this number of seconds. The client's limit is below uvicorn's 5 seconds, so the
 # client closes an idle connection before the server does.
@@ -71,7 +70,7 @@ def read_answer(url: str, status: int, content: bytes | bytearray) -> dict[str, 
     """Return the parsed body of a successful answer, or raise EngineError with the server's error message.
 
     SGLang and FastAPI use several forms of error bodies. If an error occurs in the middle of a stream, the HTTP status
-    200 has already been sent. The field `code` of the error then contains the real status.
+    is 200, and the field `code` of the error contains the real status.
     """
     try:
         body = orjson.loads(content or b"{}") or {}  # SGLang answers some requests with null
@@ -104,12 +103,12 @@ def make_transport() -> httpx.AsyncBaseTransport:
 
 
 class PerLoop(Generic[T]):
-    """Keep one object for each event loop. The first `get` in a loop makes the loop's object. The object is closed when
-    the loop ends."""
+    """Keep one object for each event loop. The first `get` in a loop makes the loop's object. When a loop ends, its
+    object is closed."""
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make
-        # For each event loop, a generator that makes the loop's object, yields the object, and finally closes it.
+        # Each event loop has one generator, made by `_keep`. The generator makes, yields and closes the loop's object.
         self._keepers: dict[asyncio.AbstractEventLoop, AsyncGenerator[T, None]] = {}
 
     async def get(self) -> T:

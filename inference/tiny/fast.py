@@ -1,29 +1,30 @@
 """FastForward is a hand-written forward pass for Llama models. FastForward computes the logits with a small number of
 large tensor operations.
 
-**The rule.** The hidden state x has one vector of D numbers for each token. Each layer adds two terms to x:
+**The rule.** The hidden state x has one vector of D numbers for each token. Each layer adds two terms to the hidden
+state x:
 
     q, k, v = W_q norm(x), W_k norm(x), W_v norm(x)          q and k are rotated by the token's position
     x += W_o softmax(q k' / sqrt(d)) v                       attention to the token and to all tokens before it
     x += W_down (silu(W_gate norm(x)) * W_up norm(x))        the feed-forward network
 
-After the last layer, the logits are W_head norm(x). These equations hold for Llama, Qwen2 and Qwen3. Qwen2 adds biases
-to q, k and v. Qwen3 applies norm to each head of q and k before the rotation.
+After the last layer, the logits are W_head norm(x). The equations of a layer hold for Llama, Qwen2 and Qwen3. Qwen2
+adds biases to q, k and v. Qwen3 applies norm to each head of q and k before the rotation.
 
 **Why FastForward is faster.** In a small model, each tensor operation for one token takes about a microsecond, whatever
 the size of the tensors. A step with fewer operations is therefore faster. In FastForward, one matrix product computes
 q, k and v, because their weights are fused. Another matrix product computes W_gate norm(x) and W_up norm(x). q and k
 are normalised and rotated together. A rotation is one multiplication of complex numbers. In a measurement on a CPU,
-F.rms_norm took about twice as long as `rms_norm` below.
+F.rms_norm took about twice as long as this module's `rms_norm`.
 
-**The weights.** `fuse` joins several weight matrices of the model into one matrix. The model's own weights then become
-views of the fused matrix. No weight is stored twice, and a weight update of the model also changes the fused matrix.
-Example: let a model with D = 64 have 4 query heads, 2 key heads and 2 value heads of size d = 16. Then the fused matrix
-for q, k and v has the shape (128, 64), and its rows 64 to 95 are the weight of k_proj.
+**The weights.** `fuse` joins several weight matrices of the model into one fused matrix, and the model's own weights
+become views of this matrix. No weight is stored twice, and a weight update of the model also changes the fused matrix.
+If a model with D = 64 has 4 query heads, 2 key heads and 2 value heads of size d = 16, the fused matrix for q, k and v
+has the shape (128, 64). Rows 64 to 95 of this matrix are the weight of k_proj.
 
-**Not promised.** `fits` returns False for every architecture except Llama, Qwen2 and Qwen3, and transformers then
-computes the logits. The logits of FastForward agree with the logits of transformers to about 1e-6, but not bit by bit.
-Nothing is compiled.
+**Not promised.** For every architecture except Llama, Qwen2 and Qwen3, `fits` returns False, and transformers computes
+the logits. The logits of FastForward agree with the logits of transformers to about 1e-6, but not bit by bit. Nothing
+is compiled.
 """
 
 from typing import Any
@@ -48,8 +49,8 @@ def fuse(*parts: Any) -> Any:
     """Concatenate parameters of shape (out, in) or (out,) along `out` into one tensor. Each parameter becomes a view of
     the joined tensor.
 
-    A fused matrix is stored in column-major order (model.py, "Bits"). If there are no parameters, because a layer has
-    no bias, the result is None.
+    A fused matrix is stored in column-major order (model.py, "Bits"). If a layer has no biases, the parameters and the
+    result are None.
     """
     if parts[0] is None:
         return None
@@ -69,8 +70,8 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
     """Rotate each head (rotary embedding): return (a + ib) e^(i angle) for the head's halves a and b. Shapes: x (T,
     heads, d), rotation (T, 1, d/2).
 
-    In the result, the rotated a[j] and b[j] are adjacent. q and k use the same order of elements, so the product q k'
-    does not depend on this order.
+    In the result, the rotated a[j] stands directly before the rotated b[j]. q and k use the same order of elements, so
+    the product q k' does not depend on this order.
     """
     a, b = x.chunk(2, dim=-1)  # (T, heads, d/2)
     return torch.view_as_real(torch.complex(a, b) * rotation).flatten(-2)  # (T, heads, d)

@@ -3,8 +3,8 @@
 **The rule.** A step feeds the model all tokens that are not yet in the cache, and returns the logits of each sequence's
 last token. Prefill, decoding and the next turn of a conversation differ only in how many tokens are cached already.
 
-**The parts.** `SlotCache` stores keys and values. `TinyModel` computes a batch, with `FastForward` (fast.py) for Llama
-models and with transformers for all others. `sample` draws the next tokens. `run_step` makes a whole step.
+**The parts.** `SlotCache` stores keys and values. `TinyModel` computes the logits of a batch, with `FastForward`
+(fast.py) for Llama models and with transformers for all others. `sample` draws tokens. `run_step` makes a step.
 
 **Three coordinates** locate a token:
 
@@ -12,7 +12,7 @@ models and with transformers for all others. `sample` draws the next tokens. `ru
     row       the row of the batch that feeds the token; row r belongs to slot first_slot + r
     position  the index of the token in its sequence, from 0; the cache stores its key and value at (slot, position)
 
-In the example below, slots 0 to 5 belong to the scheduler, and slots 6 to 13 are spare (`SlotCache`). The step is
+In the example below, slots 0 to 5 belong to the scheduler, and slots 6 to 13 are spare (`SlotCache`). The example shows
 step(feeds=[[b0, b1, b2, b3], [c2, c3]], cached=[0, 2], first_slot=1). The rows are padded on the left, so all rows end
 in the last column. Padding (--) is written to slot 13, which no step reads.
 
@@ -22,22 +22,22 @@ in the last column. Padding (--) is written to slot 13, which no step reads.
     slot 2            c0 c1 .  .      row 1           -- -- c2 c3      0  0  2  3     13 13  2  2
 
 **Bits.** In deterministic mode (`--seed`), two runs with the same seed give the same tokens. The logits of a row must
-therefore not depend on the other rows of the batch. But torch chooses a matrix kernel by shape, and two kernels may add
-the same numbers in different orders. Three rules make torch choose the same kernel for every batch:
+therefore not depend on the other rows of the batch. Torch chooses a matrix kernel by the shapes of matrices, and two
+kernels may add the same numbers in different orders. Three rules make torch choose the same kernel for every batch:
 
 - The weight matrix of a linear layer is stored in column-major order (`fuse`).
-- Every matrix product has 8 to 128 rows (MIN_ROWS, MAX_TOKENS). `step_in_parts` splits a step that needs more rows.
+- Every matrix product has 8 to 128 rows (MIN_ROWS, MAX_TOKENS). `step_in_parts` splits a larger step.
 - `key_length` chooses the number of keys to which a step attends.
 
-These rules were found by measurement (docs/results.md). On other CPUs, two runs may give logits that agree only to
-about 1e-6. Padding to eight rows costs time, so the rules for rows and keys apply only in deterministic mode.
+The three rules come from measurements (docs/results.md). On a CPU that was not measured, logits of two runs may agree
+only to about 1e-6. Padding to eight rows costs time, so the rules for rows and keys apply only in deterministic mode.
 
 **Randomness.** Each token is sampled with one random number: a hash of (s, p) for position p of a request with seed s.
 An aborted request that is sent again with its partial output therefore continues with the same random numbers.
 
 **Logprobs** are log_softmax(logits / T) after penalties, but before top_p and top_k. For T = 0, the logprobs use T = 1.
 
-**Not supported:** sliding windows, recurrent layers, soft-capped attention, paged memory, any precision except float32.
+**Not supported** are sliding windows, recurrent layers, soft-capped attention, paged memory, and types except float32.
 """
 
 import base64
@@ -93,7 +93,7 @@ def slot_attention(_: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tens
     """Compute softmax(q k' / sqrt(d) + mask) v. Query heads that share a key head are stacked in one matrix product.
 
     Shapes: query (n, heads, q, d); key and value (n, groups, keys, d); mask (n, 1, q, keys) with values 0 or -inf.
-    Returns the output (n, q, heads, d), and None because transformers expects attention weights as a second value.
+    Returns the output (n, q, heads, d), and None in place of the attention weights that transformers expects.
     """
     n, heads, q, d = query.shape
     stacked = query.reshape(n, key.shape[1], -1, d)  # (n, groups, heads/groups * q, d)
@@ -115,9 +115,9 @@ AttentionInterface.register("slots deterministic", functools.partial(slot_attent
 class SlotCache:
     """The keys and values of all slots, in one tensor `kv` (layers, 2, slots + 8, groups, positions, d).
 
-    In deterministic mode every matrix product has at least eight rows (see "Bits" above), so a batch of fewer sequences
-    gets additional rows. The eight spare slots store the keys and values of these additional rows. The keys and values
-    of padding are written to the last spare slot, `discard`.
+    In deterministic mode every matrix product has at least eight rows (module docstring, "Bits"), so a batch of fewer
+    sequences gets additional rows. The eight spare slots store the keys and values of the additional rows. The keys and
+    values of padding are written to the last spare slot, `discard`.
     """
 
     def __init__(self, layers: int, slots: int, groups: int, d: int) -> None:
@@ -127,10 +127,9 @@ class SlotCache:
         self.read: Tensor  # the part of kv that the step reads: (layers, 2, rows, groups, n_keys, d)
 
     def begin_step(self, slots: Tensor, positions: Tensor, read_slots: slice, n_keys: int) -> None:
-        """Make the cache long enough for n_keys positions, and choose the entries that `update` writes and those that
-        it returns.
+        """Make the cache long enough for n_keys positions, and choose which entries `update` writes and returns.
 
-        `slots` and `positions`, both (rows, columns), tell where the key and value of each fed token are written.
+        `slots` and `positions`, both of shape (rows, columns), give the place of each fed token's key and value.
         `read_slots` has one slot for each row of the batch, and `update` returns the first n_keys positions of these
         slots. If the cache is too short, its length is at least doubled.
         """
@@ -167,8 +166,8 @@ class TinyModel:
     def __init__(self, path: str, slots: int, deterministic: bool = False) -> None:
         """Load the model of a Hugging Face folder, with `slots` slots for sequences.
 
-        Raises ModelError if the folder contains no model, or a model that the slot cache cannot serve. For any other
-        error in the folder, transformers raises OSError or ValueError.
+        Raises ModelError if the folder contains no model, or a model that does not work with the slot cache. For any
+        other error in the folder, transformers raises OSError or ValueError.
         """
         if not (Path(path) / "config.json").is_file():
             raise ModelError(f"no model in {path}: a Hugging Face directory with config.json is needed")
@@ -193,7 +192,8 @@ class TinyModel:
 
     @torch.inference_mode()
     def check(self) -> None:
-        """Compare the logits of `step` with those of the model's own forward pass. Raises ModelError if they differ."""
+        """Compare the logits of `step` with those of the model's own forward pass. Raises ModelError if the logits
+        differ."""
         kinds = set(getattr(self.model.config, "layer_types", None) or []) - {"full_attention"}
         if kinds:
             raise ModelError(f"layers of kind {', '.join(kinds)} are not supported, only full attention")
@@ -252,8 +252,8 @@ class TinyModel:
         return logits[:n, -longest if all_logits else -1 :]
 
     def step_in_parts(self, feeds: list[list[int]], cached: list[int], first_slot: int, all_logits: bool) -> Tensor:
-        """Compute a step that is too large as two steps: each has half of the rows, or half of the tokens of a single
-        row.
+        """Compute a large step as two smaller steps. Each smaller step has half of the rows or, if there is only one
+        row, half of its tokens.
 
         The attention mask and the activations of a step need memory for each fed token. A long prompt is prefilled in
         parts, so the memory does not grow with the square of the prompt's length.
@@ -286,12 +286,12 @@ class TinyModel:
         for name, tensor in named.items():
             own[name].copy_(tensor)
         # Bad weights may have left NaNs and infinities in the cache. The mask does not remove NaNs: NaN + -inf is NaN,
-        # and 0 times NaN is NaN. The next line therefore replaces all NaNs and infinities by 0.
+        # and 0 times NaN is NaN.
         self.cache.kv.nan_to_num_(0.0, 0.0, 0.0)
 
     @torch.inference_mode()
     def lose_weights(self) -> None:
-        """Overwrite all weights with NaN, because a server whose memory was released has lost its weights."""
+        """Overwrite all weights with NaN. A server loses its weights when its memory is released."""
         for weight in self.model.parameters():
             weight.fill_(torch.nan)
 
@@ -321,11 +321,12 @@ def receive_weights(group: Any, names: list[str], dtypes: list[str], shapes: lis
 
 
 class TensorReader(pickle.Unpickler):
-    """An unpickler that accepts only tensors. A pickle from the network could otherwise call any function."""
+    """An unpickler that accepts only tensors. An ordinary unpickler would let a pickle from the network call any
+    function."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the function or class with this name. Raises ModelError if unpickling a tensor never needs this
-        function or class."""
+        """Return the function or class with this name, if a pickled tensor needs it. Raises ModelError for any other
+        name."""
         if (module, name) == ("torch.storage", "_load_from_bytes"):  # torch's own function would load any pickle
             return lambda raw: torch.load(io.BytesIO(raw), weights_only=True)
         if (module, name) in {("torch._utils", "_rebuild_tensor_v2"), ("collections", "OrderedDict")}:
@@ -357,10 +358,10 @@ def uniforms(seeds: list[int], positions: list[int]) -> Tensor:
 
 
 def truncate(weights: Tensor, params: list[SamplingParams]) -> Tensor:
-    """Set to 0 the sampling weights of the tokens that top_k or top_p excludes. The most likely token is never
-    excluded.
+    """Set to 0 the sampling weights of the tokens that top_k or top_p excludes. The most likely token always keeps its
+    weight.
 
-    `weights` and the result have the shape (n, vocab). The rows of the result are not renormalised to sum 1.
+    `weights` and the result have the shape (n, vocab). The sum of a row of the result may be below 1.
     """
     ranked, order = weights.sort(dim=-1, descending=True)
     rank = torch.arange(weights.shape[1])
@@ -382,7 +383,7 @@ def sample(logits: Tensor, sequences: list[Sequence]) -> tuple[list[int], list[f
             logits[i] -= penalty * torch.bincount(torch.tensor(sequence.output, dtype=torch.int), minlength=vocab)
 
     # 2. Logprobs: log_softmax(logits / T)
-    greedy = [p.temperature < 1e-6 for p in params]  # SGLang's limit; dividing by a lower temperature would overflow
+    greedy = [p.temperature < 1e-6 for p in params]  # SGLang samples greedily below 1e-6, too
     temperatures = [1.0 if p.temperature < 1e-6 else p.temperature for p in params]
     if set(temperatures) != {1.0}:
         logits = logits / torch.tensor(temperatures)[:, None]  # (n, vocab) / (n, 1)

@@ -1,11 +1,11 @@
-"""This module translates SGLang's wire format: it parses /generate bodies, and it writes the bodies of replies.
+"""This module parses the bodies of /generate requests and writes the bodies of replies, in SGLang's format.
 
-**The rule.** `Protocol.parse` refuses a request that the server cannot serve, before the request enters the queue. The
-error message names the wrong field and describes the allowed values. The scheduler can therefore complete every
-accepted request.
+**The rule.** `Protocol.parse` refuses a request that the server cannot complete, before the request enters the queue.
+The error message names the wrong field and describes the allowed values. The scheduler can complete every request in
+the queue.
 
-**How it works.** `Protocol.parse` reads the body of a request, and `Protocol.answer` writes the body of a reply.
-The replies have these forms, which were observed in SGLang's replies:
+**How it works.** `Protocol.parse` reads the body of a request, and `Protocol.answer` writes the body of a reply. The
+replies have the forms that were observed in SGLang's replies:
 
 - An entry of a list of logprobs is [logprob, token id, null], and finish_reason is a JSON object.
 - `weight_versions` lists spans of the output: {"version": "3", "start": 0, "end": 5} says that version 3 computed
@@ -53,7 +53,7 @@ class Protocol:
     seeds: random.Random  # makes a seed for each prompt whose request has no seed
 
     def parse(self, body: dict[str, Any]) -> tuple[list[Sequence], bool]:
-        """Return the sequences of a /generate body, and True if the body has a list of prompts. Raises Refusal."""
+        """Return the sequences of a /generate body, and whether the body has a list of prompts. Raises Refusal."""
         ids = body.get("input_ids")
         if body.get("text") is not None or not isinstance(ids, list):
             raise Refusal("give the prompt as input_ids, a list of token ids, not as text")

@@ -14,20 +14,20 @@ token.
     extend()    append one token to each sequence that was fed, and finish the sequences that have reached their end
 
 The n running sequences occupy slots 0 to n-1, so a step reads one contiguous part of the cache. When a sequence
-finishes, the running sequence in the highest slot moves to the free slot. Example with three slots and four requests:
+finishes, the running sequence in the highest slot moves to the free slot. The example has 3 slots and 4 requests:
 
     event               waiting    slot 0  slot 1  slot 2    the step that follows
     submit A, B, C, D   A B C D    -       -       -
     plan                D          A       B       C         prefill A, B and C
     plan                D          A       B       C         decode A, B and C; A reaches its end
-    A finishes          D          C       B       (A)       C moved; slot 2 remembers the keys and values of A
+    A finishes          D          C       B       (A)       C moved; slot 2 keeps the keys and values of A
     plan                           C       B       D         prefill D; D reuses A's keys for their common beginning
     plan                           C       B       D         decode C, B and D
 
 **What the scheduler guarantees.**
 
 - *Order.* Sequences start in the order of their arrival. If there is no room for the first waiting sequence, all later
-  sequences wait too. A retracted sequence (see below) goes to the end of the queue, as in SGLang.
+  sequences wait too. A retracted sequence (see *Retraction*) goes to the end of the queue, as in SGLang.
 - *Memory.* The sum of prompt tokens and max_new_tokens over all running sequences never exceeds max_total_tokens. A
   running sequence therefore always has room for its next token, and no other sequence takes its slot.
 - *Retraction.* Only a pause in mode "retract" sends running sequences back to the queue. A retracted sequence keeps its
@@ -53,8 +53,8 @@ PREFILL_TOKENS = 1024  # maximum number of tokens in one prefill step, padding i
 
 
 class SamplingParams(BaseModel, frozen=True, strict=True, extra="forbid"):
-    """SGLang's sampling_params and their limits. The server implements none of the last four parameters, so each of
-    them accepts only its default value."""
+    """SGLang's sampling_params and their limits. The server does not implement min_p, presence_penalty,
+    repetition_penalty and n, so each of these four accepts only its default value."""
 
     max_new_tokens: int = Field(default=128, ge=1, lt=2**31)
     temperature: float = Field(default=1.0, ge=0, lt=2**31)  # temperature 0: take the most likely token
@@ -75,20 +75,20 @@ class SamplingParams(BaseModel, frozen=True, strict=True, extra="forbid"):
 class Sequence:
     """One prompt of a client's POST /generate, together with its output so far."""
 
-    # The request. These fields never change:
+    # Fields of the request. They never change:
     rid: str  # the request's id, for /abort_request
     prompt: list[int]
     params: SamplingParams
     stop_ids: frozenset[int] = frozenset()  # token ids that end the output
-    stream: bool = False  # True if the client receives every token immediately
+    stream: bool = False  # True if the reply is a stream of events
     return_logprob: bool = False  # True if the reply contains logprobs
     wants_prompt_logprobs: bool = False  # True if the reply also contains logprobs of the prompt.
-    # The scheduler uses these fields for its decisions:
+    # Fields that the scheduler reads and changes:
     tokens: list[int] = field(init=False)  # prompt and output
     logprobs: list[float] = field(default_factory=list)  # one logprob for each output token
     finish: dict[str, Any] | None = None  # SGLang's finish_reason; None until the sequence has finished.
-    # Only the reply needs these fields:
-    version_starts: list[tuple[str, int]] = field(default_factory=list)  # (version, index of its first output token)
+    # Fields that only the reply needs:
+    version_starts: list[tuple[str, int]] = field(default_factory=list)  # pairs (version, index of its first token)
     # One logprob for each prompt token if `wants_prompt_logprobs` is True; otherwise the list is empty.
     prompt_logprobs: list[float | None] = field(default_factory=list)
     retractions: int = 0  # how often a pause took the sequence out of its slot
@@ -112,7 +112,7 @@ class Sequence:
     def spans(self, n: int) -> list[dict[str, Any]]:
         """Return SGLang's weight_versions for the first n output tokens.
 
-        Each entry tells which version computed the output tokens start .. end - 1.
+        Each entry names the version that computed the output tokens start to end - 1.
         """
         starts = [(version, start) for version, start in self.version_starts if start < n]
         bounds = pairwise([*starts, ("", n)])
@@ -159,7 +159,7 @@ class Scheduler:
         self.running: list[Sequence] = []  # running[i] occupies slots[i]
         self.slots = [Slot() for _ in range(slots)]
         self.moves: list[tuple[int, int]] = []  # pairs of slots that the cache must exchange before the next step.
-        # Queue of functions that load new weights and call `renew`. Until the queue is empty, no sequence starts.
+        # Queue of functions that load new weights and call `renew`. No sequence starts while an update is in the queue.
         self.updates: deque[Callable[[], None]] = deque()
         self.finished: list[Sequence] = []  # finished sequences whose HTTP routes have not been woken yet
         self.steps = 0  # steps computed so far
@@ -172,7 +172,7 @@ class Scheduler:
         """Return all running and all waiting sequences."""
         return [*self.running, *self.waiting]
 
-    # The server calls these methods between two steps
+    # Methods that the server calls between two steps
 
     def submit(self, sequence: Sequence) -> None:
         """Append a sequence to the queue. protocol.py has already refused requests with more tokens than
@@ -213,8 +213,9 @@ class Scheduler:
         self.paused = None
 
     def set_released(self, released: bool) -> None:
-        """Release the memory of weights and cache, or allocate it again. As in SGLang, two errors end the server
-        process: a second call with the same value, and a release while the server is not idle."""
+        """Release the memory of weights and cache if `released` is true, and allocate this memory if it is false. As in
+        SGLang, two errors end the server process: a second call with the same value, and a release while the server is
+        not idle."""
         is_idle = not self.running and (self.paused or not self.waiting)
         assert is_idle or not released, "release_memory_occupation should be called only when the server is idle"
         assert released != self.released, "the memory is in this state already"
@@ -234,12 +235,13 @@ class Scheduler:
                 sequence.version_starts.append((version, len(sequence.logprobs)))
         self.version = version
 
-    # The two halves of a step
+    # Methods that begin and end a step
 
     def plan(self) -> Step:
-        """Load new weights if allowed, admit waiting sequences that fit, and return the next step.
+        """Load waiting weight updates if no sequence runs or generation is paused. Then admit waiting sequences, and
+        return the next step.
 
-        The step is empty if generation is paused or there is no sequence to compute.
+        The step is empty if generation is paused, if the memory is released, or if there is no sequence to compute.
         """
         while self.updates and (self.paused or not self.running):
             load = self.updates.popleft()
@@ -247,7 +249,7 @@ class Scheduler:
         if self.paused or self.released:
             return Step(0, [], [], [])
         started = 0 if self.updates else self._admit()
-        # If new sequences started, the step prefills only the new sequences. Otherwise the step decodes all sequences.
+        # The step prefills the sequences that `_admit` started or, if it started none, decodes all running sequences.
         first = len(self.running) - started if started else 0
         sequences = self.running[first:]
         cached = [len(slot.cached) for slot in self.slots[first : len(self.running)]]
@@ -298,7 +300,8 @@ class Scheduler:
 
         If several slots have the same number of reusable tokens, the method returns the slot that was idle longest.
         """
-        # The last token is always fed, because its logits give the next token. For prompt logprobs, all tokens are fed.
+        # The last token is always fed, because its logits give the next token. If the client wants prompt logprobs, all
+        # tokens are fed.
         reusable = 0 if sequence.wants_prompt_logprobs else len(sequence.tokens) - 1
         ranked = []
         for i, slot in enumerate(self.slots[len(self.running) :], len(self.running)):
@@ -321,8 +324,8 @@ class Scheduler:
         if token in sequence.stop_ids:
             return {"type": "stop", "matched": token}
         if params.stop:
-            # A stop string of n bytes spans at most n tokens, because a token has at least one byte. The eight tokens
-            # before these n tokens are decoded too, because a decoder may change the first characters of a text.
+            # A stop string of n bytes spans at most n tokens, because a token has at least one byte. A decoder may
+            # change the first characters of a text, so eight earlier tokens are decoded too.
             tail = max(len(stop.encode()) for stop in params.stop) + 8
             text = self.decode(sequence.output[-tail:])
             for stop in params.stop:

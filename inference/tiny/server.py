@@ -1,18 +1,18 @@
-"""A small inference server for a CPU. The server uses SGLang's HTTP protocol, so clients can use it in place of SGLang.
+"""This small inference server for a CPU has SGLang's HTTP protocol, so clients can use it in place of SGLang.
 
     python -m inference.tiny.server --model-path DIR --port 30000
 
 **The rule.** One thread, the engine's thread, owns the model and the scheduler. The HTTP routes run in an asyncio loop.
-A route never changes the model or the scheduler directly, but sends a function call to the engine's thread. When a
-sequence has new tokens or has finished, the engine's thread wakes the route that waits for it.
+To change the model or the scheduler, a route sends a function call to the engine's thread. When a sequence has new
+tokens or has finished, the engine's thread wakes the route that waits for it.
 
     asyncio loop (Server)                               engine's thread (Engine)
     POST /generate  -- call(scheduler.submit, ..) -->   queue: event, event, step, event, step ..
     waits for sequence.changed  <------- announce --    after each step: finished and streaming sequences
 
 Each entry of the thread's queue is either an event (a function call of a route) or a step. When a step ends, the thread
-puts the next step into the queue, after the events that arrived during the step. Events are therefore handled between
-two steps, and the scheduler needs no lock.
+puts the next step into the queue, after the events that arrived during the step. The thread therefore handles events
+between two steps, and the scheduler needs no lock.
 
 **The files.** scheduler.py chooses the sequences of the next step, and model.py computes the step. fast.py is the
 forward pass of the most common architecture. protocol.py translates the bodies of requests and replies.
@@ -33,8 +33,8 @@ forward pass of the most common architecture. protocol.py translates the bodies 
 
 With `--seed`, a request's tokens and logprobs depend only on the request's seed, the prompt and the weights (model.py,
 "Bits"). A weight update without a pause waits until all running sequences have finished. To end a request, a client
-must send /abort_request. If a client disconnects, the server continues its request. With `--api-key`, every request
-except /health and /ready needs the header `Authorization: Bearer <key>`.
+must send /abort_request. If a client disconnects, the server continues the client's request. With `--api-key`, every
+request except /health and /ready needs the header `Authorization: Bearer <key>`.
 
 **Not promised.** The server does not support text prompts, several samples of one prompt, grammars, LoRA or weight
 updates of a mixture of experts.
@@ -69,15 +69,15 @@ from run.fields import Refusal, get
 from run.serve import check_key, listen, load_tokenizer, read_object, read_secret, reply, serve
 
 MODES = ("abort", "retract", "in_place")  # the pause modes
-SPEAKS = "0.5.23"  # the SGLang version that tests/inference/test_contract.py compares this server with
+SPEAKS = "0.5.23"  # tests/inference/test_contract.py compares this server with this version of SGLang
 
 # The thread that owns the model
 
 
 @contextlib.contextmanager
 def supervised() -> Iterator[None]:
-    """End the process if a bug raises an error in the engine's thread. If the process kept running without this thread,
-    all clients would wait forever."""
+    """End the process if a bug raises an error in the engine's thread. If the process kept running without the engine's
+    thread, all clients would wait forever."""
     try:
         yield
     except BaseException:
@@ -86,7 +86,7 @@ def supervised() -> Iterator[None]:
 
 
 def announce(sequences: list[Sequence]) -> None:
-    """Wake the routes that wait for these sequences. The asyncio loop calls this function."""
+    """Wake the routes that wait for the given sequences. The asyncio loop calls this function."""
     for sequence in sequences:
         sequence.changed.set()
 
@@ -106,14 +106,14 @@ class Engine:
         self.stepping = False  # True while a step is queued or running
         self.loop: asyncio.AbstractEventLoop  # the event loop of the routes, set when the server starts
 
-    # Called in the asyncio loop
+    # A method that runs in the asyncio loop
 
     def call(self, function: Callable[..., None], *arguments: Any) -> asyncio.Future:
         """Put a call of `function` into the queue of the engine's thread. Return a future that is done after the
         call."""
         return self.loop.run_in_executor(self.thread, self._event, function, *arguments)
 
-    # Called in the thread
+    # Methods that run in the engine's thread
 
     def set_released(self, released: bool) -> None:
         """Release the memory of weights and cache, or allocate it again. The release and the allocation both set the
@@ -181,7 +181,7 @@ class Server:
             paused = self.engine.call(self.scheduler.pause, "in_place")
             await asyncio.wait({paused}, timeout=10)
             if not paused.done():
-                os._exit(1)  # the engine's thread may hang in a broadcast whose sender has died
+                os._exit(1)  # the engine's thread may wait for a broadcast whose sender has ended
 
         app = FastAPI(
             lifespan=lifespan, openapi_url=None, exception_handlers={Refusal: refuse, ClientDisconnect: refuse}
@@ -272,10 +272,10 @@ class Server:
         return await self._load(body, lambda: unpack_weights(body["serialized_named_tensors"]))
 
     async def _load(self, body: dict, read: Callable[[], dict[str, torch.Tensor]], whole: bool = False) -> Response:
-        """When the scheduler allows new weights, load the weights that `read` returns. Return the reply to the request.
+        """Load the weights that `read` returns as soon as the scheduler allows it, and return the reply to the request.
 
-        If `whole` is set, `read` must return all weights. Otherwise `read` returns a part of the weights, and the
-        request must come between begin_weight_update and end_weight_update.
+        If `whole` is set, `read` must return all weights. If `whole` is not set, `read` may return a part of the
+        weights, and the request must come between begin_weight_update and end_weight_update.
         """
         version = get(body, "weight_version", str)
         if not (whole or self.in_session):
@@ -290,7 +290,7 @@ class Server:
                 if self.scheduler.released:
                     raise RuntimeError("the memory is released: /resume_memory_occupation comes before an update")
                 self.engine.model.replace_weights(read(), whole)
-            # A broken file, a broken pickle or a lost peer may raise any error, but only before a weight changes.
+            # Reading new weights may raise any error, but only before a weight changes.
             except Exception as error:
                 problem = f"The old weights stay: {type(error).__name__}: {error}"
             else:
@@ -335,8 +335,8 @@ class Server:
     # Questions
 
     async def server_info(self, _: Request) -> Response:
-        """Reply with those fields of SGLang's reply that clients read, the scheduler's state, and the CPU time in
-        seconds."""
+        """Reply with the scheduler's state, the CPU time in seconds, and the fields of SGLang's reply that clients
+        read."""
         known = {"model_path": self.model_path, "max_req_input_len": self.protocol.max_length}
         known |= {"weight_version": self.scheduler.version, "version": SPEAKS, "device": "cpu", "tp_size": 1}
         return reply({**known, "state": repr(self.scheduler), "cpu_seconds": time.process_time()})
