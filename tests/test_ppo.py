@@ -389,8 +389,8 @@ def test_the_spread_is_around_the_plain_mean_of_its_cell(rewards, keys, expected
 
 
 def test_turns_are_compared_with_the_same_turn():
-    """With per_turn, first turns are compared only with other first turns. Without per_turn all turns of a group share
-    one mean."""
+    """With per_turn=True, first turns are compared only with other first turns. With per_turn=False, all turns of a
+    group share one mean."""
     batch = make_batch((0, [(1.0, 2, True), (1.0, 2, True)]), (0, [(0.0, 2, True)]))
     first, second = batch["turn_ids"][0] == 0, batch["turn_ids"][0] == 1
     A = compute_advantages(batch, config())

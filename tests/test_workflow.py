@@ -167,8 +167,8 @@ async def test_the_custom_workflow_of_rollout_workflow_runs(tiny_tokenizer: Any)
 
 @pytest.mark.anyio
 async def test_the_custom_workflow_of_the_write_up_runs(tiny_tokenizer: Any) -> None:
-    """The write-up's workflow runs with one change: `return_dict=False`, which newer versions of transformers
-    need."""
+    """The write-up's workflow runs with the additional argument `return_dict=False`, which newer versions of
+    transformers need."""
     engine = ScriptedEngine(tiny_tokenizer, lambda request: "4")
     engine.version = 3
     workflow = CustomWorkflow(GenerationHyperparameters(), tiny_tokenizer)
@@ -178,7 +178,7 @@ async def test_the_custom_workflow_of_the_write_up_runs(tiny_tokenizer: Any) -> 
     assert traj["versions"][0][-2:].tolist() == [3, 3]
 
 
-# ---------------------------------------------------------------- one turn, several turns
+# ---------------------------------------------------------------- episodes of one turn and of several turns
 
 
 @pytest.mark.anyio
@@ -408,7 +408,8 @@ async def test_members_run_at_the_same_time_and_each_in_its_own_context() -> Non
 
 @pytest.mark.anyio
 async def test_members_do_not_write_into_each_others_sample() -> None:
-    """Each member gets its own copy of the sample, so no member sees another member's changes."""
+    """Each member gets its own copy of the sample, so one member's changes to the sample do not reach the other
+    members."""
 
     def talk(context: WorkflowContext, data: dict) -> Any:
         data["messages"].append("hello")

@@ -49,7 +49,7 @@ class Moody(RLVRWorkflow):
 
 
 class FirstBatchAgent:
-    """The demo's agent with one change: after the first batch (six groups) no game ends."""
+    """The demo's agent with one change: the games after the first batch (six groups) never end."""
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
         if (workflow_context.get().task_id or 0) >= 6:

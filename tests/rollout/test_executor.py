@@ -159,7 +159,8 @@ def test_rows_come_in_order_of_start_and_members_in_order(make: Make) -> None:
 
 
 def test_rejected_groups_are_refilled_and_failed_ones_counted(make: Make) -> None:
-    """A rejected or failed group is replaced by a group of the next prompt. Failed groups are counted."""
+    """A group of the next prompt replaces a rejected or failed group. The statistics count rejected and failed
+    groups."""
     executor = make()
     workflow = Echo(fails=(0,), rejects=(1,))
     batch = executor.prepare_batch(loader(SAMPLES), workflow, None, lambda traj: bool(traj["rewards"][0] != 2))
@@ -282,7 +283,7 @@ def is_even(traj: dict[str, torch.Tensor]) -> bool:
     return traj["rewards"][0].item() % 2 == 0
 
 
-# ---------------------------------------------------------------- submit, wait, evaluation
+# ---------------------------------------------------------------- submit, wait and evaluation
 
 
 def test_submit_and_wait(make: Make) -> None:
@@ -411,8 +412,8 @@ def test_the_tokens_age_is_taken_from_the_trajectory(make: Make) -> None:
 
 
 class OneIsSlow(Echo):
-    """Task 0 ends when the version is 2. The task's three tokens have the versions 0, 1 and 2, and all three tokens are
-    trained."""
+    """Task 0 ends when the version is 2. The three tokens of task 0 have the versions 0, 1 and 2, and all three tokens
+    are trained."""
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
         traj = await super().arun_episode(engine, data)
@@ -427,7 +428,7 @@ class OneIsSlow(Echo):
 @pytest.mark.parametrize("stale", ["mask", "drop"])
 def test_no_step_waits_for_a_slow_group(make: Make, stale: str) -> None:
     """With stale=mask, the loss leaves out those tokens of a slow group that are more than eta versions old. With
-    stale=drop, the whole group is dropped. With stale=mask as with stale=drop, no trained token is more than eta
+    stale=drop, the whole group is dropped. With stale=mask and with stale=drop, no trained token is more than eta
     versions old."""
     executor, data, slow = make(config={"max_head_offpolicyness": 1, "stale": stale}), loader(SAMPLES), list[int]()
     while not slow and executor.stats.dropped == 0:
@@ -627,8 +628,8 @@ def test_an_episode_that_takes_too_long_is_cancelled(run_agent: Any, caplog: pyt
 
 
 def test_agents_get_the_http_client_that_their_sdk_runs_on(run_agent: Any) -> None:
-    """All agents in an event loop share one HTTP client of the openai SDK's own class. The client is closed at the
-    end."""
+    """All agents in an event loop share one HTTP client, which is an object of the openai SDK's class
+    DefaultAioHttpClient. `executor.destroy` closes the client."""
     clients = []
 
     class Keeps:
