@@ -128,7 +128,8 @@ def idle_connections(transport: Any) -> int:
 def rest_of(process: subprocess.Popen[str], seconds: float) -> str:
     """Wait until a process ends, and return its unread output. If the process runs longer than `seconds`, kill it.
 
-    communicate() is not used, because it can lose output if the test has already read some lines.
+    This function does not use communicate(), because communicate() can lose output if the test has already read some
+    lines.
     """
     assert process.stdout is not None
     watchdog = threading.Timer(seconds, process.kill)

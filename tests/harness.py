@@ -152,8 +152,8 @@ class Connection:
 
 
 def client_options(path: str, api_key: str) -> dict[str, Any]:
-    """Return the options of the clients of both SDKs (OpenAI's and Anthropic's): no retries, and an error for a reply
-    that does not match its declared type."""
+    """Return options for the clients of OpenAI's and Anthropic's SDKs. With these options a client does not retry, and
+    raises an error for a reply that does not match its declared type."""
     base_url = f"http://proxy{path}"
     return {"base_url": base_url, "api_key": api_key, "max_retries": 0, "_strict_response_validation": True}
 

@@ -536,8 +536,8 @@ def test_tensors_are_the_documents() -> None:
 
 
 def test_a_reward_set_after_the_tensors_shows() -> None:
-    """A reward that is set after to_tensor_dict() appears in the tensors of the next to_tensor_dict() call. (AReaL
-    returns the first tensors again.)"""
+    """A reward that is set after to_tensor_dict() appears in the tensors of the next to_tensor_dict() call. (In AReaL
+    the next call returns the tensors of the first call.)"""
     cache = chain(2)
     leaf = cache.export_interactions("concat")["1"]
     assert leaf.to_tensor_dict()["rewards"].tolist() == [0.0]

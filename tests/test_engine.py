@@ -495,7 +495,7 @@ async def test_turns_of_a_conversation_go_to_one_server():
 
 @pytest.mark.anyio
 async def test_a_dead_server_hands_over():
-    """If a server dies, another server continues the completion, and `regenerated` counts the segment that was
+    """If a server fails, another server continues the completion, and `regenerated` counts the segment that was
     repeated."""
     script = Script(generated([4], "abort"), httpx.ConnectError("refused"), generated([5]))
     response = await script.engine(A, B).agenerate(request())

@@ -64,8 +64,8 @@ def test_every_order_of_the_sessions_events_keeps_every_property(bounds: Session
 
 @pytest.mark.parametrize("bounds", turns.SMALL, ids=str)
 def test_every_order_of_a_calls_events_keeps_every_property(bounds: TurnBounds) -> None:
-    """In every order of calls, hang-ups, retries, failures and ends of sessions, each call is trained at most once. If
-    no client waits for a generation any more, the engine ends the generation."""
+    """In every order of calls, closed connections, retries, failures and ends of sessions, each call is trained at most
+    once. If no client waits for a generation any more, the engine ends the generation."""
     graph = explore(TurnMachine(bounds))
     assert len(graph) > 300
     reached = {name for state in graph.states for name, *_ in state.seen[2]}
@@ -108,8 +108,8 @@ def test_random_walks_far_beyond_the_bounds_keep_every_property(machine: Callabl
 
 @pytest.mark.parametrize("bounds", [bounds for bounds in dispatcher.FAR if bounds.rejections < 10**6], ids=str)
 def test_random_walks_mask_tokens_and_drop_groups(bounds: Bounds) -> None:
-    """In the random walks, some groups become too old. Mode mask masks the tokens of these groups, and mode drop drops
-    the groups."""
+    """In the random walks, some groups become too old. With stale=mask the old tokens are masked, and with stale=drop
+    the old groups are dropped."""
     masked = [world.masked for world in walk(DispatchMachine("mask", bounds), 0, 1000)]
     dropped = [world.state.manager.get_stats().dropped for world in walk(DispatchMachine("drop", bounds), 0, 1000)]
     assert min(max(masked), max(dropped)) > 3

@@ -650,7 +650,7 @@ async def test_discard_frees_a_session_that_nobody_will_export(start: Start) -> 
 
 
 async def test_a_caller_that_hangs_up_cancels_its_generation(start: Start) -> None:
-    """If the caller hangs up, the engine stops generating, and the call is removed from the tree."""
+    """If the caller closes the connection, the engine stops generating, and the call is removed from the tree."""
     harness = start()
     session = await harness.start()
     harness.engine.hold = asyncio.Event()
@@ -685,7 +685,8 @@ async def test_idle_sessions_expire_but_never_a_generating_one(start: Start) -> 
     call = asyncio.ensure_future(harness.post(f"/{busy}/v1/chat/completions", {"messages": HELLO}))
     await harness.engine.started.wait()
     harness.clock.now = 9.0
-    # The proxy refuses the reward, because the session has no call yet. The request still restarts the timeout.
+    # The proxy refuses the reward, because the session has no call yet. The refused request still restarts the
+    # session's timeout.
     assert (await harness.post(f"/{idle}/rl/set_reward", {"reward": 1})).status_code == 400
     harness.clock.now = 18.0
     harness.sessions.expire()
@@ -720,8 +721,8 @@ def test_use_keeps_a_session_and_not_its_neighbours() -> None:
 
 
 def test_expiry_looks_only_at_the_session_that_is_idle_longest() -> None:
-    """To handle a request, the proxy does not iterate over all sessions. So the cost of a request does not grow with
-    the number of sessions."""
+    """To handle a request, the proxy does not iterate over all sessions. The cost of a request therefore does not grow
+    with the number of sessions."""
     table, looked = SessionTable(10.0, Clock()), []
 
     class Watched(Session):

@@ -118,8 +118,8 @@ EVENTS = ["enqueued", "submitted", "accepted", "rejected", "dropped", "withdrawn
 @given(st.lists(st.sampled_from(EVENTS), max_size=40))
 def test_counters_are_never_negative_and_lose_nobody(events):
     """For any sequence of events, possible or not, no counter is negative, and the sum of all counters is the number of
-    enqueued rollouts. The sum stays correct even after an error, for example when a group is started while the gate is
-    closed."""
+    enqueued rollouts. The sum of the counters stays correct even after an error, for example when a group is started
+    while the gate is closed."""
     manager = make_manager()
     entered = 0
     for event in events:

@@ -350,7 +350,8 @@ def test_a_member_that_exits_is_a_failed_member(caplog: pytest.LogCaptureFixture
 
 @pytest.mark.anyio
 async def test_a_ragged_group_is_still_one_group() -> None:
-    """Each row contains its group's id. If a group loses a member, the id still shows which rows belong together."""
+    """Each row contains its group's id. If a group loses a member, the group's id still shows which rows belong
+    together."""
 
     def member(context: WorkflowContext, data: dict) -> Any:
         return None if context.sample_idx == data["loses"] else row(1, 2)

@@ -1,9 +1,10 @@
 r"""Each kind of inference server fulfils the contract that engine.py relies on.
 
 The tests run against inference/tiny/server.py. If NANO_AREAL_SGLANG is the path of a Python with SGLang (`make
-test-sglang`), the tests also run against the real SGLang on a CPU. Both servers compute in float32 and must agree with
-a forward pass of transformers to 1e-4 nats. The command below tests a server that is already running, for example on a
-GPU. If a server computes in bfloat16, its logprobs may differ by up to 0.25 nats from those of the forward pass.
+test-sglang`), the tests also run against the real SGLang on a CPU. inference/tiny and SGLang compute in float32, and
+their logprobs must agree with a forward pass of transformers to 1e-4 nats. The command below tests a server that is
+already running, for example on a GPU. If a server computes in bfloat16, its logprobs may differ by up to 0.25 nats from
+those of the forward pass.
 
     NANO_AREAL_CONTRACT_URL=http://127.0.0.1:30000 NANO_AREAL_CONTRACT_MODEL=/path/to/model \
         pytest tests/inference/test_contract.py
@@ -279,7 +280,8 @@ def test_a_stream_is_cumulative(server: Server) -> None:
 
 
 def test_an_abort_returns_what_there_is(server: Server) -> None:
-    """An aborted request returns its tokens and logprobs so far. An abort of an unknown request has no effect."""
+    """The answer to an aborted request contains the tokens and logprobs generated so far. An abort of an unknown
+    request has no effect."""
     pending = server.start("contract-abort")
     assert server.post("/abort_request", {"rid": "contract-abort"}).status_code == 200
     answer = pending.result(60)

@@ -120,7 +120,7 @@ def update(engine: RemoteInfEngine, folder: Path, version: int) -> None:
 
 
 def home(session: str = "s") -> tuple[str, str]:
-    """Return the hosts a and b in the order in which conversation `session` tries them."""
+    """Return the hosts a and b in the order in which the engine tries them for the conversation `session`."""
     first, second = rank_servers([A, B], session)
     return first[-1], second[-1]
 

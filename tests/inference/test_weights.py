@@ -130,8 +130,8 @@ def test_the_old_version_outlives_the_loading(tmp_path: Path):
 
 
 def test_nothing_is_deleted_when_a_server_fails(tmp_path: Path):
-    """If a server fails to load the new version, the files of the new and of the old version stay on disk, because a
-    server may still be reading them."""
+    """If a server fails to load the new version, the files of the old and the new version stay on disk, because a
+    server may still read these files."""
     for name in ("v1", "v2"):
         (tmp_path / name).mkdir()
     with pytest.raises(RuntimeError, match="b is gone"):
@@ -194,8 +194,8 @@ def test_names_and_numbers_are_those_of_the_checkpoint(tmp_path: Path, name: str
 
 
 def test_buckets_hold_the_model_once(tmp_path: Path):
-    """Every weight is in exactly one bucket, a bucket of several tensors never exceeds the limit, and each bucket is
-    freed before the next bucket is made."""
+    """Every weight is in exactly one bucket, and a bucket of several tensors never exceeds the size limit. Each bucket
+    is freed before the next bucket is made."""
     config = Qwen3Config(
         vocab_size=1000, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2, head_dim=16
     )
@@ -443,7 +443,7 @@ def test_two_ranks_send_a_model_that_neither_holds(tmp_path: Path):
         url = f"http://127.0.0.1:{port}"
         wait_until_up(url, server)
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-        # With this MALLOC_MMAP_THRESHOLD_ glibc returns the memory of freed tensors to the system.
+        # With this value of MALLOC_MMAP_THRESHOLD_, glibc returns the memory of freed tensors to the system.
         environment = os.environ | {"PYTHONPATH": str(ROOT), "MALLOC_MMAP_THRESHOLD_": "65536"}
         words = [str(tmp_path / "ranks.py"), url, str(path), "distributed", "8", str(tmp_path)]
         ranks = subprocess.run(

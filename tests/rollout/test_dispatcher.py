@@ -207,7 +207,7 @@ def test_a_timeout_consumes_nothing(make_stage):
 
 
 def test_a_new_version_alone_wakes_the_producer(make_stage):
-    """When the version rises, the tasks that the gate now admits start without any other event."""
+    """When the version rises, the tasks that the gate admits start without another event."""
     stage = make_stage(eta=0, batch=2)
     stage.submit(0, 1, 2, 3)
     assert stage.started(2) == [0, 1]
@@ -261,7 +261,8 @@ def test_the_runners_bound_holds_back_instead_of_raising(make_stage):
 
 
 def test_pause_starts_nothing_and_resume_goes_on(make_stage):
-    """While the dispatcher is paused, no group starts. Running groups finish, and the trainer can take them."""
+    """While the dispatcher is paused, no group starts. Groups that are already running can finish, and the trainer can
+    take these groups."""
     stage = make_stage(batch=2)
     stage.submit(0)
     stage.started(1)
@@ -471,8 +472,8 @@ def test_a_straggler_is_masked_and_holds_up_no_batch(make_stage):
 
 
 def test_wait_for_one_task(make_stage):
-    """wait_for_task returns one group by its id. The gate admits a new group in place of the returned group, and no
-    later batch contains the returned group."""
+    """`wait_for_task` returns the group with a given id. The gate admits a new group in place of the returned group,
+    and no later batch contains the returned group."""
     stage = make_stage(eta=0, batch=2)
     stage.submit(0, 1, 2)
     stage.finish(1)

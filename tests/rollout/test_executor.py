@@ -1,5 +1,4 @@
-"""The executor returns batches in order of start, handles each call with that call's own arguments, and loses no
-sample."""
+"""The executor returns batches in order of start, uses the arguments of the current call, and loses no sample."""
 
 import asyncio
 import json
@@ -143,7 +142,7 @@ def test_every_call_is_served_by_its_own_arguments(make: Make) -> None:
         rows.append(batch["input_ids"].tolist())
         next_version(executor)
     assert rows[0] == [[1, 0, 0], [2, 0, 0]]
-    assert rows[1] == [[3, 0, 0], [4, 0, 0]]  # the first call drew these samples
+    assert rows[1] == [[3, 0, 0], [4, 0, 0]]  # the first call of prepare_batch drew these samples
     assert rows[2] == [[5, 0, 1], [5, 1, 1], [1, 0, 1], [1, 1, 1]]
     assert rows[3] == [[2, i, 2] for i in range(3)] + [[3, i, 2] for i in range(3)]
 
@@ -214,8 +213,8 @@ def test_whatever_an_episode_raises_is_its_failure(
 
 @pytest.mark.parametrize("group_size", [1, 2])
 def test_a_failure_that_a_dead_process_caused_is_nobodys(make: Make, group_size: int) -> None:
-    """If the proxy dies, the run stops before any episode counts as failed. Every later call of state_dict raises an
-    error.
+    """If the proxy's process ends, the run stops before any episode counts as failed. Every later call of state_dict
+    raises an error.
 
     If the episode counted as failed, a new prompt would replace the episode's prompt. The next checkpoint would then
     lack the old prompt.
@@ -270,8 +269,8 @@ def test_group_size_and_n_samples_are_one_number(make: Make) -> None:
 
 
 def test_should_accept_fn_may_be_named_and_must_be_a_function(make: Make) -> None:
-    """should_accept_fn may be a function or an import path "module.function". A should_accept_fn that is neither raises
-    a TypeError."""
+    """should_accept_fn may be a function or an import path "module.function". Any other value of should_accept_fn
+    raises a TypeError."""
     executor = make()
     batch = executor.prepare_batch(loader(SAMPLES), Echo(), should_accept_fn=f"{__name__}.is_even")
     assert batch["rewards"].tolist() == [0.0, 2.0]
@@ -567,7 +566,8 @@ def test_an_agent_may_return_any_number(run_agent: Any, number: Any) -> None:
 
 
 def test_a_conversation_is_one_row_in_style_concat(run_agent: Any) -> None:
-    """In style concat two turns become one row. Each turn's tokens have the discounted reward of their own turn."""
+    """With export style concat, two turns become one row. The tokens of each turn have the discounted reward of this
+    turn."""
     group, _ = run_agent(Talks(lambda ids: 1), turn_discount=0.5, export_style="concat")
     assert group["rewards"].tolist() == [1.0]
     first, second = (group["turn_rewards"][group["turn_ids"] == k] for k in (0, 1))

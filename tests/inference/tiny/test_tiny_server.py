@@ -129,8 +129,8 @@ def straddle(tiny: TinyModel, mode: str, new_weights: Path) -> list[Sequence]:
 def test_a_straddling_completion_is_a_forward_pass_under_each_tokens_version(
     tiny: TinyModel, tiny_model_dir: Path, other_model_dir: Path, mode: str
 ) -> None:
-    """If new weights arrive after 5 tokens, each token's logprob equals that of a forward pass with the token's
-    version."""
+    """If new weights arrive after 5 tokens, each token's logprob equals that of a forward pass with the weights of the
+    token's version."""
     for one in straddle(tiny, mode, other_model_dir):
         assert one.spans(12) == [{"version": "0", "start": 0, "end": 5}, {"version": "1", "start": 5, "end": 12}]
         expected = versioned_logprobs(one, {"0": tiny_model_dir, "1": other_model_dir})
@@ -170,9 +170,9 @@ def test_a_released_server_computes_nothing_before_an_update(
 
 
 def test_in_place_equals_no_forward_pass(tiny: TinyModel, tiny_model_dir: Path, tmp_path: Path) -> None:
-    """After a weight update in pause mode in_place, new queries attend to old keys, so no forward pass gives the same
-    logprobs. If every weight changes by about 1 %, the error of the logprobs is larger than rounding and less than 0.5
-    nats."""
+    """After a weight update in pause mode in_place, new queries attend to old keys, so the logprobs differ from those
+    of every forward pass. If every weight changes by about 1 %, the error of the logprobs is larger than rounding and
+    less than 0.5 nats."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
     torch.manual_seed(0)
     with torch.no_grad():
@@ -189,8 +189,8 @@ def test_in_place_equals_no_forward_pass(tiny: TinyModel, tiny_model_dir: Path, 
 
 
 def test_keys_of_old_weights_are_not_reused(tiny: TinyModel, other_model_dir: Path) -> None:
-    """The server does not reuse the keys of a sequence that a weight update in pause mode in_place interrupted, because
-    the keys have two versions."""
+    """If a weight update in pause mode in_place interrupts a sequence, the sequence's keys have two versions, so the
+    server does not reuse them."""
     scheduler = make_scheduler()
     scheduler.submit(sequence("old", PROMPT, 8))
     run_step(scheduler, tiny)
@@ -248,8 +248,7 @@ def test_a_cut_off_weights_file_is_refused(tiny_model_dir: Path, tmp_path: Path)
 
 
 def test_a_seeded_request_does_not_see_its_neighbours(tiny: TinyModel) -> None:
-    """A request with a seed gets the same tokens whether it runs alone, in a full batch, or after waiting in the
-    queue."""
+    """A request with a seed gets the same tokens if it runs alone, in a full batch, or after a wait in the queue."""
     alone = sequence("a", PROMPT, 24, seed=7)
     run(tiny, alone)
     crowd = [sequence(str(i), PROMPT[i:] + [i] * 9 * i, 20 + i, seed=i) for i in range(8)]
@@ -368,7 +367,8 @@ def test_other_small_models_fit_the_slot_cache(tmp_path: Path, family: str) -> N
 
 
 def test_a_model_with_sliding_windows_is_refused(tmp_path: Path) -> None:
-    """The server refuses to load a model with sliding windows, because the slot cache would compute wrong logprobs."""
+    """The server refuses to load a model with sliding windows, because it would compute wrong logprobs from its slot
+    cache."""
     config = Qwen3Config(
         vocab_size=50,
         hidden_size=32,
