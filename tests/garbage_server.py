@@ -30,7 +30,8 @@ def http(body: bytes, status: str = "200 OK", length: int | None = None, *header
 
 
 def answer(ids: list[Any], change: Callable[[Json, Json], Any] = lambda body, meta: None) -> bytes:
-    """Return the body of an answer with these token ids. `change(body, meta_info)` may change both."""
+    """Return the body of an answer with these token ids. `change(body, meta_info)` may modify the body and its
+    `meta_info`."""
     spans = [{"version": "0", "start": 0, "end": len(ids)}]
     meta: Json = {"finish_reason": {"type": "length", "length": len(ids)}, "weight_version": "0"}
     meta |= {"output_token_logprobs": [[-1.0, token, None] for token in ids], "weight_versions": spans}
@@ -130,7 +131,7 @@ async def serve(port: int, model_path: str, honest: int, names: Iterator[str]) -
                 pieces = iter([kind]) if isinstance(kind, bytes) else itertools.chain(kind, itertools.repeat(kind[-1]))
                 for piece in pieces:
                     if piece is NEVER:
-                        await reader.read()  # returns when the client closes the connection
+                        await reader.read()  # read() returns when the client closes the connection
                         return
                     writer.write(piece)
                     await writer.drain()

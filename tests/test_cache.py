@@ -152,8 +152,8 @@ def test_discounting_is_its_recursive_definition(session: list[Call], gamma: flo
 
 @given(calls)
 def test_concat_trains_every_sampled_token_once(session: list[Call]) -> None:
-    """In an export in style concat, each sampled token is trained in exactly one row. In this row the token has the
-    same preceding tokens as during sampling. The row holds the version, log-probability and temperature with which the
+    """In an export in style concat, each sampled token is trained in exactly one row. A token has the same preceding
+    tokens in its row as during sampling. The row holds the version, log-probability and temperature with which each
     token was sampled, and the reward of the token's turn."""
     cache = play(session)
     cache.apply_reward_discount(0.5)

@@ -390,7 +390,7 @@ async def test_the_client_and_its_rewards(real_engine: RemoteInfEngine, tiny_tok
     assert turn.reward == 0.5
     names = await execute("reward", client=client, completion=completion, reward_value=2.0)
     assert names["completions_with_rewards"][completion.id].reward == 2.0
-    client.cache._discounted = False  # a second example discounts the rewards again
+    client.cache._discounted = False  # allows another example to discount the rewards
     names = await execute("export", client=client)
     assert names["reward"] == 2.0
     check_trajectory_format(names["tensor_dict"])

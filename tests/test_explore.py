@@ -57,8 +57,8 @@ def test_every_order_of_the_dispatchers_events_keeps_every_property(mode: str, b
 
 @pytest.mark.parametrize("bounds", sessions.SMALL, ids=str)
 def test_every_order_of_the_sessions_events_keeps_every_property(bounds: SessionBounds) -> None:
-    """In every order of calls, ends, exports and pauses, the session table keeps exactly the sessions that are not
-    exported, discarded or expired. If a session ends, the session's turns are stopped."""
+    """In every order of events, the session table keeps exactly the sessions that are not exported, discarded or
+    expired. If a session ends, the session's turns are stopped."""
     assert len(explore(SessionMachine(bounds), keep=False)) > 1000
 
 

@@ -415,8 +415,8 @@ async def test_a_request_beyond_the_limits_is_refused(start: Start, body: dict[s
 
 
 async def test_a_session_that_floods_leaves_room_for_the_others(start: Start) -> None:
-    """At most `limits.running` answers of a session are generated at the same time. At most `limits.answers` answers of
-    a session are being generated or waiting. The calls of other sessions continue."""
+    """At most `limits.running` answers of a session are generated at the same time. A session has at most
+    `limits.answers` answers that are being generated or that wait. The calls of other sessions continue."""
     harness = start(limits=Limits(running=3, answers=8))
     flood, other = await harness.start(), await harness.start()
     harness.engine.hold = asyncio.Event()

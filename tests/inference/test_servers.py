@@ -265,8 +265,8 @@ def test_a_server_that_died_unseen_is_caught_by_its_tokens() -> None:
 
 
 def test_a_version_above_the_trainers_is_refused_wherever_it_is_read() -> None:
-    """A server counts as lost if its tokens or its label have a newer version than the trainer. Every engine for which
-    `set_version` was called refuses these tokens."""
+    """A server counts as lost if its tokens or its label have a newer version than the trainer. After `set_version(v)`,
+    an engine refuses tokens of versions above v."""
     machines, (first, second) = Machines(a=7, b=7), home()
     engine = machines.engine(A, B)
     engine.set_version(7)
@@ -277,8 +277,8 @@ def test_a_version_above_the_trainers_is_refused_wherever_it_is_read() -> None:
 
 
 def test_an_answer_from_before_an_update_is_no_restart() -> None:
-    """A request that was sent before the first token of version 8 arrived may still get tokens of version 7. If a
-    request was sent later, its tokens of version 7 are refused."""
+    """A request that was sent before the first token of version 8 arrived may still get tokens of version 7. Tokens of
+    version 7 are refused if their request was sent after the first token of version 8 arrived."""
     servers = Servers([A, B], Wire())
     servers.check_age(A, [7], sent_after=7)
     servers.check_age(B, [7, 8], sent_after=7)

@@ -566,8 +566,8 @@ def test_an_agent_may_return_any_number(run_agent: Any, number: Any) -> None:
 
 
 def test_a_conversation_is_one_row_in_style_concat(run_agent: Any) -> None:
-    """With export style concat, two turns become one row. The tokens of each turn have the discounted reward of this
-    turn."""
+    """With export style concat, two turns become one row. The tokens of each turn have the turn's own discounted
+    reward."""
     group, _ = run_agent(Talks(lambda ids: 1), turn_discount=0.5, export_style="concat")
     assert group["rewards"].tolist() == [1.0]
     first, second = (group["turn_rewards"][group["turn_ids"] == k] for k in (0, 1))

@@ -140,7 +140,7 @@ def test_a_failing_agent_is_counted_and_the_next_one_runs(
     assert [None if group is None else group["rewards"].tolist() for group in groups] == [None, [1.0], None, [1.0]]
     assert (stats.failed, stats.rejected) == (2, 2)
     assert re.search(says, caplog.text)
-    assert "never retrieved" not in capfd.readouterr().err  # logged if a client is never closed
+    assert "never retrieved" not in capfd.readouterr().err  # asyncio logs this text if a client is never closed
 
 
 def test_an_agent_that_exits_inline_ends_no_other_episode(run_agent: Run, caplog: pytest.LogCaptureFixture) -> None:
@@ -317,7 +317,7 @@ async def test_a_function_that_a_worker_cannot_import_is_an_error_and_no_hang(
     (tmp_path / "only_here.py").write_text("def f():\n    return 1\n")
     pool = WorkerPool(1)
     async with pool.worker() as worker:
-        monkeypatch.syspath_prepend(tmp_path)  # the path of the running worker lacks this folder
+        monkeypatch.syspath_prepend(tmp_path)  # the sys.path of the running worker does not change
         module = __import__("only_here")
         with pytest.raises(RuntimeError, match="only_here") as caught:
             await worker.call(module.f)

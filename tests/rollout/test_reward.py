@@ -240,7 +240,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("busy", ["hang", "compute", "hang_in_a_daemon"])
 def test_a_worker_does_not_outlive_a_killed_trainer(rewards: ModuleType, tmp_path: Path, fifo: str, busy: str) -> None:
     """After kill -9 of the trainer, the trainer's workers end by themselves, even while they compute. Processes that
-    the workers have started end, too, even processes that were started with `setsid`."""
+    the workers have started end, too, even if they were started with `setsid`."""
     (tmp_path / "trainer.py").write_text(TRAINER)
     paths = os.pathsep.join([str(ROOT), str(Path(rewards.__file__ or "").parent)])
     command = [sys.executable, str(tmp_path / "trainer.py"), busy, fifo]

@@ -143,8 +143,8 @@ def test_a_released_server_computes_nothing_before_an_update(
 ) -> None:
     """A server whose memory is released has lost its weights. Without weights, the server computes no sequence, even
     after the end of the pause. After a weight update, a retracted sequence continues, and its earlier tokens keep their
-    version labels. The scheduler raises an error if memory is released while a sequence runs, or if memory that was not
-    released is resumed. In these two cases an SGLang process ends."""
+    version labels. The scheduler raises an error in two cases in which an SGLang process ends: memory is released while
+    a sequence runs, or memory is resumed that was not released."""
     scheduler, one = make_scheduler(tiny.slots), sequence("a", [3, 4, 5], 12)
     scheduler.submit(one)
     for _ in range(5):
