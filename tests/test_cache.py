@@ -437,8 +437,8 @@ def test_what_comes_later_is_no_side_conversation() -> None:
 
 
 def test_an_orphan_leaves_no_trace() -> None:
-    """If a client retries a request because it never read the reply, the turn of the first attempt is removed. However,
-    the turn of the first attempt is kept if another turn continues it."""
+    """If a client retries a request because it never read the reply, the turn of the first attempt is removed. The turn
+    of the first attempt is kept if another turn continues the conversation from it."""
     cache = chain(2)
     for name in ("0", "1", "unknown"):
         cache.drop_orphan(name)

@@ -80,7 +80,8 @@ SHORT = GenerationHyperparameters(max_new_tokens=4)
 
 
 class Block(NamedTuple):
-    """An example: its document, the beginning of its first line, its last words, and the indentation of its lines."""
+    """The place of an example: its document, the beginning of its first line, its last words, and the indentation of
+    its lines."""
 
     document: str
     first: str

@@ -27,7 +27,7 @@ from engine import RemoteInfEngine
 from examples.calculator import conversation, dataset, make_model
 from workflow import WorkflowContext, is_interactions, resolve_workflow, workflow_context
 
-# Warnings that the frameworks cause: connections that are not closed, and deprecated names.
+# The frameworks cause warnings about connections that are not closed and about deprecated names.
 NOT_OURS = ("ResourceWarning", "DeprecationWarning", "UserWarning", "pytest.PytestUnraisableExceptionWarning")
 pytestmark = [pytest.mark.runs, *(pytest.mark.filterwarnings(f"ignore::{kind}") for kind in NOT_OURS)]
 EXAMPLES = {  # agent's module -> package of its framework, prefix of the interaction ids

@@ -138,7 +138,7 @@ def find_error(machine: Any, name: str) -> str:
 
 
 DISPATCHER, STALENESS, EXECUTOR = rollout.dispatcher, staleness, rollout.executor
-# For each mutant: the property that it breaks, the mode (rollout.stale), the module, the original code, and the changed
+# Each row holds the property that a mutant breaks, the mode (rollout.stale), the module, the original code, and the changed
 # code
 MUTANTS = [
     ("gate", "wait", STALENESS, "(self.max_staleness + version + 1) *", "(self.max_staleness + version + 2) *"),
@@ -174,7 +174,7 @@ def test_a_planted_error_of_the_dispatcher_is_found_by_name(
     assert "in  version 0" in story
 
 
-# For each mutant: the property that it breaks, the original code of calls/sessions.py, and the changed code
+# Each row holds the property that a mutant breaks, the original code of calls/sessions.py, and the changed code
 SESSION_MUTANTS = [
     ("grants", "self._grants[0] <= self.clock()", "self._grants[0] < self.clock()"),
     ("grants", "        self._grants.popleft()\n        self.expire()\n", "        self.expire()\n"),
@@ -198,7 +198,7 @@ def test_a_planted_error_of_the_sessions_is_found_by_name(name: str, line: str, 
     find_error(SessionMachine(SessionBounds(), mutant(calls.sessions, line, changed)), name)
 
 
-# For each mutant: the property that it breaks, the bounds, the module, the original code, and the changed code
+# Each row holds the property that a mutant breaks, the bounds, the module, the original code, and the changed code
 X, Y, WX = TurnBounds("x", 2, 0), TurnBounds("y", 2, 0), TurnBounds("wx", 2, 0)
 EXPORT = 'return reply({"interactions"'
 XZ, LONG = TurnBounds("xz", 2, 0, rewards=True), TurnBounds("x", 2, 0, threads=True)
@@ -261,7 +261,7 @@ def test_a_planted_error_of_a_call_is_found_by_name(
     find_error(TurnMachine(bounds, with_mutant(PROXY, module, line, changed)[-1]), name)
 
 
-# For each mutant: the property that it breaks, the bounds, the module, the original code, and the changed code
+# Each row holds the property that a mutant breaks, the bounds, the module, the original code, and the changed code
 SEGMENT = "segment = parse_segment(event, self.vocab_size)"
 ONE, TWO, ABORT = UpdateBounds(), UpdateBounds(servers=2, tokens=1), UpdateBounds(pause_mode="abort")
 NEVER = "await asyncio.Event().wait()"

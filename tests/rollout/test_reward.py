@@ -185,7 +185,7 @@ async def test_a_timed_out_reward_has_ended(rewards: ModuleType, fifo: str) -> N
 
 @pytest.mark.anyio
 async def test_hanging_rewards_leave_the_pool_free(rewards: ModuleType) -> None:
-    """Even if more calls hang than there are workers, the pool serves the next call."""
+    """The pool serves the next call even if more calls hang than the pool has workers."""
     hang = AsyncRewardWrapper(time.sleep, timeout_seconds=0.1)
     results = await asyncio.gather(*(hang(3600) for _ in range(6)), return_exceptions=True)
     assert {type(result) for result in results} == {TimeoutError}
