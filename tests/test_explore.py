@@ -138,8 +138,8 @@ def find_error(machine: Any, name: str) -> str:
 
 
 DISPATCHER, STALENESS, EXECUTOR = rollout.dispatcher, staleness, rollout.executor
-# Each row holds the property that a mutant breaks, the mode (rollout.stale), the module, the original code, and the changed
-# code
+# Each row holds the property that a mutant breaks, the mode (rollout.stale), the module, the original code, and the
+# changed code
 MUTANTS = [
     ("gate", "wait", STALENESS, "(self.max_staleness + version + 1) *", "(self.max_staleness + version + 2) *"),
     ("gate", "mask", STALENESS, "places - (stat.accepted + stat.running)", "places - stat.accepted"),
