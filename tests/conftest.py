@@ -1,4 +1,5 @@
-"""Fixtures and helpers for several test files: small random models, and the real servers in processes of their own."""
+"""Fixtures and helpers that several test files use: small random models, and functions that start the real servers as
+processes."""
 
 import os
 import random
@@ -81,7 +82,7 @@ def make_byte_model(path: Path, seed: int = 0, layers: int = 2, width: int = 64,
 
 @pytest.fixture(scope="session")
 def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of the tiny model, which make_byte_model writes with seed 0."""
+    """The directory of the tiny model. `make_byte_model` writes this model with seed 0."""
     return make_byte_model(tmp_path_factory.mktemp("tiny_model"))
 
 
@@ -127,7 +128,8 @@ def idle_connections(transport: Any) -> int:
 def rest_of(process: subprocess.Popen[str], seconds: float) -> str:
     """Wait until a process ends, and return its unread output. If the process runs longer than `seconds`, kill it.
 
-    communicate() is not used, because it can lose output if the test has already read some lines.
+    This function does not use communicate(), because communicate() can lose output if the test has already read some
+    lines.
     """
     assert process.stdout is not None
     watchdog = threading.Timer(seconds, process.kill)
@@ -182,7 +184,7 @@ def start_tiny_server(tiny_model_dir: Path) -> Iterator[StartServer]:
         yield lambda *extra: stack.enter_context(server_process(*command, *extra))[0]
 
 
-# The path of a Python that can import SGLang. `make test-sglang` sets this variable.
+# NANO_AREAL_SGLANG is the path of a Python that can import SGLang. `make test-sglang` sets NANO_AREAL_SGLANG.
 SGLANG = os.environ.get("NANO_AREAL_SGLANG", "")
 
 
@@ -195,7 +197,7 @@ def run_sglang(model_dir: Path, log: Path, *extra: str) -> Iterator[str]:
             with server_process(*command, out=out, seconds=400) as (url, _):
                 yield url
         except BaseException:
-            print(log.read_text(errors="replace")[-3000:])  # pytest shows this output together with the failure
+            print(log.read_text(errors="replace")[-3000:])  # pytest shows the printed log together with the failure
             raise
 
 
@@ -206,8 +208,8 @@ def tiny_server(start_tiny_server: StartServer) -> str:
     return start_tiny_server()
 
 
-# The environment of the example agents lacks some packages that the project's modules import. So each fixture below
-# imports the project's modules inside its function.
+# The example agents run in .venv-agents, an environment that lacks some packages of the project. The fixtures below
+# import the project's modules inside their functions, so pytest can load this file in .venv-agents.
 
 
 @pytest.fixture(scope="module")
@@ -239,7 +241,7 @@ async def start(tiny_tokenizer: Any) -> AsyncIterator[Callable[..., Any]]:
 
 @pytest.fixture(scope="module")
 def real_engine(tiny_server: str) -> Iterator[Any]:
-    """An engine connected to a tiny server in another process."""
+    """An engine that is connected to a process of inference/tiny/server.py."""
     from engine import RemoteInfEngine
 
     engine = RemoteInfEngine([tiny_server])

@@ -2,11 +2,11 @@
 
     python tests/garbage_server.py --model-path DIR --port 30001
 
-The first POST /generate gets an honest answer, because an engine tests its servers when it starts. If a trainer and a
-proxy use the server, their two engines test it, so start the server with `--honest 2`. The later POST /generate
-requests get the answers of `KINDS` in turn, in a repeating cycle. All other paths get honest answers, so a client that
-has given up this server finds it healthy again and again. The server reports the version of the last weight update. The
-field `seen` of GET /server_info is the number of requests that got garbage.
+The first POST /generate gets a correct answer, because an engine that starts sends one test request to each server. If
+a trainer and a proxy use the server, two engines send test requests, so start the server with `--honest 2`. The later
+POST /generate requests cycle through the answers in `KINDS`. Requests to all other paths get correct answers, so a
+health check of this server always succeeds. The server reports the version of the last weight update. The field `seen`
+of GET /server_info is the number of requests that got garbage.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 Json = dict[str, Any]
-NEVER = b"never"  # an endless pause between the pieces of an answer
+NEVER = b"never"  # marks an endless pause in an answer
 
 
 def http(body: bytes, status: str = "200 OK", length: int | None = None, *headers: str) -> bytes:
@@ -30,7 +30,8 @@ def http(body: bytes, status: str = "200 OK", length: int | None = None, *header
 
 
 def answer(ids: list[Any], change: Callable[[Json, Json], Any] = lambda body, meta: None) -> bytes:
-    """Return the body of an answer with these token ids. `change` receives the body and its `meta_info`."""
+    """Return the body of an answer with these token ids. `change(body, meta_info)` may modify the body and its
+    `meta_info`."""
     spans = [{"version": "0", "start": 0, "end": len(ids)}]
     meta: Json = {"finish_reason": {"type": "length", "length": len(ids)}, "weight_version": "0"}
     meta |= {"output_token_logprobs": [[-1.0, token, None] for token in ids], "weight_versions": spans}
@@ -53,7 +54,7 @@ def event(*bodies: bytes) -> bytes:
 HONEST = answer([1, 2])
 KINDS: dict[
     str, bytes | list[bytes]
-] = {  # a list holds the pieces of an answer, and the last piece is repeated for ever
+] = {  # the server sends the items of a list one by one, and repeats the last item for ever
     "no JSON": http(b"\xff{]"),
     "an empty body": http(b""),
     "a JSON list": http(b"[1, 2]"),
@@ -103,8 +104,8 @@ def honest_answer(path: str, model_path: str, version: str, seen: int) -> bytes:
 
 
 async def serve(port: int, model_path: str, honest: int, names: Iterator[str]) -> None:
-    """Serve until the process ends. `honest` is how many POST /generate requests get honest answers before the first
-    garbage. `names` yields the kinds of garbage in their order."""
+    """Serve until the process ends. `honest` is the number of POST /generate requests that get a correct answer before
+    the first garbage. `names` yields the keys of KINDS in the order in which the server uses them."""
     requests = itertools.count()
     version, seen = "0", 0
 
@@ -130,7 +131,7 @@ async def serve(port: int, model_path: str, honest: int, names: Iterator[str]) -
                 pieces = iter([kind]) if isinstance(kind, bytes) else itertools.chain(kind, itertools.repeat(kind[-1]))
                 for piece in pieces:
                     if piece is NEVER:
-                        await reader.read()  # returns when the client gives up
+                        await reader.read()  # read() returns when the client closes the connection
                         return
                     writer.write(piece)
                     await writer.drain()

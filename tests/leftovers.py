@@ -4,8 +4,8 @@
 
 The first three arguments are a file, a piece of the file's code, and the code that replaces this piece. If the piece of
 code is empty, no error is planted. The remaining arguments are passed to train.py. The last line of the output is JSON,
-with one list of names for each kind of thing that a run must not leave behind. Set TMPDIR to an empty folder before the
-run, so that the list of files contains only files of this run.
+with the lists of the threads, processes and files that the run has left behind. Set TMPDIR to an empty folder before
+the run, so that the list of files contains only files of this run.
 """
 
 import importlib.util
@@ -35,7 +35,7 @@ def processes() -> list[str]:
     """Return the command of every process that descends from this process, even if its parents have ended."""
     mark, found = f"{MARK}={os.getpid()}\0".encode(), []
     for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # the process has ended in the meantime
+        with suppress(OSError):  # the process may end while this code reads its files
             if folder.name != str(os.getpid()) and mark in (folder / "environ").read_bytes():
                 found.append((folder / "cmdline").read_text().replace("\0", " ")[:200])
     return found

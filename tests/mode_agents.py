@@ -23,18 +23,15 @@ class MyAgent:
     the length of the answer."""
 
     async def run(self, data, **extra_kwargs):
-        # AReaL injects these kwargs
         http_client = extra_kwargs.get("http_client")
         base_url = extra_kwargs.get("base_url")
 
-        # Standard OpenAI SDK usage
         client = AsyncOpenAI(base_url=base_url, http_client=http_client, max_retries=0)
 
         response = await client.chat.completions.create(
             model="default", messages=data["messages"], max_completion_tokens=4
         )
 
-        # Return reward (float) or reward dict
         return compute_reward(response, data["answer"])
 
 
@@ -43,7 +40,6 @@ class MySyncAgent:
     the length of the answer."""
 
     async def run(self, data, **extra_kwargs):
-        # In subproc mode, base_url comes from environment
         client = OpenAI(base_url=os.environ.get("OPENAI_BASE_URL"), api_key="DUMMY")
 
         response = client.chat.completions.create(model="default", messages=data["messages"], max_completion_tokens=4)
@@ -52,8 +48,8 @@ class MySyncAgent:
 
 
 class Talks:
-    """An agent that asks the model two times. If `data` has the key `then`, the agent finally runs the function that
-    `data["then"]` names."""
+    """An agent that asks the model two times. If `data` has the key `then`, the agent calls the function that
+    `data["then"]` names after the two requests."""
 
     async def run(self, data: dict, base_url: str, api_key: str, http_client: Any) -> Any:
         client = AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client, max_retries=0)
@@ -119,7 +115,7 @@ class Bomb:
         return open, (self.path, "w")
 
 
-# ---- how an agent may end
+# ---- functions that end an agent in different ways
 
 
 def leaves_at_once(data: dict) -> float:
@@ -150,7 +146,7 @@ def process_id(data: dict) -> float:
 
 
 def returns_twice(data: dict) -> float:
-    """Fork this process, and return in both processes, first in the child."""
+    """Fork this process. The child process returns first, and then its parent."""
     if child := os.fork():
         os.waitpid(child, 0)
     return 1.0 if child else 7.0
@@ -196,14 +192,14 @@ def leaves_a_daemon_and_is_killed(data: dict) -> float:
 
 
 def stops_its_guard(data: dict) -> float:
-    """Suspend (SIGSTOP) the process that would otherwise kill this process, and write to the named pipe."""
+    """Suspend (SIGSTOP) the guard, which is the parent of this process, and then write to the named pipe."""
     os.kill(os.getppid(), signal.SIGSTOP)
     Path(data["fifo"]).write_text("alive")
     return leaves_at_once(data)
 
 
 def is_contained(data: dict) -> float:
-    """Return 1 if this process sees neither the trainer's processes nor the files in `data["hidden"]`."""
+    """Return 1 if this process can find neither the trainer's processes nor a file in the folder `data["hidden"]`."""
     hidden = data["hidden"]
     unmounted = subprocess.run(["umount", hidden], capture_output=True).returncode == 0
     others = [name for name in os.listdir("/proc") if name.isdecimal()]

@@ -14,7 +14,7 @@ from conftest import ROOT
 
 SMALL_GUESS = ["--config", "configs/demo.yaml", "gconfig.n_samples=4", "actor.ppo_n_minibatches=2"]
 MAZE_BATCH = 8  # prompt groups per step in configs/maze.yaml
-STRADDLING_MAZE = [  # the maze task with a workflow of walkers.py, so that weight updates interrupt completions
+STRADDLING_MAZE = [  # the maze task with a workflow whose completions are interrupted by weight updates
     *("--config", "configs/maze.yaml", "workflow=walkers.WalkUntilUpdated"),
     *(f"workflow_kwargs.batch_size={MAZE_BATCH}", "workflow_kwargs.reward_fn=tasks.maze.reward"),
 ]

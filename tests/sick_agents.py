@@ -1,4 +1,5 @@
-"""Agents that keep a run from ever finishing its first step (tests/run/test_doctor.py, tests/run/test_failures.py)."""
+"""Agents with which a run never finishes its first step. tests/run/test_doctor.py and tests/run/test_failures.py use
+these agents."""
 
 import asyncio
 import threading
@@ -8,7 +9,7 @@ from openai import AsyncOpenAI
 
 
 class BlockingAgent:
-    """An agent that blocks the event loop for ever, as a call of a synchronous client without a time limit does."""
+    """An agent that blocks the event loop for ever, like a synchronous call without a time limit."""
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
         threading.Event().wait()
@@ -46,7 +47,7 @@ class NaNAgent(CallingAgent):
 
 
 class ColumnAgent(CallingAgent):
-    """An agent that reads a column that the data does not have."""
+    """An agent that reads a column that is not in the data."""
 
     key = "answer"
 

@@ -3,8 +3,8 @@
     python tests/signalled.py "step 3 " 9 train.py max_steps=5
 
 Some tests kill a run after a certain step. If a test read the run's output and then sent the signal, a fast run could
-already be in its next step. Under this script a run stops (SIGSTOP) or dies (SIGKILL) immediately after the run prints
-the line.
+already be in its next step. With this script, a run gets the signal (SIGSTOP or SIGKILL) immediately after the run
+prints the line.
 """
 
 import os
@@ -27,7 +27,7 @@ def main() -> None:
             found = False
             os.kill(os.getpid(), int(number))
         if text.startswith(beginning):
-            found = True  # print() calls write() a second time to end the line
+            found = True  # print() then calls write() again with the end of the line
         return written
 
     sys.stdout.write = watched_write  # type: ignore[method-assign]

@@ -152,9 +152,9 @@ def test_discounting_is_its_recursive_definition(session: list[Call], gamma: flo
 
 @given(calls)
 def test_concat_trains_every_sampled_token_once(session: list[Call]) -> None:
-    """In an export in style concat, each sampled token is trained in exactly one row. In this row the token follows the
-    same tokens as when it was sampled. The row holds the version, log-probability and temperature with which the token
-    was sampled, and the reward of the token's turn."""
+    """In an export in style concat, each sampled token is trained in exactly one row. A token has the same preceding
+    tokens in its row as during sampling. The row holds the version, log-probability and temperature with which each
+    token was sampled, and the reward of the token's turn."""
     cache = play(session)
     cache.apply_reward_discount(0.5)
     of_token = {t: i for i in cache.finished() for t in i.tokens.output_tokens}
@@ -247,14 +247,13 @@ def test_an_unfinished_call_is_never_a_parent() -> None:
     assert cache["b"].parent is None
     cache.discard("a")
     cache.discard("b")
-    assert list(cache) == ["b"]  # a finished interaction stays
+    assert list(cache) == ["b"]  # `discard` does not remove a finished interaction
 
 
 @pytest.mark.parametrize(("sampled", "echoed"), [(True, 1), (1, True), (False, 0), ([0, "x"], [False, "x"])])
 def test_true_is_not_1(sampled: Any, echoed: Any) -> None:
-    """A client may change `true` in a tool call to 1. The cache then treats the history as a different conversation,
-    although `True == 1` in Python. A history that the client sends back unchanged is still a continuation of the
-    conversation."""
+    """If a client changes `true` in a tool call to 1, the cache treats the history as a different conversation,
+    although `True == 1` in Python. An unchanged history is a continuation of the conversation."""
     for a in (echoed, sampled):
         cache = InteractionCache()
         first = turn([user("hi")])
@@ -284,7 +283,7 @@ def test_finding_a_parent_costs_messages_not_interactions() -> None:
     cache = InteractionCache()
     for k in range(800):
         cache.enter(str(k), turn(list(shared), str(k)))
-    assert Counted.looks == 800 * 200 + 1  # + 1: the first request's first message is read twice (search, insert)
+    assert Counted.looks == 800 * 200 + 1  # + 1: the cache reads the very first message twice
 
 
 def test_a_turn_reads_its_new_messages_only() -> None:
@@ -379,7 +378,7 @@ CODER = {"role": "system", "content": "You code."}
 
 
 def title_call(cache: InteractionCache, title_first: bool, turns: int) -> None:
-    """Make the same calls as opencode: while the agent's first turn runs, a second call asks for a title. Only the
+    """Make the calls that opencode makes: while the agent's first turn runs, a second call asks for a title. Only the
     agent's calls have tools."""
     title = InteractionWithTokenLogpReward([TITLE, user("hello")])
     agent = InteractionWithTokenLogpReward([CODER, user("hello")], tools=TOOLS)
@@ -438,8 +437,8 @@ def test_what_comes_later_is_no_side_conversation() -> None:
 
 
 def test_an_orphan_leaves_no_trace() -> None:
-    """If a client retries a request because it never read the reply, the turn of the first attempt is removed. However,
-    the turn of the first attempt is kept if another turn continues it."""
+    """If a client retries a request because it never read the reply, the turn of the first attempt is removed. The turn
+    of the first attempt is kept if another turn continues the conversation from it."""
     cache = chain(2)
     for name in ("0", "1", "unknown"):
         cache.drop_orphan(name)
@@ -537,8 +536,8 @@ def test_tensors_are_the_documents() -> None:
 
 
 def test_a_reward_set_after_the_tensors_shows() -> None:
-    """A reward that is set after to_tensor_dict() appears in the tensors of the next to_tensor_dict() call. (AReaL
-    returns the first tensors again.)"""
+    """A reward that is set after to_tensor_dict() appears in the tensors of the next to_tensor_dict() call. (In AReaL
+    the next call returns the tensors of the first call.)"""
     cache = chain(2)
     leaf = cache.export_interactions("concat")["1"]
     assert leaf.to_tensor_dict()["rewards"].tolist() == [0.0]
@@ -585,8 +584,8 @@ def test_a_shared_turn_is_trained_in_the_first_leaf_only() -> None:
 
 
 def test_what_training_cannot_reproduce_stays_out_of_the_loss() -> None:
-    """A turn that was sampled with top_p, or requested with store=False, is not trained. A turn that is not trained is
-    only context for later turns."""
+    """A turn that was sampled with top_p, or requested with store=False, is not trained. The tokens of an untrained
+    turn are only context for later turns."""
     cache = chain(3)
     cache["0"].tokens.trains_exactly = False
     cache["1"].unstored = "honour"

@@ -26,7 +26,7 @@ def name_in_project(path: Path) -> str:
 
 
 def code_lines(path: Path) -> int:
-    """Return how many lines of a module hold code, leaving out blank lines, comments and docstrings."""
+    """Return the number of a module's lines of code. Blank lines, comments and docstrings do not count."""
     source = path.read_text()
     lines: set[int] = set()
     prose = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
@@ -152,7 +152,7 @@ def is_skip(marker: ast.expr) -> bool:
     return ast.unparse(marker).partition("(")[0] == "pytest.mark.skip"
 
 
-parse = functools.cache(ast.parse)  # many pages name tests of the same few large files
+parse = functools.cache(ast.parse)  # many pages name tests of one file, so each file is parsed once
 
 
 def running_tests(path: Path) -> set[str]:

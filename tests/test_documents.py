@@ -3,10 +3,10 @@
 The environment variable AREAL_DOCS names a folder with the texts of the four documents. Without this variable, the
 tests that read a document are skipped.
 
-`block` cuts an example out of a document and makes three changes to this example. `block` replaces imports of AReaL by
-imports of this project. `block` replaces `{...}`, which stands for the reader's own arguments, by `{}`. `block` also
-restores lost indentation. A test then executes the example. The test supplies only the names that the example uses but
-does not define.
+The function `block` cuts an example out of a document and makes three changes to the example. `block` replaces imports
+of AReaL by imports of this project. `block` replaces `{...}`, which stands for the reader's own arguments, by `{}`.
+`block` also restores lost indentation. A test executes the example, and supplies only the names that the example uses
+but does not define.
 """
 
 import __future__
@@ -80,7 +80,8 @@ SHORT = GenerationHyperparameters(max_new_tokens=4)
 
 
 class Block(NamedTuple):
-    """An example: its document, the beginning of its first line, its last words, and the indentation of its lines."""
+    """The place of an example: its document, the beginning of its first line, its last words, and the indentation of
+    its lines."""
 
     document: str
     first: str
@@ -175,7 +176,7 @@ def spans(document: str) -> dict[str, tuple[int, int]]:
     return found
 
 
-# An example may await outside of a function, and its annotations are not evaluated.
+# These flags of `compile` allow `await` outside of a function, and leave annotations unevaluated.
 FLAGS = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT | __future__.annotations.compiler_flag
 
 # The names that the documents import, and the modules of this project that define these names.
@@ -201,7 +202,7 @@ def rename_imports(text: str) -> str:
 
 
 def block(name: str) -> str:
-    """Return an example, ready to run."""
+    """Return the text of an example after the three changes that make the example executable."""
     start, end = spans(BLOCKS[name].document)[name]
     lines = read(BLOCKS[name].document)[start:end].splitlines()
     if indent := BLOCKS[name].indent:
@@ -211,7 +212,7 @@ def block(name: str) -> str:
 
 
 async def execute(name: str, **names: Any) -> dict[str, Any]:
-    """Execute an example, which may await. Return the names that the example has defined."""
+    """Execute an example, and return the names that the example has defined. The example may contain `await`."""
     libraries: dict[str, Any] = {"asyncio": asyncio, "torch": torch, "uuid": uuid, "deepcopy": deepcopy}
     libraries |= {"dataclass": dataclass, "field": field, "Literal": Literal, "AsyncOpenAI": AsyncOpenAI, "Any": Any}
     namespace = {"__name__": __name__, **libraries, **NAMES, **names}
@@ -317,7 +318,7 @@ async def test_an_interaction_of_the_proxy_has_the_documents_fields(agents: str,
     named = (await execute("interaction"))["InteractionWithTokenLogpReward"]
     hints = get_type_hints(named, {**NAMES, "ChatCompletion": ChatCompletion})
     for name, kind in hints.items():
-        options = [kind] if get_origin(kind) is list else get_args(kind) or [kind]  # `X | None` has two options
+        options = [kind] if get_origin(kind) is list else get_args(kind) or [kind]  # `X | None` allows two types
         assert isinstance(getattr(turn, name), tuple(get_origin(option) or option for option in options)), name
     assert turn.completion.id == turn.interaction_id
     assert turn.model_response.output_tokens == turn.to_lists()["input_ids"][turn.model_response.input_len :]
@@ -390,7 +391,7 @@ async def test_the_client_and_its_rewards(real_engine: RemoteInfEngine, tiny_tok
     assert turn.reward == 0.5
     names = await execute("reward", client=client, completion=completion, reward_value=2.0)
     assert names["completions_with_rewards"][completion.id].reward == 2.0
-    client.cache._discounted = False  # two examples each discount the rewards of the same client
+    client.cache._discounted = False  # allows another example to discount the rewards
     names = await execute("export", client=client)
     assert names["reward"] == 2.0
     check_trajectory_format(names["tensor_dict"])

@@ -61,8 +61,8 @@ def without_spans(tokens: list[int], finish: str, version: int) -> httpx.Respons
 
 
 class Script:
-    """Servers that answer /generate with the lines of a script, and all other requests with success. After the last
-    line of the script, every later request to /generate gets the answer of this last line."""
+    """Servers that answer POST /generate with the answers of a list, and all other requests with status 200. After the
+    end of the list, every request to /generate gets the last answer of the list."""
 
     def __init__(self, *answers: Answer, info: dict[str, Any] | None = None) -> None:
         self.answers = list(answers)
@@ -173,7 +173,7 @@ async def test_version_is_the_servers_not_the_clocks():
     await in_flight.wait()
     engine.set_version(4)
     release.set()
-    assert (await answer).output_versions == [3, 3]  # the engine's own version is 4 since set_version(4)
+    assert (await answer).output_versions == [3, 3]  # the engine's own version is 4
 
 
 @pytest.mark.anyio
@@ -435,8 +435,8 @@ KEYS = st.text(min_size=1, max_size=8)
 
 @given(KEYS, st.sets(KEYS, min_size=2, max_size=8), st.data())
 def test_a_lost_server_moves_only_its_own_conversations(key: str, servers: set[str], data: st.DataObject):
-    """If one server is removed, only that server's conversations move to other servers. This test leaves out keys that
-    are numbers, because such a key stands for a prompt group and `test_groups_are_spread_evenly` checks it."""
+    """If one server is removed, only that server's conversations move to other servers. The keys of this test are not
+    numbers, because numbers are the keys of prompt groups (`test_groups_are_spread_evenly`)."""
     assume(not key.isdecimal())
     order = rank_servers(sorted(servers), key)
     lost = data.draw(st.sampled_from(order))
@@ -446,9 +446,9 @@ def test_a_lost_server_moves_only_its_own_conversations(key: str, servers: set[s
 
 @given(st.integers(0, 10**6), st.integers(1, 40), st.integers(1, 8), st.data())
 def test_groups_are_spread_evenly(first: int, groups: int, count: int, data: st.DataObject):
-    """If consecutive prompt groups are divided among the servers, the numbers of groups of any two servers differ by at
-    most one. The ranking of the servers for a group contains every server. If the first server of the ranking is lost,
-    another server can therefore take the group."""
+    """Consecutive prompt groups are divided evenly: the numbers of groups of any two servers differ by at most one. The
+    ranking of the servers for a group contains every server. If the first server of the ranking is lost, another server
+    can therefore take the group."""
     servers = [f"http://s{k}" for k in range(count)]
     keys = [str(n) for n in range(first, first + groups)]
     counts = Counter(rank_servers(servers, key)[0] for key in keys)
@@ -495,7 +495,7 @@ async def test_turns_of_a_conversation_go_to_one_server():
 
 @pytest.mark.anyio
 async def test_a_dead_server_hands_over():
-    """If a server dies, another server continues the completion, and `regenerated` counts the segment that was
+    """If a server fails, another server continues the completion, and `regenerated` counts the segment that was
     repeated."""
     script = Script(generated([4], "abort"), httpx.ConnectError("refused"), generated([5]))
     response = await script.engine(A, B).agenerate(request())
@@ -509,7 +509,7 @@ async def test_a_dead_server_hands_over():
 
 
 class Executor:
-    """A fake WorkflowExecutor. Each call that the engine makes is added to the script's list of requests."""
+    """A fake WorkflowExecutor. The fake appends each call of the engine to `script.requests`."""
 
     def __init__(self, script: Script) -> None:
         self.script = script
@@ -543,9 +543,9 @@ def test_the_order_of_a_weight_update(tmp_path: Path):
 
 
 def test_released_memory_comes_back_before_the_weights(tmp_path: Path):
-    """`release_memory` pauses the servers first. The next weight update makes the servers take the memory back, then
-    sends the weights. It does not pause the servers a second time. The engine never resumes a server that has no
-    weights."""
+    """`release_memory` pauses the servers first. The next weight update tells the servers to take the memory back, and
+    then sends the weights. The update does not pause the servers a second time. The engine never resumes a server that
+    has no weights."""
     (tmp_path / "v1").mkdir()
     script = Script(generated([1]))
     engine = script.engine(A)
@@ -777,7 +777,7 @@ def test_every_logprob_is_that_of_the_weights_it_names(
             asyncio.create_task(real_engine.agenerate(ModelRequest(prompt, gconfig=gconfig))) for prompt in prompts
         ]
         first = ModelRequest([1, 2], gconfig=GenerationHyperparameters(max_new_tokens=8))
-        await real_engine.agenerate(first)  # when this short request ends, the server is generating for `tasks`
+        await real_engine.agenerate(first)  # after this request the server generates for `tasks`
         await asyncio.to_thread(update, real_engine, 1)
         return await asyncio.gather(*tasks)
 
@@ -881,7 +881,7 @@ def test_a_stream_may_break_anywhere(end: str, data: st.DataObject, failure: Exc
 
     async def rest() -> httpx.Response:
         tokens = [4, 5, 6][len(script.sent()[-1]["input_ids"]) - 3 :]
-        return streamed(generated(tokens or [7, 8], end))  # 7 and 8 are for a wrong extra request after the last token
+        return streamed(generated(tokens or [7, 8], end))  # a request after the last token would get 7 and 8
 
     script = Script(answered(content, failure), rest)
     heard: list[list[int]] = []

@@ -3,7 +3,7 @@
 `make agents` installs the frameworks into .venv-agents and runs this file there with AGENTS=1. If an agent's framework
 is not installed, the agent's test is skipped. With AGENTS=1, a test whose framework is missing fails instead of being
 skipped. Frameworks that need node are an exception: if `make agents` cannot install them, their tests are skipped. The
-module examples/calculator.py makes the model. The inference server and the proxy are real processes.
+function `make_model` of examples/calculator.py writes the model. The inference server and the proxy are real processes.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from engine import RemoteInfEngine
 from examples.calculator import conversation, dataset, make_model
 from workflow import WorkflowContext, is_interactions, resolve_workflow, workflow_context
 
-# Warnings that the frameworks cause: connections that are not closed, and deprecated names.
+# The frameworks cause warnings about connections that are not closed and about deprecated names.
 NOT_OURS = ("ResourceWarning", "DeprecationWarning", "UserWarning", "pytest.PytestUnraisableExceptionWarning")
 pytestmark = [pytest.mark.runs, *(pytest.mark.filterwarnings(f"ignore::{kind}") for kind in NOT_OURS)]
 EXAMPLES = {  # agent's module -> package of its framework, prefix of the interaction ids
@@ -40,7 +40,7 @@ EXAMPLES = {  # agent's module -> package of its framework, prefix of the intera
     "autogen_agent": ("autogen_agentchat", "chatcmpl-"),
 }
 IN_NODE = {"vercel_ai": "resp_", "codex_cli": "resp_", "opencode_cli": "resp_"}
-TOOLS_CHANGE = ("autogen_agent", "vercel_ai")  # if the last turn has no tools, its prompt begins differently
+TOOLS_CHANGE = ("autogen_agent", "vercel_ai")  # agents whose last call has no tools
 UNSTORED = ("codex_cli", "opencode_cli")  # clients that send `store: false`
 
 

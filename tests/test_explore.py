@@ -1,8 +1,9 @@
-"""tests/explore searches every order in which the events of a small system can happen. Such a system is the dispatcher,
-the sessions, a call or a weight update.
+"""tests/explore searches every order in which the events of a small system can happen. The four systems are the
+dispatcher, the sessions, a call and a weight update.
 
-The search finds no broken property in the project's modules. A mutant is one of these modules with a planted error: one
-changed line. The search finds every planted error. Each property has at least two mutants that break this property.
+The search finds no broken property in the project's modules. A mutant is a module with a planted error, which is one
+changed piece of code. The search finds every planted error. For each property there are at least two mutants that break
+the property.
 """
 
 import importlib.util
@@ -56,15 +57,15 @@ def test_every_order_of_the_dispatchers_events_keeps_every_property(mode: str, b
 
 @pytest.mark.parametrize("bounds", sessions.SMALL, ids=str)
 def test_every_order_of_the_sessions_events_keeps_every_property(bounds: SessionBounds) -> None:
-    """Sessions get calls, end and are exported in every order, with any time between these events. The session table
-    always holds the right sessions, and stops the turns of a session that ends."""
+    """In every order of events, the session table keeps exactly the sessions that are not exported, discarded or
+    expired. If a session ends, the session's turns are stopped."""
     assert len(explore(SessionMachine(bounds), keep=False)) > 1000
 
 
 @pytest.mark.parametrize("bounds", turns.SMALL, ids=str)
 def test_every_order_of_a_calls_events_keeps_every_property(bounds: TurnBounds) -> None:
-    """In every order of calls, hang-ups, retries, failures and ends of sessions, each call is trained at most once. If
-    nobody waits for a generation any more, the engine ends the generation."""
+    """In every order of calls, closed connections, retries, failures and ends of sessions, each call is trained at most
+    once. If no client waits for a generation any more, the engine ends the generation."""
     graph = explore(TurnMachine(bounds))
     assert len(graph) > 300
     reached = {name for state in graph.states for name, *_ in state.seen[2]}
@@ -74,13 +75,13 @@ def test_every_order_of_a_calls_events_keeps_every_property(bounds: TurnBounds) 
 
 @pytest.mark.parametrize("bounds", updates.SMALL, ids=str)
 def test_every_order_of_an_updates_events_keeps_every_property(bounds: UpdateBounds) -> None:
-    """A request survives each weight update and each fault, and every token has the version that computed it. After the
-    trainer's death, a new trainer uses the same servers."""
+    """Every request is answered in spite of weight updates and faults, and every token is labelled with the version
+    that computed the token. If the trainer is killed, a new trainer uses the same servers."""
     assert len(explore(UpdateMachine(bounds), keep=False)) > (100 if bounds.deaths else 300)
 
 
 def test_a_server_that_restarts_in_an_update_does_not_claim_the_new_version() -> None:
-    """A server loads version 1, dies and restarts with version 0 before the trainer's next call. After the trainer's
+    """A server loads version 1 and then restarts with version 0 before the trainer's next call. After the trainer's
     last call the server has the weights of version 0 and reports version 0."""
     on = (("trainer goes on",),)
     path = on * 5 + (("dies", 0), ("restarts", 0)) + on * 2
@@ -99,16 +100,16 @@ WALKS = [
 
 @pytest.mark.parametrize(("machine", "bounds"), WALKS)
 def test_random_walks_far_beyond_the_bounds_keep_every_property(machine: Callable[..., Any], bounds: Any) -> None:
-    """Long random series of events break no property. The bounds of these random walks are larger than the exhaustive
-    search can cover."""
+    """Long random series of events break no property. The bounds of the random walks are larger than the bounds of the
+    exhaustive search."""
     length = 100 if machine in (TurnMachine, UpdateMachine) else 300
     assert len(walk(machine(*bounds), 0, length)) > 50
 
 
 @pytest.mark.parametrize("bounds", [bounds for bounds in dispatcher.FAR if bounds.rejections < 10**6], ids=str)
 def test_random_walks_mask_tokens_and_drop_groups(bounds: Bounds) -> None:
-    """In the random walks, some groups become too old. Mode mask masks the tokens of these groups, and mode drop drops
-    the groups."""
+    """In the random walks, some groups become too old. With stale=mask the old tokens are masked, and with stale=drop
+    the old groups are dropped."""
     masked = [world.masked for world in walk(DispatchMachine("mask", bounds), 0, 1000)]
     dropped = [world.state.manager.get_stats().dropped for world in walk(DispatchMachine("drop", bounds), 0, 1000)]
     assert min(max(masked), max(dropped)) > 3
@@ -137,8 +138,8 @@ def find_error(machine: Any, name: str) -> str:
 
 
 DISPATCHER, STALENESS, EXECUTOR = rollout.dispatcher, staleness, rollout.executor
-# For each mutant: the property that it breaks, the mode (rollout.stale), the module, the original code, and the changed
-# code
+# Each row holds the property that a mutant breaks, the mode (rollout.stale), the module, the original code, and the
+# changed code
 MUTANTS = [
     ("gate", "wait", STALENESS, "(self.max_staleness + version + 1) *", "(self.max_staleness + version + 2) *"),
     ("gate", "mask", STALENESS, "places - (stat.accepted + stat.running)", "places - stat.accepted"),
@@ -173,7 +174,7 @@ def test_a_planted_error_of_the_dispatcher_is_found_by_name(
     assert "in  version 0" in story
 
 
-# For each mutant: the property that it breaks, the original code of calls/sessions.py, and the changed code
+# Each row holds the property that a mutant breaks, the original code of calls/sessions.py, and the changed code
 SESSION_MUTANTS = [
     ("grants", "self._grants[0] <= self.clock()", "self._grants[0] < self.clock()"),
     ("grants", "        self._grants.popleft()\n        self.expire()\n", "        self.expire()\n"),
@@ -197,7 +198,7 @@ def test_a_planted_error_of_the_sessions_is_found_by_name(name: str, line: str, 
     find_error(SessionMachine(SessionBounds(), mutant(calls.sessions, line, changed)), name)
 
 
-# For each mutant: the property that it breaks, the bounds, the module, the original code, and the changed code
+# Each row holds the property that a mutant breaks, the bounds, the module, the original code, and the changed code
 X, Y, WX = TurnBounds("x", 2, 0), TurnBounds("y", 2, 0), TurnBounds("wx", 2, 0)
 EXPORT = 'return reply({"interactions"'
 XZ, LONG = TurnBounds("xz", 2, 0, rewards=True), TurnBounds("x", 2, 0, threads=True)
@@ -260,7 +261,7 @@ def test_a_planted_error_of_a_call_is_found_by_name(
     find_error(TurnMachine(bounds, with_mutant(PROXY, module, line, changed)[-1]), name)
 
 
-# For each mutant: the property that it breaks, the bounds, the module, the original code, and the changed code
+# Each row holds the property that a mutant breaks, the bounds, the module, the original code, and the changed code
 SEGMENT = "segment = parse_segment(event, self.vocab_size)"
 ONE, TWO, ABORT = UpdateBounds(), UpdateBounds(servers=2, tokens=1), UpdateBounds(pause_mode="abort")
 NEVER = "await asyncio.Event().wait()"
@@ -340,7 +341,7 @@ def test_each_property_has_two_mutants() -> None:
 
 
 def test_equal_situations_are_visited_once() -> None:
-    """Two orders of events that lead to the same situation end in one state. The drawing shows each state once."""
+    """If two orders of events lead to one state, the drawing shows the state once."""
     graph = explore(DispatchMachine("wait", dispatcher.SMALLEST))
     drawn = show(graph)
     assert drawn.count("fail 0 -> 3") == drawn.count("reject 0 -> 3") == 1
@@ -362,9 +363,9 @@ def swapped(events: list[Any], first: int, second: int) -> list[Any]:
 @pytest.mark.runs
 @pytest.mark.parametrize(("mode", "batch"), [("wait", 3), ("drop", 1), ("mask", 1)])
 def test_the_trace_of_a_run_is_a_walk_of_the_machine(tmp_path: Path, mode: str, batch: int) -> None:
-    """The dispatcher's state machine can repeat each event in the trace of a real run, with the same consequences.
-    `conform` detects four planted changes of the trace: two groups consumed in the opposite order, a group that starts
-    before the gate opens, a group that is consumed twice, and a lost event."""
+    """The dispatcher's state machine can repeat each event in the trace of a real run, and every event has the same
+    result. `conform` detects four planted changes of the trace: two groups consumed in the opposite order, a group that
+    starts before the gate opens, a group that is consumed twice, and a lost event."""
     words = ["--config", "configs/maze.yaml", f"rollout.stale={mode}", f"train_dataset.batch_size={batch}"]
     words += ["gconfig.n_samples=2", "gconfig.max_new_tokens=100", "actor.ppo_n_minibatches=1", "max_steps=8"]
     words += ["rollout.max_head_offpolicyness=1", "should_accept_fn=walkers.has_signal"]

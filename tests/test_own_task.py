@@ -27,7 +27,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for path in ROOT.glob("[a-z]*"):
         if path.is_dir() and path.name not in ("runs", "own"):
             (folder / path.name).symlink_to(path)
-        elif path.suffix == ".py":  # a copy, because from a link Python would import the original's folder
+        elif path.suffix == ".py":  # a copy, because with a link Python would import from ROOT
             shutil.copy(path, folder)
     (folder / "own").mkdir()
     for name, text in FILES:

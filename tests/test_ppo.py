@@ -1,10 +1,9 @@
 """These tests compare the loss with a slow loop in the paper's notation, and the advantages with values computed by
 hand.
 
-The loop `paper_objective` uses no tensors. For every trained token the loop reads the log-probabilities of the three
-policies, computes the two ratios, and adds the smaller of the clipped and the unclipped term to the sum.
-`test_the_loss_is_the_papers_objective` checks that its inputs cover every case: each clip, the cap, both signs of the
-advantage, and the mask.
+The loop `paper_objective` uses no tensors. For every trained token the loop computes the ratio u and the behaviour
+weight w, and adds w min(u A, clip(u) A) to the sum. `test_the_loss_is_the_papers_objective` checks that its inputs
+cover every case: each clip, the cap, both signs of the advantage, and the mask.
 """
 
 import math
@@ -217,8 +216,8 @@ def test_dual_clip_bounds_what_one_token_can_do():
 
 
 def test_a_clip_of_0_bounds_the_ratio_at_1():
-    """With eps_clip=0 and eps_clip_higher=0, a ratio above 1 gains nothing if A > 0, and a ratio below 1 gains nothing
-    if A < 0."""
+    """With eps_clip=0 and eps_clip_higher=0, the ratio of a token counts as at most 1 if A > 0, and as at least 1 if A
+    < 0."""
     theta, old = torch.tensor([0.5, -0.5, 0.5, -0.5]), torch.zeros(4)
     A = torch.tensor([1.0, 1.0, -1.0, -1.0])
     loss, stats = ppo_actor_loss_fn(theta, old, old, A, torch.ones(4), eps_clip=0.0, eps_clip_higher=0.0)
@@ -389,8 +388,8 @@ def test_the_spread_is_around_the_plain_mean_of_its_cell(rewards, keys, expected
 
 
 def test_turns_are_compared_with_the_same_turn():
-    """With per_turn, first turns are compared only with other first turns. Without per_turn all turns of a group share
-    one mean."""
+    """With per_turn=True, first turns are compared only with other first turns. With per_turn=False, all turns of a
+    group share one mean."""
     batch = make_batch((0, [(1.0, 2, True), (1.0, 2, True)]), (0, [(0.0, 2, True)]))
     first, second = batch["turn_ids"][0] == 0, batch["turn_ids"][0] == 1
     A = compute_advantages(batch, config())

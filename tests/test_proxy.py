@@ -53,7 +53,7 @@ async def test_a_childs_prompt_is_its_parents_tokens_and_a_tail(start: Start, ti
     said = [*tiny_tokenizer.encode("two"), eos]
     assert third == second + said + tiny_tokenizer.encode(tail.format("third"))
     full = tiny_tokenizer.apply_chat_template(messages[:5], add_generation_prompt=True, return_dict=False)
-    assert third == full  # equal, because this tokenizer has only one encoding of each text
+    assert third == full  # true for a tokenizer with only one encoding of each text
 
 
 async def test_a_turn_cut_by_length_gets_its_end_token_untrained(start: Start, tiny_tokenizer: Any) -> None:
@@ -325,7 +325,7 @@ async def test_x_api_key_serves_too(start: Start) -> None:
     assert (await harness.post("/v1/chat/completions", {"messages": HELLO})).status_code == 401
 
 
-# Mistakes of the caller
+# Wrong requests
 
 
 @pytest.mark.parametrize(
@@ -405,7 +405,7 @@ FLOODS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("body", FLOODS.values(), ids=FLOODS.keys())
 async def test_a_request_beyond_the_limits_is_refused(start: Start, body: dict[str, Any]) -> None:
-    """A request that no honest agent sends is refused before its prompt is built, and the session continues."""
+    """The proxy refuses a request above its size limits before it builds the prompt, and the session continues."""
     harness = start()
     session = await harness.start()
     answer = await harness.post(f"/{session}/v1/chat/completions", {"messages": HELLO} | body)
@@ -415,8 +415,8 @@ async def test_a_request_beyond_the_limits_is_refused(start: Start, body: dict[s
 
 
 async def test_a_session_that_floods_leaves_room_for_the_others(start: Start) -> None:
-    """At most `limits.running` answers of a session are generated at once, and at most `limits.answers` are generated
-    or wait. The calls of other sessions continue."""
+    """At most `limits.running` answers of a session are generated at the same time. A session has at most
+    `limits.answers` answers that are being generated or that wait. The calls of other sessions continue."""
     harness = start(limits=Limits(running=3, answers=8))
     flood, other = await harness.start(), await harness.start()
     harness.engine.hold = asyncio.Event()
@@ -442,8 +442,8 @@ async def test_a_session_that_floods_leaves_room_for_the_others(start: Start) ->
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 9)), max_size=12))
 def test_a_call_waits_for_few_answers_of_other_sessions(tiny_tokenizer: Any, calls: list[tuple[int, int]]) -> None:
     """Three sessions send calls in any order, each call asks for any number n of answers, and no answer ever finishes.
-    A call of a fourth session still reaches the engine at once, although each of the three sessions already has up to
-    `limits.running` answers there."""
+    A call of a fourth session still reaches the engine immediately, although the engine already generates up to
+    `limits.running` answers for each of the three sessions."""
 
     async def run() -> None:
         harness = Harness(tiny_tokenizer, limits=Limits(running=3))
@@ -650,7 +650,7 @@ async def test_discard_frees_a_session_that_nobody_will_export(start: Start) -> 
 
 
 async def test_a_caller_that_hangs_up_cancels_its_generation(start: Start) -> None:
-    """If the caller hangs up, the engine stops generating, and the call is removed from the tree."""
+    """If the caller closes the connection, the engine stops generating, and the call is removed from the tree."""
     harness = start()
     session = await harness.start()
     harness.engine.hold = asyncio.Event()
@@ -685,7 +685,8 @@ async def test_idle_sessions_expire_but_never_a_generating_one(start: Start) -> 
     call = asyncio.ensure_future(harness.post(f"/{busy}/v1/chat/completions", {"messages": HELLO}))
     await harness.engine.started.wait()
     harness.clock.now = 9.0
-    # The proxy refuses the reward, because the session has no call yet. The request still restarts the timeout.
+    # The proxy refuses the reward, because the session has no call yet. The refused request still restarts the
+    # session's timeout.
     assert (await harness.post(f"/{idle}/rl/set_reward", {"reward": 1})).status_code == 400
     harness.clock.now = 18.0
     harness.sessions.expire()
@@ -720,8 +721,8 @@ def test_use_keeps_a_session_and_not_its_neighbours() -> None:
 
 
 def test_expiry_looks_only_at_the_session_that_is_idle_longest() -> None:
-    """To handle a request, the proxy does not iterate over all sessions. So the cost of a request does not grow with
-    the number of sessions."""
+    """To handle a request, the proxy does not iterate over all sessions. The cost of a request therefore does not grow
+    with the number of sessions."""
     table, looked = SessionTable(10.0, Clock()), []
 
     class Watched(Session):

@@ -41,8 +41,9 @@ def test_asynchronous_training_hides_generation() -> None:
 
 
 def test_a_server_shares_its_time() -> None:
-    """A server with n running sequences needs a + b n seconds to generate one token of each. Four sequences of two
-    tokens therefore need 2 (a + 4 b) seconds, or 4 (a + 2 b) seconds if the server runs two sequences at once."""
+    """A server with n running sequences needs a + b n seconds to generate one token for each sequence. Four sequences
+    of two tokens therefore need 2 (a + 4 b) seconds, or 4 (a + 2 b) seconds if the server runs two sequences at
+    once."""
     for slots, seconds in ((math.inf, 2 * (1 + 4 * 0.5)), (2, 4 * (1 + 2 * 0.5))):
         result = simulate.Simulation(constant(0, a=1.0, b=0.5, slots=slots, steps=1)).run()
         assert result.ends == pytest.approx([seconds + 1.5])

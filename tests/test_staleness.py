@@ -58,7 +58,7 @@ def run(manager: StalenessManager, count: int) -> None:
         (0, 4, 100, 1, 4, 0, 4),  # the four groups of version 0 still count as accepted
         (2, 4, 100, 0, 0, 0, 12),
         (2, 4, 100, 5, 20, 3, 9),
-        (2, 4, 8, 5, 20, 3, 5),  # here the concurrency limit is the smaller limit
+        (2, 4, 8, 5, 20, 3, 5),  # the concurrency limit is below the staleness limit
         (2, 4, 3, 5, 20, 3, 0),
         (0, 4, 100, 0, 4, 2, -2),
         (4, 4, 0, 0, 0, 0, 1),  # max_concurrent_rollouts=0 counts as 1
@@ -118,8 +118,8 @@ EVENTS = ["enqueued", "submitted", "accepted", "rejected", "dropped", "withdrawn
 @given(st.lists(st.sampled_from(EVENTS), max_size=40))
 def test_counters_are_never_negative_and_lose_nobody(events):
     """For any sequence of events, possible or not, no counter is negative, and the sum of all counters is the number of
-    enqueued rollouts. The sum stays correct even after an error, for example when a group is started while the gate is
-    closed."""
+    enqueued rollouts. The sum of the counters stays correct even after an error, for example when a group is started
+    while the gate is closed."""
     manager = make_manager()
     entered = 0
     for event in events:
@@ -224,8 +224,7 @@ def feed(state: DispatchState, next_id: int, version: int, started: dict[int, in
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.integers(0, 3), st.integers(1, 4), st.integers(1, 9), st.data())
 def test_age_is_bounded_whatever_happens(eta, batch, concurrent, data):
-    """In whatever order groups finish, and even if some groups are rejected, no age exceeds eta and training never
-    hangs."""
+    """For every order in which groups finish or are rejected, no age exceeds eta and training never hangs."""
     clock = Version()
     manager = StalenessManager(clock, concurrent, batch, eta)
     state = make_state(manager)
@@ -332,7 +331,7 @@ def test_order_of_start_keeps_the_bound():
 
 
 def test_rejections_are_not_remembered_for_ever():
-    """The dispatcher remembers only the newest rejected tasks, so its memory stays bounded in a long run."""
+    """The dispatcher keeps the ids of only the newest rejected tasks, so its memory stays bounded in a long run."""
     state = make_state(make_manager(eta=0, batch=100))
     for task_id in range(10_009):
         state.enqueue(Prompt(task_id))

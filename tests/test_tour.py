@@ -35,8 +35,8 @@ def test_the_page_is_the_output_of_the_tour(tour: str) -> None:
 
 
 def test_the_tour_shows_an_update_in_the_middle_of_a_game(tour: str) -> None:
-    """Two groups start at version 0 and a third group at version 1. The game that the tour shows has tokens of both
-    versions."""
+    """Two groups start at version 0 and a third group at version 1. The game that the tour shows has tokens of the
+    versions 0 and 1."""
     gate, _, (_, versions, _), *_ = blocks(tour)
     assert [line.split()[-4:] for line in gate[1:]] == [list("0202"), list("0220"), list("1330")]
     assert versions.split() == ["version", "0", "0", *"1" * (len(versions.split()) - 3)]

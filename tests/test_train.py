@@ -1,7 +1,6 @@
 """Tests of whole runs of `python train.py`: staleness, repeatability, the files that a run writes, and how a run ends.
 
-These tests use no fakes. Each test starts the command as a user does, reads the files of the run, and checks that no
-process is left behind.
+Each test starts the command as a user does, reads the files of the run, and checks that no process is left behind.
 """
 
 import json
@@ -69,7 +68,8 @@ def test_evaluation_is_greedy_and_training_samples(guess_run) -> None:
     folder, metrics = guess_run(0)
 
     def first_answers(kind: str) -> set[str]:
-        """Return the set of first answers in the folder `kind`: "rollout" (training) or "eval-rollout"."""
+        """Return the set of first answers of the episodes in the folder `kind`: "rollout" (training) or
+        "eval-rollout"."""
         lines = [line for path in (folder / "e/t" / kind).glob("*/*.jsonl") for line in path.read_text().splitlines()]
         return {json.loads(line)["completion"].partition("<end>")[0] for line in lines}
 
@@ -113,8 +113,8 @@ def test_maze_staleness(tmp_path: Path, eta: int) -> None:
 def test_synchronous_runs_repeat(guess_run) -> None:
     """Two runs with eta = 0 and the same seed have the same metrics.
 
-    Only the metric `accepted` may differ. A step writes its metrics only after it has pushed its weights to the
-    servers, so the metric `accepted` may already count some groups of the next batch.
+    Only the metric `accepted` may differ. A step pushes its weights to the servers before it writes its metrics, so
+    `accepted` may already count groups of the next batch.
     """
     (_, first), (_, second) = guess_run(0), guess_run(0, "again")
     exact = ("reward", "success", "tokens", "staleness_max", "rejected")
@@ -220,7 +220,7 @@ def test_ctrl_c(tmp_path: Path) -> None:
 
 @pytest.mark.runs
 def test_sigterm_of_2000_tasks(tmp_path: Path) -> None:
-    """SIGTERM ends a run that has 2,000 tasks in flight. The run then prints at most three short lines, without a
+    """SIGTERM ends a run that has 2,000 tasks in flight. After SIGTERM the run prints at most three short lines and no
     warning of the doctor. No process is left behind."""
     words = ["max_steps=10000", "rollout.max_concurrent_rollouts=2000", "rollout.max_head_offpolicyness=400"]
     words += ["gconfig.n_samples=2"]  # 2,000 groups make 4,000 episodes, below the limit of open files
@@ -241,8 +241,8 @@ def test_sigterm_of_2000_tasks(tmp_path: Path) -> None:
 @pytest.mark.runs
 @pytest.mark.parametrize("victim", ["inference.tiny.server", "proxy"])
 def test_killed_server(tmp_path: Path, victim: str) -> None:
-    """The run ends if the proxy dies, or if the run has a single inference server, this server dies, and max_restarts
-    is 0. The last message names the dead process and its exit code."""
+    """The run ends if the proxy's process ends. With one inference server and server.max_restarts=0, the run also ends
+    if the server's process ends. The run's last message names the process that ended and its exit code."""
     process, pids = start_and_wait_for_step(tmp_path, *SMALL_GUESS, "max_steps=10000", "server.max_restarts=0")
     os.kill(pids[victim], signal.SIGKILL)
     output = rest_of(process, 30)

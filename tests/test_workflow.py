@@ -167,8 +167,8 @@ async def test_the_custom_workflow_of_rollout_workflow_runs(tiny_tokenizer: Any)
 
 @pytest.mark.anyio
 async def test_the_custom_workflow_of_the_write_up_runs(tiny_tokenizer: Any) -> None:
-    """The write-up's workflow runs with one change: `return_dict=False`, which newer versions of transformers
-    need."""
+    """The write-up's workflow runs with the additional argument `return_dict=False`, which newer versions of
+    transformers need."""
     engine = ScriptedEngine(tiny_tokenizer, lambda request: "4")
     engine.version = 3
     workflow = CustomWorkflow(GenerationHyperparameters(), tiny_tokenizer)
@@ -178,7 +178,7 @@ async def test_the_custom_workflow_of_the_write_up_runs(tiny_tokenizer: Any) -> 
     assert traj["versions"][0][-2:].tolist() == [3, 3]
 
 
-# ---------------------------------------------------------------- one turn, several turns
+# ---------------------------------------------------------------- episodes of one turn and of several turns
 
 
 @pytest.mark.anyio
@@ -350,7 +350,8 @@ def test_a_member_that_exits_is_a_failed_member(caplog: pytest.LogCaptureFixture
 
 @pytest.mark.anyio
 async def test_a_ragged_group_is_still_one_group() -> None:
-    """Each row contains its group's id. If a group loses a member, the id still shows which rows belong together."""
+    """Each row contains its group's id. If a group loses a member, the group's id still shows which rows belong
+    together."""
 
     def member(context: WorkflowContext, data: dict) -> Any:
         return None if context.sample_idx == data["loses"] else row(1, 2)
@@ -408,7 +409,8 @@ async def test_members_run_at_the_same_time_and_each_in_its_own_context() -> Non
 
 @pytest.mark.anyio
 async def test_members_do_not_write_into_each_others_sample() -> None:
-    """Each member gets its own copy of the sample, so no member sees another member's changes."""
+    """Each member gets its own copy of the sample, so one member's changes to the sample do not reach the other
+    members."""
 
     def talk(context: WorkflowContext, data: dict) -> Any:
         data["messages"].append("hello")

@@ -1,9 +1,10 @@
 r"""Each kind of inference server fulfils the contract that engine.py relies on.
 
 The tests run against inference/tiny/server.py. If NANO_AREAL_SGLANG is the path of a Python with SGLang (`make
-test-sglang`), the tests also run against the real SGLang on a CPU. Both servers compute in float32 and must agree with
-a forward pass of transformers to 1e-4 nats. The command below tests a server that is already running, for example on a
-GPU. If a server computes in bfloat16, its logprobs may differ by up to 0.25 nats from those of the forward pass.
+test-sglang`), the tests also run against the real SGLang on a CPU. inference/tiny and SGLang compute in float32, and
+their logprobs must agree with a forward pass of transformers to 1e-4 nats. The command below tests a server that is
+already running, for example on a GPU. If a server computes in bfloat16, its logprobs may differ by up to 0.25 nats from
+those of the forward pass.
 
     NANO_AREAL_CONTRACT_URL=http://127.0.0.1:30000 NANO_AREAL_CONTRACT_MODEL=/path/to/model \
         pytest tests/inference/test_contract.py
@@ -42,11 +43,11 @@ from inference.weights import WeightUpdateMeta
 SERVERS = ["url"] if os.environ.get("NANO_AREAL_CONTRACT_URL") else ["tiny", *(["sglang"] if SGLANG else [])]
 PROMPT = [40, 41, 42, 43, 44, 45, 46]
 SLOTS = 16  # number of requests that a server under test runs at the same time
-LONG = 1000  # tokens of a request that is long enough to be interrupted even on a busy machine
+LONG = 1000  # number of tokens of a request that must still run when a test interrupts it, even on a busy machine
 
 
 class Server:
-    """The server under test, with a reference model that computes the expected logprobs."""
+    """The server under test, and a reference model that computes the expected logprobs."""
 
     def __init__(self, url: str, model_path: str) -> None:
         self.url = url
@@ -55,7 +56,7 @@ class Server:
         self.pool = ThreadPoolExecutor(8)
         config = json.loads((Path(model_path) / "config.json").read_text())
         bf16 = "bfloat16" in (config.get("dtype"), config.get("torch_dtype"))
-        self.tolerance = 0.25 if bf16 else 1e-4  # in nats; the largest difference that was seen in bfloat16 is 0.10
+        self.tolerance = 0.25 if bf16 else 1e-4  # in nats; the largest measured difference in bfloat16 is 0.10
         self.reference = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
 
     def post(self, path: str, body: dict[str, Any]) -> httpx.Response:
@@ -75,8 +76,8 @@ class Server:
         return response.json()
 
     def send(self, max_new_tokens: int, prompt: Any) -> Callable[[], Any]:
-        """Send a request, and return a function that waits for the answer. The server reads requests in order of
-        arrival, so when `version()` returns, the server has also read the request that was sent before it."""
+        """Send a request, and return a function that waits for the answer. `send` calls `version()` after it has sent
+        the request. The server reads requests in order of arrival, so it has read the request before `send` returns."""
         sampling = {"temperature": 1.0, "ignore_eos": True, "max_new_tokens": max_new_tokens}
         connection = HTTPConnection(self.http.base_url.host, self.http.base_url.port or 80, timeout=60)
         body = json.dumps({"input_ids": prompt, "sampling_params": sampling})
@@ -279,7 +280,8 @@ def test_a_stream_is_cumulative(server: Server) -> None:
 
 
 def test_an_abort_returns_what_there_is(server: Server) -> None:
-    """An aborted request returns its tokens and logprobs so far. An abort of an unknown request has no effect."""
+    """The answer to an aborted request contains the tokens and logprobs generated so far. An abort of an unknown
+    request has no effect."""
     pending = server.start("contract-abort")
     assert server.post("/abort_request", {"rid": "contract-abort"}).status_code == 200
     answer = pending.result(60)
@@ -343,7 +345,7 @@ def test_a_retracted_request_goes_to_the_end_of_the_queue(server: Server) -> Non
 
 
 def test_pause_in_place_goes_on_with_its_keys(server: Server) -> None:
-    """A request continues with its KV cache after a pause in mode in_place, so its answer has num_retractions 0."""
+    """A request keeps its KV cache during a pause in mode in_place, so its answer has num_retractions 0."""
     answer = interrupted(server, "contract-in-place", "in_place", lambda: None)
     ids, logprobs = outputs(answer)
     assert len(ids) == LONG
@@ -381,9 +383,9 @@ def test_spans_say_which_version_computed_which_token(server: Server, mode: str)
 
 
 def test_a_request_outlives_released_memory(server: Server) -> None:
-    """While a paused server has released its memory, requests wait. After the next weight update, the request that the
-    pause (mode retract) interrupted continues after its last token. A request that arrived during the pause gets its
-    answer, too."""
+    """A server that has released its memory keeps its requests. After the next weight update, the request that the
+    pause (mode retract) interrupted continues after its last token. A request that arrived during the pause is answered
+    as well."""
     if server.http.delete("/release_memory_occupation").status_code == 404:
         pytest.skip("this server has no route /release_memory_occupation")
     waiting = []
@@ -405,8 +407,8 @@ def test_a_request_outlives_released_memory(server: Server) -> None:
 
 def test_an_update_without_a_pause_waits(server: Server) -> None:
     """Without a pause, an update waits until the running requests have finished. With abort_all_requests, the update
-    aborts the running requests. The test sends this second update with flush_cache off, because SGLang refuses to empty
-    its cache while its scheduler still holds the aborted request."""
+    aborts the running requests. The update with abort_all_requests does not flush the cache, because SGLang refuses to
+    flush its cache while its scheduler still holds the aborted request."""
     old = server.version()
     body = {"model_path": server.model_path, "weight_version": server.next_version(), "flush_cache": True}
     pending = server.start("contract-wait", 200)
@@ -480,15 +482,15 @@ def test_the_engine_learns_what_it_may_send(server: Server) -> None:
         asyncio.run(engine.agenerate(ModelRequest([config.vocab_size])))
 
 
-# New weights, in each mode
+# Weight updates in each mode
 
 
 class Blocking:
     """A gloo group whose broadcast returns only after every server has received the tensor, like NCCL's first
     broadcast.
 
-    In gloo `broadcast` returns a handle before the servers have received the tensor, so this class waits for the
-    handle.
+    The method `broadcast` of gloo returns a handle before the servers have received the tensor, so this class waits for
+    the handle.
     """
 
     def __init__(self, group: Any) -> None:
@@ -521,9 +523,8 @@ class Other:
                 parameter.mul_(1 + 0.3 * torch.randn_like(parameter))
 
     def send(self, mode: str, model: Any, version: str, pause_mode: str = "retract", fail: bool = False) -> None:
-        """Update the server's weights in the same way as the trainer. If `fail` is set, the trainer raises an error
-        after it has sent the first bucket.
-        """
+        """Update the server's weights in the same way as the trainer. If `fail` is true, an error ends the update after
+        the first bucket."""
         engine = RemoteInfEngine([self.server.url], pause_mode=pause_mode)
         meta = WeightUpdateMeta(mode=mode, path=str(self.folder), version=int(version), bucket_mb=0.1)
         if mode == "disk":
@@ -549,8 +550,8 @@ def other(server: Server, tmp_path: Path) -> Iterator[Other]:
 
 
 def assert_serves(server: Server, model: Any, version: str) -> None:
-    """Check, with a prompt that is not cached yet, that the server uses the weights of `model` and reports
-    `version`."""
+    """Check that the server uses the weights of `model` and reports `version`. The check sends a prompt that the server
+    has not cached."""
     prompt = [50 + int(version) % 50, *PROMPT]
     answer = server.generate(12, prompt=prompt, temperature=0.0)
     ids, logprobs = outputs(answer)
@@ -561,7 +562,7 @@ def assert_serves(server: Server, model: Any, version: str) -> None:
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([prompt + ids]), use_cache=False).logits[0, len(prompt) - 1 : -1]
     lead = logits.max(-1).values - logits.gather(1, torch.tensor(ids)[:, None])[:, 0]
-    assert lead.max() < 2 * server.tolerance  # each token is the likeliest token, up to rounding
+    assert lead.max() < 2 * server.tolerance  # up to rounding, each token is the most likely token
 
 
 MODES = ["disk", "distributed", "tensor"]

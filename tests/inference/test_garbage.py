@@ -45,9 +45,10 @@ def test_garbage_of_every_kind_costs_no_completion(
     tiny_server: str, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A faulty server answers one ordinary and one streaming request with each kind of garbage. Each request gets its
-    completion from the healthy server. The log names the bad server and counts how often it was lost."""
+    completion from the healthy server. The log names the faulty server and says how many times the engine has lost this
+    server."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
-    monkeypatch.setattr(servers, "LOOK_AGAIN", 3600.0)  # the test itself marks the server as living again
+    monkeypatch.setattr(servers, "LOOK_AGAIN", 3600.0)  # the engine never checks a lost server during this test
     monkeypatch.setattr(engine_module, "FAILURE_WAIT", (0.0, 0.0))
     monkeypatch.setattr(wire, "MOST_BYTES", 2**22)
     with server_process(*GARBAGE, str(tiny_model_dir), out=subprocess.DEVNULL) as (garbage, _):
@@ -80,8 +81,8 @@ def test_garbage_of_every_kind_costs_no_completion(
 
 
 def test_garbage_is_no_score(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For every kind of garbage, a request for scores raises an EngineError. If this happens to the canary of a run
-    (run/mismatch.py), the canary has one value fewer, and the run continues."""
+    """For every kind of garbage, a request for scores raises an EngineError. If a request of a run's canary
+    (run/mismatch.py) fails, the canary has one value fewer, and the run continues."""
     monkeypatch.setattr(wire, "MOST_BYTES", 2**22)
     with server_process(*GARBAGE, str(tiny_model_dir), out=subprocess.DEVNULL) as (garbage, _):
         engine = RemoteInfEngine([garbage], request_timeout=5.0)

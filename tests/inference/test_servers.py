@@ -1,5 +1,5 @@
-"""If a server dies, only its unfinished segments are lost. A restarted server gets no requests before it has the
-current weights.
+"""If a server process ends, only its unfinished segments are lost. A restarted server gets no requests before it has
+the current weights.
 
 Most tests replace the network by scripted servers (`Machines`). The last test kills a real server process that is
 generating.
@@ -38,14 +38,14 @@ CONTROL = ("/pause_generation", "/update_weight_version", "/update_weights_from_
 
 
 class Machines:
-    """Scripted servers, each with a host name. A server has a version, may be dead or paused, and generates one token
+    """Scripted servers, each with a host name. A server has a version, may be down or paused, and generates one token
     per call."""
 
     def __init__(self, **versions: int) -> None:
         self.versions: dict[str, Any] = dict(versions)
         self.dead: set[str] = set()
         self.paused: set[str] = set()
-        self.mute: dict[str, int] = {}  # for each host: number of control calls answered before one answer is lost
+        self.mute: dict[str, int] = {}  # for each host: how many control calls get an answer before one answer is lost
         # The URLs that host "router" reports as its workers. The router sends requests for tokens to host a.
         self.workers: list[Any] = []
         self.asked: list[tuple[str, str]] = []  # (host, path) of each request
@@ -120,13 +120,14 @@ def update(engine: RemoteInfEngine, folder: Path, version: int) -> None:
 
 
 def home(session: str = "s") -> tuple[str, str]:
-    """Return the hosts a and b in the order in which conversation `session` tries them."""
+    """Return the hosts a and b in the order in which the engine tries them for the conversation `session`."""
     first, second = rank_servers([A, B], session)
     return first[-1], second[-1]
 
 
 def test_a_dead_server_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After one failed request to a dead server, the next requests of the conversation go to a different server."""
+    """After one failed request to a server that is down, the next requests of the conversation go to a different
+    server."""
     monkeypatch.setattr(servers_module, "LOOK_AGAIN", 3600.0)
     machines, (first, second) = Machines(a=0, b=0), home()
     machines.dead.add(first)
@@ -135,8 +136,8 @@ def test_a_dead_server_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_requests_wait_for_a_server_that_is_started_again() -> None:
-    """If all servers are dead and one of them is started again, requests wait for this server, even if they have used
-    up their retries. The restarted server gets no request before it has the current weights."""
+    """If all servers are down, requests wait until a server is started again, even if they have used up their retries.
+    The restarted server gets no request before it has the current weights."""
     machines, sleeps = Machines(a=7), list[float]()
     engine = machines.engine(A)
     assert ask(engine) == [7]
@@ -157,8 +158,8 @@ def test_requests_wait_for_a_server_that_is_started_again() -> None:
 
 
 def test_an_update_waits_for_a_server_that_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If all servers are dead when an update begins, the update waits until one of them is alive again, or until the
-    run has stopped. After the update, the engine sends the same version again only if `forget_sent` was called."""
+    """If all servers are down when an update begins, the update waits until a server is started again, or until the run
+    has stopped. The engine sends one version a second time only after a call of `forget_sent`."""
     machines = Machines(a=0)
     engine = machines.engine(A)
     engine.wait_for_servers = True
@@ -179,8 +180,8 @@ def test_an_update_waits_for_a_server_that_is_started_again(tmp_path: Path, monk
 
 
 def test_an_update_goes_on_without_the_dead(tmp_path: Path) -> None:
-    """An update succeeds while at least one server is alive. If all servers are dead, `pause` raises an error that
-    names a server."""
+    """An update succeeds if at least one server answers. If all servers are down, `pause` raises an error that names a
+    server."""
     machines = Machines(a=0, b=0)
     engine = machines.engine(A, B)
     machines.dead.add("b")
@@ -212,7 +213,7 @@ def test_a_lost_answer_leaves_no_server_paused(tmp_path: Path, answers: int) -> 
 
 
 def test_destroy_continues_also_the_lost() -> None:
-    """`destroy` also ends the pause of a lost server, so that the next run does not find the server paused."""
+    """`destroy` also ends the pause of a lost server, so that the next run can use the server."""
     machines = Machines(a=0)
     engine = machines.engine(A)
     engine.pause()
@@ -264,8 +265,8 @@ def test_a_server_that_died_unseen_is_caught_by_its_tokens() -> None:
 
 
 def test_a_version_above_the_trainers_is_refused_wherever_it_is_read() -> None:
-    """A server counts as lost if its tokens or its label claim a version that the trainer has not yet made. The trainer
-    notices such a version, and so does every process that knows the trainer's version."""
+    """A server counts as lost if its tokens or its label have a newer version than the trainer. After `set_version(v)`,
+    an engine refuses tokens of versions above v."""
     machines, (first, second) = Machines(a=7, b=7), home()
     engine = machines.engine(A, B)
     engine.set_version(7)
@@ -276,8 +277,8 @@ def test_a_version_above_the_trainers_is_refused_wherever_it_is_read() -> None:
 
 
 def test_an_answer_from_before_an_update_is_no_restart() -> None:
-    """A request that was sent before version 8 appeared may still get tokens of version 7. For a request that is sent
-    after version 8 appeared, tokens of version 7 are refused."""
+    """A request that was sent before the first token of version 8 arrived may still get tokens of version 7. Tokens of
+    version 7 are refused if their request was sent after the first token of version 8 arrived."""
     servers = Servers([A, B], Wire())
     servers.check_age(A, [7], sent_after=7)
     servers.check_age(B, [7, 8], sent_after=7)
@@ -356,10 +357,10 @@ EVENTS = st.lists(st.tuples(KINDS, st.sampled_from("abc"), st.integers(0, 4)), m
 @settings(deadline=None, max_examples=40)
 @given(EVENTS)
 def test_any_order_of_deaths_returns_and_updates(tmp_path_factory: pytest.TempPathFactory, events: list) -> None:
-    """While at least one server is alive, every request is answered by a server with current weights, and no living
-    server stays paused.
+    """If at least one server is up, a server with current weights answers every request, and no running server stays
+    paused.
 
-    In any order, the test kills servers, restarts them at version 0, and loses their answers to an update.
+    The test stops servers, restarts servers at version 0, and loses answers to an update, in any order.
     """
     machines = Machines(a=0, b=0, c=0)
     trainer, proxy = (machines.engine(A, B, "http://c") for _ in range(2))
@@ -437,9 +438,9 @@ LONG = 1800  # length in tokens of a completion that is still running when its s
 
 
 def test_kill_one_of_two_in_the_midst_of_generation(pair: Pair, other_model_dir: Path, tmp_path: Path) -> None:
-    """Twelve long completions survive a weight update and the death of one of two real servers.
+    """Twelve long completions finish, although the weights are updated and one of two real servers is killed.
 
-    When the dead server is started again, it gets no requests until the next update gives it the current weights.
+    When the killed server is started again, it gets no requests until the next update gives it the current weights.
     """
     engine = RemoteInfEngine(pair.urls, pause_mode="abort")
     engine.initialize()

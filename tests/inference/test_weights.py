@@ -72,7 +72,7 @@ def test_a_checkpoint_is_a_hugging_face_directory(state: dict, tiny_model_dir: P
 
 
 def test_own_dtype_and_layout(tiny_model_dir: Path, tmp_path: Path):
-    """A written tensor keeps its dtype, and a strided tensor keeps its values."""
+    """A tensor in a checkpoint file has the dtype of the original tensor, and a strided tensor keeps its values."""
     half = torch.arange(6, dtype=torch.bfloat16).reshape(2, 3)
     tensors = {"half": half, "strided": torch.arange(6.0).reshape(2, 3).T}
     written = load_file(write_checkpoint(tensors, tiny_model_dir, tmp_path / "v0") / "model.safetensors")
@@ -86,7 +86,8 @@ def test_own_dtype_and_layout(tiny_model_dir: Path, tmp_path: Path):
 def test_a_crash_half_way_is_never_seen(
     state: dict, tiny_model_dir: Path, tmp_path: Path, step: str, monkeypatch: pytest.MonkeyPatch
 ):
-    """If writing v1 crashes, no folder v1 exists, and the next write deletes the unfinished folder."""
+    """If a crash interrupts the writing of version 1, the folder v1 does not exist. The next write deletes the
+    unfinished folder."""
 
     def crash(*args: Any, **kwargs: Any) -> Any:
         raise KeyboardInterrupt
@@ -129,8 +130,8 @@ def test_the_old_version_outlives_the_loading(tmp_path: Path):
 
 
 def test_nothing_is_deleted_when_a_server_fails(tmp_path: Path):
-    """If a server fails to load the new version, the files of the new and of the old version stay on disk, because a
-    server may still be reading them."""
+    """If a server fails to load the new version, the files of the old and the new version stay on disk, because a
+    server may still read these files."""
     for name in ("v1", "v2"):
         (tmp_path / name).mkdir()
     with pytest.raises(RuntimeError, match="b is gone"):
@@ -140,7 +141,8 @@ def test_nothing_is_deleted_when_a_server_fails(tmp_path: Path):
 
 @pytest.mark.parametrize("status", [200, 400])
 def test_the_failing_server_is_named(tmp_path: Path, status: int):
-    """If one of two servers cannot load the weights, the error contains this server's address and message."""
+    """If one of two servers cannot load the weights, the error contains the address and the message of the server that
+    failed."""
     (tmp_path / "v1").mkdir()
 
     def serve(request: httpx.Request) -> httpx.Response:
@@ -192,8 +194,8 @@ def test_names_and_numbers_are_those_of_the_checkpoint(tmp_path: Path, name: str
 
 
 def test_buckets_hold_the_model_once(tmp_path: Path):
-    """Every weight is in exactly one bucket, a bucket of several tensors never exceeds the limit, and each bucket is
-    freed before the next bucket is made."""
+    """Every weight is in exactly one bucket, and a bucket of several tensors never exceeds the size limit. Each bucket
+    is freed before the next bucket is made."""
     config = Qwen3Config(
         vocab_size=1000, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2, head_dim=16
     )
@@ -290,8 +292,8 @@ def test_files_are_written_in_the_servers_dtype_before_the_pause(tiny_model_dir:
 
 @pytest.mark.runs
 def test_the_folder_of_new_weights_can_be_set(tmp_path: Path):
-    """With weight_update.path a run writes its new weights to a folder under this path, and deletes the folder when it
-    ends."""
+    """If weight_update.path is set, a run writes its new weights to a folder under this path, and deletes the folder at
+    its end."""
     other = tmp_path / "memory/another-run"
     other.mkdir(parents=True)
     words = [*SMALL_GUESS, "max_steps=2", f"weight_update.path={tmp_path / 'memory'}"]
@@ -306,13 +308,14 @@ def test_the_folder_of_new_weights_can_be_set(tmp_path: Path):
 
 
 class Meeting:
-    """A process group in which a collective blocks until the trainer and every server have entered it, as in NCCL."""
+    """A process group in which a collective operation waits until the trainer and every server have entered it, as in
+    NCCL."""
 
     def __init__(self, servers: int) -> None:
         self.barrier = threading.Barrier(1 + servers, timeout=10)  # wait() raises an error if a member is missing
         self.pool = ThreadPoolExecutor(servers)
         self.servers = servers
-        self.done: list[str] = []  # names of the collectives that all members have entered
+        self.done: list[str] = []  # names of the collective operations that all members have entered
 
     def enter(self, name: str) -> None:
         if self.barrier.wait() == 0:  # wait() returns 0 in exactly one of the waiting threads
@@ -345,7 +348,8 @@ class Meeting:
 
 
 def test_collectives_that_block_until_every_side_has_entered(monkeypatch: pytest.MonkeyPatch):
-    """The trainer and two servers create the group, broadcast every tensor and end the group at the same time."""
+    """The trainer and two servers all take part in creating the group, in the broadcast of each tensor, and in ending
+    the group."""
     meeting = Meeting(servers=2)
     monkeypatch.setattr(weights, "join_group", meeting.join)
     buckets = [[("a", torch.ones(2)), ("b", torch.ones(3))], [("c", torch.ones(1))]]
@@ -375,7 +379,7 @@ def test_handles_name_the_gpu_by_its_uuid(monkeypatch: pytest.MonkeyPatch):
 
 
 class Rebuilt:
-    """The object that `test_handles_name_the_gpu_by_its_uuid` unpickles instead of a tensor on a GPU."""
+    """The type of the object that `test_handles_name_the_gpu_by_its_uuid` unpickles instead of a tensor on a GPU."""
 
     def __init__(self, *arguments: Any) -> None:
         self.arguments = arguments
@@ -439,7 +443,7 @@ def test_two_ranks_send_a_model_that_neither_holds(tmp_path: Path):
         url = f"http://127.0.0.1:{port}"
         wait_until_up(url, server)
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-        # With this MALLOC_MMAP_THRESHOLD_ glibc returns the memory of freed tensors to the system.
+        # With this value of MALLOC_MMAP_THRESHOLD_, glibc returns the memory of freed tensors to the system.
         environment = os.environ | {"PYTHONPATH": str(ROOT), "MALLOC_MMAP_THRESHOLD_": "65536"}
         words = [str(tmp_path / "ranks.py"), url, str(path), "distributed", "8", str(tmp_path)]
         ranks = subprocess.run(

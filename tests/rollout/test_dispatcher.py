@@ -119,7 +119,8 @@ class Stage:
 
 
 class Background:
-    """Runs `call` in a thread. result() waits, then returns what the call returned or raises what the call raised."""
+    """Run `call` in a thread. The method `result` waits for the end of the call, and returns its value or raises its
+    exception."""
 
     def __init__(self, call: Callable[[], Any]):
         self._future: Future = Future()
@@ -167,7 +168,7 @@ async def value(x: Any) -> Any:
     return x
 
 
-# ---- order, gate, versions
+# ---- order of the groups, the gate, and versions
 
 
 def test_results_come_in_order_of_start(make_stage):
@@ -193,7 +194,7 @@ def test_a_straggler_holds_up_its_batch(make_stage):
 
 
 def test_a_timeout_consumes_nothing(make_stage):
-    """A call that times out consumes no result: a later call returns all results, in order of start."""
+    """If `take` times out, it consumes no group. A later call of `take` returns all groups in order of start."""
     stage = make_stage(batch=2)
     stage.submit(0, 1)
     stage.finish(0)
@@ -206,7 +207,7 @@ def test_a_timeout_consumes_nothing(make_stage):
 
 
 def test_a_new_version_alone_wakes_the_producer(make_stage):
-    """When the version rises, the tasks that the gate now admits start without any other event."""
+    """When the version rises, the tasks that the gate admits start without another event."""
     stage = make_stage(eta=0, batch=2)
     stage.submit(0, 1, 2, 3)
     assert stage.started(2) == [0, 1]
@@ -260,7 +261,8 @@ def test_the_runners_bound_holds_back_instead_of_raising(make_stage):
 
 
 def test_pause_starts_nothing_and_resume_goes_on(make_stage):
-    """While the dispatcher is paused, no group starts. Running groups finish, and the trainer can take them."""
+    """While the dispatcher is paused, no group starts. Groups that are already running can finish, and the trainer can
+    take these groups."""
     stage = make_stage(batch=2)
     stage.submit(0)
     stage.started(1)
@@ -306,7 +308,7 @@ def test_an_id_is_used_once_at_a_time(make_stage):
     assert stage.take(1) == [0]
 
 
-# ---- rejection, refill, dropping
+# ---- rejected, replaced and dropped groups
 
 
 def test_rejected_groups_are_refilled(make_stage):
@@ -376,7 +378,7 @@ def test_a_row_of_rejections_is_logged_once(make_stage, caplog):
     """The dispatcher logs one warning for many rejections in a row. An accepted group resets the count of
     rejections."""
     stage = make_stage(eta=100, concurrent=1, max_failures=3)
-    accepted = (2, 10)  # first 2, then 7, then 3 rejections in a row
+    accepted = (2, 10)  # series of 2, 7 and 3 rejections
     for task_id in range(14):
         stage.finish(task_id) if task_id in accepted else stage.reject(task_id)
     stage.submit(*range(14))
@@ -439,9 +441,8 @@ def test_a_straggler_is_dropped_and_holds_up_no_batch(make_stage):
 
 
 def test_a_straggler_is_masked_and_holds_up_no_batch(make_stage):
-    """With stale=mask a batch does not wait for a slow group, and the slow group is consumed without its old tokens.
-    The last lines of this test use a mask function that wrongly removes no token: consuming an old group then raises
-    StalenessError."""
+    """With stale=mask a batch does not wait for a slow group, and the slow group is consumed without its old tokens. If
+    the mask function fails to remove the old tokens, consuming a group that is too old raises StalenessError."""
     masks: list[int] = []
 
     def without_older(group: Group, oldest: int) -> Group | None:
@@ -471,8 +472,8 @@ def test_a_straggler_is_masked_and_holds_up_no_batch(make_stage):
 
 
 def test_wait_for_one_task(make_stage):
-    """wait_for_task returns one group by its id. No later batch contains a group that wait_for_task has returned, and
-    the gate admits a new group in its place."""
+    """`wait_for_task` returns the group with a given id. The gate admits a new group in place of the returned group,
+    and no later batch contains the returned group."""
     stage = make_stage(eta=0, batch=2)
     stage.submit(0, 1, 2)
     stage.finish(1)
@@ -506,11 +507,11 @@ def test_evaluation_returns_in_order_of_submission(make_stage):
     assert stage.take(10) == list(range(10))
 
 
-# ---- failure and shutdown
+# ---- failures and the end of a run
 
 
 def test_fail_reaches_a_waiting_caller(make_stage):
-    """fail() from a second thread ends the wait of the trainer, and every later call raises the error."""
+    """A call of `fail` from a second thread ends the wait of the trainer, and every later call raises the error."""
     stage = make_stage()
     stage.submit(0)
     stage.started(1)
@@ -557,8 +558,8 @@ def test_a_broken_task_factory_is_a_failed_task(make_stage):
 
 
 def test_destroy_cancels_cleans_up_and_leaves_no_thread(make_stage):
-    """destroy() cancels running episodes, lets the episodes clean up, and joins the thread. A second call of destroy()
-    has no effect."""
+    """`destroy` cancels the running episodes, waits until the episodes have cleaned up, and ends the dispatcher's
+    thread. A second call of `destroy` has no effect."""
     before = set(threading.enumerate())
     stage = make_stage(eta=5)
     stage.submit(0, 1)
@@ -583,7 +584,7 @@ def test_ctrl_c_gets_through_to_a_waiting_trainer(make_stage):
     async def interrupt(task: Prompt) -> None:
         with lock:  # the main thread releases the lock when it begins to wait
             pass
-        while not through.is_set():  # a loop sends the signal again, because the first signal may come before the wait
+        while not through.is_set():  # the first signal may come before the wait, so the loop repeats it
             signal.pthread_kill(main_thread, signal.SIGINT)
             await asyncio.sleep(1)
         await asyncio.get_running_loop().create_future()
@@ -608,8 +609,8 @@ def test_repr_shows_the_state(make_stage):
 
 
 class VirtualRunner(AsyncTaskRunner):
-    """A runner in virtual time: only wait_for moves the clock. The function durations(task_id) returns how many seconds
-    a task takes."""
+    """A runner in virtual time: only `wait_for` changes the time. The function durations(task_id) returns how many
+    seconds a task takes."""
 
     def __init__(self, durations: Callable[[int], float]):  # a virtual runner starts neither a thread nor an event loop
         self.lock = threading.Condition()
@@ -674,7 +675,7 @@ def test_no_choice_of_durations_breaks_the_bound(eta, batch, durations, train_s)
 
 
 def test_an_interrupt_leaves_every_group_where_it_was() -> None:
-    """After an interrupt the waiting caller raises KeyboardInterrupt, and no group was consumed or cancelled."""
+    """After a call of `interrupt`, a waiting caller raises KeyboardInterrupt, and no group is consumed or cancelled."""
     stage = Stage()
     stage.submit(0, 1)
     stage.started(2)

@@ -1,5 +1,4 @@
-"""The executor returns batches in order of start, handles each call with that call's own arguments, and loses no
-sample."""
+"""The executor returns batches in order of start, uses the arguments of the current call, and loses no sample."""
 
 import asyncio
 import json
@@ -143,7 +142,7 @@ def test_every_call_is_served_by_its_own_arguments(make: Make) -> None:
         rows.append(batch["input_ids"].tolist())
         next_version(executor)
     assert rows[0] == [[1, 0, 0], [2, 0, 0]]
-    assert rows[1] == [[3, 0, 0], [4, 0, 0]]  # the first call drew these samples
+    assert rows[1] == [[3, 0, 0], [4, 0, 0]]  # the first call of prepare_batch drew these samples
     assert rows[2] == [[5, 0, 1], [5, 1, 1], [1, 0, 1], [1, 1, 1]]
     assert rows[3] == [[2, i, 2] for i in range(3)] + [[3, i, 2] for i in range(3)]
 
@@ -159,7 +158,8 @@ def test_rows_come_in_order_of_start_and_members_in_order(make: Make) -> None:
 
 
 def test_rejected_groups_are_refilled_and_failed_ones_counted(make: Make) -> None:
-    """A rejected or failed group is replaced by a group of the next prompt. Failed groups are counted."""
+    """A group of the next prompt replaces a rejected or failed group. The statistics count rejected and failed
+    groups."""
     executor = make()
     workflow = Echo(fails=(0,), rejects=(1,))
     batch = executor.prepare_batch(loader(SAMPLES), workflow, None, lambda traj: bool(traj["rewards"][0] != 2))
@@ -213,8 +213,8 @@ def test_whatever_an_episode_raises_is_its_failure(
 
 @pytest.mark.parametrize("group_size", [1, 2])
 def test_a_failure_that_a_dead_process_caused_is_nobodys(make: Make, group_size: int) -> None:
-    """If the proxy dies, the run stops before any episode counts as failed. Every later call of state_dict raises an
-    error.
+    """If the proxy's process ends, the run stops before any episode counts as failed. Every later call of state_dict
+    raises an error.
 
     If the episode counted as failed, a new prompt would replace the episode's prompt. The next checkpoint would then
     lack the old prompt.
@@ -269,8 +269,8 @@ def test_group_size_and_n_samples_are_one_number(make: Make) -> None:
 
 
 def test_should_accept_fn_may_be_named_and_must_be_a_function(make: Make) -> None:
-    """should_accept_fn may be a function or an import path "module.function". A should_accept_fn that is neither raises
-    a TypeError."""
+    """should_accept_fn may be a function or an import path "module.function". Any other value of should_accept_fn
+    raises a TypeError."""
     executor = make()
     batch = executor.prepare_batch(loader(SAMPLES), Echo(), should_accept_fn=f"{__name__}.is_even")
     assert batch["rewards"].tolist() == [0.0, 2.0]
@@ -282,7 +282,7 @@ def is_even(traj: dict[str, torch.Tensor]) -> bool:
     return traj["rewards"][0].item() % 2 == 0
 
 
-# ---------------------------------------------------------------- submit, wait, evaluation
+# ---------------------------------------------------------------- submit, wait and evaluation
 
 
 def test_submit_and_wait(make: Make) -> None:
@@ -411,8 +411,8 @@ def test_the_tokens_age_is_taken_from_the_trajectory(make: Make) -> None:
 
 
 class OneIsSlow(Echo):
-    """Task 0 ends when the version is 2. The task's three tokens have the versions 0, 1 and 2, and all three tokens are
-    trained."""
+    """Task 0 ends when the version is 2. The three tokens of task 0 have the versions 0, 1 and 2, and all three tokens
+    are trained."""
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
         traj = await super().arun_episode(engine, data)
@@ -427,7 +427,7 @@ class OneIsSlow(Echo):
 @pytest.mark.parametrize("stale", ["mask", "drop"])
 def test_no_step_waits_for_a_slow_group(make: Make, stale: str) -> None:
     """With stale=mask, the loss leaves out those tokens of a slow group that are more than eta versions old. With
-    stale=drop, the whole group is dropped. With stale=mask as with stale=drop, no trained token is more than eta
+    stale=drop, the whole group is dropped. With stale=mask and with stale=drop, no trained token is more than eta
     versions old."""
     executor, data, slow = make(config={"max_head_offpolicyness": 1, "stale": stale}), loader(SAMPLES), list[int]()
     while not slow and executor.stats.dropped == 0:
@@ -566,7 +566,8 @@ def test_an_agent_may_return_any_number(run_agent: Any, number: Any) -> None:
 
 
 def test_a_conversation_is_one_row_in_style_concat(run_agent: Any) -> None:
-    """In style concat two turns become one row. Each turn's tokens have the discounted reward of their own turn."""
+    """With export style concat, two turns become one row. The tokens of each turn have the turn's own discounted
+    reward."""
     group, _ = run_agent(Talks(lambda ids: 1), turn_discount=0.5, export_style="concat")
     assert group["rewards"].tolist() == [1.0]
     first, second = (group["turn_rewards"][group["turn_ids"] == k] for k in (0, 1))
@@ -627,8 +628,8 @@ def test_an_episode_that_takes_too_long_is_cancelled(run_agent: Any, caplog: pyt
 
 
 def test_agents_get_the_http_client_that_their_sdk_runs_on(run_agent: Any) -> None:
-    """All agents in an event loop share one HTTP client of the openai SDK's own class. The client is closed at the
-    end."""
+    """All agents in an event loop share one HTTP client, which is an object of the openai SDK's class
+    DefaultAioHttpClient. `executor.destroy` closes the client."""
     clients = []
 
     class Keeps:

@@ -63,7 +63,7 @@ def run_agent(proxy: ProxyAddress, tiny_server: str) -> Iterator[Run]:
     engine.destroy()
 
 
-# ---------------------------------------------------------------- the same episode
+# ---------------------------------------------------------------- one episode in both modes
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_an_agent_that_sets_nothing_is_rejected(run_agent: Run, mode: str) -> No
     assert run_agent(mode_agents.Talks, {"then": "is_silent"}, mode=mode) == ([None], RolloutStat(rejected=1))
 
 
-# ---------------------------------------------------------------- tests of the ways in which an agent may end
+# ---------------------------------------------------------------- agents that end in different ways
 
 
 @pytest.mark.parametrize(
@@ -134,12 +134,13 @@ def test_an_agent_that_sets_nothing_is_rejected(run_agent: Run, mode: str) -> No
 def test_a_failing_agent_is_counted_and_the_next_one_runs(
     run_agent: Run, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture, then: str, says: str
 ) -> None:
-    """If an agent raises or its process dies, the failure is counted and logged, and the next episode runs."""
+    """If an agent raises an exception or its process ends, the failure is counted and logged, and the next episode
+    runs."""
     groups, stats = run_agent(mode_agents.Talks, {"then": then}, {}, {"then": then}, {}, subproc_max_workers=1)
     assert [None if group is None else group["rewards"].tolist() for group in groups] == [None, [1.0], None, [1.0]]
     assert (stats.failed, stats.rejected) == (2, 2)
     assert re.search(says, caplog.text)
-    assert "never retrieved" not in capfd.readouterr().err  # asyncio logs this if an SDK's client outlives its episode
+    assert "never retrieved" not in capfd.readouterr().err  # asyncio logs this text if a client is never closed
 
 
 def test_an_agent_that_exits_inline_ends_no_other_episode(run_agent: Run, caplog: pytest.LogCaptureFixture) -> None:
@@ -207,8 +208,8 @@ def test_a_timed_out_episode_has_ended(run_agent: Run, caplog: pytest.LogCapture
 def test_no_descendant_outlives_its_episode(
     run_agent: Run, fifo: TextIO, request: pytest.FixtureRequest, then: str
 ) -> None:
-    """If an agent starts a process in a process session of its own (`setsid`), the process ends with the episode: after
-    the agent has returned, has been killed, or has reached its time limit."""
+    """If an agent starts a process with `setsid`, the process ends when the episode ends. The episode ends when the
+    agent returns, is killed, or reaches its time limit."""
     if then == "leaves_a_daemon_and_hangs":
         request.getfixturevalue("limit_passes")
     sample = {"then": then, "fifo": fifo.name}
@@ -223,8 +224,7 @@ def test_no_descendant_outlives_its_episode(
 def test_an_agent_that_stops_its_guard_holds_up_no_episode(
     run_agent: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fifo: TextIO
 ) -> None:
-    """If an agent stops the process that guards it (SIGSTOP), the trainer kills the guard, and the next episode
-    runs."""
+    """If an agent suspends its guard process (SIGSTOP), the trainer kills the guard, and the next episode runs."""
     monkeypatch.setattr(workers, "END_SECONDS", 0.1)
     samples: list[dict] = [{"then": "stops_its_guard", "fifo": fifo.name}, {}]
     groups, stats = run_agent(mode_agents.Talks, *samples, subproc_max_workers=1, episode_timeout_seconds=200)
@@ -233,8 +233,8 @@ def test_an_agent_that_stops_its_guard_holds_up_no_episode(
 
 
 def test_the_recipe_of_the_security_page_contains_an_agent(run_agent: Run, tmp_path: Path) -> None:
-    """SECURITY.md gives a command that runs agents in a sandbox. An agent in this sandbox sees none of the trainer's
-    processes, and no file in the folder that the command hides."""
+    """SECURITY.md gives a command that runs agents in a sandbox. An agent in this sandbox can find none of the
+    trainer's processes, and no file in the folder that the command hides."""
     recipe = (ROOT / "SECURITY.md").read_text().split("```\n")[1].replace("/path/to/runs", str(tmp_path))
     prefix = yaml.safe_load(recipe)["rollout"]["openai"]["subproc_prefix"]
     if subprocess.run([*prefix, "true"], capture_output=True).returncode:
@@ -283,7 +283,7 @@ def test_what_cannot_be_pickled_is_named_before_anything_starts() -> None:
 @pytest.mark.runs
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
 def test_a_run_leaves_no_process(tmp_path: Path, end: signal.Signals) -> None:
-    """A run in mode subproc trains, and leaves no process behind after Ctrl-C or kill -9 of the trainer."""
+    """After Ctrl-C or kill -9 of the trainer, a run in mode subproc leaves no process behind."""
     words = (*SMALL_GUESS, *SUBPROC, "train_dataset.batch_size=2", "max_steps=10000")
     process, pids = start_and_wait_for_step(tmp_path, *words)
     assert len([name for name in pids if "workers.serve" in name]) in (1, 2)  # each episode gets a new worker
@@ -298,7 +298,7 @@ def test_a_run_leaves_no_process(tmp_path: Path, end: signal.Signals) -> None:
         wait_gone(pid)
 
 
-# ---------------------------------------------------------------- the pool itself
+# ---------------------------------------------------------------- the pool of worker processes
 
 
 @pytest.mark.anyio
@@ -316,7 +316,7 @@ async def test_a_worker_that_dies_while_idle_is_replaced() -> None:
 
 @pytest.mark.anyio
 async def test_only_the_call_that_died_fails() -> None:
-    """If one of four calls loses its process, the other three still return."""
+    """If the process of one of four calls ends, the other three calls return their results."""
 
     async def call(pool: WorkerPool, function: Callable, *args: Any) -> Any:
         async with pool.worker() as worker:
@@ -340,7 +340,7 @@ async def test_a_function_that_a_worker_cannot_import_is_an_error_and_no_hang(
     (tmp_path / "only_here.py").write_text("def f():\n    return 1\n")
     pool = WorkerPool(1)
     async with pool.worker() as worker:
-        monkeypatch.syspath_prepend(tmp_path)  # the worker started earlier, so it cannot import only_here
+        monkeypatch.syspath_prepend(tmp_path)  # the sys.path of the running worker does not change
         module = __import__("only_here")
         with pytest.raises(RuntimeError, match="only_here") as caught:
             await worker.call(module.f)
@@ -353,7 +353,7 @@ async def test_a_function_that_a_worker_cannot_import_is_an_error_and_no_hang(
 async def test_work_that_swallows_its_cancellation_is_abandoned(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """If an agent catches its cancellation and goes on, the time limit still ends the episode, and the log names the
+    """If an agent catches its cancellation and continues, the time limit still ends the episode, and the log names the
     agent."""
     monkeypatch.setattr(workers, "ABANDON_SECONDS", 0.01)
     release = asyncio.Event()
@@ -381,8 +381,8 @@ async def test_a_worker_gets_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.anyio
 async def test_a_result_runs_no_code_in_the_trainer(tmp_path: Path) -> None:
-    """If a worker returns an object whose pickle would run code, the call raises an error, and the parent runs no such
-    code."""
+    """If a worker returns an object whose pickle would run code, the call raises an error, and the trainer does not run
+    the code."""
     pool = WorkerPool(1)
     async with contextlib.aclosing(pool), pool.worker() as worker:
         with pytest.raises(RuntimeError, match="AttributeError"):
@@ -405,7 +405,7 @@ async def test_a_result_that_is_too_long_is_not_read() -> None:
 
 @pytest.mark.anyio
 async def test_a_limit_tells_its_own_timeout_from_another() -> None:
-    """If the work itself raises a TimeoutError, `within` passes the error on unchanged."""
+    """If the work itself raises a TimeoutError, `within` raises this TimeoutError unchanged."""
 
     async def fails() -> None:
         raise TimeoutError("the tool")
@@ -418,8 +418,8 @@ async def test_a_limit_tells_its_own_timeout_from_another() -> None:
 
 @pytest.mark.anyio
 async def test_an_error_that_nobody_waits_for_prints_nothing() -> None:
-    """The work may raise an exception at the moment when its caller is cancelled, for example at the end of a run whose
-    agents fail. In this case, asyncio must not report an exception that was never retrieved."""
+    """If the work raises an exception while its caller is being cancelled, asyncio does not report the exception as
+    never retrieved."""
     reported: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: reported.append(context))
 
@@ -430,7 +430,7 @@ async def test_an_error_that_nobody_waits_for_prints_nothing() -> None:
     callers = [asyncio.ensure_future(within(60, fails(), "the episode"))]
     await asyncio.wait(callers)
     assert callers.pop().cancelled()
-    gc.collect()  # asyncio reports the exception when the work's task is deleted
+    gc.collect()  # asyncio would report the exception when the work's task is deleted
     assert reported == []
 
 

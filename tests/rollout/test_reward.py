@@ -185,7 +185,7 @@ async def test_a_timed_out_reward_has_ended(rewards: ModuleType, fifo: str) -> N
 
 @pytest.mark.anyio
 async def test_hanging_rewards_leave_the_pool_free(rewards: ModuleType) -> None:
-    """Even if more calls hang than there are workers, the pool serves the next call."""
+    """The pool serves the next call even if more calls hang than the pool has workers."""
     hang = AsyncRewardWrapper(time.sleep, timeout_seconds=0.1)
     results = await asyncio.gather(*(hang(3600) for _ in range(6)), return_exceptions=True)
     assert {type(result) for result in results} == {TimeoutError}
@@ -207,8 +207,8 @@ async def test_a_cancelled_episode_takes_its_reward_with_it(rewards: ModuleType,
 @pytest.mark.anyio
 @pytest.mark.parametrize("generations", [1, 2])
 async def test_a_death_is_noticed_whoever_lives_on(rewards: ModuleType, fifo: str, generations: int) -> None:
-    """The death of a worker is noticed even if a process that the worker forked is still alive. The forked process is
-    ended, too."""
+    """If a worker ends, its call raises WorkerDied, even if a process that the worker forked is still running. The
+    forked process is ended, too."""
     reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
     with pytest.raises(WorkerDied, match="forks_and_dies ended with code 7"):
         await AsyncRewardWrapper(rewards.forks_and_dies, timeout_seconds=60)(fifo, generations)
@@ -240,7 +240,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("busy", ["hang", "compute", "hang_in_a_daemon"])
 def test_a_worker_does_not_outlive_a_killed_trainer(rewards: ModuleType, tmp_path: Path, fifo: str, busy: str) -> None:
     """After kill -9 of the trainer, the trainer's workers end by themselves, even while they compute. Processes that
-    the workers have started end, too, even if they have a process session of their own (`setsid`)."""
+    the workers have started end, too, even if they were started with `setsid`."""
     (tmp_path / "trainer.py").write_text(TRAINER)
     paths = os.pathsep.join([str(ROOT), str(Path(rewards.__file__ or "").parent)])
     command = [sys.executable, str(tmp_path / "trainer.py"), busy, fifo]
@@ -248,7 +248,7 @@ def test_a_worker_does_not_outlive_a_killed_trainer(rewards: ModuleType, tmp_pat
     with subprocess.Popen(command, env=env, stderr=quiet) as trainer, open(fifo) as file:
         assert file.read(5) == "alive"
         trainer.kill()
-        assert select.select([file], [], [], 30)[0], "the worker lives on"  # no process holds the pipe
+        assert select.select([file], [], [], 30)[0], "the worker lives on"  # no process holds the pipe open
         assert file.read() == ""
 
 

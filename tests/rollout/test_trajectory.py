@@ -110,7 +110,7 @@ def test_two_required_keys_are_enough_and_train_nothing() -> None:
 def test_head_version_leaves_the_prompt_out() -> None:
     """The head version is the oldest version among the generated tokens. The versions of prompt tokens are ignored."""
     assert (head_version(two_turns()), tail_version(two_turns())) == (3, 5)
-    assert head_version(documented()) == 1  # the prompt's version 0 does not count
+    assert head_version(documented()) == 1  # the version 0 of the prompt tokens is ignored
 
 
 def test_head_version_counts_turns_that_are_not_trained() -> None:

@@ -1,17 +1,17 @@
 """Run the unmodified SGLang server on a machine without a GPU: `python launch.py --model-path DIR --port 30000 ...`.
 
-SGLang can compute with torch alone (torch_native attention, pytorch sampling). SGLang still imports three packages that
-have no build for a plain CPU. On a CPU SGLang calls no function of these packages:
+SGLang can compute with torch alone (torch_native attention, pytorch sampling). However, SGLang imports three packages
+that have no build for a plain CPU:
 
-- torchvision: SGLang's configurations of vision models import this package. The wheel of torchvision is compiled for a
-  CUDA build of torch.
+- torchvision: SGLang's configurations of vision models import torchvision, whose wheel is compiled for a CUDA build of
+  torch.
 - triton: SGLang declares kernels with @triton.jit, but launches no kernel on a CPU.
-- sgl_kernel: this package is compiled for CUDA only. With SGLANG_USE_CPU_ENGINE=1 SGLang does not call sgl_kernel.
+- sgl_kernel: sgl_kernel is compiled for CUDA only. With SGLANG_USE_CPU_ENGINE=1 SGLang does not call sgl_kernel.
 
-An import hook replaces each of these packages by a stand-in, which is a module in which every name exists. A
-capitalised name is a class, and any other name is a decorator that changes nothing. If SGLang calls a function of
-sgl_kernel, the stand-in raises an error instead of returning a wrong result. Each worker of SGLang is a spawned process
-that imports this module again. The import hook is therefore installed at the top level of this module.
+An import hook replaces each of the three packages by a stand-in: a module in which every name exists. A capitalised
+name in a stand-in is a class, and any other name is a decorator that returns its function unchanged. If SGLang calls a
+function of sgl_kernel, the stand-in raises an error instead of returning a wrong result. Each worker of SGLang is a
+spawned process that imports this module again. The import hook is therefore installed at the top level of this module.
 
 This script adds the flag --exit-with-parent. With this flag the server and all its workers end when standard input is
 closed.

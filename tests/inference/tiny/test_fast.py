@@ -48,8 +48,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make_model(path: Path, family: str, noise: float = 0.0, **changes: Any) -> Path:
-    """Write a random model of the architecture `family` to `path`. Add noise to the model's norms and biases, which are
-    1 and 0 in a new model."""
+    """Write a random model of the architecture `family` to `path`. Add noise to the weights of the norms (1 in a new
+    model) and to the biases (0 in a new model)."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SHAPE | changes), dtype=torch.float32)
     for name, weight in model.named_parameters():
@@ -73,7 +73,8 @@ def path(request: pytest.FixtureRequest, kind: str, tmp_path: Path) -> Path:
 
 
 def both(path: Path, **options: Any) -> tuple[TinyModel, TinyModel]:
-    """Load the model of the folder `path` twice: to run with FastForward, and with the forward pass of transformers."""
+    """Load the model in the folder `path` twice: the first copy runs with FastForward, and the second with the forward
+    pass of transformers."""
     fast, general = (TinyModel(str(path), slots=4, **options) for _ in range(2))
     assert fast.fast is not None
     general.fast = None
@@ -105,7 +106,7 @@ def assert_equal(fast: TinyModel, general: TinyModel) -> None:
         ([[1, 2], [3], [4, 5, 6]], [21, 24, 27]),
     ):
         ours, theirs = (tiny.step(feeds, cached, first_slot=1, all_logits=True) for tiny in (fast, general))
-        for row, feed in enumerate(feeds):  # earlier columns of a short row are padding
+        for row, feed in enumerate(feeds):  # a short row begins with padding
             torch.testing.assert_close(ours[row, -len(feed) :], theirs[row, -len(feed) :], rtol=1e-5, atol=1e-5)
     for one, other in zip(generate(fast), generate(general), strict=True):
         assert one.tokens == other.tokens
@@ -237,9 +238,8 @@ def test_deterministic_products_have_a_bounded_number_of_rows(tmp_path: Path, pa
 
 
 def test_a_long_prompt_is_fed_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An attention mask has an entry for each pair of a fed token and a key, so prefilling a prompt in one pass needs
-    memory that grows with the square of the prompt's length. A long prompt is therefore prefilled in parts, and its
-    logits equal those of transformers."""
+    """The memory of an attention mask grows with the square of the number of tokens in a pass. A long prompt is
+    therefore prefilled in several passes, and its logits equal those of transformers."""
     path = make_model(tmp_path, "qwen3", max_position_embeddings=4096)
     tiny, prompt = TinyModel(str(path), 4), [3 * j % 90 for j in range(2500)]
     sizes = []
@@ -260,8 +260,8 @@ def test_a_long_prompt_is_fed_in_parts(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_the_number_of_keys_covers_all_and_avoids_what_rounds_differently() -> None:
-    """Without deterministic mode, a step attends to at most 15 keys more than it needs. In deterministic mode the
-    number of keys is a multiple of 512, plus 0, 64, 128 or 192."""
+    """Without deterministic mode, a step reads at most 15 keys more than it needs. In deterministic mode the number of
+    keys that a step reads is a multiple of 512, plus 0, 64, 128 or 192."""
     for n in range(1, 3000):
         assert 0 <= key_length(n, False) - n < 16
         keys = key_length(n, True)

@@ -91,7 +91,7 @@ def versioned_logprobs(one: Sequence, paths: dict[str, Path]) -> list[float]:
 
 
 def update(tiny: TinyModel, scheduler: Scheduler, weights: Path, version: str) -> None:
-    """Load new weights while the scheduler is paused. The engine does the same."""
+    """Load new weights while the scheduler is paused."""
 
     def load() -> None:
         tiny.replace_weights(read_weights(str(weights)))
@@ -129,8 +129,8 @@ def straddle(tiny: TinyModel, mode: str, new_weights: Path) -> list[Sequence]:
 def test_a_straddling_completion_is_a_forward_pass_under_each_tokens_version(
     tiny: TinyModel, tiny_model_dir: Path, other_model_dir: Path, mode: str
 ) -> None:
-    """If new weights arrive after 5 tokens, each token's logprob equals that of a forward pass with the token's
-    version."""
+    """If new weights arrive after 5 tokens, each token's logprob equals that of a forward pass with the weights of the
+    token's version."""
     for one in straddle(tiny, mode, other_model_dir):
         assert one.spans(12) == [{"version": "0", "start": 0, "end": 5}, {"version": "1", "start": 5, "end": 12}]
         expected = versioned_logprobs(one, {"0": tiny_model_dir, "1": other_model_dir})
@@ -143,8 +143,8 @@ def test_a_released_server_computes_nothing_before_an_update(
 ) -> None:
     """A server whose memory is released has lost its weights. Without weights, the server computes no sequence, even
     after the end of the pause. After a weight update, a retracted sequence continues, and its earlier tokens keep their
-    version labels. Releasing the memory while a sequence runs is an error, and so is resuming memory that was never
-    released. A release or resume that is an error here also ends an SGLang process."""
+    version labels. The scheduler raises an error in two cases in which an SGLang process ends: memory is released while
+    a sequence runs, or memory is resumed that was not released."""
     scheduler, one = make_scheduler(tiny.slots), sequence("a", [3, 4, 5], 12)
     scheduler.submit(one)
     for _ in range(5):
@@ -170,9 +170,9 @@ def test_a_released_server_computes_nothing_before_an_update(
 
 
 def test_in_place_equals_no_forward_pass(tiny: TinyModel, tiny_model_dir: Path, tmp_path: Path) -> None:
-    """After a weight update in pause mode in_place, new queries attend to old keys, so no forward pass gives the same
-    logprobs. If every weight changes by about 1 %, the error of the logprobs is larger than rounding and less than 0.5
-    nats."""
+    """After a weight update in pause mode in_place, new queries attend to old keys, so the logprobs differ from those
+    of every forward pass. If every weight changes by about 1 %, the error of the logprobs is larger than rounding and
+    less than 0.5 nats."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
     torch.manual_seed(0)
     with torch.no_grad():
@@ -189,8 +189,8 @@ def test_in_place_equals_no_forward_pass(tiny: TinyModel, tiny_model_dir: Path, 
 
 
 def test_keys_of_old_weights_are_not_reused(tiny: TinyModel, other_model_dir: Path) -> None:
-    """The server does not reuse the keys of a sequence that a weight update in pause mode in_place interrupted, because
-    the keys have two versions."""
+    """If a weight update in pause mode in_place interrupts a sequence, the sequence's keys have two versions, so the
+    server does not reuse them."""
     scheduler = make_scheduler()
     scheduler.submit(sequence("old", PROMPT, 8))
     run_step(scheduler, tiny)
@@ -248,8 +248,7 @@ def test_a_cut_off_weights_file_is_refused(tiny_model_dir: Path, tmp_path: Path)
 
 
 def test_a_seeded_request_does_not_see_its_neighbours(tiny: TinyModel) -> None:
-    """A request with a seed gets the same tokens whether it runs alone, in a full batch, or after waiting in the
-    queue."""
+    """A request with a seed gets the same tokens if it runs alone, in a full batch, or after a wait in the queue."""
     alone = sequence("a", PROMPT, 24, seed=7)
     run(tiny, alone)
     crowd = [sequence(str(i), PROMPT[i:] + [i] * 9 * i, 20 + i, seed=i) for i in range(8)]
@@ -289,7 +288,8 @@ def test_a_reused_prefix_equals_a_fresh_prefill(tiny: TinyModel) -> None:
 
 
 def test_uniform_numbers_are_uniform_and_independent() -> None:
-    """The hashed numbers have the mean and variance of uniform noise, and neighbouring numbers do not correlate."""
+    """The numbers that `uniforms` hashes from seed and position have the mean and variance of a uniform distribution,
+    and neighbouring numbers do not correlate."""
     grid = torch.stack([uniforms([seed] * 300, list(range(300))) for seed in range(300)])  # (seed, position)
     assert ((grid >= 0) & (grid < 1)).all()
     assert grid.mean().item() == pytest.approx(0.5, abs=0.01)
@@ -367,7 +367,8 @@ def test_other_small_models_fit_the_slot_cache(tmp_path: Path, family: str) -> N
 
 
 def test_a_model_with_sliding_windows_is_refused(tmp_path: Path) -> None:
-    """The server refuses to load a model with sliding windows, because the slot cache would compute wrong logprobs."""
+    """The server refuses to load a model with sliding windows, because it would compute wrong logprobs from its slot
+    cache."""
     config = Qwen3Config(
         vocab_size=50,
         hidden_size=32,
@@ -387,11 +388,11 @@ def test_a_model_with_sliding_windows_is_refused(tmp_path: Path) -> None:
 
 @given(st.lists(st.integers(0, 2)), st.lists(st.integers(0, 2)))
 def test_common_prefix_is_the_longest(a: list[int], b: list[int]) -> None:
-    """common_prefix counts the equal tokens at the start of two lists."""
+    """`common_prefix` returns the number of equal tokens at the start of two lists."""
     assert common_prefix(a, b) == len(list(itertools.takewhile(lambda p: p[0] == p[1], zip(a, b, strict=False))))
 
 
-# The scheduler, under any order of events
+# Tests of the scheduler with random orders of events
 
 EVENTS = st.one_of(
     st.tuples(st.just("submit"), st.integers(1, 6), st.integers(1, 5)),
@@ -405,8 +406,8 @@ EVENTS = st.one_of(
 
 
 class Play:
-    """A scheduler that a test drives with events. The scheduler has no model: each new token's id is the number of
-    earlier tokens."""
+    """A scheduler to which a test sends events. The scheduler has no model: the id of each new token is the token's
+    position."""
 
     def __init__(self) -> None:
         self.scheduler = make_scheduler(slots=3, max_total_tokens=20)
@@ -539,8 +540,8 @@ def test_a_stop_string_ends_the_text_where_it_is_complete(
     ("name", "value"), [("top_k", 2**63), ("top_k", 2**31), ("max_new_tokens", 2**31), ("temperature", 2**63)]
 )
 def test_a_number_that_no_tensor_holds_is_refused(name: str, value: int) -> None:
-    """The server refuses a number that is too large for a tensor, and names the field. A number that is too large for a
-    tensor would crash the server."""
+    """The server refuses a number that is too large for a tensor, because the number would crash the server. The error
+    names the field."""
     with pytest.raises(Refusal, match=f"^{name}"):
         parse_params({name: value}, 0)
 
@@ -555,7 +556,8 @@ def test_any_integer_is_a_seed(seed: int) -> None:
 
 def overtaken(last: int) -> dict[str, Any]:
     """Return the result of Protocol.answer for a sequence whose last token arrives while Protocol.answer runs. The
-    token arrives just before attribute access number `last` to the sequence."""
+    token arrives just before Protocol.answer reads an attribute of the sequence for the `last`-th time (counted from
+    0)."""
     scheduler, looks = make_scheduler(slots=1), itertools.count()
     one = Sequence("a", [7], SamplingParams(), stop_ids=frozenset({2}), return_logprob=True)
     scheduler.submit(one)
@@ -583,7 +585,8 @@ def test_an_answer_that_tells_the_end_has_the_last_token() -> None:
 
 
 def test_the_context_that_is_told_is_the_one_that_is_honoured(start_tiny_server: StartServer) -> None:
-    """The server applies the limit that it reports in /server_info, here --max-total-tokens."""
+    """The server refuses a request that exceeds the limit in /server_info. The test sets this limit with
+    --max-total-tokens."""
     url = start_tiny_server("--max-total-tokens", "100")
     told = httpx.get(url + "/server_info").json()["max_req_input_len"]
     assert told == 100
@@ -821,7 +824,8 @@ def test_the_server_ends_when_told(tiny_model_dir: Path, how: str) -> None:
             next(response.iter_lines())
             state = "a request runs"
             if how == "update":
-                # The `with` block closes this connection when the update is waiting.
+                # The `with` block closes the connection of the update after the server has reported that the update
+                # waits.
                 with socket.create_connection(("127.0.0.1", int(port))) as caller:
                     body = json.dumps({"model_path": str(tiny_model_dir)})
                     head = f"POST /update_weights_from_disk HTTP/1.1\r\nHost: server\r\nContent-Length: {len(body)}"
