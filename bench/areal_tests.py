@@ -135,8 +135,8 @@ class NormConfig:
 
 
 class Normalization:
-    """Normalise advantages with AReaL's interface and this project's function. Each unmasked number counts as one
-    turn."""
+    """Normalise advantages with this project's function `ppo.normalise`, called as AReaL's class Normalization. Each
+    unmasked number counts as one turn."""
 
     def __init__(self, config: NormConfig) -> None:
         if not config.std_unbiased and config.std_level:
@@ -234,7 +234,7 @@ FILES = (
     "tests/test_reward_norm_variable_group.py",
 )
 # Each key of DIFFERENCES is a part of a failed test's name or error message. Each value is the difference between the
-# two projects that explains the failure. docs/differences.md explains the differences in more detail.
+# two projects that explains the failure. The page docs/differences.md explains the differences in more detail.
 DIFFERENCES = {
     "test_accept_without_submit_is_invalid": "an event that is impossible in the current state raises RuntimeError",
     "test_concurrent_mixed_operations": "an event that is impossible in the current state raises RuntimeError",
@@ -332,7 +332,7 @@ class Absent:
 
 
 def absent(name: str) -> Absent:
-    """Return a stand-in for a name that this project's adapters do not define."""
+    """Return a stand-in for a name of AReaL that the adapters in this file do not define."""
     if name.startswith("__"):
         raise AttributeError(name)
     return Absent(name)

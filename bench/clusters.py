@@ -5,9 +5,9 @@ gains most on large clusters.
     python bench/clusters.py --tables    # write the tables of docs/simulate.md from docs/clusters.csv
 
 The simulation of bench/simulate.py runs the project's own staleness gate and dispatcher in virtual time. The lengths of
-sequences and the times of steps are assumptions, not measurements. docs/simulate.md derives the assumed lengths and
-times, shows the tables, and says what the simulation cannot show. docs/figures.py draws the figures from
-docs/clusters.csv.
+sequences and the times of steps are assumptions, not measurements. The page docs/simulate.md derives the assumed
+lengths and times, shows the tables, and says what the simulation cannot show. The script docs/figures.py draws the
+figures from docs/clusters.csv.
 
 **Orders.** The first simulation compares the orders in which training steps can consume groups. Each step trains on 8
 groups of one sequence. The time to generate a group is lognormal with a mean of 2 s, and any number of groups may run
@@ -34,7 +34,7 @@ TABLE = ROOT / "docs" / "clusters.csv"
 GPUS, ETAS, SIGMAS = (1, 8, 32, 128, 512, 1024), (0, 1, 2, 4, 8, 16), (0.5, 1.0, 1.5)
 ORDERS = ("wait", "window", "drop", "mask", "unbounded")
 PAIR = ("wait", "mask")
-# The rows of docs/clusters.csv: (what, gpus or sigma, eta, order) -> results of the simulation.
+# `Rows` maps the key (what, gpus or sigma, eta, order) of a row of docs/clusters.csv to the numbers of the row.
 Rows = dict[tuple[str, ...], dict[str, float]]
 
 
@@ -57,7 +57,8 @@ def small(sigma: float, eta: int, stale: str) -> Setup:
 
 @dataclass(frozen=True)
 class Model:
-    """The speed of a model on a GPU with 80 GB of memory and 3.35 TB/s. docs/simulate.md derives the numbers."""
+    """The speed of a model on a GPU with 80 GB of memory and 3.35 TB/s. The page docs/simulate.md derives the
+    numbers."""
 
     parameters: float
     a: float  # seconds of a decoding step for reading the weights and for overhead
@@ -106,7 +107,8 @@ def faster_training(factor: float, *args: Any) -> Setup:
 
 
 def simulate_all() -> Iterator[dict[str, Any]]:
-    """Simulate each order of consumption with each sigma, each cluster, and the settings of AReaL's paper."""
+    """First simulate each order of consumption with each sigma. Then simulate each cluster and the settings of AReaL's
+    paper."""
     for sigma in SIGMAS:
         for eta in ETAS[1:]:
             for order in ORDERS:
@@ -132,8 +134,8 @@ def simulate_all() -> Iterator[dict[str, Any]]:
 
 
 def read_rows() -> Rows:
-    """Read docs/clusters.csv. A row about an order has a sigma and no number of GPUs. A row about a cluster has a
-    number of GPUs and no sigma."""
+    """Read docs/clusters.csv. A row about an order of consumption has a sigma and no number of GPUs. A row about a
+    cluster has a number of GPUs and no sigma."""
     rows = {}
     for line in csv.DictReader(TABLE.read_text().splitlines()):
         key = tuple(line.pop(name) for name in ("what", "gpus", "sigma", "eta", "order"))

@@ -4,22 +4,20 @@
 
 The benchmark generates 128 new tokens for random prompts of 64 tokens, with 1, 16 and 64 concurrent requests. The unit
 is tokens per second of CPU time, because wall time would also measure other programs on the machine. The benchmark
-measures four ways to generate with the same Qwen3 model, in float32 on one thread:
-
-- `generate` calls model.generate on one batch and samples at temperature 1.
-- `engine` calls the scheduler and the slot cache in this process. It also returns the log-probability of every token.
-- `http` sends the requests to POST /generate of a server process, and counts only the server's CPU time.
-- `--seed` is `engine` in deterministic mode, which the server's option --seed turns on.
+measures four ways to generate with the same Qwen3 model, in float32 on one thread. `generate` calls model.generate on
+one batch and samples at temperature 1. `engine` calls the scheduler and the slot cache in this process, and returns the
+log-probability of every token. `http` sends the requests to POST /generate of a server process, and counts only the
+server's CPU time. `--seed` is `engine` in deterministic mode, the mode of the server's option --seed.
 
 The benchmark repeats the four ways in turn, at least three times, and prints the fastest repetition of each way. Other
 programs can only make a repetition slower, never faster. The column "engine / generate" shows the speed of `engine`
 divided by the speed of `generate`. For the smallest model, the target is that `engine` is at least 1.9 times as fast as
-`generate` with 1 and with 16 requests, and at least 1.5 times as fast with 64 requests. The target is at least 1.3 for
-the second model, and at least 1.15 for the largest model.
+`generate` with 1 and with 16 requests, and at least 1.5 times as fast with 64 requests. For the second model the target
+is a ratio of at least 1.3, and for the largest model a ratio of at least 1.15.
 
 The last column, "bits", shows whether deterministic mode works on this machine (inference/tiny/model.py, "Bits"). The
 benchmark computes the logits of a prompt's last token three times: in a prefill of this prompt alone, in a prefill of a
-batch, and in a decode step. The column says "yes" if the three logits are identical, bit for bit.
+batch, and in a decode step. The column "bits" says "yes" if the three results are identical, bit for bit.
 """
 
 import argparse
@@ -78,7 +76,7 @@ def prompts(rng: random.Random, n: int, vocab: int) -> list[list[int]]:
 
 
 def by_generate(model: Qwen3ForCausalLM, batch: list[list[int]], new: int) -> float:
-    """Return how many tokens model.generate makes per CPU-second."""
+    """Return how many tokens model.generate makes per second of CPU time."""
     ids = torch.tensor(batch)
     start = time.process_time()
     out = model.generate(
@@ -97,7 +95,7 @@ def by_generate(model: Qwen3ForCausalLM, batch: list[list[int]], new: int) -> fl
 
 
 def by_engine(tiny: TinyModel, batch: list[list[int]], new: int) -> float:
-    """Return how many tokens the scheduler and the slot cache make per CPU-second in this process."""
+    """Return how many tokens the scheduler and the slot cache make in this process per second of CPU time."""
     scheduler = Scheduler(tiny.slots, tiny.slots * 512, "0", str)
     start = time.process_time()
     for i, prompt in enumerate(batch):
@@ -111,7 +109,7 @@ def by_engine(tiny: TinyModel, batch: list[list[int]], new: int) -> float:
 
 
 def by_http(url: str, batch: list[list[int]], new: int) -> float:
-    """Return how many tokens the server process at this URL makes per second of its own CPU time."""
+    """Return how many tokens the server at `url` makes per second of the server's CPU time."""
 
     async def ask(client: httpx.AsyncClient, prompt: list[int]) -> int:
         sampling = {"max_new_tokens": new, "ignore_eos": True}

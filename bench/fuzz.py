@@ -4,18 +4,18 @@
     python bench/fuzz.py --requests 5000 --seed 7   # send fewer requests, with another seed
     python bench/fuzz.py --only 4711                # send only request 4711 of seed 1, and print the reply of a failure
 
-The script makes each random request by changing a valid request to an endpoint. In the body it changes types, adds deep
-nesting and huge strings, and removes or repeats fields. The script may also damage the bytes, the headers, the method
-or the path of a request. It sends some requests slowly, sends only the beginning of others, and may close its half of
-the connection. Most requests have the right API key, and the others have a wrong key.
+The script makes each random request by changing a valid request to an endpoint. The changes of the body are other
+types, deep nesting, huge strings, and missing or repeated fields. The script may also damage the bytes, the headers,
+the method or the path of a request. The script sends some requests slowly or only in part, and sometimes closes its
+half of the connection. Most requests have the right API key, and the others have a wrong key.
 
 Each complete request must get a reply within 60 seconds, and no reply may have a status of 500 or above. An incomplete
-request must get a reply or a closed connection within 60 seconds. At the same time other sessions send only valid
-requests, and bench/load.py checks the tokens of these valid sessions. At the end the server must have its initial
-version, have no running request, and give the same answer to one prompt as at the beginning.
+request must get a reply or a closed connection within 60 seconds. During the test, a valid session sends only valid
+requests, and bench/load.py checks the tokens of the valid session. At the end the server must have its initial version,
+have no running request, and give the same answer to one prompt as at the beginning.
 
-Requests to endpoints that change a server's state go to a second server and a second proxy, so that no valid session
-can fail because of them. The script never sends the right key to the two endpoints *_memory_occupation. A call of these
+Requests to endpoints that change a server's state go to a second server and a second proxy, so that they cannot disturb
+the valid sessions. The script never sends the right key to the two endpoints *_memory_occupation. A call of these
 endpoints at the wrong time ends the small server by design, and it also ends SGLang.
 """
 
@@ -242,7 +242,7 @@ class Fuzz:
             ("control proxy" if path == "/set_version" else "proxy", ADMIN, method, path) for path, method in routes
         ]
         names = [name for name, _ in inspect.getmembers(Server, inspect.iscoroutinefunction) if name[0] != "_"]
-        names = sorted(names * 4)  # repeat each name, because the proxy has several paths for each endpoint
+        names = sorted(names * 4)  # repeat the server's endpoints, because the proxy has several paths per endpoint
         self.targets += [("server" if n in SAFE else "control server", KEY, "POST", f"/{n}") for n in names]
         self.counts: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
 

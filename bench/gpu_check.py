@@ -7,14 +7,12 @@
     python bench/gpu_check.py --list --gpus 4    # print the cells of a machine with four GPUs
     CUDA_VISIBLE_DEVICES= python bench/gpu_check.py      # try the script without a GPU, with a small model
 
-A cell is one process that checks one part of the project, and the page has one row for each cell:
-
-- `probe` measures the GPU's peak speed: the FLOP/s of a large matrix product, and the bytes per second of a copy.
-- `head` measures how precise log-probabilities are if the last layer computes in bfloat16 or in float32.
-- `train-...` trains on random rows without an inference server, so it needs only torch and transformers.
-- `test-...` runs the tests for code that behaves differently on a GPU, such as FlexAttention.
-- `run-...` is a whole run of train.py. The run's server is SGLang if SGLang is installed in this Python environment.
-  Without SGLang the server is the small server on the CPU, with a small model.
+A cell is one process that checks one part of the project, and the page has one row for each cell. `probe` measures the
+GPU's peak speed: the FLOP/s of a large matrix product, and the bytes per second of a copy. `head` measures how precise
+log-probabilities are if the last layer computes in bfloat16 or in float32. `train-...` trains on random rows without an
+inference server, so it needs only torch and transformers. `test-...` runs the tests for code that behaves differently
+on a GPU, such as FlexAttention. `run-...` is a whole run of train.py. The run's server is SGLang if SGLang is installed
+in this Python environment. Without SGLang the server is the small server on the CPU, with a small model.
 
 The models have random weights, so the check does not test whether a model learns. If a cell takes longer than its
 limit, the script ends all processes of the cell. If a cell fails, the next cell still runs. The script writes the page
@@ -48,8 +46,8 @@ SHAPES = {  # (layers, hidden size, MLP size, heads, key-value heads, head size,
     "1.5b": (28, 1536, 8960, 12, 2, 128, 151936),  # Qwen2.5-1.5B, with Qwen3's norms of queries and keys
     "tiny": (2, 64, 128, 4, 2, 16, 512),  # a model for the small server on the CPU
 }
-# MISMATCH is the largest allowed difference, in nats, between the log-probabilities of server and trainer. bfloat16
-# rounds a log-probability near -12 to a multiple of 0.06.
+# MISMATCH is the largest allowed difference, in nats, between the log-probabilities of server and trainer. In bfloat16,
+# a log-probability near -12 is a multiple of 0.06.
 MISMATCH = 0.2
 GRACE_SECONDS = 10.0  # seconds between SIGTERM and SIGKILL
 TEMPLATE = (

@@ -1,4 +1,4 @@
-"""Claim: with 1,000 concurrent sessions no answer is lost or mixed up, and ended sessions take no memory.
+"""Claim: with 1,000 concurrent sessions no answer is lost or mixed up, and sessions that have ended take no memory.
 
     python bench/load.py                                                # 1,000 concurrent sessions with 10 turns each
     python bench/load.py --sessions 10000 --concurrent 32 --turns 1 --out docs/reliability   # also write csv and svg
@@ -8,11 +8,10 @@
 
 The benchmark starts the small server and the proxy as processes, with a random model of two layers. Each session asks
 questions that contain its own number, and sends its whole history with every call. The client does not retry calls. At
-the end of a session the benchmark exports the session and makes three checks of the exported row:
-
-- The prompts contain the questions of this session in order, and no other question.
-- The sampled tokens of each turn decode to the text that the client has read.
-- The log-probabilities of the sampled tokens equal the log-probabilities that the client has read.
+the end of a session the benchmark exports the session and makes three checks of the exported row. The prompts must
+contain the questions of the session in order, and no other question. The sampled tokens of each turn must decode to the
+text that the client has read. The log-probabilities of the sampled tokens must equal the log-probabilities that the
+client has read.
 
 For every tenth session the benchmark also computes the log-probabilities with transformers, and prints the largest
 difference from the exported log-probabilities.

@@ -6,8 +6,8 @@
 **Time of the advantages.** The benchmark computes the advantages of 64 rows of 2,048 tokens. The target for the
 advantages is at most a tenth of the time that AReaL takes.
 
-**Time of the loss.** The benchmark computes the loss and its metrics for the same 64 rows, without the backward pass.
-The target for the loss is at most the time that AReaL's loss takes for the same objective. The printed times of
+**Time of the loss.** The benchmark computes the loss and its metrics for 64 rows of 2,048 tokens, without the backward
+pass. The target for the loss is at most the time that AReaL's loss takes for the same objective. The printed times of
 advantages and loss are medians of `--repeat` rounds. Each round runs every function once, in the same process. If
 `areal` cannot be imported, the benchmark prints "peer absent".
 
@@ -87,7 +87,7 @@ def peer_advantages() -> Callable[[dict[str, torch.Tensor]], Any] | None:
     """Return AReaL's function that computes advantages, or None if AReaL's function cannot run.
 
     AReaL's function subtracts a group's mean and divides by its standard deviation, as compute_advantages does in
-    `bench_times`. If the function returns None, it also prints the reason.
+    `bench_times`. If the result is None, this function also prints the reason.
     """
     try:
         from areal.api.cli_args import NormConfig as PeerNorm

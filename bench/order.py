@@ -3,8 +3,8 @@
     python bench/order.py                                  # train three runs, one for each value of rollout.stale
     python bench/order.py --seeds 1 2 3 --modes wait mask  # train three runs for each of two values
 
-bench/clusters.py measures the costs of the three values in virtual time (docs/simulate.md), and this benchmark measures
-them in real runs.
+The simulation bench/clusters.py measures the costs of wait, mask and drop in virtual time (docs/simulate.md). This
+benchmark measures the costs in real runs.
 
 Each run trains the maze (configs/maze.yaml) for the same number of steps, and therefore on the same number of samples.
 In the maze, the time of an episode depends only on the length of its walk. A real agent also waits for tools and for

@@ -1,7 +1,7 @@
-"""Claim: a replay of an asynchronous run ends with the run's weights, bit for bit, for every seed, on a busy machine.
+"""Claim: a replay of an asynchronous run ends with the run's weights, bit for bit, for every seed, even on a busy
+machine.
 
-    python bench/replay.py                                          # ten runs of each task at eta 4, and one run of
-                                                                    # each task with each other variant
+    python bench/replay.py        # for each task, ten runs at eta 4 and one run with each other variant
     python bench/replay.py --variants eta=4 --tasks maze --runs 2   # two runs of the maze at eta 4
 
 Each run trains 20 steps, and a replay then repeats the run. The batches are smaller than in the recipes, so that a run
@@ -56,8 +56,8 @@ def train(folder: Path, ranks: int, *words: str) -> str:
 
 
 def measure(task: str, variant: str, seed: int, steps: int) -> bool:
-    """Train one run and replay it. Print the run's line of the table, and return whether both last models are
-    equal."""
+    """Train one run and replay it. Print the run's line of the table. Return whether the last model of the run equals
+    the last model of the replay."""
     ranks, keys = VARIANTS[variant]
     with tempfile.TemporaryDirectory() as temporary:
         run = Path(temporary) / task / "run"

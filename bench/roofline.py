@@ -137,8 +137,7 @@ def flops(part: Part) -> float:
     return sum(kernel.flops for kernel in part)
 
 
-# The kernels of the model. They process `rows` rows of `length` tokens in `passes` forward passes. A number has b
-# bytes.
+# The kernels of the model process `rows` rows of `length` tokens in `passes` forward passes. A number has b bytes.
 
 
 def product(t: float, i: int, o: int, b: int, times: int = 1) -> Part:
@@ -189,7 +188,8 @@ def head_forward(s: Shape, n: float, b: int, chunk: int) -> Part:
     """Return the kernels of the last layer for n tokens (training/logprobs.py): logits, softmax and entropy in
     float32."""
     chunks = ceil(n / max(1, chunk // s.V))
-    # The terms are bytes per logit: float32 instead of b bytes, divide, log_softmax (reads twice), exp, multiply, sum.
+    # The terms are bytes per logit: logits in float32 instead of b bytes, divide, log_softmax (reads twice), exp,
+    # multiply, sum.
     softmax = (4 - b + 8 + 12 + 8 + 12 + 4) * n * s.V
     return [*product(n, s.H, s.V, b, chunks), Kernel(0, softmax)]
 
@@ -198,8 +198,8 @@ def head_backward(s: Shape, n: float, b: int, chunk: int) -> Part:
     """Return the kernels that recompute the logits, and compute the gradients of the hidden states and of the last
     layer."""
     chunks = ceil(n / max(1, chunk // s.V))
-    # The terms are bytes per logit: float32 instead of b bytes, divide, log_softmax, exp, multiply by -g, divide,
-    # convert.
+    # The terms are bytes per logit: logits in float32 instead of b bytes, divide, log_softmax, exp, multiply by -g,
+    # divide, convert.
     softmax = (4 - b + 8 + 12 + 8 + 8 + 8 + (b + 4) * (b < 4)) * n * s.V
     added = (b + 8) * chunks * s.V * s.H  # the gradient of each chunk is added to the whole gradient in float32
     return [*(3 * product(n, s.H, s.V, b, chunks)), Kernel(0, softmax + added)]
@@ -225,7 +225,7 @@ def step_parts(s: Shape, w: Work) -> dict[str, Part]:
         "forward: layers": [*layers_forward(*args), gather],
         "forward: last layer": head_forward(s, w.rows * w.answer, b, w.chunk),
         "recomputation": layers_forward(*args, again=True) if w.checkpointing else [],
-        # Each forward pass has a gradient, which is converted to float32 and added to the sum.
+        # The gradient of each pass is converted to float32 and added to the sum of the gradients.
         "backward: layers": [*layers_backward(*args), gather, Kernel(0, m * (b + 16) * own)],
         "backward: last layer": head_backward(s, w.rows * w.answer, b, w.chunk),
         # Each optimizer step computes the gradient's norm, scales the gradient, and updates the parameters with AdamW.
@@ -378,10 +378,10 @@ def measure(layers: int, width: int, vocabulary: int, rows: int, length: int, fo
 def compare(s: Shape, w: Work, found: dict[str, float], peak: float, bandwidth: float, few: float, disk: float) -> str:
     """Return a table of the estimated and the measured seconds of each part.
 
-    Generation is measured with a model of transformers, which does not fuse kernels. `peak` is in FLOP/s. `bandwidth`,
+    Generation is measured with transformers, and transformers does not fuse kernels. `peak` is in FLOP/s. `bandwidth`,
     `few` and `disk` are in bytes per second. `few` is the bandwidth of a product of few rows with a large matrix. A
-    decode step consists of such products. On a CPU, `few` is below `bandwidth`, because the CPU's library rearranges
-    the matrix before the product.
+    decode step consists of products of few rows with large matrices. On a CPU, `few` is below `bandwidth`, because the
+    CPU's library rearranges the matrix before the product.
     """
     b, rows = w.b, w.rows
     parts = step_parts(s, w) | {"new weights: disk": [Kernel(0, b * s.n)]}

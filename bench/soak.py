@@ -9,14 +9,11 @@ After a random number of steps, or during the startup, the script kills the trai
 If the kill ends the run, the script starts the run again with an identical command. A kill of the server does not end
 the run. The printed seed determines every random choice.
 
-At the end the script checks the metrics and the trained samples (tokens/*.safetensors):
-
-- Every step occurs exactly once in the metrics.
-- Every step trains on 6 prompt groups (the batch size), and no group is trained on in two steps.
-- Each of the first (steps - eta - 1) * 6 groups is trained on in some step.
-- No group with a number of (steps + eta + 1) * 6 or above is trained on.
-- In every step, the largest age of a group is at most eta.
-- No token has a newer version than the version that its step trains.
+At the end the script makes six checks of the metrics and of the trained samples (tokens/*.safetensors). The metrics
+must contain every step exactly once. Every step must train on 6 prompt groups (the batch size), and no group may occur
+in two steps. Each of the first (steps - eta - 1) * 6 groups must occur in a step. The numbers of the trained groups
+must be below (steps + eta + 1) * 6. In every step, the age of each group must be at most eta. No token may have a newer
+version than the version that its step trains.
 
 Whenever the run has ended, the script also checks that no process of the run is left.
 """

@@ -7,15 +7,15 @@
 
 The benchmark repeats the experiment of the paper's staleness table (arXiv 2505.24298) on the game of tasks/guess.py.
 Training uses training/actor.py and ppo.py, as in a real run. Each run writes one line of docs/staleness.csv. If the
-file already has a line of a run, the benchmark does not repeat the run. The results are drawn in docs/staleness.png.
-docs/staleness.md explains the results.
+file already has a line of a run, the benchmark does not repeat the run. The figure docs/staleness.png shows the
+results, and the page docs/staleness.md explains them.
 
 **A fixed lag.** On a small machine, generation is as fast as training, so a real run has little lag. In this benchmark
 generation and training alternate in one process, so the benchmark can choose the lag. Steps are counted from 0. Version
-max(s - eta, 0) samples all tokens of step s. The gate (staleness.py) allows no larger lag than this choice. With eta =
-inf there is no gate: the sampler generates two batches while the trainer consumes one batch, so version s // 2 samples
-the batch of step s. Every run trains on 64 batches of 120 games. The CSV file contains the measured lag: the trainer's
-version minus the version that sampled the token.
+max(s - eta, 0) samples all tokens of step s, so the lag is the largest lag that the gate (staleness.py) allows. With
+eta = inf there is no gate: the sampler generates two batches while the trainer consumes one batch, so version s // 2
+samples the batch of step s. Every run trains on 64 batches of 120 games. The CSV file contains the measured lag: the
+trainer's version minus the version that sampled the token.
 
 **Methods.** "naive" is standard PPO whose old policy is the behaviour policy. "decoupled" is decoupled PPO that
 computes pi_prox by a forward pass. "loglinear" is decoupled PPO that interpolates pi_prox between pi_behav and
@@ -28,7 +28,7 @@ effect, because the policy changes too little in 64 steps. Training computes sha
 (training/tree_attention.py). Sharing prefixes affects the speed and not the result.
 
 **Success is exact.** Success is the probability that the policy finds the secret. The benchmark computes success as a
-sum over all games that can be won. The evaluation therefore adds no noise: in docs/staleness.png, the differences
+sum over all games that find the secret. The evaluation therefore adds no noise: in docs/staleness.png, the differences
 between seeds come only from training.
 """
 

@@ -2,20 +2,18 @@
 
     python bench/tree.py [--quick]
 
-**Training.** A random Qwen3 (4 layers, float32, one thread) makes one forward and one backward pass over 16 rows. The
-rows share a prefix, and the loss covers the tokens after the prefix. The benchmark compares five ways to compute the
-pass, which must all give the same gradients:
-
-- `padded` computes a batch of 16 equally long rows, with causal attention and without a mask.
-- `packed` concatenates the rows, and each token attends only to its own row (actor.layout=packed).
-- `hf` concatenates the rows as transformers does: positions restart at each row, and attention has an N x N mask.
-- `dense` computes the tree with an N x N mask.
-- `tree` computes the tree with the blocks of training/tree_attention.py. The time includes building the tree.
+**Training.** A random Qwen3 model (4 layers, float32, one thread) makes one forward and one backward pass over 16 rows.
+The rows share a prefix, and the loss covers the tokens after the prefix. The benchmark compares five ways to compute
+the pass, which must all give the same gradients. `padded` computes a batch of 16 equally long rows, with causal
+attention and without a mask. `packed` concatenates the rows, and each token attends only to its own row
+(actor.layout=packed). `hf` concatenates the rows as transformers does: positions restart at each row, and attention has
+an N x N mask. `dense` computes the tree with an N x N mask. `tree` computes the tree with the blocks of
+training/tree_attention.py, and its time includes building the tree.
 
 The benchmark repeats the five ways in turn and prints the smallest process time of each way. (Wall time would also
 measure other programs.) `gain` is the time of `packed` or `padded`, whichever is smaller, divided by the time of
-`tree`. `ratio` is the number of tokens in the tree, divided by the number of tokens in the rows. The gain is at most 1
-/ ratio. The target is a gain of 2 at hidden size 384, for rows of 256 tokens that share 3/4 of their tokens.
+`tree`. `ratio` is the number of tokens in the tree, divided by the number of tokens in the rows. The gain is at most
+1/ratio. The target is a gain of 2 at hidden size 384, for rows of 256 tokens that share 3/4 of their tokens.
 
 **Building.** The benchmark measures the time to build the tree of 16 rows of 2,500 tokens. If `areal` can be imported
 (areal 1.0.4, in a separate venv), AReaL's `_greedy_build_tries` builds a tree of the same rows for comparison.

@@ -1,6 +1,7 @@
-"""Run an exhibit of the museum: a copy of this project with one bug in it. museum/README.md explains the exhibits.
+"""Run an exhibit of the museum: a copy of this project with one bug in it. The page museum/README.md explains the
+exhibits.
 
-    python museum/run.py areal-1569   # apply the bug to a copy, run the copy for at most 60 s, and name its report
+    python museum/run.py areal-1569   # put the bug into a copy, run the copy for at most 60 s, and name its report
     python museum/run.py --tests      # run each exhibit's unit test in a copy with the bug; all tests must fail
     python museum/run.py --all 20     # run every exhibit and 20 healthy runs, and write museum/results.md
 
@@ -53,8 +54,8 @@ def find_in_solution(name: str, what: str) -> str:
 
 
 def train(code: Path, words: str, trial: str, seconds: float, doctor: str = "off") -> None:
-    """Run train.py in the folder `code` for at most `seconds`. If the run has not ended by then, interrupt it (Ctrl-C),
-    so that it writes its report."""
+    """Run train.py in the folder `code`. After `seconds`, interrupt the run (Ctrl-C), so that the run writes its
+    report."""
     fixed = [
         f"fileroot={ROOT / 'runs'}",
         "experiment_name=museum",
@@ -138,7 +139,8 @@ def describe(name: str, code: int) -> str:
 
 
 def describe_healthy(number: int) -> str:
-    """Return the table row of healthy run `number`. If this run has no report yet, first make it with doctor=strict."""
+    """Return the table row of healthy run `number`. If the run has no report yet, first make the run with
+    doctor=strict."""
     words = f"{HEALTHY[number % len(HEALTHY)]} seed={number} max_steps=12 doctor=strict".strip()
     folder = ROOT / "runs" / "museum" / f"healthy-{number}"
     if not is_made(folder):
