@@ -135,8 +135,8 @@ class NormConfig:
 
 
 class Normalization:
-    """Normalise advantages with this project's function `ppo.normalise`, called as AReaL's class Normalization. Each
-    unmasked number counts as one turn."""
+    """This class has the interface of AReaL's class Normalization, and normalises with this project's `ppo.normalise`.
+    Each unmasked number counts as one turn."""
 
     def __init__(self, config: NormConfig) -> None:
         if not config.std_unbiased and config.std_level:
@@ -233,8 +233,9 @@ FILES = (
     "tests/test_adv_norm_config.py",
     "tests/test_reward_norm_variable_group.py",
 )
-# Each key of DIFFERENCES is a part of a failed test's name or error message. Each value is the difference between the
-# two projects that explains the failure. The page docs/differences.md explains the differences in more detail.
+# Each key of DIFFERENCES is a part of a failed test's name or error message. Each value of DIFFERENCES is the
+# difference between the two projects that explains the failure. The page docs/differences.md explains the differences
+# in more detail.
 DIFFERENCES = {
     "test_accept_without_submit_is_invalid": "an event that is impossible in the current state raises RuntimeError",
     "test_concurrent_mixed_operations": "an event that is impossible in the current state raises RuntimeError",
@@ -274,8 +275,8 @@ class Results:
     """This pytest plugin deselects the tests of LEFT_OUT and records the outcome of every other test."""
 
     def __init__(self) -> None:
-        self.outcomes: dict[str, tuple[str, str]] = {}  # name of a test -> (outcome, error message)
-        self.left_out: Counter[str] = Counter()  # reason -> number of tests left out
+        self.outcomes: dict[str, tuple[str, str]] = {}  # maps a test to its outcome and its error message
+        self.left_out: Counter[str] = Counter()  # maps a reason to the number of tests left out
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         for item in items.copy():

@@ -4,11 +4,11 @@
     python bench/baselines.py signal runs/guess/NAME ...   # count the turns with advantage 0 in recorded runs
 
 `actor.adv_norm.per_turn=true` compares the k-th turn of a game with the k-th turns of the other games in its group.
-Games differ in length, so some late turns have no other turn to be compared with. A turn without a comparison has
-advantage 0 and teaches nothing. The advantage is also 0 if all compared turns have the same final reward.
+Games differ in length, so some late turns have no other turn to be compared with. A turn that is compared with no other
+turn has advantage 0 and teaches nothing. The advantage is also 0 if all compared turns have the same final reward.
 `per_turn=false` compares a turn with all turns of its group. In the demo and in the maze, every turn of an episode has
 the episode's reward. With `per_turn=false` the baseline is therefore a weighted mean of the rewards of the group's
-episodes. In the mean, an episode with k turns has weight k.
+episodes. In the weighted mean, an episode with k turns has weight k.
 
 The command `train` repeats runs of bench/staleness.py at eta = 1 and changes only the baseline. The command `signal`
 reads the batches that a run wrote to its folder tokens/ and computes the advantages with each baseline. `signal` counts

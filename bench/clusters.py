@@ -49,7 +49,7 @@ def lognormal(mean: float, sigma: float, most: float = math.inf) -> Draw:
 
 
 def small(sigma: float, eta: int, stale: str) -> Setup:
-    """Return the setup for the comparison of orders: a step trains on 8 groups of one sequence, and any number of
+    """Return the setup for the comparison of orders. A step trains on 8 groups of one sequence, and any number of
     groups may run at once."""
     times = {"train": lambda rng, step, tokens: 0.8, "update": lambda rng, step, n: 0.02}
     return Setup(8, lognormal(2.0, sigma), **times, eta=eta, stale=stale, concurrent=10**6)

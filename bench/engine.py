@@ -10,14 +10,14 @@ log-probability of every token. `http` sends the requests to POST /generate of a
 server's CPU time. `--seed` is `engine` in deterministic mode, the mode of the server's option --seed.
 
 The benchmark repeats the four ways in turn, at least three times, and prints the fastest repetition of each way. Other
-programs can only make a repetition slower, never faster. The column "engine / generate" shows the speed of `engine`
-divided by the speed of `generate`. For the smallest model, the target is that `engine` is at least 1.9 times as fast as
-`generate` with 1 and with 16 requests, and at least 1.5 times as fast with 64 requests. For the second model the target
-is a ratio of at least 1.3, and for the largest model a ratio of at least 1.15.
+programs can only make a repetition slower, never faster. The column "engine / generate" shows a ratio: the speed of
+`engine` divided by the speed of `generate`. For the smallest model the target is a ratio of at least 1.9 with 1 and
+with 16 requests, and of at least 1.5 with 64 requests. For the second model the target is a ratio of at least 1.3, and
+for the largest model of at least 1.15.
 
 The last column, "bits", shows whether deterministic mode works on this machine (inference/tiny/model.py, "Bits"). The
 benchmark computes the logits of a prompt's last token three times: in a prefill of this prompt alone, in a prefill of a
-batch, and in a decode step. The column "bits" says "yes" if the three results are identical, bit for bit.
+batch, and in a decode step. The column "bits" says "yes" if the three computations give identical logits, bit for bit.
 """
 
 import argparse
@@ -45,7 +45,8 @@ from inference.tiny.model import TinyModel, run_step
 from inference.tiny.scheduler import SamplingParams, Scheduler, Sequence
 
 PROMPT, NEW = 64, 128
-# number of parameters: (layers, hidden size, vocabulary, heads, key heads, width of feed-forward layers)
+# MODELS maps a number of parameters to (layers, hidden size, vocabulary, heads, key heads, width of feed-forward
+# layers).
 MODELS = {"0.13M": (2, 64, 64, 4, 2, 256), "3.3M": (4, 256, 512, 4, 2, 736), "15.7M": (6, 384, 4096, 6, 3, 1440)}
 PORT = 31877
 

@@ -10,13 +10,13 @@ the method or the path of a request. The script sends some requests slowly or on
 half of the connection. Most requests have the right API key, and the others have a wrong key.
 
 Each complete request must get a reply within 60 seconds, and no reply may have a status of 500 or above. An incomplete
-request must get a reply or a closed connection within 60 seconds. During the test, a valid session sends only valid
-requests, and bench/load.py checks the tokens of the valid session. At the end the server must have its initial version,
-have no running request, and give the same answer to one prompt as at the beginning.
+request must get a reply or a closed connection within 60 seconds. Valid sessions run during the whole test: they send
+only valid requests, and bench/load.py checks their tokens. At the end the server must have its initial version, have no
+running request, and give the same answer to one prompt as at the beginning.
 
 Requests to endpoints that change a server's state go to a second server and a second proxy, so that they cannot disturb
-the valid sessions. The script never sends the right key to the two endpoints *_memory_occupation. A call of these
-endpoints at the wrong time ends the small server by design, and it also ends SGLang.
+the valid sessions. The script never sends the right key to the two endpoints *_memory_occupation. A call of one of
+these two endpoints at the wrong time ends the small server by design, as it ends SGLang.
 """
 
 import argparse
@@ -49,7 +49,7 @@ KEY, SECONDS, WORKERS = "key", 60, 24
 TOOL = {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
 CHAT = {"max_tokens": 4, "temperature": 1.0, "top_p": 0.9, "stream": False, "stop": ["x"], "metadata": {}}
-HONEST: dict[str, Any] = {  # last part of a path -> valid body; every other endpoint gets {}
+HONEST: dict[str, Any] = {  # maps the last part of a path to a valid body; other paths get {}
     "completions": {
         "messages": [
             {"role": "user", "content": "hello"},

@@ -7,12 +7,13 @@
     python bench/gpu_check.py --list --gpus 4    # print the cells of a machine with four GPUs
     CUDA_VISIBLE_DEVICES= python bench/gpu_check.py      # try the script without a GPU, with a small model
 
-A cell is one process that checks one part of the project, and the page has one row for each cell. `probe` measures the
-GPU's peak speed: the FLOP/s of a large matrix product, and the bytes per second of a copy. `head` measures how precise
-log-probabilities are if the last layer computes in bfloat16 or in float32. `train-...` trains on random rows without an
-inference server, so it needs only torch and transformers. `test-...` runs the tests for code that behaves differently
-on a GPU, such as FlexAttention. `run-...` is a whole run of train.py. The run's server is SGLang if SGLang is installed
-in this Python environment. Without SGLang the server is the small server on the CPU, with a small model.
+A cell is one process that checks one part of the project, and the page of results has one row for each cell. `probe`
+measures the GPU's peak speed: the FLOP/s of a large matrix product, and the bytes per second of a copy. `head` measures
+how precise log-probabilities are if the last layer computes in bfloat16 or in float32. `train-...` trains on random
+rows without an inference server, so it needs only torch and transformers. `test-...` runs the tests for code that
+behaves differently on a GPU, such as FlexAttention. `run-...` is a whole run of train.py. The run's server is SGLang if
+SGLang is installed in this Python environment. Without SGLang the server is the small server on the CPU, with a small
+model.
 
 The models have random weights, so the check does not test whether a model learns. If a cell takes longer than its
 limit, the script ends all processes of the cell. If a cell fails, the next cell still runs. The script writes the page
@@ -41,7 +42,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-SHAPES = {  # (layers, hidden size, MLP size, heads, key-value heads, head size, vocabulary)
+SHAPES = {  # maps a name to (layers, hidden size, MLP size, heads, key-value heads, head size, vocabulary)
     "0.6b": (28, 1024, 3072, 16, 8, 128, 151936),  # Qwen3-0.6B
     "1.5b": (28, 1536, 8960, 12, 2, 128, 151936),  # Qwen2.5-1.5B, with Qwen3's norms of queries and keys
     "tiny": (2, 64, 128, 4, 2, 16, 512),  # a model for the small server on the CPU
@@ -157,7 +158,7 @@ def descendants() -> list[int]:
     parent = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
-            state, ppid = stat.read_text().rpartition(")")[2].split()[:2]  # file: pid (name) state ppid ...
+            state, ppid = stat.read_text().rpartition(")")[2].split()[:2]  # format: pid (name) state ppid ...
             if state != "Z":
                 parent[int(stat.parent.name)] = int(ppid)
     found, fresh = set[int](), {os.getpid()}

@@ -13,8 +13,9 @@ for the same time. The pause has a lognormal distribution with sigma 1.5 and a m
 depends only on the group's number, so all runs have the same pauses. While a walk pauses, the trainer makes new policy
 versions. After the pause, a newer policy version samples the rest of the walk.
 
-The table shows the seconds up to the last step, the seconds that the trainer waited, and the mean reward of the first
-ten steps and of the last ten steps. The table also shows the share of masked tokens and the number of dropped groups.
+The table shows the seconds up to the last step, and the seconds that the trainer waited. It shows the mean reward of
+the first ten steps and of the last ten steps. It also shows the share of masked tokens and the number of dropped
+groups.
 """
 
 import argparse

@@ -28,7 +28,7 @@ FIXED = ["rollout.max_concurrent_rollouts=5", "logger.report_interval=0", "train
 FIXED += ["actor.ppo_n_minibatches=2", "actor.ppo_epochs=1", "should_accept_fn=bench.replay.has_signal"]
 # With one group in a batch and eta = 1, some slow groups become too old before a step consumes them.
 OVERTAKEN = ["rollout.max_head_offpolicyness=1", "train_dataset.batch_size=1"]
-VARIANTS: dict[str, tuple[int, list[str]]] = {  # name of a variant: (number of ranks, configuration keys)
+VARIANTS: dict[str, tuple[int, list[str]]] = {  # maps a name to (number of ranks, configuration keys)
     "eta=4": (1, ["rollout.max_head_offpolicyness=4"]),
     "eta=0": (1, ["rollout.max_head_offpolicyness=0"]),
     "eta=2": (1, ["rollout.max_head_offpolicyness=2"]),

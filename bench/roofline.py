@@ -385,7 +385,7 @@ def compare(s: Shape, w: Work, found: dict[str, float], peak: float, bandwidth: 
     """
     b, rows = w.b, w.rows
     parts = step_parts(s, w) | {"new weights: disk": [Kernel(0, b * s.n)]}
-    parts["generation: decode"] = divide(parts["generation: decode"], w.answer)  # only one decode step of all sequences
+    parts["generation: decode"] = divide(parts["generation: decode"], w.answer)  # the measurement is one decode step
     for name, t in {"generation: prefill": rows * w.prompt, "generation: decode": rows}.items():
         parts[name] = [*parts[name], Kernel(0, t * s.layers * pointwise(s, b))]
     lines = [["part", "GFLOP", "GB", "estimate ms", "measured ms", "measured / estimate"]]

@@ -13,8 +13,8 @@ results, and the page docs/staleness.md explains them.
 **A fixed lag.** On a small machine, generation is as fast as training, so a real run has little lag. In this benchmark
 generation and training alternate in one process, so the benchmark can choose the lag. Steps are counted from 0. Version
 max(s - eta, 0) samples all tokens of step s, so the lag is the largest lag that the gate (staleness.py) allows. With
-eta = inf there is no gate: the sampler generates two batches while the trainer consumes one batch, so version s // 2
-samples the batch of step s. Every run trains on 64 batches of 120 games. The CSV file contains the measured lag: the
+eta = inf there is no gate. The sampler then generates two batches while the trainer consumes one batch, so version s //
+2 samples the batch of step s. Every run trains on 64 batches of 120 games. The CSV file contains the measured lag: the
 trainer's version minus the version that sampled the token.
 
 **Methods.** "naive" is standard PPO whose old policy is the behaviour policy. "decoupled" is decoupled PPO that
@@ -301,8 +301,8 @@ def largest_fall(line: dict[str, Any]) -> float:
 def print_stability(lines: list[dict[str, Any]]) -> None:
     """Print the median and the range of the final success, and in how many runs the success fell by more than 0.1.
 
-    For each correction, the table has one row for the seeds 200 to 299, one for the seeds 300 to 399 and one for the
-    seeds 500 to 599. If a correction was changed or its runs were repeated, the new runs have new seeds.
+    For each correction, the table has one row for each of three ranges of seeds: 200 to 299, 300 to 399 and 500 to 599.
+    If a correction was changed or its runs were repeated, the new runs have new seeds.
     """
     names = ("eta", "correction", "seeds", "runs", "median", "range", "runs that fell", "largest fall")
     print("\n| " + " | ".join(names) + " |\n" + "|---" * len(names) + "|")

@@ -27,7 +27,7 @@ from tasks.base_model import imitate, make_qwen3, make_tokenizer, render, save_a
 NUMBERS = range(1, 5)
 CALL = '<tool_call> {{"name": "{}", "arguments": {{"a": {} , "b": {} }}}} </tool_call>'
 SHELL_CALL = '<tool_call> {{"name": "{}", "arguments": {{"{}": "expr {} {} {} " }}}} </tool_call>'
-SHELLS = {"exec_command": "cmd", "bash": "command"}  # shell tool of Codex and of opencode -> name of its argument
+SHELLS = {"exec_command": "cmd", "bash": "command"}  # maps a shell tool (Codex, opencode) to its argument
 WORDS = ["<tool>", "<tool_call>", "</tool_call>", '{"name":', '"add",', '"multiply",', '"arguments":', '{"a":', '"b":']
 WORDS += ["}}", ",", "(", ")", "+", "*", "add", "multiply", "the", "answer", "is", *map(str, range(33))]
 WORDS += ["exec_command", "bash", '"exec_command",', '"bash",', '{"cmd":', '{"command":', '"expr', "'*'", '"']
