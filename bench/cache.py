@@ -8,10 +8,10 @@ that the chat template rendered. The target is that both counts of a turn depend
 
 The second part of the benchmark measures the processor time of this project's cache and of AReaL's cache. The two
 caches run alternately, three times each, and the benchmark prints the smallest time of each cache. The second part
-measures three operations: `chain`, `siblings` and `export`. `chain` adds 400 turns of one conversation, and its target
-is at most 1.2 times AReaL's time. `siblings` adds 800 turns with the same 200 messages, and its target is at most a
-quarter of AReaL's time. `export` discounts the rewards of 512 conversations of 4 turns, exports their rows and makes
-tensors. The target of `export` is at most AReaL's time.
+measures the three operations `chain`, `siblings` and `export`. `chain` adds 400 turns of one conversation, and its
+target is at most 1.2 times AReaL's time. `siblings` adds 800 turns with the same 200 messages, and its target is at
+most a quarter of AReaL's time. `export` discounts the rewards of 512 conversations of 4 turns, exports their rows and
+makes tensors. The target of `export` is at most AReaL's time.
 """
 
 import gc

@@ -11,9 +11,9 @@ server's CPU time. `--seed` is `engine` in deterministic mode, the mode of the s
 
 The benchmark repeats the four ways in turn, at least three times, and prints the fastest repetition of each way. Other
 programs can only make a repetition slower, never faster. The column "engine / generate" shows a ratio: the speed of
-`engine` divided by the speed of `generate`. For the smallest model the target is a ratio of at least 1.9 with 1 and
-with 16 requests, and of at least 1.5 with 64 requests. For the second model the target is a ratio of at least 1.3, and
-for the largest model of at least 1.15.
+`engine` divided by the speed of `generate`. For the smallest model, "engine / generate" should be at least 1.9 with 1
+and with 16 requests, and at least 1.5 with 64 requests. For the second model, "engine / generate" should be at least
+1.3, and for the largest model at least 1.15.
 
 The last column, "bits", shows whether deterministic mode works on this machine (inference/tiny/model.py, "Bits"). The
 benchmark computes the logits of a prompt's last token three times: in a prefill of this prompt alone, in a prefill of a

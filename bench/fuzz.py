@@ -14,9 +14,9 @@ request must get a reply or a closed connection within 60 seconds. Valid session
 only valid requests, and bench/load.py checks their tokens. At the end the server must have its initial version, have no
 running request, and give the same answer to one prompt as at the beginning.
 
-Requests to endpoints that change a server's state go to a second server and a second proxy, so that they cannot disturb
-the valid sessions. The script never sends the right key to the two endpoints *_memory_occupation. A call of one of
-these two endpoints at the wrong time ends the small server by design, as it ends SGLang.
+Requests that can change a server's state go to a second server and a second proxy, because such requests could break
+the valid sessions. The script never sends the right key to the two endpoints *_memory_occupation. A call of an endpoint
+*_memory_occupation at the wrong time ends the small server by design, as it ends SGLang.
 """
 
 import argparse

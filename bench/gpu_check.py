@@ -147,7 +147,7 @@ def make_run(name: str, own: list[str], machine: Machine, work: Path) -> Cell:
 
 def adopt_orphans() -> None:
     """Make this process the parent of each descendant whose own parent has ended (Linux). The function `descendants`
-    can then find these orphaned processes."""
+    can then find orphaned processes."""
     pr_set_child_subreaper = 36
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1, 0, 0, 0)
@@ -169,8 +169,8 @@ def descendants() -> list[int]:
 
 
 def end(process: subprocess.Popen[bytes]) -> int:
-    """End a cell's process and all its descendants. Return how many of these processes needed SIGKILL."""
-    process.terminate()  # this call does nothing if the process has ended
+    """End a cell's process and all its descendants. Return how many processes needed SIGKILL."""
+    process.terminate()  # `terminate` does nothing if the process has ended
     deadline, killed = time.monotonic() + GRACE_SECONDS, set[int]()
     while pids := descendants():
         if time.monotonic() > deadline:

@@ -39,7 +39,8 @@ VARIANTS: dict[str, tuple[int, list[str]]] = {  # maps a name to (number of rank
 
 
 def has_signal(group: dict) -> bool:
-    """Return whether the rewards of a group differ. A group with equal rewards teaches nothing."""
+    """Return whether the rewards of a group differ. If all rewards of a group are equal, all advantages of the group
+    are 0."""
     return len(set(group["rewards"].tolist())) > 1
 
 

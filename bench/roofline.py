@@ -289,8 +289,8 @@ def least(actions: dict[str, Callable[[], Any]], rounds: int = 12) -> dict[str, 
 
 
 def make_models(layers: int, width: int, vocabulary: int, dtype: Any, folder: Path) -> tuple[Any, Any, Any]:
-    """Make a small random model. Return its configuration, an actor that trains the model, and a model of transformers
-    with the same configuration."""
+    """Make a small random model. Return the model's configuration, an actor that trains the model, and a model of
+    transformers with the same configuration."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -112,8 +112,8 @@ def kill(command: list[str], rng: random.Random, kills: int, run_dir: Path) -> N
 
 
 def freeze(command: list[str], rng: random.Random, freezes: int, log: Path) -> None:
-    """Run the command to its end. From the output of step 1 on, stop a random process of the run for up to 10 seconds
-    after each line of output. Stop processes `freezes` times in total."""
+    """Run the command to its end. After each line of output from step 1 on, stop a random process of the run for up to
+    10 seconds, but at most `freezes` times."""
     with log.open("a") as out, start(command, out) as run:
         assert run.stdout is not None
         seen, steps = 0, 0

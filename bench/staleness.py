@@ -13,9 +13,9 @@ results, and the page docs/staleness.md explains them.
 **A fixed lag.** On a small machine, generation is as fast as training, so a real run has little lag. In this benchmark
 generation and training alternate in one process, so the benchmark can choose the lag. Steps are counted from 0. Version
 max(s - eta, 0) samples all tokens of step s, so the lag is the largest lag that the gate (staleness.py) allows. With
-eta = inf there is no gate. The sampler then generates two batches while the trainer consumes one batch, so version s //
-2 samples the batch of step s. Every run trains on 64 batches of 120 games. The CSV file contains the measured lag: the
-trainer's version minus the version that sampled the token.
+eta = inf there is no gate. Without a gate, the sampler generates two batches while the trainer consumes one batch, so
+version s // 2 samples the batch of step s. Every run trains on 64 batches of 120 games. The CSV file contains the
+measured lag: the trainer's version minus the version that sampled the token.
 
 **Methods.** "naive" is standard PPO whose old policy is the behaviour policy. "decoupled" is decoupled PPO that
 computes pi_prox by a forward pass. "loglinear" is decoupled PPO that interpolates pi_prox between pi_behav and
@@ -28,8 +28,8 @@ effect, because the policy changes too little in 64 steps. Training computes sha
 (training/tree_attention.py). Sharing prefixes affects the speed and not the result.
 
 **Success is exact.** Success is the probability that the policy finds the secret. The benchmark computes success as a
-sum over all games that find the secret. The evaluation therefore adds no noise: in docs/staleness.png, the differences
-between seeds come only from training.
+sum over all games that find the secret. The computation of success adds no noise, so the differences between seeds in
+docs/staleness.png come only from training.
 """
 
 import argparse
@@ -66,7 +66,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "decoupled": {"use_decoupled_loss": True, "prox_logp_method": "recompute"},
     "loglinear": {"use_decoupled_loss": True, "prox_logp_method": "loglinear"},
 }
-# Variants of the method "decoupled". The option --stability compares these variants with many seeds.
+# Variants of the method "decoupled". The option --stability compares the variants over many seeds.
 CORRECTIONS: dict[str, dict[str, Any]] = {
     "decoupled": {},
     "truncated": {"behave_imp_weight_action": "clamp"},

@@ -12,8 +12,8 @@ training/tree_attention.py, and its time includes building the tree.
 
 The benchmark repeats the five ways in turn and prints the smallest process time of each way. (Wall time would also
 measure other programs.) `gain` is the time of `packed` or `padded`, whichever is smaller, divided by the time of
-`tree`. `ratio` is the number of tokens in the tree, divided by the number of tokens in the rows. The gain is at most
-1/ratio. The target is a gain of 2 at hidden size 384, for rows of 256 tokens that share 3/4 of their tokens.
+`tree`. `ratio` is the number of tokens in the tree, divided by the number of tokens in the rows. `gain` is at most 1 /
+`ratio`. The target is a `gain` of 2 at hidden size 384, for rows of 256 tokens that share 3/4 of their tokens.
 
 **Building.** The benchmark measures the time to build the tree of 16 rows of 2,500 tokens. If `areal` can be imported
 (areal 1.0.4, in a separate venv), AReaL's `_greedy_build_tries` builds a tree of the same rows for comparison.
