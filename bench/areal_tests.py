@@ -6,12 +6,11 @@ project have in common.
     python bench/areal_tests.py /tmp/AReaL
 
 The script makes AReaL's import names point to this project's modules. If a key, a function or an argument has different
-names in the two projects, a small adapter in this file translates the name. AReaL's tests are read from the checkout,
-and nothing of AReaL is copied. For each file the script prints how many tests pass and how many fail. Some tests fail
-because this project differs from AReaL on purpose. The script groups the failed tests by these differences. A failure
-that no such difference explains is marked NOT EXPLAINED, and makes the exit status 1. Some tests look only at objects
-of AReaL, such as a configuration class, which the adapters would have to imitate. Such a test would test the adapter,
-so the script leaves the test out and counts it.
+names in the two projects, a small adapter in this file translates the name. The script reads AReaL's tests from the
+checkout and copies nothing of AReaL. For each file the script prints how many tests pass and how many fail. Some tests
+fail because this project differs from AReaL on purpose. The script groups the failed tests by the difference that
+explains the failure. If no known difference explains a failure, the script prints NOT EXPLAINED and exits with status
+1. The script leaves out and counts the tests of objects that only AReaL has, such as its configuration classes.
 """
 
 import importlib.util
@@ -40,7 +39,7 @@ from training.proximal import interpolation, linear, loglinear, rollout  # noqa:
 
 @dataclass
 class RejectionSamplingConfig:
-    """The fields of AReaL's configuration class of this name, without its checks."""
+    """This class has the fields of AReaL's class RejectionSamplingConfig, without the checks of their values."""
 
     level: str = "token"
     action: str = "mask"
@@ -62,7 +61,7 @@ def weight_keys(config: RejectionSamplingConfig | None) -> PPOActorConfig:
             behave_imp_weight_cap=config.upper,
             behave_imp_weight_floor=config.lower or None,
         )
-    if kind == ("sequence", "kl_k1", "mean"):  # this project limits abs(mean(log w))
+    if kind == ("sequence", "kl_k1", "mean"):  # the limit of abs(mean(log w)) is log(reject_geometric_mean)
         return PPOActorConfig(behave_imp_weight_cap=None, reject_geometric_mean=math.exp(config.upper))
     if kind == ("sequence", "kl_k2", "max"):
         return PPOActorConfig(behave_imp_weight_cap=None, reject_max_k2=config.upper)
@@ -83,7 +82,8 @@ def apply_rejection_sampling(
     cu_seqlens: Tensor | None,
     config: RejectionSamplingConfig,
 ) -> SimpleNamespace:
-    """Return the behaviour weights of this project, and the loss mask without the dropped tokens."""
+    """Return the behaviour weights, the loss mask of the tokens that the correction keeps, and the share of the tokens
+    that it removes."""
     keys, mask = weight_keys(config), loss_mask > 0
     ids, zero = sequence_ids(loss_mask, cu_seqlens), torch.zeros_like(proximal_logprobs)
     weight, _, _, dropped = ppo.token_objectives(
@@ -104,7 +104,7 @@ def cispo_loss_fn(
     old_logprobs: Tensor | None = None,
     rejection_sampling: RejectionSamplingConfig | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Call this project's loss with use_cispo_loss. Return the loss and the statistics that AReaL's loss returns."""
+    """Compute the CISPO loss with this project's functions. Return the loss, and statistics under AReaL's names."""
     config = replace(
         weight_keys(rejection_sampling), use_cispo_loss=True, eps_clip=eps_clip, eps_clip_higher=eps_clip_higher
     )
@@ -124,7 +124,7 @@ def cispo_loss_fn(
 
 @dataclass
 class NormConfig:
-    """The fields of AReaL's configuration class of this name, without its checks."""
+    """This class has the fields of AReaL's class NormConfig, without the checks of their values."""
 
     mean_level: Any = "batch"
     mean_leave1out: bool = False
@@ -135,7 +135,8 @@ class NormConfig:
 
 
 class Normalization:
-    """Normalise AReaL's advantages with this project's function: each unmasked number counts as a turn."""
+    """This class has the interface of AReaL's class Normalization, and normalises with this project's `ppo.normalise`.
+    Each unmasked number counts as one turn."""
 
     def __init__(self, config: NormConfig) -> None:
         if not config.std_unbiased and config.std_level:
@@ -175,8 +176,8 @@ def ppo_actor_loss_fn(
     importance_sampling_level: Any = "token",
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Call this project's loss with the arguments of AReaL's loss. Return the loss and the statistics that AReaL's loss
-    returns."""
+    """Call this project's loss with the arguments of AReaL's loss. Return the loss, and statistics under AReaL's
+    names."""
     if importance_sampling_level not in ("token", "sequence"):
         raise ValueError(f"Invalid importance_sampling_level: {importance_sampling_level}")
     if cu_seqlens is None and logprobs.ndim == 1:
@@ -213,10 +214,10 @@ def ppo_actor_loss_fn(
 def compute_prox_logp_approximations(
     old_logp: Tensor, logprobs: Tensor, versions: Tensor, current_version: int, method: str | None = None
 ) -> dict[str, Tensor]:
-    """Call this project's functions that guess pi_prox.
+    """Estimate pi_prox with this project's functions.
 
-    The third argument of `interpolation` is the share of the step's mini-batches that are done. The share is 1 here,
-    because AReaL guesses pi_prox as if all mini-batches were done.
+    AReaL estimates pi_prox as if all mini-batches of the step were done. The third argument of `interpolation`, the
+    share of mini-batches that are done, is therefore 1.
     """
     alpha = interpolation(versions, current_version - 1, 1.0)
     guesses = {guess.__name__: guess(old_logp, logprobs, alpha) for guess in (loglinear, linear, rollout)}
@@ -232,8 +233,9 @@ FILES = (
     "tests/test_adv_norm_config.py",
     "tests/test_reward_norm_variable_group.py",
 )
-# Each key is a part of a failed test's name or of its error message. The value is the deliberate difference that
-# explains the failure. docs/differences.md has more about each difference.
+# Each key of DIFFERENCES is a part of a failed test's name or error message. Each value of DIFFERENCES is the
+# difference between the two projects that explains the failure. The page docs/differences.md explains the differences
+# in more detail.
 DIFFERENCES = {
     "test_accept_without_submit_is_invalid": "an event that is impossible in the current state raises RuntimeError",
     "test_concurrent_mixed_operations": "an event that is impossible in the current state raises RuntimeError",
@@ -254,7 +256,8 @@ DIFFERENCES = {
     "absent: stats_tracker": "ppo_update returns its metrics; there is no tracker",
     "test_negative_versions_in_prompt": "pi_prox is guessed for trained tokens only, and not for a prompt's tokens",
 }
-# Each key is a part of the name of a test that the script leaves out. The value is the reason.
+# The script leaves out a test if its name contains a key of LEFT_OUT. Each value of LEFT_OUT is a reason for leaving a
+# test out.
 LEFT_OUT = {
     "TestRejectionSamplingConfig": "checks and fields of AReaL's configuration classes",
     "TestConfigValidation": "checks and fields of AReaL's configuration classes",
@@ -269,11 +272,11 @@ LEFT_OUT = {
 
 
 class Results:
-    """A pytest plugin that deselects some tests, and records the outcome of every other test."""
+    """This pytest plugin deselects the tests of LEFT_OUT and records the outcome of every other test."""
 
     def __init__(self) -> None:
-        self.outcomes: dict[str, tuple[str, str]] = {}  # test -> outcome, error
-        self.left_out: Counter[str] = Counter()  # reason -> number of tests
+        self.outcomes: dict[str, tuple[str, str]] = {}  # maps a test to its outcome and its error message
+        self.left_out: Counter[str] = Counter()  # maps a reason to the number of tests left out
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         for item in items.copy():
@@ -305,7 +308,7 @@ def provide(checkout: Path) -> None:
     module("areal.utils.data", Normalization=Normalization)
     module("areal.trainer.ppo.actor", compute_prox_logp_approximations=compute_prox_logp_approximations)
     sys.modules["areal.infra.staleness_manager"] = staleness
-    path = checkout / "areal" / "utils" / "constants.py"  # AReaL's names for its methods to estimate pi_prox
+    path = checkout / "areal" / "utils" / "constants.py"  # the file with AReaL's names of the estimates of pi_prox
     spec = importlib.util.spec_from_file_location("areal.utils.constants", path)
     assert spec is not None
     assert spec.loader is not None
@@ -330,7 +333,7 @@ class Absent:
 
 
 def absent(name: str) -> Absent:
-    """Return a stand-in for a name that this project's adapters do not define."""
+    """Return a stand-in for a name of AReaL that the adapters in this file do not define."""
     if name.startswith("__"):
         raise AttributeError(name)
     return Absent(name)

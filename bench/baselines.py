@@ -1,21 +1,21 @@
 """Claim: a model learns at least as fast with one baseline per turn as with one baseline for all turns of a group.
 
-    python bench/baselines.py train --seeds 1 2 3          success of the demo's game with each baseline
-    python bench/baselines.py signal runs/guess/NAME ...   turns without a signal, in the batches of recorded runs
+    python bench/baselines.py train --seeds 1 2 3          # measure the success in the demo's game with each baseline
+    python bench/baselines.py signal runs/guess/NAME ...   # count the turns with advantage 0 in recorded runs
 
 `actor.adv_norm.per_turn=true` compares the k-th turn of a game with the k-th turns of the other games in its group.
-Games differ in length, so a later turn may have no other turn to be compared with, or only turns whose final reward
-equals its own. A turn that is compared with no other turn, or only with turns of the same reward, has advantage 0 and
-teaches nothing. `per_turn=false` compares a turn with all turns of its group. In the demo and in the maze, every turn
-of a game has the game's reward. With `per_turn=false` the baseline is therefore a weighted mean of the rewards of the
-group's games: a game with k turns has the weight k.
+Games differ in length, so some late turns have no other turn to be compared with. A turn that is compared with no other
+turn has advantage 0 and teaches nothing. The advantage is also 0 if all compared turns have the same final reward.
+`per_turn=false` compares a turn with all turns of its group. In the demo and in the maze, every turn of an episode has
+the episode's reward. With `per_turn=false` the baseline is therefore a weighted mean of the rewards of the group's
+episodes. In the weighted mean, an episode with k turns has weight k.
 
-The command `train` repeats the runs of bench/staleness.py at eta = 1, as in the demo, and changes only the baseline.
-The command `signal` reads the batches that a run wrote to its folder tokens/ and computes the advantages with each
-baseline. `signal` counts the turns with advantage 0. `signal` leaves out each group whose members all have the same
-reward, because such a group teaches nothing with either baseline. The share of turns with advantage 0 depends on the
-size of the groups. Therefore `signal` also computes this share for groups of 4 and 8 members. A group of 4 or 8 members
-consists of the first members of a recorded group. docs/algorithm.md has the results.
+The command `train` repeats runs of bench/staleness.py at eta = 1 and changes only the baseline. The command `signal`
+reads the batches that a run wrote to its folder tokens/ and computes the advantages with each baseline. `signal` counts
+the turns with advantage 0. `signal` leaves out each group whose members all have the same reward, because all
+advantages of such a group are 0 with both baselines. The share of turns with advantage 0 depends on the group size.
+`signal` therefore prints the share for the first 4 members of each group, for the first 8 members, and for all members.
+The results are in docs/algorithm.md.
 """
 
 import argparse
@@ -44,13 +44,13 @@ from training.config import NormConfig, PPOActorConfig  # noqa: E402
 
 BASELINES = {"per turn": True, "all turns": False}
 STEPS = (16, 32, 64)
-MEMBERS = (4, 8, None)  # None means all members of a group
+MEMBERS = (4, 8, None)  # numbers of members to compare; None means all members of a group
 
 
 def silent_turns(batch: dict[str, Tensor], per_turn: bool) -> tuple[int, int]:
     """Return the number of trained turns with advantage 0, and the number of all trained turns.
 
-    A group whose members all have the same reward is not counted.
+    The turns of a group are not counted if all its members have the same reward.
     """
     config = PPOActorConfig(adv_norm=NormConfig(std_level="none", per_turn=per_turn))
     A, trained = compute_advantages(batch, config), batch["loss_mask"] > 0
@@ -87,7 +87,8 @@ def print_signal(runs: list[Path]) -> None:
 
 
 def train(seeds: list[int]) -> None:
-    """Train each seed with each baseline, and print the mean and the range of the success over the seeds."""
+    """Train one run for each seed and each baseline. Print the mean, the lowest and the highest success over the
+    seeds."""
     words = ["actor.ppo_epochs=1", "actor.kl_ctl=0", "actor.entropy_coeff=0.03", "actor.enable_tree_training=true"]
     recipe = load(["--config", str(ROOT / "configs" / "demo.yaml"), *words]).actor
     found: dict[tuple[str, int], list[float]] = {}

@@ -1,20 +1,17 @@
 """Claim: the work for a turn depends only on the turn's new messages, and rows are exported as fast as in AReaL.
 
-    python bench/cache.py            compares with AReaL's cache if the package areal can be imported
+    python bench/cache.py            # if the package areal can be imported, also measure AReaL's cache
 
-The first part counts operations in a conversation of 100 turns. Each turn sends the whole history again, as agents do.
+The first part of the benchmark counts operations in a conversation of 100 turns. Each call sends the whole conversation
+again, as agents do. `read` counts the messages that were converted to canonical form. `rendered` counts the messages
+that the chat template rendered. The target is that both counts of a turn depend only on the number of its new messages.
 
-    read       messages that were converted to canonical form
-    rendered   messages that were rendered by the chat template and tokenised
-
-The target is that the two counts of a turn depend only on its new messages. The second part of the benchmark measures
-processor time. It runs this project's cache and AReaL's cache alternately, three times each, and prints the smallest
-time of each cache:
-
-    chain      400 turns of one conversation; target: at most 1.2 times AReaL's time
-    siblings   800 turns that share 200 messages; target: at most a quarter of AReaL's time
-    export     512 conversations of 4 turns: discount rewards, export (concat), make tensors; target: at most
-               AReaL's time
+The second part of the benchmark measures the processor time of this project's cache and of AReaL's cache. The two
+caches run alternately, three times each, and the benchmark prints the smallest time of each cache. The second part
+measures the three operations `chain`, `siblings` and `export`. `chain` adds 400 turns of one conversation, and its
+target is at most 1.2 times AReaL's time. `siblings` adds 800 turns with the same 200 messages, and its target is at
+most a quarter of AReaL's time. `export` discounts the rewards of 512 conversations of 4 turns, exports their rows and
+makes tensors. The target of `export` is at most AReaL's time.
 """
 
 import gc
@@ -53,8 +50,7 @@ PROMPT, OUTPUT, TAIL = 128, 48, 16  # tokens
 
 
 def talk(turns: int, name: str = "") -> Messages:
-    """Return the messages of a conversation in the form in which a client sends them. Each call of `talk` makes new
-    message dicts."""
+    """Return the messages of a conversation as a client sends them. Each call of `talk` makes new message dicts."""
     roles = ("user", "assistant")
     return [
         {"role": roles[k % 2], "content": f"{name} message {k}, of some dozen words or so"} for k in range(2 * turns)
@@ -85,8 +81,8 @@ def add_peers(cache: Any, name: str, messages: Messages, said: dict[str, Any], t
 
 
 def timed(make: Callable[[], Any], add: Callable[..., None], fill: Callable[[Callable[..., None]], None]) -> float:
-    """Return how many milliseconds the calls that `fill` collects take in total. The time to make the arguments of the
-    calls is not measured."""
+    """Collect calls of `add` with `fill`, and then run the calls. Return how many milliseconds the calls take in total,
+    without the time to collect them."""
     calls: list[tuple] = []
     fill(lambda *call: calls.append(call))
     cache = make()
@@ -128,8 +124,8 @@ def export(make: Callable[[], Any], add: Callable[..., None]) -> float:
 
 
 def count() -> None:
-    """Print the counts `read` and `rendered` for a conversation of 100 turns. A real PromptBuilder renders the
-    prompts."""
+    """Print the counts `read` and `rendered` of turns 1, 2, 10 and 100 of one conversation. A real PromptBuilder
+    renders the prompts."""
     from conftest import make_byte_model
     from transformers import AutoTokenizer
 

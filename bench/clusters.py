@@ -1,20 +1,21 @@
-"""Claim: consuming groups in order of start costs time if a few answers are very long. A second claim: asynchronous
-training gains most on large clusters.
+"""Two claims: consuming groups in order of start costs time if a few answers are very long, and asynchronous training
+gains most on large clusters.
 
-    python bench/clusters.py             simulate everything, and write docs/clusters.csv and the tables (minutes)
-    python bench/clusters.py --tables    write the tables of docs/simulate.md from docs/clusters.csv
+    python bench/clusters.py             # simulate everything (minutes), then write docs/clusters.csv and the tables
+    python bench/clusters.py --tables    # write the tables of docs/simulate.md from docs/clusters.csv
 
-The simulation of bench/simulate.py runs the project's own staleness gate and dispatcher in virtual time. This benchmark
-assumes the lengths of sequences and the times of steps, and does not measure them. docs/simulate.md derives the lengths
-and times, shows the tables, and says what the simulation cannot show. docs/figures.py draws the figures from
-docs/clusters.csv.
+The simulation of bench/simulate.py runs the project's own staleness gate and dispatcher in virtual time. The lengths of
+sequences and the times of steps are assumptions, not measurements. The page docs/simulate.md derives the assumed
+lengths and times, shows the tables, and says what the simulation cannot show. The script docs/figures.py draws the
+figures from docs/clusters.csv.
 
 **Orders.** The first simulation compares the orders in which training steps can consume groups. Each step trains on 8
-groups of one sequence. Generating a group takes a lognormal time with a mean of 2 s, and any number of groups may run
+groups of one sequence. The time to generate a group is lognormal with a mean of 2 s, and any number of groups may run
 at once. A training step takes 0.8 s and a weight update 0.02 s.
 
-**Clusters.** Each step trains on 512 groups of 16 answers. Synchronous training uses every GPU first for generation and
-then for training. Asynchronous training uses three quarters of the GPUs for generation and one quarter for training.
+**Clusters.** The second simulation compares clusters of 1 to 1,024 GPUs. Each step trains on 512 groups of 16 answers.
+Synchronous training uses every GPU first for generation and then for training. Asynchronous training uses three
+quarters of the GPUs for generation and one quarter for training.
 """
 
 import csv
@@ -33,10 +34,11 @@ TABLE = ROOT / "docs" / "clusters.csv"
 GPUS, ETAS, SIGMAS = (1, 8, 32, 128, 512, 1024), (0, 1, 2, 4, 8, 16), (0.5, 1.0, 1.5)
 ORDERS = ("wait", "window", "drop", "mask", "unbounded")
 PAIR = ("wait", "mask")
-Rows = dict[tuple[str, ...], dict[str, float]]  # docs/clusters.csv as {(what, gpus or sigma, eta, order): results}
+# `Rows` maps the key (what, gpus or sigma, eta, order) of a row of docs/clusters.csv to the numbers of the row.
+Rows = dict[tuple[str, ...], dict[str, float]]
 
 
-# ---------------------------------------------------------------- setups
+# Setups
 
 
 def lognormal(mean: float, sigma: float, most: float = math.inf) -> Draw:
@@ -47,7 +49,7 @@ def lognormal(mean: float, sigma: float, most: float = math.inf) -> Draw:
 
 
 def small(sigma: float, eta: int, stale: str) -> Setup:
-    """Return the setup for the comparison of orders: a step trains on 8 groups of one sequence, and any number of
+    """Return the setup for the comparison of orders. A step trains on 8 groups of one sequence, and any number of
     groups may run at once."""
     times = {"train": lambda rng, step, tokens: 0.8, "update": lambda rng, step, n: 0.02}
     return Setup(8, lognormal(2.0, sigma), **times, eta=eta, stale=stale, concurrent=10**6)
@@ -55,28 +57,30 @@ def small(sigma: float, eta: int, stale: str) -> Setup:
 
 @dataclass(frozen=True)
 class Model:
-    """A model on a GPU with 80 GB and 3.35 TB/s. docs/simulate.md derives the numbers."""
+    """The speed of a model on a GPU with 80 GB of memory and 3.35 TB/s. The page docs/simulate.md derives the
+    numbers."""
 
     parameters: float
-    a: float  # seconds of every decoding step: reading the weights, and overhead
-    b: float  # seconds that each running sequence adds: reading 5,000 tokens of KV cache
-    slots: int  # number of sequences whose KV caches fit into the memory together
+    a: float  # seconds of a decoding step for reading the weights and for overhead
+    b: float  # seconds that each running sequence adds for reading 5,000 tokens of KV cache
+    slots: int  # number of sequences whose KV caches fit into the GPU's memory together
 
 
 SMALL, LARGE = Model(1.5e9, 4e-3, 4.2e-5, 256), Model(7e9, 8e-3, 8.5e-5, 192)
-TRAIN_FLOPS, PREFILL_FLOPS = 3e14, 4e14  # useful FLOP/s of one GPU in training, and in prefill
+TRAIN_FLOPS, PREFILL_FLOPS = 3e14, 4e14  # useful FLOP/s of one GPU in training and in prefill
 
 
 def cluster(gpus: int, eta: int | None, stale: str = "wait", model: Model = SMALL, interrupt: bool = True) -> Setup:
-    """Return the setup of a cluster. eta None is synchronous training: every GPU first generates, then trains.
+    """Return the setup of a cluster. With eta None training is synchronous: every GPU first generates and then trains.
 
-    After an interruption, a server computes the KV cache of its running sequences again. At time 0 a run starts
-    eta + 1 batches at once, which never happens later. The results therefore leave out the first 2 (eta + 1) steps.
+    After an interruption, a server computes the KV cache of its running sequences again. At time 0 a run starts eta + 1
+    batches at once, and later one batch per step. The results therefore leave out the first 2 (eta + 1) steps, and at
+    least 3 steps.
     """
     share = 1.0 if eta is None else 0.75
     servers, trainers = max(1, round(share * gpus)), gpus * (1 - share) or gpus
-    slow = servers / (share * gpus)  # `slow` is above 1 if generation has only a part of one GPU
-    again = 5000 * 2 * model.parameters / PREFILL_FLOPS  # seconds to compute the KV cache of one sequence
+    slow = servers / (share * gpus)  # `slow` is above 1 if generation uses only a part of one GPU
+    again = 5000 * 2 * model.parameters / PREFILL_FLOPS  # seconds to compute the KV cache of 5,000 tokens
     return Setup(
         batch=512,
         members=16,
@@ -96,13 +100,14 @@ def cluster(gpus: int, eta: int | None, stale: str = "wait", model: Model = SMAL
 
 
 def faster_training(factor: float, *args: Any) -> Setup:
-    """Return a cluster whose training time is multiplied by `factor` (below 1), so that generation limits the run."""
+    """Return the setup of a cluster whose training time is multiplied by `factor`. With a factor below 1, generation
+    limits the speed of the run."""
     setup = cluster(*args)
     return replace(setup, train=lambda rng, step, tokens: factor * setup.train(rng, step, tokens))
 
 
 def simulate_all() -> Iterator[dict[str, Any]]:
-    """Simulate each order of consumption with each sigma. Then simulate each cluster and the settings of AReaL's
+    """First simulate each order of consumption with each sigma. Then simulate each cluster and the settings of AReaL's
     paper."""
     for sigma in SIGMAS:
         for eta in ETAS[1:]:
@@ -125,12 +130,12 @@ def simulate_all() -> Iterator[dict[str, Any]]:
                 yield {"what": f"{name} {kind}", "gpus": 32, "eta": 4, "order": order} | found
 
 
-# ---------------------------------------------------------------- tables
+# Tables
 
 
 def read_rows() -> Rows:
-    """Read docs/clusters.csv. A row about an order has a sigma and no number of GPUs. A row about a cluster has a
-    number of GPUs and no sigma."""
+    """Read docs/clusters.csv. A row about an order of consumption has a sigma and no number of GPUs. A row about a
+    cluster has a number of GPUs and no sigma."""
     rows = {}
     for line in csv.DictReader(TABLE.read_text().splitlines()):
         key = tuple(line.pop(name) for name in ("what", "gpus", "sigma", "eta", "order"))
@@ -139,7 +144,7 @@ def read_rows() -> Rows:
 
 
 def order_table(rows: Rows) -> list[str]:
-    """Return a table of the seconds that 24 steps take, for each order, sigma and eta."""
+    """Return a table with the duration of 24 steps in seconds, for each order, sigma and eta."""
     lines = head("sigma", "eta", *ORDERS, "masked tokens", "mean lag, wait", "mean lag, mask")
     for sigma in SIGMAS:
         for eta in ETAS[1:]:
@@ -153,8 +158,8 @@ def order_table(rows: Rows) -> list[str]:
 
 
 def speed_table(rows: Rows) -> list[str]:
-    """Return a table of the speed of asynchronous training, divided by the speed of synchronous training. The table has
-    one cell for each cluster and each eta, with two numbers: one for rollout.stale=wait and one for
+    """Return a table of the speed of asynchronous training, divided by the speed of synchronous training, for each
+    cluster and each eta. Each cell has two numbers: the first for rollout.stale=wait and the second for
     rollout.stale=mask."""
     lines = head("GPUs", "synchronous, s a step", *(f"eta {eta}" for eta in ETAS))
     for gpus in GPUS:
@@ -210,7 +215,7 @@ def paper_table(rows: Rows) -> list[str]:
 
 
 def make_tables(rows: Rows) -> dict[str, list[str]]:
-    """Return each table whose rows are in docs/clusters.csv."""
+    """Return all tables whose data is in docs/clusters.csv."""
     tables = {"order": order_table(rows)}
     if any(key[0] == "7B" for key in rows):
         tables |= {"speed": speed_table(rows), "use": use_table(rows), "paper": paper_table(rows)}

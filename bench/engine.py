@@ -2,23 +2,22 @@
 
     python bench/engine.py [--quick] [--models 0.13M 3.3M 15.7M]
 
-The benchmark generates 128 new tokens for random prompts of 64 tokens, with 1, 16 and 64 concurrent requests. The
-benchmark measures four ways to generate with the same Qwen3 model, in float32 on one thread. The unit is tokens per
-CPU-second, because wall time would also measure other programs on the machine.
-
-    generate  model.generate on one batch, sampling at temperature 1
-    engine    the scheduler and the slot cache, called in this process; sampling and logprobs for every token
-    http      the requests are sent to POST /generate of a server process; only the server's CPU time counts
-    --seed    the engine in deterministic mode, which keeps the sizes of matrix products within limits
+The benchmark generates 128 new tokens for random prompts of 64 tokens, with 1, 16 and 64 concurrent requests. The unit
+is tokens per second of CPU time, because wall time would also measure other programs on the machine. The benchmark
+measures four ways to generate with the same Qwen3 model, in float32 on one thread. `generate` calls model.generate on
+one batch and samples at temperature 1. `engine` calls the scheduler and the slot cache in this process, and returns the
+log-probability of every token. `http` sends the requests to POST /generate of a server process, and counts only the
+server's CPU time. `--seed` is `engine` in deterministic mode, the mode of the server's option --seed.
 
 The benchmark repeats the four ways in turn, at least three times, and prints the fastest repetition of each way. Other
-programs can only make a repetition slower, never faster. The column "engine / generate" shows how many times as fast
-`engine` is as `generate`. For the smallest model, the target for this ratio is at least 1.9 with 1 request and with 16
-requests, and at least 1.5 with 64 requests. The target ratio is at least 1.3 for the second model, and at least 1.15
-for the largest model. The last column, "bits", shows whether deterministic mode works on this machine
-(inference/tiny/model.py, "Bits"). For this column, the benchmark computes the logits of a prompt's last token three
-times: in a prefill of this prompt alone, in a prefill of a batch, and in a decode step. The word "yes" in this column
-means that the three logits are identical, bit for bit.
+programs can only make a repetition slower, never faster. The column "engine / generate" shows a ratio: the speed of
+`engine` divided by the speed of `generate`. For the smallest model, "engine / generate" should be at least 1.9 with 1
+and with 16 requests, and at least 1.5 with 64 requests. For the second model, "engine / generate" should be at least
+1.3, and for the largest model at least 1.15.
+
+The last column, "bits", shows whether deterministic mode works on this machine (inference/tiny/model.py, "Bits"). The
+benchmark computes the logits of a prompt's last token three times: in a prefill of this prompt alone, in a prefill of a
+batch, and in a decode step. The column "bits" says "yes" if the three computations give identical logits, bit for bit.
 """
 
 import argparse
@@ -46,13 +45,14 @@ from inference.tiny.model import TinyModel, run_step
 from inference.tiny.scheduler import SamplingParams, Scheduler, Sequence
 
 PROMPT, NEW = 64, 128
-# for each number of parameters: layers, hidden size, vocabulary, heads, key heads, width of feed-forward layers
+# MODELS maps a number of parameters to (layers, hidden size, vocabulary, heads, key heads, width of feed-forward
+# layers).
 MODELS = {"0.13M": (2, 64, 64, 4, 2, 256), "3.3M": (4, 256, 512, 4, 2, 736), "15.7M": (6, 384, 4096, 6, 3, 1440)}
 PORT = 31877
 
 
 def build(layers: int, width: int, vocab: int, heads: int, groups: int, inner: int) -> Qwen3ForCausalLM:
-    """Return a Qwen3 model of this shape with random weights."""
+    """Return a Qwen3 model of the given sizes with random weights."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=vocab,
@@ -77,7 +77,7 @@ def prompts(rng: random.Random, n: int, vocab: int) -> list[list[int]]:
 
 
 def by_generate(model: Qwen3ForCausalLM, batch: list[list[int]], new: int) -> float:
-    """Return how many tokens model.generate makes per CPU-second."""
+    """Return how many tokens model.generate makes per second of CPU time."""
     ids = torch.tensor(batch)
     start = time.process_time()
     out = model.generate(
@@ -96,7 +96,7 @@ def by_generate(model: Qwen3ForCausalLM, batch: list[list[int]], new: int) -> fl
 
 
 def by_engine(tiny: TinyModel, batch: list[list[int]], new: int) -> float:
-    """Return how many tokens the scheduler and the slot cache make per CPU-second in this process."""
+    """Return how many tokens the scheduler and the slot cache make in this process per second of CPU time."""
     scheduler = Scheduler(tiny.slots, tiny.slots * 512, "0", str)
     start = time.process_time()
     for i, prompt in enumerate(batch):
@@ -110,7 +110,7 @@ def by_engine(tiny: TinyModel, batch: list[list[int]], new: int) -> float:
 
 
 def by_http(url: str, batch: list[list[int]], new: int) -> float:
-    """Return how many tokens the server process at this URL makes per second of its own CPU time."""
+    """Return how many tokens the server at `url` makes per second of the server's CPU time."""
 
     async def ask(client: httpx.AsyncClient, prompt: list[int]) -> int:
         sampling = {"max_new_tokens": new, "ignore_eos": True}
@@ -138,7 +138,7 @@ def bits_agree(tiny: TinyModel, batch: list[list[int]]) -> bool:
 
 
 def start_server(path: str) -> subprocess.Popen:
-    """Start the small server with a model folder, wait until the server answers, and return the server's process."""
+    """Start the small server with the model folder `path`, wait until the server answers, and return its process."""
     command = [
         sys.executable,
         "-m",
@@ -186,13 +186,13 @@ def main() -> None:
                     rng = random.Random(n)
                     batch = prompts(rng, n, shape[2])
                     best = [0.0, 0.0, 0.0, 0.0]
-                    (by_engine(tiny, batch, 4), by_engine(exact, batch, 4))  # a warm-up that is not measured
+                    (by_engine(tiny, batch, 4), by_engine(exact, batch, 4))  # warm up without measuring
                     by_http(f"http://127.0.0.1:{PORT}", batch, 4)
                     start = time.monotonic()
                     for k in itertools.count():
                         if k >= rounds and time.monotonic() - start > rounds:
                             break
-                        # Each call has new prompts, because the server has cached the earlier prompts.
+                        # Each repetition has new prompts, because the server keeps the KV cache of earlier prompts.
                         batch = prompts(rng, n, shape[2])
                         ways = (
                             by_generate(model, batch, new),

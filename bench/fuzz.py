@@ -1,22 +1,22 @@
 """Send random requests to every endpoint of the proxy and of the small server, and check that both keep working.
 
-    python bench/fuzz.py                         200,000 requests, seed 1 (`make soak`)
-    python bench/fuzz.py --requests 5000 --seed 7
-    python bench/fuzz.py --only 4711             sends only request 4711 of the seed, and prints the reply
+    python bench/fuzz.py                            # send 200,000 requests with seed 1 (`make soak`)
+    python bench/fuzz.py --requests 5000 --seed 7   # send fewer requests, with another seed
+    python bench/fuzz.py --only 4711                # send only request 4711 of seed 1, and print the reply of a failure
 
-The script makes each random request by changing a valid request to an endpoint. The script changes random values of the
-request's body: other types, deep nesting, huge strings, missing and repeated fields. Then the script may damage the
-bytes, the headers, the method or the path, send the request slowly, send only its beginning, or close the script's half
-of the connection. Some requests have the right API key, and others have a wrong one.
+The script makes each random request by changing a valid request to an endpoint. The changes of the body are other
+types, deep nesting, huge strings, and missing or repeated fields. The script may also damage the bytes, the headers,
+the method or the path of a request. The script sends some requests slowly or only in part, and sometimes closes its
+half of the connection. Most requests have the right API key, and the others have a wrong key.
 
-Each complete request must get a reply within 60 seconds, and no reply may have a status of 500 or above. Within 60
-seconds an incomplete request must get a reply, or its connection must be closed. Honest sessions, which send only valid
-requests, run at the same time, and bench/load.py checks their tokens. At the end the server must have its initial
-version, have no running request, and give the same answer to one prompt as at the beginning. Some endpoints change the
-state of a server if the request has the right key. Requests to endpoints that change the state go to a second server
-and a second proxy, so that no honest session can fail because of them. The two endpoints *_memory_occupation never get
-the right key, because a call with the right key at the wrong time ends the small server by design. A call of these
-endpoints at the wrong time ends SGLang, too.
+Each complete request must get a reply within 60 seconds, and no reply may have a status of 500 or above. An incomplete
+request must get a reply or a closed connection within 60 seconds. Valid sessions run during the whole test: they send
+only valid requests, and bench/load.py checks their tokens. At the end the server must have its initial version, have no
+running request, and give the same answer to one prompt as at the beginning.
+
+Requests that can change a server's state go to a second server and a second proxy, because such requests could break
+the valid sessions. The script never sends the right key to the two endpoints *_memory_occupation. A call of an endpoint
+*_memory_occupation at the wrong time ends the small server by design, as it ends SGLang.
 """
 
 import argparse
@@ -49,7 +49,7 @@ KEY, SECONDS, WORKERS = "key", 60, 24
 TOOL = {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
 CHAT = {"max_tokens": 4, "temperature": 1.0, "top_p": 0.9, "stream": False, "stop": ["x"], "metadata": {}}
-HONEST: dict[str, Any] = {  # the end of a path -> a valid body; every other endpoint gets {}
+HONEST: dict[str, Any] = {  # maps the last part of a path to a valid body; other paths get {}
     "completions": {
         "messages": [
             {"role": "user", "content": "hello"},
@@ -197,7 +197,7 @@ def request_of(rng: random.Random, method: str, path: str, key: str, session_id:
 
 
 async def send(rng: random.Random, port: int, raw: bytes, complete: bool) -> bytes | None:
-    """Send a request, perhaps slowly or incompletely. Return the reply, or None if the script itself closed the
+    """Send a request, sometimes slowly or only in part. Return the reply, or None if the script itself closed the
     connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**24)
     try:
@@ -218,21 +218,21 @@ async def send(rng: random.Random, port: int, raw: bytes, complete: bool) -> byt
         reply = b""
     finally:
         writer.close()
-    # If a server refuses a long body before it has read the body, the network may lose the server's reply.
+    # If a server refuses a long request before it has read the whole body, the reply may be lost.
     if complete and not reply and len(raw) < 2**16:
         raise AssertionError("the connection was closed without a reply")
     return reply
 
 
 def status_of(reply: bytes | None) -> str:
-    """Return the status of a reply as text. A stream that ends with a server's error counts as 500."""
+    """Return the status of a reply as text. A stream that contains a server error counts as status 500."""
     found = re.match(rb"HTTP/1\.1 (?:100 [^\r]*\r\n\r\nHTTP/1\.1 )?(\d{3})", reply or b"")
     error = b'"server_error"' in (reply or b"") or b'"api_error"' in (reply or b"")
     return "hung up" if reply is None else "500" if error else found[1].decode() if found else "closed"
 
 
 class Fuzz:
-    """The addresses of the processes, and the counts of the replies."""
+    """Send random requests to the processes, and count the replies of each endpoint by status."""
 
     def __init__(self, seed: int, addresses: dict[str, str], tokenizer: Any) -> None:
         self.seed, self.addresses, self.tokenizer = seed, addresses, tokenizer
@@ -242,12 +242,12 @@ class Fuzz:
             ("control proxy" if path == "/set_version" else "proxy", ADMIN, method, path) for path, method in routes
         ]
         names = [name for name, _ in inspect.getmembers(Server, inspect.iscoroutinefunction) if name[0] != "_"]
-        names = sorted(names * 4)  # each name four times, because the proxy has several paths for each endpoint
+        names = sorted(names * 4)  # repeat the server's endpoints, because the proxy has several paths per endpoint
         self.targets += [("server" if n in SAFE else "control server", KEY, "POST", f"/{n}") for n in names]
         self.counts: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
 
     async def one(self, number: int, session_id: str, other_id: str) -> None:
-        """Send request `number`. Raises SystemExit if the reply breaks a rule that the docstring of this module states.
+        """Send request `number`. Raises SystemExit if the reply breaks a rule of the module's docstring.
 
         Requests that may end a session go to the session `other_id`.
         """
@@ -268,8 +268,8 @@ class Fuzz:
             raise SystemExit(f"seed {self.seed}, request {number}: {status}\n{raw[:3000]!r}\n{reply!r}")
 
     async def work(self, numbers: Any) -> None:
-        """Send the requests whose numbers the shared iterator `numbers` yields. For every hundred requests, start two
-        new sessions."""
+        """Send the requests with the numbers of `numbers`, an iterator that all workers share. Start two new sessions
+        for every hundred requests."""
         while batch := list(itertools.islice(numbers, 100)):
             with contextlib.suppress(Refusal):  # a random request may already have exported the session of `other`
                 async with self.client() as client, self.client() as other:
@@ -281,7 +281,7 @@ class Fuzz:
         return OpenAIProxyClient(self.transport, self.addresses["proxy"], ADMIN, "fuzz", grant=True)
 
     async def stay_honest(self, done: asyncio.Event) -> None:
-        """Run honest sessions until `done` is set, and then one more session."""
+        """Run valid sessions one after another until `done` is set, and then one more valid session."""
         last = False
         while not last:
             last = done.is_set()
@@ -291,7 +291,8 @@ class Fuzz:
             self.honest += 1
 
     async def state(self) -> Any:
-        """Wait until no request runs. Return the server's state, its version, and its greedy answer to a prompt."""
+        """Wait until the server runs no request. Return the server's state, its version, and its greedy answer to a
+        prompt."""
         server, wire = self.addresses["server"], Wire(key=KEY)
         async with asyncio.timeout(SECONDS):
             while "running=0, waiting=0" not in (info := await wire.call(server + "/server_info"))["state"]:
@@ -300,7 +301,7 @@ class Fuzz:
         return info["state"], info["weight_version"], (await wire.call(server + "/generate", body))["output_ids"]
 
     async def run(self, requests: int, only: int | None) -> None:
-        """Send all random requests, or only request number `only`. Check the honest sessions and the server's state."""
+        """Send all random requests, or only request number `only`. Check the valid sessions and the server's state."""
         before, done = await self.state(), asyncio.Event()
         numbers = iter(range(requests) if only is None else [only])
         honest = asyncio.ensure_future(self.stay_honest(done))

@@ -1,20 +1,19 @@
 """Check every part of the project that needs a GPU, and write a page with the results. The script needs no internet.
 
-    python bench/gpu_check.py                    on a machine with GPUs: all cells, in at most 55 minutes
-    python bench/gpu_check.py --minutes 9        in at most 9 minutes; the most important cells come first
-    python bench/gpu_check.py --cells train-packed run-async-disk
-    python bench/gpu_check.py --list             print the cells and their commands, and start nothing
-    python bench/gpu_check.py --list --gpus 4    the cells of a machine with four GPUs
-    CUDA_VISIBLE_DEVICES= python bench/gpu_check.py      try the script without a GPU, with a small model
+    python bench/gpu_check.py                    # run all cells on a machine with GPUs, in at most 55 minutes
+    python bench/gpu_check.py --minutes 9        # run the most important cells first, and stop after 9 minutes
+    python bench/gpu_check.py --cells train-packed run-async-disk    # run only the cells with these names
+    python bench/gpu_check.py --list             # print the cells and their commands, and start nothing
+    python bench/gpu_check.py --list --gpus 4    # print the cells of a machine with four GPUs
+    CUDA_VISIBLE_DEVICES= python bench/gpu_check.py      # try the script without a GPU, with a small model
 
-A cell is one process with one question, and the page has one row for each cell:
-
-- `probe` measures the GPU's peak speed: the FLOP/s of a large matrix product, and the bytes per second of a copy.
-- `head` measures how precise log-probabilities are if the last layer computes in bfloat16 or in float32.
-- `train-...` trains on random rows without an inference server, so it needs only torch and transformers.
-- `test-...` runs the tests for code that behaves differently on a GPU, such as FlexAttention.
-- `run-...` is a whole run of train.py. The run's server is SGLang if SGLang is installed in this Python environment.
-  Without SGLang the server is the small server on the CPU, with a small model.
+A cell is one process that checks one part of the project, and the page of results has one row for each cell. `probe`
+measures the GPU's peak speed: the FLOP/s of a large matrix product, and the bytes per second of a copy. `head` measures
+how precise log-probabilities are if the last layer computes in bfloat16 or in float32. `train-...` trains on random
+rows without an inference server, so it needs only torch and transformers. `test-...` runs the tests for code that
+behaves differently on a GPU, such as FlexAttention. `run-...` is a whole run of train.py. The run's server is SGLang if
+SGLang is installed in this Python environment. Without SGLang the server is the small server on the CPU, with a small
+model.
 
 The models have random weights, so the check does not test whether a model learns. If a cell takes longer than its
 limit, the script ends all processes of the cell. If a cell fails, the next cell still runs. The script writes the page
@@ -43,13 +42,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-SHAPES = {  # layers, width, inner width, heads, key-value heads, width of a head, vocabulary
+SHAPES = {  # maps a name to (layers, hidden size, MLP size, heads, key-value heads, head size, vocabulary)
     "0.6b": (28, 1024, 3072, 16, 8, 128, 151936),  # Qwen3-0.6B
     "1.5b": (28, 1536, 8960, 12, 2, 128, 151936),  # Qwen2.5-1.5B, with Qwen3's norms of queries and keys
-    "tiny": (2, 64, 128, 4, 2, 16, 512),  # a model for the small server, which computes on the CPU
+    "tiny": (2, 64, 128, 4, 2, 16, 512),  # a model for the small server on the CPU
 }
-# Largest difference between the log-probabilities of server and trainer, in nats. Near 12 nats, bfloat16 rounds a
-# log-probability to a multiple of 0.06.
+# MISMATCH is the largest allowed difference, in nats, between the log-probabilities of server and trainer. In bfloat16,
+# a log-probability near -12 is a multiple of 0.06.
 MISMATCH = 0.2
 GRACE_SECONDS = 10.0  # seconds between SIGTERM and SIGKILL
 TEMPLATE = (
@@ -64,12 +63,12 @@ class Machine:
 
     gpus: int
     has_sglang: bool
-    missing: str = ""  # a package that train.py needs and that this Python lacks
+    missing: str = ""  # names of the packages that train.py needs and that are not installed
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One process of the GPU check. `words` are the arguments of train.py in a cell run-..."""
+    """One process of the GPU check. If the process runs train.py, `words` are the arguments of train.py."""
 
     name: str
     command: list[str]
@@ -98,7 +97,7 @@ def list_cells(machine: Machine, work: Path) -> list[Cell]:
 
 
 def list_runs(machine: Machine, work: Path) -> list[Cell]:
-    """Return the cells that run train.py. NCCL cannot connect two processes on one GPU, so no cell needs such a
+    """Return the cells that run train.py. No cell connects two processes on one GPU, because NCCL cannot make this
     connection."""
     long = 8192 if machine.has_sglang else 256
     changes: dict[str, list[str]] = {
@@ -123,7 +122,7 @@ def list_runs(machine: Machine, work: Path) -> list[Cell]:
 
 
 def make_run(name: str, own: list[str], machine: Machine, work: Path) -> Cell:
-    """Return the cell with the name run-NAME. `own` sets the keys in which this run differs from the other runs."""
+    """Return the cell run-NAME, which runs train.py. `own` are the arguments that only this cell has."""
     shape = name if name in SHAPES else "0.6b" if machine.has_sglang else "tiny"
     words = ["--config", "configs/gsm8k.yaml", f"model_path={work / f'model-{shape}'}"]
     words += ["train_dataset.path=tests/data/gsm8k.jsonl", "workflow=workflow.RLVRWorkflow"]
@@ -136,19 +135,19 @@ def make_run(name: str, own: list[str], machine: Machine, work: Path) -> Cell:
     else:
         words += ["server.backend=tiny", "gconfig.n_samples=2", "train_dataset.batch_size=2"]
         words += ["gconfig.max_new_tokens=16", "actor.dtype=float32"]
-    words += own  # if two arguments set the same key, the later one counts
-    # torchrun has one rank for each GPU, or two ranks on a CPU.
+    words += own  # if two arguments set the same key, train.py uses the last one
+    # torchrun starts one rank for each GPU, or two ranks on a CPU.
     ranks = (machine.gpus or 2) if name == "torchrun" else 1
     start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if name == "torchrun" else []
     return Cell(f"run-{name}", [sys.executable, *start, "train.py", *words], 600, tuple(words), shape, ranks)
 
 
-# One cell: start it, and end it with all its processes
+# Start and end of a cell
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of all descendants whose own parent ends (Linux). The function `descendants` can
-    then find these orphaned processes."""
+    """Make this process the parent of each descendant whose own parent has ended (Linux). The function `descendants`
+    can then find orphaned processes."""
     pr_set_child_subreaper = 36
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1, 0, 0, 0)
@@ -159,7 +158,7 @@ def descendants() -> list[int]:
     parent = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
-            state, ppid = stat.read_text().rpartition(")")[2].split()[:2]  # pid (name) state ppid ...
+            state, ppid = stat.read_text().rpartition(")")[2].split()[:2]  # format: pid (name) state ppid ...
             if state != "Z":
                 parent[int(stat.parent.name)] = int(ppid)
     found, fresh = set[int](), {os.getpid()}
@@ -170,8 +169,8 @@ def descendants() -> list[int]:
 
 
 def end(process: subprocess.Popen[bytes]) -> int:
-    """End a cell's process with all its descendants. Return how many processes had to be killed."""
-    process.terminate()  # this call does nothing if the process has ended
+    """End a cell's process and all its descendants. Return how many processes needed SIGKILL."""
+    process.terminate()  # `terminate` does nothing if the process has ended
     deadline, killed = time.monotonic() + GRACE_SECONDS, set[int]()
     while pids := descendants():
         if time.monotonic() > deadline:
@@ -179,23 +178,23 @@ def end(process: subprocess.Popen[bytes]) -> int:
             for pid in pids:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-        # After `poll`, a child that has ended is no longer in the list of descendants.
+        # `poll` removes the cell's process from the process table if the process has ended.
         process.poll()
         time.sleep(0.1)
     process.wait()
     for pid in killed - {process.pid}:
-        with suppress(ChildProcessError):  # its own parent has already waited for the killed process
+        with suppress(ChildProcessError):  # the parent of the killed process has already waited for it
             os.waitpid(pid, 0)
     return len(killed)
 
 
 def run_cell(cell: Cell, folder: Path, limit: float) -> dict[str, Any]:
-    """Run a cell for at most `limit` seconds. Return the cell's exit code (None if the limit was reached), its seconds,
-    and the peak GPU memory in GiB."""
+    """Run a cell for at most `limit` seconds. Return a dict with the cell's exit code (None at the limit), its duration
+    in seconds, and the peak GPU memory in GiB."""
     peak, done = [0.0], threading.Event()
 
     def watch() -> None:
-        """Read the used memory of the fullest GPU every second, and keep the largest value."""
+        """Read the used memory of each GPU every second, and keep the largest value."""
         query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
         while not done.wait(1.0):
             with suppress(OSError, subprocess.SubprocessError, ValueError):
@@ -247,7 +246,7 @@ def check(cells: list[Cell], work: Path, seconds: float, prepare: Callable[[Cell
 
 
 def try_cell(cell: Cell, folder: Path, deadline: float, prepare: Callable[[Cell], None]) -> dict[str, Any]:
-    """Run a cell in a new folder, and delete the large files that it wrote. Return its result."""
+    """Run a cell in a new folder, and delete the large files that it wrote. Return the cell's result."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     result = {"code": None, "seconds": 0.0, "limit": 0.0, "killed": 0, "peak": 0.0}
@@ -299,7 +298,7 @@ def row(name: str, result: dict[str, Any], folder: Path) -> list[str]:
 
 
 def page(results: dict[str, dict[str, Any]], work: Path, head: str) -> str:
-    """Return the text of the page."""
+    """Return the page of results as Markdown."""
     columns = ["cell", "result", "s", "tokens/s", "train s", "sync s", "peak GiB", "mismatch"]
     rows = [columns, ["---"] * len(columns), *(row(name, result, work / name) for name, result in results.items())]
     return "\n".join(
@@ -338,7 +337,7 @@ def describe(machine: Machine) -> str:
     )
 
 
-# What the cells run
+# Functions that the cells run
 
 
 def reward(prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], **_) -> float:
@@ -348,7 +347,8 @@ def reward(prompt: str, completion: str, prompt_ids: list[int], completion_ids: 
 
 
 def make_model(path: Path, shape: str) -> None:
-    """Write a Qwen3 with random weights and one token per byte. Most token ids stand for no text."""
+    """Write a Qwen3 model with random weights, and a tokenizer that makes each byte one token. Most token ids have no
+    text."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
@@ -371,7 +371,7 @@ def make_model(path: Path, shape: str) -> None:
 
 
 def make_config(shape: str, eos: int, pad: int) -> Any:
-    """Return the configuration of a Qwen3 of one of the SHAPES."""
+    """Return the configuration of a Qwen3 model with the sizes SHAPES[shape]."""
     from transformers import Qwen3Config
 
     layers, width, inner, heads, kv_heads, head, vocabulary = SHAPES[shape]
@@ -410,7 +410,7 @@ def timed(act: Callable[[], Any], repeat: int = 10) -> float:
 
 
 def probe() -> dict[str, Any]:
-    """Measure the peak FLOP/s of a matrix product, and the bytes per second of a copy (read and written)."""
+    """Measure the peak FLOP/s of a matrix product, and the bytes per second that a copy reads and writes."""
     import torch
 
     on_gpu = torch.cuda.is_available()
@@ -424,7 +424,8 @@ def probe() -> dict[str, Any]:
 
 
 def head(shape: str) -> dict[str, Any]:
-    """Measure the errors of log-probabilities, in nats, against float64. All weights and hidden states are bfloat16."""
+    """Measure the errors of log-probabilities, in nats, against a computation in float64. All weights and hidden states
+    are bfloat16."""
     import torch
 
     from training.logprobs import token_logprobs
@@ -446,8 +447,8 @@ def head(shape: str) -> dict[str, Any]:
 
 
 def make_rows(n: int, longest: int, vocabulary: int) -> dict[str, Any]:
-    """Make n random rows in groups of 8. The rows of a group share a prompt, which is a quarter as long as the longest
-    row."""
+    """Make n random rows in groups of 8. The rows of a group share a prompt. The prompt is a quarter as long as the
+    longest row."""
     import torch
 
     g = torch.Generator().manual_seed(0)
@@ -510,7 +511,7 @@ def trainer(path: Path, shape: str, layout: str, is_long: bool, is_eager: bool) 
     mean = sum(seconds[1:]) / len(seconds[1:])
     peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0
     tokens, prompt = int(batch["attention_mask"].sum()), longest // 4
-    # Padding, and the layers that gradient checkpointing computes again, do not count as useful FLOPs.
+    # The useful FLOPs do not include padding and the recomputation of gradient checkpointing.
     work = Work(n, prompt, round(tokens / n) - prompt, config.ppo_n_minibatches, config.mb_tokens, checkpointing=False)
     parts = step_parts(shape_of(make_config(shape, 0, 0)), work).items()
     useful = sum(flops(part) for name, part in parts if not name.startswith("generation"))
@@ -521,7 +522,7 @@ def trainer(path: Path, shape: str, layout: str, is_long: bool, is_eager: bool) 
 
 
 def find_machine(gpus: int | None) -> Machine:
-    """Return the properties of this machine. `gpus` replaces the real number of GPUs."""
+    """Return the properties of this machine. If `gpus` is given, it replaces the real number of GPUs."""
     if gpus is None:
         import torch
 
@@ -532,7 +533,7 @@ def find_machine(gpus: int | None) -> Machine:
 
 
 def main() -> int:
-    """Run the check, or one part of it: `probe`, `head` or `trainer`."""
+    """Run the whole check, or only the part `probe`, `head` or `trainer`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", nargs="?", choices=["probe", "head", "trainer"], help="run only this part of a cell")
     parser.add_argument("model", nargs="?", type=Path)
@@ -565,7 +566,7 @@ def main() -> int:
             print(f"{cell.name} (at most {cell.limit} s)\n    {shlex.join(cell.command)}")
         return 0
     work.mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # SIGTERM also ends the running cell
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # on SIGTERM the script also ends the running cell
     prepare = lambda cell: make_model(work / f"model-{cell.shape}", cell.shape) if cell.shape else None  # noqa: E731
     failed = check(cells, work, 60 * args.minutes, prepare, describe(machine))
     print(f"{failed} of {len(cells)} cells failed; the page is {work / 'gpu.md'}, the logs are in {work}")

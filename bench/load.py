@@ -1,21 +1,20 @@
-"""Claim: with 1,000 concurrent sessions no answer is lost or mixed up, and ended sessions take no memory.
+"""Claim: with 1,000 concurrent sessions no answer is lost or mixed up, and sessions that have ended take no memory.
 
-    python bench/load.py                                                1,000 concurrent sessions with 10 turns each
-    python bench/load.py --sessions 10000 --concurrent 32 --turns 1 --out docs/reliability    also writes csv and svg
-    python bench/load.py --sessions 100 --concurrent 20 --cut 0.02       a slow network that cuts connections
-    python bench/load.py --sessions 400 --concurrent 20 --garbage        a second server answers with garbage
-    python bench/load.py --sessions 20 --concurrent 1 --flood 40         another session floods the proxy meanwhile
+    python bench/load.py                                                # 1,000 concurrent sessions with 10 turns each
+    python bench/load.py --sessions 10000 --concurrent 32 --turns 1 --out docs/reliability   # also write csv and svg
+    python bench/load.py --sessions 100 --concurrent 20 --cut 0.02      # a slow network that cuts connections
+    python bench/load.py --sessions 400 --concurrent 20 --garbage       # a second server answers with garbage
+    python bench/load.py --sessions 20 --concurrent 1 --flood 40        # another session floods the proxy meanwhile
 
 The benchmark starts the small server and the proxy as processes, with a random model of two layers. Each session asks
-questions that contain its own number, and sends its whole history with every call. The client retries no call. At the
-end of a session the benchmark exports the session and checks the exported row:
-
-    text       the prompts contain the questions of this session in order, and no other question
-    tokens     the sampled tokens of each turn decode to the text that the client has read
-    logprobs   the log-probabilities of the sampled tokens equal those that the client has read
+questions that contain its own number, and sends its whole history with every call. The client does not retry calls. At
+the end of a session the benchmark exports the session and makes three checks of the exported row. The prompts must
+contain the questions of the session in order, and no other question. The sampled tokens of each turn must decode to the
+text that the client has read. The log-probabilities of the sampled tokens must equal the log-probabilities that the
+client has read.
 
 For every tenth session the benchmark also computes the log-probabilities with transformers, and prints the largest
-difference from the exported ones.
+difference from the exported log-probabilities.
 
 The printed table shows how the resident memory and the number of open file descriptors of both processes change during
 the benchmark. The descriptors are counted in /proc, so the benchmark needs Linux.
@@ -56,8 +55,8 @@ ADMIN, COLUMNS = "admin", ["calls", "seconds", "proxy_mb", "server_mb", "proxy_f
 
 @contextlib.contextmanager
 def process(module: str, model: Path, *options: str, log: Path | None = None) -> Iterator[tuple[str, subprocess.Popen]]:
-    """Run the module of a server or a proxy in a process until the `with` block ends. Yields the process's URL and its
-    Popen."""
+    """Run the Python module of a server or a proxy as a process until the `with` block ends. Yields the URL and the
+    Popen of the process."""
     command = [sys.executable, "-m", module, "--model-path", str(model), *options]
     with (log or Path(os.devnull)).open("a") as out, server_process(*command, out=out) as (url, child):
         yield url, child
@@ -67,7 +66,8 @@ def process(module: str, model: Path, *options: str, log: Path | None = None) ->
 def start_relay(url: str, cut: float) -> str:
     """Start a slow relay to a server, in a thread, and return the relay's URL.
 
-    The relay delays every piece of data by up to 50 ms, and cuts the connection after a piece with probability `cut`.
+    The relay delays every piece of data by up to 50 ms. With probability `cut` the relay sends only the beginning of a
+    piece and then closes the connection.
     """
     rng, port, address = random.Random(1), free_port(), url.removeprefix("http://").split(":")
 
@@ -120,7 +120,7 @@ async def session(wire: Wire, transport: Any, proxy: str, number: int, turns: in
 
 
 async def flood(wire: Wire, transport: Any, proxy: str, calls: int) -> None:
-    """Keep `calls` calls of one session running, each with 128 answers, until the task is cancelled."""
+    """Keep `calls` calls of one session running until the task is cancelled. Each call asks for 128 answers."""
 
     async def ask_again_and_again(url: str, number: int) -> None:
         body = {"messages": [{"role": "user", "content": f"{number}"}], "n": 128, "max_tokens": 256}
@@ -155,8 +155,8 @@ def worst_logprob(model: Any, row: dict[str, list]) -> float:
 
 
 async def load(args: argparse.Namespace, proxy: str, pids: list[int], tokenizer: Any, model: Any) -> Any:
-    """Run all sessions. Return the seconds of the calls, the samples of memory, and the largest error of a
-    log-probability."""
+    """Run all sessions. Return the seconds of the calls, the samples of memory and descriptors, and the largest error
+    of a log-probability."""
     transport, places = make_transport(), asyncio.Semaphore(args.concurrent)
     wire = Wire(transport)
     calls, seconds, samples, worst, start = args.sessions * args.turns, [], [], [0.0], time.monotonic()

@@ -1,12 +1,12 @@
 """Claim: advantages and loss take a few milliseconds, and log-probabilities do not need the whole matrix of logits.
 
-    python bench/loss.py            all three measurements
-    python bench/loss.py --small    measures memory with V = 20,000 and T = 1,024, for a machine with less than 16 GB
+    python bench/loss.py            # make all three measurements
+    python bench/loss.py --small    # measure memory with V = 20,000 and T = 1,024, on a machine with less than 16 GB
 
 **Time of the advantages.** The benchmark computes the advantages of 64 rows of 2,048 tokens. The target for the
 advantages is at most a tenth of the time that AReaL takes.
 
-**Time of the loss.** The benchmark computes the loss of the same rows and the loss's metrics, without the backward
+**Time of the loss.** The benchmark computes the loss and its metrics for 64 rows of 2,048 tokens, without the backward
 pass. The target for the loss is at most the time that AReaL's loss takes for the same objective. The printed times of
 advantages and loss are medians of `--repeat` rounds. Each round runs every function once, in the same process. If
 `areal` cannot be imported, the benchmark prints "peer absent".
@@ -36,7 +36,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-try:  # areal must be imported before transformers, or areal's imports are circular
+try:  # areal is imported before transformers, because the other order makes areal's imports circular
     import areal  # noqa: F401
     from areal.utils.functional import ppo_actor_loss_fn as peer_loss
 except ImportError:
@@ -63,7 +63,8 @@ def timed(functions: dict[str, Callable[[], Any]], repeat: int) -> dict[str, tup
 
 
 def make_batch(B: int = 64, T: int = 2048) -> dict[str, torch.Tensor]:
-    """Make a random batch of B rows in groups of 8 rows. Each row has T tokens, of which 200 are the prompt."""
+    """Make a random batch of B rows in groups of 8 rows. Each row has T tokens, and the first 200 tokens are the
+    prompt."""
     g = torch.Generator().manual_seed(0)
     trained = torch.arange(T).expand(B, T) >= 200
     rewards = torch.randint(0, 2, (B,), generator=g).float()
@@ -85,8 +86,8 @@ def make_batch(B: int = 64, T: int = 2048) -> dict[str, torch.Tensor]:
 def peer_advantages() -> Callable[[dict[str, torch.Tensor]], Any] | None:
     """Return AReaL's function that computes advantages, or None if AReaL's function cannot run.
 
-    AReaL's function subtracts the mean of a group and divides by its standard deviation, as compute_advantages does in
-    `bench_times`. If the result is None, the reason is printed.
+    AReaL's function subtracts a group's mean and divides by its standard deviation, as compute_advantages does in
+    `bench_times`. If the result is None, this function also prints the reason.
     """
     try:
         from areal.api.cli_args import NormConfig as PeerNorm
@@ -99,13 +100,13 @@ def peer_advantages() -> Callable[[dict[str, torch.Tensor]], Any] | None:
         name = "_compute_advantages" if hasattr(actor, "_compute_advantages") else "compute_advantages"
         getattr(actor, name)({key: value.clone() for key, value in make_batch(8, 64).items()})
         return lambda batch: getattr(actor, name)({key: value.clone() for key, value in batch.items()})
-    except Exception as error:  # with a different version of AReaL, the benchmark skips the comparison with AReaL
+    except Exception as error:  # with another version of AReaL, the benchmark skips the comparison
         print(f"advantages: peer absent ({type(error).__name__}: {str(error)[:100]})")
         return None
 
 
 def bench_times(repeat: int) -> None:
-    """Print the times of advantages and loss."""
+    """Measure and print the times of advantages and loss."""
     batch, config = make_batch(), PPOActorConfig(adv_norm=NormConfig())
     functions: dict[str, Callable[[], Any]] = {"advantages, ours": lambda: compute_advantages(batch, config)}
     if peer := peer_advantages():
@@ -119,8 +120,8 @@ def bench_times(repeat: int) -> None:
     else:
         from areal.api.cli_args import RejectionSamplingConfig
 
-        # AReaL's default objective has no behaviour weight. With `rejection_sampling`, AReaL computes the objective of
-        # this project.
+        # AReaL's default objective has no behaviour weight. With `rejection_sampling`, AReaL's objective equals the
+        # objective of this project.
         where = {"logprobs": theta, "proximal_logprobs": prox, "old_logprobs": old, "advantages": A, "eps_clip": 0.2}
         same = RejectionSamplingConfig(upper=config.behave_imp_weight_cap)
         here, there = (

@@ -1,20 +1,21 @@
 """Claim: if a few episodes are very long, rollout.stale=wait costs time, mask costs tokens, and drop costs groups.
 
-    python bench/order.py                                  three runs, one for each value of rollout.stale
-    python bench/order.py --seeds 1 2 3 --modes wait mask  three runs for each of two values
+    python bench/order.py                                  # train three runs, one for each value of rollout.stale
+    python bench/order.py --seeds 1 2 3 --modes wait mask  # train three runs for each of two values
 
-bench/clusters.py measures these costs in virtual time (docs/simulate.md). This benchmark measures the same costs in
-real runs.
+The simulation bench/clusters.py measures the costs of wait, mask and drop in virtual time (docs/simulate.md). This
+benchmark measures the costs in real runs.
 
 Each run trains the maze (configs/maze.yaml) for the same number of steps, and therefore on the same number of samples.
-In the maze, some episodes take longer than others only because their walks are longer. A real agent also waits for
-tools and for people. Therefore the benchmark adds a pause: each walk pauses after its first 12 tokens, and all walks of
-a group pause for the same time. The pause has a heavy tail: it is lognormal, with sigma 1.5 and a mean of --pause
-seconds. The pause depends only on the group's number, so all runs have the same pauses. While a walk pauses, the
-trainer makes new policy versions. After the pause, a newer policy version samples the rest of the walk.
+In the maze, the time of an episode depends only on the length of its walk. A real agent also waits for tools and for
+people. Therefore the benchmark adds a pause: each walk pauses after its first 12 tokens, and all walks of a group pause
+for the same time. The pause has a lognormal distribution with sigma 1.5 and a mean of --pause seconds. The pause
+depends only on the group's number, so all runs have the same pauses. While a walk pauses, the trainer makes new policy
+versions. After the pause, a newer policy version samples the rest of the walk.
 
-The table shows the seconds up to the last step, the seconds that the trainer waited, and the mean reward of the first
-ten steps and of the last ten steps. The table also shows the share of masked tokens and the number of dropped groups.
+The table shows the seconds up to the last step, and the seconds that the trainer waited. It shows the mean reward of
+the first ten steps and of the last ten steps. It also shows the share of masked tokens and the number of dropped
+groups.
 """
 
 import argparse
@@ -36,7 +37,7 @@ sys.path.insert(0, str(ROOT))
 from inference.io_struct import ModelRequest  # noqa: E402
 from workflow import RLVRWorkflow, call_seed, to_row, workflow_context  # noqa: E402
 
-SIGMA, FIRST = 1.5, 12  # sigma of the lognormal pause; tokens before the pause
+SIGMA, FIRST = 1.5, 12  # standard deviation of the pause's logarithm; number of tokens before the pause
 MODES = ("wait", "mask", "drop")
 
 
@@ -47,7 +48,7 @@ def pause(task_id: int, mean_s: float) -> float:
 
 
 class PausingWalk(RLVRWorkflow):
-    """A walk that pauses after its first FIRST tokens, and then continues."""
+    """Generate a walk in two parts, with a pause after the first FIRST tokens."""
 
     def __init__(self, reward_fn: str, gconfig: Any, tokenizer: Any, pause_s: float) -> None:
         super().__init__(reward_fn, gconfig, tokenizer)

@@ -1,17 +1,17 @@
-"""Claim: log pi_prox can be estimated from the tokens' versions, and the estimate is better for fresher tokens.
+"""Claim: log pi_prox can be estimated from the tokens' versions, with smaller errors for smaller lags.
 
     python bench/proximal.py [--eta 4] [--steps 80] [--seed 1]
 
 The benchmark trains a model on the maze asynchronously (train.py, eta = 4) with `actor.prox_logp_method=metrics`. With
-this setting the trainer recomputes pi_prox, so the true log pi_prox is known for every trained token. The run writes
-its tokens to tokens/*.safetensors. The lag of a token is v - v_b. Here v is the policy version that is trained on the
-token, and v_b is the policy version that sampled the token. For each lag and each of three estimates, the benchmark
-prints the mean error |estimate - log pi_prox|:
+`metrics` the trainer recomputes pi_prox, so the true log pi_prox is known for every trained token. The run writes its
+tokens to tokens/*.safetensors. The lag of a token is v - v_b, where version v is trained on the token and version v_b
+sampled the token. For each lag and each of three estimates, the benchmark prints the mean error |estimate - log
+pi_prox|. An estimate is log pi_behav + alpha (log pi_theta - log pi_behav). The three estimates differ in alpha.
 
-    loglinear    alpha = (v - v_b) / (v + f - v_b), as in training/proximal.py
-    AReaL        alpha = (v - 1 - v_b) / (v - v_b), where v_b is the version of the previous token; after a prompt token
-                 alpha is 0
-    rollout      log pi_behav itself, as in standard PPO
+`loglinear` uses alpha = (v - v_b) / (v + f - v_b), as in training/proximal.py, where f is the share of the step's
+mini-batches that are done. `AReaL` uses alpha = (v - 1 - v_b) / (v - v_b), where v_b is the version of the previous
+token. For the first token after a prompt, `AReaL` uses alpha = 0. `rollout` uses alpha = 0 for every token, so the
+estimate is log pi_behav, as in standard PPO.
 
 If the run exists already, the benchmark uses its files and does not train again.
 """
@@ -36,7 +36,7 @@ from training.proximal import interpolation, loglinear  # noqa: E402
 
 
 def train(folder: Path, eta: int, steps: int, seed: int) -> None:
-    """Train a model on the maze in another process. The run writes to `folder`."""
+    """Train a model on the maze in another process. The run writes its files to `folder`."""
     words = [f"fileroot={folder.parent.parent}", f"trial_name={folder.name}", "experiment_name=maze", f"seed={seed}"]
     words += [f"rollout.max_head_offpolicyness={eta}", "rollout.max_concurrent_rollouts=null", f"max_steps={steps}"]
     words += ["actor.prox_logp_method=metrics", "logger.live=false"]

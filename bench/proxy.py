@@ -1,24 +1,21 @@
 """Claim: the proxy adds a few milliseconds to a call, and serves hundreds of calls a second on one core.
 
-    python bench/proxy.py [--quick] [--litellm PYTHON]      PYTHON: an interpreter that has litellm[proxy]
+    python bench/proxy.py [--quick] [--litellm PYTHON]      # PYTHON is an interpreter that has litellm[proxy]
 
-The proxy runs in a process of its own. The proxy's inference engine is a fake that answers at once with 24 tokens. The
-proxy itself is real: it parses requests, builds the tree, renders the chat template, tokenises and replies. The
-tokenizer is a BPE of 4,096 tokens, trained on this repository when the benchmark starts. The requests are sent over raw
-sockets, so no client library is measured.
+The proxy runs in a process of its own. The proxy's inference engine is replaced by a class that answers at once with 24
+tokens. The rest of the proxy does its full work: it parses requests, builds the tree, renders the chat template,
+tokenises and replies. The tokenizer is a byte-pair encoding of 4,096 tokens, which the benchmark trains on the modules
+of this repository when it starts. The benchmark sends the requests over raw sockets, so the times do not include a
+client library.
 
-The benchmark prints:
-
-    calls/s, CPU ms    calls a second, and the proxy's processor time for a call, with 200 concurrent sessions of 10
-                       turns; every turn sends its whole history. Target: 500 calls a second on one core
-    p50 added          median time of a single call, minus the median time of a call with an equally large body to an
-                       empty handler
-    2 MB history       times of successive calls with 1,000 messages of 2 kB; the first call renders and tokenises all
-                       messages, and the next calls render and tokenise only new messages
-    streamed           calls/s and CPU ms, with streamed replies
-
-For comparison, the benchmark also measures `calls/s` with LiteLLM's proxy. LiteLLM's proxy runs on one core, too.
-LiteLLM's proxy returns a constant (mock_response) and does not render, tokenise or store anything.
+The benchmark prints a table and two lines. The rows `whole` and `streamed` show the calls per second and the proxy's
+CPU time per call, for whole replies and for streamed replies. The load is 200 concurrent sessions of 10 turns, and
+every turn sends its whole history. The target of `whole` is 500 calls per second on one core. The row `LiteLLM` shows
+the calls per second of LiteLLM's proxy, which also runs on one core. LiteLLM's proxy returns a constant text
+(mock_response) and does not render, tokenise or store anything. The line `one by one` shows two median times: of a
+single call to the proxy, and of a call to an empty handler with a body of similar size. `added` is the difference of
+the two medians. The line `history` shows the times of three successive calls with 1,000 messages of 2 kB. The first
+call renders and tokenises all messages, and the next calls render and tokenise only new messages.
 """
 
 import argparse
@@ -41,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import orjson
 
 ROOT = Path(__file__).resolve().parent.parent
-PERMIT = "LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY"  # lets LiteLLM's proxy run without a key
+PERMIT = "LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY"  # this variable lets LiteLLM's proxy run without a key
 # LITELLM_LOCAL_MODEL_COST_MAP prevents the download of a price list.
 LITELLM = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True", PERMIT: "true"}
 ADMIN = "authorization: Bearer admin\r\n"
@@ -102,7 +99,7 @@ def serve_proxy(port: int) -> None:
     async def cpu(_: Request) -> Response:
         return Response(orjson.dumps(time.process_time()), media_type="application/json")
 
-    app.router.routes.clear()  # the first matching route is used, so these two routes must be first
+    app.router.routes.clear()  # the first route that matches is used, so /empty and /cpu must come first
     app.add_route("/empty", empty, methods=["POST"])
     app.add_route("/cpu", cpu, methods=["POST"])
     app.router.routes.extend(create_app(AtOnce(), tokenizer, "admin").router.routes)
@@ -176,8 +173,8 @@ async def talk(raw: Raw, path: str, turns: int, more: dict[str, Any]) -> list[fl
 
 
 async def load(port: int, sessions: int, turns: int, more: dict[str, Any], ours: bool = True) -> tuple[float, float]:
-    """Run all sessions concurrently. Return the calls per second and the proxy's CPU milliseconds per call. The CPU
-    time of LiteLLM's proxy is not measured, and 0 is returned for it."""
+    """Run all sessions concurrently. Return the calls per second and the proxy's CPU milliseconds per call. For
+    LiteLLM's proxy the CPU time is not measured, and the function returns 0 instead."""
 
     async def one(gate: asyncio.Event) -> None:
         async with Raw(port) as raw:

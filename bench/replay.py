@@ -1,13 +1,14 @@
-"""Claim: a replay of an asynchronous run ends with the run's weights, bit for bit, for every seed, on a busy machine.
+"""Claim: a replay of an asynchronous run ends with the run's weights, bit for bit, for every seed, even on a busy
+machine.
 
-    python bench/replay.py                                         ten runs of each task at eta 4, one of each variant
-    python bench/replay.py --variants eta=4 --tasks maze --runs 2  a smaller table
+    python bench/replay.py        # for each task, ten runs at eta 4 and one run with each other variant
+    python bench/replay.py --variants eta=4 --tasks maze --runs 2   # two runs of the maze at eta 4
 
 Each run trains 20 steps, and a replay then repeats the run. The batches are smaller than in the recipes, so that a run
-takes less time. A group whose members have equal rewards is rejected. A line of the table shows the share of trained
-rows that a weight update has interrupted, and counts the rejected groups, the dropped groups, and the tokens that were
-masked because of their age. The last two columns show the beginnings of two SHA-256 hashes: of the run's last model,
-and of the replay's last model. The exit code is 1 if the two hashes of any run differ.
+takes less time. A group whose members have equal rewards is rejected. Each line of the table shows the share of trained
+rows that a weight update has interrupted. Each line also counts the rejected groups, the dropped groups, and the tokens
+that were masked because of their age. The last two columns show the first 12 characters of two SHA-256 hashes: of the
+run's last model, and of the replay's last model. The exit code is 1 if the two hashes of any run differ.
 """
 
 import argparse
@@ -25,9 +26,9 @@ RECIPES = {
 }
 FIXED = ["rollout.max_concurrent_rollouts=5", "logger.report_interval=0", "train_dataset.batch_size=3"]
 FIXED += ["actor.ppo_n_minibatches=2", "actor.ppo_epochs=1", "should_accept_fn=bench.replay.has_signal"]
-# With one group in a batch and eta = 1, a slow group becomes too old before a step consumes it.
+# With one group in a batch and eta = 1, some slow groups become too old before a step consumes them.
 OVERTAKEN = ["rollout.max_head_offpolicyness=1", "train_dataset.batch_size=1"]
-VARIANTS: dict[str, tuple[int, list[str]]] = {  # name: (number of ranks, configuration keys)
+VARIANTS: dict[str, tuple[int, list[str]]] = {  # maps a name to (number of ranks, configuration keys)
     "eta=4": (1, ["rollout.max_head_offpolicyness=4"]),
     "eta=0": (1, ["rollout.max_head_offpolicyness=0"]),
     "eta=2": (1, ["rollout.max_head_offpolicyness=2"]),
@@ -38,7 +39,8 @@ VARIANTS: dict[str, tuple[int, list[str]]] = {  # name: (number of ranks, config
 
 
 def has_signal(group: dict) -> bool:
-    """Return whether the rewards of a group differ. A group with equal rewards teaches nothing."""
+    """Return whether the rewards of a group differ. If all rewards of a group are equal, all advantages of the group
+    are 0."""
     return len(set(group["rewards"].tolist())) > 1
 
 
@@ -55,8 +57,8 @@ def train(folder: Path, ranks: int, *words: str) -> str:
 
 
 def measure(task: str, variant: str, seed: int, steps: int) -> bool:
-    """Train one run and replay it. Print the run's line of the table, and return whether both last models are
-    equal."""
+    """Train one run and replay it. Print the run's line of the table. Return whether the last model of the run equals
+    the last model of the replay."""
     ranks, keys = VARIANTS[variant]
     with tempfile.TemporaryDirectory() as temporary:
         run = Path(temporary) / task / "run"

@@ -1,9 +1,9 @@
 """Claim: the time of a training step can be estimated from FLOPs and bytes alone, without a GPU (a roofline).
 
-    python bench/roofline.py                                        Qwen2.5-1.5B on one H100, recipe gsm8k
-    python bench/roofline.py --model 7b --device h200 --answer 800
-    python bench/roofline.py --model DIR --peak 800 --bandwidth 4300     a model's folder; TFLOP/s and GB/s of a device
-    python bench/roofline.py --measure        measure a small model on this machine, and compare with the estimate
+    python bench/roofline.py                    # estimate a step of Qwen2.5-1.5B on one H100 with the recipe gsm8k
+    python bench/roofline.py --model 7b --device h200 --answer 800          # answers of 800 tokens
+    python bench/roofline.py --model DIR --peak 800 --bandwidth 4300        # a model's folder; TFLOP/s and GB/s
+    python bench/roofline.py --measure          # measure a small model on this machine, and compare with the estimate
 
 **The estimate.** A step consists of parts, and a part consists of kernels. A kernel computes `flops` floating-point
 operations and moves `bytes` between the memory and the processor. On a device with `peak` FLOP/s and `bandwidth`
@@ -11,19 +11,18 @@ bytes/s a kernel takes at least
 
     seconds = max(flops / peak, bytes / bandwidth)
 
-The kernels of a part run one after another, so a part takes the sum of their times. A matrix product of (t, i) and
-(i, o) has 2 t i o FLOPs and moves t i + i o + t o numbers. For a pointwise operation, such as a norm, the estimate
-counts only the bytes that the operation reads and writes, and no FLOPs. PyTorch runs each pointwise operation as a
-kernel of its own. SGLang fuses pointwise operations into other kernels, so the server's parts have no pointwise
-kernels.
+The kernels of a part run one after another, so a part takes the sum of their times. A matrix product of (t, i) and (i,
+o) has 2 t i o FLOPs and moves t i + i o + t o numbers. For a pointwise operation, such as a norm, the estimate counts
+only the bytes that the operation reads and writes, and no FLOPs. PyTorch runs each pointwise operation as a kernel of
+its own. SGLang fuses pointwise operations into other kernels, so the estimate of generation has no pointwise kernels.
 
 **FLOPs.** The formulas count the same FLOPs as torch.utils.flop_counter (tests/training/test_roofline.py). For
-attention torch.utils.flop_counter counts every pair of a query and a key. A causal kernel computes only half of these
-pairs, and the estimated time counts only this half.
+attention torch.utils.flop_counter counts every pair of a query and a key. A causal kernel computes only half of the
+pairs, so the estimated time of attention counts only half of the FLOPs.
 
 **Not included.** The estimate leaves out kernel launches, the time of Python code, the network, idle time, padding, and
-the overlap of generation with training. Real kernels reach only a part of the peak. The result is therefore a lower
-bound of the time, and not a measurement.
+the overlap of generation with training. Real kernels reach only a part of the peak. The estimate is therefore a lower
+bound of the time.
 """
 
 import argparse
@@ -59,8 +58,8 @@ class Shape:
 
     @property
     def products(self) -> list[tuple[int, int]]:
-        """The (input size, output size) of each matrix product of a layer. The last one is the output projection of the
-        MLP."""
+        """The (input size, output size) of each matrix product of a layer. The last pair is the output projection of
+        the MLP."""
         H, inner, Q, K = self.H, self.inner, self.Q, self.K
         return [(H, Q), (H, K), (H, K), (Q, H), (H, inner), (H, inner), (inner, H)]
 
@@ -87,8 +86,8 @@ def shape_of(config: Any) -> Shape:
 
 @dataclass(frozen=True)
 class Work:
-    """The numbers that determine how much work a training step is. The defaults are the values of configs/gsm8k.yaml,
-    with typical lengths."""
+    """The numbers that determine the work of a training step. The defaults are the values of configs/gsm8k.yaml and
+    typical lengths."""
 
     rows: int = 512  # samples in a step
     prompt: int = 120  # tokens of a prompt
@@ -109,14 +108,14 @@ class Work:
 
     @property
     def passes(self) -> int:
-        """The number of forward passes that process every row of a step once."""
+        """The number of forward passes in which a step processes all of its rows once."""
         return self.minibatches * ceil(self.rows * self.length / self.minibatches / self.mb_tokens)
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """The counted FLOPs and the bytes of one kernel. The kernel really computes only the fraction `share` of the
-    counted FLOPs.
+    """The counted FLOPs and the bytes of one kernel. The kernel computes only the fraction `share` of the counted
+    FLOPs.
 
     The fraction is one half for causal attention, and 1 for every other kernel.
     """
@@ -138,7 +137,7 @@ def flops(part: Part) -> float:
     return sum(kernel.flops for kernel in part)
 
 
-# The kernels of the model, for `rows` rows of `length` tokens in `passes` forward passes, and b bytes a number
+# The kernels of the model process `rows` rows of `length` tokens in `passes` forward passes. A number has b bytes.
 
 
 def product(t: float, i: int, o: int, b: int, times: int = 1) -> Part:
@@ -157,8 +156,9 @@ def attention(s: Shape, rows: float, length: float, b: int, products: int = 2) -
 def pointwise(s: Shape, b: int) -> float:
     """Return the bytes per token that the pointwise operations of a layer read and write.
 
-    Two norms compute in float32: convert, square, mean, multiply, convert back, multiply by the weight. The rotary
-    embedding multiplies, negates, concatenates, multiplies and adds queries and keys. The MLP computes silu(gate) * up.
+    A layer has two norms, which compute in float32: convert, square, mean, multiply, convert back, multiply by the
+    weight. The rotary embedding multiplies, negates, concatenates, multiplies and adds queries and keys. The MLP
+    computes silu(gate) * up.
     """
     norms = 2 * ((4 * b + 28) if b < 4 else 36) * s.H
     return norms + b * (10 * (s.Q + s.K) + 2 * s.Q + 5 * s.inner + 6 * s.H)
@@ -169,7 +169,7 @@ def layers_forward(
 ) -> Part:
     """Return the kernels of a forward pass through all layers. With `fused` the pointwise operations cost nothing.
 
-    With `again` the layers are recomputed for gradient checkpointing, and each layer stops before its last product.
+    With `again` the kernels recompute the layers for gradient checkpointing, without the last product of each layer.
     """
     t, products = rows * length, s.products[:-1] if again else s.products
     one = [kernel for i, o in products for kernel in product(t, i, o, b, passes)] + attention(s, rows, length, b)
@@ -177,8 +177,8 @@ def layers_forward(
 
 
 def layers_backward(s: Shape, rows: float, length: int, b: int, passes: int) -> Part:
-    """Return the kernels of a backward pass through all layers. The backward pass has two matrix products for each of
-    the forward pass, and about two pointwise operations for each."""
+    """Return the kernels of a backward pass through all layers. For each matrix product of the forward pass the
+    backward pass has two, and for each pointwise operation about two."""
     t = rows * length
     one = [kernel for i, o in s.products for kernel in 2 * product(t, i, o, b, passes)]
     return (one + attention(s, rows, length, b, products=5) + [Kernel(0, 2 * t * pointwise(s, b))]) * s.layers
@@ -188,7 +188,8 @@ def head_forward(s: Shape, n: float, b: int, chunk: int) -> Part:
     """Return the kernels of the last layer for n tokens (training/logprobs.py): logits, softmax and entropy in
     float32."""
     chunks = ceil(n / max(1, chunk // s.V))
-    # bytes per logit: float32 instead of b bytes, divide, log_softmax (reads twice), exp, multiply, sum
+    # The terms are bytes per logit: logits in float32 instead of b bytes, divide, log_softmax (reads twice), exp,
+    # multiply, sum.
     softmax = (4 - b + 8 + 12 + 8 + 12 + 4) * n * s.V
     return [*product(n, s.H, s.V, b, chunks), Kernel(0, softmax)]
 
@@ -197,7 +198,8 @@ def head_backward(s: Shape, n: float, b: int, chunk: int) -> Part:
     """Return the kernels that recompute the logits, and compute the gradients of the hidden states and of the last
     layer."""
     chunks = ceil(n / max(1, chunk // s.V))
-    # bytes per logit: float32 instead of b bytes, divide, log_softmax, exp, multiply by -g, divide, convert
+    # The terms are bytes per logit: logits in float32 instead of b bytes, divide, log_softmax, exp, multiply by -g,
+    # divide, convert.
     softmax = (4 - b + 8 + 12 + 8 + 8 + 8 + (b + 4) * (b < 4)) * n * s.V
     added = (b + 8) * chunks * s.V * s.H  # the gradient of each chunk is added to the whole gradient in float32
     return [*(3 * product(n, s.H, s.V, b, chunks)), Kernel(0, softmax + added)]
@@ -223,10 +225,10 @@ def step_parts(s: Shape, w: Work) -> dict[str, Part]:
         "forward: layers": [*layers_forward(*args), gather],
         "forward: last layer": head_forward(s, w.rows * w.answer, b, w.chunk),
         "recomputation": layers_forward(*args, again=True) if w.checkpointing else [],
-        # The gradient of each pass is converted to float32 and added up.
+        # The gradient of each pass is converted to float32 and added to the sum of the gradients.
         "backward: layers": [*layers_backward(*args), gather, Kernel(0, m * (b + 16) * own)],
         "backward: last layer": head_backward(s, w.rows * w.answer, b, w.chunk),
-        # Each optimizer step reads the gradient for its norm, scales it, and makes the step of AdamW.
+        # Each optimizer step computes the gradient's norm, scales the gradient, and updates the parameters with AdamW.
         "optimizer": [Kernel(0, w.minibatches * (4 + 8 + 28) * own)],
         "new weights: tensor": [Kernel(0, (4 + b) * s.n + 2 * b * s.n)],
     }
@@ -240,12 +242,12 @@ def divide(part: Part, ranks: int) -> Part:
 
 
 def table(rows: list[list[str]]) -> str:
-    """Return the lines of a Markdown table; the first row is the head."""
+    """Return a Markdown table. The first row has the column names."""
     return "\n".join("| " + " | ".join(row) + " |" for row in [rows[0], ["---"] * len(rows[0]), *rows[1:]])
 
 
 def describe(s: Shape, w: Work, peak: float, bandwidth: float) -> str:
-    """Return the table of a step's parts, and the sums."""
+    """Return the table of a step's parts, followed by the total times of generation and training."""
     rows = [["part", "TFLOP", "GB", "s", "limited by"]]
     parts = step_parts(s, w)
     times = {name: seconds(part, peak, bandwidth) for name, part in parts.items()}
@@ -267,12 +269,12 @@ def describe(s: Shape, w: Work, peak: float, bandwidth: float) -> str:
     )
 
 
-# The comparison with measurements
+# Comparison with measurements
 
 
 def least(actions: dict[str, Callable[[], Any]], rounds: int = 12) -> dict[str, float]:
-    """Call every action once in each round, and return the shortest time of each action in seconds. Other programs may
-    slow some rounds down."""
+    """Call every action once in each round, and return the shortest time of each action in seconds. A longer time may
+    come from other programs on the machine."""
     import torch
 
     found: dict[str, list[float]] = {name: [] for name in actions}
@@ -287,8 +289,8 @@ def least(actions: dict[str, Callable[[], Any]], rounds: int = 12) -> dict[str, 
 
 
 def make_models(layers: int, width: int, vocabulary: int, dtype: Any, folder: Path) -> tuple[Any, Any, Any]:
-    """Make a small random model. Return its configuration, an actor that trains the model, and a model of transformers
-    with the same configuration."""
+    """Make a small random model. Return the model's configuration, an actor that trains the model, and a model of
+    transformers with the same configuration."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -376,14 +378,14 @@ def measure(layers: int, width: int, vocabulary: int, rows: int, length: int, fo
 def compare(s: Shape, w: Work, found: dict[str, float], peak: float, bandwidth: float, few: float, disk: float) -> str:
     """Return a table of the estimated and the measured seconds of each part.
 
-    The measured generation uses a plain model of transformers, which fuses no kernels. `peak` is in FLOP/s.
-    `bandwidth`, `few` and `disk` are in bytes per second. `few` is the bandwidth of a product of few rows with a large
-    matrix, and a decode step consists of such products. A CPU's library rearranges the matrix first, so `few` is below
-    `bandwidth`.
+    Generation is measured with transformers, and transformers does not fuse kernels. `peak` is in FLOP/s. `bandwidth`,
+    `few` and `disk` are in bytes per second. `few` is the bandwidth of a product of few rows with a large matrix. A
+    decode step consists of products of few rows with large matrices. On a CPU, `few` is below `bandwidth`, because the
+    CPU's library rearranges the matrix before the product.
     """
     b, rows = w.b, w.rows
     parts = step_parts(s, w) | {"new weights: disk": [Kernel(0, b * s.n)]}
-    parts["generation: decode"] = divide(parts["generation: decode"], w.answer)  # one decoding step of all sequences
+    parts["generation: decode"] = divide(parts["generation: decode"], w.answer)  # the measurement is one decode step
     for name, t in {"generation: prefill": rows * w.prompt, "generation: decode": rows}.items():
         parts[name] = [*parts[name], Kernel(0, t * s.layers * pointwise(s, b))]
     lines = [["part", "GFLOP", "GB", "estimate ms", "measured ms", "measured / estimate"]]

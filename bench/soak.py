@@ -1,18 +1,21 @@
 """Kill random processes of a run, start the run again, and check that each step is in the results exactly once.
 
-    python bench/soak.py                    60 kills over 200 steps of the demo, seed 1 (`make soak`)
-    python bench/soak.py --kills 5 --steps 12 --seed 7
-    python bench/soak.py --freezes 10 --steps 20    stop a process 10 times for up to 10 s (SIGSTOP, SIGCONT), no kills
-    python bench/soak.py --steps 170 --usage docs/episodes    20,400 episodes, no kills; writes memory and descriptors
+    python bench/soak.py                               # kill 60 processes in 200 steps, seed 1 (`make soak`)
+    python bench/soak.py --kills 5 --steps 12 --seed 7 # kill 5 processes in 12 steps
+    python bench/soak.py --freezes 10 --steps 20       # stop a process 10 times for up to 10 s (SIGSTOP), kill none
+    python bench/soak.py --steps 170 --usage docs/episodes   # kill none, and measure memory over 20,400 episodes
 
 After a random number of steps, or during the startup, the script kills the trainer, the proxy or the server (kill -9).
-When a death has ended the run, the script starts the run again with an identical command. The death of a server does
-not end the run. Every random choice comes from the printed seed.
+If the kill ends the run, the script starts the run again with an identical command. A kill of the server does not end
+the run. The printed seed determines every random choice.
 
-At the end the script makes five checks of the trained samples (tokens/*.safetensors). Every step occurs exactly once in
-the files. No prompt group is used in more than one step. Each of the first (steps - eta - 1) * 6 groups is used in a
-step, where 6 is the batch size. Staleness is at most eta in every step. No token has a newer version than the version
-that its step trains. Whenever the run has ended, the script also checks that no process of the run is left.
+At the end the script makes six checks of the metrics and of the trained samples (tokens/*.safetensors). The metrics
+must contain every step exactly once. Every step must train on 6 prompt groups (the batch size), and no group may occur
+in two steps. Each of the first (steps - eta - 1) * 6 groups must occur in a step. The numbers of the trained groups
+must be below (steps + eta + 1) * 6. In every step, the age of each group must be at most eta. No token may have a newer
+version than the version that its step trains.
+
+Whenever the run has ended, the script also checks that no process of the run is left.
 """
 
 import argparse
@@ -33,7 +36,7 @@ from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = {"trainer": r"train\.py", "proxy": r"(-m| run\.early) proxy\b", "server": r"inference\.tiny\.server\b"}
-BATCH, ETA, GAMES = 6, 2, 20  # prompt groups in a step, largest age, games of a prompt group in the demo
+BATCH, ETA, GAMES = 6, 2, 20  # prompt groups of a step, largest age of a group, games of a group
 
 
 def pids(run: subprocess.Popen) -> dict[str, int]:
@@ -71,8 +74,8 @@ def kill(command: list[str], rng: random.Random, kills: int, run_dir: Path) -> N
     """Kill random processes of the run, and start the run again whenever it has ended. After the last kill, let the run
     finish.
 
-    The death of the trainer ends the run, and so does the death of a proxy, unless the run has not begun to use the
-    proxy. The run itself starts a dead server again, at most server.max_restarts times.
+    A kill of the trainer ends the run. A kill of the proxy ends the run if the run already uses the proxy. After a kill
+    of the server, the run itself starts a new server, at most server.max_restarts times.
     """
     with (run_dir / "soak.log").open("a") as log:
         run, up, done = start(command, log), set[int](), 0
@@ -89,7 +92,7 @@ def kill(command: list[str], rng: random.Random, kills: int, run_dir: Path) -> N
                     raise SystemExit(f"the run trained its last step before kill {done + 1}; give more --steps")
                 run, up = start(command, log), set()
                 continue
-            time.sleep(moment)  # the kill comes at a random moment
+            time.sleep(moment)  # wait for a random time before the kill
             now = pids(run)
             up |= {*now.values()}
             victim = rng.choice(sorted(now))
@@ -109,8 +112,8 @@ def kill(command: list[str], rng: random.Random, kills: int, run_dir: Path) -> N
 
 
 def freeze(command: list[str], rng: random.Random, freezes: int, log: Path) -> None:
-    """Run the command to its end. After each of the first `freezes` lines of output from step 1 on, freeze a random
-    process of the run for up to 10 seconds."""
+    """Run the command to its end. After each line of output from step 1 on, stop a random process of the run for up to
+    10 seconds, but at most `freezes` times."""
     with log.open("a") as out, start(command, out) as run:
         assert run.stdout is not None
         seen, steps = 0, 0
@@ -138,7 +141,7 @@ def watch(command: list[str], log: Path, steps: int, path: Path) -> None:
         for line in run.stdout:
             out.write(line)
             step = int(line.split()[1].split("/")[0]) if line.startswith("step ") else 0
-            if step and step % max(steps // 40, 1) == 0 and step < steps:  # after the last step the processes end
+            if step and step % max(steps // 40, 1) == 0 and step < steps:  # processes end after the last step
                 up = pids(run)
                 (mb, files) = zip(*(usage(up[role]) for role in SCRIPTS))
                 samples.append([BATCH * GAMES * step, round(time.monotonic() - begin, 1), *mb, *files])

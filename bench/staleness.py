@@ -1,35 +1,35 @@
 """Claim: standard PPO learns more slowly from stale data, and the decoupled objective avoids most of this slowdown.
 
-    python bench/staleness.py                              all runs: 7 lags x 3 methods x 5 seeds, about 20 minutes
-    python bench/staleness.py --etas 0 4 inf --seeds 1 2   some of the runs
-    python bench/staleness.py --stability                  how often success falls: 3 lags x 4 corrections, 156 runs
-    python bench/staleness.py --draw                       only the tables and the figures, from the CSV file
+    python bench/staleness.py                              # all runs: 7 lags x 3 methods x 5 seeds, about 20 minutes
+    python bench/staleness.py --etas 0 4 inf --seeds 1 2   # some of the runs
+    python bench/staleness.py --stability                  # how often success falls: 3 lags x 4 corrections, 156 runs
+    python bench/staleness.py --draw                       # only the tables and the figures, from the CSV file
 
 The benchmark repeats the experiment of the paper's staleness table (arXiv 2505.24298) on the game of tasks/guess.py.
 Training uses training/actor.py and ppo.py, as in a real run. Each run writes one line of docs/staleness.csv. If the
-file already has a line of a run, the benchmark does not repeat the run. The results are drawn in docs/staleness.png.
-docs/staleness.md explains the results.
+file already has a line of a run, the benchmark does not repeat the run. The figure docs/staleness.png shows the
+results, and the page docs/staleness.md explains them.
 
 **A fixed lag.** On a small machine, generation is as fast as training, so a real run has little lag. In this benchmark
-generation and training alternate in one process. Steps are counted from 0. Version max(s - eta, 0) samples all tokens
-of step s. This lag is the largest that the gate (staleness.py) allows. With eta = inf there is no gate. With
-eta = inf the sampler generates two batches while the trainer consumes one batch, so version s // 2 samples the batch of
-step s. Every run trains on 64 batches of 120 games. The CSV file contains the measured lag: the trainer's version minus
-the version that sampled the token.
+generation and training alternate in one process, so the benchmark can choose the lag. Steps are counted from 0. Version
+max(s - eta, 0) samples all tokens of step s, so the lag is the largest lag that the gate (staleness.py) allows. With
+eta = inf there is no gate. Without a gate, the sampler generates two batches while the trainer consumes one batch, so
+version s // 2 samples the batch of step s. Every run trains on 64 batches of 120 games. The CSV file contains the
+measured lag: the trainer's version minus the version that sampled the token.
 
 **Methods.** "naive" is standard PPO whose old policy is the behaviour policy. "decoupled" is decoupled PPO that
 computes pi_prox by a forward pass. "loglinear" is decoupled PPO that interpolates pi_prox between pi_behav and
 pi_theta.
 
 **Recipe.** The recipe is configs/demo.yaml with one pass over each batch instead of two. An entropy bonus replaces the
-KL penalty, because the KL penalty itself would hold the policy near an old policy. With a learning rate of 1e-3 and
-four mini-batches, the policy changes much within a few versions. With a learning rate of 1e-4, a lag has no effect,
-because the policy changes too little in 64 steps. Training computes shared prefixes only once
-(training/tree_attention.py), which affects the speed and not the result.
+KL penalty, because the KL penalty itself would hold the policy near an old policy. The recipe has a learning rate of
+1e-3 and four mini-batches, so the policy changes much within a few versions. With a learning rate of 1e-4, a lag has no
+effect, because the policy changes too little in 64 steps. Training computes shared prefixes only once
+(training/tree_attention.py). Sharing prefixes affects the speed and not the result.
 
-**Success is exact.** Success is the probability that the policy finds the secret, computed over every game that can be
-won. The evaluation therefore adds no noise: in docs/staleness.png, the differences between seeds come only from
-training.
+**Success is exact.** Success is the probability that the policy finds the secret. The benchmark computes success as a
+sum over all games that find the secret. The computation of success adds no noise, so the differences between seeds in
+docs/staleness.png come only from training.
 """
 
 import argparse
@@ -66,31 +66,32 @@ METHODS: dict[str, dict[str, Any]] = {
     "decoupled": {"use_decoupled_loss": True, "prox_logp_method": "recompute"},
     "loglinear": {"use_decoupled_loss": True, "prox_logp_method": "loglinear"},
 }
-# Corrections of the method "decoupled", which are compared with many seeds (--stability).
+# Variants of the method "decoupled". The option --stability compares the variants over many seeds.
 CORRECTIONS: dict[str, dict[str, Any]] = {
     "decoupled": {},
     "truncated": {"behave_imp_weight_action": "clamp"},
     "ESS": {"behave_imp_weight_action": "clamp", "ess_lr_power": 4.0, "lr": 1.5e-3},
 }
-CORRECTIONS["KL"] = CORRECTIONS["ESS"] | {"entropy_coeff": 0.0, "kl_ctl": 0.1}  # the penalty of configs/demo.yaml
+CORRECTIONS["KL"] = CORRECTIONS["ESS"] | {"entropy_coeff": 0.0, "kl_ctl": 0.1}  # the KL penalty of configs/demo.yaml
 STABILITY_ETAS = ["0", "4", "8"]
-# these seeds were chosen before any of them was run; the corrections were tuned with the seeds 101 to 104
+# The seeds of STABILITY_SEEDS were chosen before any run with these seeds. The corrections were tuned with the seeds
+# 101 to 104.
 SIX = [201, 202, 204, 205, 214, 215]
 STABILITY_SEEDS = {"decoupled": SIX, "truncated": SIX, "ESS": [*range(201, 221)], "KL": [*range(301, 321)]}
-STEPS, GAMES, EVERY = 64, 20, 8  # training steps; games per secret in a batch; steps between points of the curve
+STEPS, GAMES, EVERY = 64, 20, 8  # number of steps; games per secret in a batch; steps between points of the curve
 MAX_NEW_TOKENS = 4
-MEASURED = ("clip_frac", "behave_weight_mean", "dropped_share", "kl", "entropy")  # metrics averaged over the run
+MEASURED = ("clip_frac", "behave_weight_mean", "dropped_share", "kl", "entropy")  # metrics averaged over a run's steps
 CURVE = [f"success_{step}" for step in range(0, STEPS + 1, EVERY)]
 COLUMNS = ["eta", "method", "seed", "lag_mean", "lag_max", *CURVE, *MEASURED, "cpu_s"]
 TABLE, BASES = ROOT / "docs" / "staleness.csv", ROOT / "runs" / "staleness"
 FIGURE, STABILITY_FIGURE = ROOT / "docs" / "staleness.png", ROOT / "docs" / "stability.png"
 
 
-# ---------------------------------------------------------------- many games at once
+# Games
 
 
 class Script:
-    """The token ids of the game's messages, rendered by the chat template."""
+    """The token ids of the game's messages. The chat template renders the messages."""
 
     def __init__(self) -> None:
         tokenizer = base_model.make_tokenizer(guess.WORDS)
@@ -137,7 +138,8 @@ class Transcript:
 
 
 def last_logp(model: Any, rows: list[list[int]]) -> Tensor:
-    """Return the log-probabilities (n, V) of the next token of each row. Identical rows are computed only once."""
+    """Return the log-probabilities (n, V) of the next token of each row. Identical rows go through the model only
+    once."""
     number = {row: i for i, row in enumerate(dict.fromkeys(map(tuple, rows)))}
     lengths = torch.tensor([len(row) for row in number])
     ids = torch.zeros(len(number), int(lengths.max()), dtype=torch.long)
@@ -177,7 +179,8 @@ def play(model: Any, script: Script, version: int, generator: torch.Generator) -
 @torch.no_grad()
 def success(model: Any, script: Script) -> float:
     """Return the exact probability that the policy finds the secret, as a mean over all secrets."""
-    # P(find a secret) = the sum, over all games that find it, of the product of p(number) p(end) over the guesses
+    # P(find a secret) is a sum over all games that find the secret. The term of a game is the product of p(number)
+    # p(end) over the guesses of the game.
     found, reached = 0.0, [(script.start, {secret: 1 / len(guess.SECRETS) for secret in guess.SECRETS})]
     for _ in range(guess.GUESSES):
         said = [([*ids, token], number, weights) for ids, weights in reached for token, number in script.number.items()]
@@ -194,7 +197,7 @@ def success(model: Any, script: Script) -> float:
     return found
 
 
-# ---------------------------------------------------------------- the runs
+# Runs
 
 
 def sampled_at(step: int, eta: str) -> int:
@@ -211,7 +214,7 @@ def run(eta: str, method: str, seed: int, base: Path, recipe: PPOActorConfig) ->
     actor = FSDPPPOActor(replace(recipe, optimizer=optimizer, **others), base)
     actor.create_process_group()
     actor.initialize(STEPS)
-    ref = FSDPEngine(actor.config, base)  # the base model, for the KL penalty
+    ref = FSDPEngine(actor.config, base)  # the reference policy of the KL penalty
     if actor.config.kl_ctl > 0:
         ref.initialize()
     sampler = AutoModelForCausalLM.from_pretrained(base)
@@ -264,11 +267,11 @@ def append(line: dict[str, Any]) -> None:
         writer.writerow({key: f"{value:.5g}" if isinstance(value, float) else value for key, value in line.items()})
 
 
-# ---------------------------------------------------------------- the table and the figure
+# Tables and figures
 
 
 def cells(lines: list[dict[str, Any]], column: str) -> dict[tuple[str, str], list[float]]:
-    """Return a dict from each (eta, method) to the values of a column, one value for each seed."""
+    """Return a dict that maps each (eta, method) to the values of a column, one value for each seed."""
     found: dict[tuple[str, str], list[float]] = {}
     for line in lines:
         found.setdefault((line["eta"], line["method"]), []).append(line[column])
@@ -276,8 +279,8 @@ def cells(lines: list[dict[str, Any]], column: str) -> dict[tuple[str, str], lis
 
 
 def print_table(lines: list[dict[str, Any]]) -> None:
-    """Print the measured lag, and the success after the last step: median (lowest to highest) of seeds 1 to 5."""
-    lines = [line for line in lines if line["seed"] <= 5]  # print_stability shows the seeds above 5
+    """For seeds 1 to 5, print the measured lag, and the median, lowest and highest success after the last step."""
+    lines = [line for line in lines if line["seed"] <= 5]  # print_stability prints the seeds above 200
     last, lag, largest = cells(lines, CURVE[-1]), cells(lines, "lag_mean"), cells(lines, "lag_max")
     print("| eta | lag, mean | lag, max | " + " | ".join(METHODS) + " |\n" + "|---" * (3 + len(METHODS)) + "|")
     for eta in ETAS:
@@ -289,7 +292,8 @@ def print_table(lines: list[dict[str, Any]]) -> None:
 
 
 def largest_fall(line: dict[str, Any]) -> float:
-    """Return the largest fall of a run's success curve: how far a point lies below the highest earlier point."""
+    """Return the largest fall of a run's success curve. The fall at a point is its distance below the highest earlier
+    point."""
     curve = [line[name] for name in CURVE]
     return max(max(curve[: i + 1]) - point for i, point in enumerate(curve))
 
@@ -297,8 +301,8 @@ def largest_fall(line: dict[str, Any]) -> float:
 def print_stability(lines: list[dict[str, Any]]) -> None:
     """Print the median and the range of the final success, and in how many runs the success fell by more than 0.1.
 
-    For each correction, the table has one row for the seeds 200 to 299, one for the seeds 300 to 399 and one for the
-    seeds 500 to 599. A new version of a correction and a repetition of its runs always get new seeds.
+    For each correction, the table has one row for each of three ranges of seeds: 200 to 299, 300 to 399 and 500 to 599.
+    If a correction was changed or its runs were repeated, the new runs have new seeds.
     """
     names = ("eta", "correction", "seeds", "runs", "median", "range", "runs that fell", "largest fall")
     print("\n| " + " | ".join(names) + " |\n" + "|---" * len(names) + "|")
@@ -313,8 +317,8 @@ def print_stability(lines: list[dict[str, Any]]) -> None:
 
 
 def draw_stability(lines: list[dict[str, Any]]) -> None:
-    """For the last two corrections, draw the success during training of every run with a lag. A run whose success fell
-    by more than 0.1 is red."""
+    """Draw the success during training of every run of the last two corrections with eta > 0. The curve of a run whose
+    success fell by more than 0.1 is red."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -333,7 +337,7 @@ def draw_stability(lines: list[dict[str, Any]]) -> None:
 
 
 def middle(values: list[float]) -> str:
-    """Return the median with the lowest and the highest value."""
+    """Return a text with the median, the lowest and the highest value."""
     return f"{median(values):.3f} ({min(values):.3f} to {max(values):.3f})"
 
 
@@ -383,7 +387,7 @@ def main() -> None:
     words = ["actor.ppo_epochs=1", "actor.kl_ctl=0", "actor.entropy_coeff=0.03", "actor.enable_tree_training=true"]
     recipe = load(["--config", str(ROOT / "configs" / "demo.yaml"), *words]).actor
     done = {(line["eta"], line["method"], line["seed"]) for line in read()}
-    # The loop over the seeds is the outer loop, so a benchmark that is stopped has complete results for some seeds.
+    # The outer loop is over the seeds. If the benchmark is stopped, the results of some seeds are therefore complete.
     for seed in [] if args.draw else args.seeds or sorted(set().union(*seeds.values())):
         base = BASES / f"base-{seed}"
         if not base.exists():

@@ -1,11 +1,10 @@
-"""Measure how soon train.py prints something: its first words, its longest silence, and the time of `--help`.
+"""Measure when train.py prints its first words, how long its longest silence is, and how long `--help` takes.
 
     python bench/start.py
 
 For comparison, the script also measures the time of `python -c 'import torch'`. Each round measures all commands once.
-The run is the demo with two steps, on a terminal (a pty) of 80 columns. A silence is the time between two moments at
-which the terminal receives bytes. The first run also makes a base model. The later runs find their base model in the
-cache.
+The run is the demo with two steps, on a pseudo-terminal (pty) of 80 columns. A silence is the time between two
+successive outputs of the run. The first run also makes a base model. The later runs find their base model in the cache.
 """
 
 import argparse
@@ -31,8 +30,8 @@ def time_of(*words: str) -> float:
 
 
 def watch(*words: str) -> tuple[float, float, bytes]:
-    """Run a command on a terminal. Return the seconds until the first words, the longest later silence, and the
-    output."""
+    """Run a command on a pseudo-terminal. Return the seconds until the first words, the longest later silence in
+    seconds, and the output."""
     begin = time.monotonic()
     child, terminal = pty.fork()
     if child == 0:

@@ -2,20 +2,18 @@
 
     python bench/tree.py [--quick]
 
-**Training.** A random Qwen3 (4 layers, float32, one thread) makes one forward and one backward pass over 16 rows. The
-rows share a prefix, and the loss covers the tokens after the prefix. The benchmark compares five ways to compute the
-pass, which must all give the same gradients:
-
-    padded    a batch of 16 rows, causal attention without a mask; all rows are equally long
-    packed    the rows concatenated; each token attends only to its own row (actor.layout=packed)
-    hf        the rows concatenated, as in transformers: positions restart at each row, with an N x N mask
-    dense     the tree with its dense N x N mask
-    tree      the tree with the blocks of training/tree_attention.py; the time includes building the tree
+**Training.** A random Qwen3 model (4 layers, float32, one thread) makes one forward and one backward pass over 16 rows.
+The rows share a prefix, and the loss covers the tokens after the prefix. The benchmark compares five ways to compute
+the pass, which must all give the same gradients. `padded` computes a batch of 16 equally long rows, with causal
+attention and without a mask. `packed` concatenates the rows, and each token attends only to its own row
+(actor.layout=packed). `hf` concatenates the rows as transformers does: positions restart at each row, and attention has
+an N x N mask. `dense` computes the tree with an N x N mask. `tree` computes the tree with the blocks of
+training/tree_attention.py, and its time includes building the tree.
 
 The benchmark repeats the five ways in turn and prints the smallest process time of each way. (Wall time would also
-measure other programs.) `gain` says how many times faster `tree` is than `packed` or `padded`, whichever of the two is
-faster. `ratio` is the number of tokens in the tree, divided by the number of tokens in the rows. The gain is at most 1
-/ ratio. The target is a gain of 2 at hidden size 384, for rows of 256 tokens that share 3/4 of their tokens.
+measure other programs.) `gain` is the time of `packed` or `padded`, whichever is smaller, divided by the time of
+`tree`. `ratio` is the number of tokens in the tree, divided by the number of tokens in the rows. `gain` is at most 1 /
+`ratio`. The target is a `gain` of 2 at hidden size 384, for rows of 256 tokens that share 3/4 of their tokens.
 
 **Building.** The benchmark measures the time to build the tree of 16 rows of 2,500 tokens. If `areal` can be imported
 (areal 1.0.4, in a separate venv), AReaL's `_greedy_build_tries` builds a tree of the same rows for comparison.
@@ -34,7 +32,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "disabled")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-try:  # areal must be imported before transformers, or areal's imports are circular
+try:  # areal is imported before transformers, because the other order makes areal's imports circular
     import areal  # noqa: F401
     from areal.models.tree_attn.tree import _greedy_build_tries
 except ImportError:
@@ -48,7 +46,7 @@ from training import layout  # noqa: F401  # registers the attention of packed r
 from training.tree_attention import PackedTree, build_trees
 
 ROWS, LAYERS, VOCABULARY = 16, 4, 4096
-CASES = [  # hidden size, tokens per row, share of each row that all rows have in common
+CASES = [  # each case is (hidden size, tokens per row, share of each row that all rows have in common)
     (384, 256, 0.75),
     (64, 256, 0.75),
     (768, 256, 0.75),
@@ -84,7 +82,8 @@ def loss_of(model: Any, hidden: Tensor, ids: Tensor) -> Tensor:
 
 
 def ways(model: Any, rows: Tensor, share: float) -> dict[str, Callable[[], Tensor]]:
-    """Return a dict from each way's name to a function that computes the loss of the tokens after the shared prefix."""
+    """Return a dict that maps a way's name to a function. The function computes the loss of the tokens after the shared
+    prefix."""
     length = rows.shape[1]
     own = max(int(share * length), 1)  # the index of the first trained token
     wanted = rows[:, own:].flatten()
@@ -138,7 +137,7 @@ def measure(width: int, length: int, share: float, rounds: int) -> str:
     for _ in range(rounds):
         for name, way in ways(model, rows, share).items():
             if rows.numel() > 8192 and name in ("hf", "dense"):
-                continue  # for long rows, a pass with the N x N mask would take a minute
+                continue  # with long rows, a pass with an N x N mask would take a minute
             model.zero_grad()
             began = time.process_time()
             way().backward()

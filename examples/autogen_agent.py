@@ -1,7 +1,7 @@
 """An agent with AutoGen (https://microsoft.github.io/autogen): an AssistantAgent with tools.
 
-With `reflect_on_tool_use` AutoGen asks for the final answer without tools, so the tools change in the middle of the
-conversation.
+With `reflect_on_tool_use` AutoGen sends no tools when it asks for the final answer. The tools therefore change in the
+middle of the conversation.
 """
 
 from autogen_agentchat.agents import AssistantAgent

@@ -1,20 +1,20 @@
 """The task of the example agents, and a tiny base model for this task. One core trains the model in seconds.
 
-The agent computes ( a + b ) * c and gives the answer in words. An episode has three turns. If the agent has the tools
-add and multiply, the agent calls add, calls multiply with the sum, and then answers. A coding agent has a shell instead
-(exec_command in Codex, bash in opencode), and runs `expr 1 + 2` and `expr 3 '*' 3`.
+The agent computes ( a + b ) * c and writes a sentence with the result. An episode has three turns. If the agent has the
+tools add and multiply, the agent calls add, calls multiply with the sum, and then answers. A coding agent has only a
+shell (exec_command in Codex, bash in opencode), and runs `expr 1 + 2` and `expr 3 '*' 3`.
 
     user: ( 1 + 2 ) * 3     assistant: add(1, 2)     tool: 3     assistant: multiply(3, 3)     tool: 9
     assistant: the answer is 9
 
-Every word is one token of the model (tasks/base_model.py). The base model is trained to imitate conversations like this
-example. The model's tool calls have the format of Hermes and Qwen: <tool_call> {"name": ..., "arguments": ...}
-</tool_call>. The model copies numbers from the question and from the tools' results. Words that the model does not know
-become unknown tokens. The chat template renders only the last 12 words of a message, because the instructions of a
-coding agent have thousands of words. The base model already solves the task. The example agents only show that training
-works with the conversations of each framework.
+Every word is one token of the model (tasks/base_model.py). The base model is trained to imitate correct conversations.
+The model's tool calls have the format of Hermes and Qwen: <tool_call> {"name": ..., "arguments": ...} </tool_call>. The
+model copies numbers from the question and from the tools' results. A word outside the model's vocabulary becomes the
+unknown token. The chat template renders only the last 12 words of a message, because the instructions of a coding agent
+have thousands of words. The base model already solves the task. The example agents only show that training works with
+the conversations of each framework.
 
-    python -m examples.calculator .cache/calculator        make the folder of the model, for the server and the proxy
+    python -m examples.calculator .cache/calculator        # make the folder of the model, for the server and the proxy
 """
 
 import random
@@ -27,7 +27,7 @@ from tasks.base_model import imitate, make_qwen3, make_tokenizer, render, save_a
 NUMBERS = range(1, 5)
 CALL = '<tool_call> {{"name": "{}", "arguments": {{"a": {} , "b": {} }}}} </tool_call>'
 SHELL_CALL = '<tool_call> {{"name": "{}", "arguments": {{"{}": "expr {} {} {} " }}}} </tool_call>'
-SHELLS = {"exec_command": "cmd", "bash": "command"}  # shell tools of Codex and opencode -> name of the argument
+SHELLS = {"exec_command": "cmd", "bash": "command"}  # maps a shell tool (Codex, opencode) to its argument
 WORDS = ["<tool>", "<tool_call>", "</tool_call>", '{"name":', '"add",', '"multiply",', '"arguments":', '{"a":', '"b":']
 WORDS += ["}}", ",", "(", ")", "+", "*", "add", "multiply", "the", "answer", "is", *map(str, range(33))]
 WORDS += ["exec_command", "bash", '"exec_command",', '"bash",', '{"cmd":', '{"command":', '"expr', "'*'", '"']
@@ -49,13 +49,13 @@ def dataset(split: str = "train") -> list[dict]:
 
 
 def conversation(sample: dict, noise: random.Random, shell: str = "") -> list[dict]:
-    """Return a correct conversation about a sample, which serves as an example for the warm-up training. `shell` is the
-    name of a coding agent's tool.
+    """Return a correct conversation about a sample, for the training of the base model. `shell` is the name of a coding
+    agent's shell tool, or "" for the other agents.
 
-    The conversation has a system prompt with probability 1/2. The conversation of a coding agent lists the shell and
-    perhaps unknown tools, may have a message about the agent's environment, and may have unknown words around the
-    question and before each tool result. Half of the conversations without a shell list no tools, because some agents
-    without a shell send requests without tools.
+    The conversation has a system prompt with probability 1/2. The conversation of a coding agent lists the shell and up
+    to 12 unknown tools. There may also be a user message of unknown words before the question, and unknown words around
+    the question and before each tool result. Half of the conversations without a shell list no tools, because some
+    agents without a shell send requests without tools.
     """
     a, b, c = sample["numbers"]
     calls = CALL.format("add", a, b), CALL.format("multiply", a + b, c)

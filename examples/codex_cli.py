@@ -1,6 +1,6 @@
-"""The coding agent Codex (https://github.com/openai/codex), which runs shell commands.
+"""An agent with Codex (https://github.com/openai/codex), a coding agent that runs shell commands.
 
-The example turns the sandbox of Codex off, because Codex cannot start the sandbox in many containers. During training,
+The example turns the sandbox of Codex off, because in many containers Codex cannot start the sandbox. During training,
 run a coding agent in its own container.
 """
 

@@ -1,8 +1,9 @@
-"""Run an exhibit of the museum: a copy of this project with one bug in it. museum/README.md explains the exhibits.
+"""Run an exhibit of the museum: a copy of this project with one bug in it. The page museum/README.md explains the
+exhibits.
 
-    python museum/run.py areal-1569         apply the bug to a copy, run it for at most 60 s, and name its report
-    python museum/run.py --tests            run each exhibit's unit test in a copy with the bug: all tests must fail
-    python museum/run.py --all 20           run every exhibit and 20 healthy runs, and write museum/results.md
+    python museum/run.py areal-1569   # put the bug into a copy, run the copy for at most 60 s, and name its report
+    python museum/run.py --tests      # run each exhibit's unit test in a copy with the bug; all tests must fail
+    python museum/run.py --all 20     # run every exhibit and 20 healthy runs, and write museum/results.md
 
 The checkout itself is never changed. A copy is a temporary folder, and the run's folder is runs/museum/NAME. If --all
 is stopped and started again, the script makes only the runs that have no report yet. To run all exhibits again, delete
@@ -21,18 +22,18 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SECONDS = 60.0  # longest time of an exhibit's run
-BUSY = 240.0  # longest time of an exhibit's run with --all: longer, because other runs may slow the exhibit down
+SECONDS = 60.0  # time limit of an exhibit's run
+BUSY = 240.0  # time limit with --all; it is longer, because other programs may slow the exhibit down
 NOTES = """
 The doctor checked each run after its end (`python -m run.doctor runs/museum/NAME`). If the column "rule" says "none",
 only the unit test finds the bug. The run of areal-1345 restarts after step 3. An exhibit had at most 240 s here instead
 of 60 s, because the cores were busy with other work. In the healthy runs the doctor was strict, so an alarm would have
 ended the run. Each alarm in the second table would be a false alarm of a rule.
 """
-RUN = re.compile(r"^python train\.py(.*)$", re.MULTILINE)  # a command in an exhibit's page
+RUN = re.compile(r"^python train\.py(.*)$", re.MULTILINE)  # a command in exhibit.md
 LEFT_OUT = shutil.ignore_patterns(".*", "runs", "__pycache__", "*.egg-info", "*.png")
 EXHIBITS = sorted(path.parent.name for path in ROOT.glob("museum/*/bug.patch"))
-HEALTHY = ("", "--config configs/maze.yaml")  # arguments of healthy runs: first those with even numbers, then odd
+HEALTHY = ("", "--config configs/maze.yaml")  # arguments of healthy runs with even and with odd numbers
 
 
 def make_copy(name: str, folder: str) -> Path:
@@ -53,7 +54,8 @@ def find_in_solution(name: str, what: str) -> str:
 
 
 def train(code: Path, words: str, trial: str, seconds: float, doctor: str = "off") -> None:
-    """Run train.py in the folder `code` for at most `seconds`. Then send Ctrl-C, so that the run writes its report."""
+    """Run train.py in the folder `code`. After `seconds`, interrupt the run (Ctrl-C), so that the run writes its
+    report."""
     fixed = [
         f"fileroot={ROOT / 'runs'}",
         "experiment_name=museum",
@@ -86,7 +88,8 @@ def show(name: str, seconds: float = SECONDS) -> Path:
 
 
 def findings(folder: Path) -> dict[str, int]:
-    """Return what `python -m run.doctor` finds in a run: for each rule, the step at which the rule fires first."""
+    """Check a run with `python -m run.doctor`. Return, for each rule that fires, the step at which the rule fires
+    first."""
     done = subprocess.run([sys.executable, "-m", "run.doctor", folder], cwd=ROOT, capture_output=True, text=True)
     return {rule: int(step) for step, rule in re.findall(r"^doctor: step (\d+), (\w+) =", done.stdout, re.MULTILINE)}
 
@@ -136,7 +139,8 @@ def describe(name: str, code: int) -> str:
 
 
 def describe_healthy(number: int) -> str:
-    """Return the table row of healthy run `number`. If this run has no report yet, first make it with doctor=strict."""
+    """Return the table row of healthy run `number`. If the run has no report yet, first make the run with
+    doctor=strict."""
     words = f"{HEALTHY[number % len(HEALTHY)]} seed={number} max_steps=12 doctor=strict".strip()
     folder = ROOT / "runs" / "museum" / f"healthy-{number}"
     if not is_made(folder):
@@ -163,7 +167,7 @@ def write_table(healthy: int) -> None:
 
 
 def main(words: list[str]) -> int:
-    """Run what the command line asks for, and return the exit code."""
+    """Execute the command line, and return the exit code."""
     (ROOT / "runs" / "museum").mkdir(parents=True, exist_ok=True)
     if words == ["--tests"]:
         codes = run_unit_tests(EXHIBITS)
