@@ -12,12 +12,11 @@ turns a tool answered, and the policy got new weights:
 Entry t of each list describes token t.
 
 In export style concat (cache.py) each leaf of the conversation tree has a row. A turn joins its parent's row only if
-the turn's prompt begins with exactly the parent's tokens. If the prompt differs, for example because the agent offers
-other tools, the turn starts a new row. If the rows of several leaves contain the same turn, only one of these rows
-trains the turn.
+the turn's prompt begins with exactly the parent's tokens. If the prompt begins with other tokens, for example because
+the agent offers other tools, the turn starts a new row. If the rows of several leaves contain the same turn, only one
+of these rows trains the turn.
 
-Every turn of a row is trained, with four exceptions. In these four cases the tokens of a turn are only context for
-other turns:
+A row trains each of its turns except in four cases, in which the turn's tokens are only context for other turns:
 - another row already trains on the turn;
 - the agent asked the proxy not to store the call, and rollout.openai.store is honour;
 - the trainer cannot reproduce how the tokens were sampled (`trains_exactly`);
@@ -46,8 +45,8 @@ def join_turns(finished: Sequence[Any]) -> list[Any]:
     leaf's row.
 
     `finished` are all finished interactions of a session, in the order of their requests. If several rows contain a
-    turn, only the first of these rows trains the turn. The attribute `parent` of a row is the row that trains the
-    parent of the row's first trained turn.
+    turn, only the first of these rows trains the turn. Let t be the first turn that a row trains. The row's attribute
+    `parent` is the row that trains the parent of t.
     """
     joined = {turn: turn.parent for turn in finished if turn.parent and turn.continues(turn.parent)}
     inner = set(joined.values())
@@ -72,10 +71,10 @@ def make_row(turns: Sequence[tuple[Any, bool]]) -> dict[str, list]:
 
     `turns` is a list of pairs (finished interaction, whether the row trains it), in the order of the conversation. The
     lists with L numbers are input_ids, attention_mask, loss_mask, logprobs (behaviour policy), versions, turn_ids,
-    turn_rewards (final reward of the token's turn), temperatures. The lists with one number are rewards (of the last
+    turn_rewards (final reward of the token's turn) and temperatures. The lists with one number are rewards (of the last
     turn), truncated (1 if the length limit ended the last turn), regenerated (number of segments generated again),
     side_conversations (1 if the last turn is a side conversation without a reward), unstored (number of turns that the
-    agent asked not to store), placeholders (number of images and files).
+    agent asked not to store) and placeholders (number of images and files).
     """
     leaf = turns[-1][0]
     last = leaf.tokens
