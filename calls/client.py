@@ -10,17 +10,17 @@
            await client.set_last_reward(reward)
        interactions = await client.export_interactions(discount=0.9, style="concat")
 
-   With `grant_capacity` and `set_last_reward` the client sends five requests to the proxy. With grant=True and `finish`
-   the client sends only two requests and saves CPU time in the trainer:
+   In this first example the client sends five requests to the proxy. In the second example the client sends only two
+   requests, which saves CPU time in the trainer:
 
        async with OpenAIProxyClient(transport, base_url, admin_key, task_id, grant=True) as client:
            reward = await agent.run(data, base_url=client.session_url, api_key=client.api_key)
            interactions = await client.finish(reward, discount=0.9, style="concat")
 
-   The session ends when the `async with` block ends, even if the block raises an exception. If the block raises an
-   exception, the client tells the proxy to forget the session. The caller gets the agent's exception even if the
-   request to forget the session fails. If the proxy refuses a request, the client raises `Refusal` with the status and
-   message of the reply. If the connection to the proxy is lost, the proxy's process has ended, so the client never
+   The session ends when the `async with` block ends, even if the block raises an exception. If the `async with` block
+   raises an exception, the client tells the proxy to forget the session. The caller gets the agent's exception even if
+   the request to forget the session fails. If the proxy refuses a request, the client raises `Refusal` with the status
+   and message of the reply. If the connection to the proxy is lost, the proxy's process has ended, so the client never
    retries a request.
 
 2. Direct approach. AReaL's documents call the direct approach a legacy pattern (page Agent Workflow, section "Direct
@@ -56,8 +56,8 @@ from run.fields import Refusal
 TIMEOUT = httpx.Timeout(600.0).as_dict()  # timeout in seconds for each phase of a request: connecting, writing, reading
 
 # `sdk_http` is the HTTP library of the installed openai SDK: httpx, or httpx2 since openai 3.0. `_library_client` is
-# the client class of this HTTP library. The name of the module of the class, such as "httpx._client", begins
-# with the library's name.
+# the client class of this HTTP library. The module of this class, such as "httpx._client", has a name that begins with
+# the library's name.
 _library_client: Any = openai.DefaultAsyncHttpxClient.__base__
 sdk_http: Any = sys.modules[_library_client.__module__.partition(".")[0]]
 
@@ -80,7 +80,7 @@ class OpenAIProxyClient:
     """The workflow's client for one session at the proxy. Several clients may share a transport.
 
     The caller must close the transport. The client passes requests directly to the httpx transport, because a request
-    through httpx's client class takes a third longer.
+    through httpx's client class takes a third more time.
     """
 
     def __init__(
@@ -133,7 +133,8 @@ class OpenAIProxyClient:
         await self._post(f"/{self.session_id}/rl/set_reward", {"reward": finite(reward)})
 
     async def export_interactions(self, discount: float = 1.0, style: str = "individual") -> dict[str, Interaction]:
-        """Return the interactions of the session with their discounted rewards. The proxy then forgets the session.
+        """Return the interactions of the session with their discounted rewards. After the export, the proxy forgets the
+        session.
 
         If an interaction's parent is not exported, the interaction's attribute `parent` is None. With the style
         "individual" every parent is exported, because this style exports every finished interaction.
@@ -183,9 +184,10 @@ class OpenAIProxyClient:
 class ArealOpenAI(openai.AsyncOpenAI):
     """An AsyncOpenAI client whose requests are answered by the proxy's code in the same process.
 
-    `engine` must have the method `async agenerate(ModelRequest)`. `options` set keys of rollout.openai and fields of
-    `proxy.Proxy`, such as `seed` and `sampling`. `cache` is the conversation tree of the client's only session. The
-    tree's methods that set rewards and export interactions are also methods of the client (cache.py).
+    `engine` must have the method `async agenerate(ModelRequest)`. `options` contains values for keys of rollout.openai
+    and for fields of `proxy.Proxy`, such as `seed` and `sampling`. `cache` is the conversation tree of the client's
+    only session. The methods of `cache` that set rewards and export interactions are also methods of the client
+    (cache.py).
     """
 
     def __init__(self, engine: Any, tokenizer: Any, task_id: str = "", **options: Any) -> None:
@@ -211,7 +213,7 @@ class ArealOpenAI(openai.AsyncOpenAI):
     with_options = copy  # type: ignore[assignment]
 
     def get_interaction(self, interaction_id: str) -> Interaction:
-        """Return the interaction of the completion or response with this id. Raises KeyError for an unknown id."""
+        """Return the interaction of the completion or response with the given id. Raises KeyError for an unknown id."""
         return self.cache[interaction_id]
 
     def export_completions(self, turn_discount: float = 1.0) -> dict[str, Interaction]:

@@ -8,34 +8,33 @@ template read messages only in a normal form, which `normalise` returns:
      "tool_calls": [{"id": "call_1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]}
     {"role": "tool", "content": "21 degrees", "tool_call_id": "call_1"}
 
-The protocols Responses and Messages split one message into several items or blocks (reasoning, text, tool calls).
-`parse_responses` and `parse_anthropic` join the items or blocks of a message into one message. Each tool result becomes
-a separate message.
+Responses and Messages split one message into items or blocks: reasoning, text and tool calls. `parse_responses` and
+`parse_anthropic` join the items or blocks into one message. Each tool result becomes a separate message.
 
 Comparison. An agent sends the whole history with every request. To find the parent of a request, the conversation tree
-(`cache.py`) compares the history with earlier requests and replies. Clients may change a reply before they send it back
-as a part of the history. For example, `content: null` becomes `""`, or the spaces in the JSON of a tool call change.
-The conversation tree compares only four fields of a message. `canonical` returns these fields:
+(`cache.py`) compares the history with earlier requests and replies. Clients may change a reply before they send it
+back. For example, `content: null` becomes `""`, or the spaces in the JSON of a tool call change. The conversation tree
+compares only four fields of a message, which the function `canonical` returns:
 
-    role            `developer` is the newer name of `system`
+    role            `developer` and `system` count as equal
     text            null, "" and an absent key count as equal; a list of text parts counts as the joined text
     tool calls      id, name and arguments, in order; arguments are compared as JSON: '{"a": 2.0}' equals '{ "a":2 }'
-    tool_call_id    only in a tool's result: the id of the tool call; some clients call this key `id`
+    tool_call_id    id of the tool call, in a tool's result; some clients call this key `id`
 
 The comparison ignores `name`, reasoning, annotations, cache markers, message ids and all unknown keys. If a client
 changes the text of an earlier message, the client's request starts a new conversation. The tokens of two equal messages
 may differ, so the prompt reuses the parent's sampled tokens.
 
 References. Some clients send an id in place of the history: `previous_response_id`, `item_reference`, or Anthropic's
-`thread`. The parser calls the function `find` with the id. `find` returns a finished interaction, whose messages
+`thread`. The function `find` returns the finished interaction that an id names, and messages of this interaction
 replace the id. Instructions in the request replace the instructions in the history. If a request continues a thread and
 has no tools, the parser uses the tools of the parent. `previous_response_id` and `thread` name the parent of the
 request, even if the parent has other instructions or other tools.
 
-Images and files. The model reads only text, so the parser replaces every image or file with the text PLACEHOLDER. The
-parser also does this in tool results. The metric `placeholders` counts the replaced images and files.
+Images and files. The model reads only text. In messages and tool results, the parser replaces every image or file with
+the text PLACEHOLDER. The metric `placeholders` counts the replaced images and files.
 
-Parameters. If a parameter can change the answer, the parser uses the parameter or raises a `Refusal` with its name.
+Parameters. If a parameter can change the answer, the parser uses the parameter or raises a `Refusal` that names it.
 `NEUTRAL` lists the unsupported parameters. An unsupported parameter is accepted only if its value has no effect. The
 parser ignores unknown keys, such as `user` and `metadata`. The parser also ignores hints that a model need not follow:
 `thinking`, `strict` and `parallel_tool_calls`. The chat template receives the reasoning effort as a variable.
@@ -90,7 +89,7 @@ NUMBERS: dict[str, tuple[type, float, float]] = {  # type, minimum and maximum o
 class AgentRequest:
     """One request of an agent, in a form that does not depend on the protocol."""
 
-    messages: list[Message]  # the whole conversation in normal form, with the messages that the client sent as ids
+    messages: list[Message]  # the whole conversation in normal form, with messages in place of their ids
     model: str = "default"
     sampling: Json = field(default_factory=dict)  # the fields of GenerationHyperparameters that the agent set
     tools: list[Json] = field(default_factory=list)  # the client's functions, in the form of chat completions
@@ -143,7 +142,7 @@ def normalise(raw: Any, where: str = "message") -> Message:
 def canonical(message: Message) -> tuple:
     """Return the four fields of a message that the conversation tree compares, as a hashable tuple.
 
-    The conversation tree calls `canonical` for every message of every request. To save time, the function does not
+    The conversation tree calls `canonical` for every message of every request. To save time, `canonical` does not
     normalise a message that is already in normal form. Raises Refusal if the role, text or tool calls are not valid.
     """
     calls = message.get("tool_calls") or ()
@@ -168,11 +167,11 @@ def _tool_call(raw: Any, where: str) -> Json:
         raise Refusal(f"{where}: a call has an id and the name of a function, both strings")
     if arguments is None or arguments == "":
         arguments = "{}"
-    elif not isinstance(arguments, str):  # an object becomes text, so that `read_json` turns 2.0 into 2 in it
+    elif not isinstance(arguments, str):  # an object becomes text, because `read_json` must turn 2.0 into 2
         arguments = write_json(arguments, where)
     with contextlib.suppress(ValueError):  # a model may write arguments that are not JSON
-        # A list of tool calls adds 3 levels of nesting around the arguments. The fourth level is a margin, because
-        # `write_json` may miscount the levels by one.
+        # The arguments may have 4 levels less than a message: 3 levels for the list of tool calls, and 1 level because
+        # `write_json` may miscount by one.
         arguments = read_json(arguments, LEVELS - 4)
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
@@ -266,9 +265,9 @@ def _conversation(name: str, new: list[Message], system: str = "", parent: Any =
 def _shared(body: Json, tools: list[Json], form: Json, effort: str | None, most_answers: int = 1) -> Json:
     """Return those fields of an AgentRequest that are read in the same way in all protocols.
 
-    `form` is the requested structured output, and `effort` is the reasoning effort. The caller reads these two
-    parameters, because their keys differ between protocols. Raises Refusal for a parameter that is not valid or not
-    supported.
+    `form` is the requested structured output, and `effort` is the reasoning effort. The caller reads `form` and
+    `effort` from the body, because their keys differ between protocols. Raises Refusal for a parameter that is not
+    valid or not supported.
     """
     for name, neutral in NEUTRAL.items():
         value = body.get(name)
@@ -403,8 +402,8 @@ def _item(raw: Json, where: str, find: Find) -> Message:
 def _join_items(pieces: list[Message]) -> list[Message]:
     """Join the items of each reply (reasoning, then text, then tool calls) into one message.
 
-    An assistant's item is joined to the preceding assistant's items in two cases: the item contains only tool calls, or
-    the preceding items contain only reasoning.
+    An assistant's item is joined to the assistant's items directly before it in two cases: the item contains only tool
+    calls, or the items before it contain only reasoning.
     """
     messages: list[Message] = []
     for piece in pieces:

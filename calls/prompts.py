@@ -15,17 +15,17 @@ template of Qwen, for example, the three parts of a prompt are:
     tail               \n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n
 
 The template writes <|im_end|> after SENTINEL, because <|im_end|> closes an assistant's turn. If the model has already
-sampled <|im_end|>, as in the example, `PromptBuilder` removes it from the tail. If a length limit cut the answer,
-<|im_end|> stays in the tail and is not trained.
+sampled <|im_end|>, as in the example, `PromptBuilder` removes <|im_end|> from the tail. If a length limit cut the
+answer, <|im_end|> stays in the tail and is not trained.
 
 Many templates change earlier messages. For example, some templates remove reasoning or blanks from earlier turns. A
 prompt that begins with the parent's tokens keeps every answer exactly as the model wrote it. If each prompt begins with
-the parent's tokens, training can use a whole conversation as one sequence. A prompt with the parent's tokens is correct
-only if the tail depends on the new messages alone. To test a template, the constructor of `PromptBuilder` renders one
-message after a short and after a longer history. If the two tails differ, `PromptBuilder` renders the whole
-conversation for every prompt. The option chat_template_type "hf" has the same effect. If the template raises an error
-for the stub of one turn, the whole conversation is rendered for this turn. If a turn's prompt does not begin with the
-parent's tokens, an export in style concat starts a new row at this turn.
+the parent's tokens, training can use a whole conversation as one sequence. A prompt that begins with the parent's
+tokens is correct only if the tail depends on the new messages alone. To test a template, the constructor of
+`PromptBuilder` renders one message after a short and after a longer history. If the tail depends on the history, or if
+chat_template_type is "hf", `PromptBuilder` renders the whole conversation for every prompt. If the template raises an
+error for the stub of one turn, the whole conversation is rendered for this turn. If a turn's prompt does not begin with
+the parent's tokens, an export in style concat starts a new row at this turn.
 
 Text. `TextReader.read` returns only text that no later token can change. The reader holds back incomplete characters
 and text that may be the beginning of a stop string. The text of a token may depend on the tokens before it, because
@@ -60,7 +60,7 @@ STUB: list[Message] = [{"role": "user", "content": "x"}, {"role": "assistant", "
 REFUSES = (TemplateError, LookupError, TypeError, ValueError, RecursionError)  # errors that templates raise
 PART = 2**16  # a text much longer than the context is tokenised in parts of this many characters
 INCOMPLETE = 3  # an incomplete character has at most 3 bytes, 3 tokens and 3 characters U+FFFD
-WITHOUT_TEXT = 16  # more than 16 tokens that have no text are special tokens, so they can be settled
+WITHOUT_TEXT = 16  # if more than 16 pending tokens have no text, they count as special tokens
 
 
 class PromptBuilder:
@@ -169,7 +169,7 @@ class TextReader:
         tokens      a  b  c | d  e  f | g  h
                       context         ^ settled
 
-    The text of the tokens before `settled` can no longer change. The tokens from `settled` on are pending. Tokens
+    The text of the tokens before the position `settled` can no longer change. All later tokens are pending. Tokens
     become settled in blocks. The reader's context is the last block of settled tokens that has a text. Every `read`
     decodes the context and the pending tokens together. The decoder writes U+FFFD for the bytes of an incomplete
     character.
@@ -255,7 +255,7 @@ def mend_byte_tokens(tokenizer: Any, tokens: list[int]) -> list[int]:
     """Replace every byte token that is not valid UTF-8 with the byte tokens of U+FFFD.
 
     Some tokenizers have a token for each byte, like <0x0A>. The decoder of such a tokenizer reads consecutive byte
-    tokens as one text. A single invalid byte would make the text of all these byte tokens unreadable.
+    tokens as one text. A single invalid byte would make the text of all consecutive byte tokens unreadable.
     """
     pieces: list[str] = []
     known = filter(None, tokenizer.convert_ids_to_tokens(tokens))

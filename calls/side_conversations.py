@@ -17,8 +17,8 @@ A suspect is a side conversation if condition 3 also holds:
 The rule does not depend on the order of the calls, so a title request may come before, between or after the agent's
 calls. Two kinds of calls resemble a title request, but are not side conversations. First, an agent may offer no tools
 in its final call. The final call has the same first message as the agent's earlier calls, so condition 3 does not hold.
-Second, a session may contain another agent that makes only one call. The prompt of a call that does the task does not
-request a title, so condition 1 does not hold.
+Second, a session may contain another agent that makes only one call. The prompt of the other agent describes a task and
+requests no title, so condition 1 does not hold.
 
 The configuration key rollout.openai.side_conversations contains the patterns, which are regular expressions. The
 patterns match both upper and lower case. If the list of patterns is empty, the rule is off. If the title requests of a

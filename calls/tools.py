@@ -21,8 +21,8 @@ Streams. `certain` returns the part of an unfinished text that no continuation c
 With every new token the certain part stays unchanged or grows. The certain part is always the beginning of the text
 that `parse` returns for the whole answer. A stream sends the calls when the answer is complete.
 
-Reasoning. Some chat templates end the prompt with <think>. `begun` returns <think> for such a prompt, and the caller
-must put <think> before the model's text.
+Reasoning. Some chat templates end the prompt with <think>. If the prompt ends with <think>, `begun` returns <think>,
+and the caller must put <think> before the model's text.
 
 Forced calls. If tool_choice demands a call, `opening` returns the first words of a call. The prompt ends with the first
 words of the call, so these words are not trained. The caller must also put the result of `opening` before the model's
@@ -76,8 +76,9 @@ class Parsed:
 def without_partial(text: str, marks: list[str], certain: int = 0) -> str:
     """Return `text` without an incomplete mark at its end: if "<tool>" is a mark, "1 <to" becomes "1 ".
 
-    The search for an incomplete mark begins after the first `certain` characters. If a text grows, the caller passes
-    the length of the previous result as `certain`. The argument saves time and does not change the result.
+    The search for an incomplete mark begins after the first `certain` characters. If a caller's text grows, the caller
+    passes the length of the previous result as `certain`. The argument `certain` saves time and does not change the
+    result.
     """
     longest = max(map(len, marks), default=1)
     for begin in range(max(certain, len(text) - longest + 1), len(text)):
@@ -103,8 +104,8 @@ def split_calls(text: str, tools: Tools) -> tuple[str, list[Call]]:
     calls: list[Call] = []
     piece_begin = 0  # index at which the next piece of text begins
 
-    # The search ends at the last </tool_call>, because no call ends after the last </tool_call>. Without this limit,
-    # the search would scan the rest of the text for each <tool_call> without an end mark.
+    # The search ends at the last </tool_call>, because no call ends after the last </tool_call>. A search without this
+    # limit would scan the rest of the text for each <tool_call> without an end mark.
     last = text.rfind(END_OF_CALL) + len(END_OF_CALL)
     for pair in PAIR.finditer(text, 0, last):
         call = read_call(pair[1], names)
@@ -148,8 +149,8 @@ class OutputParser:
             self._prompt = tokenizer.apply_chat_template(talk, add_generation_prompt=True, tokenize=False)
 
     def foreign(self, tools: Tools) -> bool:
-        """Return whether the model's text has a form other than the default form of Qwen and Hermes. The other forms
-        need special tokens."""
+        """Return whether the model's text has a form other than the default form of Qwen and Hermes. A text in another
+        form must contain the special tokens."""
         return self.special_tokens or (self._sglang is not None and bool(tools))
 
     def parse(self, text: str, tools: Tools) -> Parsed:

@@ -25,9 +25,8 @@ has already streamed stay in the tree, because the client has read them. A repla
 later turn continues its conversation.
 
 Retries. A client repeats a request if the connection times out or the reply has a 5xx status. The SDKs of OpenAI and
-Anthropic mark a repeated request with the header x-stainless-retry-count. `match_retry` compares a request with the
-earlier turns of its session. The bodies of two requests are the same if they agree byte for byte. `match_retry` applies
-the first rule that fits the request:
+Anthropic mark a repeated request with the header x-stainless-retry-count. `match_retry` compares the body of a request,
+byte for byte, with the bodies of the session's earlier turns. The first rule that fits the request applies:
 
     1. If a turn with the same body is unread, failed or abandoned, the request is a retry of this turn.
     2. If the header marks a retry, the request is a retry of a running turn with the same body. If no turn with the

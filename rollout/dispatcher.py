@@ -1,35 +1,33 @@
 """The dispatcher decides which prompt group starts next, and which groups form the next batch.
 
 A training step needs B finished prompt groups, and an episode takes seconds to minutes. BatchTaskDispatcher keeps as
-many groups running as the staleness gate allows. BatchTaskDispatcher returns finished groups in order of start or in
-order of finish.
+many groups running as the staleness gate allows.
 
 **Three parts.**
 - DispatchState makes all decisions. DispatchState records which tasks are pending, running and finished. DispatchState
-  has one method for each event, such as `finish` for the end of a task. Its method `start` returns the tasks that must
-  start. DispatchState has no thread and no clock.
+  has one method for each event, such as `finish` for the end of a task. `DispatchState.start` returns the tasks that
+  must start. DispatchState has no thread and no clock.
 - BatchTaskDispatcher calls the methods of DispatchState while it holds the lock, and carries out the decisions.
-- AsyncTaskRunner (runner.py) has the thread, the event loop and the lock. Callers wait in its method `wait_for`.
+- AsyncTaskRunner (runner.py) has the thread, the event loop and the lock. Callers wait in `AsyncTaskRunner.wait_for`.
 
 **Producer and consumer.** In the write-up (docs/companion.md) the producer and the consumer are threads that poll. In
-this module, the methods `_produce` and `_consume` replace the two threads. `_produce` starts the tasks that the gate
+this module, the methods `_produce` and `_consume` replace the threads. `_produce` starts the tasks that the gate
 admits. `_consume` records the result of a task. The dispatcher calls `_produce` at every event that may open the gate:
-a caller submits a task, a task ends, or the trainer sets a new version. A pending task therefore starts as soon as the
-gate admits it.
+a caller submits a task, a task ends, or the trainer sets a new version.
 
-**Which groups form a batch.** With rollout.stale=wait, a batch has the B unconsumed groups that started first. A slow
-group delays its batch, and faster groups wait for the slow group. With rollout.stale=mask or drop, a batch has the B
-unconsumed groups that finished first. With rollout.stale=mask, take() masks the tokens that are too old. With
-rollout.stale=drop, take() drops the groups that are too old. With all three settings, no trained token is more than
+**Which groups form a batch.** With rollout.stale=wait, a batch has the B unconsumed groups that started first. In order
+of start, a slow group delays its batch. With rollout.stale=mask or drop, a batch has the B unconsumed groups that
+finished first. With rollout.stale=mask, take() masks the tokens that are too old. With rollout.stale=drop, take() drops
+the groups that are too old. With all three values of rollout.stale, no trained token is more than
 max_head_offpolicyness versions old. The proof of this age bound is in staleness.py, and take() checks the age of each
 group. When a group is rejected, its place at the gate becomes free, and active_submit_and_wait draws a new task.
 
 **Failure.** A task that returns None is rejected. A task that raises an exception is rejected and also counted as
 failed. The run stops if max_failures tasks in a row raise an exception. The run also stops if a caller calls fail(),
-for example because a server died. An exception in the dispatcher's own code stops the run, too. After a stop, all calls
-that submit tasks, wait for results or read `in_flight` raise RuntimeError. The cause of this RuntimeError is the first
-exception. Other methods, such as pause, still work after a stop. If max_failures tasks in a row are rejected without an
-exception, the run continues and the dispatcher logs a warning.
+for example because a server ended, or if the dispatcher's own code raises an exception. After a stop, calls that submit
+tasks, wait for results or read `in_flight` raise RuntimeError from the first exception. Other methods, such as pause,
+still work after a stop. If max_failures tasks in a row are rejected without an exception, the run continues and the
+dispatcher logs a warning.
 
 **Locks.** The runner's lock, which is re-entrant, guards the dispatcher's state.
 - The dispatcher holds the lock while it calls get_version(), head_version and trace, so these functions must return
@@ -95,7 +93,7 @@ class DispatchState(Generic[TInput, TResult]):
 
     # Mutable state of the dispatcher:
     pending: OrderedDict[int, TInput] = field(default_factory=OrderedDict)  # submitted tasks that have not started
-    order: OrderedDict[int, TResult | None] = field(default_factory=OrderedDict)  # id -> result; None: still running
+    order: OrderedDict[int, TResult | None] = field(default_factory=OrderedDict)  # task id -> result, None if running
     rejected: deque[int] = field(default_factory=lambda: deque(maxlen=10_000))  # ids of rejected tasks
     paused: bool = False
     failure: tuple[str, BaseException] | None = None  # message and cause of the stop; None while the run goes on
@@ -130,8 +128,8 @@ class DispatchState(Generic[TInput, TResult]):
     def next_groups(self, count: int) -> dict[int, TResult]:
         """Return the `count` groups to consume next as {task id: result}, or {} if one of them is not finished.
 
-        With stale=wait, these are the groups that started first. With stale=mask or drop, these are the groups that
-        finished first.
+        With stale=wait, the next groups are the groups that started first. With stale=mask or drop, the next groups are
+        the groups that finished first.
         """
         finished = [(task_id, data) for task_id, data in self.order.items() if data is not None]
         turn = islice(self.order.items(), count) if self.stale == "wait" else finished[:count]
@@ -171,7 +169,7 @@ class DispatchState(Generic[TInput, TResult]):
         if result.data is not None:
             self.order[task_id] = result.data
             if self.stale != "wait":
-                self.order.move_to_end(task_id)  # `order` then has the finished groups in order of finish
+                self.order.move_to_end(task_id)  # keeps the finished groups in order of finish
             self.manager.on_rollout_accepted()
             self.trace("accept", task_id)
         else:
@@ -275,7 +273,7 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
     def wait_results(self, count: int, timeout: float | None = None) -> list[TResult]:
         """Wait for the next `count` results, and return them in order (DispatchState.next_groups).
 
-        Raises TimeoutError after `timeout` seconds (None: wait for ever). Raises StalenessError if a result is too old
+        Raises TimeoutError after `timeout` seconds; None means no limit. Raises StalenessError if a result is too old
         (DispatchState.take). If the call raises an exception, it consumes no result.
         """
         if count < 1:
@@ -386,7 +384,7 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
     # ---- waiting
 
     def _top_up(self, task_generator: Iterator[TInput]) -> None:
-        """Submit tasks from the generator until enough tasks are pending for the time between two batches.
+        """Submit tasks from the generator, so that up to (eta + 1) * B tasks are pending.
 
         The number of tasks is computed before the loop. A loop that counts the pending tasks in each pass might never
         end, because pending tasks can start during the loop. The method does not hold the lock, because the generator

@@ -153,9 +153,9 @@ class WorkflowExecutor:
     engine: Any
     config: RolloutConfig
     tokenizer: Any = None  # decodes tokens for dumps, and is passed to workflow classes that accept a tokenizer
-    gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)  # with the run's seed
+    gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)  # includes the run's seed
     proxy: ProxyAddress | None = None  # needed for agents
-    dump_dir: Path | None = None  # the run's folder, for dumps; None for no dumps
+    dump_dir: Path | None = None  # the run's folder for dumps; None means no dumps
     trace: Callable[..., None] = untraced  # called with (event, task_id); the event "reward" has more arguments
     keep: Callable[[int, Trajectory], None] | None = None  # called in a thread before a group counts as accepted
     hold_failures: float = 0.0  # seconds that a task waits after its exception before it counts as failed
@@ -215,7 +215,7 @@ class WorkflowExecutor:
     def wait(self, count: int, timeout: float | None = None) -> Trajectory:
         """Return the next `count` accepted groups as one batch.
 
-        Raises TimeoutError after `timeout` seconds (None: wait for ever).
+        Raises TimeoutError after `timeout` seconds; None means no limit.
         """
         return concat_padded_tensors(self.dispatcher.wait_results(count, timeout))
 
@@ -246,8 +246,8 @@ class WorkflowExecutor:
     def prepare_batch(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the next training batch, or None if a server was restarted (`until_restart`).
 
-        The batch has dataloader.batch_size groups. The arguments after `dataloader` are passed to `make_tasks`. Raises ValueError if the dataloader's batch
-        size is not the gate's consumer_batch_size.
+        The batch has dataloader.batch_size groups. All arguments after `dataloader` are passed to `make_tasks`. Raises
+        ValueError if the dataloader's batch size is not the gate's consumer_batch_size.
         """
         size, gate_size = dataloader.batch_size, self.staleness_manager.consumer_batch_size
         if size != gate_size:
@@ -312,10 +312,10 @@ class WorkflowExecutor:
         """Return a task for each sample. All tasks share one workflow object.
 
         `workflow` and `workflow_kwargs` describe the workflow or agent, in any form that `resolve_workflow`
-        (workflow.py) accepts. `should_accept_fn` is a function of a group, or its import path. If it returns False, the
-        group is rejected. `group_size` is the number of episodes of each sample, by default rollout.group_size or, if
-        rollout.group_size is not set, gconfig.n_samples. If `is_eval` is true, the episodes are named, counted and
-        dumped as an evaluation.
+        (workflow.py) accepts. `should_accept_fn` is a function of a group, or its import path. If `should_accept_fn`
+        returns False, the group is rejected. `group_size` is the number of episodes of each sample. The default is
+        rollout.group_size or, if this key is not set, gconfig.n_samples. If `is_eval` is true, the episodes are named,
+        counted and dumped as an evaluation.
         """
         n_samples = self.gconfig.n_samples
         group_size = group_size or self.config.group_size or n_samples
@@ -413,8 +413,8 @@ class WorkflowExecutor:
         meanwhile.
 
         If the proxy or a server dies, every running episode fails at once. The wait gives the watcher of the processes
-        time to stop the run. Without the wait, the samples of all running episodes would count as failed, and new
-        samples would replace these samples.
+        time to stop the run. Without the wait, all running samples would count as failed, and new samples would replace
+        them.
         """
         await asyncio.sleep(self.hold_failures)
         self.dispatcher.check_alive()

@@ -7,7 +7,8 @@ record. The second call of a conversation has, for example, these fields:
     messages              user: 2 + 2?   assistant: 4   user: double it
     output_message_list   assistant: 8
     model_response        prompt tokens, output tokens, and the log-probability and the version of each output token
-    parent, turn          the first call, 1
+    parent                the first call
+    turn                  1
 """
 
 from dataclasses import dataclass, field

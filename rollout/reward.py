@@ -1,7 +1,6 @@
 """Check the rewards of agents, and run a reward function without delaying other episodes.
 
-`parse_rewards` checks the rewards that an agent returned. `AsyncRewardWrapper` runs the reward function of a workflow
-that is not an agent.
+`parse_rewards` checks the rewards that an agent returned. `AsyncRewardWrapper` runs the reward function of a workflow.
 
 All episodes of a run share one event loop. If a function computes for one second in the event loop, no agent can
 continue during this second. AsyncRewardWrapper therefore runs a plain function in a worker process (workers.py) and

@@ -1,8 +1,8 @@
 """make_row makes one row for training from the turns of one conversation, and join_turns chooses the turns of each row.
 
-The prompt of a conversation's last turn contains the tokens of all earlier turns, so the last turn's prompt and output
-are the whole row. The row marks which tokens each turn generated. Example: a conversation has two turns. Between the
-turns a tool answered, and the policy got new weights:
+The prompt of a conversation's last turn contains the tokens of all earlier turns. The prompt and the output of the last
+turn are therefore the whole row. The row marks which tokens each turn generated. Example: a conversation has two turns.
+Between the two turns a tool answered, and the policy got new weights:
 
     tokens       p  p  p  a  a  t  t  b  b  b       p: first prompt, a: output of turn 0, t: tool, b: output of turn 1
     loss_mask    0  0  0  1  1  0  0  1  1  1
@@ -45,7 +45,7 @@ def join_turns(finished: Sequence[Any]) -> list[Any]:
     leaf's row.
 
     `finished` are all finished interactions of a session, in the order of their requests. If several rows contain a
-    turn, only the first of these rows trains the turn. Let t be the first turn that a row trains. The row's attribute
+    turn, only the first of these rows trains the turn. If t is the first turn that a row trains, the row's attribute
     `parent` is the row that trains the parent of t.
     """
     joined = {turn: turn.parent for turn in finished if turn.parent and turn.continues(turn.parent)}
@@ -111,7 +111,7 @@ def make_row(turns: Sequence[tuple[Any, bool]]) -> dict[str, list]:
 
 def row_to_tensors(row: dict[str, list]) -> dict[str, Any]:
     """Return a row as tensors of shape (1, L) or (1,), with the dtypes of trajectory.py."""
-    import torch  # imported only here, so that the proxy, which imports this module, starts faster
+    import torch  # imported only here, because the import is slow
 
     from rollout.trajectory import ROW_KEYS, TOKEN_KEYS
 

@@ -46,7 +46,7 @@ class TaskQueueFullError(RuntimeError):
 
 
 class TimedResult(NamedTuple, Generic[T]):
-    """How a task ended: the returned data (None: rejected), or the raised exception."""
+    """How a task ended: with the returned data (None: rejected), or with the raised exception."""
 
     task_id: int
     create_time: int  # time.monotonic_ns() when the coroutine started
@@ -62,7 +62,7 @@ def own_frames(stack: traceback.StackSummary) -> list[traceback.FrameSummary]:
 class AsyncTaskRunner:
     """Runs at most max_queue_size coroutines at once, on one event loop in one daemon thread.
 
-    When a task ends, the runner takes `lock`, calls on_done with the TimedResult, and wakes every `wait_for`.
+    When a task ends, the runner takes `lock`, calls on_done with the TimedResult, and wakes all threads in `wait_for`.
     """
 
     def __init__(self, max_queue_size: int):

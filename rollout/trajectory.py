@@ -133,8 +133,10 @@ def check_trajectory_format(traj: Any, expected_keys: frozenset[str] | None = No
 
 
 def number_turns(loss_mask: Tensor) -> Tensor:
-    """Number the runs of consecutive ones in each row, beginning with 0. Return for each position (B, L) the number of
-    its run, or -1 at a zero."""
+    """Number the sequences of consecutive ones in each row, beginning with 0.
+
+    Return for each position (B, L) the number of its sequence, or -1 at a zero.
+    """
     trained = loss_mask > 0  # (B, L)
     starts = trained.clone()
     starts[:, 1:] &= ~trained[:, :-1]

@@ -1,7 +1,7 @@
 """A worker runs the user's code in a separate process, so that the trainer can kill this code.
 
-Reward functions and agents in mode subproc are the user's code. This code may compute for a long time, hang, or crash.
-All episodes of a run share one event loop, which must not be blocked by the user's code. The event loop therefore sends
+Reward functions and agents in mode subproc are the user's code. The user's code may compute for a long time, hang, or
+crash. All episodes of a run share one event loop, and the user's code must not block it. The event loop therefore sends
 a call of the user's code to a worker, and awaits the result.
 
     pool = WorkerPool(4)                        at most four calls at once; later calls wait in order
@@ -15,11 +15,11 @@ worker crashes, only the call that ran in this worker fails.
 **How a worker ends.** A worker is a pair of processes, a guard and its child. The user's code runs in the child. A
 socket connects the pair with the trainer. The guard waits for one of three events: the user's process ends, the trainer
 closes the socket, or the trainer ends (even by kill -9). The guard then kills the user's process and all descendants of
-this process. On Linux the guard is the subreaper of the descendants: if a descendant's parent dies, the guard becomes
-the new parent. The guard therefore also kills a descendant with a process session of its own (`setsid`). Processes that
-the user's code starts do not inherit the socket. When the guard and its child have ended, the socket closes, and the
-trainer detects this at once. The signal of Ctrl-C reaches only the trainer, because each worker has a process group of
-its own.
+this process. On Linux the guard is the subreaper of all its descendants: if a descendant's parent ends, the guard
+becomes the new parent. The guard therefore also kills a descendant with a process session of its own (`setsid`).
+Processes that the user's code starts do not inherit the socket. When the guard and its child have ended, the socket
+closes, and the trainer detects this at once. The signal of Ctrl-C reaches only the trainer, because each worker has a
+process group of its own.
 
 **Messages.** A call goes through the socket as a pickle. The pickle contains the function's name and not its code, so
 the worker imports the function's module. The worker does not import the main script, because the script would import
@@ -190,7 +190,7 @@ class WorkerPool:
 
     @asynccontextmanager
     async def worker(self) -> AsyncIterator[Worker]:
-        """Wait for a free worker and lend it to the `with` block."""
+        """Wait for a free worker and yield it to the `with` block."""
         async with self._places:
             worker = self._idle.pop() if self._idle else await Worker.start(self._prefix)
             if not worker.free:  # the worker's process ended while it was idle
@@ -276,7 +276,7 @@ def serve(fd: int) -> None:
 
 
 def outcome_of(payload: bytes) -> bytes:
-    """Run a pickled call. Return its outcome as JSON, because a pickle could run code in the parent."""
+    """Run a pickled call. Return its outcome as JSON, because a pickle could run code in the trainer."""
     try:
         function, args, kwargs = pickle.loads(payload)
         return json.dumps({"value": function(*args, **kwargs)}, default=lambda scalar: scalar.item()).encode()
@@ -286,7 +286,7 @@ def outcome_of(payload: bytes) -> bytes:
 
 
 # `_runner()` returns the Runner of this worker's only event loop. The loop is never closed, because closing it would
-# wait for tasks of the agent that ignore their cancellation. When the worker's process ends, these tasks end too.
+# wait for tasks of the agent that ignore their cancellation. The end of the worker's process ends all its tasks.
 _runner = functools.cache(asyncio.Runner)
 
 
@@ -302,7 +302,7 @@ async def _alone(episode: Coroutine[Any, Any, Any]) -> Any:
 def run_agent(agent: Any, data: dict[str, Any], base_url: str, api_key: str, ours: bool = True) -> Any:
     """Run `agent.run` in a worker, with the session's URL and key in the environment. Return the rewards.
 
-    If `ours` is true, the host of base_url belongs to this run. Requests to this host then bypass any HTTP proxy that
+    If `ours` is true, the host of base_url belongs to this run, and requests to this host bypass any HTTP proxy that
     environment variables set.
     """
     hosts = {*os.environ.get("NO_PROXY", "").split(","), urlsplit(base_url).hostname if ours else None}
