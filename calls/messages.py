@@ -170,8 +170,8 @@ def _tool_call(raw: Any, where: str) -> Json:
     elif not isinstance(arguments, str):  # an object becomes text, because `read_json` must turn 2.0 into 2
         arguments = write_json(arguments, where)
     with contextlib.suppress(ValueError):  # a model may write arguments that are not JSON
-        # The arguments may have 4 levels less than a message: 3 levels for the list of tool calls, and 1 level because
-        # `write_json` may miscount by one.
+        # The arguments must have 4 levels of nesting fewer than a message. The list of tool calls adds 3 levels, and
+        # `write_json` may miscount by one level.
         arguments = read_json(arguments, LEVELS - 4)
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 

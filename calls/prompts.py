@@ -58,7 +58,7 @@ from calls.tools import without_partial
 SENTINEL = "\u27e6the assistant's text\u27e7"
 STUB: list[Message] = [{"role": "user", "content": "x"}, {"role": "assistant", "content": SENTINEL}]
 REFUSES = (TemplateError, LookupError, TypeError, ValueError, RecursionError)  # errors that templates raise
-PART = 2**16  # a text much longer than the context is tokenised in parts of this many characters
+PART = 2**16  # number of characters in each part of a text that is much longer than the context
 INCOMPLETE = 3  # an incomplete character has at most 3 bytes, 3 tokens and 3 characters U+FFFD
 WITHOUT_TEXT = 16  # if more than 16 pending tokens have no text, they count as special tokens
 

@@ -104,8 +104,8 @@ def split_calls(text: str, tools: Tools) -> tuple[str, list[Call]]:
     calls: list[Call] = []
     piece_begin = 0  # index at which the next piece of text begins
 
-    # The search ends at the last </tool_call>, because no call ends after the last </tool_call>. A search without this
-    # limit would scan the rest of the text for each <tool_call> without an end mark.
+    # The search ends at the last </tool_call>, because no call ends after the last </tool_call>. A search of the whole
+    # text would scan the rest of the text for each <tool_call> without an end mark.
     last = text.rfind(END_OF_CALL) + len(END_OF_CALL)
     for pair in PAIR.finditer(text, 0, last):
         call = read_call(pair[1], names)

@@ -79,7 +79,7 @@ class Turn:
         for name in self.ids:
             interaction = Interaction(ask.messages, name, ask.template_key, store, ask.tools, parent=ask.parent)
             self.parent = session.cache.enter(name, interaction).parent  # all answers of a turn have the same parent
-        self.ask = dataclasses.replace(ask, messages=[])  # the messages are stored in the tree
+        self.ask = dataclasses.replace(ask, messages=[])  # the tree stores the messages
 
         # Attributes that change after the constructor:
         self.state = State.RUNNING

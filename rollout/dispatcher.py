@@ -3,12 +3,11 @@
 A training step needs B finished prompt groups, and an episode takes seconds to minutes. BatchTaskDispatcher keeps as
 many groups running as the staleness gate allows.
 
-**Three parts.**
-- DispatchState makes all decisions. DispatchState records which tasks are pending, running and finished. DispatchState
-  has one method for each event, such as `finish` for the end of a task. `DispatchState.start` returns the tasks that
-  must start. DispatchState has no thread and no clock.
-- BatchTaskDispatcher calls the methods of DispatchState while it holds the lock, and carries out the decisions.
-- AsyncTaskRunner (runner.py) has the thread, the event loop and the lock. Callers wait in `AsyncTaskRunner.wait_for`.
+**Three parts.** DispatchState makes all decisions. DispatchState records which tasks are pending, running and finished.
+DispatchState has one method for each event, such as `finish` for the end of a task. `DispatchState.start` returns the
+tasks that must start. DispatchState has no thread and no clock. BatchTaskDispatcher calls the methods of DispatchState
+while it holds the lock, and carries out the decisions. AsyncTaskRunner (runner.py) has the thread, the event loop and
+the lock. Callers wait in `AsyncTaskRunner.wait_for`.
 
 **Producer and consumer.** In the write-up (docs/companion.md) the producer and the consumer are threads that poll. In
 this module, the methods `_produce` and `_consume` replace the threads. `_produce` starts the tasks that the gate
@@ -29,12 +28,10 @@ tasks, wait for results or read `in_flight` raise RuntimeError from the first ex
 still work after a stop. If max_failures tasks in a row are rejected without an exception, the run continues and the
 dispatcher logs a warning.
 
-**Locks.** The runner's lock, which is re-entrant, guards the dispatcher's state.
-- The dispatcher holds the lock while it calls get_version(), head_version and trace, so these functions must return
-  quickly.
-- Episodes and the task generator run without the lock.
-- If get_version() takes a lock of its own, a thread that holds this second lock must not call the dispatcher, because
-  two threads could deadlock.
+**Locks.** The runner's lock, which is re-entrant, guards the dispatcher's state. The dispatcher holds the lock while it
+calls get_version(), head_version and trace, so these functions must return quickly. Episodes and the task generator run
+without the lock. If get_version() takes a lock of its own, a thread that holds this second lock must not call the
+dispatcher, because two threads could deadlock.
 
 **What is not promised.** The age bound holds only if each batch has consumer_batch_size groups. Groups that
 wait_for_task returns belong to no batch, and the dispatcher does not check their age.

@@ -17,10 +17,11 @@ the agent offers other tools, the turn starts a new row. If the rows of several 
 of these rows trains the turn.
 
 A row trains each of its turns except in four cases, in which the turn's tokens are only context for other turns:
-- another row already trains on the turn;
-- the agent asked the proxy not to store the call, and rollout.openai.store is honour;
-- the trainer cannot reproduce how the tokens were sampled (`trains_exactly`);
-- the turn is a side conversation (calls/side_conversations.py).
+
+    1. Another row already trains on the turn.
+    2. The agent asked the proxy not to store the call, and rollout.openai.store is honour.
+    3. The trainer cannot reproduce how the tokens were sampled (`trains_exactly`).
+    4. The turn is a side conversation without a reward (calls/side_conversations.py).
 """
 
 import copy
@@ -70,11 +71,8 @@ def make_row(turns: Sequence[tuple[Any, bool]]) -> dict[str, list]:
     """Return the row of a conversation as a dict of lists. Each list has L numbers (one per token) or a single number.
 
     `turns` is a list of pairs (finished interaction, whether the row trains it), in the order of the conversation. The
-    lists with L numbers are input_ids, attention_mask, loss_mask, logprobs (behaviour policy), versions, turn_ids,
-    turn_rewards (final reward of the token's turn) and temperatures. The lists with one number are rewards (of the last
-    turn), truncated (1 if the length limit ended the last turn), regenerated (number of segments generated again),
-    side_conversations (1 if the last turn is a side conversation without a reward), unstored (number of turns that the
-    agent asked not to store) and placeholders (number of images and files).
+    table in rollout/trajectory.py explains the keys. A key of shape [B, L] has a list of L numbers, and a key of shape
+    [B] has a list of one number. The dict lacks the keys masked, parents, group_ids and task_ids.
     """
     leaf = turns[-1][0]
     last = leaf.tokens

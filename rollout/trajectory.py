@@ -11,7 +11,7 @@ shifted by one position. In a trajectory, no tensor is shifted.
 | loss_mask | int32 [B, L] | 1 = train on this token | 0 |
 | logprobs | float32 [B, L] | log pi_behav of the token; 0 for a token that the policy did not sample | 0 |
 | versions | int32 [B, L] | policy version that computed the token; -1 for a token that the policy did not sample | -1 |
-| turn_ids | int32 [B, L] | k for a token of the k-th generated turn of its row (k = 0, 1, ...); else -1 | -1 |
+| turn_ids | int32 [B, L] | number of the token's turn in its conversation (0, 1, ...); -1 outside of turns | -1 |
 | turn_rewards | float32 [B, L] | the final, discounted reward of the token's turn; 0 outside of turns | 0 |
 | temperatures | float32 [B, L] | temperature at which the token was sampled; 1 outside of turns | 1 |
 | rewards | float32 [B] | the final reward of the row's last turn | |
