@@ -56,7 +56,7 @@ from run.fields import Refusal
 TIMEOUT = httpx.Timeout(600.0).as_dict()  # timeout in seconds for each phase of a request: connecting, writing, reading
 
 # `sdk_http` is the HTTP library of the installed openai SDK: httpx, or httpx2 since openai 3.0. `_library_client` is
-# the client class of this HTTP library. The module of this class, such as "httpx._client", has a name that begins with
+# the client class of `sdk_http`. The module of `_library_client`, such as "httpx._client", has a name that begins with
 # the library's name.
 _library_client: Any = openai.DefaultAsyncHttpxClient.__base__
 sdk_http: Any = sys.modules[_library_client.__module__.partition(".")[0]]
@@ -219,7 +219,7 @@ class ArealOpenAI(openai.AsyncOpenAI):
     def export_completions(self, turn_discount: float = 1.0) -> dict[str, Interaction]:
         """Compute the discounted rewards and return all finished interactions.
 
-        This method comes from AReaL's older API.
+        `export_completions` is a method of AReaL's older API.
         """
         self.apply_reward_discount(turn_discount)
         return self.export_interactions("individual")

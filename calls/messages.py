@@ -402,8 +402,8 @@ def _item(raw: Json, where: str, find: Find) -> Message:
 def _join_items(pieces: list[Message]) -> list[Message]:
     """Join the items of each reply (reasoning, then text, then tool calls) into one message.
 
-    An assistant's item is joined to the assistant's items directly before it in two cases: the item contains only tool
-    calls, or the items before it contain only reasoning.
+    Two kinds of items are joined to the assistant's items before them: items that contain only tool calls, and items
+    that directly follow reasoning.
     """
     messages: list[Message] = []
     for piece in pieces:
@@ -447,7 +447,7 @@ def _split_blocks(raw: Json, where: str) -> list[Message]:
 def _look_up(previous: str | None, name: str, find: Find) -> Any:
     """Return the interaction whose id is `previous`, or None if `previous` is None or empty.
 
-    Raises a Refusal that names the field `name` if the session has no such interaction.
+    Raises a Refusal that names the field `name` if the session has no finished interaction with this id.
     """
     found = find(previous) if previous else None
     if previous and not found:

@@ -136,7 +136,7 @@ class PromptBuilder:
         """Return the tokens of a text, without the special token that some tokenizers put at the beginning.
 
         A text that probably exceeds the context is tokenised in parts. Tokenisation stops when the number of tokens
-        exceeds twice the context length, because the engine refuses such a long prompt.
+        exceeds twice the context length, because the engine refuses a prompt that is longer than the context.
         """
         context, tokens = self._context_length or len(text), []
         for begin in range(0, len(text), PART) if len(text) > 4 * context else ():
@@ -213,7 +213,7 @@ class TextReader:
         held_back = min(len(fresh) - len(fresh.rstrip("\ufffd")), INCOMPLETE)
         certain = fresh[: len(fresh) - held_back]
         text = self._text + certain
-        if held_back:  # an incomplete character may begin in any of the last three tokens, so these stay pending
+        if held_back:  # an incomplete character may begin in any of the last three tokens, so these three stay pending
             pending = pending[:-INCOMPLETE]
             fresh = self._text_behind_context(pending)
         # Settle the pending tokens only if no later token can change their text. If the pending tokens end inside a
@@ -254,8 +254,8 @@ class TextReader:
 def mend_byte_tokens(tokenizer: Any, tokens: list[int]) -> list[int]:
     """Replace every byte token that is not valid UTF-8 with the byte tokens of U+FFFD.
 
-    Some tokenizers have a token for each byte, like <0x0A>. The decoder of such a tokenizer reads consecutive byte
-    tokens as one text. A single invalid byte would make the text of all consecutive byte tokens unreadable.
+    Some tokenizers have a token for each byte, like <0x0A>, and decode consecutive byte tokens as one text. A single
+    invalid byte would make the text of all consecutive byte tokens unreadable.
     """
     pieces: list[str] = []
     known = filter(None, tokenizer.convert_ids_to_tokens(tokens))

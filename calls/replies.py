@@ -1,8 +1,8 @@
 """Write an answer as a reply in one of three protocols, either whole or as a stream of events.
 
 An `Answer` holds the sampled tokens of one answer, and the text, reasoning and tool calls that the tokens contain. For
-each protocol, a function `render_...` returns the body of a whole reply, and a subclass of `Stream` returns the events
-of a streamed reply. The official SDKs can build a whole reply from the events of a stream. The proxy sends an identical
+each protocol, a function `render_...` returns the body of a whole reply. A subclass of `Stream` returns the events of a
+streamed reply. The official SDKs can build a whole reply from the events of a stream. The proxy sends an identical
 reply if the request asks for no stream. The three protocols define these events, in this order:
 
     chat        a chunk with the role; chunks with reasoning and text; a chunk for each call; a chunk with
@@ -230,7 +230,8 @@ def chat_end(answer: Answer) -> dict[str, Any]:
 
 
 def chat_usage(answers: list[Answer]) -> dict[str, int]:
-    """Return the token counts of a chat completion. All answers share one prompt, so its tokens are counted once."""
+    """Return the token counts of a chat completion. All answers share one prompt, so the prompt's tokens are counted
+    once."""
     read, written = answers[0].response.input_len, sum(answer.response.output_len for answer in answers)
     return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 

@@ -5,11 +5,11 @@ expects a text in the form of Qwen and Hermes:
 
     <think>reasoning</think>text<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>
 
-Tool calls. The JSON between <tool_call> and the next </tool_call> counts as a call under two conditions: the agent
-offers a tool of this name, and the arguments are an object. If the JSON is broken, the end mark is missing or the tool
-is unknown, the call stays in the text. A model's mistake never makes a request fail, because the agent receives the
-mistake as text. The parser drops white space around the reasoning and before a call. A text without calls is returned
-unchanged, so that the proxy recognises the text in the agent's next request.
+Tool calls. The parser reads the JSON between <tool_call> and the next </tool_call>. The JSON is a call if it contains
+the name of an offered tool and if the arguments are an object. If the JSON is broken, the end mark is missing or the
+tool is unknown, the call stays in the text. A model's mistake never makes a request fail, because the agent receives
+the mistake as text. The parser drops white space around the reasoning and before a call. A text without calls is
+returned unchanged, so that the proxy recognises the text in the agent's next request.
 
 Streams. `certain` returns the part of an unfinished text that no continuation can change:
 

@@ -31,7 +31,7 @@ byte for byte, with the bodies of the session's earlier turns. The first rule th
     1. If a turn with the same body is unread, failed or abandoned, the request is a retry of this turn.
     2. If the header marks a retry, the request is a retry of a running turn with the same body. If no turn with the
        same body is running, the request is a retry of the last turn with the same body whose connection is closed.
-    3. In all other cases the request is a new call. An agent that sends the same body twice therefore gets two answers.
+    3. If rules 1 and 2 do not apply, the request is a new call. An agent that sends a body twice gets two answers.
 
 A client that gives up on a reply closes the connection, so rule 2 ignores finished turns with an open connection. A
 retry gets the reply of the turn that it repeats. A failed or abandoned turn has no reply, so a new turn replaces it.

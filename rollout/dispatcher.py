@@ -24,8 +24,8 @@ group. When a group is rejected, its place at the gate becomes free, and active_
 **Failure.** A task that returns None is rejected. A task that raises an exception is rejected and also counted as
 failed. The run stops if max_failures tasks in a row raise an exception. The run also stops if a caller calls fail(),
 for example because a server ended, or if the dispatcher's own code raises an exception. After a stop, calls that submit
-tasks, wait for results or read `in_flight` raise RuntimeError from the first exception. Other methods, such as pause,
-still work after a stop. If max_failures tasks in a row are rejected without an exception, the run continues and the
+tasks, wait for results or read `in_flight` raise RuntimeError from the first exception. Methods such as pause still
+work after a stop. If max_failures tasks in a row are rejected without an exception, the run continues and the
 dispatcher logs a warning.
 
 **Locks.** The runner's lock, which is re-entrant, guards the dispatcher's state. The dispatcher holds the lock while it
@@ -51,7 +51,7 @@ logger = logging.getLogger("nano_areal.dispatcher")
 
 
 class ServerRestarted(Exception):
-    """An inference server was restarted and needs the current weights. A waiting method that raises this error has
+    """An inference server was restarted and needs the current weights. A waiting method that raises ServerRestarted has
     consumed no task."""
 
 
@@ -68,11 +68,11 @@ TResult = TypeVar("TResult")
 
 
 def untraced(event: str, task_id: int, **args: Any) -> None:
-    """Ignore an event. This function is the default trace callback."""
+    """Ignore an event. `untraced` is the default trace callback."""
 
 
 def untouched(data: TResult, oldest: int) -> TResult | None:
-    """Return `data` unchanged. This function is the default of the field `without_older`."""
+    """Return `data` unchanged. `untouched` is the default of the field `without_older`."""
     return data
 
 
@@ -321,7 +321,7 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
     def restore(self, results: dict[int, TResult]) -> None:
         """Add the finished results of an earlier process. `results` maps task ids to results, in order of start.
 
-        Call this method before any task is submitted. Also call the staleness manager's on_version_recovered.
+        Call `restore` before any task is submitted. Also call the staleness manager's on_version_recovered.
         """
         with self.runner.lock:
             assert not self._state.in_flight(), f"restore results before any task is submitted: {self._state}"
@@ -339,7 +339,8 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
             self.on_new_version()
 
     def on_new_version(self) -> None:
-        """Start the tasks that the gate admits at the new version. Call this method after the version has increased."""
+        """Start the tasks that the gate admits at the new version. Call `on_new_version` after the version has
+        increased."""
         with self.runner.lock:
             self._produce()
             self.runner.lock.notify_all()

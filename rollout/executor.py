@@ -187,8 +187,8 @@ class WorkflowExecutor:
             self.engine.executor = self
 
     def for_evaluation(self, gconfig: GenerationHyperparameters | None = None) -> "WorkflowExecutor":
-        """Return a second executor, without a staleness gate. The caller must destroy the second executor before this
-        executor.
+        """Return a second executor, without a staleness gate. The caller must destroy the second executor before the
+        first executor.
 
         The second executor samples with `gconfig`. If `gconfig` is None, the second executor uses the sampling
         parameters of this executor.
@@ -220,7 +220,7 @@ class WorkflowExecutor:
         return concat_padded_tensors(self.dispatcher.wait_results(count, timeout))
 
     def wait_for_task(self, task_id: int, timeout: float | None = None) -> Trajectory | None:
-        """Wait for one task and return its group, or None if it was rejected. No batch contains this group."""
+        """Wait for one task and return its group, or None if it was rejected. No batch contains the returned group."""
         return self.dispatcher.wait_for_task(task_id, timeout)
 
     def rollout_batch(self, data: Iterable[Sample], *args: Any, **kwargs: Any) -> Trajectory:
@@ -281,8 +281,8 @@ class WorkflowExecutor:
         return {"next_id": self._cursor.next_id, "drawn": self._cursor.drawn, "open": dict(self._cursor.open)}
 
     def load_state_dict(self, state: dict[str, Any], finished: dict[int, Trajectory], version: int) -> None:
-        """Continue from `state`, the state_dict that was saved after the step that made `version`. Call this method
-        before `submit`.
+        """Continue from `state`, the state_dict that was saved after the step that made `version`. Call
+        `load_state_dict` before `submit`.
 
         `finished` maps ids of open tasks to the groups that an earlier process had finished. The finished groups are
         consumed first, and all other open tasks start again under their ids. If a finished group would be too old when

@@ -39,8 +39,8 @@ class InteractionWithTokenLogpReward:
     children: int = 0  # number of interactions whose parent is this interaction
     is_side: bool = False  # whether this call is a side conversation
 
-    # The turns of this interaction's row, each with True if the row trains the turn. If the list is empty, this turn is
-    # the row's only turn and is trained.
+    # The turns of this interaction's row, each with True if the row trains the turn. If `row_turns` is empty, this turn
+    # is the row's only turn and is trained.
     row_turns: list[tuple["InteractionWithTokenLogpReward", bool]] = field(default_factory=list)
 
     @property
@@ -70,7 +70,7 @@ class InteractionWithTokenLogpReward:
     def conversation(self) -> list[Message]:
         """Return the messages of the call, followed by the messages of its output.
 
-        The messages of every child begin with this list.
+        The messages of every child begin with the returned list.
         """
         return self.messages + self.output_message_list
 

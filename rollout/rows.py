@@ -102,7 +102,7 @@ def make_row(turns: Sequence[tuple[Any, bool]]) -> dict[str, list]:
         row["turn_ids"][span] = [turn.turn] * n
         row["turn_rewards"][span] = [turn.reward or 0.0] * n
         row["temperatures"][span] = [turn.tokens.temperature] * n
-        # Several rows may contain this turn. Only the row that trains the turn counts the turn's regenerated segments.
+        # If several rows contain a turn, only the row that trains the turn counts the turn's regenerated segments.
         row["regenerated"][0] += turn.tokens.regenerated * trained
     return row
 

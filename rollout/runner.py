@@ -110,8 +110,8 @@ class AsyncTaskRunner:
         """Return the function that has blocked the event loop for at least `seconds`, as "name (file:line)". Return
         None if the loop answers or has ended.
 
-        Functions of Python's library and of installed packages are skipped. Call this method from a thread other than
-        the loop's.
+        Functions of Python's library and of installed packages are skipped. Call `find_blocker` from a thread other
+        than the loop's.
         """
         ran = threading.Event()
         try:

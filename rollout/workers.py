@@ -253,7 +253,7 @@ def children_of(parent: int) -> list[int]:
 
 
 def serve(fd: int) -> None:
-    """Read calls from the socket `fd`, run them in order, and write their outcomes, until the parent process ends."""
+    """Read calls from the socket `fd`, run them in order, and write their outcomes, until the trainer ends."""
     channel = socket.socket(fileno=fd)
     channel.set_inheritable(False)
     guard(channel)
@@ -285,8 +285,8 @@ def outcome_of(payload: bytes) -> bytes:
         return json.dumps({"error": f"{type(error).__name__}: {error}", "note": note}).encode()
 
 
-# `_runner()` returns the Runner of this worker's only event loop. The loop is never closed, because closing it would
-# wait for tasks of the agent that ignore their cancellation. The end of the worker's process ends all its tasks.
+# `_runner()` returns the Runner of this worker's only event loop. The loop is never closed, because a close would wait
+# for tasks of the agent that ignore their cancellation. The end of the worker's process ends all its tasks.
 _runner = functools.cache(asyncio.Runner)
 
 
