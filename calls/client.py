@@ -10,32 +10,32 @@
            await client.set_last_reward(reward)
        interactions = await client.export_interactions(discount=0.9, style="concat")
 
-   The code above sends five requests to the proxy. The code below has the same effect with only two requests, which
-   saves CPU time in the trainer:
+   In this first example the client sends five requests to the proxy. In the second example the client sends only two
+   requests, which saves CPU time in the trainer:
 
        async with OpenAIProxyClient(transport, base_url, admin_key, task_id, grant=True) as client:
            reward = await agent.run(data, base_url=client.session_url, api_key=client.api_key)
            interactions = await client.finish(reward, discount=0.9, style="concat")
 
-   The session ends when the `async with` block ends, even if the block raises an exception. If the block raises an
-   exception, the session is not exported, so the client tells the proxy to forget the session. The caller gets the
-   agent's exception even if the request to forget the session fails. If the proxy refuses a request, the client raises
-   `Refusal` with the status and message of the reply. The client never retries a request, because a retry would not
-   help: if the connection is lost, the proxy has died.
+   The session ends when the `async with` block ends, even if the block raises an exception. If the `async with` block
+   raises an exception, the client tells the proxy to forget the session. The caller gets the agent's exception even if
+   the request to forget the session fails. If the proxy refuses a request, the client raises `Refusal` with the status
+   and message of the reply. If the connection to the proxy is lost, the proxy's process has ended, so the client never
+   retries a request.
 
 2. Direct approach. AReaL's documents call the direct approach a legacy pattern (page Agent Workflow, section "Direct
-   Approach"). A RolloutWorkflow calls the model with an `ArealOpenAI`, a subclass of AsyncOpenAI that uses an engine.
-   The HTTP client of an `ArealOpenAI` passes each request to the proxy's application in the same process. With both
-   approaches, the proxy's code therefore handles prompts, tool calls and errors. In the direct approach, `set_reward`
-   changes the conversation tree directly, without a request.
+   Approach"). In the direct approach a RolloutWorkflow calls the model with an `ArealOpenAI`, which is a subclass of
+   AsyncOpenAI. The HTTP client of an `ArealOpenAI` passes each request to the proxy's application in the same process.
+   The proxy's code handles prompts, tool calls and errors in the proxy approach and in the direct approach. In the
+   direct approach, `set_reward` changes the conversation tree directly, without a request.
 
        client = ArealOpenAI(engine, tokenizer)
        reply = await client.chat.completions.create(model="default", messages=messages)
        client.set_last_reward(1.0)
        interactions = client.export_completions(turn_discount=0.9)
 
-If a proxy dies, its sessions are lost. An `ArealOpenAI` has only one session, so each episode needs a separate
-`ArealOpenAI`.
+If a proxy's process ends, its sessions are lost. An `ArealOpenAI` has only one session, so each episode needs a
+separate `ArealOpenAI`.
 """
 
 import functools
@@ -53,11 +53,11 @@ from cache import Interaction, finite
 from inference.io_struct import ModelResponse
 from run.fields import Refusal
 
-TIMEOUT = httpx.Timeout(600.0).as_dict()  # seconds; timeout of each phase of a request: connecting, writing, reading
+TIMEOUT = httpx.Timeout(600.0).as_dict()  # timeout in seconds for each phase of a request: connecting, writing, reading
 
 # `sdk_http` is the HTTP library of the installed openai SDK: httpx, or httpx2 since openai 3.0. `_library_client` is
-# this library's client class. The name of the module that defines this class, such as "httpx._client", begins with the
-# library's name.
+# the client class of `sdk_http`. The module of `_library_client`, such as "httpx._client", has a name that begins with
+# the library's name.
 _library_client: Any = openai.DefaultAsyncHttpxClient.__base__
 sdk_http: Any = sys.modules[_library_client.__module__.partition(".")[0]]
 
@@ -69,7 +69,7 @@ class ExportedInteraction(Interaction):
     row: dict[str, list] = field(default_factory=dict)
 
     def to_lists(self) -> dict[str, list]:
-        """Return the exported row with this turn's current reward, which may have changed since the export."""
+        """Return the exported row with the turn's current reward. The reward may have changed since the export."""
         reward = self.reward or 0.0
         turns = zip(self.row["turn_ids"], self.row["turn_rewards"], strict=True)
         turn_rewards = [reward if turn == self.turn else other for turn, other in turns]
@@ -79,19 +79,19 @@ class ExportedInteraction(Interaction):
 class OpenAIProxyClient:
     """The workflow's client for one session at the proxy. Several clients may share a transport.
 
-    The caller must close the transport, because the client does not close it. The client passes requests directly to
-    the httpx transport, because a request through httpx's client class would take a third longer than a direct request.
+    The caller must close the transport. The client passes requests directly to the httpx transport, because a request
+    through httpx's client class takes a third more time.
     """
 
     def __init__(
         self, transport: Any, base_url: str, admin_key: str, task_id: str, grant: bool = False, **options: Any
     ) -> None:
-        # If `grant` is true, the request that starts the session first adds a grant. `options` are sent as further
-        # fields of this request.
+        # If `grant` is true, the request that starts the session also adds the grant for this session. `options` are
+        # further fields of the request that starts the session.
         self._start = {"task_id": task_id, "grant": grant, **options}
         self._transport: httpx.AsyncBaseTransport = transport
         self._base_url = base_url.rstrip("/")
-        self._headers = {"Authorization": f"Bearer {admin_key}"}  # URL paths without a session id require this key
+        self._headers = {"Authorization": f"Bearer {admin_key}"}  # key for URL paths without a session id
         self.task_id = task_id
         self.session_id = self.api_key = ""  # set when the session starts
         self.rewarded_count = 0  # number of interactions with a reward; set when the session ends
@@ -121,7 +121,10 @@ class OpenAIProxyClient:
                 raise
 
     async def set_reward(self, interaction_id: str, reward: float) -> None:
-        """Set an interaction's reward. Raises ValueError for a reward that is not finite, Refusal for an unknown id."""
+        """Set an interaction's reward.
+
+        Raises ValueError for a reward that is not finite, and Refusal for an unknown id.
+        """
         body = {"interaction_id": interaction_id, "reward": finite(reward)}
         await self._post(f"/{self.session_id}/rl/set_reward", body)
 
@@ -130,10 +133,11 @@ class OpenAIProxyClient:
         await self._post(f"/{self.session_id}/rl/set_reward", {"reward": finite(reward)})
 
     async def export_interactions(self, discount: float = 1.0, style: str = "individual") -> dict[str, Interaction]:
-        """Return the interactions of the session with their discounted rewards. The proxy then forgets the session.
+        """Return the interactions of the session with their discounted rewards. After the export, the proxy forgets the
+        session.
 
-        If an interaction's parent is not exported, the interaction's attribute `parent` is None. This never happens
-        with the style "individual", which exports every finished interaction.
+        If an interaction's parent is not exported, the interaction's attribute `parent` is None. With the style
+        "individual" every parent is exported, because this style exports every finished interaction.
         """
         return await self._export(discount=discount, style=style)
 
@@ -157,7 +161,7 @@ class OpenAIProxyClient:
             interaction = ExportedInteraction(messages, interaction_id, reward=exported["reward"], row=row)
             interaction.output_message_list, interaction.reply = exported["output"], exported["reply"]
             interaction.turn = max(row["turn_ids"], default=0)
-            start = len(row["turn_ids"]) - row["turn_ids"].count(interaction.turn)  # index of the turn's first output
+            start = len(row["turn_ids"]) - row["turn_ids"].count(interaction.turn)  # index of the first output token
             output: list[Any] = [row[key][start:] for key in ("input_ids", "logprobs", "versions")]
             interaction.model_response = response = ModelResponse(row["input_ids"][:start], *output)
             response.stop_reason, response.temperature = exported["stop_reason"], row["temperatures"][-1]
@@ -178,15 +182,16 @@ class OpenAIProxyClient:
 
 
 class ArealOpenAI(openai.AsyncOpenAI):
-    """An AsyncOpenAI client. The proxy's code answers the client's requests inside this process.
+    """An AsyncOpenAI client whose requests are answered by the proxy's code in the same process.
 
-    `engine` must have the method `async agenerate(ModelRequest)`. `options` set keys of rollout.openai and fields of
-    `proxy.Proxy`, such as `seed` and `sampling`. `cache` is the conversation tree of the client's only session. To set
-    rewards and export interactions, the client has the methods of this tree (cache.py).
+    `engine` must have the method `async agenerate(ModelRequest)`. `options` contains values for keys of rollout.openai
+    and for fields of `proxy.Proxy`, such as `seed` and `sampling`. `cache` is the conversation tree of the client's
+    only session. The methods of `cache` that set rewards and export interactions are also methods of the client
+    (cache.py).
     """
 
     def __init__(self, engine: Any, tokenizer: Any, task_id: str = "", **options: Any) -> None:
-        from proxy import create_app  # imported here, because only the direct approach needs fastapi
+        from proxy import create_app  # only the direct approach needs fastapi, which takes time to import
 
         options = {"session_timeout_seconds": math.inf} | options
         app = create_app(engine, tokenizer, secrets.token_urlsafe(), **options)
@@ -197,7 +202,7 @@ class ArealOpenAI(openai.AsyncOpenAI):
         http_client = openai.DefaultAsyncHttpxClient(transport=sdk_http.ASGITransport(app), timeout=None)
         url = f"http://in-process/{session.session_id}/v1"
         super().__init__(base_url=url, api_key=session.session_id, http_client=http_client, max_retries=0)
-        for endpoint in list[Any]([self.chat.completions, self.responses]):  # the proxy serves only one model
+        for endpoint in list[Any]([self.chat.completions, self.responses]):  # callers may leave out `model`
             endpoint.create = functools.partial(endpoint.create, model="default")
 
     def copy(self, **changes: Any) -> openai.AsyncOpenAI:  # type: ignore[override]
@@ -208,11 +213,14 @@ class ArealOpenAI(openai.AsyncOpenAI):
     with_options = copy  # type: ignore[assignment]
 
     def get_interaction(self, interaction_id: str) -> Interaction:
-        """Return the interaction of the completion or response with this id. Raises KeyError for an unknown id."""
+        """Return the interaction of the completion or response with the given id. Raises KeyError for an unknown id."""
         return self.cache[interaction_id]
 
     def export_completions(self, turn_discount: float = 1.0) -> dict[str, Interaction]:
-        """Discount the rewards and return all interactions. This method comes from AReaL's older API."""
+        """Compute the discounted rewards and return all finished interactions.
+
+        `export_completions` is a method of AReaL's older API.
+        """
         self.apply_reward_discount(turn_discount)
         return self.export_interactions("individual")
 

@@ -1,43 +1,43 @@
 """Read a request in one of three protocols, and convert the request's messages to one normal form.
 
-Agents use the protocol of chat completions, Responses or Anthropic's Messages. Each of `parse_chat`, `parse_responses`
+The three protocols are chat completions, Responses and Anthropic's Messages. Each of `parse_chat`, `parse_responses`
 and `parse_anthropic` turns the JSON body of its protocol into an `AgentRequest`. The conversation tree and the chat
-template read messages only in this normal form. `normalise` returns the normal form of a message:
+template read messages only in a normal form, which `normalise` returns:
 
     {"role": "assistant", "content": "Let me see.", "reasoning_content": "I need the weather.",
      "tool_calls": [{"id": "call_1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]}
     {"role": "tool", "content": "21 degrees", "tool_call_id": "call_1"}
 
-The protocols Responses and Messages split one message into several items or blocks (reasoning, text, tool calls). The
-parsers of both protocols join the items or blocks into one message. Each tool result becomes a separate message.
+Responses and Messages split one message into items or blocks: reasoning, text and tool calls. `parse_responses` and
+`parse_anthropic` join the items or blocks into one message. Each tool result becomes a separate message.
 
-Why messages are compared. An agent sends the whole history with every request. To find the parent of a request, the
-conversation tree (`cache.py`) compares the history with earlier requests and replies. Clients may change a reply before
-they send it back. For example, `content: null` becomes `""`, or the spaces in the JSON of a tool call change. The tree
-therefore compares only four fields of a message, in the form that `canonical` gives them:
+Comparison. An agent sends the whole history with every request. To find the parent of a request, the conversation tree
+(`cache.py`) compares the history with earlier requests and replies. Clients may change a reply before they send it
+back. For example, `content: null` becomes `""`, or the spaces in the JSON of a tool call change. The conversation tree
+compares only four fields of a message, which the function `canonical` returns:
 
-    role            `developer` is the newer name of `system`
+    role            `developer` and `system` count as equal
     text            null, "" and an absent key count as equal; a list of text parts counts as the joined text
     tool calls      id, name and arguments, in order; arguments are compared as JSON: '{"a": 2.0}' equals '{ "a":2 }'
-    tool_call_id    only in a tool's result: the id of the tool call; some clients call this key `id`
+    tool_call_id    id of the tool call, in a tool's result; some clients call this key `id`
 
-The comparison ignores every other key of a message (`name`, reasoning, annotations, cache markers, message ids). If a
-client changes the text of an earlier message, its request starts a new conversation. The comparison serves to find the
-parent. The prompt reuses the parent's sampled tokens, because equal messages may have different tokens.
+The comparison ignores `name`, reasoning, annotations, cache markers, message ids and all unknown keys. If a client
+changes the text of an earlier message, the client's request starts a new conversation. The tokens of two equal messages
+may differ, so the prompt reuses the parent's sampled tokens.
 
 References. Some clients send an id in place of the history: `previous_response_id`, `item_reference`, or Anthropic's
-`thread`. To get the messages that the id stands for, the parser calls `find` with the id and receives a finished
-interaction. New instructions in the request replace the instructions in the history. If a request that continues a
-thread has no tools, the parser uses the tools of the thread. `previous_response_id` and `thread` name the parent of the
-request. A request keeps its named parent even if the request has other instructions or tools than the parent.
+`thread`. The function `find` returns the finished interaction that an id names, and messages of this interaction
+replace the id. Instructions in the request replace the instructions in the history. If a request continues a thread and
+has no tools, the parser uses the tools of the parent. `previous_response_id` and `thread` name the parent of the
+request, even if the parent has other instructions or other tools.
 
-Images and files. The model reads only text. The parser therefore replaces every image or file with the text
-PLACEHOLDER, in messages and in tool results. The metric `placeholders` counts the placeholders.
+Images and files. The model reads only text. In messages and tool results, the parser replaces every image or file with
+the text PLACEHOLDER. The metric `placeholders` counts the replaced images and files.
 
-Parameters. The parser never ignores a parameter that changes the answer: it uses the parameter, or raises a `Refusal`
-that names the parameter. `NEUTRAL` lists the unsupported parameters. An unsupported parameter is accepted only if its
-value has no effect. The parser ignores unknown keys (`user`, `metadata`), and hints that a model need not follow
-(`thinking`, `strict`, `parallel_tool_calls`). The chat template receives the reasoning effort as a variable.
+Parameters. If a parameter can change the answer, the parser uses the parameter or raises a `Refusal` that names it.
+`NEUTRAL` lists the unsupported parameters. An unsupported parameter is accepted only if its value has no effect. The
+parser ignores unknown keys, such as `user` and `metadata`. The parser also ignores hints that a model need not follow:
+`thinking`, `strict` and `parallel_tool_calls`. The chat template receives the reasoning effort as a variable.
 """
 
 import contextlib
@@ -50,9 +50,9 @@ from typing import Any
 from run.fields import LEVELS, NOUN, Refusal, as_object, get, read_json, write_json
 
 Json = dict[str, Any]  # a JSON object
-Message = Json  # a message of a conversation, in chat-completions form
+Message = Json  # a message of a conversation, in the form of chat completions
 Find = Callable[[str], Any]  # function that returns the finished interaction (cache.py) with the given id, or None
-NOTHING: Find = dict[str, Any]().get  # `find` for a request without a session: always returns None
+NOTHING: Find = dict[str, Any]().get  # the function `find` of a request without a session; returns None for every id
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TEXTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text")  # types of content parts that hold text
 BLOCKS = ("text", "tool_result", "tool_use", "thinking", "redacted_thinking")  # accepted types of Anthropic's blocks
@@ -72,8 +72,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {  # unsupported parameters, each with the
     **dict.fromkeys(("chat_template", "audio", "web_search_options", "conversation", "prompt", "container"), ()),
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "compaction"), ()),
 }
-LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")  # the protocols' names for max_new_tokens
-NUMBERS: dict[str, tuple[type, float, float]] = {  # numeric sampling parameters: type, minimum, maximum
+LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")  # names of max_new_tokens in the protocols
+NUMBERS: dict[str, tuple[type, float, float]] = {  # type, minimum and maximum of each numeric parameter
     "temperature": (float, 0, 2**31),
     "top_p": (float, 1e-9, 1),
     "top_k": (int, -1, 2**31 - 1),
@@ -89,10 +89,10 @@ NUMBERS: dict[str, tuple[type, float, float]] = {  # numeric sampling parameters
 class AgentRequest:
     """One request of an agent, in a form that does not depend on the protocol."""
 
-    messages: list[Message]  # the whole conversation in normal form; messages replace references by id
+    messages: list[Message]  # the whole conversation in normal form, with messages in place of their ids
     model: str = "default"
     sampling: Json = field(default_factory=dict)  # the fields of GenerationHyperparameters that the agent set
-    tools: list[Json] = field(default_factory=list)  # functions, in the form of chat completions
+    tools: list[Json] = field(default_factory=list)  # the client's functions, in the form of chat completions
     tool_choice: str = "auto"  # "auto", "none", "required" or the name of one of `tools`
     callable_tools: list[Json] = field(default_factory=list)  # the tools that the reply may call
     parent: Any = None  # the interaction that the request continues, if the client gave its id
@@ -105,10 +105,10 @@ class AgentRequest:
 
     @cached_property
     def template_key(self) -> str:
-        """Return the template's variables and the tools as one text. The messages and this text determine the prompt.
+        """Return the chat template's variables and the tools as one text.
 
-        A turn reuses its parent's tokens only if the turn and the parent have the same template_key. Raises Refusal if
-        a value is nested too deeply.
+        The messages and the template_key determine the prompt. A turn reuses its parent's tokens only if the turn and
+        the parent have the same template_key. Raises Refusal if a value is nested too deeply.
         """
         return write_json(self.template_kwargs, "chat_template_kwargs") + write_json(self.tools, "tools")
 
@@ -140,9 +140,9 @@ def normalise(raw: Any, where: str = "message") -> Message:
 
 
 def canonical(message: Message) -> tuple:
-    """Return the four fields of a message that the conversation tree compares, as a hashable value.
+    """Return the four fields of a message that the conversation tree compares, as a hashable tuple.
 
-    The conversation tree calls `canonical` for every message of every request. To save time, the function does not
+    The conversation tree calls `canonical` for every message of every request. To save time, `canonical` does not
     normalise a message that is already in normal form. Raises Refusal if the role, text or tool calls are not valid.
     """
     calls = message.get("tool_calls") or ()
@@ -156,7 +156,7 @@ def canonical(message: Message) -> tuple:
 
 
 def _tool_call(raw: Any, where: str) -> Json:
-    """Return a tool call in normal form. Arguments in JSON become an object, and arguments that are not JSON stay text.
+    """Return a tool call in normal form. Arguments that are valid JSON are decoded, and all other arguments stay text.
 
     Arguments also stay text if their JSON is nested too deeply for `write_json`.
     Raises Refusal if the name of the function is missing or the call's id is not a string.
@@ -167,11 +167,11 @@ def _tool_call(raw: Any, where: str) -> Json:
         raise Refusal(f"{where}: a call has an id and the name of a function, both strings")
     if arguments is None or arguments == "":
         arguments = "{}"
-    elif not isinstance(arguments, str):  # an object becomes text here, and `read_json` below turns 2.0 into 2
+    elif not isinstance(arguments, str):  # an object becomes text, because `read_json` must turn 2.0 into 2
         arguments = write_json(arguments, where)
     with contextlib.suppress(ValueError):  # a model may write arguments that are not JSON
-        # In the list of tool calls, arguments are nested 3 levels deeper. One more level is a margin, because
-        # `write_json` may miscount the levels by one.
+        # The arguments must have 4 levels of nesting fewer than a message. The list of tool calls adds 3 levels, and
+        # `write_json` may miscount by one level.
         arguments = read_json(arguments, LEVELS - 4)
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
@@ -199,7 +199,7 @@ def _is_text_part(part: Any) -> bool:
 
 
 def _objects(body: Json, name: str) -> list[tuple[Json, str]]:
-    """Return the objects in the body's list `name`, each with its path, such as "messages[0]".
+    """Return a pair (object, path) for each object in the body's list `name`. An example of a path is "messages[0]".
 
     Raises Refusal if the field `name` is not a list of objects.
     """
@@ -263,10 +263,11 @@ def _conversation(name: str, new: list[Message], system: str = "", parent: Any =
 
 
 def _shared(body: Json, tools: list[Json], form: Json, effort: str | None, most_answers: int = 1) -> Json:
-    """Return the fields of an AgentRequest that the parsers of all protocols read in the same way.
+    """Return those fields of an AgentRequest that are read in the same way in all protocols.
 
-    The caller passes the requested structured output as `form` and the reasoning effort as `effort`, because the keys
-    of these two parameters differ between protocols. Raises Refusal for a parameter that is not valid or not supported.
+    `form` is the requested structured output, and `effort` is the reasoning effort. The caller reads `form` and
+    `effort` from the body, because their keys differ between protocols. Raises Refusal for a parameter that is not
+    valid or not supported.
     """
     for name, neutral in NEUTRAL.items():
         value = body.get(name)
@@ -322,21 +323,21 @@ def _schema(form: Json) -> dict[str, str]:
     kind = form.get("type", "text")
     if kind == "text":
         return {}
-    holder = get(form, "json_schema", dict, form)  # in chat completions, the schema is one level deeper
+    holder = get(form, "json_schema", dict, form)  # in chat completions, `json_schema` contains the schema
     schema = {"type": "object"} if kind == "json_object" else holder.get("schema")
     if kind not in ("json_object", "json_schema") or not isinstance(schema, dict):
         raise Refusal("response_format: type text, json_object, or json_schema with a schema is needed")
     write_json(schema, "response_format.schema")  # raises Refusal if the schema is nested too deeply
-    return {"json_schema": json.dumps(schema)}  # keeps the schema's order of keys, which the model's JSON must follow
+    return {"json_schema": json.dumps(schema)}  # keeps the order of the keys, because the model's JSON must follow it
 
 
 def _tools(body: Json, tool_type: str) -> list[Json]:
     """Return the body's tools that are functions, in the form of chat completions.
 
-    `tool_type` is the protocol's value of the key `type` for a function: "function" or "custom". In Responses and
-    Messages, the keys of a function are in the tool itself, as in {"name": "f", "input_schema": {}}. In chat
-    completions, the keys of a function are one level deeper, in {"function": {...}}. Raises Refusal if a tool has no
-    name.
+    `tool_type` is the value of the key `type` that marks a function in the protocol: "function" or "custom". In
+    Responses and Messages, the keys of a function are in the tool itself, as in {"name": "f", "input_schema": {}}. In
+    chat completions, the keys of a function are one level deeper, in {"function": {...}}. Raises Refusal if a tool has
+    no name.
     """
     tools = []
     for raw, where in _objects(body, "tools"):
@@ -363,7 +364,7 @@ def _tool_choice(raw: Any, tools: list[Json]) -> tuple[str, list[Json]]:
     if isinstance(raw, dict) and raw.get("type") in ("auto", "none", "any"):
         choice = raw["type"]
     elif isinstance(raw, dict) and raw.get("type") == "allowed_tools":
-        raw = get(raw, "allowed_tools", dict, raw, "tool_choice")  # in chat completions, the list is one level deeper
+        raw = get(raw, "allowed_tools", dict, raw, "tool_choice")  # in chat completions, `allowed_tools` has the list
         allowed = [tool["function"]["name"] for tool in _tools(raw, "function")]
         choice, tools = raw.get("mode"), [tool for tool in tools if tool["function"]["name"] in allowed]
     elif isinstance(raw, dict):
@@ -381,7 +382,7 @@ def _tool_choice(raw: Any, tools: list[Json]) -> tuple[str, list[Json]]:
 def _item(raw: Json, where: str, find: Find) -> Message:
     """Return one item from the input of a Responses request as a message. Raises Refusal for an unknown type of item.
 
-    If an assistant's message was split into several items, `_join_items` joins them again.
+    If an assistant's message was split into several items, `_join_items` joins these items into one message.
     """
     kind = raw.get("type") or "message"
     if kind == "function_call":
@@ -401,8 +402,8 @@ def _item(raw: Json, where: str, find: Find) -> Message:
 def _join_items(pieces: list[Message]) -> list[Message]:
     """Join the items of each reply (reasoning, then text, then tool calls) into one message.
 
-    An assistant's item belongs to the same reply as the item before it in two cases: the item adds nothing but tool
-    calls, or the items of the reply before it contain nothing but reasoning.
+    Two kinds of items are joined to the assistant's items before them: items that contain only tool calls, and items
+    that directly follow reasoning.
     """
     messages: list[Message] = []
     for piece in pieces:
@@ -446,7 +447,7 @@ def _split_blocks(raw: Json, where: str) -> list[Message]:
 def _look_up(previous: str | None, name: str, find: Find) -> Any:
     """Return the interaction whose id is `previous`, or None if `previous` is None or empty.
 
-    Raises a Refusal that names the field `name` if the session has no such interaction.
+    Raises a Refusal that names the field `name` if the session has no finished interaction with this id.
     """
     found = find(previous) if previous else None
     if previous and not found:

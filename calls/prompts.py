@@ -1,43 +1,43 @@
 r"""Turn messages into the tokens of a prompt, and turn the tokens of an answer into text while the tokens arrive.
 
 Prompts. For the first turn of a conversation, `PromptBuilder` renders the messages with the chat template. The prompt
-of a later turn begins with the parent's tokens, so the parent's answer is not tokenised again. The prompt of a later
-turn is
+of a later turn begins with the parent's tokens, so the parent's answer is not tokenised again:
 
     prompt tokens of the parent + output tokens of the parent + tail
 
 The tail is the text that the template writes between the parent's answer and the next answer. To get the tail,
 `PromptBuilder` renders a short stub, [user "x", assistant SENTINEL], followed by the new messages. The tail is the text
-after SENTINEL. The time to build a prompt therefore depends only on the length of the new messages. An example with the
-template of Qwen:
+after SENTINEL. The time to render and tokenise the tail depends only on the length of the new messages. With the
+template of Qwen, for example, the three parts of a prompt are:
 
     parent's prompt    <|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n
     parent's output    Hi!<|im_end|>
     tail               \n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n
 
-The template itself writes <|im_end|> after SENTINEL, because this mark closes an assistant's turn. In the example, the
-model has already sampled <|im_end|>, so `PromptBuilder` has removed it from the tail. If an answer was cut at a length
-limit, its <|im_end|> stays in the tail and is not trained.
+The template writes <|im_end|> after SENTINEL, because <|im_end|> closes an assistant's turn. If the model has already
+sampled <|im_end|>, as in the example, `PromptBuilder` removes <|im_end|> from the tail. If a length limit cut the
+answer, <|im_end|> stays in the tail and is not trained.
 
 Many templates change earlier messages. For example, some templates remove reasoning or blanks from earlier turns. A
-prompt that begins with the parent's tokens keeps every answer exactly as the model wrote it. Training can therefore use
-a whole conversation as one sequence. A prompt with reused tokens is correct only if the tail depends on the new
-messages alone. The constructor of `PromptBuilder` therefore renders the same new messages after a short and after a
-longer history. If the two tails differ, the whole conversation is rendered again for every prompt, as with the option
-chat_template_type "hf". If the template raises an error for the stub of one turn, the whole conversation is rendered
-for this turn. If the new prompt does not begin with the parent's tokens, a concat export starts a new row at this turn.
+prompt that begins with the parent's tokens keeps every answer exactly as the model wrote it. If each prompt begins with
+the parent's tokens, training can use a whole conversation as one sequence. A prompt that begins with the parent's
+tokens is correct only if the tail depends on the new messages alone. To test a template, the constructor of
+`PromptBuilder` renders one message after a short and after a longer history. If the tail depends on the history, or if
+chat_template_type is "hf", `PromptBuilder` renders the whole conversation for every prompt. If the template raises an
+error for the stub of one turn, the whole conversation is rendered for this turn. If a turn's prompt does not begin with
+the parent's tokens, an export in style concat starts a new row at this turn.
 
 Text. `TextReader.read` returns only text that no later token can change. The reader holds back incomplete characters
 and text that may be the beginning of a stop string. The text of a token may depend on the tokens before it, because
 some decoders drop or insert a space. The reader therefore decodes new tokens together with a few tokens before them.
-The reader never decodes the whole answer again, so each token is decoded only a few times, even in a long answer.
+Even in a long answer, the reader decodes each token only a few times.
 
-An opening is the beginning of an answer that is part of the prompt instead of being sampled. Examples are
-a <think> at the end of the prompt and the first words of a forced tool call. The text of an answer includes the
-opening.
+Opening. An opening is the beginning of an answer that the prompt contains, so the model does not sample the opening.
+Examples of openings are a <think> at the end of the prompt and the first words of a forced tool call. The text of an
+answer includes the opening.
 
-A prompt with reused tokens keeps the full history, even if the template would shorten it. The module does not check
-whether the model works well with a history that its template would shorten.
+A prompt that begins with the parent's tokens keeps the full history, even if the template would shorten the history.
+The module does not check whether the model works well with a history that its template would shorten.
 """
 
 import contextlib
@@ -58,9 +58,9 @@ from calls.tools import without_partial
 SENTINEL = "\u27e6the assistant's text\u27e7"
 STUB: list[Message] = [{"role": "user", "content": "x"}, {"role": "assistant", "content": SENTINEL}]
 REFUSES = (TemplateError, LookupError, TypeError, ValueError, RecursionError)  # errors that templates raise
-PART = 2**16  # a text much longer than the context is tokenised in parts of this many characters
-INCOMPLETE = 3  # upper bound for an incomplete character, in bytes, in tokens and in characters U+FFFD
-WITHOUT_TEXT = 16  # a longer run of tokens without text consists of special tokens, which may be settled
+PART = 2**16  # number of characters in each part of a text that is much longer than the context
+INCOMPLETE = 3  # an incomplete character has at most 3 bytes, 3 tokens and 3 characters U+FFFD
+WITHOUT_TEXT = 16  # if more than 16 pending tokens have no text, they count as special tokens
 
 
 class PromptBuilder:
@@ -110,8 +110,7 @@ class PromptBuilder:
         return self.encode(tail)
 
     def _without_sampled_marks(self, tail: list[int], said: list[int]) -> list[int]:
-        """Return the tail without those closing marks that the model has already sampled at the end of its answer
-        `said`."""
+        """Return the tail without the closing marks with which the answer `said` already ends."""
         blanks = next((i for i, token in enumerate(tail) if self._tokenizer.decode([token]).strip()), 0)
         marks = tail[blanks:]
         for count, mark in enumerate(marks, 1):
@@ -137,22 +136,21 @@ class PromptBuilder:
         """Return the tokens of a text, without the special token that some tokenizers put at the beginning.
 
         A text that probably exceeds the context is tokenised in parts. Tokenisation stops when the number of tokens
-        exceeds twice the context length, because the engine refuses such a long prompt.
+        exceeds twice the context length, because the engine refuses a prompt that is longer than the context.
         """
         context, tokens = self._context_length or len(text), []
         for begin in range(0, len(text), PART) if len(text) > 4 * context else ():
             tokens += self._tokenizer.encode(text[begin : begin + PART], add_special_tokens=False)
-            if len(tokens) > 2 * context:  # too long for the context, even if the cuts between parts added some tokens
+            if len(tokens) > 2 * context:  # the prompt is too long, even if the cuts between parts added some tokens
                 return tokens
         return self._tokenizer.encode(text, add_special_tokens=False)
 
 
 def other_forms(messages: list[Message]) -> list[list[Message]]:
-    """Return copies of `messages`. Each copy has its tool calls in a form that some templates need.
+    """Return copies of `messages` whose tool calls have a form that some templates need.
 
-    Mistral's templates need ids of nine characters, each a letter or a digit. DeepSeek's templates need arguments as
-    text, not as an object.
-    Copies that are identical to `messages` are left out.
+    Mistral's templates need ids of nine letters or digits. DeepSeek's templates need arguments as text, not as an
+    object. A copy that equals `messages` is left out.
     """
     short, texts = copy.deepcopy(messages), copy.deepcopy(messages)
     ids = [(call, "id") for message in short for call in message.get("tool_calls", ())]
@@ -171,7 +169,7 @@ class TextReader:
         tokens      a  b  c | d  e  f | g  h
                       context         ^ settled
 
-    The text of the tokens before `settled` can no longer change. The tokens from `settled` on are pending. Tokens
+    The text of the tokens before the position `settled` can no longer change. All later tokens are pending. Tokens
     become settled in blocks. The reader's context is the last block of settled tokens that has a text. Every `read`
     decodes the context and the pending tokens together. The decoder writes U+FFFD for the bytes of an incomplete
     character.
@@ -180,10 +178,10 @@ class TextReader:
     def __init__(self, tokenizer: Any, gconfig: Any, opening: str = "", special_tokens: bool = False) -> None:
         self._tokenizer, self._opening, self._skips = tokenizer, opening, not special_tokens
         self._stop, self._stop_ids = gconfig.stop, frozenset(gconfig.stop_token_ids)
-        # Only the attributes below change after the constructor:
+        # Attributes that change after the constructor:
         self.tokens_read = -1  # number of tokens that the last `read` received
         self._certain = 0  # number of characters that the last `read` returned
-        self.stopped_by = ""  # the stop string that ended the complete answer, if there is one
+        self.stopped_by = ""  # the stop string that ended the complete answer, or ""
         self._settled = 0  # number of tokens whose text is in `_text`
         self._text = opening  # the opening and the text of the settled tokens
         self._context: list[int] = []  # settled tokens that are decoded again before the pending tokens
@@ -198,7 +196,7 @@ class TextReader:
     def read(self, tokens: list[int]) -> str:
         """Return the part of the text of `tokens` that no later token can change.
 
-        Each call must pass all tokens so far: those of the previous call, then the new tokens.
+        `tokens` must contain all tokens of the answer so far: the tokens of the previous call, then the new tokens.
         """
         text = self._text_so_far(self._without_end(tokens))
         text = without_partial(text, self._stop, self._certain)[: self._stop_at(text)]
@@ -215,11 +213,11 @@ class TextReader:
         held_back = min(len(fresh) - len(fresh.rstrip("\ufffd")), INCOMPLETE)
         certain = fresh[: len(fresh) - held_back]
         text = self._text + certain
-        if held_back:  # an incomplete character may begin in any of the last three tokens, so these stay pending
+        if held_back:  # an incomplete character may begin in any of the last three tokens, so these three stay pending
             pending = pending[:-INCOMPLETE]
             fresh = self._text_behind_context(pending)
-        # Settle the pending tokens only if no later token can change their text. A later token changes the text of
-        # pending tokens that end inside a character.
+        # Settle the pending tokens only if no later token can change their text. If the pending tokens end inside a
+        # character, a later token changes their text.
         if certain.startswith(fresh) and (fresh or len(pending) > WITHOUT_TEXT):
             self._text += fresh
             self._settled += len(pending)
@@ -231,7 +229,7 @@ class TextReader:
         return self._tokenizer.decode([token, token])[len(self._tokenizer.decode([token])) :]
 
     def _without_end(self, tokens: list[int]) -> list[int]:
-        """Return the tokens without an end-of-turn token at the end."""
+        """Return the tokens, without the last token if it is an end-of-turn token."""
         return tokens[:-1] if tokens and tokens[-1] in self._stop_ids else tokens
 
     def _text_behind_context(self, tokens: list[int]) -> str:
@@ -256,8 +254,8 @@ class TextReader:
 def mend_byte_tokens(tokenizer: Any, tokens: list[int]) -> list[int]:
     """Replace every byte token that is not valid UTF-8 with the byte tokens of U+FFFD.
 
-    Some tokenizers have a token for each byte, like <0x0A>. The decoder of such a tokenizer reads consecutive byte
-    tokens as one text. A single invalid byte would make this whole text unreadable.
+    Some tokenizers have a token for each byte, like <0x0A>, and decode consecutive byte tokens as one text. A single
+    invalid byte would make the text of all consecutive byte tokens unreadable.
     """
     pieces: list[str] = []
     known = filter(None, tokenizer.convert_ids_to_tokens(tokens))

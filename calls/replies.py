@@ -1,9 +1,9 @@
 """Write an answer as a reply in one of three protocols, either whole or as a stream of events.
 
 An `Answer` holds the sampled tokens of one answer, and the text, reasoning and tool calls that the tokens contain. For
-each protocol, a function `render_...` returns the body of a whole reply, and a subclass of `Stream` returns the events
-of a streamed reply. The official SDKs have helpers that build a reply from the events of a stream. The reply that these
-helpers build is identical to the reply that the proxy sends without a stream.
+each protocol, a function `render_...` returns the body of a whole reply. A subclass of `Stream` returns the events of a
+streamed reply. The official SDKs can build a whole reply from the events of a stream. The proxy sends an identical
+reply if the request asks for no stream. The three protocols define these events, in this order:
 
     chat        a chunk with the role; chunks with reasoning and text; a chunk for each call; a chunk with
                 finish_reason; a chunk with the token counts, if the agent requested them; [DONE]
@@ -12,25 +12,25 @@ helpers build is identical to the reply that the proxy sends without a stream.
     messages    message_start; for each block content_block_start, deltas, content_block_stop; message_delta with
                 stop_reason and usage; message_stop
 
-Streams. A `Stream` returns the events of one answer as bytes, which the proxy sends. `start` returns the events before
-the first token. While the answer grows, `grow` receives the parts that no later token can change (`certain` in
-tools.py). `grow` returns the events for the text that was added since the last call. When the answer is complete,
-`finish` returns the events that send the remaining parts of the answer, such as the tool calls. When all answers of a
-reply are complete, `end` returns the reply's last events.
+Streams. A `Stream` returns the events of one answer as bytes. `start` returns the events before the first token. While
+the answer grows, `grow` receives the parts that no later token can change (`certain` in tools.py). `grow` returns the
+events for the text that was added since the last call of `grow`. When the answer is complete, `finish` returns the
+events that send the remaining parts of the answer, such as the tool calls. When all answers of a reply are complete,
+`end` returns the reply's last events.
 
     start -> message_start      grow("Let") -> content_block_start, delta "Let"      grow("Let me") -> delta " me"
 
-Ids. The ids of tool calls and items contain the interaction's id, so an agent can refer to each tool call and item. The
-tool calls of chatcmpl-<x> have the ids call_<x>_0 and call_<x>_1. The items of resp_<x> are rs_<x> (reasoning), msg_<x>
-(text) and fc_<x>_0 (tool call).
+Ids. An agent can refer to a tool call or an item by its id. The id of a tool call or an item contains the interaction's
+id. The tool calls of chatcmpl-<x> have the ids call_<x>_0 and call_<x>_1. The items of resp_<x> are rs_<x> (reasoning),
+msg_<x> (text) and fc_<x>_0 (tool call).
 
-Strict clients. Some clients fail if the key role, index, usage or created_at is missing, so a reply has all of these
-keys that exist in its protocol. Other clients fail if a key is null, so keys without a value are left out. The only
-null key is `content: null` in a chat message with tool calls and without text. Anthropic's clients need an `event:`
+Strict clients. A reply has the keys role, index, usage and created_at if its protocol defines them, because some
+clients fail without these keys. Some clients fail if a key is null, so keys without a value are left out. The only key
+that may be null is `content`, in a chat message with tool calls and without text. Anthropic's clients need an `event:`
 line, so every event of Anthropic's protocol has this line.
 
 Annotations, citations, refusals and counts of cached tokens are not supported: these fields are empty or 0. The
-signature of a reasoning block is a placeholder.
+signature of a reasoning block is the interaction's id.
 """
 
 import json
@@ -44,7 +44,7 @@ from calls.tools import Parsed
 from inference.io_struct import ModelResponse
 
 ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
-# kind of part -> (prefix of Anthropic's delta type, such as "thinking" in thinking_delta; the delta's key for new text)
+# kind of part -> (prefix of the delta's type, key of the delta's text), both in Anthropic's protocol
 BLOCK_DELTAS = {"reasoning": ("thinking", "thinking"), "text": ("text", "text"), "call": ("input_json", "partial_json")}
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}  # finish_reason -> stop_reason
 Part = tuple[str, Any]  # ("reasoning", text), ("text", text) or ("call", tool call)
@@ -57,8 +57,8 @@ class Answer:
     interaction_id: str
     response: ModelResponse
     parsed: Parsed
-    token_texts: list[str] = field(default_factory=list)  # text of each sampled token; empty without requested logprobs
-    stopped_by: str = ""  # the stop string that ended the answer, if there is one
+    token_texts: list[str] = field(default_factory=list)  # text of each sampled token, if the agent requested logprobs
+    stopped_by: str = ""  # the stop string that ended the answer, or ""
 
     @property
     def tool_calls(self) -> list[dict[str, Any]]:
@@ -113,7 +113,7 @@ def suffix_of(item_id: str) -> str:
 
 
 def without_empty(**fields: Any) -> dict[str, Any]:
-    """Leave out the fields that are empty or None, because strict clients reject keys that are null."""
+    """Return the fields as a dict without empty values and None, because some clients reject keys that are null."""
     return {name: value for name, value in fields.items() if value}
 
 
@@ -137,7 +137,7 @@ class Stream:
     def __init__(self, ask: AgentRequest, interaction_id: str, index: int = 0) -> None:
         self.ask, self.interaction_id, self.index = ask, interaction_id, index
         self.created = int(time.time())
-        # Only these three attributes of a stream change:
+        # Attributes that change after the constructor:
         self.position = 0  # index of the open part or, if no part is open, of the next part
         self.sent: str | None = None  # the text of the open part that was already sent; None if no part is open
         self.logprobs: list[dict[str, Any]] = []  # one entry per sampled token; set when the answer is complete
@@ -149,8 +149,8 @@ class Stream:
     def grow(self, parts: list[Part], whole: bool = False) -> bytes:
         """Return the events that send the text added to the answer since the last call, or b"" if nothing is new.
 
-        `parts` are all parts of the answer so far, including those already sent. `whole` is true if the answer is
-        complete. Otherwise the last part stays open for more text.
+        `parts` are all parts of the answer so far, including those already sent. If the answer is complete, `whole` is
+        true. If `whole` is false, the last part stays open for more text.
         """
         frames = b""
         for position in range(self.position, len(parts)):
@@ -230,7 +230,8 @@ def chat_end(answer: Answer) -> dict[str, Any]:
 
 
 def chat_usage(answers: list[Answer]) -> dict[str, int]:
-    """Return the token counts of a chat completion. All answers share one prompt, so its tokens are counted once."""
+    """Return the token counts of a chat completion. All answers share one prompt, so the prompt's tokens are counted
+    once."""
     read, written = answers[0].response.input_len, sum(answer.response.output_len for answer in answers)
     return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
@@ -395,7 +396,10 @@ def message_head(ask: AgentRequest, interaction_id: str, read: int, written: int
 
 
 def message_block(part: str, value: Any, signature: str = "") -> dict[str, Any]:
-    """Return a part of an answer as a block of an Anthropic message. Reasoning gets a placeholder as signature."""
+    """Return a part of an answer as a block of an Anthropic message.
+
+    `signature` is the signature of a reasoning block.
+    """
     if part == "call":
         name, arguments = value["function"]["name"], json.loads(value["function"]["arguments"])
         return {"type": "tool_use", "id": value["id"], "name": name, "input": arguments}
@@ -441,10 +445,10 @@ class Protocol:
     """The functions that read the requests and write the replies of one protocol."""
 
     id_prefix: str  # the prefix of each interaction's id, such as "chatcmpl-"
-    parse: Callable[..., AgentRequest]  # (body, find) -> the request
-    render: Callable[[AgentRequest, list[Answer]], dict[str, Any]]  # (request, answers) -> the body of a whole reply
-    stream: Callable[[AgentRequest, str, int], Stream]  # (request, interaction id, index) -> the stream of one answer
-    error: Callable[..., dict[str, Any]]  # (status, message, code) -> the body of an error
+    parse: Callable[..., AgentRequest]  # function of (body, find) that returns the request
+    render: Callable[[AgentRequest, list[Answer]], dict[str, Any]]  # returns the body of a whole reply
+    stream: Callable[[AgentRequest, str, int], Stream]  # arguments: request, interaction's id, index of the answer
+    error: Callable[..., dict[str, Any]]  # function of (status, message, code) that returns the body of an error
 
 
 PROTOCOLS = {  # each key is the part of the URL path after /v1/

@@ -1,8 +1,8 @@
 """Keep the table of a proxy's sessions: start sessions, find sessions by id, and forget old sessions.
 
 Each episode has one session, and each session needs one grant to start. The dispatcher decides when an episode may
-start, and the grant tells the proxy about this decision. If a session fails to start, its grant is kept for the next
-attempt. Unused grants do not accumulate, because each grant lapses after GRANT_SECONDS.
+start, and a grant passes this decision to the proxy. If a session fails to start, its grant stays valid for the next
+attempt. An unused grant lapses after GRANT_SECONDS.
 
     state      | meaning
     -----------+-----------------------------------------------------------------------------
@@ -11,9 +11,9 @@ attempt. Unused grants do not accumulate, because each grant lapses after GRANT_
     forgotten  | the session was exported, was discarded at its end, or was idle for too long
 
 A session is idle while it generates no answer and receives no request. For example, with a timeout of 3600 seconds, a
-session that becomes idle at 12:00 expires at 13:00. A session that has ended but was never exported also expires. No
-timer removes expired sessions. Instead, the proxy looks for expired sessions when a session starts, at each request
-with a session id, and at GET /health. When the proxy forgets a session, the session's conversation tree is lost.
+session that becomes idle at 12:00 expires at 13:00. A session that has ended but was never exported also expires. The
+proxy looks for expired sessions when a session starts, at each request with a session id, and at GET /health. When the
+proxy forgets a session, the session's conversation tree is lost.
 
 A session also stores its earlier turns by the hash of the request's body, so that turn.py can recognise a client's
 retry.
@@ -40,7 +40,7 @@ GRANT_SECONDS = 60.0  # seconds until an unused grant lapses
 @dataclass
 class Limits:
     """Limits on the requests and answers of one session (SECURITY.md). Answers above the limit `running` wait. No
-    honest agent reaches any of the other limits."""
+    well-behaved agent reaches a limit other than `running`."""
 
     running: Count = 32  # maximum number of a session's answers that are generated at once; further answers wait
     answers: Count = 2048  # largest number of a session's answers that run or wait; a further call gets status 429
@@ -53,7 +53,7 @@ class Limits:
     header_seconds: Positive = 60.0  # seconds within which the next request's header must arrive on a connection
 
     def check(self, session: "Session", ask: AgentRequest) -> None:
-        """Raise Refusal if a request exceeds one of the limits, which a well-behaved agent never reaches."""
+        """Raise Refusal if a request exceeds one of the limits."""
         stops, answers = ask.sampling.get("stop", []), ask.n + sum(len(turn.ids) for turn in session.running)
         count = max(len(stops), len(ask.sampling.get("stop_token_ids", [])))
         sizes = len(ask.messages), count, max(map(len, stops), default=0)
@@ -69,15 +69,15 @@ class Session:
 
     session_id: str
     task_id: str
-    last_used: float  # when the last request came or the last turn finished, whichever is later; a time of `clock`
+    last_used: float  # time of the last request or of the end of the last turn, in seconds of `clock`
     cache: InteractionCache
     places: asyncio.Semaphore  # limits the answers that servers generate at once (`Limits.running`)
-    sampling: dict[str, Any] = field(default_factory=dict)  # default sampling parameters; they override the proxy's
+    sampling: dict[str, Any] = field(default_factory=dict)  # default sampling parameters of this session
     calls: int = 0  # number of answers that the agent has requested
     running: set[Any] = field(default_factory=set)  # turns (turn.py) that are being generated
     turns: dict[bytes, list[Any]] = field(default_factory=dict)  # hash of a request's body -> turns with this body
     ended: bool = False  # whether the session has ended and refuses new calls
-    beginning: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while a request finds or starts its turn
+    beginning: asyncio.Lock = field(default_factory=asyncio.Lock)  # lock of a request that finds or starts a turn
 
     @property
     def rewarded_count(self) -> int:
@@ -112,7 +112,10 @@ class SessionTable(OrderedDict[str, Session]):
         return len(self._grants)
 
     def find(self, session_id: str) -> Session:
-        """Return a session and restart its timeout. Raises Refusal 404 for an unknown, exported or expired session."""
+        """Return a session and restart its timeout.
+
+        Raises Refusal with status 404 if the session is unknown, exported or expired.
+        """
         self.expire()
         session = self.get(session_id)
         if session is None:
@@ -121,8 +124,10 @@ class SessionTable(OrderedDict[str, Session]):
         return session
 
     def open(self, session_id: str) -> Session:
-        """Return an open session. Raises Refusal with status 404 if the session is unknown, and with status 410 if it
-        has ended."""
+        """Return an open session.
+
+        Raises Refusal with status 404 if the session is unknown, and with status 410 if the session has ended.
+        """
         session = self.find(session_id)
         if session.ended:
             raise Refusal("session: it has ended and takes no more work; start a new one", 410)
@@ -134,7 +139,7 @@ class SessionTable(OrderedDict[str, Session]):
         return self.capacity
 
     def start(self, task_id: str, sampling: dict[str, Any] | None = None) -> Session:
-        """Use one grant and return a new session. Raises Refusal 429 if there is no grant.
+        """Use one grant and return a new session. Raises Refusal with status 429 if there is no grant.
 
         `sampling` holds this session's default values for the fields of GenerationHyperparameters.
         """

@@ -1,8 +1,8 @@
 """Find side conversations: calls that a client program makes for its own purposes while an agent works on the task.
 
-For example, Claude Code and opencode ask the model for a title of the conversation. Such a call belongs to the agent's
-session, but the call's output does not help to solve the task. If the title request is the last call of the session,
-the reward for the agent's work must not go to the title.
+For example, Claude Code and opencode ask the model for a title of the conversation. A side conversation belongs to the
+agent's session, but its output does not help to solve the task. If a request for a title is the last call of the
+session, the session's reward must not go to this request.
 
 The rule. A finished interaction is a *suspect* if conditions 1 and 2 hold:
 
@@ -11,21 +11,22 @@ The rule. A finished interaction is a *suspect* if conditions 1 and 2 hold:
 
 A suspect is a side conversation if condition 3 also holds:
 
-    3. The session also has interactions that are not suspects, and none begins with the suspect's first message.
+    3. The session has interactions that are not suspects, and their first messages differ from the suspect's first
+       message.
 
 The rule does not depend on the order of the calls, so a title request may come before, between or after the agent's
-calls. Two kinds of calls resemble a title request, but are not side conversations by this rule. First, an agent may
-offer no tools in the call for its final answer. This final call has the same first message as the agent's other calls,
-so condition 3 does not hold. Second, a session may contain another agent that makes only one call. The prompt of this
-one call does not request a title, so condition 1 does not hold.
+calls. Two kinds of calls resemble a title request, but are not side conversations. First, an agent may offer no tools
+in its final call. The final call has the same first message as the agent's earlier calls, so condition 3 does not hold.
+Second, a session may contain another agent that makes only one call. The prompt of the other agent describes a task and
+requests no title, so condition 1 does not hold.
 
 The configuration key rollout.openai.side_conversations contains the patterns, which are regular expressions. The
 patterns match both upper and lower case. If the list of patterns is empty, the rule is off. If the title requests of a
 client match no pattern, add a pattern to the list.
 
-A side conversation is not trained, and gets none of the session's reward. Exception: if the agent sets a reward for the
-id of a side conversation, this side conversation is trained. The metric side_conversations counts the side
-conversations. The run prints a message when it finds the first side conversation.
+A side conversation is not trained, and gets none of the session's reward. If the agent itself sets a reward for the id
+of a side conversation, this side conversation is trained. The metric side_conversations counts the side conversations.
+The run prints a message when it finds the first side conversation.
 """
 
 import functools
@@ -39,7 +40,7 @@ PATTERNS = (
     # matches the title requests of opencode, Claude Code and Open WebUI
     r"\b(write|generate|create|extract|provide|suggest|output)\b.{0,80}\btitles?\b",
     r"\bnew conversation topic\b",  # Claude Code
-    r"^(quota|warmup)$",  # Claude Code sends this message before its first real call
+    r"^(quota|warmup)$",  # messages that Claude Code sends before the agent's first call
 )
 
 

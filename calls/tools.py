@@ -1,15 +1,15 @@
 """Split the text of a model into reasoning, text for the user, and tool calls.
 
 A model writes one text. An agent needs a message with separate reasoning, text and `tool_calls`. By default, the parser
-expects the form of Qwen and Hermes:
+expects a text in the form of Qwen and Hermes:
 
     <think>reasoning</think>text<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>
 
-Tool calls. The JSON between <tool_call> and the next </tool_call> is a call under two conditions: the agent offers a
-tool of this name, and the arguments are an object. If the JSON is broken, the end mark is missing or the tool is
-unknown, the call is left in the text. A model's mistake therefore never makes a request fail, and the agent sees the
-mistake. The parser drops white space around the reasoning and before a call. A text without calls is returned
-unchanged, because the agent sends this text back in its next request, and the proxy must recognise it there.
+Tool calls. The parser reads the JSON between <tool_call> and the next </tool_call>. The JSON is a call if it contains
+the name of an offered tool and if the arguments are an object. If the JSON is broken, the end mark is missing or the
+tool is unknown, the call stays in the text. A model's mistake never makes a request fail, because the agent receives
+the mistake as text. The parser drops white space around the reasoning and before a call. A text without calls is
+returned unchanged, so that the proxy recognises the text in the agent's next request.
 
 Streams. `certain` returns the part of an unfinished text that no continuation can change:
 
@@ -21,18 +21,18 @@ Streams. `certain` returns the part of an unfinished text that no continuation c
 With every new token the certain part stays unchanged or grows. The certain part is always the beginning of the text
 that `parse` returns for the whole answer. A stream sends the calls when the answer is complete.
 
-Reasoning in the prompt. Some chat templates end the prompt with <think>. `begun` returns this <think>, so that the
-caller can put <think> before the model's text.
+Reasoning. Some chat templates end the prompt with <think>. If the prompt ends with <think>, `begun` returns <think>,
+and the caller must put <think> before the model's text.
 
 Forced calls. If tool_choice demands a call, `opening` returns the first words of a call. The prompt ends with the first
-words of the call, so these words are not trained. The caller of `opening` must put these words before the model's text.
-The model writes the rest of the call: the arguments and, if there are several tools, the name. The proxy does not
+words of the call, so these words are not trained. The caller must also put the result of `opening` before the model's
+text. The model writes the rest of the call: the arguments and, if there are several tools, the name. The proxy does not
 constrain sampling with a grammar, so the model may still write broken JSON.
 
-Other forms. If the tokenizer has a response template (a feature of transformers), this template parses the text. A
-`tool_call_parser` that is not in `HERMES` names one of SGLang's parsers, so SGLang must be installed. SGLang's parser
-is used only if tools are offered. With a response template or SGLang's parser, a call cannot be forced, and no text is
-certain before the answer is complete. A response template parses every answer as if the answer followed the
+Other forms. If the tokenizer has a response template (a feature of transformers), this template parses the text. If
+`tool_call_parser` is not in `HERMES`, it is the name of a parser of SGLang, and SGLang must be installed. SGLang's
+parser is used only if the agent offers tools. With a response template or SGLang's parser, a call cannot be forced, and
+no text is certain before the answer is complete. A response template parses every answer as if the answer followed the
 conversation's first message. If the model ends its turn with a token that is not the tokenizer's eos_token,
 stop_token_ids must contain this token.
 
@@ -76,8 +76,9 @@ class Parsed:
 def without_partial(text: str, marks: list[str], certain: int = 0) -> str:
     """Return `text` without an incomplete mark at its end: if "<tool>" is a mark, "1 <to" becomes "1 ".
 
-    The first `certain` characters are never cut off. To save time, a caller whose text grows passes the length of the
-    previous result as `certain`. This argument does not change the result.
+    The search for an incomplete mark begins after the first `certain` characters. If a caller's text grows, the caller
+    passes the length of the previous result as `certain`. The argument `certain` saves time and does not change the
+    result.
     """
     longest = max(map(len, marks), default=1)
     for begin in range(max(certain, len(text) - longest + 1), len(text)):
@@ -103,9 +104,8 @@ def split_calls(text: str, tools: Tools) -> tuple[str, list[Call]]:
     calls: list[Call] = []
     piece_begin = 0  # index at which the next piece of text begins
 
-    # No call ends after the last </tool_call>, so the search stops there. Without this limit, each <tool_call> without
-    # an end mark would make the search scan the rest of the text, and the time would be quadratic in the number of such
-    # marks.
+    # The search ends at the last </tool_call>, because no call ends after the last </tool_call>. A search of the whole
+    # text would scan the rest of the text for each <tool_call> without an end mark.
     last = text.rfind(END_OF_CALL) + len(END_OF_CALL)
     for pair in PAIR.finditer(text, 0, last):
         call = read_call(pair[1], names)
@@ -149,8 +149,8 @@ class OutputParser:
             self._prompt = tokenizer.apply_chat_template(talk, add_generation_prompt=True, tokenize=False)
 
     def foreign(self, tools: Tools) -> bool:
-        """Return whether the model's text has a form other than the default form of Qwen and Hermes. The other forms
-        need special tokens."""
+        """Return whether the model's text has a form other than the default form of Qwen and Hermes. A text in another
+        form must contain the special tokens."""
         return self.special_tokens or (self._sglang is not None and bool(tools))
 
     def parse(self, text: str, tools: Tools) -> Parsed:

@@ -2,8 +2,9 @@
 
     enter the call in the tree -> generate the answers -> store the answers in the tree -> send the reply
 
-Order. The interaction enters the tree before the reply's first byte is sent. The tokens are stored in the tree before
-the reply's last byte is sent. A client that has read a reply can therefore immediately continue or reward the turn.
+Order. A call's interaction enters the tree before the reply's first byte is sent. The tokens are stored in the tree
+before the reply's last byte is sent. A client that has read a reply can immediately continue the conversation or set
+the turn's reward.
 
 States. Each turn runs as an asyncio task. A connection that waits for a turn's reply is a listener of this turn.
 
@@ -24,14 +25,13 @@ has already streamed stay in the tree, because the client has read them. A repla
 later turn continues its conversation.
 
 Retries. A client repeats a request if the connection times out or the reply has a 5xx status. The SDKs of OpenAI and
-Anthropic mark such a request with the header x-stainless-retry-count. Two turns are called identical if they belong to
-the same session and their requests have the same body, byte for byte. `match_retry` applies the first rule that fits a
-request:
+Anthropic mark a repeated request with the header x-stainless-retry-count. `match_retry` compares the body of a request,
+byte for byte, with the bodies of the session's earlier turns. The first rule that fits the request applies:
 
-    1. If an identical turn is unread, failed or abandoned, the request is a retry of that turn.
-    2. If the header marks a retry, the request is a retry of an identical turn that is still running. If no identical
-       turn is running, the request is a retry of the last identical turn whose connection is closed.
-    3. In all other cases the request is a new call. An agent that sends the same body twice therefore gets two answers.
+    1. If a turn with the same body is unread, failed or abandoned, the request is a retry of this turn.
+    2. If the header marks a retry, the request is a retry of a running turn with the same body. If no turn with the
+       same body is running, the request is a retry of the last turn with the same body whose connection is closed.
+    3. If rules 1 and 2 do not apply, the request is a new call. An agent that sends a body twice gets two answers.
 
 A client that gives up on a reply closes the connection, so rule 2 ignores finished turns with an open connection. A
 retry gets the reply of the turn that it repeats. A failed or abandoned turn has no reply, so a new turn replaces it.
@@ -79,9 +79,9 @@ class Turn:
         for name in self.ids:
             interaction = Interaction(ask.messages, name, ask.template_key, store, ask.tools, parent=ask.parent)
             self.parent = session.cache.enter(name, interaction).parent  # all answers of a turn have the same parent
-        self.ask = dataclasses.replace(ask, messages=[])  # the messages are stored in the tree
+        self.ask = dataclasses.replace(ask, messages=[])  # the tree stores the messages
 
-        # Only the attributes below change after the constructor:
+        # Attributes that change after the constructor:
         self.state = State.RUNNING
         self.task: asyncio.Task[tuple[dict[str, Any], list[Answer]]]  # the task returns the reply and the answers
         self.so_far: list[ModelResponse | None] = [None] * ask.n  # the streamed part of each answer
@@ -125,7 +125,7 @@ class Turn:
     async def _run(self, engine: Any, calls: list[ModelRequest]) -> tuple[dict[str, Any], list[Answer]]:
         """Generate all answers.
 
-        Return the reply and the answers. If any answer fails, the method raises the error.
+        Return the reply and the answers. If the generation of an answer fails, the method raises the error.
         """
         tasks = [asyncio.ensure_future(self._generate(engine, k, call)) for k, call in enumerate(calls)]
         try:
@@ -267,7 +267,7 @@ def match_retry(equal: list[Turn], says_so: bool) -> Turn | None:
             return turn
     if not equal or not says_so:
         return None
-    # If two identical turns are running, the retries go to them alternately.
+    # If two turns with the same body are running, the retries go to the two turns alternately.
     running = [turn for turn in equal if turn.state is State.RUNNING]
     closed = [turn for turn in equal if not turn.transport or turn.transport.is_closing()]
     return min(running or closed[-1:], key=lambda turn: turn.retries, default=None)
@@ -295,10 +295,10 @@ def earlier_turn(session: Session, body: bytes, says_so: bool) -> Turn | None:
 
 
 class EventStream(StreamingResponse):
-    """Sends server-sent events. The generator of the events is closed when sending ends for any reason.
+    """Sends server-sent events, and closes the generator of the events when sending ends for any reason.
 
-    Starlette's own class would cancel the generator when the client hangs up. This class does not cancel the generator,
-    because `Turn.events` notices the hang-up and ends by itself.
+    Starlette's StreamingResponse cancels the generator when the client hangs up. `EventStream` does not cancel the
+    generator, because `Turn.events` detects that the client has hung up and ends by itself.
     """
 
     media_type = "text/event-stream"

@@ -1,40 +1,37 @@
 """The dispatcher decides which prompt group starts next, and which groups form the next batch.
 
 A training step needs B finished prompt groups, and an episode takes seconds to minutes. BatchTaskDispatcher keeps as
-many groups running as the staleness gate allows. It returns finished groups in order of start or in order of finish.
+many groups running as the staleness gate allows.
 
-**Three parts.**
-- DispatchState makes all decisions. DispatchState records which tasks are pending, running and finished. DispatchState
-  has one method for each event, for example for the end of a task. The method `start` returns the tasks that must
-  start. DispatchState has no thread and no clock.
-- BatchTaskDispatcher calls the methods of DispatchState while it holds the lock, and carries out the decisions.
-- AsyncTaskRunner (runner.py) owns the thread, the event loop and the lock, and lets callers wait.
+**Three parts.** DispatchState makes all decisions. DispatchState records which tasks are pending, running and finished.
+DispatchState has one method for each event, such as `finish` for the end of a task. `DispatchState.start` returns the
+tasks that must start. DispatchState has no thread and no clock. BatchTaskDispatcher calls the methods of DispatchState
+while it holds the lock, and carries out the decisions. AsyncTaskRunner (runner.py) has the thread, the event loop and
+the lock. Callers wait in `AsyncTaskRunner.wait_for`.
 
 **Producer and consumer.** In the write-up (docs/companion.md) the producer and the consumer are threads that poll. In
-this module, two methods replace the polling threads: `_produce` starts the tasks that the gate admits, and `_consume`
-records the result of a task. The dispatcher calls `_produce` at every event that may open the gate: a caller submits a
-task, a task ends, or the trainer sets a new version. The next tasks therefore start as soon as the gate opens.
+this module, the methods `_produce` and `_consume` replace the threads. `_produce` starts the tasks that the gate
+admits. `_consume` records the result of a task. The dispatcher calls `_produce` at every event that may open the gate:
+a caller submits a task, a task ends, or the trainer sets a new version.
 
-**Which groups form a batch.** With rollout.stale=wait, a batch has the B unconsumed groups that started first. A slow
-group delays its batch, and faster groups wait for the slow group. With rollout.stale=mask or drop, a batch has the B
-unconsumed groups that finished first. With mask, take() masks the tokens that are too old. With drop, take() drops the
-groups that are too old. With each setting, no trained token is more than max_head_offpolicyness versions old. The proof
-is in staleness.py, and take() checks the age of each group. A rejected group frees its place at the gate, and
-active_submit_and_wait draws a new task.
+**Which groups form a batch.** With rollout.stale=wait, a batch has the B unconsumed groups that started first. In order
+of start, a slow group delays its batch. With rollout.stale=mask or drop, a batch has the B unconsumed groups that
+finished first. With rollout.stale=mask, take() masks the tokens that are too old. With rollout.stale=drop, take() drops
+the groups that are too old. With all three values of rollout.stale, no trained token is more than
+max_head_offpolicyness versions old. The proof of this age bound is in staleness.py, and take() checks the age of each
+group. When a group is rejected, its place at the gate becomes free, and active_submit_and_wait draws a new task.
 
 **Failure.** A task that returns None is rejected. A task that raises an exception is rejected and also counted as
 failed. The run stops if max_failures tasks in a row raise an exception. The run also stops if a caller calls fail(),
-for example because a server died. An exception in the dispatcher's own code stops the run, too. After a stop, all calls
-that submit tasks, wait for results or read `in_flight` raise RuntimeError, whose cause is the first exception. Other
-methods, such as pause, still work after a stop. If max_failures tasks in a row are rejected without an exception, the
-run continues and the dispatcher logs a warning.
+for example because a server ended, or if the dispatcher's own code raises an exception. After a stop, calls that submit
+tasks, wait for results or read `in_flight` raise RuntimeError from the first exception. Methods such as pause still
+work after a stop. If max_failures tasks in a row are rejected without an exception, the run continues and the
+dispatcher logs a warning.
 
-**Locks.** The runner's lock, which is re-entrant, guards the dispatcher's state.
-- The dispatcher holds the lock while it calls get_version(), head_version and trace, so these functions must return
-  quickly.
-- Episodes and the task generator run without the lock.
-- If get_version() takes a lock of its own, a thread that holds this second lock must not call the dispatcher. Otherwise
-  two threads could deadlock.
+**Locks.** The runner's lock, which is re-entrant, guards the dispatcher's state. The dispatcher holds the lock while it
+calls get_version(), head_version and trace, so these functions must return quickly. Episodes and the task generator run
+without the lock. If get_version() takes a lock of its own, a thread that holds this second lock must not call the
+dispatcher, because two threads could deadlock.
 
 **What is not promised.** The age bound holds only if each batch has consumer_batch_size groups. Groups that
 wait_for_task returns belong to no batch, and the dispatcher does not check their age.
@@ -54,7 +51,7 @@ logger = logging.getLogger("nano_areal.dispatcher")
 
 
 class ServerRestarted(Exception):
-    """An inference server was restarted and needs the current weights. If a waiting method raises this error, it has
+    """An inference server was restarted and needs the current weights. A waiting method that raises ServerRestarted has
     consumed no task."""
 
 
@@ -71,30 +68,30 @@ TResult = TypeVar("TResult")
 
 
 def untraced(event: str, task_id: int, **args: Any) -> None:
-    """Default trace callback; does nothing."""
+    """Ignore an event. `untraced` is the default trace callback."""
 
 
 def untouched(data: TResult, oldest: int) -> TResult | None:
-    """Default of the field `without_older`; masks no token."""
+    """Return `data` unchanged. `untouched` is the default of the field `without_older`."""
     return data
 
 
 @dataclass(eq=False)
 class DispatchState(Generic[TInput, TResult]):
-    """All decisions of the dispatcher, as plain methods without threads, locks or a clock."""
+    """Makes all decisions of the dispatcher, in methods that use no thread, lock or clock."""
 
     manager: StalenessManager
-    head_version: Callable[[TResult], int | None]  # gives the oldest version of a result's tokens; None if no tokens
+    head_version: Callable[[TResult], int | None]  # oldest version among a result's tokens; None without tokens
     max_queue_size: int  # largest number of tasks that run at once
     stale: Literal["wait", "mask", "drop"] = "wait"  # how take() keeps the age bound (staleness.py)
-    without_older: Callable[[TResult, int], TResult | None] = untouched  # for "mask": masks tokens of older versions
+    without_older: Callable[[TResult, int], TResult | None] = untouched  # masks tokens older than the given version
     max_failures: int = 0  # number of failures in a row that stops the run; 0 means max(8, 2 * consumer_batch_size)
     trace: Callable[..., None] = untraced  # called with the name of an event and the task id
 
-    # All fields below are mutable state.
+    # Mutable state of the dispatcher:
     pending: OrderedDict[int, TInput] = field(default_factory=OrderedDict)  # submitted tasks that have not started
-    order: OrderedDict[int, TResult | None] = field(default_factory=OrderedDict)  # started task -> result, or None
-    rejected: deque[int] = field(default_factory=lambda: deque(maxlen=10_000))  # rejected tasks, for wait_for_task
+    order: OrderedDict[int, TResult | None] = field(default_factory=OrderedDict)  # task id -> result, None if running
+    rejected: deque[int] = field(default_factory=lambda: deque(maxlen=10_000))  # ids of rejected tasks
     paused: bool = False
     failure: tuple[str, BaseException] | None = None  # message and cause of the stop; None while the run goes on
     interrupts: set[type[BaseException]] = field(default_factory=set)  # exceptions that the next waiting calls raise
@@ -128,8 +125,8 @@ class DispatchState(Generic[TInput, TResult]):
     def next_groups(self, count: int) -> dict[int, TResult]:
         """Return the `count` groups to consume next as {task id: result}, or {} if one of them is not finished.
 
-        With stale=wait, these are the groups that started first. With stale=mask or drop, these are the groups that
-        finished first.
+        With stale=wait, the next groups are the groups that started first. With stale=mask or drop, the next groups are
+        the groups that finished first.
         """
         finished = [(task_id, data) for task_id, data in self.order.items() if data is not None]
         turn = islice(self.order.items(), count) if self.stale == "wait" else finished[:count]
@@ -169,7 +166,7 @@ class DispatchState(Generic[TInput, TResult]):
         if result.data is not None:
             self.order[task_id] = result.data
             if self.stale != "wait":
-                self.order.move_to_end(task_id)  # so that `order` has the finished groups in order of finish
+                self.order.move_to_end(task_id)  # keeps the finished groups in order of finish
             self.manager.on_rollout_accepted()
             self.trace("accept", task_id)
         else:
@@ -186,7 +183,7 @@ class DispatchState(Generic[TInput, TResult]):
         """Consume and return the next `count` groups, or return [] if one of them is not finished.
 
         With stale=drop, a group that is too old is dropped, and the next finished group takes its place. With
-        stale=mask, the tokens that are too old are masked. If a group that remains is still too old, the method raises
+        stale=mask, the tokens that are too old are masked. If a group of the batch is still too old, the method raises
         StalenessError and consumes no group.
         """
         while batch := {task_id: self.trainable(data) for task_id, data in self.next_groups(count).items()}:
@@ -243,7 +240,7 @@ class DispatchState(Generic[TInput, TResult]):
 
 
 class BatchTaskDispatcher(Generic[TInput, TResult]):
-    """Run submitted tasks and return their results within the age bound (write-up, section 3.1).
+    """Runs submitted tasks, and returns results that are not too old (write-up, section 3.1).
 
     task_factory(task) makes the coroutine that runs one task. The coroutine returns one prompt group, or None to reject
     the task.
@@ -273,7 +270,7 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
     def wait_results(self, count: int, timeout: float | None = None) -> list[TResult]:
         """Wait for the next `count` results, and return them in order (DispatchState.next_groups).
 
-        Raises TimeoutError after `timeout` seconds (None: wait for ever). Raises StalenessError if a result is too old
+        Raises TimeoutError after `timeout` seconds; None means no limit. Raises StalenessError if a result is too old
         (DispatchState.take). If the call raises an exception, it consumes no result.
         """
         if count < 1:
@@ -290,14 +287,14 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
         return self._wait(f"task {task_id}", lambda: self._state.take_task(task_id), timeout)[0]
 
     def active_submit_and_wait(self, task_generator: Iterator[TInput], batch_size: int) -> list[TResult]:
-        """Return a batch of accepted results. Draw the tasks that the batch needs from a generator, which must never
-        end."""
+        """Return a batch of accepted results, and draw the tasks for the batch from a generator. The generator must
+        never end."""
         batch: list[TResult] = []
         while not batch:
             # 1. Draw tasks, so that the producer can start them.
             self._top_up(task_generator)
-            # 2. Wait until the next groups are finished. Stop waiting if no task is pending, because step 1 must then
-            #    draw tasks.
+            # 2. Wait until the next groups are finished. Stop waiting if no task is pending, because step 1 must draw
+            #    more tasks.
             self._wait("a batch", lambda: self._state.next_groups(batch_size) or not self._state.pending)
             # 3. Take the groups. The batch is empty if step 1 must draw more tasks, or if too many groups were dropped
             #    for their age.
@@ -324,7 +321,7 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
     def restore(self, results: dict[int, TResult]) -> None:
         """Add the finished results of an earlier process. `results` maps task ids to results, in order of start.
 
-        Call this method before any task is submitted. Also call the staleness manager's on_version_recovered.
+        Call `restore` before any task is submitted. Also call the staleness manager's on_version_recovered.
         """
         with self.runner.lock:
             assert not self._state.in_flight(), f"restore results before any task is submitted: {self._state}"
@@ -342,7 +339,8 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
             self.on_new_version()
 
     def on_new_version(self) -> None:
-        """Start the tasks that the gate admits at the new version. Call this method after the version has increased."""
+        """Start the tasks that the gate admits at the new version. Call `on_new_version` after the version has
+        increased."""
         with self.runner.lock:
             self._produce()
             self.runner.lock.notify_all()
@@ -361,12 +359,15 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
             self.runner.lock.notify_all()
 
     def destroy(self) -> None:
-        """Stop the run, cancel the running tasks, let them clean up, and join the thread. May be called twice."""
+        """Stop the run, cancel the running tasks, let them clean up, and join the thread.
+
+        A second call does nothing.
+        """
         reason = "the dispatcher is destroyed"
         self.fail(RuntimeError(reason), reason)
         self.runner.destroy()
 
-    # ---- producer and consumer: the thread that reports an event calls these methods while it holds the lock
+    # ---- producer and consumer; callers of these methods hold the lock
 
     def _produce(self) -> None:
         """Start the pending tasks that the gate admits (the producer of the write-up, section 3.2)."""
@@ -381,11 +382,11 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
     # ---- waiting
 
     def _top_up(self, task_generator: Iterator[TInput]) -> None:
-        """Submit tasks from the generator until enough tasks are pending for the time between two batches.
+        """Submit tasks from the generator, so that up to (eta + 1) * B tasks are pending.
 
-        The method computes the number of tasks before the loop. If the loop counted the pending tasks in each pass
-        instead, it might never end, because pending tasks can start while the loop submits more. The method does not
-        hold the lock, because the generator may be slow. Raises RuntimeError if the generator ends.
+        The number of tasks is computed before the loop. A loop that counts the pending tasks in each pass might never
+        end, because pending tasks can start during the loop. The method does not hold the lock, because the generator
+        may be slow. Raises RuntimeError if the generator ends.
         """
         limit = min(self._state.manager.get_pending_limit(), self._state.max_queue_size)
         for _ in range(limit - len(self._state.pending)):
@@ -402,7 +403,7 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
             if self._state.interrupts:
                 raise self._state.interrupts.pop()
             result = attempt()
-            self._produce()  # attempt() may have dropped or withdrawn groups, so their places are free
+            self._produce()  # attempt() may have dropped or withdrawn groups, and their places are free
             if not result and timeout is None and self._state.is_stalled():
                 logger.warning("waiting for a new task, or at a closed gate for a new version: %s", self._state)
             return result

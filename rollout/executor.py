@@ -1,10 +1,10 @@
 """WorkflowExecutor connects the dataloader, the workflows, the staleness gate and the training step.
 
 `prepare_batch` returns the next B accepted prompt groups as one padded dict of tensors (trajectory.py). The dispatcher
-decides which groups come next. With rollout.stale=wait, the batches, and the groups within each batch, come in the
-order in which the groups started. While the trainer trains on one batch, groups of later batches run. The staleness
-gate limits how many groups run. Example: with B = 4 and eta = 1, eight groups start at version 0. The first call of
-prepare_batch returns four of the eight groups, and the other four groups continue to run.
+decides which groups come next. With rollout.stale=wait, prepare_batch returns the groups in order of start, also within
+a batch. While the trainer trains on one batch, groups of later batches run. The staleness gate limits how many groups
+run. Example: with B = 4 and eta = 1, eight groups start at version 0. The first call of prepare_batch returns four of
+the eight groups, and the other four groups are left for later calls.
 
 Each prompt group goes through these steps:
 
@@ -14,22 +14,24 @@ Each prompt group goes through these steps:
  4. Interactions become tensors, and check_trajectory_format checks these tensors.
  5. `complete` adds the tensors that the workflow left out.
  6. should_accept_fn accepts or rejects the group.
- 7. With dump_to_file each row of the group, accepted or rejected, becomes one line of the file
+ 7. With dump_to_file each row of an accepted or rejected group becomes one line of the file
     {dump_dir}/{rollout|eval-rollout}/{newest version in the group}/{task_id}.jsonl.
  8. `keep` writes an accepted group to a file, so that the group survives a crash. The group counts as accepted after
     `keep` has returned.
- 9. The finished group waits until it is one of the next B groups to consume. Then prepare_batch returns the group.
+ 9. prepare_batch returns the group as soon as it is one of the next B groups to consume.
 
-If a workflow returns None, its group is rejected, and another sample is drawn instead. If one of the steps 3 to 8 above
+If a workflow returns None, its group is rejected, and another sample is drawn instead. If one of the steps 3 to 8
 raises an exception, the group is rejected and also counted as failed. Many failures in a row stop the run
 (dispatcher.py).
 
 **Arguments.** Each call of prepare_batch draws new samples. A sample runs with the workflow and the should_accept_fn of
 the call that drew the sample, even if later calls pass other arguments. If the workflow is a class, every call of
-prepare_batch makes a new instance of it. To keep a workflow's state between calls, pass an instance instead of a class.
+prepare_batch makes a new instance of this class. To keep a workflow's state between calls, pass an instance instead of
+a class.
 
 **Recovery.** A task is open until its group is consumed or rejected. A checkpoint holds the open tasks. When a run
-continues after a crash, its unfinished tasks start again under their old ids (DataCursor, run/recover.py).
+continues after a crash, the open tasks without a finished group start again under their old ids (DataCursor,
+run/recover.py).
 
 **Evaluation.** `for_evaluation()` makes a second executor that uses the same engine and proxy. The second executor has
 no staleness gate, counts its task ids from 0, and may sample differently than training, for example greedily.
@@ -66,7 +68,7 @@ from staleness import RolloutStat, StalenessError, StalenessManager
 
 logger = logging.getLogger("nano_areal.executor")
 
-NO_LIMIT = 10**12  # limit on ages and on failures in a row in evaluations; so large that it has no effect
+NO_LIMIT = 10**12  # a limit that is never reached; evaluations use it for ages and for failures in a row
 AcceptFn = Callable[[Trajectory], bool]
 Sample = dict[str, Any]
 T = TypeVar("T")
@@ -99,9 +101,9 @@ class DataCursor:
     start again under their old ids. The run then skips all samples of the dataloader that were drawn before the
     checkpoint. New samples get the ids `next_id`, `next_id` + 1, and so on.
 
-    Example: the samples of tasks 0 to 7 were drawn, tasks 0 to 3 were trained on, and task 5 is finished. Then the
-    checkpoint holds next_id = 8, drawn = 8 and the samples of tasks 4 to 7. After a crash tasks 4, 6 and 7 start again,
-    and then the ninth sample of the dataloader starts as task 8.
+    Example: the samples of tasks 0 to 7 were drawn, tasks 0 to 3 were trained on, and task 5 is finished. The
+    checkpoint holds next_id = 8, drawn = 8 and the samples of tasks 4 to 7. After a crash tasks 4, 6 and 7 start again.
+    The ninth sample of the dataloader then starts as task 8.
     """
 
     next_id: int = 0  # the task id of the next new sample
@@ -118,7 +120,7 @@ class DataCursor:
             yield task_id, sample
 
     def draw(self, dataloader: Any) -> Iterator[NumberedSample]:
-        """Yield an endless series of samples: first those of tasks that start again, then new samples of
+        """Yield samples without end: first the samples of the tasks that start again, then new samples of
         `dataloader`."""
         while self.restart:
             task_id = self.restart.pop(0)
@@ -150,10 +152,10 @@ class WorkflowExecutor:
 
     engine: Any
     config: RolloutConfig
-    tokenizer: Any = None  # decodes tokens for dumps; workflow classes that accept a tokenizer get this one
-    gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)  # holds the run's seed
+    tokenizer: Any = None  # decodes tokens for dumps, and is passed to workflow classes that accept a tokenizer
+    gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)  # includes the run's seed
     proxy: ProxyAddress | None = None  # needed for agents
-    dump_dir: Path | None = None  # the run's folder; None: no dumps
+    dump_dir: Path | None = None  # the run's folder for dumps; None means no dumps
     trace: Callable[..., None] = untraced  # called with (event, task_id); the event "reward" has more arguments
     keep: Callable[[int, Trajectory], None] | None = None  # called in a thread before a group counts as accepted
     hold_failures: float = 0.0  # seconds that a task waits after its exception before it counts as failed
@@ -177,7 +179,7 @@ class WorkflowExecutor:
         # The engine calls `pause`, `resume` and `on_new_version`. The watcher of the processes calls `fail`.
         self.pause, self.resume = self.dispatcher.pause, self.dispatcher.resume
         self.on_new_version, self.fail = self.dispatcher.on_new_version, self.dispatcher.fail
-        # All mutable state of this object. The dispatcher and the staleness manager have state of their own.
+        # Mutable state of this object, besides the state of the dispatcher and of the staleness manager:
         self._cursor = DataCursor()
         self.ended = 0  # number of episodes that have ended, for the live table
         self._keys: dict[type, frozenset[str]] = {}  # workflow class -> the keys of its first trajectory
@@ -185,8 +187,8 @@ class WorkflowExecutor:
             self.engine.executor = self
 
     def for_evaluation(self, gconfig: GenerationHyperparameters | None = None) -> "WorkflowExecutor":
-        """Return a second executor, without a staleness gate. The caller must destroy the second executor before this
-        one.
+        """Return a second executor, without a staleness gate. The caller must destroy the second executor before the
+        first executor.
 
         The second executor samples with `gconfig`. If `gconfig` is None, the second executor uses the sampling
         parameters of this executor.
@@ -213,12 +215,12 @@ class WorkflowExecutor:
     def wait(self, count: int, timeout: float | None = None) -> Trajectory:
         """Return the next `count` accepted groups as one batch.
 
-        Raises TimeoutError after `timeout` seconds (None: wait for ever).
+        Raises TimeoutError after `timeout` seconds; None means no limit.
         """
         return concat_padded_tensors(self.dispatcher.wait_results(count, timeout))
 
     def wait_for_task(self, task_id: int, timeout: float | None = None) -> Trajectory | None:
-        """Wait for one task and return its group, or None if it was rejected. The group will not be in any batch."""
+        """Wait for one task and return its group, or None if it was rejected. No batch contains the returned group."""
         return self.dispatcher.wait_for_task(task_id, timeout)
 
     def rollout_batch(self, data: Iterable[Sample], *args: Any, **kwargs: Any) -> Trajectory:
@@ -242,10 +244,10 @@ class WorkflowExecutor:
         return [self.wait_for_task(task.task_id) for task in tasks]
 
     def prepare_batch(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the next training batch, which has dataloader.batch_size groups, or None (see `until_restart`).
+        """Return the next training batch, or None if a server was restarted (`until_restart`).
 
-        The arguments after `dataloader` are passed to `make_tasks`. Raises ValueError if the dataloader's batch
-        size is not the gate's consumer_batch_size.
+        The batch has dataloader.batch_size groups. All arguments after `dataloader` are passed to `make_tasks`. Raises
+        ValueError if the dataloader's batch size is not the gate's consumer_batch_size.
         """
         size, gate_size = dataloader.batch_size, self.staleness_manager.consumer_batch_size
         if size != gate_size:
@@ -260,7 +262,7 @@ class WorkflowExecutor:
     def until_restart(self, wait: Callable[[], T]) -> T | None:
         """Return the result of `wait`, or None if an inference server was restarted meanwhile.
 
-        If the result is None, the caller must push the current weights again, and then wait again.
+        If the result is None, the caller must push the current weights, and then call this method again.
         """
         try:
             return wait()
@@ -268,29 +270,29 @@ class WorkflowExecutor:
             self.engine.forget_sent()
             return None
 
-    # ---- recovery (run/recover.py); call both methods in the thread that calls prepare_batch
+    # ---- recovery (run/recover.py), in the thread that calls prepare_batch
 
     def state_dict(self) -> dict[str, Any]:
         """Return how far the run has read its data: the fields `next_id`, `drawn` and `open` of DataCursor.
 
-        Raises RuntimeError if the run has stopped, because a stopped run does not know which tasks are open.
+        Raises RuntimeError if the run has stopped, because the open tasks of a stopped run are not known.
         """
         self._cursor.forget_closed(self.dispatcher.in_flight())
         return {"next_id": self._cursor.next_id, "drawn": self._cursor.drawn, "open": dict(self._cursor.open)}
 
     def load_state_dict(self, state: dict[str, Any], finished: dict[int, Trajectory], version: int) -> None:
-        """Continue from `state`, the state_dict that was saved after the step that made `version`. Call this method
-        before `submit`.
+        """Continue from `state`, the state_dict that was saved after the step that made `version`. Call
+        `load_state_dict` before `submit`.
 
         `finished` maps ids of open tasks to the groups that an earlier process had finished. The finished groups are
         consumed first, and all other open tasks start again under their ids. If a finished group would be too old when
-        a step consumes it, its task also starts again. This can happen if eta or the batch size is smaller than before
-        the crash. Recovery supports only one dataloader.
+        a step consumes it, the group's task also starts again. A finished group can be too old if eta or the batch size
+        is smaller than before the crash. Recovery supports only one dataloader.
         """
         gate, kept = self.staleness_manager, dict[int, Trajectory]()
         for task_id, group in finished.items():
             head = tail_version(group) if self.config.stale == "mask" else head_version(group)
-            consumed_at = version + len(kept) // gate.consumer_batch_size  # version of the step that consumes it
+            consumed_at = version + len(kept) // gate.consumer_batch_size  # version at which a step consumes `group`
             if head is None or consumed_at - head <= gate.max_staleness:
                 kept[task_id] = group
         restart = [task_id for task_id in state["open"] if task_id not in kept]
@@ -309,10 +311,11 @@ class WorkflowExecutor:
     ) -> Iterator[RolloutTask]:
         """Return a task for each sample. All tasks share one workflow object.
 
-        workflow, workflow_kwargs: the workflow or agent, in any form that `resolve_workflow` (workflow.py) accepts.
-        should_accept_fn: a function of a group, or its import path. If it returns False, the group is rejected.
-        group_size: how many episodes each sample gets; default rollout.group_size, or gconfig.n_samples.
-        is_eval: whether the episodes are named, counted and dumped as an evaluation.
+        `workflow` and `workflow_kwargs` describe the workflow or agent, in any form that `resolve_workflow`
+        (workflow.py) accepts. `should_accept_fn` is a function of a group, or its import path. If `should_accept_fn`
+        returns False, the group is rejected. `group_size` is the number of episodes of each sample. The default is
+        rollout.group_size or, if this key is not set, gconfig.n_samples. If `is_eval` is true, the episodes are named,
+        counted and dumped as an evaluation.
         """
         n_samples = self.gconfig.n_samples
         group_size = group_size or self.config.group_size or n_samples
@@ -354,7 +357,10 @@ class WorkflowExecutor:
     # ---- one prompt group, in the event loop's thread
 
     async def _run_episode(self, task: RolloutTask) -> Trajectory | None:
-        """Run steps 3 to 8 (top of this file) for one task. Return the task's group, or None to reject the task."""
+        """Run steps 3 to 8 of the list at the top of this file for one task.
+
+        Return the task's group, or None to reject the task.
+        """
         version = self.engine.get_version()
         workflows.workflow_context.set(workflows.WorkflowContext(task.is_eval, task.task_id))
         try:
@@ -394,12 +400,12 @@ class WorkflowExecutor:
         self._keys.setdefault(kind, frozenset(trajectory))
 
     async def _count_members(self, failed: int) -> None:
-        """Count `failed` members of a group as failed. The group continues with its other members."""
+        """Add `failed` to the number of failed members. The group continues with its other members."""
         await self._hold_failure()
         self.staleness_manager.on_members_failed(failed)
 
     def _count_end(self) -> None:
-        """Add 1 to the number of finished episodes, because the episode of a member has ended."""
+        """Add 1 to the number of episodes that have ended."""
         self.ended += 1
 
     async def _hold_failure(self) -> None:
@@ -407,8 +413,8 @@ class WorkflowExecutor:
         meanwhile.
 
         If the proxy or a server dies, every running episode fails at once. The wait gives the watcher of the processes
-        time to stop the run. Without the wait, the samples of these episodes would count as failed, and new samples
-        would replace them.
+        time to stop the run. Without the wait, all running samples would count as failed, and new samples would replace
+        them.
         """
         await asyncio.sleep(self.hold_failures)
         self.dispatcher.check_alive()

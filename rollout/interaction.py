@@ -2,12 +2,13 @@
 
 The proxy makes the record when the call arrives, and adds the tokens when the answer is complete. The conversation tree
 (cache.py) sets the parent, the children and the final reward. The module rows.py makes a row for training from the
-record. Example, with fields of the second call of a conversation:
+record. The second call of a conversation has, for example, these fields:
 
     messages              user: 2 + 2?   assistant: 4   user: double it
     output_message_list   assistant: 8
     model_response        prompt tokens, output tokens, and the log-probability and the version of each output token
-    parent, turn          the first call, 1
+    parent                the first call
+    turn                  1
 """
 
 from dataclasses import dataclass, field
@@ -24,8 +25,8 @@ class InteractionWithTokenLogpReward:
 
     messages: list[Message]
     interaction_id: str = ""
-    template_key: str = ""  # tools and template arguments as one text; both change how messages are rendered
-    unstored: str = ""  # of a call with `store: false`: "honour" (the call is not trained) or "ignore" (it is trained)
+    template_key: str = ""  # tools and template arguments as one text, because the prompt depends on them
+    unstored: str = ""  # rollout.openai.store if the agent sent `store: false`, else ""
     tools: list[dict[str, Any]] = field(default_factory=list)  # tools offered to the model, in chat-completions format
     model_response: ModelResponse | None = None
     output_message_list: list[Message] = field(default_factory=list)
@@ -38,8 +39,8 @@ class InteractionWithTokenLogpReward:
     children: int = 0  # number of interactions whose parent is this interaction
     is_side: bool = False  # whether this call is a side conversation
 
-    # The turns of this interaction's row, each with True if the row trains the turn. If the list is empty, this turn is
-    # the row's only turn and is trained.
+    # The turns of this interaction's row, each with True if the row trains the turn. If `row_turns` is empty, this turn
+    # is the row's only turn and is trained.
     row_turns: list[tuple["InteractionWithTokenLogpReward", bool]] = field(default_factory=list)
 
     @property
@@ -48,15 +49,18 @@ class InteractionWithTokenLogpReward:
 
     @property
     def tokens(self) -> ModelResponse:
-        """The tokens of the call. Raises ValueError if the call is unfinished."""
+        """Return the tokens of the call. Raises ValueError if the call is unfinished."""
         if self.model_response is None:
             raise ValueError(f"interaction {self.interaction_id!r} is unfinished: it has no tokens")
         return self.model_response
 
     @property
     def completion(self) -> Any:
-        """The reply as an object of OpenAI's SDK. None for an unfinished call, and for a reply of Anthropic's API."""
-        from openai.types import chat, responses  # imported only here: the proxy starts faster without the SDK
+        """Return the reply as an object of OpenAI's SDK.
+
+        Return None for an unfinished call, and for a reply in Anthropic's protocol.
+        """
+        from openai.types import chat, responses  # imported only here, because the import is slow
 
         kinds: dict[Any, Any] = {"chat.completion": chat.ChatCompletion, "response": responses.Response}
         kind = kinds.get((self.reply or {}).get("object"))
@@ -64,12 +68,14 @@ class InteractionWithTokenLogpReward:
 
     @property
     def conversation(self) -> list[Message]:
-        """The messages of the call, followed by the messages of its output. The messages of every child begin with this
-        list."""
+        """Return the messages of the call, followed by the messages of its output.
+
+        The messages of every child begin with the returned list.
+        """
         return self.messages + self.output_message_list
 
     def continues(self, parent: "InteractionWithTokenLogpReward") -> bool:
-        """Whether the prompt tokens of this turn begin with exactly the parent's prompt tokens and output tokens."""
+        """Return whether this turn's prompt tokens begin with exactly the parent's prompt and output tokens."""
         tokens = parent.tokens
         whole = tokens.input_tokens + tokens.output_tokens
         return self.tokens.input_tokens[: len(whole)] == whole

@@ -1,20 +1,18 @@
 """Check the rewards of agents, and run a reward function without delaying other episodes.
 
-`parse_rewards` checks the rewards that an agent returned. `AsyncRewardWrapper` runs the reward function of a workflow
-that is not an agent.
+`parse_rewards` checks the rewards that an agent returned. `AsyncRewardWrapper` runs the reward function of a workflow.
 
 All episodes of a run share one event loop. If a function computes for one second in the event loop, no agent can
 continue during this second. AsyncRewardWrapper therefore runs a plain function in a worker process (workers.py) and
 awaits the result. A coroutine function runs in the event loop itself.
 
-There is a time limit both for plain functions and for coroutine functions. If a plain function takes too long, its
-process is killed. If a coroutine function takes too long, it is cancelled. The time limit of a plain function starts
-when a worker takes the call, so the time in the queue does not count. Example: with timeout_seconds=15 and four
-workers, the fifth call waits until a worker is free, and then has 15 seconds. If an episode is cancelled, its reward
-computation ends as well.
+Plain functions and coroutine functions have a time limit. If a plain function takes too long, its process is killed. If
+a coroutine function takes too long, it is cancelled. The time limit of a plain function starts when a worker takes the
+call, so the time in the queue does not count. Example: with timeout_seconds=15 and four workers, the fifth call waits
+until a worker is free, and then has 15 seconds. If an episode is cancelled, its reward computation ends as well.
 
-If a reward function raises an exception or takes too long, its episode fails. The episode does not get the reward 0
-instead, because the policy would learn from this wrong reward.
+If a reward function raises an exception or takes too long, its episode fails. The failed episode gets no reward. A
+reward of 0 would be wrong, and the policy would learn from it.
 """
 
 import inspect
@@ -47,7 +45,7 @@ def _number(value: Any) -> float:
     return finite(scalar)
 
 
-_pool = PerLoop(lambda: WorkerPool(min(4, os.cpu_count() or 1)))  # all wrappers of one event loop share a pool
+_pool = PerLoop(lambda: WorkerPool(min(4, os.cpu_count() or 1)))  # all wrappers of one event loop share one pool
 
 
 class AsyncRewardWrapper:

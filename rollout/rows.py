@@ -1,8 +1,8 @@
 """make_row makes one row for training from the turns of one conversation, and join_turns chooses the turns of each row.
 
-The prompt of a conversation's last turn contains the tokens of all earlier turns, so the last turn's prompt and output
-are the whole row. The row marks which tokens each turn generated. Example: a conversation has two turns. Between the
-turns a tool answered, and the policy got new weights:
+The prompt of a conversation's last turn contains the tokens of all earlier turns. The prompt and the output of the last
+turn are therefore the whole row. The row marks which tokens each turn generated. Example: a conversation has two turns.
+Between the two turns a tool answered, and the policy got new weights:
 
     tokens       p  p  p  a  a  t  t  b  b  b       p: first prompt, a: output of turn 0, t: tool, b: output of turn 1
     loss_mask    0  0  0  1  1  0  0  1  1  1
@@ -12,16 +12,16 @@ turns a tool answered, and the policy got new weights:
 Entry t of each list describes token t.
 
 In export style concat (cache.py) each leaf of the conversation tree has a row. A turn joins its parent's row only if
-the turn's prompt begins with exactly the parent's tokens. If the prompt differs, for example because the agent offers
-other tools, the turn starts a new row. If the rows of several leaves contain the same turn, only one of these rows
-trains the turn.
+the turn's prompt begins with exactly the parent's tokens. If the prompt begins with other tokens, for example because
+the agent offers other tools, the turn starts a new row. If the rows of several leaves contain the same turn, only one
+of these rows trains the turn.
 
-Every turn of a row is trained, with four exceptions. In these four cases the tokens of a turn are only context for
-other turns:
-- another row already trains on the turn;
-- the agent asked the proxy not to store the call, and rollout.openai.store is honour;
-- the trainer cannot reproduce how the tokens were sampled (`trains_exactly`);
-- the turn is a side conversation (calls/side_conversations.py).
+A row trains each of its turns except in four cases, in which the turn's tokens are only context for other turns:
+
+    1. Another row already trains on the turn.
+    2. The agent asked the proxy not to store the call, and rollout.openai.store is honour.
+    3. The trainer cannot reproduce how the tokens were sampled (`trains_exactly`).
+    4. The turn is a side conversation without a reward (calls/side_conversations.py).
 """
 
 import copy
@@ -46,8 +46,8 @@ def join_turns(finished: Sequence[Any]) -> list[Any]:
     leaf's row.
 
     `finished` are all finished interactions of a session, in the order of their requests. If several rows contain a
-    turn, only the first of these rows trains the turn. The attribute `parent` of a row is the row that trains the
-    parent of the row's first trained turn.
+    turn, only the first of these rows trains the turn. If t is the first turn that a row trains, the row's attribute
+    `parent` is the row that trains the parent of t.
     """
     joined = {turn: turn.parent for turn in finished if turn.parent and turn.continues(turn.parent)}
     inner = set(joined.values())
@@ -71,11 +71,8 @@ def make_row(turns: Sequence[tuple[Any, bool]]) -> dict[str, list]:
     """Return the row of a conversation as a dict of lists. Each list has L numbers (one per token) or a single number.
 
     `turns` is a list of pairs (finished interaction, whether the row trains it), in the order of the conversation. The
-    lists with L numbers are input_ids, attention_mask, loss_mask, logprobs (behaviour policy), versions, turn_ids,
-    turn_rewards (final reward of the token's turn), temperatures. The lists with one number are rewards (of the last
-    turn), truncated (1 if the length limit ended the last turn), regenerated (number of segments generated again),
-    side_conversations (1 if the last turn is a side conversation without a reward), unstored (number of turns that the
-    agent asked not to store), placeholders (number of images and files).
+    table in rollout/trajectory.py explains the keys. A key of shape [B, L] has a list of L numbers, and a key of shape
+    [B] has a list of one number. The dict lacks the keys masked, parents, group_ids and task_ids.
     """
     leaf = turns[-1][0]
     last = leaf.tokens
@@ -105,14 +102,14 @@ def make_row(turns: Sequence[tuple[Any, bool]]) -> dict[str, list]:
         row["turn_ids"][span] = [turn.turn] * n
         row["turn_rewards"][span] = [turn.reward or 0.0] * n
         row["temperatures"][span] = [turn.tokens.temperature] * n
-        # Several rows may contain this turn. Only the row that trains the turn counts the turn's regenerated segments.
+        # If several rows contain a turn, only the row that trains the turn counts the turn's regenerated segments.
         row["regenerated"][0] += turn.tokens.regenerated * trained
     return row
 
 
 def row_to_tensors(row: dict[str, list]) -> dict[str, Any]:
     """Return a row as tensors of shape (1, L) or (1,), with the dtypes of trajectory.py."""
-    import torch  # imported only here, so that the proxy, which imports this module, starts faster
+    import torch  # imported only here, because the import is slow
 
     from rollout.trajectory import ROW_KEYS, TOKEN_KEYS
 

@@ -10,8 +10,8 @@ episodes.
 thread has to poll. Example: three tasks run and the trainer waits for two results. The runner calls `attempt` when the
 first task ends, and again when the second task ends.
 
-**A runner for tests.** The dispatcher uses threads and time only through the public methods of this class. The tests
-can therefore replace the runner with a subclass that has a virtual clock (tests/rollout/test_dispatcher.py).
+**A runner for tests.** The dispatcher uses threads and time only through the public methods of AsyncTaskRunner. The
+tests can therefore replace the runner with a subclass that has a virtual clock (tests/rollout/test_dispatcher.py).
 
 **Errors.** If a task raises an exception, the task's TimedResult contains this exception. If code of the dispatcher or
 the runner raises an exception in the thread, the runner calls `on_failure`, and the dispatcher then stops the run. The
@@ -46,7 +46,7 @@ class TaskQueueFullError(RuntimeError):
 
 
 class TimedResult(NamedTuple, Generic[T]):
-    """How a task ended: the returned data (None: rejected), or the raised exception."""
+    """How a task ended: with the returned data (None: rejected), or with the raised exception."""
 
     task_id: int
     create_time: int  # time.monotonic_ns() when the coroutine started
@@ -62,7 +62,7 @@ def own_frames(stack: traceback.StackSummary) -> list[traceback.FrameSummary]:
 class AsyncTaskRunner:
     """Runs at most max_queue_size coroutines at once, on one event loop in one daemon thread.
 
-    When a task ends, the runner takes `lock`, calls on_done with the TimedResult, and wakes every `wait_for`.
+    When a task ends, the runner takes `lock`, calls on_done with the TimedResult, and wakes all threads in `wait_for`.
     """
 
     def __init__(self, max_queue_size: int):
@@ -72,7 +72,7 @@ class AsyncTaskRunner:
         self.lock = threading.Condition()  # re-entrant; guards the state of the runner and of the dispatcher
         self.on_done: Callable[[TimedResult], None] = lambda result: None
         self.on_failure: Callable[[BaseException], None] = lambda error: None
-        # all mutable state of this object; `lock` guards _active
+        # mutable state of this object; `lock` guards _active
         self._active: dict[int, asyncio.Task | None] = {}  # unfinished tasks; None for a task that has not started
         self._stop = asyncio.Event()
         self._runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)  # uvloop is faster than asyncio's own loop
@@ -81,7 +81,7 @@ class AsyncTaskRunner:
         self._thread.start()
 
     def submit(self, async_fn: AsyncFn, *args: Any, task_id: int) -> None:
-        """Start async_fn(*args) in the loop. The id `task_id` must not be the id of an unfinished task.
+        """Start async_fn(*args) in the loop. `task_id` must differ from the ids of all unfinished tasks.
 
         Raises TaskQueueFullError if max_queue_size tasks are already submitted and not finished.
         """
@@ -89,8 +89,7 @@ class AsyncTaskRunner:
             if len(self._active) >= self.max_queue_size:
                 raise TaskQueueFullError(f"max_queue_size={self.max_queue_size} tasks are submitted and not finished")
             self._active[task_id] = None
-            # The task gets a new context, because the caller of `submit` may have set context variables that the task
-            # must not see.
+            # The task gets a new context, so that it does not inherit the context variables of the caller of `submit`.
             self._loop.call_soon_threadsafe(self._start, task_id, async_fn, args, context=contextvars.Context())
 
     def wait_for(self, attempt: Callable[[], T], timeout: float | None) -> T:
@@ -111,8 +110,8 @@ class AsyncTaskRunner:
         """Return the function that has blocked the event loop for at least `seconds`, as "name (file:line)". Return
         None if the loop answers or has ended.
 
-        Functions of Python's library and of installed packages are skipped. Call this method from a thread other than
-        the loop's.
+        Functions of Python's library and of installed packages are skipped. Call `find_blocker` from a thread other
+        than the loop's.
         """
         ran = threading.Event()
         try:

@@ -2,7 +2,7 @@
 
 A row is one sequence. B rows are padded to L tokens. **Position t of every [B, L] tensor describes token t.** For
 example, versions[b, t] is the version that computed the token input_ids[b, t]. The labels of a language model are often
-shifted by one position. Here no tensor is shifted.
+shifted by one position. In a trajectory, no tensor is shifted.
 
 | key | type, shape | meaning | padding |
 |---|---|---|---|
@@ -11,7 +11,7 @@ shifted by one position. Here no tensor is shifted.
 | loss_mask | int32 [B, L] | 1 = train on this token | 0 |
 | logprobs | float32 [B, L] | log pi_behav of the token; 0 for a token that the policy did not sample | 0 |
 | versions | int32 [B, L] | policy version that computed the token; -1 for a token that the policy did not sample | -1 |
-| turn_ids | int32 [B, L] | k for a token of the k-th generated turn of its row (k = 0, 1, ...); else -1 | -1 |
+| turn_ids | int32 [B, L] | number of the token's turn in its conversation (0, 1, ...); -1 outside of turns | -1 |
 | turn_rewards | float32 [B, L] | the final, discounted reward of the token's turn; 0 outside of turns | 0 |
 | temperatures | float32 [B, L] | temperature at which the token was sampled; 1 outside of turns | 1 |
 | rewards | float32 [B] | the final reward of the row's last turn | |
@@ -25,7 +25,7 @@ shifted by one position. Here no tensor is shifted.
 | group_ids | int32 [B] | rows with equal ids belong to one prompt group | |
 | task_ids | int32 [B] | id of the dispatcher's task that made the row | |
 
-Example: a prompt of two tokens and an answer of two tokens, sampled by versions 3 and 4, and one position of padding:
+In this example, a row has two prompt tokens, two answer tokens of the versions 3 and 4, and one position of padding:
 
     input_ids 10 11 12 13 0    loss_mask 0 0 1 1 0    versions -1 -1 3 4 -1    turn_ids -1 -1 0 0 -1
 
@@ -133,8 +133,10 @@ def check_trajectory_format(traj: Any, expected_keys: frozenset[str] | None = No
 
 
 def number_turns(loss_mask: Tensor) -> Tensor:
-    """Number the runs of consecutive ones in each row, beginning with 0. Return for each position (B, L) the number of
-    its run, or -1 at a zero."""
+    """Number the sequences of consecutive ones in each row, beginning with 0.
+
+    Return for each position (B, L) the number of its sequence, or -1 at a zero.
+    """
     trained = loss_mask > 0  # (B, L)
     starts = trained.clone()
     starts[:, 1:] &= ~trained[:, :-1]
@@ -144,9 +146,9 @@ def number_turns(loss_mask: Tensor) -> Tensor:
 def complete(traj: Trajectory, task_id: int, version: int = 0) -> Trajectory:
     """Return a trajectory with every key of the table, in the dtype of the table. All other keys are kept.
 
-    If `versions` is missing, every generated token gets `version`. The caller passes the version at which the episode
-    started as `version`. The version that computed a token may be newer than `version`, but not older. If `logprobs` is
-    missing, the function fills it with zeros. These zeros are correct only for an objective that recomputes the old
+    If `versions` is missing, every generated token gets `version`. `version` is the version at which the episode
+    started. The version that computed a token may be newer than `version`, but not older. If `logprobs` is missing, the
+    function fills it with zeros. These zeros are correct only for an objective that recomputes the old
     log-probabilities.
     """
     rows, shape = len(traj["input_ids"]), traj["input_ids"].shape
@@ -191,7 +193,7 @@ def concat_padded_tensors(trajectories: list[Trajectory]) -> Trajectory:
 
 
 def dump_lines(traj: Trajectory, task_id: int, tokenizer: Any) -> list[dict[str, Any]]:
-    """Return one record per row of a completed trajectory (AReaL's Rollout Workflow, "Trajectory Dumping").
+    """Return one record per row of a completed trajectory (AReaL's document Rollout Workflow, "Trajectory Dumping").
 
     sample_idx is the index of the row in the task. prompt_len is the number of tokens before the first generated token.
     The completion of a record begins with the row's first generated token, and includes the messages between the turns.

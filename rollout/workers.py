@@ -1,24 +1,25 @@
-"""A worker is a process that runs the user's code, so that the trainer can kill this code.
+"""A worker runs the user's code in a separate process, so that the trainer can kill this code.
 
-Reward functions and agents in mode subproc are the user's code, which may compute for a long time, hang, or crash. All
-episodes of a run share one event loop, which such code would block. The user's code therefore runs in a separate
-process, and the event loop awaits the result.
+Reward functions and agents in mode subproc are the user's code. The user's code may compute for a long time, hang, or
+crash. All episodes of a run share one event loop, and the user's code must not block it. The event loop therefore sends
+a call of the user's code to a worker, and awaits the result.
 
     pool = WorkerPool(4)                        at most four calls at once; later calls wait in order
     async with pool.worker() as worker:         starts a process, or takes an idle one
         value = await within(15, worker.call(function, *args), "...")       the 15 seconds begin at this line
 
-**One call at a time.** Only one block `async with pool.worker()` uses a worker at a time. A cancellation or a time
-limit may end the block before the call has returned. In that case the pool kills the worker, and starts a new process
-for the next call. If a worker crashes, only the call that ran in this worker fails.
+**One call at a time.** Only one block `async with pool.worker()` uses a worker at a time. If a cancellation or a time
+limit ends the block before the call has returned, the pool kills the worker. The next call gets a new worker. If a
+worker crashes, only the call that ran in this worker fails.
 
 **How a worker ends.** A worker is a pair of processes, a guard and its child. The user's code runs in the child. A
 socket connects the pair with the trainer. The guard waits for one of three events: the user's process ends, the trainer
 closes the socket, or the trainer ends (even by kill -9). The guard then kills the user's process and all descendants of
-this process. On Linux the guard is the subreaper of these descendants: if a descendant's parent dies, the guard becomes
-the new parent. The guard therefore also kills a descendant with a process session of its own (`setsid`). Processes that
-the user's code starts do not inherit the socket. When both processes have ended, the socket closes, and the trainer
-notices this at once. The signal of Ctrl-C reaches only the trainer, because each worker has a process group of its own.
+this process. On Linux the guard is the subreaper of all its descendants: if a descendant's parent ends, the guard
+becomes the new parent. The guard therefore also kills a descendant with a process session of its own (`setsid`).
+Processes that the user's code starts do not inherit the socket. When the guard and its child have ended, the socket
+closes, and the trainer detects this at once. The signal of Ctrl-C reaches only the trainer, because each worker has a
+process group of its own.
 
 **Messages.** A call goes through the socket as a pickle. The pickle contains the function's name and not its code, so
 the worker imports the function's module. The worker does not import the main script, because the script would import
@@ -26,16 +27,16 @@ torch in every worker. Functions and classes must therefore not be defined in `_
 because a pickle from an agent could run code in the trainer. A numpy or torch scalar in a result becomes a plain
 number. If a function raises an exception, the caller gets a RuntimeError with the exception's type and text. The cause
 of the RuntimeError contains the worker's traceback. A worker of reward functions runs many calls one after another, so
-a call sees the changes that earlier calls made to global variables.
+global variables keep the changes of earlier calls.
 
-**Agents.** Each episode of an agent gets a new worker. In a reused worker, a thread left over from an earlier agent
-could read the key of the next session, or answer in place of the next agent. `run_agent` puts the URL and the key of
-the session into the environment, from which the SDKs of OpenAI and Anthropic read them. An agent may use synchronous
-clients, because nothing else runs in its process.
+**Agents.** Each episode of an agent gets a new worker. In a reused worker, a thread of an earlier agent might still
+run. This thread could read the key of the next session, or answer in place of the next agent. `run_agent` sets
+environment variables to the URL and the key of the session. The SDKs of OpenAI and Anthropic read these variables. An
+agent may use synchronous clients, because nothing else runs in its process.
 
 **What is not promised.** Workers need process groups, so workers do not run on Windows. If the user's code kills its
-guard, processes may be left behind. With the option `prefix`, a worker can run inside a container. When the container
-ends, all processes of the worker end (SECURITY.md).
+guard, processes of the worker may continue to run. With the option `prefix`, a worker can run inside a container. When
+the container ends, all processes of the worker end (SECURITY.md).
 """
 
 import asyncio
@@ -59,7 +60,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-# ---- in the parent
+# ---- code of the trainer
 
 logger = logging.getLogger("nano_areal.workers")
 
@@ -89,8 +90,8 @@ async def within(seconds: float, work: Coroutine[Any, Any, Any], words: str) -> 
     If the work ignores its cancellation for ABANDON_SECONDS, the function logs an error and stops waiting for the work.
     """
     task = asyncio.ensure_future(without_exit(work))
-    # This callback reads the exception of `work`. Otherwise, after a cancellation of the caller, no code would read the
-    # exception, and asyncio would print its traceback.
+    # This callback reads the exception of `work`. If no code read this exception after a cancellation of the caller,
+    # asyncio would print its traceback.
     task.add_done_callback(lambda task: task.cancelled() or task.exception())
     try:
         if not (await asyncio.wait({task}, timeout=seconds))[0]:
@@ -117,7 +118,7 @@ class Worker:
 
     def __init__(self, process: subprocess.Popen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._process, self._reader, self._writer = process, reader, writer
-        self._busy = False  # True while a call runs: it was sent and has not returned
+        self._busy = False  # True from the sending of a call until the call has returned
 
     @classmethod
     async def start(cls, prefix: Sequence[str] = ()) -> "Worker":
@@ -138,7 +139,7 @@ class Worker:
 
     @property
     def free(self) -> bool:
-        """Whether the worker is alive and runs no call."""
+        """Return whether the worker's process runs and executes no call."""
         return not self._busy and self._process.poll() is None
 
     async def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -189,10 +190,10 @@ class WorkerPool:
 
     @asynccontextmanager
     async def worker(self) -> AsyncIterator[Worker]:
-        """Wait for a free worker and lend it to the `with` block."""
+        """Wait for a free worker and yield it to the `with` block."""
         async with self._places:
             worker = self._idle.pop() if self._idle else await Worker.start(self._prefix)
-            if not worker.free:  # the worker died while it was idle
+            if not worker.free:  # the worker's process ended while it was idle
                 await worker.end()
                 worker = await Worker.start(self._prefix)
             try:
@@ -209,7 +210,7 @@ class WorkerPool:
             await self._idle.pop().end()
 
 
-# ---- in the worker
+# ---- code of the worker
 
 
 def guard(channel: socket.socket) -> None:
@@ -229,7 +230,7 @@ def guard(channel: socket.socket) -> None:
 
     threading.Thread(target=follow_trainer, daemon=True).start()
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    with suppress(ProcessLookupError, PermissionError):  # the group is empty; macOS then reports a lack of permission
+    with suppress(ProcessLookupError, PermissionError):  # raised if the group is empty, on macOS as PermissionError
         os.killpg(child, signal.SIGKILL)
     with suppress(ChildProcessError):  # raised when no descendant is left
         while True:
@@ -252,13 +253,13 @@ def children_of(parent: int) -> list[int]:
 
 
 def serve(fd: int) -> None:
-    """Read calls from the socket `fd`, run them in order, and write their outcomes, until the parent process ends."""
+    """Read calls from the socket `fd`, run them in order, and write their outcomes, until the trainer ends."""
     channel = socket.socket(fileno=fd)
     channel.set_inheritable(False)
     guard(channel)
-    # A forked child must close the socket. If the child kept the socket open, the parent would not notice the death of
-    # this worker. The child calls the close() of the base class. The close() of Python's socket class would wait for
-    # the thread below, which reads from the socket.
+    # A process that the user's code forks must close its copy of the socket. If this process kept the socket open, the
+    # trainer would not detect the end of the worker. The forked process calls close() of the base class. The method
+    # close() of socket.socket would leave the socket open, because `listen` has a stream of this socket.
     os.register_at_fork(after_in_child=functools.partial(socket.SocketType.close, channel))
     calls: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
@@ -266,7 +267,7 @@ def serve(fd: int) -> None:
         with channel.makefile("rb") as stream, suppress(ConnectionError):
             while head := stream.read(8):
                 calls.put(stream.read(int.from_bytes(head, "big")))
-        os.killpg(0, signal.SIGKILL)  # the trainer has ended; processes outside this group are ended by the guard
+        os.killpg(0, signal.SIGKILL)  # the trainer has ended; the guard ends the processes outside this group
 
     threading.Thread(target=listen, name="parent", daemon=True).start()
     while True:
@@ -275,7 +276,7 @@ def serve(fd: int) -> None:
 
 
 def outcome_of(payload: bytes) -> bytes:
-    """Run a pickled call. Return its outcome as JSON, because a pickle could run code in the parent."""
+    """Run a pickled call. Return its outcome as JSON, because a pickle could run code in the trainer."""
     try:
         function, args, kwargs = pickle.loads(payload)
         return json.dumps({"value": function(*args, **kwargs)}, default=lambda scalar: scalar.item()).encode()
@@ -284,13 +285,13 @@ def outcome_of(payload: bytes) -> bytes:
         return json.dumps({"error": f"{type(error).__name__}: {error}", "note": note}).encode()
 
 
-# `_runner()` returns the Runner of this worker's only event loop. The loop is never closed, because closing it would
-# wait for tasks of the agent that ignore their cancellation. Such tasks end with the worker's process.
+# `_runner()` returns the Runner of this worker's only event loop. The loop is never closed, because a close would wait
+# for tasks of the agent that ignore their cancellation. The end of the worker's process ends all its tasks.
 _runner = functools.cache(asyncio.Runner)
 
 
 async def _alone(episode: Coroutine[Any, Any, Any]) -> Any:
-    """Wait until an episode has ended, then cancel the asyncio tasks that it has left running."""
+    """Wait until an episode has ended, then cancel the asyncio tasks that are still running."""
     try:
         return await episode
     finally:
@@ -301,8 +302,8 @@ async def _alone(episode: Coroutine[Any, Any, Any]) -> Any:
 def run_agent(agent: Any, data: dict[str, Any], base_url: str, api_key: str, ours: bool = True) -> Any:
     """Run `agent.run` in a worker, with the session's URL and key in the environment. Return the rewards.
 
-    `ours` says whether the host of base_url belongs to this run. If so, requests to this host bypass any HTTP proxy
-    that environment variables set.
+    If `ours` is true, the host of base_url belongs to this run, and requests to this host bypass any HTTP proxy that
+    environment variables set.
     """
     hosts = {*os.environ.get("NO_PROXY", "").split(","), urlsplit(base_url).hostname if ours else None}
     no_proxy = ",".join(host for host in hosts if host)
