@@ -1,7 +1,7 @@
 """Explore every order in which the events of a small system can happen, and check each state that the system can reach.
 
     `python -m tests.explore --show` prints every state of the smallest case of the dispatcher.
-    `python -m tests.explore --large` explores all state machines at large bounds, and prints the states and the seconds.
+    `python -m tests.explore --large` explores all state machines at large bounds, and prints states and seconds.
     `python -m tests.explore --walk` follows random events at bounds that are too large for `--large`.
 
 Read search.py first: it explains what a state machine is, and how the search works. dispatcher.py, sessions.py,

@@ -212,9 +212,7 @@ class World:
         self.passed: list[tuple[int, int]] = []  # (token, version) of each token that the caller of the request has got
         self.broken: Broken | None = None
         self.deaths = bounds.deaths
-        self.claiming = (
-            0  # counts a new trainer's calls until the servers are prepared; above 0, labels may be wrong
-        )
+        self.claiming = 0  # counts a new trainer's calls until the servers are prepared; above 0, labels may be wrong
         self.starting = False  # whether a new trainer has not yet pushed weights; until the push, no agent runs
         self.make_processes()
 

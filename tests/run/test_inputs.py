@@ -39,7 +39,7 @@ def dry_run(folder: Path, model: Path, names: list[str]) -> subprocess.Completed
 
 
 def test_own_modules_beside_an_agent(tmp_path: Path, tiny_model_dir: Path) -> None:
-    """A user's modules may be named like modules in this project's packages, for example tools, messages or
+    """A user's modules may have the same names as modules in this project's packages, for example tools, messages or
     config."""
     done = dry_run(tmp_path, tiny_model_dir, ["tools", "messages", "client", "config", "server", "actor"])
     assert done.returncode == 0, done.stderr

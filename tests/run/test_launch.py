@@ -35,7 +35,7 @@ def test_a_child_does_not_inherit_torchruns_variables(tmp_path: Path, monkeypatc
     """Under torchrun, child processes do not inherit torchrun's environment variables. Child processes inherit all
     other environment variables, and get the variables that are planned for them.
 
-    SGLang connects its own processes to each other. If SGLang inherited torchrun's variables, it would wait for
+    SGLang connects its own processes to each other. If SGLang inherited torchrun's variables, SGLang would wait for
     torchrun's store (torch.distributed).
     """
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python", sys.executable, "-c"]
@@ -100,9 +100,10 @@ def test_keys_reach_the_processes_by_a_pipe() -> None:
 
 
 def test_a_leash_passes_a_key_that_begins_with_a_hyphen() -> None:
-    """run/leash.py reads the server's key from its standard input, and the server's parser accepts any key.
+    """run/leash.py reads the server's key from its standard input. The server's argument parser accepts any key.
 
-    One random key in 64 begins with "-". argparse would mistake a separate argument with such a key for an option.
+    One random key in 64 begins with "-". If the key were a separate argument, argparse would read a key with "-" as an
+    option.
     """
     parse = "import argparse; p = argparse.ArgumentParser(); p.add_argument('--api-key'); print(p.parse_args().api_key)"
     command = [sys.executable, "run/leash.py", "--api-key", *python(parse)]
@@ -175,8 +176,8 @@ def test_one_of_several_servers_may_die(tmp_path: Path, caplog: pytest.LogCaptur
 
 
 def test_which_process_is_started_again(tmp_path: Path) -> None:
-    """A dead inference server is started again on its old port, with a version label that is no number, at most
-    `max_restarts` times. A proxy is never started again, because its sessions are lost."""
+    """A dead inference server is started again on its old port, at most `max_restarts` times. The version label of the
+    new server is not a number. A proxy is never started again, because its sessions are lost."""
 
     def dead(name: str, restarts: int) -> Child:
         planned = Planned(name, ["serve", "--weight-version", "0"], ["3"], keys=("secret",), restarts=restarts)

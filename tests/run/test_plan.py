@@ -36,7 +36,7 @@ def gpus_of(gpus: int, ranks: int, *words: str) -> list[list[str]]:
 SGLANG = ["server.backend=sglang", "server.command=sglang"]  # the small server cannot use several GPUs
 
 
-# Which process gets which GPU
+# Assignment of GPUs to processes
 
 
 @pytest.mark.parametrize(
@@ -108,10 +108,10 @@ def test_a_server_may_share_only_some_of_its_gpus() -> None:
 def test_a_server_that_releases_its_memory() -> None:
     """With server.release_memory, SGLang gets the option --enable-memory-saver.
 
-    server.release_memory is refused with rollout.pause_mode=in_place, because a paused server then keeps its KV cache.
-    server.release_memory is refused together with server.max_restarts, because a restarted server could need memory
-    that the trainer is using. If no server shares a GPU with the trainer, server.release_memory is refused, because
-    releasing memory would then only cost time.
+    The key server.release_memory is refused together with rollout.pause_mode=in_place, because a server that is paused
+    in this mode keeps its KV cache. The key server.release_memory is refused together with server.max_restarts, because
+    a restarted server could need memory that the trainer is using. If no server shares a GPU with the trainer, the key
+    is refused, because releasing memory would only cost time.
     """
     given = ["server.backend=sglang", "server.command=sglang", "server.release_memory=true"]
     [process] = plan_servers(config("DIR", *given), ["0"], 1)
@@ -142,7 +142,7 @@ def test_the_recipe_for_ones_own_model_fits_gpus() -> None:
     assert own.actor.gradient_checkpointing
 
 
-# What is refused
+# Refused configurations
 
 
 def make_python(folder: Path, nccl: str) -> str:
@@ -180,8 +180,8 @@ SGLANG_WORDS = ("server.backend=sglang", "server.command='PY -m sglang.launch_se
 def test_a_mode_of_the_update_that_the_gpus_rule_out_is_refused(
     gpus: int, ranks: int, words: list[str], says: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The update mode distributed is refused if two processes share a GPU, because NCCL refuses this. The mode tensor
-    is refused if a server does not use rank 0's GPU. The error suggests an update mode that works."""
+    """The update mode distributed is refused if two processes share a GPU, because NCCL does not support shared GPUs.
+    The mode tensor is refused if a server does not use rank 0's GPU. The error suggests an update mode that works."""
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 5))
     names, given = [str(k) for k in range(gpus)], config("DIR", *SGLANG_WORDS[: 2 if gpus else 0], *words)
     given.server.command = given.server.command.replace("PY", make_python(tmp_path, "(2, 27, 5)"))
@@ -331,7 +331,8 @@ def test_a_server_of_another_kind_is_refused(routes: set[str], end: str, fits: b
 
 
 def test_too_little_memory_says_what_to_turn_down() -> None:
-    """If the memory is too small, the error message lists what to reduce. server.max_total_tokens comes first."""
+    """If the memory is too small, the error message lists what to reduce. The key server.max_total_tokens comes first
+    in this list."""
     needs = [(Planned("rank 0", [], ["0"]), 30.0), (Planned("server-0", [], ["0", "1"]), 20.0)]
     check_memory(needs, ["0", "1"], 50.0)
     with pytest.raises(

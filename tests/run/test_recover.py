@@ -52,7 +52,7 @@ def group(version: int, task_id: int = 0) -> dict[str, torch.Tensor]:
     return complete(row, task_id, version)
 
 
-# ---- the pieces
+# ---- single parts
 
 
 def test_the_lines_of_lost_steps_are_cut(tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def test_a_checkpoint_is_all_of_the_trainer(tiny_model_dir: Path, tmp_path: Path
     recovery.save(1, actor, Executor())
     recovery.wait()
     shutil.copytree(tmp_path / "recover" / "step00001", tmp_path / "recover" / "step00002")
-    (tmp_path / "recover" / "step00002" / "state.pickle").unlink()  # missing if a kill interrupts the write
+    (tmp_path / "recover" / "step00002" / "state.pickle").unlink()  # a kill during the write leaves no such file
     (tmp_path / "recover" / "step00002" / "__9_0.distcp").touch()  # as if ten ranks had written the checkpoint
     own = {"stepping", "step00001-before-I-changed-lr", "step00000"}  # two folders of a user, and an older checkpoint
     for name in own:
@@ -236,7 +236,7 @@ def test_a_checkpoint_is_all_of_the_trainer(tiny_model_dir: Path, tmp_path: Path
 
 
 class NoRollouts:
-    """A stand-in for the executor whose state a checkpoint contains; it has no open groups."""
+    """A stand-in for the executor. A checkpoint contains its state, which has no open groups."""
 
     def state_dict(self):
         return {"open": {}, "next_id": 0}
@@ -301,8 +301,8 @@ def test_training_goes_on_while_a_checkpoint_is_written(tiny_model_dir: Path, tm
 
 
 def test_the_saver_keeps_the_newest_of_its_own(tmp_path: Path) -> None:
-    """save_model keeps the newest `keep` checkpoints and deletes checkpoints of lost steps. save_model does not delete
-    folders with other names."""
+    """save_model keeps the newest `keep` checkpoints and deletes checkpoints of lost steps. Folders with other names
+    are not deleted."""
 
     class Actor:
         rank = 0
@@ -335,9 +335,9 @@ def test_the_best_model_by_evaluation_stays(tmp_path: Path) -> None:
 
 
 def test_only_the_files_of_the_newest_steps_stay(tmp_path: Path) -> None:
-    """`discard` deletes the token files of old steps, and the conversations on which no later step can train. Example:
-    if the files of the steps up to 3 are discarded and eta is 1, the conversations of the versions 2 and 3 stay,
-    because step 4 may train on them."""
+    """`discard` deletes the token files of old steps, and the conversations on which no later step can train. For
+    example, if the files of the steps up to 3 are discarded and eta is 1, the conversations of the versions 2 and 3
+    stay, because step 4 may train on these conversations."""
     for step in range(1, 6):
         folder = tmp_path / "rollout" / str(step - 1)
         folder.mkdir(parents=True)
@@ -532,7 +532,7 @@ def test_recover_off_does_not_touch_a_run(tmp_path: Path) -> None:
     """With recover=off a run writes no checkpoint for recovery, and cannot be started again with the same name."""
     finish(tmp_path, "max_steps=1", "recover=off")
     assert not (tmp_path / "e/t/recover").exists()
-    for mode in ("off", "auto"):  # recover=auto also does not overwrite this run
+    for mode in ("off", "auto"):  # even recover=auto does not overwrite the run
         again = command(tmp_path, "max_steps=1", f"recover={mode}")
         done = subprocess.run(again, cwd=ROOT, capture_output=True, text=True, timeout=100)
         assert done.returncode == 2
@@ -565,7 +565,7 @@ def test_a_trace_goes_on(tmp_path: Path, cut: int) -> None:
         whole = path.read_bytes()
         events = json.loads(whole)
         path.write_bytes(whole[: len(whole) - cut])
-    assert len(events) >= 5  # the second process adds three records; a cut record of the first process is gone
+    assert len(events) >= 5  # the second process adds 3 records; the first process may lose a cut record
 
 
 def test_agents_are_evaluated_on_any_endpoint(tmp_path: Path, proxy: ProxyAddress) -> None:
@@ -590,8 +590,8 @@ def test_evaluation_has_a_workflow_of_its_own(tiny_model_dir: Path) -> None:
 
 
 def test_a_workflow_that_sends_its_own_requests_is_evaluated_with_other_sampling(tiny_model_dir: Path) -> None:
-    """A RolloutWorkflow sends its own requests to the server. In an evaluation, such a workflow uses the sampling
-    parameters that are set in eval_gconfig, and takes all others from gconfig."""
+    """A RolloutWorkflow sends its own requests to the server. In an evaluation, a RolloutWorkflow uses the sampling
+    parameters that are set in eval_gconfig, and takes all other parameters from gconfig."""
     words = ["--config", "configs/maze.yaml", f"model_path={tiny_model_dir}", "evaluator.interval=1"]
     inputs = load_inputs(load([*words, "gconfig.temperature=0.9", "eval_gconfig.greedy=true", "eval_gconfig.top_k=3"]))
     trained, evaluated = inputs.workflow.gconfig, inputs.evaluated.gconfig

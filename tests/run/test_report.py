@@ -43,8 +43,8 @@ def turn(prompt: list[int], output: list[int], versions: list[int], *said: str) 
 
 
 def make_batch() -> dict[str, torch.Tensor]:
-    """Return the batch of step 5, which trains at version 4. Group 7 is a conversation with a branch, and the two rows
-    of group 8 have equal rewards."""
+    """Return the batch of step 5, which trains the policy of version 4. Group 7 is a conversation with a branch, and
+    the two rows of group 8 have equal rewards."""
     tree = InteractionCache()
     tree.enter("a", turn([1, 2], [3, 5], [2, 3], "q", "a"))  # a weight update took place between tokens 3 and 5
     tree.enter("b", turn([1, 2, 3, 5, 1], [6, 7], [3, 3], "q", "a", "more", "b"))
@@ -71,8 +71,8 @@ def make_batch() -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The folder of a run with three lines of metrics. In tokens/, the files of the steps 5 to 7 all hold the same
-    batch."""
+    """Return the folder of a run with three lines of metrics. In tokens/, the files of the steps 5 to 7 all contain the
+    same batch."""
     words = [f"fileroot={tmp_path}", "experiment_name=e", "trial_name=t", "logger.live=false", "max_steps=3"]
     config = load(
         [*words, "actor.eps_clip_higher=0.2", "rollout.openai.turn_discount=0.5", "rollout.max_head_offpolicyness=2"]
@@ -266,7 +266,7 @@ def test_a_run_that_failed_says_why(tmp_path: Path) -> None:
     assert read_page(make_page([tmp_path]))[0]["timeline"]["end"] == "ValueError('no')"
 
 
-# ---------------------------------------------------------------- the files of a run
+# ---------------------------------------------------------------- run files
 
 
 def test_the_curves_are_the_metrics(folder: Path) -> None:
@@ -328,7 +328,7 @@ def test_a_report_that_fails_ends_no_run(tmp_path: Path, capsys: pytest.CaptureF
     assert capsys.readouterr().err.count("\n") == 1
 
 
-# ---------------------------------------------------------------- in a browser
+# ---------------------------------------------------------------- browser
 
 
 def draw(path: Path, tmp_path: Path, script: str = "") -> str:

@@ -1,9 +1,9 @@
 """Training runs on a CPU with the real SGLang as inference server. `make test-sglang` runs these tests.
 
 The task is the maze (tasks/maze.py), because its answers are long enough to be interrupted by weight updates. SGLang
-computes in bfloat16 and the trainer in float32, so the two compute different logprobs, as they do on a GPU. For each
-token, the logprobs of SGLang and of the trainer must differ by less than MISMATCH nats. The largest difference that was
-measured for 200,000 tokens is 0.07 nats.
+computes in bfloat16 and the trainer computes in float32. The logprobs of SGLang and of the trainer therefore differ, as
+on a GPU. For each token, the logprobs of SGLang and of the trainer must differ by less than MISMATCH nats. The largest
+difference that was measured for 200,000 tokens is 0.07 nats.
 """
 
 import json
@@ -145,8 +145,9 @@ print("CUMEM", os.environ["NCCL_CUMEM_ENABLE"])
 
 @pytest.mark.parametrize(("inherited", "value"), [({}, "0"), ({"NCCL_CUMEM_ENABLE": "1"}, "1")])
 def test_sglang_configures_nccl_like_the_trainer(model_dir: Path, inherited: dict[str, str], value: str) -> None:
-    """If the environment does not set NCCL_CUMEM_ENABLE, SGLang sets it to 0. The trainer (training/ranks.py) does the
-    same. If SGLang and the trainer have different values, the NCCL group of the update mode distributed may hang."""
+    """If the environment does not set NCCL_CUMEM_ENABLE, SGLang sets it to 0. The trainer (training/ranks.py) also uses
+    0 as the default. If SGLang and the trainer have different values, the NCCL group of the update mode distributed may
+    hang."""
     here = {name: text for name, text in os.environ.items() if name != "NCCL_CUMEM_ENABLE"}
     here |= {"PYTHONPATH": str(ROOT / "tests/sglang_cpu"), **inherited}
     shown = [SGLANG, "-c", ENVIRONMENT, str(model_dir)]

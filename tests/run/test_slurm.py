@@ -105,7 +105,8 @@ http.server.HTTPServer(("127.0.0.1", port), Answers).serve_forever()
 def test_steps_get_their_gpus_and_cores_and_a_job_near_its_end_is_requeued(
     cluster: dict[str, str], tmp_path: Path
 ) -> None:
-    """Each server sees only its own GPU and its share of the cores, although srun makes all GPUs of the node visible.
+    """Each server can use only its own GPU and its share of the cores, although srun makes all GPUs of the node
+    visible.
 
     When Slurm sends the signal USR1 before the job's time limit, the script ends the run and requeues the job. The
     requeued job uses the same run name as before.

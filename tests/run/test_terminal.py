@@ -1,5 +1,5 @@
-"""Tests of what a user sees before the first training step: a first message, a clock on a terminal, and nothing with
---quiet."""
+"""Tests of run/terminal.py. Before the first training step, a terminal shows a first message and a clock. With --quiet,
+a terminal shows neither."""
 
 import io
 import os
@@ -30,7 +30,8 @@ print("the results " * 10, flush=True)
 
 
 def on_a_terminal(*words: str) -> str:
-    """Return what a terminal receives from a process that prints the first message, shows a table and ends."""
+    """Return the characters that a terminal receives from a process that prints the first message, shows a table and
+    ends."""
     child, terminal = pty.fork()
     if child == 0:
         os.chdir(ROOT)
@@ -89,7 +90,7 @@ def test_a_refresh_and_a_print_leave_both_on_the_screen() -> None:
             rows.append("row 2")
             refreshes.append(Thread(target=table.refresh))
             refreshes[0].start()
-            refreshes[0].join(0.3)  # without a lock, the refresh would be over by now
+            refreshes[0].join(0.3)  # without a lock, the refresh would end within 0.3 s
             yield "a printed line"
 
     with terminal.show(lambda: "\n".join(rows)) as table:
