@@ -57,7 +57,7 @@ async def client(app: Any) -> OpenAIProxyClient:
 
 
 async def talk(http: httpx.AsyncClient, client: OpenAIProxyClient, turns: int) -> list[str]:
-    """Have a conversation of `turns` turns through the proxy, and return the ids of the completions."""
+    """Send the calls of a conversation of `turns` turns to the proxy, and return the ids of the completions."""
     messages, ids = list(HELLO), []
     for _ in range(turns):
         answer = await http.post(client.session_url + "/chat/completions", json={"messages": messages})
@@ -97,7 +97,7 @@ class CountingTransport(httpx.ASGITransport):
 @pytest.mark.parametrize("rewards", [None, 2.0, {"first": 0.5, "last": 2.0}])
 async def test_two_requests_do_what_five_do(http: httpx.AsyncClient, app: Any, rewards: Any) -> None:
     """With `grant` and `finish`, a client needs only two requests to get a grant and to start, reward, end and export a
-    session. The rewards, parents and rows are the same as with a separate request for each of these steps."""
+    session. The exported rewards, parents and rows do not depend on the number of requests."""
     transport = CountingTransport(app)
     found = []
     for is_short in (False, True):
@@ -271,8 +271,8 @@ async def test_responses_are_created_the_same_way(direct: Any) -> None:
 
 
 async def test_a_stream_and_other_options_are_the_same_session(direct: Any) -> None:
-    """If a client is copied (`with_options`, `copy`), the copy's calls go into the original client's conversation tree.
-    Streamed calls are in this tree, too."""
+    """If a client is copied (`with_options`, `copy`), the original client's conversation tree also gets the calls of
+    the copy, even if they are streamed."""
     client, _ = direct("one", "two", seed=1)
     messages: Any = [{"role": "user", "content": "count"}]
     stream = await client.with_options(timeout=5).chat.completions.create(model="m", messages=messages, stream=True)

@@ -26,7 +26,7 @@ from calls.tools import Call, Parsed
 from inference.io_struct import GenerationHyperparameters, ModelResponse
 
 LINES = (ROOT / "tests/data/client_pairs.jsonl").read_text().splitlines()
-PAIRS = [json.loads(line) for line in LINES]  # each pair: two requests of a real client, and the reply to the first
+PAIRS = [json.loads(line) for line in LINES]  # each pair has two requests of a real client and the reply to the first
 HELLO = [{"role": "user", "content": "hello"}]
 TOOL = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}
 PARSERS = [parse_chat, parse_responses, parse_anthropic]
@@ -38,7 +38,7 @@ def body_of(parse: Any, **fields: Any) -> dict[str, Any]:
 
 
 def read_reply(path: str, reply: Any) -> list[Message]:
-    """Return, in normal form, the messages that stand for this reply in the history of the client's next request."""
+    """Return the messages with which a client repeats this reply in its next request, in normal form."""
     if path == "chat/completions":
         return [normalise(reply)]
     if path == "responses":
@@ -265,8 +265,8 @@ def test_two_replies_in_a_row_stay_two() -> None:
 
 
 def test_tools_are_one_form() -> None:
-    """Tools from all three protocols are converted to the same form. Tools that are not functions are left out, and so
-    are hints such as `strict`."""
+    """Tools from all three protocols are converted to the same form. Tools that are not functions are left out. Hints
+    such as `strict` are also left out."""
     flat = {"name": "f", "description": "", "parameters": {"type": "object"}, "strict": True}
     other = [{"type": "web_search"}, {"type": "namespace", "tools": []}, {"type": "web_search_20250305", "name": "w"}]
     chat = parse_chat(body_of(parse_chat, tools=[TOOL, {"type": "custom", "custom": {"name": "x"}}]))
@@ -588,8 +588,8 @@ def test_a_previous_response_is_put_in() -> None:
 
 
 def test_a_thread_keeps_its_tools() -> None:
-    """In a thread, later requests use the tools of the first request, because Anthropic's tool runner sends tools only
-    once."""
+    """In a thread of Anthropic's protocol, later requests use the tools of the first request, because Anthropic's tool
+    runner sends tools only once."""
     thread = {"type": "continue", "previous_message_id": "msg_ab"}
     other = {"name": "other", "input_schema": {"type": "object"}}
     assert parse_anthropic({"messages": [TALK[-1]], "thread": thread}, FINISHED.get).tools == [TOOL]

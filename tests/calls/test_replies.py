@@ -76,7 +76,7 @@ def accumulated(name: str, raw: bytes) -> dict[str, Any]:
         with client.chat.completions.stream(model="m", messages=HELLO) as stream:
             try:
                 return stream.get_final_completion().to_dict()
-            except openai.LengthFinishReasonError as error:  # raised if a length limit cut off the reply
+            except openai.LengthFinishReasonError as error:  # the SDK's error for a cut-off reply
                 return error.completion.to_dict()
     if name == "responses":
         with client.responses.stream(model="m", input="hello") as stream:
@@ -103,7 +103,7 @@ def nulls(value: Any, path: str = "") -> list[str]:
 
 
 def sent_back(name: str, reply: dict[str, Any]) -> dict[str, Any]:
-    """Return, in normal form, the message that stands for this reply in the history of the client's next request."""
+    """Return the message with which a client repeats this reply in its next request, in normal form."""
     if name == "chat/completions":
         return normalise(reply["choices"][0]["message"])
     if name == "responses":
@@ -338,7 +338,7 @@ def test_an_error_has_the_shape_of_its_protocol(name: str, status: int, error: s
 
 
 def accumulated_error(name: str, raw: bytes, status: int) -> None:
-    """With a client of the SDK, send a request to which the reply is `raw`. The SDK raises the error that is in the
+    """Send a request with a client of the SDK. The client gets the reply `raw`, and raises the error that is in the
     reply."""
     client = client_of(name, raw, status)
     if name == "chat/completions":

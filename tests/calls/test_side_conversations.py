@@ -114,9 +114,8 @@ def test_a_pattern_that_is_no_regular_expression_is_refused() -> None:
 
 
 def test_each_first_message_is_searched_once() -> None:
-    """The regular expressions are applied only once to each distinct first message, however often a reward is set. A
-    slow regular expression would otherwise block the proxy again and again, because no other session is served during a
-    search."""
+    """The regular expressions are applied only once to each distinct first message, however often a reward is set.
+    While a regular expression is applied, the proxy serves no other session."""
 
     class Counted(tuple):
         searches = 0

@@ -38,7 +38,7 @@ TOOLS: list[Any] = [
     for name in ("look", "open")
 ]
 Start = Callable[..., Harness]
-ENDS: dict[str, Callable[[bytes], bool]] = {  # protocol -> whether a piece has the stream's last event
+ENDS: dict[str, Callable[[bytes], bool]] = {  # for each protocol, the test for a stream's last event
     "chat/completions": lambda piece: b"data: [DONE]" in piece,
     "responses": lambda piece: b'"response.completed"' in piece,
     "messages": lambda piece: b"message_stop" in piece,
@@ -507,10 +507,11 @@ async def test_models_are_listed(start: Start) -> None:
     ],
 )
 def test_which_turn_a_retry_belongs_to(states: str, says_so: bool, match: int | None) -> None:
-    """A request counts as a retry if the turn of an identical earlier request is unread, failed or abandoned. A request
-    with a retry header may also count as a retry of an identical turn that is still running. If no identical turn is
-    running, such a request may count as a retry of the newest identical turn whose connection is closed. In this test
-    the state "read" means that the client has read the reply, so the connection is open."""
+    """A request counts as a retry of an identical earlier request if the turn of the earlier request is unread, failed
+    or abandoned. A request with a retry header may also count as a retry of an identical turn that is still running. If
+    no identical turn is running, a request with a retry header may count as a retry of the newest identical turn whose
+    connection is closed. In this test the state "read" means that the client has read the reply, so the connection is
+    open."""
     turns: list[Any] = []
     for name in states.split():
         transport = SimpleNamespace(is_closing=lambda name=name: name != "read")
@@ -521,7 +522,7 @@ def test_which_turn_a_retry_belongs_to(states: str, says_so: bool, match: int | 
 
 async def test_a_retry_is_answered_by_the_turn_in_flight(start: Start) -> None:
     """If a client repeats its request while the first generation runs, the proxy answers the second request with the
-    result of this generation."""
+    result of the first generation."""
     harness = start("one", "two")
     session = await harness.start()
     harness.engine.hold = asyncio.Event()
@@ -606,8 +607,8 @@ async def test_an_orphan_is_dropped(start: Start, says_so: bool, streams: bool) 
 
 
 async def test_an_orphan_is_dropped_while_it_is_aborted(start: Start) -> None:
-    """A retry may arrive while the engine is still aborting the first generation. The turn of the aborted generation is
-    removed from the tree even in this case."""
+    """If a retry arrives while the engine is still aborting the first generation, the turn of the first generation is
+    removed from the tree."""
     harness = start("hello you", "hello me")
     session = await harness.start()
     asked = harness.engine.agenerate
@@ -772,7 +773,7 @@ async def test_streaming_is_not_streaming_chat(real: Harness, seed: int) -> None
 async def test_streaming_is_not_streaming_responses(real: Harness, seed: int) -> None:
     """A streamed response has the same text and tokens as an unstreamed response."""
     sessions = [await real.start() for _ in range(2)]
-    stops = {"seed": seed, "stop_token_ids": list(range(100, 104))}  # so that the answer ends before its length limit
+    stops = {"seed": seed, "stop_token_ids": list(range(100, 104))}  # the answer ends before its length limit
     request: Any = {"model": "m", "input": "hello", "extra_body": stops}
     async with sdk(real, f"/{sessions[0]}/v1") as client:
         whole = await client.responses.create(**request)

@@ -259,7 +259,8 @@ async def test_a_stop_sequence_is_named(start: Start, stream: bool) -> None:
 
 @pytest.fixture
 async def limited(real_engine: RemoteInfEngine, tiny_tokenizer: Any) -> Any:
-    """A proxy in this process. The proxy's engine uses a real server whose context has 2,048 tokens."""
+    """Yield a proxy that runs in the process of the test. The proxy's engine uses a real server whose context has 2,048
+    tokens."""
     harness = Harness(tiny_tokenizer)
     harness.app = create_app(real_engine, tiny_tokenizer, "admin")
     harness.http._transport.app = harness.app  # type: ignore[attr-defined]
