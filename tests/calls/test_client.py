@@ -1,5 +1,5 @@
-"""These tests check that the clients OpenAIProxyClient and ArealOpenAI export the sampled tokens. When the `async with`
-block of a client ends, the client's session always ends, too."""
+"""These tests check that the clients OpenAIProxyClient and ArealOpenAI export the sampled tokens. The end of a client's
+`async with` block always ends the client's session."""
 
 import asyncio
 import itertools
@@ -226,8 +226,8 @@ async def test_a_wrong_reward_is_an_error_of_the_episode(http: httpx.AsyncClient
 
 
 async def say(client: ArealOpenAI, *texts: str, **options: Any) -> Any:
-    """Request a completion for a conversation. The texts alternate between messages of the user and messages of the
-    assistant."""
+    """Request a completion for a conversation. The first text is a message of the user, the second text is a message of
+    the assistant, and so on."""
     roles = itertools.cycle(("user", "assistant"))
     messages: Any = [{"role": role, "content": text} for role, text in zip(roles, texts)]
     return await client.chat.completions.create(model="default", messages=messages, **options)
@@ -409,7 +409,7 @@ async def test_several_answers_at_once(direct: Any) -> None:
 
 
 async def test_what_is_not_stored_is_answered_and_not_trained(direct: Any) -> None:
-    """If a run honours store=False, a turn with store=False stays in the conversation, but its tokens are not
+    """With rollout.openai.store=honour, a turn with store=False stays in the conversation, but its tokens are not
     trained."""
     client, _ = direct("aside", "four", store="honour")
     first = await say(client, "2+2?", store=False)

@@ -111,8 +111,8 @@ def places(value: Any, path: tuple = ()) -> list[tuple]:
 
 
 def echoed(pair: dict[str, Any]) -> tuple[list, int, int]:
-    """Return the items of the pair's second request, and the positions where the first reply begins and ends in this
-    list."""
+    """Return the items of the pair's second request, and the positions where the first reply begins and ends among
+    these items."""
     key = "input" if pair["path"] == "responses" else "messages"
     items, begin = pair["child"][key], len(pair["parent"][key])
     end = begin + 1

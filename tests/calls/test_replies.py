@@ -276,8 +276,8 @@ def test_the_events_of_a_message() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_said_after_the_last_token_only(name: str) -> None:
-    """The SDK rebuilds the reply even if a stream sends the whole answer only at its end. The answer may also be empty,
-    or have only tool calls or only reasoning."""
+    """The SDK rebuilds the reply even if a stream sends the whole answer only at its end. The SDK also rebuilds an
+    empty answer, and an answer with only tool calls or only reasoning."""
     for parsed in (Parsed(""), Parsed("", calls=PARSED.calls), Parsed("", "hm")):
         answer = answer_of(name, parsed)
         raw = streamed(name, answer, [])

@@ -382,8 +382,8 @@ async def test_an_agents_seed_gives_n_different_answers(start: Start) -> None:
 
 
 async def test_a_response_goes_on_from_the_one_it_names(start: Start, tiny_tokenizer: Any) -> None:
-    """A client may send previous_response_id and only the new messages. The prompt then begins with the earlier
-    prompt's tokens."""
+    """If a client sends previous_response_id and only the new messages, the prompt begins with the earlier prompt's
+    tokens."""
     harness = start("one", "two")
     session = await harness.start()
     async with sdk(harness, f"/{session}/v1") as client:
@@ -399,8 +399,8 @@ async def test_a_response_goes_on_from_the_one_it_names(start: Start, tiny_token
 
 
 async def test_what_is_not_stored_is_answered_and_not_trained(start: Start) -> None:
-    """If a run honours store=false, a turn with store=false is not trained, but the prompts of later turns contain the
-    turn."""
+    """With rollout.openai.store=honour, a turn with store=false is not trained, but the prompts of later turns contain
+    the turn."""
     harness = start(store="honour")
     session = await harness.start()
     message = reply_message(await harness.chat(session, HELLO, store=False))
@@ -542,8 +542,8 @@ async def test_a_retry_is_answered_by_the_turn_in_flight(start: Start) -> None:
 async def test_a_retry_of_a_call_that_a_thread_reads_gets_the_same_turn(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The proxy parses a long request body in a second thread. If a retry arrives while this thread is still parsing
-    the first request, both requests get the same turn."""
+    """The proxy parses a long request body in a second thread. If a retry arrives while the second thread is still
+    parsing the first request, both requests get the same turn."""
     monkeypatch.setattr(proxy, "LONG_BODY", 0)
     harness = start("one", "two")
     session = await harness.start()
@@ -567,9 +567,9 @@ async def test_a_retry_whose_reply_was_lost_gets_the_same_reply(start: Start) ->
 
 @pytest.mark.parametrize("is_read", [True, False])
 def test_a_retry_whose_first_try_never_arrived_gets_its_own_answer(proxy: Any, is_read: bool) -> None:
-    """A retry arrives after the session has finished an identical call. If the connection of the finished call is still
-    open, the client has read the reply, so the retry counts as a new call. If the connection of the finished call is
-    closed, the reply may have been lost, so the retry gets the same reply."""
+    """In this test, a retry arrives after the session has finished an identical call. If the connection of the finished
+    call is still open, the client has read the reply, so the retry counts as a new call. If the connection of the
+    finished call is closed, the reply may have been lost, so the retry gets the same reply."""
     admin, body = {"authorization": f"Bearer {proxy.admin_key}"}, json.dumps(CHAT | {"max_tokens": 4})
     started = httpx.post(f"{proxy.proxy_addr}/rl/start_session", headers=admin, json={"task_id": "t", "grant": True})
     path, host = f"/{started.json()['session_id']}/v1/chat/completions", httpx.URL(proxy.proxy_addr).netloc.decode()
@@ -731,7 +731,7 @@ async def test_a_concurrent_title_call_takes_no_reward(start: Start) -> None:
 
 @pytest.fixture
 async def real(tiny_tokenizer: Any, tiny_server: str) -> AsyncIterator[Harness]:
-    """A Harness whose engine uses a real server process."""
+    """Yield a Harness whose engine uses a real server process."""
     engine = RemoteInfEngine([tiny_server])
     await asyncio.to_thread(engine.initialize)
     harness = Harness(tiny_tokenizer)

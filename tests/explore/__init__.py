@@ -4,7 +4,7 @@
     `python -m tests.explore --large` explores all state machines at large bounds, and prints states and seconds.
     `python -m tests.explore --walk` follows random events at bounds that are too large for `--large`.
 
-Read search.py first: it explains what a state machine is, and how the search works. dispatcher.py, sessions.py,
-turns.py and updates.py each hold one state machine. Each state machine runs the project's real classes, not models of
-these classes. docs/protocol.md states what the state machines check.
+Read search.py first, because search.py explains state machines and the search. The modules dispatcher.py, sessions.py,
+turns.py and updates.py contain one state machine each. Each state machine runs the project's real classes, not models
+of these classes. docs/protocol.md states what the state machines check.
 """

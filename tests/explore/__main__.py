@@ -10,7 +10,7 @@ from . import dispatcher, sessions, turns, updates
 from .search import explore, show, walk
 
 MODES = dispatcher.MODES
-CASES: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = [  # the cases that take longest come first
+CASES: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = [  # cases of the search; the slowest cases come first
     *(("dispatcher", dispatcher.DispatchMachine, (mode, b)) for b in dispatcher.LARGE for mode in reversed(MODES)),
     *(("turns", turns.TurnMachine, (b,)) for b in turns.LARGE),
     *(("updates", updates.UpdateMachine, (b,)) for b in updates.LARGE),

@@ -2,14 +2,14 @@
 
 `conform` reads the files of a finished run and replays the run's events in the state machine. After each event,
 `conform` checks the properties of the state machine. `conform` raises Broken if the state machine does not allow an
-event of the run, or if the event has other consequences in the state machine than in the run. Examples of records in
-the trace and events of the state machine:
+event of the run, or if the event has other consequences in the state machine than in the run. The following examples
+show records of a trace and the events that the state machine executes for these records:
 
-    For `start 0` and `start 1`, the machine executes `start` twice. Groups 0 and 1 run.
-    For `finish 1` and `accept 1`, the machine executes `end 1`. Group 1 is finished.
-    For `finish 0` and `accept 0`, the machine executes `end 0`. Group 0 is finished.
-    For `consume 0` and `consume 1`, the machine executes `take`. The batch has groups 0 and 1, in this order.
-    For `start 2` at version 1, the machine executes `version` and `start`. The gate admits group 2.
+    For `start 0` and `start 1`, the machine executes `start` twice, so groups 0 and 1 run.
+    For `finish 1` and `accept 1`, the machine executes `end 1`, so group 1 is finished.
+    For `finish 0` and `accept 0`, the machine executes `end 0`, so group 0 is finished.
+    For `consume 0` and `consume 1`, the machine executes `take`, whose batch has groups 0 and 1 in this order.
+    For `start 2` at version 1, the machine executes `version` and `start`, so the gate admits group 2.
 
 The trace records a new version only after the gate has begun to use the version. `conform` therefore also reads the
 file schedule.jsonl, which shows between which two events each version began. `conform` does not support a run that was
@@ -41,8 +41,8 @@ def read_trace(run: Path) -> tuple[list[tuple[str, int]], dict[int, Group]]:
 
 
 def check_calls(schedule: Schedule, consumed_at: dict[int, int]) -> None:
-    """Check the versions of each call's tokens. Versions never decrease within a call. All versions lie between the
-    version at which the call's group started and the version at which a step consumed the group."""
+    """Check the versions of each call's tokens. Versions never decrease within a call. All versions of a call lie
+    between the version at which the call's group started and the version at which a step consumed the group."""
     for task, calls in schedule.calls.items():
         for name, call in calls.items():
             versions = [schedule.starts[task], *(version for version, *_ in call["spans"])]

@@ -33,7 +33,7 @@ from .search import Broken, Event
 
 
 def clone(thing: Any) -> Any:
-    """Return a copy of an object with the same attributes, faster than copy.copy."""
+    """Return a shallow copy of an object. This function is faster than copy.copy."""
     new = object.__new__(type(thing))
     new.__dict__.update(thing.__dict__)
     return new
@@ -106,7 +106,7 @@ class DispatchMachine:
 
     mode: str  # rollout.stale
     bounds: Bounds
-    dispatcher: ModuleType = rollout.dispatcher  # the module of DispatchState; a test may set a copy with an error
+    dispatcher: ModuleType = rollout.dispatcher  # module of DispatchState, or a test's copy with a planted error
     staleness: ModuleType = staleness
     executor: ModuleType = rollout.executor
 

@@ -13,12 +13,12 @@ from typing import Any
 
 
 class StillLoop(asyncio.BaseEventLoop):
-    """An event loop that a state machine drives."""
+    """An event loop whose callbacks run only when a state machine calls `run`."""
 
     def __init__(self) -> None:
         super().__init__()
         self._selector = self
-        self.threads: list[tuple[asyncio.Future, Callable[[], Any]]] = []  # functions for a thread, with their futures
+        self.threads: list[tuple[asyncio.Future, Callable[[], Any]]] = []  # (future, function) of each waiting function
 
     def select(self, timeout: float | None) -> list[Any]:
         return []

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 S = TypeVar("S")
 Event = tuple[Any, ...]  # the name of an event and its arguments
-Way = tuple[int, Event] | None  # number of the previous state, and event that follows; None for an initial state
+Way = tuple[int, Event] | None  # number of the previous state, and the event that changes it; None for an initial state
 
 
 class Machine(Protocol[S]):
@@ -51,7 +51,7 @@ class Machine(Protocol[S]):
 
 
 class Broken(AssertionError):
-    """A state violates a property. `name` is the name of the property."""
+    """Raised if a state violates a property. `name` is the name of the property."""
 
     def __init__(self, name: str, why: str) -> None:
         super().__init__(f"{name}: {why}")
@@ -169,7 +169,8 @@ def stuck(graph: Graph) -> list[int]:
     """Return the states from which no goal can be reached, in the order of the search."""
     alive, before = bytearray(graph.goals), -1
     while before != (before := sum(alive)):
-        for k in range(len(graph.sources) - 1, -1, -1):  # backward, because later states are nearer to a goal
+        # Later states are closer to a goal, so the loop runs backward.
+        for k in range(len(graph.sources) - 1, -1, -1):
             if alive[graph.targets[k]]:
                 alive[graph.sources[k]] = 1
     return [number for number in range(len(graph)) if not alive[number]]

@@ -2,10 +2,10 @@
 the conversation tree (cache.py).
 
 TurnMachine calls the real endpoints of the proxy in a separate event loop (loop.py). Clients connect, hang up and
-retry. The proxy detects only later that a client has hung up. The engine generates tokens, finishes or fails. The
-engine needs some time to abort a generation. The trainer sets a reward, ends the session and exports it. Only the
-tokenizer and the engine are stand-ins. A token is a letter, and each generation has its own letter, version and
-log-probabilities. The search (search.py) cannot copy a running coroutine, so a state is the list of the events that
+retry. The proxy detects the end of a client's connection some time later. The engine generates tokens, finishes or
+fails. The engine needs some time to abort a generation. The trainer sets a reward, ends the session and exports it.
+Only the tokenizer and the engine are stand-ins. A token is a letter, and each generation has its own letter, version
+and log-probabilities. The search (search.py) cannot copy a running coroutine, so a state is the list of the events that
 lead to the state. To apply an event, the state machine replays all earlier events and then this event. The properties:
 
     `once`      A call and its retries become at most one exported turn.
@@ -69,7 +69,7 @@ class Generation:
     on_tokens: Any
     response: ModelResponse
     news: asyncio.Future
-    state: str = "runs"  # "runs", "stops" (until the abort is done) or "over"
+    state: str = "runs"  # "runs", "stops" during an abort, or "over"
 
 
 @dataclass(eq=False)
@@ -164,7 +164,7 @@ class World:
             self.loop.run_thread()
         elif name in ("token", "finishes", "fails", "stopped"):
             self.engine.generations[args[0]].news.set_result(name)
-        elif name == "noticed as it finishes":  # both events happen before the event loop runs
+        elif name == "noticed as it finishes":  # the hang-up and the last token happen before the event loop runs
             self.clients[args[0]].hangup.set_result(None)
             self.engine.generations[args[1]].news.set_result("finishes")
         else:
@@ -400,7 +400,7 @@ class TurnMachine(PathMachine):
     """The state machine of the proxy's endpoints. The events come from clients, an engine and a trainer."""
 
     bounds: TurnBounds
-    module: ModuleType = proxy  # the module of Proxy; a test may set a copy with an error
+    module: ModuleType = proxy  # module of Proxy, or a test's copy with a planted error
 
     @cached_property
     def shared(self) -> Any:

@@ -2,20 +2,21 @@
 Servers (inference/servers.py) and send (inference/weights.py).
 
 UpdateMachine makes two engines from the real classes. The trainer's engine pushes new versions, and the proxy's engine
-has a request during these updates. Between two calls of the trainer, a server may generate a token, die, or restart
+processes a request during the updates. Between two calls of the trainer, a server may generate a token, die, or restart
 with its first weights. A connection may break, an answer may be lost, and a wait of the proxy may end. The trainer may
 die together with its proxy. After the trainer's death, a new trainer and a new proxy use the same servers (`take_over`
-in run/start.py). The new trainer continues from the last version. Only the servers are stand-ins. The id of a token is
-the version of the weights that computed the token. As in turns.py, a state is the list of the events that lead to this
-state. The properties:
+in run/start.py). The new trainer continues from the last version that the gate got. Only the servers are stand-ins. The
+id of a token is the version of the weights that computed the token. As in turns.py, a state is the list of the events
+that lead to this state. The properties:
 
     `label`     Every token has the version of the weights that computed the token.
     `falls`     Versions never decrease along a completion.
-    `lost`      Without a fault the request succeeds. An answer has all its tokens.
+    `lost`      Without a fault the request succeeds. The answer of a successful request has all tokens that the request
+                asks for.
     `kept`      A token that the engine has passed to its caller is never changed or removed.
     `has`       When the gate gets a new version, every server that the trainer counts as living has the weights of this
-                version. The only exception is a server that has restarted and got no weights since. No server has the
-                label of a version whose weights the server does not have.
+                version. A server may lack these weights only if the server has restarted and got no weights since. No
+                server has the label of a version whose weights the server does not have.
     `paused`    After the trainer's end, no reachable server is paused.
     `deadlock`  From every state, the request and the trainer can end.
 """
@@ -319,7 +320,7 @@ class World:
         raise TrainerDies
 
     def wait_for_trainer(self, url: str, body: Any) -> str:
-        """Apply events of the path until an event decides how the trainer's next call ends. Return the name of this
+        """Apply events of the path until an event decides how the trainer's next call ends, and return the name of this
         event."""
         self.claiming += bool(self.claiming)
         self.loop.run()  # lets the proxy react to the trainer's previous call

@@ -176,7 +176,8 @@ def test_options_and_words_may_be_mixed() -> None:
 
 
 def test_a_recipe_is_found_by_its_name() -> None:
-    """`--config gsm8k` finds configs/gsm8k.yaml from any folder. The option also accepts the path of a recipe."""
+    """`--config gsm8k` finds configs/gsm8k.yaml from any folder. The option `--config` also accepts the path of a
+    recipe."""
     by_name, by_path = load(["--config", "gsm8k"]), load(["--config", "configs/gsm8k.yaml"])
     assert (by_name.task, by_name.actor, by_name.server) == (by_path.task, by_path.actor, by_path.server)
     assert load(["--config", "gsm8k", "--config", "debug"]).rollout.max_head_offpolicyness == 0
@@ -195,7 +196,7 @@ def test_help_lists_every_key(capsys: pytest.CaptureFixture[str]) -> None:
     for k in list_keys():
         values = f"; in {k.interval}" if k.interval else f"; one of {k.choices}" if k.choices else ""
         default = "null" if k.default is None else k.default
-        default = str(default).lower() if isinstance(default, bool) else default  # YAML writes true and false
+        default = str(default).lower() if isinstance(default, bool) else default  # a boolean of YAML is true or false
         assert f"  {k.name}={default}\n      {k.meaning}{values}\n" in said
     assert "  logger.live=true\n" in said
     assert "Answers above the limit `running` wait. No honest agent reaches any of the other limits.\n" in said
@@ -355,7 +356,7 @@ def test_derived_values_are_written_back() -> None:
 def test_the_servers_key_is_made_and_never_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A run that starts its own servers generates a new server key, unless the user gives one. `changed`, which
     compares a run with its earlier config.yaml, does not report the server key, because config.yaml does not contain
-    it."""
+    the key."""
     monkeypatch.delenv("NANO_AREAL_SERVER_KEY", raising=False)
     new, other = load([]), load([])
     assert len(new.rollout.server_key) > 16

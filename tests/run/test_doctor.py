@@ -60,8 +60,8 @@ HEALTHY: dict[str, Any] = {
 
 
 def lines_of(count: int, **last: Any) -> list[dict[str, Any]]:
-    """Return `count` lines of metrics of a healthy run. `last` replaces values of metrics. A list in `last` replaces a
-    metric's values in the last lines, and a number replaces a metric's value in every line."""
+    """Return `count` lines of metrics of a healthy run, with the values in `last`. A list in `last` replaces a metric's
+    values in the last lines, and a number replaces a metric's value in every line."""
     lines = [{"step": 1 + k, **HEALTHY} for k in range(count)]
     for name, value in last.items():
         values = value if isinstance(value, list) else [value] * count
@@ -264,8 +264,8 @@ def test_no_signal_share() -> None:
 
 
 def test_baseline_bias() -> None:
-    """If the baseline of every group is the group's mean, the bias is 0. Each trained turn counts once in the bias,
-    whatever the turn's length. If a group has a wrong baseline, the bias is above 0."""
+    """If the baseline of every group is the group's mean, the metric `baseline_bias` is 0. Each trained turn counts
+    once in `baseline_bias`, whatever the turn's length. If a group has a wrong baseline, `baseline_bias` is above 0."""
     rows = [[0, 0, 1.0, 1, 1], [0, 0, -1, 0, 0], [0, 0, 0.5, 0.5, 0], [0, 0, -0.5, 0, 2]]
     batch = {
         "advantages": torch.tensor(rows),

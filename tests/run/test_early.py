@@ -46,8 +46,8 @@ def started(module: str, folder: Path, gpus: list[str]) -> tuple[int, str]:
 
 @pytest.mark.parametrize("is_early", [True, False])
 def test_an_order_does_what_the_command_does(module: str, tmp_path: Path, is_early: bool) -> None:
-    """After an order, an early process has the arguments and keys of the ordinary command. The process writes to the
-    log and ends with the command's exit code."""
+    """After an order, an early process has the arguments and keys of the ordinary command. The early process writes to
+    the log of the ordinary command, and ends with the command's exit code."""
     if is_early:
         early.start(module)
     code, log = started(module, tmp_path, gpus=[])
@@ -76,7 +76,7 @@ def test_a_dead_early_process_is_replaced(module: str, tmp_path: Path) -> None:
 
 
 def test_without_an_order_the_process_ends(module: str) -> None:
-    """An early process ends if its standard input is closed. The death of train.py also closes this input."""
+    """An early process ends if its standard input is closed, for example because train.py has ended."""
     early.start(module)
     process = early.waiting[module]
     assert process.stdin

@@ -87,7 +87,7 @@ def test_agents_requests_are_as_patient_as_configured(tiny_model_dir: Path, monk
 
 def test_keys_reach_the_processes_by_a_pipe() -> None:
     """No command line and no environment variable of a server or proxy contains a key, because other processes can read
-    both. The keys are sent to standard input."""
+    both. A server or proxy reads its keys from standard input."""
     config = load(["--config", str(ROOT / "configs/demo.yaml"), "rollout.server_key=very-secret", "tokenizer_path=DIR"])
     [server], [front] = plan_servers(config, [], ranks=1), plan_proxies(config, ["http://up"], wait_for_servers=True)
     assert server.keys == ("very-secret",)

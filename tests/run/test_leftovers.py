@@ -62,8 +62,8 @@ def test_what_is_left_behind_is_named(tmp_path: Path, kind: str, file: str, line
 
 @pytest.mark.parametrize(("kind", "file", "line", "changed"), ERRORS)
 def test_a_planted_error_changes_one_place(kind: str, file: str, line: str, changed: str) -> None:
-    """test_what_is_left_behind_is_named plants an error by replacing a piece of code. The original code of each error
-    occurs exactly once in its file."""
+    """test_what_is_left_behind_is_named plants an error by replacing a piece of code. The code that a planted error
+    replaces occurs exactly once in its file."""
     assert (ROOT / file).read_text().count(line) == 1
 
 

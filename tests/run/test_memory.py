@@ -172,14 +172,16 @@ def test_the_plan_on_the_page(
     given = ["--config", "gsm8k", f"model_path={tmp_path}", *words, "--dry-run", "--gpus", str(gpus)]
     servers, text = plan_run(load([*given, "--gpu-memory", "64"]))
     assert all("sglang.launch_server" in server.command for server in servers)
-    shown = re.sub(r"(?m)^(?=process|rank|server|proxy)(.{34}).*", r"\1", text)  # without the column of commands
+    shown = re.sub(
+        r"(?m)^(?=process|rank|server|proxy)(.{34}).*", r"\1", text
+    )  # the plan without the column of commands
     print(shown)  # if the page is out of date, copy this text to the page
     assert shown in (ROOT / "docs/gpu.md").read_text()
 
 
 def test_the_heads_of_the_model_limit_the_gpus_of_a_server(tmp_path: Path) -> None:
-    """Qwen2.5-1.5B has 12 heads of queries and 2 heads of keys, so SGLang cannot use 3 or 8 GPUs for it. With 4 GPUs,
-    SGLang copies each of the 2 heads of keys to 2 GPUs, so each GPU has half of the keys and values."""
+    """Qwen2.5-1.5B has 12 query heads and 2 key heads, so SGLang cannot use 3 or 8 GPUs for this model. With 4 GPUs,
+    SGLang copies each of the 2 key heads to 2 GPUs, so each GPU has half of the keys and values."""
     AutoConfig.for_model("qwen2", **QWEN).save_pretrained(tmp_path)
     given = ["--config", "gsm8k", f"model_path={tmp_path}", "--dry-run", "--gpus", "8"]
     for size in (3, 8):
@@ -201,7 +203,7 @@ def test_the_plan_names_idle_gpus(tmp_path: Path) -> None:
 
 def test_the_plan_counts_the_host_memory_of_offload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With actor.offload, the host needs 16 bytes of memory for each parameter, and 12 more bytes for each parameter
-    while a checkpoint is written. A machine that runs 2 of 4 ranks needs half of this memory."""
+    while a checkpoint is written. A machine that runs 2 of 4 ranks needs half of the memory that 4 ranks need."""
     AutoConfig.for_model("qwen2", **QWEN).save_pretrained(tmp_path)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setenv("WORLD_SIZE", "4")
@@ -212,8 +214,8 @@ def test_the_plan_counts_the_host_memory_of_offload(tmp_path: Path, monkeypatch:
 
 
 def test_a_released_server_is_counted_between_the_steps(tmp_path: Path) -> None:
-    """The plan of configs/gsm8k.yaml needs 47 GiB on one GPU. With server.release_memory, 43 GiB are sufficient. The
-    server then has its memory only between two steps, when the trainer has no activations."""
+    """The plan of configs/gsm8k.yaml needs 47 GiB on one GPU. With server.release_memory, 43 GiB are sufficient,
+    because the server has its memory only between two steps, when the trainer has no activations."""
     AutoConfig.for_model("qwen2", **QWEN).save_pretrained(tmp_path)
     given = ["--config", "gsm8k", f"model_path={tmp_path}", "--dry-run", "--gpus", "1", "--gpu-memory", "43"]
     with pytest.raises(ConfigError, match="about 47 GiB are needed"):

@@ -109,9 +109,9 @@ def wait_for(log: Path, words: str) -> None:
 @pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="prlimit is a call of Linux")
 def test_without_free_descriptors_no_call_is_lost(logged: tuple[str, str, list[int], Path]) -> None:
     """First, the connections of an attacker use nearly all file descriptors of the server and of the proxy. Later, the
-    test lowers the proxy's limit of open files, so that the proxy has no free file descriptor. In both cases the
-    agents' calls wait, and are all answered as soon as file descriptors are free again. The proxy does not count the
-    server as lost."""
+    test lowers the proxy's limit of open files, so that the proxy has no free file descriptor. While file descriptors
+    are missing, the agents' calls wait. All calls are answered as soon as file descriptors are free again. The proxy
+    does not count the server as lost."""
     server, proxy, pids, log = logged
     admin = {"authorization": "Bearer secret"}
     body = {"task_id": "1", "grant": True}

@@ -212,7 +212,7 @@ def test_a_checkpoint_is_all_of_the_trainer(tiny_model_dir: Path, tmp_path: Path
     recovery.wait()
     shutil.copytree(tmp_path / "recover" / "step00001", tmp_path / "recover" / "step00002")
     (tmp_path / "recover" / "step00002" / "state.pickle").unlink()  # a kill during the write leaves no such file
-    (tmp_path / "recover" / "step00002" / "__9_0.distcp").touch()  # as if ten ranks had written the checkpoint
+    (tmp_path / "recover" / "step00002" / "__9_0.distcp").touch()  # a file of rank 9, as in a checkpoint of ten ranks
     own = {"stepping", "step00001-before-I-changed-lr", "step00000"}  # two folders of a user, and an older checkpoint
     for name in own:
         (tmp_path / "recover" / name).mkdir()
@@ -236,7 +236,7 @@ def test_a_checkpoint_is_all_of_the_trainer(tiny_model_dir: Path, tmp_path: Path
 
 
 class NoRollouts:
-    """A stand-in for the executor. A checkpoint contains its state, which has no open groups."""
+    """A stand-in for the executor, whose state has no open groups."""
 
     def state_dict(self):
         return {"open": {}, "next_id": 0}
@@ -319,7 +319,8 @@ def test_the_saver_keeps_the_newest_of_its_own(tmp_path: Path) -> None:
 
 def test_the_best_model_by_evaluation_stays(tmp_path: Path) -> None:
     """In addition to the newest model, save_model keeps the saved model with the best evaluation. A step without a
-    saved model does not count. If two saved models have equal evaluations, the newer model is the best."""
+    saved model cannot be the best step. If two saved models have equal evaluations, the newer model counts as the
+    best."""
 
     class Actor:
         rank = 0
@@ -495,8 +496,8 @@ os._exit(0)
 def test_half_an_update_stays_half_where_a_run_fails_before_its_first_step(
     tmp_path: Path, start_tiny_server, tiny_model_dir: Path
 ) -> None:
-    """In this test, a run uses a server whose last weight update is incomplete, and fails before its first step.
-    Afterwards the server still has a version label that no engine accepts."""
+    """In this test, a run uses a server whose last weight update is incomplete, and fails before its first step. After
+    the failure, the server still has a version label that no engine accepts."""
     url = start_tiny_server("--model-path", str(tiny_model_dir), "--weight-version", "3")
     httpx.post(f"{url}/update_weight_version", json={"new_version": "4-incomplete"})
     words = command(tmp_path, f"model_path={tiny_model_dir}", f"rollout.server_addrs=[{url}]")

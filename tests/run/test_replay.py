@@ -119,8 +119,8 @@ class Servers:
 
 @pytest.fixture
 def follow(tmp_path: Path) -> Callable[..., tuple[ScheduledEngine, Servers]]:
-    """Return a function follow(*facts). This function returns an engine that follows a schedule with these facts, and
-    the engine's servers."""
+    """Return a function that makes an engine and its servers. The engine follows a schedule with the facts that the
+    function gets."""
 
     def make(*facts: dict[str, Any]) -> tuple[ScheduledEngine, Servers]:
         write(tmp_path / FILE, {"start": 7, "version": 0}, *facts)
@@ -172,8 +172,8 @@ async def test_after_other_tokens_a_task_is_free(follow: Any) -> None:
 @pytest.mark.anyio
 @pytest.mark.parametrize(("name", "ids"), [("7-0.0", [5, 7]), ("7-0.1", PROMPT)])
 async def test_another_call_is_refused_and_recorded(follow: Any, name: str, ids: list[int]) -> None:
-    """A replay refuses a call with status 400 if its prompt differs from the recorded prompt, or if the recorded run
-    did not make the call."""
+    """A replay refuses a call with status 400 if the call's prompt differs from the recorded prompt, or if the recorded
+    run did not make the call."""
     engine, servers = follow(RECORDED)
     with pytest.raises(EngineError, match=name) as refused:
         await engine.agenerate(request(name, ids))
@@ -226,8 +226,8 @@ def executor(tmp_path: Path, *own: dict[str, Any]) -> ReplayExecutor:
 
 
 def test_a_version_is_over_when_its_tokens_are_there(tmp_path: Path) -> None:
-    """`missing_calls` lists a call as long as it lacks recorded tokens of the given version or of an older version.
-    Missing tokens of later versions do not count."""
+    """`missing_calls` lists a call as long as the call lacks recorded tokens of the given version or of an older
+    version. Missing tokens of later versions do not count."""
     assert executor(tmp_path).missing_calls(7, 0) == ["7-0.0"]
     half = executor(tmp_path, call("7-0.0", RECORDED["spans"][:1]))
     assert (half.missing_calls(7, 0), half.missing_calls(7, 1)) == ([], ["7-0.0"])

@@ -63,7 +63,7 @@ def make_batch() -> dict[str, torch.Tensor]:
     config.adv_norm.std_level, config.adv_norm.per_turn = "none", True
     batch["prox_logp"] = batch["logprobs"] + 0.1 * trained
     batch["theta_logp"] = batch["prox_logp"].clone()
-    batch["theta_logp"][0, 5] += 1.0  # token 6: log u = 1 and A > 0, so the clip changes the objective
+    batch["theta_logp"][0, 5] += 1.0  # token 6: log(pi_theta / pi_prox) = 1 and A > 0, so the clip acts on the token
     batch["prox_logp"][1, 5] += 3.0  # token 8: pi_prox / pi_behav is above the cap
     batch["advantages"] = compute_advantages(batch, config)
     return batch
@@ -190,7 +190,7 @@ def test_the_doctors_warnings_are_on_the_page(folder: Path) -> None:
 
 def test_a_page_is_small(folder: Path) -> None:
     """A page has at most MAX_TOKENS tokens, even for a run with many long rows. The page has the rewards of all groups,
-    even of groups whose tokens it leaves out."""
+    even of groups whose tokens are not on the page."""
     batch = make_batch()
     wide = {key: x.repeat(500, *[1] * (x.dim() - 1)) for key, x in batch.items()}
     wide["task_ids"] = torch.arange(len(wide["task_ids"])).int() // 20

@@ -1,4 +1,4 @@
-"""Training runs on a CPU with the real SGLang as inference server. `make test-sglang` runs these tests.
+"""In these tests, training runs on a CPU with the real SGLang as inference server. `make test-sglang` runs these tests.
 
 The task is the maze (tasks/maze.py), because its answers are long enough to be interrupted by weight updates. SGLang
 computes in bfloat16 and the trainer computes in float32. The logprobs of SGLang and of the trainer therefore differ, as
@@ -35,8 +35,8 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def sglang(model_dir: Path) -> Iterator[str]:
-    """The URL of an SGLang server with the maze's base model. After a run the server still has the weights of the run's
-    last step."""
+    """Yield the URL of an SGLang server with the maze's base model. After a run the server still has the weights of the
+    run's last step."""
     sizes = ("--dtype", "bfloat16", "--max-total-tokens", "32768", "--max-running-requests", "32")
     with run_sglang(model_dir, model_dir.parent / "sglang.log", *sizes) as url:
         yield url

@@ -86,7 +86,7 @@ def test_a_refresh_and_a_print_leave_both_on_the_screen() -> None:
 
     class Line:
         def __rich_console__(self, *_: Any) -> Iterator[str]:
-            # At this moment rich has already computed how many lines of the table the printed line replaces.
+            # When this method runs, rich has already computed how many lines of the table the printed line replaces.
             rows.append("row 2")
             refreshes.append(Thread(target=table.refresh))
             refreshes[0].start()
@@ -119,8 +119,8 @@ def test_quiet_starts_without_a_word() -> None:
 def test_a_ready_part_names_the_time_of_the_clock(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The line about a ready server states the seconds since the start of train.py, as the clock does. The seconds in
-    this line include the time for imports."""
+    """The line about a ready server states the seconds since the start of train.py, as the clock does. The seconds
+    include the time for imports."""
     from run import start
 
     monkeypatch.setattr(start, "BEGIN", start.time.monotonic() - 100)
