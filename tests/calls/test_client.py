@@ -272,7 +272,7 @@ async def test_responses_are_created_the_same_way(direct: Any) -> None:
 
 async def test_a_stream_and_other_options_are_the_same_session(direct: Any) -> None:
     """If a client is copied (`with_options`, `copy`), the original client's conversation tree also gets the calls of
-    the copy, even if they are streamed."""
+    the copy, even streamed calls."""
     client, _ = direct("one", "two", seed=1)
     messages: Any = [{"role": "user", "content": "count"}]
     stream = await client.with_options(timeout=5).chat.completions.create(model="m", messages=messages, stream=True)

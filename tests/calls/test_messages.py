@@ -62,8 +62,8 @@ def begins_with(messages: list[Message], said: list[Message]) -> bool:
 
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair["id"])
 def test_an_echoed_history_is_recognised(pair: dict[str, Any]) -> None:
-    """Real clients change whitespace and JSON keys when they send the conversation history back. The changed history
-    still counts as a continuation of the earlier conversation."""
+    """Real clients change whitespace and JSON keys in the conversation history that they send back. A history with such
+    changes still counts as a continuation of the earlier conversation."""
     parent, output, child = read(pair)
     assert len(output) == 1  # a reply of several items or blocks is one message
     assert begins_with(child, parent + output)
@@ -187,7 +187,7 @@ def assistant(arguments: Any, call_id: str = "c") -> Message:
 @pytest.mark.parametrize("written", ['{"a": 2.0, "b": [1e3]}', '{"b":[1000],"a":2}', {"a": 2.0, "b": [1000]}])
 def test_arguments_are_equal_as_javascript_has_them(written: Any) -> None:
     """The numbers 2.0 and 2 in arguments count as equal, because JavaScript writes 2 for both. The order of the keys in
-    the arguments' JSON and the whitespace between them do not matter."""
+    the arguments' JSON and the whitespace between the keys do not matter."""
     assert canonical(normalise(assistant(written))) == canonical(assistant('{"a": 2, "b": [1000]}'))
     assert canonical(assistant('{"a": true}')) != canonical(assistant('{"a": 1}'))
     assert canonical(assistant('{"a": "2"}')) != canonical(assistant('{"a": 2}'))
@@ -530,7 +530,7 @@ def test_how_the_answer_is_wanted() -> None:
 
 def test_arguments_that_are_no_json_stay_text() -> None:
     """If a model writes invalid JSON as the arguments of a tool call, the arguments are kept as text. A later request
-    whose history contains this tool call still finds its parent."""
+    whose history contains an invalid tool call still finds its parent."""
     for arguments in ('{"a": ', "[" * 100_000, '{"a": NaN}', '{"a": 1e999}', "[" * 201 + "]" * 201):
         message = assistant(arguments)
         assert canonical(message) == canonical(copy.deepcopy(message))

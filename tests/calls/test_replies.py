@@ -144,8 +144,8 @@ def test_a_reply_sent_back_is_the_message_that_was_kept(name: str, parsed: Parse
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_a_parser_is_sure_of_makes_a_stream(name: str) -> None:
-    """Before its last events, a stream sends only text that OutputParser.certain returned. All events of the stream
-    together still contain the whole reply."""
+    """Before its last events, a stream sends only text that OutputParser.certain returned. All events of a stream
+    together contain the whole reply."""
     parser, tools = OutputParser(), [{"type": "function", "function": {"name": "f"}}]
     text = '<think>\nhm, "<"\n</think>\n\nLet me see: 1 < 2 \n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
     pieces, before = [], Parsed("")

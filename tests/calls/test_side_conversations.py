@@ -1,4 +1,5 @@
-"""A client's request for a title gets no reward and is not trained. All other calls are trained."""
+"""A client's request for a title gets no reward and is not trained. All calls except requests for a title are
+trained."""
 
 from collections.abc import Iterator
 from itertools import permutations

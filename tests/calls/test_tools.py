@@ -1,5 +1,5 @@
-"""If the model's text contains a complete and valid tool call, the reply contains this call. All other text stays text.
-A stream never takes back a part of the reply that it has sent."""
+"""If the model's text contains a complete and valid tool call, the reply contains this call. All text outside valid
+tool calls stays text. A stream never takes back a part of the reply that it has sent."""
 
 import copy
 import json

@@ -289,7 +289,7 @@ async def test_a_call_that_is_nested_deeply_has_a_reply(start: Start, levels: in
 
 @pytest.mark.parametrize(("choice", "opening"), [("required", '"'), ("look", '"look", "arguments": ')])
 async def test_a_call_is_forced_by_its_beginning(start: Start, tiny_tokenizer: Any, choice: str, opening: str) -> None:
-    """The beginning of a forced call is part of the prompt and is not trained. The reply still contains the whole
+    """The beginning of a forced call is part of the prompt and is not trained. The reply contains the whole forced
     call."""
     rest = '{"at": "sky"}}\n</tool_call>'
     harness = start(('look", "arguments": ' if choice == "required" else "") + rest)
@@ -333,7 +333,7 @@ async def test_n_answers_are_n_siblings(start: Start, stream: bool) -> None:
 @pytest.mark.parametrize("end", ["the caller hangs up", "an answer fails", "the session ends"])
 async def test_n_answers_are_read_together_or_not_at_all(start: Start, streams: bool, end: str) -> None:
     """If a call for n answers fails or is cancelled, all of its answers are removed from the tree. If the client closes
-    the stream of a call for n answers, however, the tree keeps the text that was already sent."""
+    the stream of a call for n answers, the tree keeps the text that was already sent."""
     harness = start("my", "hello you")
     session = await harness.start()
     asked = harness.engine.agenerate
@@ -876,8 +876,8 @@ async def test_a_stream_through_processes_and_the_agents_own_transport(
 
 @pytest.mark.parametrize("where", ["parse", "certain"])
 async def test_a_mistake_of_ours_is_an_event_too(start: Start, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
-    """If an unexpected error occurs in the middle of a stream, the client gets the error as an event. The error is also
-    raised, so that the log shows it."""
+    """If an unexpected error occurs in the middle of a stream, the client gets the error as an event. The proxy also
+    raises the error, so that the log shows the error."""
 
     def broken(*_: Any) -> Any:
         raise ZeroDivisionError("our mistake")

@@ -3,10 +3,11 @@ the conversation tree (cache.py).
 
 TurnMachine calls the real endpoints of the proxy in a separate event loop (loop.py). Clients connect, hang up and
 retry. The proxy detects the end of a client's connection some time later. The engine generates tokens, finishes or
-fails. The engine needs some time to abort a generation. The trainer sets a reward, ends the session and exports it.
-Only the tokenizer and the engine are stand-ins. A token is a letter, and each generation has its own letter, version
-and log-probabilities. The search (search.py) cannot copy a running coroutine, so a state is the list of the events that
-lead to the state. To apply an event, the state machine replays all earlier events and then this event. The properties:
+fails. The engine needs some time to abort a generation. The trainer sets a reward, ends the session and exports the
+session. Only the tokenizer and the engine are stand-ins. A token is a letter, and each generation has its own letter,
+version and log-probabilities. The search (search.py) cannot copy a running coroutine, so a state is the list of the
+events that lead to the state. To apply an event, the state machine replays all earlier events and then this event. The
+properties:
 
     `once`      A call and its retries become at most one exported turn.
     `read`      If a client reads a whole reply before the session ends, the export contains the reply.

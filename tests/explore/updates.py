@@ -15,8 +15,8 @@ that lead to this state. The properties:
                 asks for.
     `kept`      A token that the engine has passed to its caller is never changed or removed.
     `has`       When the gate gets a new version, every server that the trainer counts as living has the weights of this
-                version. A server may lack these weights only if the server has restarted and got no weights since. No
-                server has the label of a version whose weights the server does not have.
+                version. A server may lack the weights of the new version only if the server has restarted and got no
+                weights since. No server has the label of a version whose weights the server does not have.
     `paused`    After the trainer's end, no reachable server is paused.
     `deadlock`  From every state, the request and the trainer can end.
 """
@@ -112,7 +112,7 @@ class Server:
         """Answer a control call, for example `pause`, like a real server."""
         if path == "/workers":
             raise EngineError("no router", 400)
-        if path == "/generate":  # `initialize` sends this test request
+        if path == "/generate":  # a test request from `initialize`
             return Generation(1, asyncio.Queue(), [(self.weights, self.label)]).answer(self.label, "length")
         if path == "/pause_generation":
             self.paused = True
@@ -210,7 +210,7 @@ class World:
         self.trainer_ended = self.failed = False
         self.waits: list[asyncio.Future] = []
         self.request: asyncio.Task | None = None
-        self.passed: list[tuple[int, int]] = []  # (token, version) of each token that the caller of the request has got
+        self.passed: list[tuple[int, int]] = []  # (token, version) of each token that the engine has passed on
         self.broken: Broken | None = None
         self.deaths = bounds.deaths
         self.claiming = 0  # counts a new trainer's calls until the servers are prepared; above 0, labels may be wrong

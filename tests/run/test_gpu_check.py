@@ -1,5 +1,6 @@
-"""bench/gpu_check.py runs a list of cells. Each cell is a process that checks one thing on a GPU. The script lists only
-the cells that can start on this machine, kills a cell that hangs, and goes on after a cell that fails."""
+"""bench/gpu_check.py runs a list of cells. Each cell is a process that checks one thing on a GPU. bench/gpu_check.py
+lists only the cells that can start on this machine. The script kills a cell that hangs, and continues after a cell that
+fails."""
 
 import json
 import os

@@ -238,7 +238,7 @@ def kill_a_server(folder: Path, *words: str) -> tuple[str, list[dict[str, Any]]]
 def test_a_run_starts_its_only_server_again(tmp_path: Path, mode: str) -> None:
     """A run with a single server continues to its last step although the server is killed after the first weight
     update. The run starts the server again and pushes the weights of the first step to the new process. No request
-    fails, and the trainer's log-probabilities agree with those of the new server."""
+    fails, and the log-probabilities of the trainer and of the new server agree."""
     words = ["max_steps=4", f"weight_update.mode={mode}", "evaluator.interval=2"]
     output, metrics = kill_a_server(tmp_path, *words)
     assert "server-0 is started again" in output

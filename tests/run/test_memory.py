@@ -172,10 +172,9 @@ def test_the_plan_on_the_page(
     given = ["--config", "gsm8k", f"model_path={tmp_path}", *words, "--dry-run", "--gpus", str(gpus)]
     servers, text = plan_run(load([*given, "--gpu-memory", "64"]))
     assert all("sglang.launch_server" in server.command for server in servers)
-    shown = re.sub(
-        r"(?m)^(?=process|rank|server|proxy)(.{34}).*", r"\1", text
-    )  # the plan without the column of commands
-    print(shown)  # if the page is out of date, copy this text to the page
+    # The page shows the plan without the column of commands.
+    shown = re.sub(r"(?m)^(?=process|rank|server|proxy)(.{34}).*", r"\1", text)
+    print(shown)  # if docs/gpu.md is out of date, copy this text to the page
     assert shown in (ROOT / "docs/gpu.md").read_text()
 
 

@@ -2,7 +2,7 @@
 and uses no token from weights that were lost.
 
 The first tests check single parts: metrics.jsonl, the group files, the position in the data, and the gate. Later tests
-kill real runs and start them again.
+kill real runs and start these runs again.
 """
 
 import json

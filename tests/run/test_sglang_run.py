@@ -113,7 +113,7 @@ def test_two_ranks_of_torchrun_launch_sglang(tiny_model_dir: Path, tmp_path: Pat
 def test_the_gsm8k_recipe_launches_its_own_sglang(tiny_model_dir: Path, tmp_path: Path) -> None:
     """train.py starts SGLang, trains, and ends every process that it started.
 
-    With --dry-run the command only prints the processes that it would start.
+    With --dry-run, train.py only prints the processes that it would start.
     """
     words = recipe(tiny_model_dir)
     whole = command(tmp_path, *words)
