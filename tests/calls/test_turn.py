@@ -269,7 +269,7 @@ async def test_a_tool_call_is_parsed_and_gone_on_from(start: Start, tiny_tokeniz
 
 @pytest.mark.parametrize("levels", range(193, 203))
 async def test_a_call_that_is_nested_deeply_has_a_reply(start: Start, levels: int) -> None:
-    """However deeply the arguments of a tool call are nested, the proxy sends a reply, whether the call is in a
+    """The proxy sends a reply for any nesting depth of the arguments of a tool call. The tool call may be in a
     request's history or in the model's answer. Without the reply, the agent would get an error, but the turn would
     still be trained."""
     deep = '{"a": ' * levels + "1" + "}" * levels

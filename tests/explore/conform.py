@@ -2,8 +2,8 @@
 
 `conform` reads the files of a finished run and replays the run's events in the state machine. After each event,
 `conform` checks the properties of the state machine. `conform` raises Broken if the state machine does not allow an
-event of the run, or if the event has other consequences in the state machine than in the run. The following examples
-show records of a trace and the events that the state machine executes for these records:
+event of the run. `conform` also raises Broken if an event has other consequences in the state machine than in the run.
+The following examples show records of a trace and the events that the state machine executes for these records:
 
     For `start 0` and `start 1`, the machine executes `start` twice, so groups 0 and 1 run.
     For `finish 1` and `accept 1`, the machine executes `end 1`, so group 1 is finished.

@@ -1,5 +1,5 @@
-"""Tests of run/command.py: the number of threads in a run, the output of `--help`, and the effect of Ctrl-C before and
-during the write of a checkpoint."""
+"""Tests of run/command.py: the number of threads in a run, the output of `--help`, and the effect of Ctrl-C. Ctrl-C may
+also arrive while a checkpoint is written."""
 
 import os
 import signal

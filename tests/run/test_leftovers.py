@@ -84,8 +84,9 @@ WRONG: list[tuple[Callable[[Steps], Any], str]] = [
 def test_a_lost_or_repeated_group_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Steps], Any], words: str | None
 ) -> None:
-    """The check of bench/soak.py accepts a run that trained each step and each group once. The check refuses a run with
-    a missing or repeated step or group, with a group that is too old, or with a token that is too new."""
+    """The check of bench/soak.py accepts a run that trained each step and each group once. The check refuses a run in
+    which a step or a group is missing or repeated. The check also refuses a run with a group that is too old or a token
+    that is too new."""
     monkeypatch.syspath_prepend(ROOT / "bench")
     soak = importlib.import_module("soak")
     steps: Steps = [

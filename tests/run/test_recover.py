@@ -250,8 +250,8 @@ def flat(state: Any) -> list[torch.Tensor]:
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(tiny_model_dir: Path, tmp_path: Path, monkeypatch) -> None:
-    """A checkpoint has the weights, the moments and the random state of its own step, even if its files are written
-    only after the next training step.
+    """A checkpoint has the weights, the moments and the random state of its own step. The files of the checkpoint may
+    be written after the next training step.
 
     Until all files of a checkpoint are written, the previous checkpoint counts as the newest one. If the write of a
     checkpoint fails, Recovery.close raises the error, and the previous checkpoint stays valid.
@@ -337,8 +337,8 @@ def test_the_best_model_by_evaluation_stays(tmp_path: Path) -> None:
 
 def test_only_the_files_of_the_newest_steps_stay(tmp_path: Path) -> None:
     """`discard` deletes the token files of old steps, and the conversations on which no later step can train. For
-    example, if the files of the steps up to 3 are discarded and eta is 1, the conversations of the versions 2 and 3
-    stay, because step 4 may train on these conversations."""
+    example, with eta = 1 step 4 may train on the conversations of the versions 2 and 3. These conversations stay when
+    the files of the steps up to 3 are discarded."""
     for step in range(1, 6):
         folder = tmp_path / "rollout" / str(step - 1)
         folder.mkdir(parents=True)
