@@ -1,5 +1,5 @@
-"""These tests check that the clients OpenAIProxyClient and ArealOpenAI export the sampled tokens. When the `async with`
-block of a client ends, the client's session always ends, too."""
+"""These tests check that the clients OpenAIProxyClient and ArealOpenAI export the sampled tokens. The end of a client's
+`async with` block always ends the client's session."""
 
 import asyncio
 import itertools
@@ -57,7 +57,7 @@ async def client(app: Any) -> OpenAIProxyClient:
 
 
 async def talk(http: httpx.AsyncClient, client: OpenAIProxyClient, turns: int) -> list[str]:
-    """Have a conversation of `turns` turns through the proxy, and return the ids of the completions."""
+    """Send the calls of a conversation of `turns` turns to the proxy, and return the ids of the completions."""
     messages, ids = list(HELLO), []
     for _ in range(turns):
         answer = await http.post(client.session_url + "/chat/completions", json={"messages": messages})
@@ -97,7 +97,7 @@ class CountingTransport(httpx.ASGITransport):
 @pytest.mark.parametrize("rewards", [None, 2.0, {"first": 0.5, "last": 2.0}])
 async def test_two_requests_do_what_five_do(http: httpx.AsyncClient, app: Any, rewards: Any) -> None:
     """With `grant` and `finish`, a client needs only two requests to get a grant and to start, reward, end and export a
-    session. The rewards, parents and rows are the same as with a separate request for each of these steps."""
+    session. The exported rewards, parents and rows do not depend on the number of requests."""
     transport = CountingTransport(app)
     found = []
     for is_short in (False, True):
@@ -226,8 +226,8 @@ async def test_a_wrong_reward_is_an_error_of_the_episode(http: httpx.AsyncClient
 
 
 async def say(client: ArealOpenAI, *texts: str, **options: Any) -> Any:
-    """Request a completion for a conversation. The texts alternate between messages of the user and messages of the
-    assistant."""
+    """Request a completion for a conversation. The first text is a message of the user, the second text is a message of
+    the assistant, and so on."""
     roles = itertools.cycle(("user", "assistant"))
     messages: Any = [{"role": role, "content": text} for role, text in zip(roles, texts)]
     return await client.chat.completions.create(model="default", messages=messages, **options)
@@ -271,8 +271,8 @@ async def test_responses_are_created_the_same_way(direct: Any) -> None:
 
 
 async def test_a_stream_and_other_options_are_the_same_session(direct: Any) -> None:
-    """If a client is copied (`with_options`, `copy`), the copy's calls go into the original client's conversation tree.
-    Streamed calls are in this tree, too."""
+    """If a client is copied (`with_options`, `copy`), the original client's conversation tree also gets the calls of
+    the copy, even streamed calls."""
     client, _ = direct("one", "two", seed=1)
     messages: Any = [{"role": "user", "content": "count"}]
     stream = await client.with_options(timeout=5).chat.completions.create(model="m", messages=messages, stream=True)
@@ -409,7 +409,7 @@ async def test_several_answers_at_once(direct: Any) -> None:
 
 
 async def test_what_is_not_stored_is_answered_and_not_trained(direct: Any) -> None:
-    """If a run honours store=False, a turn with store=False stays in the conversation, but its tokens are not
+    """With rollout.openai.store=honour, a turn with store=False stays in the conversation, but its tokens are not
     trained."""
     client, _ = direct("aside", "four", store="honour")
     first = await say(client, "2+2?", store=False)

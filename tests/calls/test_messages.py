@@ -26,7 +26,7 @@ from calls.tools import Call, Parsed
 from inference.io_struct import GenerationHyperparameters, ModelResponse
 
 LINES = (ROOT / "tests/data/client_pairs.jsonl").read_text().splitlines()
-PAIRS = [json.loads(line) for line in LINES]  # each pair: two requests of a real client, and the reply to the first
+PAIRS = [json.loads(line) for line in LINES]  # each pair has two requests of a real client and the reply to the first
 HELLO = [{"role": "user", "content": "hello"}]
 TOOL = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}
 PARSERS = [parse_chat, parse_responses, parse_anthropic]
@@ -38,7 +38,7 @@ def body_of(parse: Any, **fields: Any) -> dict[str, Any]:
 
 
 def read_reply(path: str, reply: Any) -> list[Message]:
-    """Return, in normal form, the messages that stand for this reply in the history of the client's next request."""
+    """Return the messages with which a client repeats this reply in its next request, in normal form."""
     if path == "chat/completions":
         return [normalise(reply)]
     if path == "responses":
@@ -62,8 +62,8 @@ def begins_with(messages: list[Message], said: list[Message]) -> bool:
 
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair["id"])
 def test_an_echoed_history_is_recognised(pair: dict[str, Any]) -> None:
-    """Real clients change whitespace and JSON keys when they send the conversation history back. The changed history
-    still counts as a continuation of the earlier conversation."""
+    """Real clients change whitespace and JSON keys in the conversation history that they send back. A history with such
+    changes still counts as a continuation of the earlier conversation."""
     parent, output, child = read(pair)
     assert len(output) == 1  # a reply of several items or blocks is one message
     assert begins_with(child, parent + output)
@@ -111,8 +111,8 @@ def places(value: Any, path: tuple = ()) -> list[tuple]:
 
 
 def echoed(pair: dict[str, Any]) -> tuple[list, int, int]:
-    """Return the items of the pair's second request, and the positions where the first reply begins and ends in this
-    list."""
+    """Return the items of the pair's second request, and the positions where the first reply begins and ends among
+    these items."""
     key = "input" if pair["path"] == "responses" else "messages"
     items, begin = pair["child"][key], len(pair["parent"][key])
     end = begin + 1
@@ -187,7 +187,7 @@ def assistant(arguments: Any, call_id: str = "c") -> Message:
 @pytest.mark.parametrize("written", ['{"a": 2.0, "b": [1e3]}', '{"b":[1000],"a":2}', {"a": 2.0, "b": [1000]}])
 def test_arguments_are_equal_as_javascript_has_them(written: Any) -> None:
     """The numbers 2.0 and 2 in arguments count as equal, because JavaScript writes 2 for both. The order of the keys in
-    the arguments' JSON and the whitespace between them do not matter."""
+    the arguments' JSON and the whitespace between the keys do not matter."""
     assert canonical(normalise(assistant(written))) == canonical(assistant('{"a": 2, "b": [1000]}'))
     assert canonical(assistant('{"a": true}')) != canonical(assistant('{"a": 1}'))
     assert canonical(assistant('{"a": "2"}')) != canonical(assistant('{"a": 2}'))
@@ -265,8 +265,8 @@ def test_two_replies_in_a_row_stay_two() -> None:
 
 
 def test_tools_are_one_form() -> None:
-    """Tools from all three protocols are converted to the same form. Tools that are not functions are left out, and so
-    are hints such as `strict`."""
+    """Tools from all three protocols are converted to the same form. Tools that are not functions are left out. Hints
+    such as `strict` are also left out."""
     flat = {"name": "f", "description": "", "parameters": {"type": "object"}, "strict": True}
     other = [{"type": "web_search"}, {"type": "namespace", "tools": []}, {"type": "web_search_20250305", "name": "w"}]
     chat = parse_chat(body_of(parse_chat, tools=[TOOL, {"type": "custom", "custom": {"name": "x"}}]))
@@ -530,7 +530,7 @@ def test_how_the_answer_is_wanted() -> None:
 
 def test_arguments_that_are_no_json_stay_text() -> None:
     """If a model writes invalid JSON as the arguments of a tool call, the arguments are kept as text. A later request
-    whose history contains this tool call still finds its parent."""
+    whose history contains an invalid tool call still finds its parent."""
     for arguments in ('{"a": ', "[" * 100_000, '{"a": NaN}', '{"a": 1e999}', "[" * 201 + "]" * 201):
         message = assistant(arguments)
         assert canonical(message) == canonical(copy.deepcopy(message))
@@ -588,8 +588,8 @@ def test_a_previous_response_is_put_in() -> None:
 
 
 def test_a_thread_keeps_its_tools() -> None:
-    """In a thread, later requests use the tools of the first request, because Anthropic's tool runner sends tools only
-    once."""
+    """In a thread of Anthropic's protocol, later requests use the tools of the first request, because Anthropic's tool
+    runner sends tools only once."""
     thread = {"type": "continue", "previous_message_id": "msg_ab"}
     other = {"name": "other", "input_schema": {"type": "object"}}
     assert parse_anthropic({"messages": [TALK[-1]], "thread": thread}, FINISHED.get).tools == [TOOL]

@@ -196,9 +196,9 @@ IDS = "{% if m.role == 'tool' and m.tool_call_id | length != 9 %}{{ raise_except
     ],
 )
 def test_calls_are_given_as_a_template_wants_them(tiny_tokenizer: Any, wants: str, says: str | None) -> None:
-    """If a template refuses the tool calls, PromptBuilder tries two other forms. In the first form, the ids of tool
-    calls have nine letters or digits, as Mistral's template requires. In the second form, the arguments of tool calls
-    are text, as DeepSeek's template requires. A tool call and its result always have the same id."""
+    """If a template refuses the tool calls, PromptBuilder tries two other forms of the tool calls. In the first form,
+    the ids of tool calls have nine letters or digits, as Mistral's template requires. In the second form, the arguments
+    of tool calls are text, as DeepSeek's template requires. A tool call and its result always have the same id."""
     prompts = PromptBuilder(tokenizer_with(tiny_tokenizer, HEAD + wants + "{{ m.content }}<|im_end|>\n" + TAIL))
     call = {"id": "call_ab12_0", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
     messages = [

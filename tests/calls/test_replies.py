@@ -76,7 +76,7 @@ def accumulated(name: str, raw: bytes) -> dict[str, Any]:
         with client.chat.completions.stream(model="m", messages=HELLO) as stream:
             try:
                 return stream.get_final_completion().to_dict()
-            except openai.LengthFinishReasonError as error:  # raised if a length limit cut off the reply
+            except openai.LengthFinishReasonError as error:  # the SDK's error for a cut-off reply
                 return error.completion.to_dict()
     if name == "responses":
         with client.responses.stream(model="m", input="hello") as stream:
@@ -103,7 +103,7 @@ def nulls(value: Any, path: str = "") -> list[str]:
 
 
 def sent_back(name: str, reply: dict[str, Any]) -> dict[str, Any]:
-    """Return, in normal form, the message that stands for this reply in the history of the client's next request."""
+    """Return the message with which a client repeats this reply in its next request, in normal form."""
     if name == "chat/completions":
         return normalise(reply["choices"][0]["message"])
     if name == "responses":
@@ -144,8 +144,8 @@ def test_a_reply_sent_back_is_the_message_that_was_kept(name: str, parsed: Parse
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_a_parser_is_sure_of_makes_a_stream(name: str) -> None:
-    """Before its last events, a stream sends only text that OutputParser.certain returned. All events of the stream
-    together still contain the whole reply."""
+    """Before its last events, a stream sends only text that OutputParser.certain returned. All events of a stream
+    together contain the whole reply."""
     parser, tools = OutputParser(), [{"type": "function", "function": {"name": "f"}}]
     text = '<think>\nhm, "<"\n</think>\n\nLet me see: 1 < 2 \n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
     pieces, before = [], Parsed("")
@@ -276,8 +276,8 @@ def test_the_events_of_a_message() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_said_after_the_last_token_only(name: str) -> None:
-    """The SDK rebuilds the reply even if a stream sends the whole answer only at its end. The answer may also be empty,
-    or have only tool calls or only reasoning."""
+    """The SDK rebuilds the reply even if a stream sends the whole answer only at its end. The SDK also rebuilds an
+    empty answer, and an answer with only tool calls or only reasoning."""
     for parsed in (Parsed(""), Parsed("", calls=PARSED.calls), Parsed("", "hm")):
         answer = answer_of(name, parsed)
         raw = streamed(name, answer, [])
@@ -338,7 +338,7 @@ def test_an_error_has_the_shape_of_its_protocol(name: str, status: int, error: s
 
 
 def accumulated_error(name: str, raw: bytes, status: int) -> None:
-    """With a client of the SDK, send a request to which the reply is `raw`. The SDK raises the error that is in the
+    """Send a request with a client of the SDK. The client gets the reply `raw`, and raises the error that is in the
     reply."""
     client = client_of(name, raw, status)
     if name == "chat/completions":

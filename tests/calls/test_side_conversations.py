@@ -1,4 +1,5 @@
-"""A client's request for a title gets no reward and is not trained. All other calls are trained."""
+"""A client's request for a title gets no reward and is not trained. All calls except requests for a title are
+trained."""
 
 from collections.abc import Iterator
 from itertools import permutations
@@ -114,9 +115,8 @@ def test_a_pattern_that_is_no_regular_expression_is_refused() -> None:
 
 
 def test_each_first_message_is_searched_once() -> None:
-    """The regular expressions are applied only once to each distinct first message, however often a reward is set. A
-    slow regular expression would otherwise block the proxy again and again, because no other session is served during a
-    search."""
+    """The regular expressions are applied only once to each distinct first message, however often a reward is set.
+    While a regular expression is applied, the proxy serves no other session."""
 
     class Counted(tuple):
         searches = 0

@@ -1,5 +1,5 @@
-"""If the model's text contains a complete and valid tool call, the reply contains this call; all other text stays text.
-A stream never takes back a part of the reply that it has sent."""
+"""If the model's text contains a complete and valid tool call, the reply contains this call. All text outside valid
+tool calls stays text. A stream never takes back a part of the reply that it has sent."""
 
 import copy
 import json
@@ -101,7 +101,7 @@ PIECES = st.sampled_from(
 @settings(deadline=None)
 @given(st.lists(PIECES, max_size=8).map("".join), st.booleans())
 def test_what_is_certain_is_never_taken_back(text: str, offered: bool) -> None:
-    """While a text grows, the part that `certain` returns never shrinks, and it is always a prefix of the final
+    """While a text grows, the part that `certain` returns never becomes shorter, and is always a prefix of the final
     reply."""
     tools = TOOLS if offered else []
     whole, before = PARSER.parse(text, tools), Parsed("")

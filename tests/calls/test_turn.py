@@ -38,7 +38,7 @@ TOOLS: list[Any] = [
     for name in ("look", "open")
 ]
 Start = Callable[..., Harness]
-ENDS: dict[str, Callable[[bytes], bool]] = {  # protocol -> whether a piece has the stream's last event
+ENDS: dict[str, Callable[[bytes], bool]] = {  # for each protocol, the test for a stream's last event
     "chat/completions": lambda piece: b"data: [DONE]" in piece,
     "responses": lambda piece: b'"response.completed"' in piece,
     "messages": lambda piece: b"message_stop" in piece,
@@ -269,7 +269,7 @@ async def test_a_tool_call_is_parsed_and_gone_on_from(start: Start, tiny_tokeniz
 
 @pytest.mark.parametrize("levels", range(193, 203))
 async def test_a_call_that_is_nested_deeply_has_a_reply(start: Start, levels: int) -> None:
-    """However deeply the arguments of a tool call are nested, the proxy sends a reply, whether the call is in a
+    """The proxy sends a reply for any nesting depth of the arguments of a tool call. The tool call may be in a
     request's history or in the model's answer. Without the reply, the agent would get an error, but the turn would
     still be trained."""
     deep = '{"a": ' * levels + "1" + "}" * levels
@@ -289,7 +289,7 @@ async def test_a_call_that_is_nested_deeply_has_a_reply(start: Start, levels: in
 
 @pytest.mark.parametrize(("choice", "opening"), [("required", '"'), ("look", '"look", "arguments": ')])
 async def test_a_call_is_forced_by_its_beginning(start: Start, tiny_tokenizer: Any, choice: str, opening: str) -> None:
-    """The beginning of a forced call is part of the prompt and is not trained. The reply still contains the whole
+    """The beginning of a forced call is part of the prompt and is not trained. The reply contains the whole forced
     call."""
     rest = '{"at": "sky"}}\n</tool_call>'
     harness = start(('look", "arguments": ' if choice == "required" else "") + rest)
@@ -333,7 +333,7 @@ async def test_n_answers_are_n_siblings(start: Start, stream: bool) -> None:
 @pytest.mark.parametrize("end", ["the caller hangs up", "an answer fails", "the session ends"])
 async def test_n_answers_are_read_together_or_not_at_all(start: Start, streams: bool, end: str) -> None:
     """If a call for n answers fails or is cancelled, all of its answers are removed from the tree. If the client closes
-    the stream of a call for n answers, however, the tree keeps the text that was already sent."""
+    the stream of a call for n answers, the tree keeps the text that was already sent."""
     harness = start("my", "hello you")
     session = await harness.start()
     asked = harness.engine.agenerate
@@ -382,8 +382,8 @@ async def test_an_agents_seed_gives_n_different_answers(start: Start) -> None:
 
 
 async def test_a_response_goes_on_from_the_one_it_names(start: Start, tiny_tokenizer: Any) -> None:
-    """A client may send previous_response_id and only the new messages. The prompt then begins with the earlier
-    prompt's tokens."""
+    """If a client sends previous_response_id and only the new messages, the prompt begins with the earlier prompt's
+    tokens."""
     harness = start("one", "two")
     session = await harness.start()
     async with sdk(harness, f"/{session}/v1") as client:
@@ -399,8 +399,8 @@ async def test_a_response_goes_on_from_the_one_it_names(start: Start, tiny_token
 
 
 async def test_what_is_not_stored_is_answered_and_not_trained(start: Start) -> None:
-    """If a run honours store=false, a turn with store=false is not trained, but the prompts of later turns contain the
-    turn."""
+    """With rollout.openai.store=honour, a turn with store=false is not trained, but the prompts of later turns contain
+    the turn."""
     harness = start(store="honour")
     session = await harness.start()
     message = reply_message(await harness.chat(session, HELLO, store=False))
@@ -507,10 +507,11 @@ async def test_models_are_listed(start: Start) -> None:
     ],
 )
 def test_which_turn_a_retry_belongs_to(states: str, says_so: bool, match: int | None) -> None:
-    """A request counts as a retry if the turn of an identical earlier request is unread, failed or abandoned. A request
-    with a retry header may also count as a retry of an identical turn that is still running. If no identical turn is
-    running, such a request may count as a retry of the newest identical turn whose connection is closed. In this test
-    the state "read" means that the client has read the reply, so the connection is open."""
+    """A request counts as a retry of an identical earlier request if the turn of the earlier request is unread, failed
+    or abandoned. A request with a retry header may also count as a retry of an identical turn that is still running. If
+    no identical turn is running, a request with a retry header may count as a retry of the newest identical turn whose
+    connection is closed. In this test the state "read" means that the client has read the reply, so the connection is
+    open."""
     turns: list[Any] = []
     for name in states.split():
         transport = SimpleNamespace(is_closing=lambda name=name: name != "read")
@@ -521,7 +522,7 @@ def test_which_turn_a_retry_belongs_to(states: str, says_so: bool, match: int | 
 
 async def test_a_retry_is_answered_by_the_turn_in_flight(start: Start) -> None:
     """If a client repeats its request while the first generation runs, the proxy answers the second request with the
-    result of this generation."""
+    result of the first generation."""
     harness = start("one", "two")
     session = await harness.start()
     harness.engine.hold = asyncio.Event()
@@ -541,8 +542,8 @@ async def test_a_retry_is_answered_by_the_turn_in_flight(start: Start) -> None:
 async def test_a_retry_of_a_call_that_a_thread_reads_gets_the_same_turn(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The proxy parses a long request body in a second thread. If a retry arrives while this thread is still parsing
-    the first request, both requests get the same turn."""
+    """The proxy parses a long request body in a second thread. If a retry arrives while the second thread is still
+    parsing the first request, both requests get the same turn."""
     monkeypatch.setattr(proxy, "LONG_BODY", 0)
     harness = start("one", "two")
     session = await harness.start()
@@ -566,9 +567,9 @@ async def test_a_retry_whose_reply_was_lost_gets_the_same_reply(start: Start) ->
 
 @pytest.mark.parametrize("is_read", [True, False])
 def test_a_retry_whose_first_try_never_arrived_gets_its_own_answer(proxy: Any, is_read: bool) -> None:
-    """A retry arrives after the session has finished an identical call. If the connection of the finished call is still
-    open, the client has read the reply, so the retry counts as a new call. If the connection of the finished call is
-    closed, the reply may have been lost, so the retry gets the same reply."""
+    """In this test, a retry arrives after the session has finished an identical call. If the connection of the finished
+    call is still open, the client has read the reply, so the retry counts as a new call. If the connection of the
+    finished call is closed, the reply may have been lost, so the retry gets the same reply."""
     admin, body = {"authorization": f"Bearer {proxy.admin_key}"}, json.dumps(CHAT | {"max_tokens": 4})
     started = httpx.post(f"{proxy.proxy_addr}/rl/start_session", headers=admin, json={"task_id": "t", "grant": True})
     path, host = f"/{started.json()['session_id']}/v1/chat/completions", httpx.URL(proxy.proxy_addr).netloc.decode()
@@ -606,8 +607,8 @@ async def test_an_orphan_is_dropped(start: Start, says_so: bool, streams: bool) 
 
 
 async def test_an_orphan_is_dropped_while_it_is_aborted(start: Start) -> None:
-    """A retry may arrive while the engine is still aborting the first generation. The turn of the aborted generation is
-    removed from the tree even in this case."""
+    """If a retry arrives while the engine is still aborting the first generation, the turn of the first generation is
+    removed from the tree."""
     harness = start("hello you", "hello me")
     session = await harness.start()
     asked = harness.engine.agenerate
@@ -730,7 +731,7 @@ async def test_a_concurrent_title_call_takes_no_reward(start: Start) -> None:
 
 @pytest.fixture
 async def real(tiny_tokenizer: Any, tiny_server: str) -> AsyncIterator[Harness]:
-    """A Harness whose engine uses a real server process."""
+    """Yield a Harness whose engine uses a real server process."""
     engine = RemoteInfEngine([tiny_server])
     await asyncio.to_thread(engine.initialize)
     harness = Harness(tiny_tokenizer)
@@ -772,7 +773,7 @@ async def test_streaming_is_not_streaming_chat(real: Harness, seed: int) -> None
 async def test_streaming_is_not_streaming_responses(real: Harness, seed: int) -> None:
     """A streamed response has the same text and tokens as an unstreamed response."""
     sessions = [await real.start() for _ in range(2)]
-    stops = {"seed": seed, "stop_token_ids": list(range(100, 104))}  # so that the answer ends before its length limit
+    stops = {"seed": seed, "stop_token_ids": list(range(100, 104))}  # the answer ends before its length limit
     request: Any = {"model": "m", "input": "hello", "extra_body": stops}
     async with sdk(real, f"/{sessions[0]}/v1") as client:
         whole = await client.responses.create(**request)
@@ -875,8 +876,8 @@ async def test_a_stream_through_processes_and_the_agents_own_transport(
 
 @pytest.mark.parametrize("where", ["parse", "certain"])
 async def test_a_mistake_of_ours_is_an_event_too(start: Start, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
-    """If an unexpected error occurs in the middle of a stream, the client gets the error as an event. The error is also
-    raised, so that the log shows it."""
+    """If an unexpected error occurs in the middle of a stream, the client gets the error as an event. The proxy also
+    raises the error, so that the log shows the error."""
 
     def broken(*_: Any) -> Any:
         raise ZeroDivisionError("our mistake")

@@ -113,7 +113,8 @@ async def test_a_client_may_change_its_tools(tool_tokenizer: Any, name: str, lat
 @pytest.mark.parametrize("change", [{"tools": []}, {"instructions": "Be wordy."}, {"reasoning": {"effort": "high"}}])
 async def test_a_named_response_is_the_parent(tool_tokenizer: Any, change: dict[str, Any]) -> None:
     """The response that previous_response_id names is the parent, even if the next request has other tools,
-    instructions or template arguments. The prompt of the next request is then rendered in full."""
+    instructions or template arguments. If the tools, instructions or template arguments differ, the prompt of the next
+    request is rendered in full."""
     harness = Harness(tool_tokenizer, "one", "two")
     session = await harness.start()
     fields = {"instructions": "Be terse.", "tools": [offer("responses")]}
@@ -208,8 +209,8 @@ PARTS: dict[str, Items] = {
 @pytest.mark.parametrize(("name", "part"), [(name, part) for name in NAMES for part in PARTS[name]])
 async def test_an_image_becomes_a_text(start: Start, tiny_tokenizer: Any, name: str, part: dict[str, Any]) -> None:
     """An image or a file in a message or in a tool result becomes a placeholder text. For example, Claude Code's tool
-    Read returns a PNG as an image. The field `placeholders` of a row counts the placeholders. The turns still form one
-    conversation."""
+    Read returns a PNG as an image. The field `placeholders` of a row counts the placeholders. Turns with placeholders
+    still form one conversation."""
     harness = start(CALL, "a cat")
     text = {"type": "input_text" if name == "responses" else "text", "text": "Look: "}
     session, items = await harness.start(), [user([text, part])]
@@ -259,7 +260,8 @@ async def test_a_stop_sequence_is_named(start: Start, stream: bool) -> None:
 
 @pytest.fixture
 async def limited(real_engine: RemoteInfEngine, tiny_tokenizer: Any) -> Any:
-    """A proxy in this process. The proxy's engine uses a real server whose context has 2,048 tokens."""
+    """Yield a proxy that runs in the process of the test. The proxy's engine uses a real server whose context has 2,048
+    tokens."""
     harness = Harness(tiny_tokenizer)
     harness.app = create_app(real_engine, tiny_tokenizer, "admin")
     harness.http._transport.app = harness.app  # type: ignore[attr-defined]

@@ -10,7 +10,7 @@ from . import dispatcher, sessions, turns, updates
 from .search import explore, show, walk
 
 MODES = dispatcher.MODES
-CASES: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = [  # the longest cases first
+CASES: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = [  # cases of the search; the slowest cases come first
     *(("dispatcher", dispatcher.DispatchMachine, (mode, b)) for b in dispatcher.LARGE for mode in reversed(MODES)),
     *(("turns", turns.TurnMachine, (b,)) for b in turns.LARGE),
     *(("updates", updates.UpdateMachine, (b,)) for b in updates.LARGE),
@@ -22,7 +22,7 @@ WALKS: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = [
     *(("turns", turns.TurnMachine, (b,)) for b in turns.FAR),
     *(("updates", updates.UpdateMachine, (b,)) for b in updates.FAR),
 ]
-SEEDS, LENGTH = range(20), 2000  # seeds of each state machine's random walks; number of events in a walk
+SEEDS, LENGTH = range(20), 2000  # seeds of the random walks, and number of events in each walk
 
 
 def search(case: int) -> tuple[int, str]:
@@ -36,8 +36,8 @@ def search(case: int) -> tuple[int, str]:
 
 
 def stroll(case: int) -> tuple[int, str]:
-    """For each seed, follow random events of one state machine. Return the number of events, and a line that describes
-    the walks."""
+    """Make one random walk through a state machine for each seed. Return the number of events, and a line that
+    describes the walks."""
     name, machine, bounds = WALKS[case]
     began = time.monotonic()
     states = sum(len(walk(machine(*bounds), seed, LENGTH)) for seed in SEEDS)

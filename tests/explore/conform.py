@@ -1,18 +1,18 @@
 """Check that the events in the trace of a real run are possible in the dispatcher's state machine (dispatcher.py).
 
-`conform` reads the files of a finished run and replays the run's events in the state machine. If an event is impossible
-in the machine's state, or if its consequences in the machine differ from those in the run, `conform` raises Broken. The
-properties of the machine are checked after each event. An example:
+`conform` reads the files of a finished run and replays the run's events in the state machine. After each event,
+`conform` checks the properties of the state machine. `conform` raises Broken if the state machine does not allow an
+event of the run. `conform` also raises Broken if an event has other consequences in the state machine than in the run.
+The following examples show records of a trace and the events that the state machine executes for these records:
 
-    trace of the run           event of the machine       consequence in the machine
-    start 0, start 1           start, start               groups 0 and 1 run
-    finish 1, accept 1         end 1                      group 1 is finished
-    finish 0, accept 0         end 0
-    consume 0, consume 1       take                       the batch has groups 0 and 1, in this order
-    start 2 (at version 1)     version, start             the gate admits group 2
+    For `start 0` and `start 1`, the machine executes `start` twice, so groups 0 and 1 run.
+    For `finish 1` and `accept 1`, the machine executes `end 1`, so group 1 is finished.
+    For `finish 0` and `accept 0`, the machine executes `end 0`, so group 0 is finished.
+    For `consume 0` and `consume 1`, the machine executes `take`, whose batch has groups 0 and 1 in this order.
+    For `start 2` at version 1, the machine executes `version` and `start`, so the gate admits group 2.
 
-The trace records a new version only after the gate has learned of it. `conform` therefore also reads the file
-schedule.jsonl, which shows between which two events each version began. `conform` does not support a run that was
+The trace records a new version only after the gate has begun to use the version. `conform` therefore also reads the
+file schedule.jsonl, which shows between which two events each version began. `conform` does not support a run that was
 killed and then continued.
 """
 
@@ -28,7 +28,7 @@ from .dispatcher import Bounds, DispatchMachine, Group
 from .search import Broken, Event
 
 EVENTS = ("start", "finish", "accept", "fail", "reject", "drop", "consume")
-OUTCOMES = {"accept": "end", "fail": "fail", "reject": "reject"}  # an event of the trace -> the machine's event
+OUTCOMES = {"accept": "end", "fail": "fail", "reject": "reject"}  # events of the trace -> events of the machine
 
 
 def read_trace(run: Path) -> tuple[list[tuple[str, int]], dict[int, Group]]:
@@ -41,8 +41,8 @@ def read_trace(run: Path) -> tuple[list[tuple[str, int]], dict[int, Group]]:
 
 
 def check_calls(schedule: Schedule, consumed_at: dict[int, int]) -> None:
-    """Check that the versions of each call never decrease, and lie between the versions at which the call's group
-    started and was consumed."""
+    """Check the versions of each call's tokens. Versions never decrease within a call. All versions of a call lie
+    between the version at which the call's group started and the version at which a step consumed the group."""
     for task, calls in schedule.calls.items():
         for name, call in calls.items():
             versions = [schedule.starts[task], *(version for version, *_ in call["spans"])]
@@ -53,8 +53,8 @@ def check_calls(schedule: Schedule, consumed_at: dict[int, int]) -> None:
 
 
 def conform(run: Path, trace: tuple[list[tuple[str, int]], dict[int, Group]] | None = None) -> int:
-    """Replay a run's trace in the state machine, and return the number of events. Raises Broken. If `trace` is given,
-    it is replayed in place of the run's own trace."""
+    """Replay a run's trace in the state machine, and return the number of events. If `trace` is given, replay `trace`
+    instead of the run's own trace. Raises Broken."""
     config: Any = OmegaConf.load(run / "config.yaml")
     schedule, (real, groups) = Schedule(run / FILE).read(), trace or read_trace(run)
     consumed_at = {task: version for version, tasks in schedule.steps.items() for task in tasks}
@@ -64,7 +64,7 @@ def conform(run: Path, trace: tuple[list[tuple[str, int]], dict[int, Group]] | N
     bounds = Bounds(eta, batch, rollout.max_concurrent_rollouts or (eta + 1) * batch, many, many)
     machine = DispatchMachine(rollout.stale, bounds)
     [world] = machine.initial()
-    done: list[tuple[str, int]] = []  # what the machine's dispatcher reports
+    done: list[tuple[str, int]] = []  # events that the state machine's dispatcher reports
     world.state.trace = lambda event, task_id, **_: done.append((event, task_id))
 
     def step(event: Event) -> Any:

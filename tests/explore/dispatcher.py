@@ -1,19 +1,21 @@
-"""The state machine of the dispatcher: DispatchState (rollout/dispatcher.py) and StalenessManager (staleness.py).
+"""The state machine of the dispatcher runs DispatchState (rollout/dispatcher.py) and StalenessManager (staleness.py).
 
-DispatchMachine explores the real classes, not a model of them. After a kill, the machine restores the checkpoint with
-WorkflowExecutor.load_state_dict (rollout/executor.py). Groups start, end, fail and are rejected in every order. The
-trainer consumes batches, makes new versions, and may write a checkpoint with a version. The process may be killed. A
-group has tokens of every version between its start and its end. The properties:
+DispatchMachine uses the real classes, not models of these classes. After a kill, the state machine restores the
+checkpoint with WorkflowExecutor.load_state_dict (rollout/executor.py). Groups start, end, fail and are rejected in
+every order. The trainer consumes batches, makes new versions, and may write a checkpoint with a new version. The
+training process may be killed. A group has tokens of every version between its start and its end. The properties:
 
-    age          no trained token is older than eta
-    gate         when a group starts, accepted + running <= (eta + version + 1) * B
-    counters     submitted = enqueued + running + accepted + rejected + dropped + withdrawn, and each counter is right
-    starvation   no group waits longer than eta versions (after its start in mode wait, after its end in mask and drop)
-    lost         modes wait and mask drop no group
-    deadlock     from every state the trainer can reach the last version
+    `age`         No token is trained if it is more than eta versions old.
+    `gate`        When a group starts, accepted + running <= (eta + version + 1) * B.
+    `counters`    Each counter has the correct value. The counters obey the equation
+                  submitted = enqueued + running + accepted + rejected + dropped + withdrawn.
+    `starvation`  No group waits longer than eta versions. In mode wait, the wait begins when the group starts.
+                  In the modes mask and drop, the wait begins when the group ends.
+    `lost`        No group is dropped in the modes wait and mask.
+    `deadlock`    From every state the trainer can reach the last version.
 
-The search proves the properties only for the given bounds, for example two versions of lag, two groups in a batch, one
-rejected group and one kill.
+The search proves the properties only within the given bounds, for example with two groups in a batch and at most one
+kill.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator
@@ -31,7 +33,7 @@ from .search import Broken, Event
 
 
 def clone(thing: Any) -> Any:
-    """Return a copy of an object with the same attributes. copy.copy does the same, but is slower."""
+    """Return a shallow copy of an object. This function is faster than copy.copy."""
     new = object.__new__(type(thing))
     new.__dict__.update(thing.__dict__)
     return new
@@ -56,19 +58,19 @@ def without_older(group: Group, oldest: int) -> Group | None:
 
 @dataclass
 class World:
-    """A state of the whole system: the real dispatcher, and the data of the trainer, the episodes and the files."""
+    """A state of the whole system, which consists of the real dispatcher, a trainer, episodes and files."""
 
     state: Any  # DispatchState
     version: int = 0
     training: bool = False  # whether the trainer has consumed a batch but not yet made the next version
     next_id: int = 0
-    started: dict[int, int] = field(default_factory=dict)  # for each task id, the version at the start
-    submitted: int = 0  # number of submitted groups; the sum of all counters must be equal to it
-    masked: int = 0  # number of groups that lost their old tokens when a step consumed them
+    started: dict[int, int] = field(default_factory=dict)  # for each task id, the version at which the group started
+    submitted: int = 0  # number of submitted groups, which must be equal to the sum of all counters
+    masked: int = 0  # number of groups whose old tokens were masked when a step consumed the group
     rejections: int = 0
     kills: int = 0
-    saved: tuple[int, frozenset[int]] = (0, frozenset())  # the checkpoint: its version, and the ids of the open tasks
-    files: dict[int, Group] = field(default_factory=dict)  # the files of finished groups
+    saved: tuple[int, frozenset[int]] = (0, frozenset())  # version of the checkpoint, and ids of its open tasks
+    files: dict[int, Group] = field(default_factory=dict)  # for each task id, the file of the finished group
 
     def get_version(self) -> int:
         return self.version
@@ -89,12 +91,12 @@ class Bounds(NamedTuple):
     """The bounds within which the search explores the state machine."""
 
     eta: int = 1
-    batch: int = 1  # groups in a batch (B)
+    batch: int = 1  # number of groups in a batch (B)
     concurrent: int = 2  # maximum number of running groups
-    versions: int = 2  # the trainer stops when it has made this version
-    rejections: int = 1  # at most this many groups are rejected or fail
+    versions: int = 2  # the last version that the trainer makes
+    rejections: int = 1  # maximum number of groups that are rejected or fail
     kills: int = 0
-    withdrawals: int = 0  # at most this many groups are fetched with wait_for_task
+    withdrawals: int = 0  # maximum number of groups that are fetched with wait_for_task
 
 
 @dataclass
@@ -104,7 +106,7 @@ class DispatchMachine:
 
     mode: str  # rollout.stale
     bounds: Bounds
-    dispatcher: ModuleType = rollout.dispatcher  # the module to explore; tests give a mutated copy here
+    dispatcher: ModuleType = rollout.dispatcher  # module of DispatchState, or a test's copy with a planted error
     staleness: ModuleType = staleness
     executor: ModuleType = rollout.executor
 
@@ -216,7 +218,7 @@ class DispatchMachine:
 
     @cached_property
     def load_state_dict(self) -> Callable[..., None]:
-        """This function does the same as WorkflowExecutor.load_state_dict, but for the machine's groups, which have no
+        """Return WorkflowExecutor.load_state_dict in a form that works with the state machine's groups, which have no
         tensors."""
         code = self.executor.WorkflowExecutor.load_state_dict.__code__
         versions = {"head_version": lambda group: group.oldest, "tail_version": lambda group: group.newest}
@@ -279,8 +281,8 @@ LARGE = (
     Bounds(eta=1, batch=2, concurrent=3, versions=3, rejections=1, withdrawals=2),
     Bounds(eta=2, batch=2, concurrent=4, versions=5, rejections=2),
 )
-# If many groups are rejected, the pipeline stays empty, and no group becomes too old. Two cases therefore have few
-# rejections.
+# If many groups are rejected, few finished groups wait for a step, so no group becomes too old. Two of the cases in FAR
+# therefore allow few rejections.
 FAR = (
     Bounds(eta=3, batch=4, concurrent=9, versions=10**6, rejections=10**6),
     Bounds(eta=2, batch=2, concurrent=9, versions=10**6, rejections=20),

@@ -1,8 +1,9 @@
-"""An asyncio event loop that has no sockets, no threads and no real waiting. A state machine (search.py) decides when
-something happens.
+"""StillLoop is an asyncio event loop without sockets, threads and real waiting. A state machine (search.py) decides the
+order of the events.
 
 `run` calls every callback that is ready, and returns when no callback is ready. A function that asyncio would call in a
-thread waits in `threads` until the state machine calls `run_thread`. The clock stands still, so no timer ever fires.
+thread waits in `threads` until the state machine calls `run_thread`. The loop's time is always 0, so no timer ever
+fires.
 """
 
 import asyncio
@@ -12,12 +13,12 @@ from typing import Any
 
 
 class StillLoop(asyncio.BaseEventLoop):
-    """An event loop that a state machine drives."""
+    """An event loop whose callbacks run only when a state machine calls `run`."""
 
     def __init__(self) -> None:
         super().__init__()
         self._selector = self
-        self.threads: list[tuple[asyncio.Future, Callable[[], Any]]] = []  # functions that wait for a thread
+        self.threads: list[tuple[asyncio.Future, Callable[[], Any]]] = []  # (future, function) of each waiting function
 
     def select(self, timeout: float | None) -> list[Any]:
         return []
@@ -35,7 +36,7 @@ class StillLoop(asyncio.BaseEventLoop):
         return future
 
     def run_thread(self) -> None:
-        """Call the function that has been waiting longest for a thread."""
+        """Call the oldest function in `threads`, and store its result or exception in its future."""
         future, function = self.threads.pop(0)
         if not future.done():
             try:
@@ -44,7 +45,7 @@ class StillLoop(asyncio.BaseEventLoop):
                 future.set_exception(error)
 
     def run(self) -> None:
-        """Run every callback that is ready."""
+        """Call every ready callback, until no callback is ready."""
         outer = events._get_running_loop()
         events._set_running_loop(self)
         try:

@@ -2,12 +2,13 @@
 
 A **state machine**, or machine for short, describes a system: its initial states, the events that are possible in a
 state, and the properties that every state must have. `explore` visits all states, breadth first. Two states with the
-same key count as one state. So if two orders of events lead to states with the same key, the search continues from only
-one of them. If a property is broken, the error shows the shortest series of events that breaks the property. After the
-search, `explore` checks that a goal can be reached from every state. If no goal can be reached from a state, the state
-is a deadlock or part of a loop without a way out.
+same key count as one state. If two orders of events lead to states with the same key, the search continues from only
+one of these states. If a state violates a property, the error shows the shortest series of events that leads to such a
+state. After the search, `explore` checks that a goal can be reached from every state. A state from which no goal can be
+reached is a deadlock, or belongs to a loop that no event leaves.
 
-`walk` goes further than `explore` can: it follows random events and checks each state on its way.
+`walk` follows random events and checks each state that it reaches. `walk` also works with systems that have too many
+states for `explore`.
 """
 
 import random
@@ -20,11 +21,11 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 S = TypeVar("S")
 Event = tuple[Any, ...]  # the name of an event and its arguments
-Way = tuple[int, Event] | None  # the previous state's number, and the event; None for an initial state
+Way = tuple[int, Event] | None  # number of the previous state, and the event that changes it; None for an initial state
 
 
 class Machine(Protocol[S]):
-    """A system whose states `explore` visits."""
+    """The methods that `explore` and `walk` need from a state machine."""
 
     def initial(self) -> Iterable[S]: ...
 
@@ -50,7 +51,7 @@ class Machine(Protocol[S]):
 
 
 class Broken(AssertionError):
-    """A state violates a property. `name` is the name of the property."""
+    """Raised if a state violates a property. `name` is the name of the property."""
 
     def __init__(self, name: str, why: str) -> None:
         super().__init__(f"{name}: {why}")
@@ -58,7 +59,7 @@ class Broken(AssertionError):
 
 
 class State(NamedTuple):
-    """A state: the events that lead to the state, and the facts that the machine recorded in the state."""
+    """A state of a PathMachine: the events that lead to the state, and the values that `run` computed for the state."""
 
     path: tuple[Event, ...]
     seen: Hashable
@@ -109,9 +110,9 @@ class Graph:
     If the search does not keep the states, `states` and `events` are empty.
     """
 
-    states: list[Any] = field(default_factory=list)  # for each key, the first state with this key
+    states: list[Any] = field(default_factory=list)  # the first state that the search found for each key
     events: list[Event] = field(default_factory=list)  # the event of each transition
-    came_by: list[Way] = field(default_factory=list)  # the shortest way to each state
+    came_by: list[Way] = field(default_factory=list)  # for each state, the last event of the shortest path
     sources: array = field(default_factory=lambda: array("I"))  # number of the state before each transition
     targets: array = field(default_factory=lambda: array("I"))  # number of the state after each transition
     goals: bytearray = field(default_factory=bytearray)  # 1 for each goal, 0 for each other state
@@ -122,8 +123,8 @@ class Graph:
 
 
 def explore(machine: Machine[S], keep: bool = True) -> Graph:
-    """Visit all states of a machine. If a property does not hold, raise Broken with the shortest series of events that
-    breaks it."""
+    """Visit all states of a state machine. If a state violates a property, raise Broken with the shortest series of
+    events that leads to such a state."""
     began, graph = time.monotonic(), Graph()
     numbers: dict[Hashable, int] = {}  # for each key, the number of its state
     queue: deque[tuple[int, S]] = deque()
@@ -157,7 +158,7 @@ def explore(machine: Machine[S], keep: bool = True) -> Graph:
     if lost := stuck(graph):
         moves = {source for source, target in zip(graph.sources, graph.targets) if source != target}
         ends = [number for number in lost if number not in moves]
-        # If there is a state in which no event changes anything, this state explains the deadlock best.
+        # The error shows a state in which no event changes anything, if there is such a state.
         events = events_to(graph, graph.came_by[(ends or lost)[0]])
         raise Broken("deadlock", f"no goal can be reached after these events:\n{story(machine, events)}")
     graph.seconds = time.monotonic() - began
@@ -168,14 +169,15 @@ def stuck(graph: Graph) -> list[int]:
     """Return the states from which no goal can be reached, in the order of the search."""
     alive, before = bytearray(graph.goals), -1
     while before != (before := sum(alive)):
-        for k in range(len(graph.sources) - 1, -1, -1):  # backward, because later states are closer to a goal
+        # Later states are closer to a goal, so the loop runs backward.
+        for k in range(len(graph.sources) - 1, -1, -1):
             if alive[graph.targets[k]]:
                 alive[graph.sources[k]] = 1
     return [number for number in range(len(graph)) if not alive[number]]
 
 
 def events_to(graph: Graph, way: Way) -> list[Event]:
-    """Return the events along the path that ends with `way`, beginning at an initial state."""
+    """Return all events of the path that begins at an initial state and ends with `way`."""
     events: list[Event] = []
     while way is not None:
         events.append(way[1])
@@ -186,7 +188,7 @@ def events_to(graph: Graph, way: Way) -> list[Event]:
 def story(machine: Machine[Any], events: Sequence[Event]) -> str:
     """Return the events as text, one on each line, with the state before each event.
 
-    The sequence of events starts from the first of the state machine's initial states.
+    The first event happens in the first of the state machine's initial states.
     """
     state, lines = next(iter(machine.initial())), []
     for number, event in enumerate(events, start=1):
@@ -199,7 +201,7 @@ def story(machine: Machine[Any], events: Sequence[Event]) -> str:
 
 
 def show(graph: Graph) -> str:
-    """Return all states as text, and all events that change a state."""
+    """Return a text that lists all states and, below each state, the events that change the state."""
     ends = {0: "", 1: "   (goal)"}
     lines = [[f"{number:>3}  {state}{ends[graph.goals[number]]}"] for number, state in enumerate(graph.states)]
     for source, event, target in zip(graph.sources, graph.events, graph.targets):

@@ -1,17 +1,18 @@
-"""The state machine of the sessions: SessionTable and Limits (calls/sessions.py).
+"""The state machine of the sessions runs SessionTable and Limits (calls/sessions.py).
 
-SessionMachine explores the real classes. The trainer adds grants. The trainer also starts, ends, exports and discards
-sessions. Agents send calls, turns end, and time passes in steps of 30 seconds. The class Work stands in for turns, and
-has the two attributes of a turn that SessionTable uses. From every state, all sessions and turns can end. The
-properties:
+SessionMachine uses the real classes, not models of these classes. The trainer adds grants. The trainer also starts,
+ends, exports and discards sessions. Agents send calls, turns end, and time passes in steps of 30 seconds. The class
+Work replaces Turn, and has only the two attributes of a turn that SessionTable uses. From every state, all sessions and
+turns can end. The properties:
 
-    grants     a session starts exactly if a grant is left that has not lapsed
-    expiry     the table holds exactly the sessions that were not exported or discarded, and that were not idle for
-               60 seconds when the table last looked for idle sessions
-    ended      an open session takes calls, an ended session gets 410, a forgotten session gets 404
-    stopped    a turn whose session has ended or is forgotten was told to stop
-    access     a session's id leads to this session
-    limit      a session never has more answers in flight than its limit
+    `grants`   A session starts if and only if an unexpired grant is left.
+    `expiry`   An export or a discard removes a session from the table. When the table looks for idle sessions, the
+               table removes exactly the sessions that have been idle for 60 seconds.
+    `ended`    An open session accepts calls. A call to an ended session gets status 410, and a call to a removed
+               session gets status 404.
+    `stopped`  When a session ends or is removed, all of its turns are told to stop.
+    `access`   A request with the id of a session reaches this session.
+    `limit`    A session never has more answers in flight than its limit.
 """
 
 import copy
@@ -26,7 +27,7 @@ from calls.messages import Refusal
 
 from .search import Broken, Event
 
-TICK, TIMEOUT = 30, 60  # in seconds; idle sessions and unused grants expire after TIMEOUT
+TICK, TIMEOUT = 30, 60  # time step, and time after which idle sessions and unused grants expire, in seconds
 
 
 @dataclass(eq=False)
@@ -42,10 +43,10 @@ class Work:
 
 @dataclass(eq=False)
 class World:
-    """A state: the real session table, and what an independent observer knows about this table."""
+    """A state of the system: the real session table, and the expected contents of the table."""
 
     table: Any = None  # SessionTable
-    sessions: list[Any] = field(default_factory=list)  # all sessions, including the forgotten sessions
+    sessions: list[Any] = field(default_factory=list)  # all sessions, also those that the table has removed
     now: int = 0
     used: dict[int, int] = field(
         default_factory=dict
@@ -53,7 +54,7 @@ class World:
     ended: frozenset[int] = frozenset()
     lapses: tuple[int, ...] = ()  # the times at which the unused grants expire
     granted: int = 0
-    crashes: int = 0  # how often the proxy has died
+    crashes: int = 0  # number of crashes of the proxy
 
     def __str__(self) -> str:
         rows = []
@@ -71,16 +72,16 @@ class SessionBounds(NamedTuple):
     sessions: int = 2
     answers: int = 2  # maximum number of answers in flight for one session (Limits.answers)
     grants: int = 3
-    crashes: int = 0  # at most this many crashes of the proxy are explored
+    crashes: int = 0  # maximum number of crashes of the proxy
 
 
 @dataclass
 class SessionMachine:
-    """The state machine of SessionTable. The events come from a trainer, agents and a clock. The proxy may die, and a
-    proxy that is started in its place has an empty table."""
+    """The state machine of SessionTable. The events come from a trainer, agents and a clock. The proxy may crash. After
+    a crash, a new proxy starts with an empty table."""
 
     bounds: SessionBounds
-    module: ModuleType = calls.sessions  # the module to explore; tests give a mutated copy here
+    module: ModuleType = calls.sessions  # module of SessionTable, or a test's copy with a planted error
 
     def initial(self) -> Iterable[World]:
         world = World()
@@ -139,7 +140,7 @@ class SessionMachine:
         return world
 
     def look(self, world: World) -> None:
-        """Compute, independently of the table, which sessions expire."""
+        """Compute which sessions expire, without reading the table."""
         for k, used in list(world.used.items()):
             if world.now - used >= TIMEOUT:
                 if world.sessions[k].running:

@@ -1,21 +1,24 @@
-"""A state machine for the proxy's calls: Proxy (proxy.py), Turn (calls/turn.py), Session and the tree (cache.py).
+"""The state machine of the proxy's calls runs Proxy (proxy.py), Turn (calls/turn.py), Session (calls/sessions.py) and
+the conversation tree (cache.py).
 
-The state machine, TurnMachine, drives the shipped endpoints of the proxy in an event loop of its own. Clients connect,
-hang up and retry. The proxy notices only later that a client has hung up. The engine sends tokens, finishes or fails.
-An abort of the engine takes some time. The trainer sets a reward, ends the session and exports it. Only the tokenizer
-and the engine are stand-ins: a token is a letter, and each generation has its own letter, version and
-log-probabilities. The search (search.py) cannot copy a running coroutine, so a state is the list of the events that
-lead to the state. To apply an event, the state machine replays all earlier events and then this event. The properties:
+TurnMachine calls the real endpoints of the proxy in a separate event loop (loop.py). Clients connect, hang up and
+retry. The proxy detects the end of a client's connection some time later. The engine generates tokens, finishes or
+fails. The engine needs some time to abort a generation. The trainer sets a reward, ends the session and exports the
+session. Only the tokenizer and the engine are stand-ins. A token is a letter, and each generation has its own letter,
+version and log-probabilities. The search (search.py) cannot copy a running coroutine, so a state is the list of the
+events that lead to the state. To apply an event, the state machine replays all earlier events and then this event. The
+properties:
 
-    once      a call and its retries become at most one exported turn
-    read      the export contains every reply that a client has read whole before the session ended
-    mixed     a client's reply belongs to its own request, and an exported turn has the tokens of its own generation
-    stopped   a generation that nobody waits for, or whose session has ended, was told to stop
-    answered  no client waits for a generation that is over
-    tree      the unfinished turns of the tree are the running turns of the session
-    tokens    each sampled token is trained at most once, with its own log-probability and version
-    rewards   the exported rewards equal a recomputation from the leaves to the roots
-    deadlock  from every state, all clients get an answer, all generations end, and the session is forgotten
+    `once`      A call and its retries become at most one exported turn.
+    `read`      If a client reads a whole reply before the session ends, the export contains the reply.
+    `mixed`     Each client gets the reply to its own request. Each exported turn has the tokens of its own generation.
+    `stopped`   The engine is told to stop a generation if no client waits for it or if its session has ended.
+    `answered`  No client waits for a generation that is over.
+    `tree`      The unfinished turns of the conversation tree are the running turns of the session.
+    `tokens`    Each sampled token is trained at most once, with its own log-probability and version.
+    `rewards`   The exported rewards are equal to rewards that are recomputed from the leaves to the roots.
+    `deadlock`  From every state, all clients can get an answer, all generations can end, and the session can be
+              removed.
 """
 
 import asyncio
@@ -60,19 +63,20 @@ class Letters:
 
 @dataclass(eq=False)
 class Generation:
-    """One generation of the scripted engine. Each token of the generation is the letter `letter`."""
+    """One generation of the stand-in engine. Each token of the generation is the letter `letter`."""
 
     letter: str
     body: str
     on_tokens: Any
     response: ModelResponse
     news: asyncio.Future
-    state: str = "runs"  # "runs", "stops" (until the abort is done) or "over"
+    state: str = "runs"  # "runs", "stops" during an abort, or "over"
 
 
 @dataclass(eq=False)
 class Engine:
-    """A stand-in for RemoteInfEngine that generates a token only when the state machine decides it."""
+    """A stand-in for RemoteInfEngine. The engine generates a token only when an event of the state machine requests the
+    token."""
 
     servers: Any = None
     context_length: int | None = None
@@ -101,7 +105,7 @@ class Engine:
             return response
         except asyncio.CancelledError:
             own.state, own.news = "stops", loop.create_future()
-            await own.news  # the abort ends only when the state machine ends it
+            await own.news  # the abort ends with the event "stopped"
             raise
         finally:
             own.state = "over"
@@ -112,7 +116,7 @@ class Client:
     """A connection of a client. `body` names the request, and `status` is 0 until the client has the answer."""
 
     body: str
-    marked: bool  # whether the request's header says that the request is a retry
+    marked: bool  # whether a header marks the request as a retry
     hangup: asyncio.Future
     gone: bool = False  # whether the client has hung up
     status: int = 0
@@ -126,8 +130,8 @@ class TurnBounds(NamedTuple):
 
     bodies: str = "x"
     connections: int = 3
-    tokens: int = 1  # how many tokens a generation has before its last token
-    threads: bool = False  # whether each body is parsed in a thread, as the proxy does only with long bodies
+    tokens: int = 1  # maximum number of tokens of a generation before its last token
+    threads: bool = False  # whether every body, not only a long body, is parsed in a thread
     rewards: bool = False
 
 
@@ -143,8 +147,8 @@ class World:
         self.clients: list[Client] = []
         self.turns: list[Any] = []
         self.exported: dict[str, Any] | None = None
-        self.refused = ""  # the error with which the proxy has refused the export
-        self.rewarded = ""  # the interaction that got the reward 1
+        self.refused = ""  # the error message, if the proxy has refused the export
+        self.rewarded = ""  # id of the interaction that got the reward 1
         module.LONG_BODY = -1 if bounds.threads else 2**15  # type: ignore[attr-defined]
 
     # ---- events
@@ -161,7 +165,7 @@ class World:
             self.loop.run_thread()
         elif name in ("token", "finishes", "fails", "stopped"):
             self.engine.generations[args[0]].news.set_result(name)
-        elif name == "noticed as it finishes":  # the event loop sees both events at once
+        elif name == "noticed as it finishes":  # the hang-up and the last token happen before the event loop runs
             self.clients[args[0]].hangup.set_result(None)
             self.engine.generations[args[1]].news.set_result("finishes")
         else:
@@ -224,7 +228,7 @@ class World:
             client.text, client.in_time = text, not self.session.ended
 
     def manage(self, name: str) -> None:
-        """Execute a request that the trainer sends to the proxy."""
+        """Send one of the trainer's requests to the proxy: a reward, the end of the session, or an export."""
         if name == "reward":
             self.rewarded = self.session.cache.finished()[-1].interaction_id
             self.proxy.reward(self.session, {"reward": 1.0})
@@ -245,7 +249,7 @@ class World:
 
         self.loop.create_task(export())
 
-    # ---- what the machine sees
+    # ---- the state
 
     def possible(self) -> Iterable[Event]:
         bodies = self.bounds.bodies
@@ -397,7 +401,7 @@ class TurnMachine(PathMachine):
     """The state machine of the proxy's endpoints. The events come from clients, an engine and a trainer."""
 
     bounds: TurnBounds
-    module: ModuleType = proxy  # the module to explore; tests give a mutated copy here
+    module: ModuleType = proxy  # module of Proxy, or a test's copy with a planted error
 
     @cached_property
     def shared(self) -> Any:

@@ -1,23 +1,24 @@
-"""The state machine of the weight updates: TrainingLoop.push_weights (train.py), RemoteInfEngine (engine.py), Servers
-(inference/servers.py) and send (inference/weights.py).
+"""The state machine of the weight updates runs TrainingLoop.push_weights (train.py), RemoteInfEngine (engine.py),
+Servers (inference/servers.py) and send (inference/weights.py).
 
-UpdateMachine drives the shipped classes twice: as the trainer, which pushes new versions, and as a proxy, whose request
-must survive the updates. Between two calls of the trainer anything may happen: a server generates a token, dies or
-restarts with its first weights, a connection breaks, an answer is lost, a pause in which the proxy waits is over, or
-the trainer dies together with its proxy. After the trainer's death, a new trainer and a new proxy use the same servers
-(`take_over` in run/start.py), and the trainer continues from its last version. Only the servers are stand-ins. The id
-of a token is the version of the weights that really computed it. As in turns.py, a state is the list of the events that
-lead to this state. The properties:
+UpdateMachine makes two engines from the real classes. The trainer's engine pushes new versions, and the proxy's engine
+processes a request during the updates. Between two calls of the trainer, a server may generate a token, die, or restart
+with its first weights. A connection may break, an answer may be lost, and a wait of the proxy may end. The trainer may
+die together with its proxy. After the trainer's death, a new trainer and a new proxy use the same servers (`take_over`
+in run/start.py). The new trainer continues from the last version that the gate got. Only the servers are stand-ins. The
+id of a token is the version of the weights that computed the token. As in turns.py, a state is the list of the events
+that lead to this state. The properties:
 
-    label      every token has the version of the weights that computed it
-    falls      versions never decrease along a completion
-    lost       without a fault the request succeeds, and an answer has all its tokens
-    kept       a token that the engine has passed on is never changed or removed
-    has        when the gate learns of a version, every server that the trainer counts as living has the weights of this
-               version, unless the server has restarted and got no weights since; no server claims a version that it
-               does not have
-    paused     after the trainer's end no server that can be reached is left paused
-    deadlock   from every state, the request ends and the trainer ends
+    `label`     Every token has the version of the weights that computed the token.
+    `falls`     Versions never decrease along a completion.
+    `lost`      Without a fault the request succeeds. The answer of a successful request has all tokens that the request
+                asks for.
+    `kept`      A token that the engine has passed to its caller is never changed or removed.
+    `has`       When the gate gets a new version, every server that the trainer counts as living has the weights of this
+                version. A server may lack the weights of the new version only if the server has restarted and got no
+                weights since. No server has the label of a version whose weights the server does not have.
+    `paused`    After the trainer's end, no reachable server is paused.
+    `deadlock`  From every state, the request and the trainer can end.
 """
 
 import asyncio
@@ -61,15 +62,16 @@ class UpdateBounds(NamedTuple):
 
     servers: int = 1
     versions: int = 1  # weight updates
-    tokens: int = 2  # tokens that the request asks for
-    faults: int = 1  # at most this many server deaths, broken connections, lost answers and errors in total
+    tokens: int = 2  # number of tokens that the request asks for
+    faults: int = 1  # maximum number of server deaths, broken connections, lost answers and errors together
     pause_mode: str = "retract"
-    deaths: int = 0  # at most this many crashes of the trainer are explored
+    deaths: int = 0  # maximum number of crashes of the trainer
 
 
 @dataclass(eq=False)
 class Generation:
-    """A generation request that a server is answering. Each token has its true version and the server's label."""
+    """A generation request that a server is answering. For each token, `tokens` has the version of the weights and the
+    server's label."""
 
     limit: int
     stream: asyncio.Queue
@@ -89,7 +91,7 @@ class Server:
     alive: bool = True
     label: str = "0"
     weights: int = 0
-    restarted: bool = False  # whether the server has lost its weights since the weight update began
+    restarted: bool = False  # whether the server has restarted and got no weights since
     paused: bool = False
     running: dict[str, Generation] = field(default_factory=dict)
 
@@ -110,7 +112,7 @@ class Server:
         """Answer a control call, for example `pause`, like a real server."""
         if path == "/workers":
             raise EngineError("no router", 400)
-        if path == "/generate":  # the test request that `initialize` sends
+        if path == "/generate":  # a test request from `initialize`
             return Generation(1, asyncio.Queue(), [(self.weights, self.label)]).answer(self.label, "length")
         if path == "/pause_generation":
             self.paused = True
@@ -142,12 +144,12 @@ class Server:
 
 
 class Wires:
-    """Replaces inference.wire.Wire. A call of the trainer waits for an event of the state machine. A call of the proxy
-    arrives immediately."""
+    """Replaces inference.wire.Wire. An event of the state machine decides when a call of the trainer arrives and how
+    the call ends. A call of the proxy arrives immediately."""
 
     def __init__(self, world: "World", of_trainer: bool) -> None:
         self.world, self.of_trainer = world, of_trainer
-        self.dead = False  # whether the process has died
+        self.dead = False  # whether the trainer or proxy with these wires has died
 
     async def call(self, url: str, body: Any = None, timeout: float = 0.0) -> dict[str, Any]:
         if self.dead:
@@ -204,17 +206,15 @@ class World:
         self.bounds, self.modules, self.folder, self.loop = bounds, modules, folder, StillLoop()
         self.clock, self.faults, self.attempts, self.version = 0.0, bounds.faults, 0, 0
         self.servers = [Server() for _ in range(bounds.servers)]
-        self.pending: tuple[str, Any] | None = None  # the next call of the trainer
+        self.pending: tuple[str, Any] | None = None  # URL and body of the trainer's next call
         self.trainer_ended = self.failed = False
         self.waits: list[asyncio.Future] = []
         self.request: asyncio.Task | None = None
-        self.passed: list[tuple[int, int]] = []  # (token, version) of all tokens that the engine has passed on
+        self.passed: list[tuple[int, int]] = []  # (token, version) of each token that the engine has passed on
         self.broken: Broken | None = None
         self.deaths = bounds.deaths
-        self.claiming = (
-            0  # how many calls a new trainer has made to prepare the servers; their labels may be wrong meanwhile
-        )
-        self.starting = False  # whether a new trainer has not yet pushed its weights, so that no agent runs
+        self.claiming = 0  # counts a new trainer's calls until the servers are prepared; above 0, labels may be wrong
+        self.starting = False  # whether a new trainer has not yet pushed weights; until the push, no agent runs
         self.make_processes()
 
     def make_processes(self) -> None:
@@ -239,7 +239,7 @@ class World:
             self.waits.remove(wait)
 
     def on_new_version(self) -> None:
-        """Check the weights of the servers when the gate learns of a new version."""
+        """Check the weights and labels of the servers when the gate gets a new version."""
         self.version = self.trainer.get_version()
         for url in self.trainer.servers.living():
             server = self.servers[int(url.removeprefix("http://"))]
@@ -299,7 +299,7 @@ class World:
         rollout.destroy()
 
     def continue_after_death(self) -> int:
-        """Start the new trainer as run/start.py does. Return the version that the trainer pushes first."""
+        """Start a new trainer in the same way as run/start.py. Return the version that the trainer pushes first."""
         self.modules["start"].take_over(self.trainer)
         self.trainer.initialize()
         inference.weights.label(self.trainer.servers.post_all, "0-incomplete")
@@ -308,7 +308,7 @@ class World:
         return self.version
 
     def die(self) -> None:
-        """Kill the trainer and the proxy without letting them send a last request. The servers continue."""
+        """Kill the trainer and the proxy, so that neither process sends another request. The servers continue."""
         self.deaths -= 1
         self.proxy._wire.dead = True
         if self.request is not None:
@@ -320,10 +320,10 @@ class World:
         raise TrainerDies
 
     def wait_for_trainer(self, url: str, body: Any) -> str:
-        """Apply events of the path until an event decides how the trainer's next call ends. Return the name of this
+        """Apply events of the path until an event decides how the trainer's next call ends, and return the name of this
         event."""
         self.claiming += bool(self.claiming)
-        self.loop.run()  # lets the proxy notice what the trainer's previous call changed
+        self.loop.run()  # lets the proxy react to the trainer's previous call
         self.look_at_request()
         self.pending = None if self.trainer_ended else (url, body)
         for event in self.path:
@@ -339,7 +339,7 @@ class World:
             self.apply(event)
         raise PathEnds
 
-    # ---- the other events
+    # ---- other events
 
     def apply(self, event: Event) -> None:
         name, *args = event
@@ -366,7 +366,7 @@ class World:
         self.look_at_request()
 
     def on_tokens(self, response: ModelResponse) -> None:
-        """Check the tokens that the engine passes on to the caller of the request."""
+        """Check the tokens that the engine passes to the caller of the request."""
         now = [*zip(response.output_tokens, response.output_versions)]
         if now[: len(self.passed)] != self.passed:
             self.fail("kept", f"the tokens were {self.passed} and are {now}")
@@ -377,7 +377,7 @@ class World:
             self.fail("falls", f"the versions are {response.output_versions}")
 
     def look_at_request(self) -> None:
-        """Check the answer of the request."""
+        """Check the answer to the request."""
         if not self.request or not self.request.done() or self.request.cancelled():
             return
         if error := self.request.exception():
@@ -390,7 +390,7 @@ class World:
             if [*zip(response.output_tokens, response.output_versions)] != self.passed:
                 self.fail("kept", f"the tokens were {self.passed}, and the answer has {response.output_tokens}")
 
-    # ---- what the machine sees
+    # ---- the state
 
     def possible(self) -> Iterator[Event]:
         if self.pending:
@@ -465,7 +465,7 @@ class UpdateMachine(PathMachine):
 
     @cached_property
     def folder(self) -> str:
-        """The folder of the weights, which is deleted together with the machine."""
+        """Return a new folder for the weights. The folder is deleted together with the state machine."""
         folder = tempfile.mkdtemp()
         weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         return folder

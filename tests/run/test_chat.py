@@ -1,5 +1,5 @@
-"""Without a run or without a checkpoint, `python -m run.chat` prints one line and returns exit code 2.
-tests/test_train.py tests a chat with a trained model."""
+"""Without a run or without a checkpoint, `python -m run.chat` prints one line and returns exit code 2. Another test, in
+tests/test_train.py, chats with a trained model."""
 
 from pathlib import Path
 

@@ -1,4 +1,5 @@
-"""Tests of the start of a run: what `open_run` sets for its `with` block, and what Ctrl-C does."""
+"""Tests of run/command.py: the number of threads in a run, the output of `--help`, and the effect of Ctrl-C. Ctrl-C may
+also arrive while a checkpoint is written."""
 
 import os
 import signal
@@ -48,7 +49,7 @@ def test_help_does_not_wait_for_torch() -> None:
 
 
 def test_a_second_ctrl_c_ends_at_once() -> None:
-    """The first Ctrl-C calls the function that `on_ctrl_c` was given. The second Ctrl-C ends the process at once,
+    """The first Ctrl-C calls the function that was passed to `on_ctrl_c`. The second Ctrl-C ends the process at once,
     without a traceback."""
     begin = "import os; from run.command import on_ctrl_c; on_ctrl_c(lambda *_: print('first', flush=True))"
     code = f"{begin}; os.kill(os.getpid(), 2); print('goes on', flush=True); os.kill(os.getpid(), 2); print('not here')"
@@ -59,7 +60,7 @@ def test_a_second_ctrl_c_ends_at_once() -> None:
 
 
 class InterruptedWriter(FileSystemWriter):
-    """A checkpoint writer that calls `act` instead of writing; `act` raises a signal or an error."""
+    """A checkpoint writer that calls `act` instead of writing a file. `act` raises a signal or an error."""
 
     def __init__(self, path: Path, act: Callable[[], Any]) -> None:
         super().__init__(path)
@@ -71,9 +72,9 @@ class InterruptedWriter(FileSystemWriter):
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_ctrl_c_during_a_checkpoint_ends_the_run_as_usual(tmp_path: Path) -> None:
-    """If Ctrl-C arrives while torch writes a checkpoint, torch raises an exception of its own, which would end the run
-    with a traceback and exit code 1. The run turns this exception back into KeyboardInterrupt and therefore ends with
-    code 130. Any other exception during the write of a checkpoint is raised unchanged."""
+    """If Ctrl-C arrives while torch writes a checkpoint, torch raises CheckpointException instead of KeyboardInterrupt.
+    CheckpointException would end the run with a traceback and exit code 1. `unwrapped` raises KeyboardInterrupt again,
+    so the run ends with exit code 130. Any other exception during the write of a checkpoint is raised unchanged."""
 
     def full() -> None:
         raise OSError("No space left on device")

@@ -81,8 +81,8 @@ def names_read(source: str) -> set[str]:
 
 
 def test_every_key_is_read() -> None:
-    """Each configuration key is read somewhere in the code. The test skips the fields of WeightUpdateConfig, because
-    the code reads them from a WeightUpdateMeta, which has fields of the same names."""
+    """Each configuration key is read somewhere in the code. The test skips the keys of weight_update, because the code
+    reads these values from a WeightUpdateMeta with the same field names."""
     assert names_read("a.b = c.d\nNAMES = 'e f'") == {"d", "e", "f"}
     read = set.union(*(names_read(path.read_text()) for path in MODULES))
     read |= {f"weight_update.{field.name}" for field in fields(WeightUpdateMeta)}
@@ -90,7 +90,7 @@ def test_every_key_is_read() -> None:
 
 
 def hint_of(name: str) -> Any:
-    """Return the type of a key, without its interval."""
+    """Return the type of a key, without the interval that the annotation adds to the type."""
     section, _, field = name.rpartition(".")
     return get_type_hints(type(attrgetter(section)(TrainConfig())) if section else TrainConfig)[field]
 
@@ -126,8 +126,8 @@ NEEDY = [(key.name, need) for need, pattern in NEEDS.items() for key in list_key
 @pytest.mark.parametrize(("name", "need"), NEEDY)
 def test_a_key_without_effect_is_refused(name: str, need: str, tmp_path: Path) -> None:
     """If a key has no effect because of another key's value, the error is one line that names both keys. A key whose
-    effect depends on a second key is accepted if the second key has a suitable value. It is no error if a key on the
-    command line makes a key of a recipe ineffective."""
+    effect depends on a second key is accepted if the second key has a suitable value. A key on the command line may
+    remove the effect of a recipe's key without an error."""
     (tmp_path / "empty.yaml").write_text("gconfig: {n_samples: 2}")
     base, conditions = ["--config", str(tmp_path / "empty.yaml")], need.split(" or ")
     base += ["mode=eval"] * ("gconfig." in name)  # in mode=train most keys of gconfig are refused
@@ -176,7 +176,8 @@ def test_options_and_words_may_be_mixed() -> None:
 
 
 def test_a_recipe_is_found_by_its_name() -> None:
-    """`--config gsm8k` finds configs/gsm8k.yaml from any folder. The option also accepts the path of a recipe."""
+    """`--config gsm8k` finds configs/gsm8k.yaml from any folder. The option `--config` also accepts the path of a
+    recipe."""
     by_name, by_path = load(["--config", "gsm8k"]), load(["--config", "configs/gsm8k.yaml"])
     assert (by_name.task, by_name.actor, by_name.server) == (by_path.task, by_path.actor, by_path.server)
     assert load(["--config", "gsm8k", "--config", "debug"]).rollout.max_head_offpolicyness == 0
@@ -195,7 +196,7 @@ def test_help_lists_every_key(capsys: pytest.CaptureFixture[str]) -> None:
     for k in list_keys():
         values = f"; in {k.interval}" if k.interval else f"; one of {k.choices}" if k.choices else ""
         default = "null" if k.default is None else k.default
-        default = str(default).lower() if isinstance(default, bool) else default  # as in YAML: true, false
+        default = str(default).lower() if isinstance(default, bool) else default  # a boolean of YAML is true or false
         assert f"  {k.name}={default}\n      {k.meaning}{values}\n" in said
     assert "  logger.live=true\n" in said
     assert "Answers above the limit `running` wait. No honest agent reaches any of the other limits.\n" in said
@@ -209,7 +210,7 @@ def test_help_lists_every_key(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def is_number(hint: Any) -> bool:
-    """Return whether a type is int or float, with or without null."""
+    """Return whether a value of this type may be a number."""
     return get_origin(hint) is not list and bool({int, float} & {hint, *get_args(hint)})
 
 
@@ -269,7 +270,7 @@ def test_a_number_outside_its_interval_is_refused(name: str, value: str, tmp_pat
         assert value in MAY_BE_NEGATIVE[name]
 
 
-ZERO_IS_PLAIN = {  # keys whose help explains the value 0 without the digit 0 -> words in this help
+ZERO_IS_PLAIN = {  # for each key whose help explains the value 0 without the digit 0, words in the help
     "gconfig.frequency_penalty": "subtracted from",
     "gconfig.presence_penalty": "subtracted from",
     "gconfig.seed": "seed of the sampling",
@@ -331,8 +332,8 @@ def test_spellings_of_the_documents() -> None:
 
 @pytest.mark.parametrize(("word", "stale"), [("true", "drop"), ("false", "wait")])
 def test_drop_stale_is_another_name_of_stale(word: str, stale: str) -> None:
-    """rollout.drop_stale=true means rollout.stale=drop, and false means wait. An unknown value of rollout.drop_stale is
-    refused."""
+    """rollout.drop_stale=true sets rollout.stale=drop, and rollout.drop_stale=false sets rollout.stale=wait. An unknown
+    value of rollout.stale is refused."""
     assert load([f"rollout.drop_stale={word}"]).rollout.stale == stale
     assert load([f"rollout.stale={stale}"]).rollout.stale == stale
     with pytest.raises(ConfigError, match=r"rollout\.stale"):
@@ -355,7 +356,7 @@ def test_derived_values_are_written_back() -> None:
 def test_the_servers_key_is_made_and_never_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A run that starts its own servers generates a new server key, unless the user gives one. `changed`, which
     compares a run with its earlier config.yaml, does not report the server key, because config.yaml does not contain
-    it."""
+    the key."""
     monkeypatch.delenv("NANO_AREAL_SERVER_KEY", raising=False)
     new, other = load([]), load([])
     assert len(new.rollout.server_key) > 16
@@ -364,7 +365,7 @@ def test_the_servers_key_is_made_and_never_written(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("NANO_AREAL_SERVER_KEY", "mine")
     assert load(["rollout.server_addrs=[http://gpu:1]"]).rollout.server_key == "mine"
     written = asdict(new)
-    del written["rollout"]["server_key"]  # run/command.py, too, leaves the key out of config.yaml
+    del written["rollout"]["server_key"]  # run/command.py also leaves the server key out of config.yaml
     OmegaConf.save(written, tmp_path / "config.yaml")
     assert changed(tmp_path / "config.yaml", other) == []
 

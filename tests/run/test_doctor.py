@@ -1,8 +1,8 @@
-"""The doctor's rules: each rule fires on the metrics of a sick run and does not fire on similar metrics of a healthy
-run.
+"""Tests of the doctor's rules. Each rule fires on the metrics of a faulty run, and does not fire on similar metrics of
+a healthy run.
 
 Other tests check the command line, the canary and the search for a function that blocks the event loop. The canary
-finds servers without the trainer's weights. The last tests start real runs.
+detects servers that do not have the trainer's weights. The last tests start real runs.
 """
 
 import json
@@ -60,8 +60,8 @@ HEALTHY: dict[str, Any] = {
 
 
 def lines_of(count: int, **last: Any) -> list[dict[str, Any]]:
-    """Return `count` healthy lines. `last` replaces metrics: a list replaces a metric's values in the last lines, and a
-    number replaces its value in every line."""
+    """Return `count` lines of metrics of a healthy run, with the values in `last`. A list in `last` replaces a metric's
+    values in the last lines, and a number replaces a metric's value in every line."""
     lines = [{"step": 1 + k, **HEALTHY} for k in range(count)]
     for name, value in last.items():
         values = value if isinstance(value, list) else [value] * count
@@ -77,7 +77,7 @@ def rules_that_fire(lines: list[dict[str, Any]], config: Any = CONFIG) -> set[st
 NAN = float("nan")
 CASES: list[
     tuple[str, dict[str, Any], dict[str, Any]]
-] = [  # (rule, metrics of a sick run, similar metrics of a healthy run)
+] = [  # (rule, metrics of a faulty run, similar metrics of a healthy run)
     ("stale_weights", {"canary_mismatch": [2e-3]}, {"canary_mismatch": [0.9e-3]}),
     ("stale_weights", {"canary_mismatch": [float("inf")]}, {"canary_mismatch": [0.0]}),
     ("unchanged_weights", {"canary_unchanged": [1, 2]}, {"canary_unchanged": [1, 0]}),
@@ -115,11 +115,11 @@ CASES: list[
 
 @pytest.mark.parametrize(("rule", "sick", "near"), CASES)
 def test_a_rule_fires_on_the_sick_run_alone(rule: str, sick: dict[str, Any], near: dict[str, Any]) -> None:
-    """Each rule fires on the metrics of a sick run, and does not fire on similar metrics of a healthy run."""
+    """Each rule fires on the metrics of a faulty run, and does not fire on similar metrics of a healthy run."""
     steps = next(each.steps for each in RULES if each.name == rule)
     assert rule in rules_that_fire(lines_of(steps, **sick))
     assert rule not in rules_that_fire(lines_of(steps, **near))
-    assert rule not in rules_that_fire(lines_of(steps, **sick)[1:])  # one line of metrics too few for the rule
+    assert rule not in rules_that_fire(lines_of(steps, **sick)[1:])  # the rule needs one more line of metrics
 
 
 def test_every_rule_has_a_case_and_an_entry() -> None:
@@ -134,8 +134,8 @@ def test_every_rule_has_a_case_and_an_entry() -> None:
 
 
 def test_the_number_format_sets_the_limit_of_rounding() -> None:
-    """With bfloat16 the rules about log-probabilities allow a difference of 0.5 nats, but fire at a difference of 0.6
-    nats."""
+    """With bfloat16, the two rules about log-probabilities fire at a difference of 0.6 nats, and do not fire at a
+    difference of 0.4 nats."""
     config = load(["actor.dtype=bfloat16"])
     assert rules_that_fire(lines_of(2, logp_mismatch=0.4, canary_mismatch=0.4), config) == set()
     both = {"logp_mismatch", "stale_weights"}
@@ -184,7 +184,7 @@ def test_missing_metrics_silence_a_rule() -> None:
     assert examine([{"step": k} for k in range(1, 30)], CONFIG) == []
 
 
-# ---- the doctor of a run
+# ---- doctor of a run
 
 
 def doctor_of(tmp_path: Path, mode: str) -> Doctor:
@@ -254,18 +254,18 @@ def test_the_command_refuses_in_one_line(tmp_path: Path, capsys: pytest.CaptureF
     assert main([]) == 2
 
 
-# ---- what the rules measure
+# ---- metrics and canary
 
 
 def test_no_signal_share() -> None:
-    """A group whose advantages are all 0, apart from rounding, has no signal."""
+    """A group has no signal if no advantage of the group has an absolute value above 0.01."""
     advantages = torch.tensor([[0.0, 1e-3], [0.0, 0.0], [0.0, -0.5], [0.0, 0.0]])
     assert no_signal_share({"advantages": advantages, "group_ids": torch.tensor([3, 3, 4, 4])}) == 0.5
 
 
 def test_baseline_bias() -> None:
-    """If the baseline of every group is the group's mean, the bias is 0. Each trained turn counts once in the bias,
-    whatever the turn's length. If a group has a wrong baseline, the bias is above 0."""
+    """If the baseline of every group is the group's mean, the metric `baseline_bias` is 0. Each trained turn counts
+    once in `baseline_bias`, whatever the turn's length. If a group has a wrong baseline, `baseline_bias` is above 0."""
     rows = [[0, 0, 1.0, 1, 1], [0, 0, -1, 0, 0], [0, 0, 0.5, 0.5, 0], [0, 0, -0.5, 0, 2]]
     batch = {
         "advantages": torch.tensor(rows),
@@ -302,7 +302,7 @@ def test_scores_of_the_canary() -> None:
 
 
 def test_the_trainer_does_not_wait_for_the_canary(start_tiny_server: Any, tiny_model_dir: Path) -> None:
-    """Canary.start returns at once even if a server is paused; threads wait for the server's answer, which comes after
+    """Canary.start returns at once even if a server is paused. Threads wait for the server's answer, which comes after
     the pause. If a server has died, Canary.finish returns {}. If a thread fails for a reason other than a dead server,
     Canary.finish raises the thread's exception."""
     actor = FSDPPPOActor(PPOActorConfig(), tiny_model_dir)
@@ -320,7 +320,8 @@ def test_the_trainer_does_not_wait_for_the_canary(start_tiny_server: Any, tiny_m
     metrics = canary.finish()
     assert metrics["canary_mismatch"] < 1e-4
     assert metrics["canary_unchanged"] == 0
-    # Two rows of scores, one of the trainer and one of the server, each for the 7 tokens of the canary.
+    # `canary.before` has one row of scores from the trainer and one row from the server. Each row has a score for each
+    # of the canary's 7 tokens.
     assert canary.before.shape == (2, 7)
     rollout.servers = Servers(["http://127.0.0.1:9"], Wire())
     canary.start(batch)

@@ -1,5 +1,5 @@
-"""Tests of run/early.py: which processes start early, what they do after an order, and what they do without an
-order."""
+"""Tests of run/early.py. An early process imports a module, and waits for an order on its standard input. The order
+contains the command line of the module."""
 
 import sys
 from pathlib import Path
@@ -27,7 +27,8 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The name of a module that prints its arguments, a line of its standard input and an environment variable."""
+    """Return the name of a new module that prints its arguments, a line of its standard input and an environment
+    variable."""
     (tmp_path / "printing.py").write_text(MODULE)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(early, "waiting", {})
@@ -45,8 +46,8 @@ def started(module: str, folder: Path, gpus: list[str]) -> tuple[int, str]:
 
 @pytest.mark.parametrize("is_early", [True, False])
 def test_an_order_does_what_the_command_does(module: str, tmp_path: Path, is_early: bool) -> None:
-    """After an order, an early process does what the ordinary command does: it gets the command's arguments and keys,
-    writes to the log, and ends with the command's exit code."""
+    """After an order, an early process has the arguments and keys of the ordinary command. The early process writes to
+    the log of the ordinary command, and ends with the command's exit code."""
     if is_early:
         early.start(module)
     code, log = started(module, tmp_path, gpus=[])
@@ -57,7 +58,7 @@ def test_an_order_does_what_the_command_does(module: str, tmp_path: Path, is_ear
 
 
 def test_a_process_with_gpus_is_ordinary(module: str, tmp_path: Path) -> None:
-    """An early process sees no GPU, so a child that needs GPUs is started as an ordinary process."""
+    """An early process cannot use a GPU, so a child that needs GPUs is started as an ordinary process."""
     early.start(module)
     _, log = started(module, tmp_path, gpus=["3"])
     assert log.startswith("an ordinary process")
@@ -75,7 +76,7 @@ def test_a_dead_early_process_is_replaced(module: str, tmp_path: Path) -> None:
 
 
 def test_without_an_order_the_process_ends(module: str) -> None:
-    """An early process ends if its standard input is closed, as after the death of train.py."""
+    """An early process ends if its standard input is closed, for example because train.py has ended."""
     early.start(module)
     process = early.waiting[module]
     assert process.stdin

@@ -12,7 +12,7 @@ from run.failures import Failures, report
 
 
 def raised(error: Exception) -> Exception:
-    """Raise and catch the exception, so that it has a traceback, and return it."""
+    """Return the exception with a traceback, which Python adds when the exception is raised."""
     try:
         raise error
     except Exception as caught:
@@ -20,8 +20,8 @@ def raised(error: Exception) -> Exception:
 
 
 def test_one_line_for_each_distinct_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Failures that differ only in numbers count as one failure. For all failures that differ only in numbers, the run
-    prints one line, writes one traceback, and at the end prints how often they occurred."""
+    """Failures that differ only in numbers count as one failure. For each distinct failure, the run prints one line and
+    writes one traceback. At its end, the run prints how often each failure occurred."""
     logger, log = logging.getLogger("nano_areal.test"), tmp_path / "logs" / "failures.log"
     failures = Failures(log)
     for k in range(5):
@@ -44,8 +44,8 @@ def test_a_text_that_is_no_unicode_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The text of an exception may contain a lone surrogate (a half of a UTF-16 pair). The terminal and the log show
-    the surrogate as an escape sequence, and reporting the failure raises no exception. The captured output accepts only
-    valid UTF-8, as a terminal with the live table does."""
+    the surrogate as an escape sequence, and the report of the failure raises no exception. The captured output accepts
+    only valid UTF-8, like a terminal with the live table."""
     monkeypatch.setattr(logging.getLogger("nano_areal"), "propagate", False)  # pytest-xdist cannot send a surrogate
     logger, log = logging.getLogger("nano_areal.test"), tmp_path / "logs" / "failures.log"
     failures, error = Failures(log), raised(ValueError("bad \ud800 name"))
@@ -88,8 +88,8 @@ def test_a_failing_run_says_what_to_do(tmp_path: Path, agent: str, reason: str, 
 
 
 def test_a_log_that_cannot_be_written_hides_no_reason(tmp_path: Path) -> None:
-    """If the disk is full, the traceback cannot be written into the log. The terminal still shows the reason and the
-    remedy. In this test the path of the log's folder is a file, so that the log cannot be written."""
+    """If the disk is full, the traceback cannot be written into the log. The terminal still shows the reason of the
+    failure and the remedy. In this test the path of the log's folder is a file, so the log cannot be written."""
     (tmp_path / "logs").write_text("")
     text = report(OSError(28, "No space left on device"), tmp_path / "logs" / "failures.log")
     assert "No space left on device" in text

@@ -1,5 +1,6 @@
-"""bench/gpu_check.py runs a list of cells, each of which is a process that checks one thing on a GPU. The script lists
-only the cells that can start on this machine, kills a cell that hangs, and goes on after a cell that fails."""
+"""bench/gpu_check.py runs a list of cells. Each cell is a process that checks one thing on a GPU. bench/gpu_check.py
+lists only the cells that can start on this machine. The script kills a cell that hangs, and continues after a cell that
+fails."""
 
 import json
 import os
@@ -19,7 +20,7 @@ from run.plan import plan_run
 sys.path.append(str(ROOT / "bench"))
 import gpu_check as bench  # type: ignore[import-not-found]
 
-MACHINES = {  # for each name, a machine whose cells the tests check
+MACHINES = {  # machines for which the tests list the cells
     "no GPU": bench.Machine(0, has_sglang=False),
     "one GPU": bench.Machine(1, has_sglang=True),
     "one GPU without SGLang": bench.Machine(1, has_sglang=False),
@@ -28,7 +29,7 @@ MACHINES = {  # for each name, a machine whose cells the tests check
 
 
 def cells_of(machine: str, work: Path) -> dict[str, Any]:
-    """Return the cells that the script lists for MACHINES[machine], as a dict from a cell's name to the cell."""
+    """Return the cells that the script lists for MACHINES[machine], with the cells' names as keys."""
     return {cell.name: cell for cell in bench.list_cells(MACHINES[machine], work)}
 
 
@@ -36,7 +37,7 @@ def cells_of(machine: str, work: Path) -> dict[str, Any]:
 def test_every_run_of_the_check_has_a_plan_that_fits(
     machine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each cell that runs train.py passes the checks of `--dry-run`: the configuration is valid, the mode of the weight
+    """Each cell that runs train.py passes the checks of `--dry-run`. The configuration is valid, the mode of the weight
     update fits the GPUs, and 80 GiB of memory on each GPU are sufficient."""
     for shape in bench.SHAPES:
         bench.make_config(shape, 1, 2).save_pretrained(tmp_path / f"model-{shape}")
@@ -102,10 +103,11 @@ def check(work: Path, cells: list[Any], seconds: float = 600) -> tuple[int, dict
 
 
 def test_a_cell_that_hangs_is_ended_with_its_processes(tmp_path: Path) -> None:
-    """A cell that exceeds its time limit is killed with all its processes, even with a process that has its own process
-    session and whose parent has ended. The row of the killed cell names the time limit. After a cell that fails or
-    cannot start, the next cell still runs. When the time limit for all cells is reached, each remaining cell gets a row
-    that says so. A second run of the script repeats only the cells that have not succeeded."""
+    """A cell that exceeds its time limit is killed with all its processes, even with a process in another process
+    session whose parent has ended. On the page of results, the row of a killed cell names the time limit. After a cell
+    that fails or cannot start, the next cell still runs. When the time limit for all cells is reached, each remaining
+    cell gets a row with the words "not started". A second run of the script repeats only the cells that have not
+    succeeded."""
     script, pids = tmp_path / "stubborn.py", tmp_path / "pids"
     script.write_text(STUBBORN)
     count = f"open({str(tmp_path / 'count')!r}, 'a').write('x'); print('fine')"
@@ -146,7 +148,7 @@ def test_an_interrupted_check_ends_its_cell(tmp_path: Path) -> None:
 
 
 def bench_children(pid: int) -> list[int]:
-    """Return the processes that process `pid` has started."""
+    """Return the ids of the pytest processes that process `pid` has started."""
     text = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,args="], capture_output=True, text=True, check=True).stdout
     rows = [line.split(None, 2) for line in text.splitlines()]
     return [int(row[0]) for row in rows if int(row[1]) == pid and "pytest" in row[2]]

@@ -1,7 +1,8 @@
-"""`model_path` may be a model's name on the hub. A small hub on this machine serves the tiny model.
+"""`model_path` may be a model's name on the Hugging Face hub. In these tests, a small hub on this machine serves the
+tiny model.
 
-The hub answers the three kinds of requests that huggingface_hub sends: for a revision's commit, for the list of its
-files, and for a file.
+The small hub answers three kinds of requests of the package huggingface_hub: for the commit of a revision, for the list
+of the revision's files, and for a file.
 """
 
 import hashlib
@@ -23,8 +24,8 @@ NAME = "someone/tiny-model"
 
 
 class Hub(ThreadingHTTPServer):
-    """A hub with one model. If `token` is set, only requests with this token get the model. `asked` records the paths
-    of all requests."""
+    """A small hub that serves one model. If `token` is set, only requests with this token get the model. `asked`
+    records the paths of all requests."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(("127.0.0.1", 0), Answers)
@@ -136,8 +137,8 @@ def test_a_gated_model_needs_the_token(hub: Hub, tmp_path: Path) -> None:
 def test_what_the_hub_does_not_give_is_one_line(
     hub: Hub, tmp_path: Path, words: list[str], more: dict[str, str]
 ) -> None:
-    """The run ends with a one-line error if the model's name or revision is unknown, if there is no network, or in
-    offline mode."""
+    """The run ends with a one-line error if the model's name or revision is unknown, or if there is no network. In
+    offline mode, the run ends with a one-line error if the model is not in the cache."""
     done = plan(tmp_path, hub.environment(tmp_path / "home", **more), *words)
     assert done.returncode == 2
     [line] = done.stderr.splitlines()

@@ -39,7 +39,7 @@ def dry_run(folder: Path, model: Path, names: list[str]) -> subprocess.Completed
 
 
 def test_own_modules_beside_an_agent(tmp_path: Path, tiny_model_dir: Path) -> None:
-    """A user's modules may be named like modules in this project's packages, for example tools, messages or
+    """A user's modules may have the same names as modules in this project's packages, for example tools, messages or
     config."""
     done = dry_run(tmp_path, tiny_model_dir, ["tools", "messages", "client", "config", "server", "actor"])
     assert done.returncode == 0, done.stderr
@@ -84,7 +84,8 @@ def test_the_first_sample_is_tried_before_anything_starts(
     workflow: type, sample: dict[str, Any], problem: str | None, tmp_path: Path, tiny_model_dir: Path
 ) -> None:
     """Before a run starts a process, it checks the first sample. The run ends with a one-line error if the sample lacks
-    a column, if the prompt is longer than the model's context, or if the agent's `run` has wrong parameters."""
+    a column or if the prompt is longer than the model's context. The run also ends with a one-line error if the agent's
+    `run` has wrong parameters."""
     data = tmp_path / "mine.jsonl"
     data.write_text(json.dumps(sample) + "\n")
     words = ["task=null", f"model_path={tiny_model_dir}", f"train_dataset.path={data}"]

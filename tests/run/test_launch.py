@@ -35,7 +35,7 @@ def test_a_child_does_not_inherit_torchruns_variables(tmp_path: Path, monkeypatc
     """Under torchrun, child processes do not inherit torchrun's environment variables. Child processes inherit all
     other environment variables, and get the variables that are planned for them.
 
-    SGLang connects its own processes to each other. If SGLang inherited torchrun's variables, it would wait for
+    SGLang connects its own processes to each other. If SGLang inherited torchrun's variables, SGLang would wait for
     torchrun's store (torch.distributed).
     """
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python", sys.executable, "-c"]
@@ -87,7 +87,7 @@ def test_agents_requests_are_as_patient_as_configured(tiny_model_dir: Path, monk
 
 def test_keys_reach_the_processes_by_a_pipe() -> None:
     """No command line and no environment variable of a server or proxy contains a key, because other processes can read
-    both. The keys are sent to standard input."""
+    both. A server or proxy reads its keys from standard input."""
     config = load(["--config", str(ROOT / "configs/demo.yaml"), "rollout.server_key=very-secret", "tokenizer_path=DIR"])
     [server], [front] = plan_servers(config, [], ranks=1), plan_proxies(config, ["http://up"], wait_for_servers=True)
     assert server.keys == ("very-secret",)
@@ -100,9 +100,10 @@ def test_keys_reach_the_processes_by_a_pipe() -> None:
 
 
 def test_a_leash_passes_a_key_that_begins_with_a_hyphen() -> None:
-    """run/leash.py reads the server's key from its standard input, and the server's parser accepts any key.
+    """run/leash.py reads the server's key from its standard input. The server's argument parser accepts any key.
 
-    One random key in 64 begins with "-". argparse would mistake a separate argument with such a key for an option.
+    One random key in 64 begins with "-". If the key were a separate argument, argparse would read a key with "-" as an
+    option.
     """
     parse = "import argparse; p = argparse.ArgumentParser(); p.add_argument('--api-key'); print(p.parse_args().api_key)"
     command = [sys.executable, "run/leash.py", "--api-key", *python(parse)]
@@ -175,8 +176,8 @@ def test_one_of_several_servers_may_die(tmp_path: Path, caplog: pytest.LogCaptur
 
 
 def test_which_process_is_started_again(tmp_path: Path) -> None:
-    """A dead inference server is started again on its old port, with a version label that is no number, at most
-    `max_restarts` times. A proxy is never started again, because its sessions are lost."""
+    """A dead inference server is started again on its old port, at most `max_restarts` times. The version label of the
+    new server is not a number. A proxy is never started again, because its sessions are lost."""
 
     def dead(name: str, restarts: int) -> Child:
         planned = Planned(name, ["serve", "--weight-version", "0"], ["3"], keys=("secret",), restarts=restarts)
@@ -237,7 +238,7 @@ def kill_a_server(folder: Path, *words: str) -> tuple[str, list[dict[str, Any]]]
 def test_a_run_starts_its_only_server_again(tmp_path: Path, mode: str) -> None:
     """A run with a single server continues to its last step although the server is killed after the first weight
     update. The run starts the server again and pushes the weights of the first step to the new process. No request
-    fails, and the trainer's log-probabilities agree with those of the new server."""
+    fails, and the log-probabilities of the trainer and of the new server agree."""
     words = ["max_steps=4", f"weight_update.mode={mode}", "evaluator.interval=2"]
     output, metrics = kill_a_server(tmp_path, *words)
     assert "server-0 is started again" in output

@@ -19,7 +19,8 @@ from runs import SMALL_GUESS, command
 from safetensors.torch import save_file
 
 KINDS = ("threads", "processes", "files")
-# For each error: the kind of thing that it leaves behind, the file, the original code, and the changed code
+# Each planted error has four parts: the kind of thing that the error leaves, the file, the original code and the
+# changed code.
 ERRORS = [
     ("threads", "rollout/runner.py", "self._loop.call_soon_threadsafe(self._stop.set)", "pass"),
     ("processes", "run/command.py", "stack.callback(fleet.close)", "pass"),
@@ -47,8 +48,7 @@ def leftovers(tmp_path: Path, *error: str) -> dict[str, list[str]]:
 @pytest.mark.runs
 @pytest.mark.skipif(sys.platform != "linux", reason="tests/leftovers.py reads /proc")
 def test_a_run_leaves_nothing_behind(tmp_path: Path) -> None:
-    """After a run in mode subproc, no thread, process or temporary file of the run is left, and no file in shared
-    memory."""
+    """A run in mode subproc leaves no thread, no process, no temporary file and no file in shared memory."""
     assert leftovers(tmp_path) == {kind: [] for kind in KINDS}
 
 
@@ -62,12 +62,12 @@ def test_what_is_left_behind_is_named(tmp_path: Path, kind: str, file: str, line
 
 @pytest.mark.parametrize(("kind", "file", "line", "changed"), ERRORS)
 def test_a_planted_error_changes_one_place(kind: str, file: str, line: str, changed: str) -> None:
-    """The slow test above plants an error by replacing a piece of code. This quick test checks that the code to replace
-    occurs in its file exactly once."""
+    """test_what_is_left_behind_is_named plants an error by replacing a piece of code. The code that a planted error
+    replaces occurs exactly once in its file."""
     assert (ROOT / file).read_text().count(line) == 1
 
 
-# For each error in a run's results: the change that makes it, and words of the check's error message
+# Each wrong result has two parts: the change that makes the result wrong, and words of the check's error message.
 Steps = list[dict[str, Any]]
 WRONG: list[tuple[Callable[[Steps], Any], str]] = [
     (lambda steps: steps.pop(3), "every step once"),
@@ -84,8 +84,9 @@ WRONG: list[tuple[Callable[[Steps], Any], str]] = [
 def test_a_lost_or_repeated_group_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Steps], Any], words: str | None
 ) -> None:
-    """The check of bench/soak.py accepts a run that trained each step and each group once. The check refuses a run with
-    a missing or repeated step or group, with a group that is too old, or with a token that is too new."""
+    """The check of bench/soak.py accepts a run that trained each step and each group once. The check refuses a run in
+    which a step or a group is missing or repeated. The check also refuses a run with a group that is too old or a token
+    that is too new."""
     monkeypatch.syspath_prepend(ROOT / "bench")
     soak = importlib.import_module("soak")
     steps: Steps = [

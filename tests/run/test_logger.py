@@ -1,4 +1,5 @@
-"""Tests of what the logger prints: the table, and a message about the first side conversation, which is not trained."""
+"""Tests of what the logger prints: the table of the steps, and a message about the first side conversation. A side
+conversation is not trained."""
 
 import io
 import json
@@ -21,7 +22,7 @@ from staleness import RolloutStat
 
 @pytest.fixture
 def logger(tmp_path: Path) -> Logger:
-    """A logger after step 12 of 64. In step 12, one group was rejected and 131 members failed."""
+    """Return a logger whose last step is step 12 of 64. In step 12, one group was rejected and 131 members failed."""
     config = load([f"fileroot={tmp_path}", "experiment_name=e", "trial_name=t", "logger.live=false"])
     config.run_dir.mkdir(parents=True)
     logger = Logger(config, SimpleNamespace(stats=RolloutStat(), ended=34))
@@ -32,8 +33,8 @@ def logger(tmp_path: Path) -> Logger:
 
 @pytest.mark.parametrize(("width", "last"), [(80, "wait s"), (160, "sync s")])
 def test_the_table_fits_the_terminal(logger: Logger, monkeypatch: pytest.MonkeyPatch, width: int, last: str) -> None:
-    """At 80 columns the table shows reward, staleness, time and failures, and nothing is cut. A wide terminal shows
-    every column."""
+    """On a terminal of 80 columns, the table shows reward, staleness, time and failures without cutting any text. A
+    wide terminal shows every column."""
     monkeypatch.setenv("COLUMNS", str(width))
     console = Console(width=width, file=io.StringIO(), force_terminal=False)
     console.print(logger._screen())
@@ -51,7 +52,7 @@ def test_the_table_fits_the_terminal(logger: Logger, monkeypatch: pytest.MonkeyP
 
 def test_reports_take_a_small_share_of_the_time(logger: Logger, monkeypatch: pytest.MonkeyPatch) -> None:
     """In this test a step takes 1 s, and writing a report takes 1 s. A report is skipped if the earlier reports took
-    more than 1/50 of the time."""
+    more than 1/50 of the run's time."""
     seconds, written = [0.0], []
 
     def write(_: Path) -> None:
@@ -69,9 +70,9 @@ def test_what_a_client_sends_unasked_is_counted_and_said_once(
     tiny_tokenizer: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Each of two steps has a request for a title, a call with `store: false` and an image. The metrics of both steps
-    count the requests for a title, the calls with `store: false` and the images. The logger prints a message about each
-    of the three only in the first step. The messages about requests for a title and about `store: false` name the
-    configuration key."""
+    count the requests for a title, the calls with `store: false` and the images. Only in the first step, the logger
+    prints a message about titles, a message about `store: false` and a message about images. The messages about
+    requests for a title and about `store: false` name the configuration key."""
     cache = InteractionCache()
     for name, system in (("work", "You code."), ("title", "You write titles.")):
         messages = [{"role": "system", "content": system}, {"role": "user", "content": f"hello {PLACEHOLDER}"}]
@@ -113,8 +114,8 @@ def test_what_a_client_sends_unasked_is_counted_and_said_once(
 
 
 def test_a_mismatch_of_no_token_is_a_hyphen() -> None:
-    """If a batch has no token of the current version, `logp_mismatch` compares nothing and is 0. The terminal shows
-    "-", because "0e+00" would look like a perfect comparison."""
+    """If a batch has no token of the current version, the metric `logp_mismatch` compares no tokens and is 0. The
+    terminal shows "-" instead of "0e+00", which would look like a perfect match."""
     assert as_text({"logp_mismatch": 0.0}, "logp_mismatch", "{:.0e}") == "-"
     assert as_text({"logp_mismatch": 3e-6}, "logp_mismatch", "{:.0e}") == "3e-06"
     assert as_text({"failed": 0}, "failed", "{:d}") == "0"

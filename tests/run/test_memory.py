@@ -67,7 +67,8 @@ def bytes_saved(config: Any, dtype: torch.dtype, tokens: int) -> int:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("family", LAYERS)
 def test_the_estimate_of_saved_activations(family: str, dtype: torch.dtype) -> None:
-    """The estimated bytes of a layer are within 10 % of the tensors that a real layer saves, in three architectures.
+    """In three architectures, the estimated bytes of a layer differ by at most 10 % from the bytes of the tensors that
+    a real layer saves.
 
     To measure one layer, the test subtracts the bytes of a model with one layer from the bytes of a model with two
     layers.
@@ -79,7 +80,7 @@ def test_the_estimate_of_saved_activations(family: str, dtype: torch.dtype) -> N
 
 
 class LiveBytes(TorchDispatchMode):
-    """Measures the peak memory, in bytes, of the tensors that are alive at the same time."""
+    """Measures the largest total size, in bytes, of the tensors that exist at the same time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +115,7 @@ SMALL = {
         ("qwen2", 2000, True, "bfloat16", False, 512),  # saved activations take most of the memory
         ("qwen2", 2000, True, "bfloat16", True, 512),
         ("qwen3", 2000, True, "float32", True, 256),
-        ("llama", 8000, False, "bfloat16", True, 128),  # the embedding and the last layer take most memory
+        ("llama", 8000, False, "bfloat16", True, 128),  # the embedding and the last layer take most of the memory
         ("llama", 8000, True, "float32", False, 128),
     ],
 )
@@ -129,7 +130,7 @@ def test_the_estimate_of_a_training_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A training step with two forward passes needs memory in addition to the parameters, gradients and moments. The
-    estimate of this additional memory is within 10 % of the memory that a real step needs."""
+    estimate of the additional memory differs by at most 10 % from the additional memory of a real step."""
     monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", {"cpu": 1 << 16, "cuda": 1 << 16})
     shape = AutoConfig.for_model(family, vocab_size=vocabulary, tie_word_embeddings=tied, **SMALL)
     AutoModelForCausalLM.from_config(shape, dtype=torch.float32).save_pretrained(tmp_path)
@@ -171,14 +172,15 @@ def test_the_plan_on_the_page(
     given = ["--config", "gsm8k", f"model_path={tmp_path}", *words, "--dry-run", "--gpus", str(gpus)]
     servers, text = plan_run(load([*given, "--gpu-memory", "64"]))
     assert all("sglang.launch_server" in server.command for server in servers)
-    shown = re.sub(r"(?m)^(?=process|rank|server|proxy)(.{34}).*", r"\1", text)  # leaves out the column of commands
-    print(shown)  # if the page is out of date, copy this text to the page
+    # The page shows the plan without the column of commands.
+    shown = re.sub(r"(?m)^(?=process|rank|server|proxy)(.{34}).*", r"\1", text)
+    print(shown)  # if docs/gpu.md is out of date, copy this text to the page
     assert shown in (ROOT / "docs/gpu.md").read_text()
 
 
 def test_the_heads_of_the_model_limit_the_gpus_of_a_server(tmp_path: Path) -> None:
-    """Qwen2.5-1.5B has 12 heads of queries and 2 heads of keys, so SGLang cannot use 3 or 8 GPUs for it. With 4 GPUs
-    each GPU has half of the keys and values: SGLang copies each of the 2 heads to 2 GPUs."""
+    """Qwen2.5-1.5B has 12 query heads and 2 key heads, so SGLang cannot use 3 or 8 GPUs for this model. With 4 GPUs,
+    SGLang copies each of the 2 key heads to 2 GPUs, so each GPU has half of the keys and values."""
     AutoConfig.for_model("qwen2", **QWEN).save_pretrained(tmp_path)
     given = ["--config", "gsm8k", f"model_path={tmp_path}", "--dry-run", "--gpus", "8"]
     for size in (3, 8):
@@ -190,8 +192,8 @@ def test_the_heads_of_the_model_limit_the_gpus_of_a_server(tmp_path: Path) -> No
 
 
 def test_the_plan_names_idle_gpus(tmp_path: Path) -> None:
-    """With 8 GPUs the recipe uses the first GPU and the last GPU. The plan names the idle GPUs, and the settings that
-    would put them to use."""
+    """With 8 GPUs, configs/gsm8k.yaml uses the first GPU and the last GPU. The plan names the idle GPUs, and the
+    settings that would use these GPUs."""
     AutoConfig.for_model("qwen2", **QWEN).save_pretrained(tmp_path)
     _, text = plan_run(load(["--config", "gsm8k", f"model_path={tmp_path}", "--dry-run", "--gpus", "8"]))
     says = "GPUs 1,2,3,4,5,6 are idle; to use them, raise server.count or torchrun --nproc-per-node"
@@ -199,8 +201,8 @@ def test_the_plan_names_idle_gpus(tmp_path: Path) -> None:
 
 
 def test_the_plan_counts_the_host_memory_of_offload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With actor.offload, host memory holds 16 bytes a parameter, and 12 more bytes a parameter while a checkpoint is
-    written. This machine runs 2 of the 4 ranks, so it needs half of this memory."""
+    """With actor.offload, the host needs 16 bytes of memory for each parameter, and 12 more bytes for each parameter
+    while a checkpoint is written. A machine that runs 2 of 4 ranks needs half of the memory that 4 ranks need."""
     AutoConfig.for_model("qwen2", **QWEN).save_pretrained(tmp_path)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setenv("WORLD_SIZE", "4")
@@ -211,8 +213,8 @@ def test_the_plan_counts_the_host_memory_of_offload(tmp_path: Path, monkeypatch:
 
 
 def test_a_released_server_is_counted_between_the_steps(tmp_path: Path) -> None:
-    """The plan of configs/gsm8k.yaml needs 47 GiB on one GPU. With server.release_memory 43 GiB suffice: the server has
-    its memory only between two steps, when the trainer has no activations."""
+    """The plan of configs/gsm8k.yaml needs 47 GiB on one GPU. With server.release_memory, 43 GiB are sufficient,
+    because the server has its memory only between two steps, when the trainer has no activations."""
     AutoConfig.for_model("qwen2", **QWEN).save_pretrained(tmp_path)
     given = ["--config", "gsm8k", f"model_path={tmp_path}", "--dry-run", "--gpus", "1", "--gpu-memory", "43"]
     with pytest.raises(ConfigError, match="about 47 GiB are needed"):

@@ -37,7 +37,7 @@ def limited(flag: str, files: int, command: list[str]) -> list[str]:
 
 @pytest.fixture
 def addresses(tiny_model_dir: Path) -> Iterator[tuple[str, str]]:
-    """The URLs of a small server and of its proxy, each started with a soft limit of 1,024 open files."""
+    """Yield the URLs of a small server and of its proxy. Both processes start with a soft limit of 1,024 open files."""
     ports = [free_port(), free_port()]
     server, proxy = (f"http://127.0.0.1:{port}" for port in ports)
     modules = ["inference.tiny.server"], ["proxy", "--server", server, "--admin-key", "secret"]
@@ -86,7 +86,8 @@ def test_2000_requests_in_flight_lose_none(addresses: tuple[str, str]) -> None:
 
 @pytest.fixture
 def logged(tiny_model_dir: Path, tmp_path: Path) -> Iterator[tuple[str, str, list[int], Path]]:
-    """A small server and its proxy: their URLs, their process ids, and the file with the log of both."""
+    """Start a small server and its proxy. Yield the URL of each process, the list of the process ids, and the file of
+    the common log."""
     log = tmp_path / "log"
     words = ["--model-path", str(tiny_model_dir)]
     with log.open("a") as out, ExitStack() as stack:
@@ -107,9 +108,10 @@ def wait_for(log: Path, words: str) -> None:
 
 @pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="prlimit is a call of Linux")
 def test_without_free_descriptors_no_call_is_lost(logged: tuple[str, str, list[int], Path]) -> None:
-    """First an attacker's connections use nearly all file descriptors of the server and of the proxy. Then the limit of
-    open files is lowered, so that the proxy has no free descriptor at all. In both cases the agents' calls wait, and
-    are all answered as soon as file descriptors are free again. The proxy does not count the server as lost."""
+    """First, the connections of an attacker use nearly all file descriptors of the server and of the proxy. Later, the
+    test lowers the proxy's limit of open files, so that the proxy has no free file descriptor. While file descriptors
+    are missing, the agents' calls wait. All calls are answered as soon as file descriptors are free again. The proxy
+    does not count the server as lost."""
     server, proxy, pids, log = logged
     admin = {"authorization": "Bearer secret"}
     body = {"task_id": "1", "grant": True}
@@ -136,7 +138,8 @@ def test_without_free_descriptors_no_call_is_lost(logged: tuple[str, str, list[i
 
         with httpx.Client(base_url=proxy, timeout=200) as client:
             assert client.get("/health").status_code == 200  # this connection stays open
-            # The proxy asks for 32 of the 128 answers at once, and has at most 10 idle connections to the server.
+            # The proxy requests 32 of the 128 answers at the same time, and keeps at most 10 idle connections to the
+            # server.
             resource.prlimit(pids[1], resource.RLIMIT_NOFILE, (12, limits[1][1]))
             path, messages = f"/{session}/v1/chat/completions", [{"role": "user", "content": "last"}]
             last = pool.submit(client.post, path, json={"messages": messages, "max_tokens": 4, "n": 128})

@@ -36,7 +36,7 @@ def gpus_of(gpus: int, ranks: int, *words: str) -> list[list[str]]:
 SGLANG = ["server.backend=sglang", "server.command=sglang"]  # the small server cannot use several GPUs
 
 
-# Which process gets which GPU
+# Assignment of GPUs to processes
 
 
 @pytest.mark.parametrize(
@@ -55,8 +55,8 @@ SGLANG = ["server.backend=sglang", "server.command=sglang"]  # the small server 
     ],
 )
 def test_gpus_are_split_or_shared(gpus: int, ranks: int, words: list[str], expected: list[list[str]]) -> None:
-    """Trainers get the first GPUs and servers get the last GPUs. If there are too few GPUs, trainers and servers
-    share them."""
+    """Trainers get the first GPUs and servers get the last GPUs. If there are too few GPUs, trainers and servers share
+    the GPUs."""
     assert gpus_of(gpus, ranks, *words) == expected
 
 
@@ -83,8 +83,8 @@ def test_the_small_server_refuses_several_gpus() -> None:
 
 
 def test_the_command_of_sglang() -> None:
-    """SGLang's command begins with run/leash.py and sets version 0 and a share of the memory. The user's arguments come
-    last in the command."""
+    """SGLang's command begins with run/leash.py and sets version 0 and a share of the GPU memory. The user's arguments
+    come last in the command."""
     given = ["server.backend=sglang", "server.command='PY -m it'", "server.args=[--tool-call-parser,qwen]"]
     [split] = plan_servers(config("DIR", *given), ["0", "1"], 1)
     text = " ".join(split.command)
@@ -108,10 +108,10 @@ def test_a_server_may_share_only_some_of_its_gpus() -> None:
 def test_a_server_that_releases_its_memory() -> None:
     """With server.release_memory, SGLang gets the option --enable-memory-saver.
 
-    server.release_memory is refused with rollout.pause_mode=in_place, because a paused server then keeps its KV cache.
-    server.release_memory is refused together with server.max_restarts, because a restarted server could need memory
-    that the trainer is using. If no server shares a GPU with the trainer, server.release_memory is refused, because
-    releasing memory would then only cost time.
+    The key server.release_memory is refused together with rollout.pause_mode=in_place, because a server that is paused
+    in this mode keeps its KV cache. The key server.release_memory is refused together with server.max_restarts, because
+    a restarted server could need memory that the trainer is using. If no server shares a GPU with the trainer, the key
+    is refused, because releasing memory would only cost time.
     """
     given = ["server.backend=sglang", "server.command=sglang", "server.release_memory=true"]
     [process] = plan_servers(config("DIR", *given), ["0"], 1)
@@ -124,8 +124,8 @@ def test_a_server_that_releases_its_memory() -> None:
 
 
 def test_sglang_on_a_gpu_computes_float32_logits() -> None:
-    """SGLang gets --enable-fp32-lm-head on a GPU, because the trainer computes float32 logits there. With
-    server.fp32_head=false, and on a CPU, SGLang does not get the option."""
+    """On a GPU, SGLang gets --enable-fp32-lm-head, because the trainer computes float32 logits on a GPU. With
+    server.fp32_head=false, and on a CPU, SGLang does not get --enable-fp32-lm-head."""
     given = ["server.backend=sglang", "server.command=sglang"]
     for gpus, words, has_flag in ((["0"], [], True), (["0"], ["server.fp32_head=false"], False), ([], [], False)):
         [process] = plan_servers(config("DIR", *given, *words), gpus, 1)
@@ -142,7 +142,7 @@ def test_the_recipe_for_ones_own_model_fits_gpus() -> None:
     assert own.actor.gradient_checkpointing
 
 
-# What is refused
+# Refused configurations
 
 
 def make_python(folder: Path, nccl: str) -> str:
@@ -180,8 +180,8 @@ SGLANG_WORDS = ("server.backend=sglang", "server.command='PY -m sglang.launch_se
 def test_a_mode_of_the_update_that_the_gpus_rule_out_is_refused(
     gpus: int, ranks: int, words: list[str], says: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The update mode distributed is refused if two processes share a GPU, because NCCL refuses this. The mode tensor
-    is refused if a server does not use rank 0's GPU. The error suggests an update mode that works."""
+    """The update mode distributed is refused if two processes share a GPU, because NCCL does not support shared GPUs.
+    The mode tensor is refused if a server does not use rank 0's GPU. The error suggests an update mode that works."""
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 5))
     names, given = [str(k) for k in range(gpus)], config("DIR", *SGLANG_WORDS[: 2 if gpus else 0], *words)
     given.server.command = given.server.command.replace("PY", make_python(tmp_path, "(2, 27, 5)"))
@@ -199,8 +199,9 @@ def test_a_mode_of_the_update_that_the_gpus_rule_out_is_refused(
     ],
 )
 def test_servers_elsewhere_need_the_address_of_the_trainer(server: str, words: list[str], works: bool) -> None:
-    """In the update mode distributed, a server on another machine connects to weight_update.address. For such a server,
-    the plan refuses a loopback address as weight_update.address, because the server would connect to itself."""
+    """In the update mode distributed, a server on another machine connects to weight_update.address. If a server is on
+    another machine, the plan refuses a loopback address as weight_update.address, because the server would connect to
+    itself."""
     given = config("DIR", "weight_update.mode=distributed", f"rollout.server_addrs=['{server}']", *words)
     refused = pytest.raises(ConfigError, match=r"10.0.0.5:30000 would connect to itself: set weight_update.address to")
     with nullcontext() if works else refused:
@@ -226,8 +227,8 @@ def test_servers_elsewhere_need_the_address_of_the_trainer(server: str, words: l
 )
 def test_the_plan_chooses_how_new_weights_are_sent(gpus: int, ranks: int, words: list[str], mode: str) -> None:
     """If every server uses the trainer's first GPU, the plan chooses mode tensor. If no server shares a GPU with the
-    trainer, the plan chooses mode distributed. In all other cases, and on a CPU, the plan chooses mode disk.
-    `check_update_mode` accepts every mode that the plan chooses."""
+    trainer, the plan chooses mode distributed. If the plan chooses neither mode tensor nor mode distributed, the plan
+    chooses mode disk, for example on a CPU. `check_update_mode` accepts every mode that the plan chooses."""
     names = [str(k) for k in range(gpus)]
     given = config("DIR", "dry_run=true", f"gpus={max(gpus, 1)}", "server.backend=sglang", *words)
     planned = plan_servers(given, names, ranks)
@@ -237,8 +238,8 @@ def test_the_plan_chooses_how_new_weights_are_sent(gpus: int, ranks: int, words:
 
 
 def test_another_version_of_nccl_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the server runs in another Python environment, and NCCL has another version there, the update mode distributed
-    is refused, and the mode disk is accepted."""
+    """If the server runs in another Python environment with another version of NCCL, the update mode distributed is
+    refused, and the mode disk is accepted."""
     python = make_python(tmp_path, "(2, 30, 1)")
     for version in ((2, 30, 1), (2, 27, 5)):
         monkeypatch.setattr(torch.cuda.nccl, "version", lambda version=version: version)
@@ -331,7 +332,8 @@ def test_a_server_of_another_kind_is_refused(routes: set[str], end: str, fits: b
 
 
 def test_too_little_memory_says_what_to_turn_down() -> None:
-    """If the memory is too small, the error message lists what to reduce. server.max_total_tokens comes first."""
+    """If the memory is too small, the error message lists what to reduce, and the key server.max_total_tokens comes
+    first."""
     needs = [(Planned("rank 0", [], ["0"]), 30.0), (Planned("server-0", [], ["0", "1"]), 20.0)]
     check_memory(needs, ["0", "1"], 50.0)
     with pytest.raises(

@@ -2,7 +2,7 @@
 and uses no token from weights that were lost.
 
 The first tests check single parts: metrics.jsonl, the group files, the position in the data, and the gate. Later tests
-kill real runs and start them again.
+kill real runs and start these runs again.
 """
 
 import json
@@ -52,7 +52,7 @@ def group(version: int, task_id: int = 0) -> dict[str, torch.Tensor]:
     return complete(row, task_id, version)
 
 
-# ---- the pieces
+# ---- single parts
 
 
 def test_the_lines_of_lost_steps_are_cut(tmp_path: Path) -> None:
@@ -211,8 +211,8 @@ def test_a_checkpoint_is_all_of_the_trainer(tiny_model_dir: Path, tmp_path: Path
     recovery.save(1, actor, Executor())
     recovery.wait()
     shutil.copytree(tmp_path / "recover" / "step00001", tmp_path / "recover" / "step00002")
-    (tmp_path / "recover" / "step00002" / "state.pickle").unlink()  # missing if a kill interrupts the write
-    (tmp_path / "recover" / "step00002" / "__9_0.distcp").touch()  # as if ten ranks had written the checkpoint
+    (tmp_path / "recover" / "step00002" / "state.pickle").unlink()  # a kill during the write leaves no such file
+    (tmp_path / "recover" / "step00002" / "__9_0.distcp").touch()  # a file of rank 9, as in a checkpoint of ten ranks
     own = {"stepping", "step00001-before-I-changed-lr", "step00000"}  # two folders of a user, and an older checkpoint
     for name in own:
         (tmp_path / "recover" / name).mkdir()
@@ -236,7 +236,7 @@ def test_a_checkpoint_is_all_of_the_trainer(tiny_model_dir: Path, tmp_path: Path
 
 
 class NoRollouts:
-    """A stand-in for the executor whose state a checkpoint contains; it has no open groups."""
+    """A stand-in for the executor, whose state has no open groups."""
 
     def state_dict(self):
         return {"open": {}, "next_id": 0}
@@ -250,8 +250,8 @@ def flat(state: Any) -> list[torch.Tensor]:
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(tiny_model_dir: Path, tmp_path: Path, monkeypatch) -> None:
-    """A checkpoint has the weights, the moments and the random state of its own step, even if its files are written
-    only after the next training step.
+    """A checkpoint has the weights, the moments and the random state of its own step. The files of the checkpoint may
+    be written after the next training step.
 
     Until all files of a checkpoint are written, the previous checkpoint counts as the newest one. If the write of a
     checkpoint fails, Recovery.close raises the error, and the previous checkpoint stays valid.
@@ -301,8 +301,8 @@ def test_training_goes_on_while_a_checkpoint_is_written(tiny_model_dir: Path, tm
 
 
 def test_the_saver_keeps_the_newest_of_its_own(tmp_path: Path) -> None:
-    """save_model keeps the newest `keep` checkpoints and deletes checkpoints of lost steps. save_model does not delete
-    folders with other names."""
+    """save_model keeps the newest `keep` checkpoints and deletes checkpoints of lost steps. Folders with other names
+    are not deleted."""
 
     class Actor:
         rank = 0
@@ -319,7 +319,8 @@ def test_the_saver_keeps_the_newest_of_its_own(tmp_path: Path) -> None:
 
 def test_the_best_model_by_evaluation_stays(tmp_path: Path) -> None:
     """In addition to the newest model, save_model keeps the saved model with the best evaluation. A step without a
-    saved model does not count. If two saved models have equal evaluations, the newer model is the best."""
+    saved model cannot be the best step. If two saved models have equal evaluations, the newer model counts as the
+    best."""
 
     class Actor:
         rank = 0
@@ -335,9 +336,9 @@ def test_the_best_model_by_evaluation_stays(tmp_path: Path) -> None:
 
 
 def test_only_the_files_of_the_newest_steps_stay(tmp_path: Path) -> None:
-    """`discard` deletes the token files of old steps, and the conversations on which no later step can train. Example:
-    if the files of the steps up to 3 are discarded and eta is 1, the conversations of the versions 2 and 3 stay,
-    because step 4 may train on them."""
+    """`discard` deletes the token files of old steps, and the conversations on which no later step can train. For
+    example, with eta = 1 step 4 may train on the conversations of the versions 2 and 3. These conversations stay when
+    the files of the steps up to 3 are discarded."""
     for step in range(1, 6):
         folder = tmp_path / "rollout" / str(step - 1)
         folder.mkdir(parents=True)
@@ -495,8 +496,8 @@ os._exit(0)
 def test_half_an_update_stays_half_where_a_run_fails_before_its_first_step(
     tmp_path: Path, start_tiny_server, tiny_model_dir: Path
 ) -> None:
-    """In this test, a run uses a server whose last weight update is incomplete, and fails before its first step.
-    Afterwards the server still has a version label that no engine accepts."""
+    """In this test, a run uses a server whose last weight update is incomplete, and fails before its first step. After
+    the failure, the server still has a version label that no engine accepts."""
     url = start_tiny_server("--model-path", str(tiny_model_dir), "--weight-version", "3")
     httpx.post(f"{url}/update_weight_version", json={"new_version": "4-incomplete"})
     words = command(tmp_path, f"model_path={tiny_model_dir}", f"rollout.server_addrs=[{url}]")
@@ -532,7 +533,7 @@ def test_recover_off_does_not_touch_a_run(tmp_path: Path) -> None:
     """With recover=off a run writes no checkpoint for recovery, and cannot be started again with the same name."""
     finish(tmp_path, "max_steps=1", "recover=off")
     assert not (tmp_path / "e/t/recover").exists()
-    for mode in ("off", "auto"):  # recover=auto also does not overwrite this run
+    for mode in ("off", "auto"):  # even recover=auto does not overwrite the run
         again = command(tmp_path, "max_steps=1", f"recover={mode}")
         done = subprocess.run(again, cwd=ROOT, capture_output=True, text=True, timeout=100)
         assert done.returncode == 2
@@ -565,7 +566,7 @@ def test_a_trace_goes_on(tmp_path: Path, cut: int) -> None:
         whole = path.read_bytes()
         events = json.loads(whole)
         path.write_bytes(whole[: len(whole) - cut])
-    assert len(events) >= 5  # the second process adds three records; a cut record of the first process is gone
+    assert len(events) >= 5  # the second process adds 3 records; the first process may lose a cut record
 
 
 def test_agents_are_evaluated_on_any_endpoint(tmp_path: Path, proxy: ProxyAddress) -> None:
@@ -590,8 +591,8 @@ def test_evaluation_has_a_workflow_of_its_own(tiny_model_dir: Path) -> None:
 
 
 def test_a_workflow_that_sends_its_own_requests_is_evaluated_with_other_sampling(tiny_model_dir: Path) -> None:
-    """A RolloutWorkflow sends its own requests to the server. In an evaluation, such a workflow uses the sampling
-    parameters that are set in eval_gconfig, and takes all others from gconfig."""
+    """A RolloutWorkflow sends its own requests to the server. In an evaluation, a RolloutWorkflow uses the sampling
+    parameters that are set in eval_gconfig, and takes all other parameters from gconfig."""
     words = ["--config", "configs/maze.yaml", f"model_path={tiny_model_dir}", "evaluator.interval=1"]
     inputs = load_inputs(load([*words, "gconfig.temperature=0.9", "eval_gconfig.greedy=true", "eval_gconfig.top_k=3"]))
     trained, evaluated = inputs.workflow.gconfig, inputs.evaluated.gconfig

@@ -34,7 +34,7 @@ CODE = {"revision": "r", "torch": "t", "ranks": 1}
 
 
 def call(name: str, spans: list[Any], prompt: list[int] = PROMPT, **more: Any) -> dict[str, Any]:
-    """Return the line that a schedule has for a call."""
+    """Return a schedule's line for a call."""
     return {"call": name, "prompt": digest(prompt), "spans": spans, **more}
 
 
@@ -48,7 +48,8 @@ def write(path: Path, *facts: dict[str, Any]) -> Path:
 
 
 def test_a_call_is_recorded_as_spans() -> None:
-    """A completion has one span for each version. The hash of a span covers all tokens up to the end of the span."""
+    """A schedule records a completion as one span for each version of its tokens. The hash of a span covers all tokens
+    up to the end of the span."""
     response = ModelResponse(PROMPT, [7, 8, 9], [-1.0] * 3, [2, 2, 3], "length")
     assert spans_of(response) == [[2, 2, digest([7, 8])], [3, 3, digest([7, 8, 9])]]
     assert digest([7, 8]) != digest([7, 9])
@@ -67,13 +68,13 @@ def test_a_restart_cancels_what_was_lost(tmp_path: Path) -> None:
     assert schedule.starts == {0: 0, 1: 0, 2: 0, 3: 1}
     assert schedule.calls[3] == {"3-0.0": call("3-0.0", [[1, 4, "t"]])}
     assert schedule.runs == [CODE, CODE]
-    schedule.cut(1)  # what a replay that ends after step 1 does
+    schedule.cut(1)  # a replay that ends after step 1 also calls `cut(1)`
     assert schedule.steps == {0: [0]}
 
 
 def test_an_incomplete_line_is_read_later(tmp_path: Path) -> None:
-    """If the last line is incomplete, a later call of `read` reads this line once it is complete. No line is read
-    twice."""
+    """The method `read` skips an incomplete last line. When the line is complete, a later call of `read` reads the
+    line. No line is read twice."""
     path = write(tmp_path / FILE, {"consume": 4, "version": 0})
     with path.open("ab", buffering=0) as file:
         file.write(b'{"consume":5,"ver')
@@ -100,7 +101,8 @@ def test_a_continued_run_cuts_an_incomplete_line(tmp_path: Path, cut: int) -> No
 
 
 class Servers:
-    """Servers whose token at position p has id 10 * version + p, and which stop only at max_new_tokens."""
+    """Simulated servers. The token at position p has the id 10 * version + p, and a completion ends only at
+    max_new_tokens."""
 
     def __init__(self) -> None:
         self.version, self.asked = 0, list[tuple[int, int]]()  # (version, number of tokens) of each request
@@ -117,8 +119,8 @@ class Servers:
 
 @pytest.fixture
 def follow(tmp_path: Path) -> Callable[..., tuple[ScheduledEngine, Servers]]:
-    """Return a function follow(*facts), which returns an engine that follows a schedule with these facts, and the
-    engine's servers."""
+    """Return a function that makes an engine and its servers. The engine follows a schedule with the facts that the
+    function gets."""
 
     def make(*facts: dict[str, Any]) -> tuple[ScheduledEngine, Servers]:
         write(tmp_path / FILE, {"start": 7, "version": 0}, *facts)
@@ -170,8 +172,8 @@ async def test_after_other_tokens_a_task_is_free(follow: Any) -> None:
 @pytest.mark.anyio
 @pytest.mark.parametrize(("name", "ids"), [("7-0.0", [5, 7]), ("7-0.1", PROMPT)])
 async def test_another_call_is_refused_and_recorded(follow: Any, name: str, ids: list[int]) -> None:
-    """A replay refuses a call with status 400 if its prompt differs from the recorded prompt, or if the recorded run
-    did not make the call."""
+    """A replay refuses a call with status 400 if the call's prompt differs from the recorded prompt, or if the recorded
+    run did not make the call."""
     engine, servers = follow(RECORDED)
     with pytest.raises(EngineError, match=name) as refused:
         await engine.agenerate(request(name, ids))
@@ -202,7 +204,8 @@ async def test_only_training_is_recorded(follow: Any, name: str) -> None:
 
 @pytest.mark.anyio
 async def test_a_task_without_a_group_is_recorded(follow: Any) -> None:
-    """If a prompt has only one episode, the names of its calls contain no member number: "7.0" is call 0 of task 7."""
+    """If a prompt has only one episode, the names of its calls contain no member number. For example, "7.0" is call 0
+    of task 7."""
     engine, _ = follow(call("7.0", [], failed=503))
     with pytest.raises(EngineError):
         await engine.agenerate(request("7.0"))
@@ -223,8 +226,8 @@ def executor(tmp_path: Path, *own: dict[str, Any]) -> ReplayExecutor:
 
 
 def test_a_version_is_over_when_its_tokens_are_there(tmp_path: Path) -> None:
-    """`missing_calls` lists a call as long as it lacks recorded tokens of the given version or of an older version.
-    Missing tokens of later versions do not count."""
+    """`missing_calls` lists a call as long as the call lacks recorded tokens of the given version or of an older
+    version. Missing tokens of later versions do not count."""
     assert executor(tmp_path).missing_calls(7, 0) == ["7-0.0"]
     half = executor(tmp_path, call("7-0.0", RECORDED["spans"][:1]))
     assert (half.missing_calls(7, 0), half.missing_calls(7, 1)) == ([], ["7-0.0"])
@@ -300,9 +303,9 @@ def hash_of(run: Path, step: int) -> str:
 
 @pytest.mark.runs
 def test_a_run_with_everything_is_repeated_bit_by_bit(tmp_path: Path) -> None:
-    """A run with eta = 4 has interrupted completions and rejected groups, is killed in the middle of a line of the
-    schedule, and continues. The replay of this run is not restarted, and makes the same models. A replay with
-    --replay-until ends earlier and starts no group of a later step. A replay with another configuration is refused."""
+    """The recorded run has eta = 4, interrupted completions and rejected groups. The recorded run is killed, loses the
+    end of its schedule, and continues. The replay makes the same models without a restart. A replay with --replay-until
+    ends earlier and starts no group of a later step. A replay with another configuration is refused."""
     words = [*MAZE, "trial_name=t", "max_steps=12", "recover_interval=5", "saver.interval=6"]
     words += ["should_accept_fn=walkers.has_signal"]
     assert train(tmp_path, *words, dies_at="step 8 ").returncode == -signal.SIGKILL

@@ -43,8 +43,8 @@ def turn(prompt: list[int], output: list[int], versions: list[int], *said: str) 
 
 
 def make_batch() -> dict[str, torch.Tensor]:
-    """Return the batch of step 5, which trains at version 4. Group 7 is a conversation with a branch, and the two rows
-    of group 8 have equal rewards."""
+    """Return the batch of step 5, which trains the policy of version 4. Group 7 is a conversation with a branch, and
+    the two rows of group 8 have equal rewards."""
     tree = InteractionCache()
     tree.enter("a", turn([1, 2], [3, 5], [2, 3], "q", "a"))  # a weight update took place between tokens 3 and 5
     tree.enter("b", turn([1, 2, 3, 5, 1], [6, 7], [3, 3], "q", "a", "more", "b"))
@@ -63,7 +63,7 @@ def make_batch() -> dict[str, torch.Tensor]:
     config.adv_norm.std_level, config.adv_norm.per_turn = "none", True
     batch["prox_logp"] = batch["logprobs"] + 0.1 * trained
     batch["theta_logp"] = batch["prox_logp"].clone()
-    batch["theta_logp"][0, 5] += 1.0  # token 6: log u = 1 and A > 0, so the clip changes the objective
+    batch["theta_logp"][0, 5] += 1.0  # token 6: log(pi_theta / pi_prox) = 1 and A > 0, so the clip acts on the token
     batch["prox_logp"][1, 5] += 3.0  # token 8: pi_prox / pi_behav is above the cap
     batch["advantages"] = compute_advantages(batch, config)
     return batch
@@ -71,8 +71,8 @@ def make_batch() -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The folder of a run with three lines of metrics. In tokens/, the files of the steps 5 to 7 all hold the same
-    batch."""
+    """Return the folder of a run with three lines of metrics. In tokens/, the files of the steps 5 to 7 all contain the
+    same batch."""
     words = [f"fileroot={tmp_path}", "experiment_name=e", "trial_name=t", "logger.live=false", "max_steps=3"]
     config = load(
         [*words, "actor.eps_clip_higher=0.2", "rollout.openai.turn_discount=0.5", "rollout.max_head_offpolicyness=2"]
@@ -190,7 +190,7 @@ def test_the_doctors_warnings_are_on_the_page(folder: Path) -> None:
 
 def test_a_page_is_small(folder: Path) -> None:
     """A page has at most MAX_TOKENS tokens, even for a run with many long rows. The page has the rewards of all groups,
-    even of groups whose tokens it leaves out."""
+    even of groups whose tokens are not on the page."""
     batch = make_batch()
     wide = {key: x.repeat(500, *[1] * (x.dim() - 1)) for key, x in batch.items()}
     wide["task_ids"] = torch.arange(len(wide["task_ids"])).int() // 20
@@ -266,7 +266,7 @@ def test_a_run_that_failed_says_why(tmp_path: Path) -> None:
     assert read_page(make_page([tmp_path]))[0]["timeline"]["end"] == "ValueError('no')"
 
 
-# ---------------------------------------------------------------- the files of a run
+# ---------------------------------------------------------------- run files
 
 
 def test_the_curves_are_the_metrics(folder: Path) -> None:
@@ -282,8 +282,8 @@ def test_the_curves_are_the_metrics(folder: Path) -> None:
 
 @pytest.mark.parametrize("gone", ["config.yaml", "metrics.jsonl", "trace.json", "tokens", "cut"])
 def test_a_crashed_run_has_a_report(folder: Path, gone: str) -> None:
-    """A report is written even if one of the run's files is missing, or if a kill has cut off the ends of the metrics,
-    the trace and a batch."""
+    """A report is written even if one of the run's files is missing. A report is also written if a kill has cut off the
+    ends of the metrics, the trace and a batch."""
     if gone == "cut":
         for path in (folder / "metrics.jsonl", folder / "trace.json", folder / "tokens" / "00005.safetensors"):
             path.write_bytes(path.read_bytes()[:-40])
@@ -323,12 +323,12 @@ def test_two_runs_are_on_one_page(folder: Path, tmp_path: Path, capsys: pytest.C
 
 
 def test_a_report_that_fails_ends_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """If a run cannot write its report, it prints one line and continues."""
+    """If a run cannot write its report, the run prints one line and continues."""
     assert write_report(tmp_path) is None
     assert capsys.readouterr().err.count("\n") == 1
 
 
-# ---------------------------------------------------------------- in a browser
+# ---------------------------------------------------------------- browser
 
 
 def draw(path: Path, tmp_path: Path, script: str = "") -> str:

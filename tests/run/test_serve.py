@@ -1,5 +1,5 @@
-"""A server closes a connection if a request header is too long or incomplete for too long, or if the client sends a
-request before the previous request is answered."""
+"""A server closes a connection if a request header is too long or arrives too slowly. A server also closes a connection
+if the client sends a request before the previous request is answered."""
 
 import http.client
 import itertools
@@ -45,8 +45,8 @@ Connect = Callable[[], socket.socket]
 
 @pytest.fixture
 def connect(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Connect]:
-    """A function that connects to a server process. The test's parameter is the time limit in seconds within which a
-    request header must arrive."""
+    """Yield a function that connects to a server process. The test's parameter is the time limit in seconds within
+    which a request header must arrive."""
     command = [sys.executable, "-c", SERVER, str(request.param)]
     with (tmp_path / "log").open("w") as log:
         pipe = subprocess.PIPE
@@ -122,7 +122,8 @@ def test_malformed_requests_get_few_lines_in_the_log(connect: Connect, tmp_path:
 @pytest.mark.parametrize("connect", [60], indirect=True)
 def test_a_request_that_does_not_wait_for_the_answer_ends_the_connection(connect: Connect) -> None:
     """In this test a client sends a second request before the first request is answered. The server refuses the second
-    request and closes the connection, and the handler of the first request is told that the client has disconnected."""
+    request and closes the connection. The handler of the first request gets the message that the client has
+    disconnected."""
     with connect() as connection, connect() as other:
         connection.sendall(b"GET /wait HTTP/1.1\r\nHost: x\r\n\r\n" * 2)
         assert read_until(connection, b"nothing").startswith(b"HTTP/1.1 400 ")

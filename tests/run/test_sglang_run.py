@@ -1,9 +1,9 @@
-"""Training runs on a CPU with the real SGLang as inference server. `make test-sglang` runs these tests.
+"""In these tests, training runs on a CPU with the real SGLang as inference server. `make test-sglang` runs these tests.
 
 The task is the maze (tasks/maze.py), because its answers are long enough to be interrupted by weight updates. SGLang
-computes in bfloat16 and the trainer in float32, so the two compute different logprobs, as they do on a GPU. For each
-token, the logprobs of SGLang and of the trainer must differ by less than MISMATCH nats. The largest difference that was
-measured for 200,000 tokens is 0.07 nats.
+computes in bfloat16 and the trainer computes in float32. The logprobs of SGLang and of the trainer therefore differ, as
+on a GPU. For each token, the logprobs of SGLang and of the trainer must differ by less than MISMATCH nats. The largest
+difference that was measured for 200,000 tokens is 0.07 nats.
 """
 
 import json
@@ -35,8 +35,8 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def sglang(model_dir: Path) -> Iterator[str]:
-    """The URL of an SGLang server with the maze's base model. After a run the server still has the weights of the run's
-    last step."""
+    """Yield the URL of an SGLang server with the maze's base model. After a run the server still has the weights of the
+    run's last step."""
     sizes = ("--dtype", "bfloat16", "--max-total-tokens", "32768", "--max-running-requests", "32")
     with run_sglang(model_dir, model_dir.parent / "sglang.log", *sizes) as url:
         yield url
@@ -113,7 +113,7 @@ def test_two_ranks_of_torchrun_launch_sglang(tiny_model_dir: Path, tmp_path: Pat
 def test_the_gsm8k_recipe_launches_its_own_sglang(tiny_model_dir: Path, tmp_path: Path) -> None:
     """train.py starts SGLang, trains, and ends every process that it started.
 
-    With --dry-run the command only prints the processes that it would start.
+    With --dry-run, train.py only prints the processes that it would start.
     """
     words = recipe(tiny_model_dir)
     whole = command(tmp_path, *words)
@@ -145,8 +145,9 @@ print("CUMEM", os.environ["NCCL_CUMEM_ENABLE"])
 
 @pytest.mark.parametrize(("inherited", "value"), [({}, "0"), ({"NCCL_CUMEM_ENABLE": "1"}, "1")])
 def test_sglang_configures_nccl_like_the_trainer(model_dir: Path, inherited: dict[str, str], value: str) -> None:
-    """If the environment does not set NCCL_CUMEM_ENABLE, SGLang sets it to 0. The trainer (training/ranks.py) does the
-    same. If SGLang and the trainer have different values, the NCCL group of the update mode distributed may hang."""
+    """If the environment does not set NCCL_CUMEM_ENABLE, SGLang sets it to 0. The trainer (training/ranks.py) also uses
+    0 as the default. If SGLang and the trainer have different values, the NCCL group of the update mode distributed may
+    hang."""
     here = {name: text for name, text in os.environ.items() if name != "NCCL_CUMEM_ENABLE"}
     here |= {"PYTHONPATH": str(ROOT / "tests/sglang_cpu"), **inherited}
     shown = [SGLANG, "-c", ENVIRONMENT, str(model_dir)]

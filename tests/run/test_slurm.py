@@ -1,6 +1,7 @@
 """Tests of examples/slurm/train.sbatch. Fake `srun` and `scontrol` commands run the whole job on this machine.
 
-The two nodes are 127.0.0.1 and localhost. The server is inference/tiny/server.py, and the trainer trains a tiny model.
+The two nodes of the job are 127.0.0.1 and localhost. The inference server is inference/tiny/server.py, and the trainer
+trains a tiny model.
 """
 
 import json
@@ -105,10 +106,11 @@ http.server.HTTPServer(("127.0.0.1", port), Answers).serve_forever()
 def test_steps_get_their_gpus_and_cores_and_a_job_near_its_end_is_requeued(
     cluster: dict[str, str], tmp_path: Path
 ) -> None:
-    """Each server sees only its own GPU and its share of the cores, although srun makes all GPUs of the node visible.
+    """Each server can use only its own GPU and its share of the cores, although srun makes all GPUs of the node
+    visible.
 
-    When Slurm sends the signal USR1 before the job's time limit, the script ends the run and requeues the job. The
-    requeued job uses the same run name as before.
+    When Slurm sends the signal USR1 before the job's time limit, the job script ends the run and requeues the job. The
+    requeued job uses the run name of the first job.
     """
     (tmp_path / "server.py").write_text(SERVER)
     (tmp_path / "torchrun").write_text('#!/bin/sh\necho "trainer with cores $CORES: $*"\nexec sleep 1000\n')
@@ -137,9 +139,9 @@ def test_steps_get_their_gpus_and_cores_and_a_job_near_its_end_is_requeued(
 
 @pytest.mark.parametrize("file", ["examples/slurm/train.sbatch", "docs/cluster.md"])
 def test_servers_of_a_cluster_get_the_options_of_train_py(file: str) -> None:
-    """The commands that start SGLang on a cluster have the same options as the command with which train.py starts
-    SGLang on a separate GPU. Only the option --max-total-tokens may differ, because a server on a cluster shares its
-    GPU with no other process."""
+    """The commands for a cluster start SGLang with the same options --enable-fp32-lm-head, --max-running-requests and
+    --mem-fraction-static as train.py. The option --max-total-tokens may differ, because a server on a cluster shares
+    its GPU with no other process."""
     given = ["--config", "configs/gsm8k.yaml", "model_path=DIR", "server.backend=sglang", "server.command=sglang"]
     [server] = plan_servers(load(given), ["0", "1"], 1)
     own = " ".join(server.command)
@@ -168,7 +170,7 @@ def test_a_server_that_cannot_start_ends_the_job(cluster: dict[str, str]) -> Non
 
 
 def test_a_cancelled_job_leaves_nothing(cluster: dict[str, str], tmp_path: Path) -> None:
-    """If a job is cancelled during the start of a server, the script ends the server and exits."""
+    """If a job is cancelled during the start of a server, the job script ends the server and exits."""
     (tmp_path / "bin" / "srun").write_text("#!/bin/bash\nexec sleep 1000\n")
     job = subprocess.Popen([str(SCRIPT), *RECIPE], cwd=ROOT, env=cluster, stderr=subprocess.DEVNULL)
     while "sleep 1000" not in (found := children(job.pid)):

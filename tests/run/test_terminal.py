@@ -1,5 +1,5 @@
-"""Tests of what a user sees before the first training step: a first message, a clock on a terminal, and nothing with
---quiet."""
+"""Tests of run/terminal.py. Before the first training step, a terminal shows a first message and a clock. With --quiet,
+a terminal shows neither."""
 
 import io
 import os
@@ -30,7 +30,8 @@ print("the results " * 10, flush=True)
 
 
 def on_a_terminal(*words: str) -> str:
-    """Return what a terminal receives from a process that prints the first message, shows a table and ends."""
+    """Return the characters that a terminal receives from a process that prints the first message, shows a table and
+    ends."""
     child, terminal = pty.fork()
     if child == 0:
         os.chdir(ROOT)
@@ -85,11 +86,11 @@ def test_a_refresh_and_a_print_leave_both_on_the_screen() -> None:
 
     class Line:
         def __rich_console__(self, *_: Any) -> Iterator[str]:
-            # At this moment rich has already computed how many lines of the table the printed line replaces.
+            # When this method runs, rich has already computed how many lines of the table the printed line replaces.
             rows.append("row 2")
             refreshes.append(Thread(target=table.refresh))
             refreshes[0].start()
-            refreshes[0].join(0.3)  # without a lock, the refresh would be over by now
+            refreshes[0].join(0.3)  # without a lock, the refresh would end within 0.3 s
             yield "a printed line"
 
     with terminal.show(lambda: "\n".join(rows)) as table:
@@ -118,8 +119,8 @@ def test_quiet_starts_without_a_word() -> None:
 def test_a_ready_part_names_the_time_of_the_clock(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The line about a ready server states the seconds since the start of train.py, as the clock does. The seconds in
-    this line include the time for imports."""
+    """The line about a ready server states the seconds since the start of train.py, as the clock does. The seconds
+    include the time for imports."""
     from run import start
 
     monkeypatch.setattr(start, "BEGIN", start.time.monotonic() - 100)
