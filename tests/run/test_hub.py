@@ -92,6 +92,7 @@ def plan(tmp_path: Path, environment: dict[str, str], *words: str) -> subprocess
     return subprocess.run(whole, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
 
 
+@pytest.mark.runs
 def test_a_model_of_the_hub_is_fetched_once(hub: Hub, tmp_path: Path) -> None:
     """The first run fetches the model into HF_HOME and shows the progress of the download. A second run in offline mode
     fetches nothing."""

@@ -50,6 +50,7 @@ def addresses(tiny_model_dir: Path) -> Iterator[tuple[str, str]]:
         yield server, proxy
 
 
+@pytest.mark.runs
 def test_2000_requests_in_flight_lose_none(addresses: tuple[str, str]) -> None:
     """2,000 calls of agents wait in the proxy and in the server at the same time, and every call gets an answer."""
     server, proxy = addresses
