@@ -11,11 +11,11 @@ prefix: the messages on the path from the first node to this node. The first nod
 finished interaction belongs to the node that stands for its messages and its output. To find the parent of a new
 interaction, the cache follows the interaction's messages through the tree, starting at the first node. The parent of
 the new interaction is the last finished interaction on the path of its messages. An interaction without a parent is a
-root. Clients may change the order of JSON keys and the white space in a message, so messages with the same meaning
-count as one edge (calls/messages.py, `canonical`).
+root. A client may change the order of JSON keys or the white space when it sends a message a second time. The tree
+therefore has one edge for all messages with the same meaning (calls/messages.py, `canonical`).
 
-Most calls continue the call that finished last. If a request begins with the whole conversation of the last finished
-call, the cache follows only the messages after this conversation.
+Most calls continue the call that finished last. If a request repeats the messages and the output of that call, the
+cache starts at the node of that call, and follows only the new messages.
 
 Rewards. The cache computes the final reward R of every turn i, first for the leaves and last for the roots:
 

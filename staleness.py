@@ -26,7 +26,7 @@ younger groups before a slow group. In an example with eta = 1 and B = 2, a slow
   (eta + s + 1) * B, because the gate counted this group and every group before it. If an earlier group is rejected, p
   becomes smaller. Step ceil(p / B) consumes group p at version ceil(p / B) - 1, which is at most eta + s. No token of
   group p is older than version s, so the age of group p is at most eta.
-- **mask** consumes the groups that finished first, and leaves tokens whose lag is above eta out of the loss. The first
+- **mask** consumes the groups that finished first. The loss excludes tokens whose lag is above eta. The first
   tokens of long answers are masked most often, because they are the oldest. With mask, no step waits for a slow group.
   A group is dropped if all its tokens are too old, for example because several weight updates happened while its reward
   was computed. *Proof:* number the accepted groups in order of finish. A group that finishes at version s gets a number

@@ -77,7 +77,7 @@ class Session:
     running: set[Any] = field(default_factory=set)  # turns (turn.py) that are being generated
     turns: dict[bytes, list[Any]] = field(default_factory=dict)  # hash of a request's body -> turns with this body
     ended: bool = False  # whether the session has ended and refuses new calls
-    beginning: asyncio.Lock = field(default_factory=asyncio.Lock)  # lock of a request that finds or starts a turn
+    beginning: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while a request finds or starts a turn
 
     @property
     def rewarded_count(self) -> int:

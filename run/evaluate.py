@@ -123,7 +123,7 @@ def evaluate_run(run: Run) -> None:
         statistics = evaluate_endpoint(run.config, run.inputs)
     else:
         _, executor = start_rollout(run, start_processes(run))
-        statistics = evaluate(executor, run.inputs)  # never None, because mode=eval restarts no server
+        statistics = evaluate(executor, run.inputs)
     (run.config.run_dir / "eval.json").write_text(json.dumps(statistics))
     if statistics["eval_episodes"] == statistics["eval_rejected"]:
         raise RuntimeError("no episode of the evaluation has a reward: look for logged failures, or return a reward")
