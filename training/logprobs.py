@@ -106,7 +106,7 @@ def chunk_gradient(
 
 @cache
 def fuse(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function`, compiled so that its pointwise operations read and write a chunk's logits less often."""
+    """Return `function` compiled. The compiled pointwise operations read and write a chunk's logits less often."""
     return torch.compile(function, dynamic=True)
 
 
@@ -144,7 +144,7 @@ class TokenLogprobs(torch.autograd.Function):
 
             # d loss / d W = sum over tokens of (d loss / d z) h^T / tau
             grad_weight += grad_z.t() @ hidden[part]  # (V, c) @ (c, D) -> (V, D)
-            del grad_z  # free this chunk's matrices before the next chunk needs memory.
+            del grad_z  # free this matrix before the next chunk needs memory
         # PyTorch expects one gradient for each argument of forward. All arguments except hidden and weight get None.
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
 
@@ -154,12 +154,12 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Return the log-probabilities (N,) of N tokens and the entropies (N,) of their distributions, in nats.
 
-        hidden        (N, D)  the hidden state from which the model predicts each token
-        weight        (V, D)  the matrix of the last layer
-        ids           (N,)    the tokens that were sampled
-        temperatures  (N,)    float32, the temperature at which each token was sampled
-        chunk                 the number of tokens in a chunk; default: CHUNK_ELEMENTS logits
-        compiled              whether torch.compile fuses the pointwise operations of a chunk
+        `hidden`        (N, D)  the hidden state from which the model predicts each token.
+        `weight`        (V, D)  the matrix of the last layer.
+        `ids`           (N,)    the tokens that were sampled.
+        `temperatures`  (N,)    float32, the temperature at which each token was sampled.
+        `chunk`                 the number of tokens in a chunk. By default a chunk has at most CHUNK_ELEMENTS logits.
+        `compiled`              whether torch.compile fuses the pointwise operations of a chunk.
 
     Both results are float32. Gradients flow to `hidden` and `weight`.
     """

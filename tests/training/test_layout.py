@@ -154,9 +154,9 @@ def test_one_kernel_computes_what_the_sequences_alone_give(calls: list[int], gro
 
 
 def test_an_actor_trains_through_the_kernel(gpu_kernel: None, calls: list[int], make_actor: Any) -> None:
-    """With packed rows, every layer of every pass calls the kernel once. Padded rows give the same log-probabilities
-    and gradients up to the rounding of bfloat16. The test bounds the relative error of the whole vector, because the
-    largest error of a single number depends on the CPU."""
+    """With packed rows, every layer of every pass calls the kernel once. Packed and padded rows give the same
+    log-probabilities and gradients up to the rounding of bfloat16. The test bounds the relative error of the whole
+    vector, because the largest error of a single number depends on the CPU."""
     found = {}
     for name in ("packed", "padded"):
         actor = make_actor(layout=name, gradient_checkpointing=True)
@@ -166,7 +166,7 @@ def test_an_actor_trains_through_the_kernel(gpu_kernel: None, calls: list[int], 
         found[name] = batch["prox_logp"], gradients(actor.model)
         if name == "packed":
             layers = actor.model.config.num_hidden_layers
-            # Each layer runs three times: for log pi_prox, for pi_theta, and again in the backward pass.
+            # Each layer runs three times: for log pi_prox, for log pi_theta, and once more in the backward pass.
             assert len(calls) == 3 * passes * layers
             assert sum(calls) == 3 * layers * 8
             calls.clear()

@@ -39,7 +39,8 @@ ON_A_CPU = {
 
 
 def test_the_table_on_the_page() -> None:
-    """docs/gpu.md shows the roofline of the recipe gsm8k on one H100, and says that it is no measurement."""
+    """docs/gpu.md shows the roofline of the recipe gsm8k on one H100, and says that the roofline is not a
+    measurement."""
     peak, bandwidth = roofline.DEVICES["h100"]
     text = roofline.describe(roofline.SHAPES["1.5b"], roofline.Work(), 1e12 * peak, 1e9 * bandwidth)
     page = (ROOT / "docs/gpu.md").read_text()
