@@ -3,35 +3,30 @@
 In asynchronous training, the weights that are trained are newer than the weights that sampled the training data. Three
 policies give a log-probability to every sampled token:
 
-    `pi_behav`   the behaviour policy: the weights that sampled the token. The inference server reports the
-                 log-probability under pi_behav. A weight update may interrupt a completion, so each token has its own
-                 version of pi_behav.
-    `pi_prox`    the proximal policy: the weights at the start of the training step. Computing the log-probability under
-                 pi_prox needs one more forward pass.
+    `pi_behav`   the behaviour policy: the weights that sampled the token. A weight update may interrupt a completion,
+                 so each token has its own version of pi_behav. The inference server reports log pi_behav.
+    `pi_prox`    the proximal policy: the weights at the start of the training step. log pi_prox needs a forward pass.
     `pi_theta`   the current policy: the weights that the optimizer is changing. Only pi_theta receives a gradient.
 
 Standard PPO uses one old policy for two purposes. First, the ratio of the current policy to the old policy corrects for
-data from older weights. Second, the clip is centred on the old policy and limits how far a step moves the current
-policy. If the data is several versions old, a clip around the old policy holds the current policy close to outdated
-weights. Decoupled PPO (arXiv 2505.24298, equation 5) centres the clip on pi_prox and corrects for older data with
-pi_behav. With u = pi_theta / pi_prox, its objective is
+data from older weights. Second, a clip around the old policy limits how far a step moves the current policy. If the old
+policy is several versions old, the clip holds the current policy close to outdated weights. Decoupled PPO (arXiv
+2505.24298, equation 5) clips the ratio u = pi_theta / pi_prox, corrects with pi_prox / pi_behav, and maximises
 
     J = mean over trained tokens of   pi_prox / pi_behav * min(u A, clip(u, 1 - eps, 1 + eps) A)
                                       behaviour weight     the clip, centred on pi_prox
 
-The behaviour weight is a constant: no gradient flows through it. If pi_prox equals pi_behav, the weight is 1 and J is
-the objective of standard PPO. With use_decoupled_loss=false, one old policy is used both as pi_prox and as pi_behav.
+The behaviour weight is a constant: no gradient flows through it. If pi_prox equals pi_behav, the behaviour weight is 1
+and J is the objective of standard PPO. With use_decoupled_loss=false, one old policy is both pi_prox and pi_behav.
 
-Example: a token has probability 0.2 under pi_behav, 0.3 under pi_prox and 0.45 under pi_theta, and A = 1. The behaviour
-weight is 0.3 / 0.2 = 1.5, and u is 0.45 / 0.3 = 1.5. With eps = 0.2 the clip lowers u to 1.2, so the token's term in J
-is 1.5 * 1.2 = 1.8.
+Example: a token with the probabilities pi_behav = 0.2, pi_prox = 0.3 and pi_theta = 0.45 has the behaviour weight 1.5,
+and u is also 1.5. With eps = 0.2 the clip lowers u to 1.2. With A = 1 the token's term in J is then 1.5 * 1.2 = 1.8.
 
 Three guards limit the influence of a single token on the loss:
-  cap           A token whose behaviour weight exceeds behave_imp_weight_cap is left out of the sum. The mean still
-                divides by the number of all trained tokens, so leaving out many tokens makes the gradient small.
-  clip higher   With eps_clip_higher above eps, the upper bound of u is further from 1 than the lower bound. A step can
-                then make a rare token much likelier.
-  dual clip     For A < 0 the term u A has no lower bound. With c_clip = c the term u A has the lower bound c A.
+  `cap`           A token whose behaviour weight exceeds behave_imp_weight_cap is left out of the sum. The mean still
+                  divides by the number of all trained tokens, so leaving out many tokens makes the gradient small.
+  `clip higher`   The key eps_clip_higher raises the upper bound of u, so that a step can make rare tokens likelier.
+  `dual clip`     For A < 0 the term u A has no lower bound. With c_clip = c the term u A has the lower bound c A.
 
 Every trained token of a turn gets the turn's advantage. With GAE, the earlier tokens of a turn get a smaller share of
 the turn's advantage. The return of a turn is computed from its final reward, which includes discounted rewards of later
@@ -40,8 +35,7 @@ number. The tensor group_ids gives the group of each row, so the rows of a batch
 
 Limits: despite the clip, u can leave the clip's range. A clipped token has no gradient, but gradients of other tokens
 still change its probability. The cap of the behaviour weight biases the correction. The algorithm has no critic.
-Variants of the loss are in training/: advantages.py, corrections.py and proximal.py. docs/algorithm.md lists each
-equation.
+Variants are in training/: advantages.py, corrections.py and proximal.py. docs/algorithm.md lists each equation.
 
 Shapes: a batch has B rows, T columns, N trained turns and M trained tokens. Column t of each tensor describes token t.
 """
@@ -94,7 +88,7 @@ def cell_mean(x: Tensor, cell: Tensor) -> Tensor:
 def cell_std(x: Tensor, cell: Tensor, eps: float) -> Tensor:
     """Return x (N,) with each entry replaced by the standard deviation of its cell, plus eps.
 
-    If all entries of a cell are equal, or if the cell has one entry, the result is 1 for the cell.
+    For a cell whose entries are all equal, and for a cell with one entry, the result is 1.
     """
     # s^2 = sum (x - mean)^2 / (n - 1)
     squares = torch.bincount(cell, (x - cell_mean(x, cell)).square())  # (cells,)
@@ -167,9 +161,9 @@ def compute_advantages(batch: dict[str, Tensor], config: PPOActorConfig) -> Tens
 def aggregation_weights(lengths: Tensor, how: str, constant: int | None) -> Tensor:
     """Return the weight of each sequence in the loss, (B,). L_it is the loss of token t of sequence i.
 
-        how = "token"       sum_i sum_t L_it / sum_i n_i       every token counts equally
-        how = "sequence"    1/S sum_i (1/n_i) sum_t L_it       every sequence counts equally (GRPO)
-        how = "constant"    1/S sum_i (1/C) sum_t L_it         every token counts 1/(S C) (Dr. GRPO)
+        `how="token"`       sum_i sum_t L_it / sum_i n_i:      every token counts equally.
+        `how="sequence"`    1/S sum_i (1/n_i) sum_t L_it:      every sequence counts equally, as in GRPO.
+        `how="constant"`    1/S sum_i (1/C) sum_t L_it:        every token counts 1/(S C), as in Dr. GRPO.
 
     `lengths` (B,) holds n_i, the number of trained tokens of sequence i. `lengths` holds all sequences of the
     mini-batch, including those of other ranks. S is the number of sequences with n_i > 0, and C is `constant`. The loss
@@ -198,8 +192,9 @@ def token_objectives(
     tokens.
 
     `mask` is True for trained tokens. The docstring of ppo_actor_loss_fn explains all other arguments. Each result has
-    the shape of `mask`. A token counts as clipped if the clip changed its objective and its weight w is above 0. A
-    token counts as dropped if its behaviour weight is outside the range from floor to cap, or if its row was rejected.
+    the shape of `mask`. A token counts as clipped if the clip changed the token's objective and the token's weight w is
+    above 0. A token counts as dropped if its behaviour weight is outside the range from floor to cap, or if its row was
+    rejected.
     """
     prox_logp = prox_logp if config.use_decoupled_loss else old_logp
     log_u = torch.where(mask, log_ratio(logp, prox_logp.detach()), 0.0)  # log (pi_theta / pi_prox)
@@ -250,10 +245,11 @@ def ppo_actor_loss_fn(
     `prox_logp`      log pi_prox. Standard PPO (use_decoupled_loss=false) does not use prox_logp.
     `old_logp`       log pi_behav. In standard PPO, old_logp is the log-probability under the old policy.
     `loss_mask`      1 for trained tokens. Values at all other tokens are ignored, even NaN and infinity.
-    `sequence_ids`   the row of each token, for ratios of a whole sequence. The default is the index of the first axis.
-    `denominator`    the number that divides the loss and the metrics. The default is the number of trained tokens in
-                     loss_mask. For a piece of a mini-batch, give the number of trained tokens of the whole mini-batch,
-                     so that the losses of the pieces add up to the loss of the mini-batch.
+    `sequence_ids`   the row of each token, for ratios of a whole sequence. By default, the index of the first axis is
+                     the row.
+    `denominator`    the number that divides the loss and the metrics. By default, the denominator is the number of
+                     trained tokens in loss_mask. For a piece, give the number of trained tokens of the whole
+                     mini-batch, so that the losses of all pieces add up to the loss of the mini-batch.
     """
     mask = loss_mask.bool()
     denominator = mask.sum().clamp(min=1) if denominator is None else denominator

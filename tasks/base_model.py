@@ -34,7 +34,7 @@ ROLES = ["<system>", "<user>", ASSISTANT]
 ALL_MESSAGES = "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} <end> {% endfor %}"
 CHAT_TEMPLATE = ALL_MESSAGES + "{% if add_generation_prompt %}<assistant>{% endif %}"
 NextBatch = Callable[[], list[list[int]]]  # a function that returns a batch of conversations as token ids
-IGNORED = -100  # the label that marks a token as left out of the loss
+IGNORED = -100  # the label of a token that is left out of the loss
 
 
 def make_tokenizer(words: Iterable[str]) -> PreTrainedTokenizerFast:
@@ -68,8 +68,8 @@ def make_qwen3(tokenizer: PreTrainedTokenizerFast, layers: int, context: int, se
 
 
 def answers_only(tokenizer: PreTrainedTokenizerFast, ids: Sequence[int]) -> list[int]:
-    """Return the labels of a conversation: the assistant's words and end tokens. All other tokens have the label
-    IGNORED."""
+    """Return the labels of a conversation: the assistant's words and end tokens. Tokens that the assistant did not
+    write have the label IGNORED."""
     end, assistant = map(tokenizer.convert_tokens_to_ids, (END, ASSISTANT))
     labels, inside = [], False
     for token in ids:

@@ -66,8 +66,8 @@ def last_number(text: str) -> Decimal | None:
 def is_right(completion: str, answer: str) -> bool:
     """Return whether the completion's final answer is the number `answer`."""
     if math_verify:
-        # math-verify's own timeout works only in the main thread, so None switches it off. AsyncRewardWrapper limits
-        # the time of a comparison.
+        # math-verify's own timeout works only in the main thread, so the value None switches this timeout off.
+        # AsyncRewardWrapper limits the time of a comparison.
         gold, said = (math_verify.parse(text, parsing_timeout=None) for text in (answer, completion))
         return bool(math_verify.verify(gold, said, timeout_seconds=None))
     said = last_number(completion)
@@ -84,8 +84,8 @@ WORKFLOW_KWARGS = {"reward_fn": "tasks.gsm8k.reward"}
 
 
 class MathAgent:
-    """An agent that lets the model try again while the model's answer is wrong. The reward of a right answer at try k
-    is discount^(k-1)."""
+    """An agent that asks the model until the answer is right, at most `max_turns` times. The reward of a right answer
+    at turn k, counted from 1, is discount^(k-1)."""
 
     def __init__(self, max_turns: int = 2, discount: float = 0.9) -> None:
         self.max_turns, self.discount = max_turns, discount

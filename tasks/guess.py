@@ -11,15 +11,15 @@ training, tokens or versions. The agent is given a `base_url`, plays a game, and
 that begin with 4 would earn the lowest reward. After a wrong guess of 4, three numbers would still be possible. Two
 more guesses find each of the three numbers only if the second guess is the middle number. Early in training, the model
 has not yet learnt to guess the middle number. The model learns the first guess before the later guesses, because every
-game has a first guess. With seven numbers, the model would therefore learn a wrong first guess. With most seeds, it
-would stay in this local optimum. With six numbers, 3 and 4 are both best first guesses. A first guess of 3 or 4 leaves
-two numbers on one side of the guess and three on the other side. With six numbers a weaker local optimum remains: an
-agent that begins with 2 or 5 can find five of the six secrets. A penalty on the distance to the base model
+game has a first guess. With seven numbers, the model would therefore learn a wrong first guess, and with most seeds it
+would never leave this local optimum. With six numbers, 3 and 4 are both best first guesses. A first guess of 3 or 4
+leaves two numbers on one side of the guess and three on the other side. With six numbers a weaker local optimum
+remains: an agent that begins with 2 or 5 can find five of the six secrets. A penalty on the distance to the base model
 (configs/demo.yaml) keeps every first guess likely until the model has learnt the later guesses.
 
 **Several strategies find every secret.** The trained model's greedy policy may therefore make different guesses than
-binary search. `summary` counts the secrets that the learnt strategy finds, and draws the learnt strategy beside binary
-search. Binary search needs the fewest guesses.
+binary search. `summary` counts the secrets that the learnt strategy finds, and draws the learnt strategy next to binary
+search. Binary search needs the fewest guesses on average.
 """
 
 import random

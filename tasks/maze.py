@@ -1,4 +1,4 @@
-"""The drunkard's walk home: a task with long answers of very different lengths. An answer is a path through a maze.
+"""A task with long answers of very different lengths: the drunkard's walk home. An answer is a path through a maze.
 
 The maze is always the same and has 12 x 12 cells. The cells have names like chess squares. Two corner cells, a1 and
 l12, are homes. A prompt names the first cell of the walk and the home where the walk must end, such as "from b7 to
@@ -28,9 +28,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-# The processes that compute rewards import this module. If this module imported torch, these processes would start more
-# slowly. The modules workflow.py and tasks/base_model.py import torch. WORKFLOW is therefore a string, and make_model
-# imports base_model when it is called.
+# The processes that compute rewards import this module. If this module imported torch, the processes that compute
+# rewards would start more slowly. The modules workflow.py and tasks/base_model.py import torch. To avoid these imports,
+# WORKFLOW is a string, and make_model imports base_model only when it is called.
 
 SIDE, MAZE_SEED, HOMES = 12, 96, ("a1", "l12")
 SOBER, CURFEW = 0.4, 64  # probability that the drunk's move is on the shortest way; maximum number of moves

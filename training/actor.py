@@ -2,12 +2,12 @@
 
 In each training step train.py calls the actor in this order:
 
-    batch = actor.prepare_batch(...)                    the trajectories that the rollout side has finished
-    batch["prox_logp"] = actor.compute_logp(batch)      log pi_prox: the weights at the start of the step
-    batch["ref_logp"] = ref.compute_logp(batch)         log pi_ref: a frozen model, if there is a KL penalty
-    actor.compute_advantages(batch)                     ppo.py
-    actor.ppo_update(batch)                             a few optimizer steps
-    actor.update_weights(meta)                          the servers load the new weights
+    `batch = actor.prepare_batch(...)`                  gets trajectories that the rollout side has finished.
+    `batch["prox_logp"] = actor.compute_logp(batch)`    computes log pi_prox with the weights at the start of the step.
+    `batch["ref_logp"] = ref.compute_logp(batch)`       computes log pi_ref with a frozen model, for a KL penalty.
+    `actor.compute_advantages(batch)`                   computes the advantages (ppo.py).
+    `actor.ppo_update(batch)`                           makes a few optimizer steps.
+    `actor.update_weights(meta)`                        sends the new weights to the servers.
 
 FSDPEngine is a frozen model that computes log-probabilities. The reference model `ref` is an FSDPEngine. FSDPPPOActor
 is the policy: an FSDPEngine that also has an optimizer, a learning rate schedule, a policy version, and a connection to
@@ -74,7 +74,7 @@ PEAK_TFLOPS = {"A100": 312.0, "H100 PCIe": 756.0, "H100": 989.0, "H200": 989.0, 
 
 
 def share_of_peak(gpu: str, tflops: float) -> dict[str, float]:
-    """Return the metric peak_share: `tflops` divided by the GPU's peak in bfloat16. For a GPU that is not in
+    """Return the metric peak_share, which is `tflops` divided by the GPU's peak in bfloat16. For a GPU that is not in
     PEAK_TFLOPS, return {}."""
     peaks = [peak for name, peak in PEAK_TFLOPS.items() if name in gpu]
     return {"peak_share": tflops / peaks[0]} if peaks else {}
@@ -189,8 +189,8 @@ class FSDPEngine:
         """Return log p(token t | tokens before t), (B, T) float32, at each token's temperature.
 
         The method computes log-probabilities only for tokens whose loss_mask is set, because the last layer is
-        expensive. All other tokens have the value 0. All ranks call this method with the same batch and get the same
-        result.
+        expensive. A token whose loss_mask is not set has the value 0. All ranks call this method with the same batch
+        and get the same result.
         """
         logp = torch.zeros(batch["input_ids"].shape)  # (B, T)
         with torch.no_grad():
@@ -323,8 +323,7 @@ class FSDPPPOActor(FSDPEngine):
         Writes batch["theta_logp"] (B, T): log pi_theta of each trained token, from the last training pass over the
         token's row. Writes batch["step_fraction"] (B,): the share of this training step's mini-batches that were done
         before the last training pass over the row. Raises ValueError if the batch lacks a key or has no trained token.
-        If a loss or a gradient is not finite, the method raises FloatingPointError instead of making this mini-batch's
-        optimizer step.
+        Raises FloatingPointError before the optimizer step of a mini-batch whose loss or gradient is not finite.
         """
         needed = {"advantages", *self.policies()}
         if self.guesses:
@@ -344,7 +343,7 @@ class FSDPPPOActor(FSDPEngine):
         cuts = [(rows, self.passes(batch, rows)) for rows in split_minibatches(lengths, self.config.ppo_n_minibatches)]
         steps = len(cuts) * self.config.ppo_epochs
         parts = [self.minibatch_step(batch, *cuts[k % len(cuts)], k / steps, lr) for k in range(steps)]
-        parts = [part for part in parts if part]  # a mini-batch without a trained token makes no step
+        parts = [part for part in parts if part]  # a mini-batch without a trained token makes no optimizer step
         self.all_reduce(batch["theta_logp"])
         if not parts:
             hint = "requests that say store: false, or sample with top_p, penalties or temperature 0, are not trained, "
@@ -497,7 +496,7 @@ class FSDPPPOActor(FSDPEngine):
         rollout.resume.
 
         If meta.version is None, the weights get the number of the current version plus 1. If the update fails, rank 0
-        raises RuntimeError and ends. All other ranks then end too (ranks.py).
+        raises RuntimeError, and all ranks end (ranks.py).
         """
         meta = meta.with_version(self.version + 1) if meta.version is None else meta
         if self.written != meta.version:

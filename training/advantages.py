@@ -24,18 +24,18 @@ kl_ctl = .001, a token lowers the return by at most .01. The estimators k1 and k
 more slowly than k3. If k2 had a bound, a token above the bound would have no gradient.
 
 **KL of the whole turn.** With kl_placement=reward, the KL of all tokens of a turn is subtracted from the turn's return
-before the baseline is subtracted. AReaL uses the KL-to-go: AReaL subtracts the baseline first, and then subtracts from
-the advantage of token t the KL of token t and of all later tokens. In expectation, the KL of the whole turn and the
+before the baseline is subtracted. AReaL subtracts the KL-to-go: after the baseline is subtracted, the advantage of
+token t is lowered by the KL of token t and of all later tokens. In expectation, the KL of the whole turn and the
 KL-to-go give the same gradient, because the KL of the tokens before t does not depend on token t. This module uses the
 KL of the whole turn for two reasons. First, one turn is one action, as in RLOO, so all tokens of a turn have the same
-advantage. Second, the baseline cancels the KL that all members of a group have in common. The KL-to-go shrinks towards
-the end of a turn, but the baseline is the same at all positions, so late tokens would get a higher advantage. The
-disadvantage is more noise: a token's advantage also contains the KL of the tokens before it.
+advantage. Second, the baseline cancels the KL that all members of a group have in common. With the KL-to-go, late
+tokens would get a higher advantage, because the KL-to-go shrinks towards the end of a turn. The KL of the whole turn
+makes advantages noisier: a token's advantage also contains the KL of earlier tokens.
 
 **Filter.** If all members of a group earned the same reward, every advantage is 0, so training on the group changes
-nothing. `informative` is a filter that rejects such groups, like the dynamic sampling of DAPO. The key should_accept_fn
-sets the filter. The filter mostly rejects prompts that are too easy or too hard. If the filter rejects every group, the
-run waits for ever and the metric `rejected` grows.
+nothing. `informative` is a filter that rejects groups whose advantages are all 0, like the dynamic sampling of DAPO.
+The key should_accept_fn sets the filter. Most rejected groups have a prompt that is too easy or too hard. If the filter
+rejects every group, the run waits for ever and the metric `rejected` grows.
 """
 
 import torch

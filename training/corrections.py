@@ -4,23 +4,21 @@ ppo.py multiplies each token's objective by the behaviour weight w = pi_prox / p
 pi_prox. Except for the cap of w, all corrections are off by default.
 
 **The weight w needs two bounds.** Server and trainer never agree exactly on pi_behav, so log w is sometimes too large
-and sometimes too small. A cap alone drops the tokens whose w is much too large, and keeps the tokens whose w is much
-too small. With a cap alone, the mean weight falls below 1, which biases the gradient. IcePop also drops tokens whose w
-is too small.
+and sometimes too small. A cap alone drops only tokens with a large w, so the mean weight falls below 1 and the gradient
+is biased. IcePop drops tokens with a too large or a too small w.
 
 **Tests of whole rows.** Bounds on w test each token alone. A row of 100 tokens that all have w = 1.05 exceeds no usual
 bound on w, but pi_prox would generate the row 1.05^100 = 131 times as often as pi_behav. Three tests drop the rows on
-which the two policies differ too much:
+which pi_prox and pi_behav differ too much:
 
     `geometric mean`   exp(mean log w) of the row is outside 1/c .. c. The geometric mean does not grow with the length
                        of the row, so c must be close to 1, such as 1.01. With c = 5 almost no row would be dropped.
-    `max k2`           (log w)^2 / 2 of one token is above a bound. The two policies differ much at this token.
+    `max k2`           (log w)^2 / 2 of one token is above a bound. At the token, pi_prox and pi_behav differ much.
     `veto`             w of one token is below a bound such as 1e-4. Under pi_prox the token is very unlikely.
 
-**A row's weight.** The product of all w is the exact weight of a row. For 100 tokens with w = 1.05 the product is 131,
-so a cap of 5 drops the row. A product of many w is often far from 1, so a cap on the product drops mostly long rows.
-The geometric mean of all w stays near 1 even in long rows, but it is not the exact weight of the row. The key
-`behave_imp_weight_level` chooses the weight of a token, the product or the geometric mean.
+**A row's weight.** The product of all w is the exact weight of a row. A cap on the product drops mostly long rows,
+because a product of many factors is often far from 1. The geometric mean of all w stays near 1 in long rows, but it is
+not the exact weight. The key `behave_imp_weight_level` chooses the kind of weight.
 
 **A row's ratio.** PPO clips the ratio u of each token alone. GSPO clips the geometric mean of u, so all tokens of an
 answer keep or lose their gradient together. The geometric mean of u is much closer to 1 than the u of a single token,
@@ -33,7 +31,7 @@ gradient, whose factor u is at most 1 + eps_higher. CISPO is usually run without
 **A smaller step for a smaller sample.** If a few weights are much too large, the gradient is as noisy as the gradient
 of a small batch. The effective sample size (ESS) is (sum w)^2 / sum w^2. A batch of ESS tokens with equal weights would
 have an equally noisy gradient. VCPO multiplies AdamW's learning rate by the square root of ESS / M, where M is the
-number of tokens (`ess_lr_power=0.5`). Scaling the gradient itself has no effect, because AdamW normalises gradients.
+number of tokens (`ess_lr_power=0.5`). Scaling the gradient would have no effect, because AdamW normalises gradients.
 
 **Truncated answers.** An answer that was cut at its token limit might have succeeded with more tokens, so its reward is
 unknown. `without_truncated` removes truncated turns from the loss and from every baseline.
@@ -74,7 +72,7 @@ def sequence_weight(log_weight: Tensor, mask: Tensor, sequence_ids: Tensor, leve
 def behaviour_weight(log_weight: Tensor, config: PPOActorConfig) -> tuple[Tensor, Tensor]:
     """Return w = exp(log_weight) without a gradient, and a mask of the weights outside floor .. cap.
 
-    A weight outside this range becomes 0 (action "mask") or the nearest bound (action "clamp").
+    A weight outside floor .. cap becomes 0 (action "mask") or the nearest bound (action "clamp").
     """
     # IcePop: w <- w if floor <= w <= cap, else 0
     weight = torch.exp(log_weight).detach()

@@ -5,7 +5,7 @@ token the hidden state that predicts the token. The actor (`actor.py`) runs the 
 states that predict trained tokens, and computes log-probabilities from these states.
 
 **The rule.** In every layout a token gets the log-probability that it would get if its row went through the model
-alone. The choice of layout therefore affects only time and memory, and a run may change its layout between two steps.
+alone. The choice of layout therefore affects only time and memory.
 
 **padded** stacks rows of similar length and pads the shorter rows on the right. In a causal model no token attends to
 the padding after it, so padded rows need no attention mask. The padded layout is simple, and it is the fastest layout
@@ -18,12 +18,12 @@ time.
 **tree** computes each shared prefix only once (`tree_attention.py`).
 
 **Example.** Two rows of tokens, [a b c] and [d e], have three tokens that a model can predict: b, c and e. A padded
-piece of these rows has 6 hidden states, numbered in this order: a is 0, b is 1, c is 2, d is 3, e is 4, and the padding
-is 5. A packed piece of the rows [a b c] and [d e] has only the hidden states 0 to 4, because it has no padding. In both
-pieces hidden state 0 predicts b, hidden state 1 predicts c, and hidden state 3 predicts e.
+piece of the rows [a b c] and [d e] has 6 hidden states: 0 to 2 for a, b and c, 3 and 4 for d and e, and 5 for the
+padding. A packed piece of the rows [a b c] and [d e] has only the hidden states 0 to 4, because it has no padding. In
+the padded and in the packed piece, hidden state 0 predicts b, hidden state 1 predicts c, and hidden state 3 predicts e.
 
 **Why packed rows need an attention function.** In a packed row, position_ids start at 0 again in each sequence. Some
-attention kernels separate the sequences by these position_ids. With kernels that ignore position_ids, tokens would
+attention kernels separate the sequences by their position_ids. With kernels that ignore position_ids, tokens would
 attend to tokens of other sequences, and no error would be raised. A dense attention mask would be correct, but for a
 row of t tokens most of the mask's t * t numbers would be zero. `attend_apart` therefore separates the sequences.
 

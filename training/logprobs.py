@@ -11,11 +11,11 @@ tokens after another. The forward pass keeps the log-probability and the entropy
 logits. The backward pass recomputes the chunk's logits. Each pass therefore needs memory for the logits of only one
 chunk, even if the batch has many tokens.
 
-**Forward pass.**
+**Forward pass.** The hidden state is h (D,), the last layer W (V, D), the temperature tau, and the sampled token id.
 
-    z          = W h / tau                         h (D,): hidden state, W (V, D): last layer, tau: temperature
-    log p_j    = z_j - log sum_k exp z_k           for each word j of the vocabulary, j = 1 .. V
-    logp       = log p_id                          id: the sampled token
+    z          = W h / tau
+    log p_j    = z_j - log sum_k exp z_k           for each word j of the vocabulary
+    logp       = log p_id
     entropy    = - sum_j p_j log p_j
 
 Dividing the logits by tau gives the distribution that the server sampled from. At temperature 0 the server took the

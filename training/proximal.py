@@ -6,12 +6,14 @@ With prox_logp_method=loglinear this module guesses log pi_prox from two known l
 2512.06547).
 
 **The idea.** Let v be the version at the start of the step. The behaviour policy pi_behav, which sampled the token, is
-version v_b. Each training pass computes pi_theta. After a fraction f of the step's mini-batches, pi_theta is roughly
-version v + f. The proximal policy is version v, which lies between v_b and v + f. The guess of log pi_prox is an
-interpolation:
+version v_b. Each training pass computes log pi_theta with the current weights. After a fraction f of the step's
+mini-batches, pi_theta is roughly version v + f. The proximal policy is version v, which lies between v_b and v + f. The
+guess of log pi_prox is an interpolation:
 
-    alpha       = (v - v_b) / (v + f - v_b)        between 0 and 1; 0 if v = v_b
+    alpha       = (v - v_b) / (v + f - v_b)
     log pi_prox = log pi_behav + alpha (log pi_theta - log pi_behav)
+
+The weight alpha is between 0 and 1. If v = v_b, the weight alpha is 0.
 
 **Example.** The step starts at version v = 7, version v_b = 5 sampled the token, and half of the mini-batches are done
 (f = 0.5). The weight of pi_theta in the interpolation is then alpha = 2 / 2.5 = 0.8. With log pi_behav = -2.0 and log

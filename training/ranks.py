@@ -7,11 +7,10 @@ all other ranks.
 **The problem.** If a rank dies, the ranks that wait for the dead rank may hang. With NCCL the waiting ranks may hang
 for hours. With gloo, the waiting ranks get an error only at their next collective operation.
 
-**The solution.** When a rank's work is over, the rank sends its peers a small message, called a farewell. Rank 0
-exchanges farewells with every other rank, so rank 0 has all other ranks as peers, and each other rank has rank 0 as its
-only peer. For each peer, a rank has one thread that waits for the peer's farewell. If the connection closes before the
-farewell has arrived, the peer has died. The thread that waited for the farewell then prints a line and ends its own
-process.
+**The solution.** When a rank's work is over, the rank sends its peers a small message, called a farewell. The peers of
+rank 0 are all other ranks. Every other rank has only one peer, which is rank 0. For each peer, a rank has one thread
+that waits for the peer's farewell. If the connection closes before the farewell has arrived, the peer has died. If a
+peer has died, the thread that waited for its farewell prints a line and ends its own process.
 
 **Example.** Rank 2 of 3 ranks raises an error and dies. The connection between ranks 0 and 2 closes, so rank 0 ends
 within moments. The connection between ranks 0 and 1 then closes, so rank 1 ends too. The error that rank 2 printed
@@ -33,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 LIFETIME = timedelta(days=365)  # timeout for the farewell of a peer, longer than any run
-PATIENCE = timedelta(hours=2)  # timeout of every other operation, such as the wait for a batch
+PATIENCE = timedelta(hours=2)  # timeout of all operations except farewells, such as the wait for a batch
 
 _group: Any = None  # the process group of the farewells
 _waiting: dict[int, threading.Thread] = {}  # for each peer, the thread that waits for its farewell

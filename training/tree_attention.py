@@ -19,7 +19,7 @@ Token q may attend to token k if k is q itself or an ancestor of q. Two comparis
 
 For example, token e (index 4) may attend to a, b and itself, whose subtree_end is above 4, but not to c and d, whose
 subtree_end is 4. Every token therefore attends to itself and to the tokens before it in its row, and to no other token.
-If several rows train the same token of the tree, their gradients for this token add up.
+If several rows train the same token of the tree, the gradients of the rows add up.
 
 **Packing.** One tree holds at most `max_tokens` tokens, so the sorted rows are cut into runs: consecutive rows that fit
 into one tree. Row i shares shared[i] tokens with the row before it. A cut between row i and the row before it makes the
@@ -33,9 +33,9 @@ transformers, `tree_attention` has the name "tree", so the model's own code is u
 
 **Limits.** A tree and separate rows add floating-point numbers in different orders. The losses of a tree and of
 separate rows therefore agree to 1e-6 and the gradients to 1e-5, not bit for bit. The metric `tree_token_ratio` is the
-number of tokens in the trees divided by the number of tokens in the rows. If the rows share few tokens, the ratio is
-near 1. Rows of different mini-batches are never in the same tree. The last layer still runs once for each trained token
-of each row. Models that need more than causal attention are refused (`layout.py`).
+number of tokens in the trees divided by the number of tokens in the rows. If the rows share few tokens,
+`tree_token_ratio` is near 1. Rows of different mini-batches are never in the same tree. The last layer still runs once
+for each trained token of each row. Models that need more than causal attention are refused (`layout.py`).
 """
 
 from collections.abc import Sequence
@@ -104,8 +104,9 @@ def cheapest_runs(lengths: np.ndarray, shared: np.ndarray, max_tokens: int) -> l
     Returns (first row, last row + 1, number of tokens) for each run. A run contains all tokens of its first row, and
     lengths[i] - shared[i] tokens of each later row i.
     """
-    # tokens(i, j) = shared[i] + sum over rows i..j-1 of (lengths - shared)          tokens of the run i..j-1
-    # waste[j]     = min over i with tokens(i, j) <= max_tokens of waste[i] + shared[i]
+    # The run i..j-1 has tokens(i, j) = shared[i] + sum over rows i..j-1 of (lengths - shared) tokens.
+    # At least waste[j] = min over i with tokens(i, j) <= max_tokens of (waste[i] + shared[i]) tokens of rows 0..j-1 are
+    # computed twice.
     added = np.concatenate([[0], np.cumsum(lengths - shared)])  # (n + 1,)
     if added[-1] <= max_tokens:  # shared[0] is 0, so a single run computes no token twice
         return [(0, len(lengths), int(added[-1]))]
@@ -210,8 +211,9 @@ def tree_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute softmax(q k' * scaling) v, where each token attends only to its ancestors and itself.
 
-    query (1, heads, N, d); key and value (1, groups, N, d). Returns the output (1, N, heads, d), and None in place of
-    the attention weights. Raises ValueError if `tree` is missing or if the model needs more than causal attention.
+    `query` is (1, heads, N, d), and `key` and `value` are (1, groups, N, d). Returns the output (1, N, heads, d), and
+    None in place of the attention weights. Raises ValueError if `tree` is missing or if the model needs more than
+    causal attention.
     """
     tree: PackedTree | None = kwargs.get("tree")
     if tree is None:

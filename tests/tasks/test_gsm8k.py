@@ -136,7 +136,7 @@ def test_data_and_reward_of_ones_own_by_configuration(tmp_path: Path, tiny_model
     ],
 )
 def test_broken_data_is_one_line(tmp_path: Path, tiny_model_dir: Path, text: str | bytes, says: str) -> None:
-    """For a broken dataset, the program prints a one-line error that names the file and the line in the file."""
+    """A broken dataset raises a one-line error that names the file and the line in the file."""
     file = tmp_path / "broken.jsonl"
     file.write_bytes(text if isinstance(text, bytes) else text.encode())
     config = load(["--config", str(ROOT / "configs/gsm8k.yaml"), f"model_path={tiny_model_dir}", f"data={file}"])
@@ -184,7 +184,8 @@ def test_a_model_without_weights_is_said_early(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("preset", ["debug", "throughput", "stability"])
 def test_presets_lie_over_a_recipe(preset: str) -> None:
-    """A preset (write-up, section 8) changes only the keys that it contains. Other keys keep the recipe's values."""
+    """A preset (write-up, section 8) changes only the keys that it contains. All other keys keep the values of the
+    recipe."""
     config = load(["--config", str(ROOT / "configs/gsm8k.yaml"), "--config", str(ROOT / f"configs/{preset}.yaml")])
     want = {
         "debug": (0, 1, False, "recompute"),

@@ -262,7 +262,7 @@ def test_drunkard_comes_home_sometimes() -> None:
 
 
 def printed(task, answers: list[str] | str) -> str:
-    """Return the text that a task's summary prints for a policy with these answers."""
+    """Return the text that a task's summary prints for a policy that gives these `answers`."""
     console = Console(width=100, record=True, file=io.StringIO())
     task.summary(lambda messages: answers if isinstance(answers, str) else answers.pop(0), console)
     return console.export_text()

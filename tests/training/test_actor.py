@@ -31,7 +31,7 @@ from training.layout import row_lengths, split_microbatches, split_packs
 @pytest.fixture
 def make_actor(tiny_model_dir: Path):
     """Return a function make_actor(path, key=value...) that returns an initialised actor of one rank. The default path
-    is the tiny model."""
+    is that of the tiny model."""
     actors = []
 
     def make(path: Path = tiny_model_dir, **changes) -> FSDPPPOActor:
@@ -150,7 +150,7 @@ def test_the_metrics_are_on_the_device_of_the_loss(make_actor, monkeypatch):
 @pytest.mark.parametrize("changes", [{}, {"layout": "packed"}, {"enable_tree_training": True}], ids=str)
 def test_capped_attention_is_refused(make_actor, tmp_path, monkeypatch, changes):
     """Every layout refuses the model Gemma 2, because transformers 5.19 computes the attention of Gemma 2 without the
-    cap on the attention scores. SGLang 0.5.23 pins transformers 5.19."""
+    cap on the attention scores. SGLang 0.5.23 requires this version, transformers 5.19."""
     monkeypatch.setattr(Gemma2PreTrainedModel, "_supports_sdpa", True)
     with pytest.raises(ValueError, match="Gemma2ForCausalLM has attention of its own"):
         make_actor(make_family(tmp_path, "gemma2"), **changes)

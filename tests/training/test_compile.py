@@ -26,7 +26,7 @@ from training.layout import pick_layout
 
 pytestmark = pytest.mark.usefixtures("forget")
 COMPILE = torch.compile
-HEAD_GRAPHS = 2  # one for a chunk's results, one for the gradient of logp
+HEAD_GRAPHS = 2  # a graph for the results of a chunk, and a graph for the gradient of logp
 
 
 @pytest.fixture
@@ -87,9 +87,9 @@ def test_packed_rows_have_two_graphs(gpu_kernel, tiny_model_dir):  # noqa: F811
 
 @pytest.mark.parametrize("changes", [{"layout": "packed"}, {"enable_tree_training": True}], ids=str)
 def test_attention_outside_the_graphs(tiny_model_dir, changes):
-    """For trees, and for packed rows without the kernel, the attention runs outside the compiled graphs. The layers
-    then share four graphs with gradients and four without. If two sizes of the first piece are equal by chance, the
-    compiler assumes that they are always equal, and compiles the graph again when they differ."""
+    """For trees, and for packed rows without the kernel, the attention runs outside the compiled graphs. The rest of a
+    layer has four graphs with gradients and four graphs without. If two sizes of the first piece are equal by chance,
+    the compiler assumes that they are always equal, and compiles the graph again when they differ."""
     assert 8 <= check_same(tiny_model_dir, make_batches(4), **changes) <= 12
     [reason] = counters["graph_break"]
     assert "torch.compiler.disable" in reason
@@ -119,8 +119,8 @@ def test_the_defaults_depend_on_the_device(changes, device, expected, monkeypatc
 
 
 def test_the_actors_of_other_tests_compile_nothing(monkeypatch):
-    """bench/gpu_check.py runs the tests of other files on a GPU. On a GPU, too, the actors of these tests compile no
-    layers, because compiling the layers of an actor takes seconds."""
+    """bench/gpu_check.py runs the tests of other files on a GPU. The actors of the tests compile no layers even on a
+    GPU, because compilation takes seconds for each actor."""
     monkeypatch.setattr("training.config.can_compile", lambda: True)
     assert PPOActorConfig().is_compiled("cuda")
     assert not make_config().is_compiled("cuda")

@@ -73,8 +73,8 @@ def test_a_sequences_weight_is_the_product_or_the_geometric_mean():
 
 
 def test_the_product_of_a_long_row_meets_the_cap_and_the_geometric_mean_does_not():
-    """A cap of 5 drops a row of 100 tokens with w = 1.05 if its weight is the product, 131, but not if its weight is
-    the geometric mean, 1.05."""
+    """In a row of 100 tokens with w = 1.05, the product of all w is 131, so a cap of 5 on the product drops the row.
+    The geometric mean of all w is 1.05, so a cap of 5 on the geometric mean keeps the row."""
     log_w, on = torch.full((1, 100), math.log(1.05)), torch.ones(1, 100)
     zero = torch.zeros(1, 100)
     shares = {}

@@ -35,7 +35,8 @@ def probabilities(q: Tensor, k: Tensor, bounds: Tensor, scale: float) -> tuple[T
 
 
 def per_head(x: Tensor, q: Tensor) -> Tensor:
-    """Repeat keys or values from the shape (t, groups, d) to (t, heads, d), so that each query head has its own."""
+    """Repeat keys or values from the shape (t, groups, d) to (t, heads, d), so that each query head has its own keys or
+    values."""
     return x.float().repeat_interleave(q.shape[1] // x.shape[1], 1)
 
 
@@ -143,7 +144,7 @@ def test_one_kernel_computes_what_the_sequences_alone_give(calls: list[int], gro
     for of_gpu in (True, False):
         monkeypatch.setattr(layout, "has_kernel", lambda _, of_gpu=of_gpu: of_gpu)
         inputs = [x.clone().requires_grad_() for x in leaves]
-        q, k, v = (x.transpose(1, 2) for x in inputs)  # the views that transformers makes
+        q, k, v = (x.transpose(1, 2) for x in inputs)  # transformers also passes transposed views
         out, _ = attend_apart(None, q, k, v, None, 0.3, **piece.inputs)
         (out.float() * torch.linspace(-1, 1, 16)).sum().backward()
         results.append((out, *(x.grad for x in inputs)))
@@ -192,8 +193,8 @@ def test_the_kernel_gets_only_what_it_can_compute(device: str, dtype: torch.dtyp
     """The attention kernel is used only for 16-bit numbers on a GPU, and only if a head's width is a multiple of 8 and
     at most 256.
 
-    The tensors of this test have no values, so the test needs no GPU. The operator accepts these tensors and returns an
-    output of the right shape.
+    The tensors of this test have no values, so the test needs no GPU. The operator accepts tensors without values and
+    returns an output of the right shape.
     """
     with FakeTensorMode():
         made = [torch.empty(1, 10, heads, d, device=device, dtype=dtype) for heads in (4, 2, 2)]

@@ -115,7 +115,7 @@ def test_compiled_chunks_change_neither_values_nor_gradients(monkeypatch, backen
 
 
 class Products(TorchDispatchMode):
-    """A mode of PyTorch that records the data type and the number of rows of each matrix product's result."""
+    """A dispatch mode that records the data type and the number of rows of each matrix product's result."""
 
     def __init__(self) -> None:
         super().__init__()

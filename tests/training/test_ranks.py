@@ -120,8 +120,8 @@ def work_wait(model_dir: Path, out: Path) -> None:
 
 def work_checkpoint(model_dir: Path, out: Path) -> None:
     """Let rank 1 write its part of a checkpoint only after the next training step. Each rank writes three results into
-    a file: the newest checkpoint before rank 1 has written its part, the newest checkpoint afterwards, and whether the
-    checkpoint has the right weights."""
+    a file: the newest checkpoint before rank 1 writes, the newest checkpoint after rank 1 has written, and whether its
+    weights are right."""
     actor = FSDPPPOActor(make_config(), model_dir)
     actor.create_process_group()
     actor.initialize(max_steps=4)
@@ -194,7 +194,7 @@ def numbers(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> C
 @pytest.mark.parametrize("case", [(2,), (4,), (2, "work_compiled")], ids=str)
 def test_gradients_and_parameters_are_those_of_one_rank(numbers, case: tuple) -> None:
     """Several ranks compute the same gradients, log-probabilities and metrics as one rank, and the same parameters
-    after 5 SGD steps. Two ranks with compiled layers compute these numbers too."""
+    after 5 SGD steps. Two ranks with compiled layers compute the same numbers as one rank."""
     if "work_compiled" in case and shutil.which("c++") is None:
         pytest.skip("layers are compiled with a C compiler")
     (one, one_stats), (many, many_stats) = numbers(1), numbers(*case)
@@ -408,7 +408,7 @@ def test_a_single_rank_listens_on_the_loopback_address(tmp_path: Path) -> None:
     hosts = tmp_path / "hosts"
     hosts.write_text("127.0.0.1 localhost\n127.0.0.2 another-name\n")
     setup = f"hostname another-name && mount --bind {shlex.quote(str(hosts))} /etc/hosts"
-    inside = ["unshare", "--map-root-user", "--uts", "--mount", "sh", "-c"]  # gives a command a hostname of its own
+    inside = ["unshare", "--map-root-user", "--uts", "--mount", "sh", "-c"]  # lets a command have its own hostname
     if shutil.which("unshare") is None or subprocess.run([*inside, setup], capture_output=True).returncode:
         pytest.skip("this machine cannot give a process a hostname of its own")
     command = f"{setup} && exec {shlex.quote(sys.executable)} -c {shlex.quote(LISTENING)}"

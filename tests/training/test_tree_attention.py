@@ -1,4 +1,5 @@
-"""Training on a tree gives the same loss and gradients as training on its rows one by one, with fewer tokens."""
+"""Training on a tree gives the same loss and gradients as training on its rows one by one, and computes fewer
+tokens."""
 
 import os
 import random
@@ -161,8 +162,8 @@ def test_the_order_of_the_rows_has_no_say(seed: int, n: int, max_tokens: int, rn
 @given(st.integers(0, 10**6), st.integers(1, 9), st.integers(30, 60))
 @settings(max_examples=100, deadline=None)
 def test_the_cuts_are_the_cheapest(seed: int, n: int, max_tokens: int) -> None:
-    """cheapest_runs cuts sorted rows into runs so that the runs need the fewest tokens in total. The test compares
-    these runs with the best of all possible ways to cut the rows."""
+    """cheapest_runs cuts sorted rows into runs so that the runs need the fewest tokens in total. The test compares the
+    runs of cheapest_runs with the best of all possible ways to cut the rows."""
     rows = sorted(row[:max_tokens] for row in make_rows(seed, n))
     shared = np.array([0] + [len(prefix(a, b)) for a, b in pairwise(rows)])
     lengths = np.array([len(row) for row in rows])
