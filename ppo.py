@@ -20,7 +20,7 @@ The behaviour weight is a constant: no gradient flows through it. If pi_prox equ
 and J is the objective of standard PPO. With use_decoupled_loss=false, one old policy is both pi_prox and pi_behav.
 
 Example: a token with the probabilities pi_behav = 0.2, pi_prox = 0.3 and pi_theta = 0.45 has the behaviour weight 1.5,
-and u is also 1.5. With eps = 0.2 the clip lowers u to 1.2. With A = 1 the token's term in J is then 1.5 * 1.2 = 1.8.
+and u is also 1.5. With eps = 0.2 and A = 1, the clip lowers u to 1.2, so the token's term in J is 1.5 * 1.2 = 1.8.
 
 Three guards limit the influence of a single token on the loss:
   `cap`           A token whose behaviour weight exceeds behave_imp_weight_cap is left out of the sum. The mean still
@@ -34,8 +34,8 @@ turns (cache.py). By default, a turn's baseline is the mean return of the turns 
 number. The tensor group_ids gives the group of each row, so the rows of a batch may be in any order.
 
 Limits: despite the clip, u can leave the clip's range. A clipped token has no gradient, but gradients of other tokens
-still change its probability. The cap of the behaviour weight biases the correction. The algorithm has no critic.
-Variants are in training/: advantages.py, corrections.py and proximal.py. docs/algorithm.md lists each equation.
+still change its probability. The cap of the behaviour weight biases the gradient. The algorithm has no critic. Variants
+are in training/: advantages.py, corrections.py and proximal.py. docs/algorithm.md lists each equation.
 
 Shapes: a batch has B rows, T columns, N trained turns and M trained tokens. Column t of each tensor describes token t.
 """
@@ -72,8 +72,8 @@ def describe_mode(config: PPOActorConfig) -> str:
 def compute_cells(level: str, group_ids: Tensor, turn_ids: Tensor, per_turn: bool) -> Tensor:
     """Return for each of N turns the number of its cell, (N,). The turns of a cell are compared with each other.
 
-    If `level` is "group", each group is a cell. For any other level the whole batch is one cell. If `per_turn` is true,
-    each cell is split into cells whose turns have the same turn id.
+    If `level` is "group", each group is a cell. For any other `level`, the whole batch is one cell. If `per_turn` is
+    true, each cell is split into cells whose turns have the same turn id.
     """
     group = group_ids if level == "group" else torch.zeros_like(group_ids)
     turn = turn_ids if per_turn else torch.zeros_like(turn_ids)

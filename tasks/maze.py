@@ -29,8 +29,8 @@ from rich.console import Console
 from rich.text import Text
 
 # The processes that compute rewards import this module. If this module imported torch, the processes that compute
-# rewards would start more slowly. The modules workflow.py and tasks/base_model.py import torch. To avoid these imports,
-# WORKFLOW is a string, and make_model imports base_model only when it is called.
+# rewards would start more slowly. The modules workflow.py and tasks/base_model.py import torch. To avoid an import of
+# torch, WORKFLOW is a string, and make_model imports base_model only when it is called.
 
 SIDE, MAZE_SEED, HOMES = 12, 96, ("a1", "l12")
 SOBER, CURFEW = 0.4, 64  # probability that the drunk's move is on the shortest way; maximum number of moves

@@ -2,8 +2,8 @@
 
 ppo.py compares the return of a turn with the other returns of its cell. By default a cell contains the turns with the
 same number k, one from each member of a group. Each function below implements one published variant of the computation
-of advantages. A configuration key switches each variant on. `compute_advantages` in ppo.py calls four of the functions
-in this order:
+of advantages. Each variant has a configuration key that switches it on. `compute_advantages` in ppo.py calls four of
+the functions in this order:
 
     `overlong_penalty`        The return of a turn near its length limit is lowered (DAPO, arXiv 2503.14476).
     `kl_estimate`             The return of a turn is lowered by the KL divergence from a reference model.
@@ -104,8 +104,8 @@ def generalised_advantage(advantages: Tensor, turn_of: Tensor, gamma: float, lam
 def informative(trajectory: dict[str, Tensor]) -> bool:
     """Return whether two members of a group earned different rewards in trained turns with the same number.
 
-    Set should_accept_fn=training.advantages.informative to use this filter. The filter reads loss_mask, turn_ids and
-    turn_rewards (B, T).
+    To reject groups with `informative`, set should_accept_fn=training.advantages.informative. The function reads
+    loss_mask, turn_ids and turn_rewards (B, T).
     """
     trained = trajectory["loss_mask"] > 0
     turns, rewards = trajectory["turn_ids"][trained], trajectory["turn_rewards"][trained]  # (M,), (M,)

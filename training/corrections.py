@@ -5,7 +5,7 @@ pi_prox. Except for the cap of w, all corrections are off by default.
 
 **The weight w needs two bounds.** Server and trainer never agree exactly on pi_behav, so log w is sometimes too large
 and sometimes too small. A cap alone drops only tokens with a large w, so the mean weight falls below 1 and the gradient
-is biased. IcePop drops tokens with a too large or a too small w.
+is biased. IcePop drops the tokens whose w is too large or too small.
 
 **Tests of whole rows.** Bounds on w test each token alone. A row of 100 tokens that all have w = 1.05 exceeds no usual
 bound on w, but pi_prox would generate the row 1.05^100 = 131 times as often as pi_behav. Three tests drop the rows on

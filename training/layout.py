@@ -219,7 +219,8 @@ def pick_layout(actor: PPOActorConfig, device: str, shape: Any) -> tuple[str, st
 
 
 def attend_apart(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **kwargs: Any):
-    """Compute causal attention within each sequence of a packed row. In transformers this function is named "packed".
+    """Compute causal attention within each sequence of a packed row. In transformers, attend_apart has the name
+    "packed".
 
     `query` is (1, heads, t, d), and `key` and `value` are (1, groups, t, d). cut_packed makes `bounds` and `longest`.
     Returns the output (1, t, heads, d), and None in place of the attention weights.

@@ -2,9 +2,9 @@
 
 **The problem.** The last layer of a language model turns the hidden state of each token into logits, one number per
 word of the vocabulary. The logits of N tokens and a vocabulary of V words are an (N, V) matrix. With N = 16,384, V =
-151,936 and 4 bytes per number this matrix takes 9.3 GiB. The softmax of the logits takes another 9.3 GiB, and so does
-the gradient of the logits. But training needs only two numbers per token: the log-probability of the sampled token, and
-the entropy of the distribution.
+151,936 and 4 bytes per number the logits take 9.3 GiB. The softmax of the logits takes another 9.3 GiB, and so does the
+gradient of the logits. But training needs only two numbers per token: the log-probability of the sampled token, and the
+entropy of the distribution.
 
 **The idea.** The logits of one token do not depend on other tokens. The last layer can therefore process one chunk of
 tokens after another. The forward pass keeps the log-probability and the entropy of each token and discards the chunk's
@@ -28,7 +28,7 @@ Then
     d loss / d h   = W^T (d loss / d z) / tau
     d loss / d W   = sum over tokens of (d loss / d z) h^T / tau
 
-where [j = id] is 1 for the sampled token and 0 for all other words.
+The symbol [j = id] is 1 for the sampled token and 0 for all other words.
 
 **Costs and limits.** On a CPU the logits of a chunk take at most 128 MiB in float32. With V = 151,936, a chunk of 128
 MiB has 220 tokens. For each chunk the backward pass reads and writes the whole gradient of W, so a pass with fewer

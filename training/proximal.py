@@ -16,7 +16,7 @@ guess of log pi_prox is an interpolation:
 The weight alpha is between 0 and 1. If v = v_b, the weight alpha is 0.
 
 **Example.** The step starts at version v = 7, version v_b = 5 sampled the token, and half of the mini-batches are done
-(f = 0.5). The weight of pi_theta in the interpolation is then alpha = 2 / 2.5 = 0.8. With log pi_behav = -2.0 and log
+(f = 0.5). The weight of pi_theta in the interpolation is alpha = 2 / 2.5 = 0.8. With log pi_behav = -2.0 and log
 pi_theta = -1.5 the guess is -2.0 + 0.8 * 0.5 = -1.6.
 
 **The guess is exact in two cases.** In the first mini-batch f is 0, so pi_theta is pi_prox, and alpha is 1 for stale

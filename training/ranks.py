@@ -41,7 +41,7 @@ _waiting: dict[int, threading.Thread] = {}  # for each peer, the thread that wai
 def join_ranks() -> bool:
     """Make torch's default process group of all ranks. Return False if the process group exists already.
 
-    Without torchrun this process is the only rank. The process group of this rank listens on the loopback address only.
+    Without torchrun this process is the only rank, and its process group listens on the loopback address only.
     """
     if dist.is_initialized():
         return False
@@ -92,8 +92,8 @@ def leave_ranks() -> None:
     for thread in _waiting.values():
         thread.join()
     _waiting.clear()
-    # The assignment removes the last reference to the group, so the group's threads end now, and not while the
-    # interpreter ends.
+    # The assignment removes the last reference to the group, so the group's threads end before the interpreter shuts
+    # down.
     _group = None
     dist.destroy_process_group()
 

@@ -28,8 +28,8 @@ twice. First-fit packing then puts several small runs into one tree.
 
 **Attention.** The N x N mask is nearly empty, so it is never built. On a CPU, each block of 128 queries attends only to
 the keys that at least one of these queries needs. On a GPU, FlexAttention skips each block of 128 queries and 128 keys
-in which no query attends to a key. The tests compare both implementations with attention under a dense mask. In
-transformers, `tree_attention` has the name "tree", so the model's own code is unchanged.
+in which no query attends to a key. The tests compare the implementations for CPUs and GPUs with attention under a dense
+mask. In transformers, `tree_attention` has the name "tree", so the model's own code is unchanged.
 
 **Limits.** A tree and separate rows add floating-point numbers in different orders. The losses of a tree and of
 separate rows therefore agree to 1e-6 and the gradients to 1e-5, not bit for bit. The metric `tree_token_ratio` is the

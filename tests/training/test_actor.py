@@ -53,7 +53,8 @@ def plain(tiny_model_dir: Path):
 
 
 def plain_logp(model, batch: dict[str, Tensor]) -> Tensor:
-    """Compute log p of each token (B, T), one row at a time without padding. Position 0 and padding get 0."""
+    """Compute log p of each token (B, T), one row at a time without padding. The result is 0 at position 0 and at
+    padding."""
     logp = torch.zeros(batch["input_ids"].shape)
     for i, n in enumerate(batch["attention_mask"].sum(1).tolist()):
         ids = batch["input_ids"][i, :n].long()
@@ -127,8 +128,8 @@ def test_a_layout_is_right_for_a_family_or_refuses_it(make_actor, tmp_path, name
 
 
 def test_the_metrics_are_on_the_device_of_the_loss(make_actor, monkeypatch):
-    """The metrics of a piece are stacked into one tensor, so all of them must be on the device of the loss. The test
-    uses the device "meta" in place of a GPU."""
+    """All metrics of a piece must be on the device of the loss, because the metrics are stacked into one tensor. The
+    test uses the device "meta" in place of a GPU."""
     actor, devices = make_actor(enable_tree_training=True), list[str]()
     batch = prepare(actor, make_batch())
 
@@ -150,7 +151,7 @@ def test_the_metrics_are_on_the_device_of_the_loss(make_actor, monkeypatch):
 @pytest.mark.parametrize("changes", [{}, {"layout": "packed"}, {"enable_tree_training": True}], ids=str)
 def test_capped_attention_is_refused(make_actor, tmp_path, monkeypatch, changes):
     """Every layout refuses the model Gemma 2, because transformers 5.19 computes the attention of Gemma 2 without the
-    cap on the attention scores. SGLang 0.5.23 requires this version, transformers 5.19."""
+    cap on the attention scores. SGLang 0.5.23 pins transformers 5.19."""
     monkeypatch.setattr(Gemma2PreTrainedModel, "_supports_sdpa", True)
     with pytest.raises(ValueError, match="Gemma2ForCausalLM has attention of its own"):
         make_actor(make_family(tmp_path, "gemma2"), **changes)
@@ -224,7 +225,7 @@ def test_a_single_rank_uses_fsdp_only_if_it_must(make_actor, changes, units):
     norms = []
     for one in (expected, actor):
         batch = prepare(one, make_batch())
-        norms += [one.ppo_update(batch)["grad_norm"] for _ in range(3)]  # later updates use Adam's moments
+        norms += [one.ppo_update(batch)["grad_norm"] for _ in range(3)]  # updates 2 and 3 use Adam's moments
     assert norms[:3] == pytest.approx(norms[3:], rel=1e-5)
     for name, weight in parameters(actor).items():
         torch.testing.assert_close(weight, parameters(expected)[name], atol=1e-6, rtol=0)

@@ -69,8 +69,8 @@ def test_gae_in_a_batch_does_not_decay_over_what_is_not_trained():
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
 def test_the_kl_estimates_and_what_they_estimate(kind):
-    """The estimators k1, k2 and k3 equal their formulas. The expectation of k1 and of k3 under the policy is the KL
-    divergence, if no token exceeds the bound of k3."""
+    """For k1, k2 and k3, kl_estimate computes the formula of the estimator. The expectation of k1 and of k3 under the
+    policy is the KL divergence, if no token exceeds the bound of k3."""
     g = torch.Generator().manual_seed(0)
     p, q = (torch.randn(7, generator=g, dtype=torch.float64).log_softmax(-1) for _ in range(2))
     slow = []

@@ -72,15 +72,15 @@ def check_same(path: Path, batches: list[Any], **changes: Any) -> int:
 
 def test_padded_rows_have_four_graphs(tiny_model_dir):
     """All layers share four graphs: for one row or several rows, and with or without gradients. No layer has a graph
-    break. Inputs with new shapes do not make the compiler compile another graph. The number of graphs is also four with
-    gradient checkpointing, and if FSDP wraps each layer (offload=True)."""
+    break. Inputs with new shapes need no new graph. The number of graphs is also four with gradient checkpointing, and
+    if FSDP wraps each layer (offload=True)."""
     assert check_same(tiny_model_dir, make_batches(4), gradient_checkpointing=True, offload=True) == 4
     assert not counters["graph_break"]
 
 
 def test_packed_rows_have_two_graphs(gpu_kernel, tiny_model_dir):  # noqa: F811
     """With the attention kernel, all layers share two graphs, one with gradients and one without, because a packed
-    piece is always one row. A piece with more sequences or a longer sequence needs no other graph."""
+    piece is always one row. A piece with more sequences or a longer sequence needs no new graph."""
     assert check_same(tiny_model_dir, make_batches(4), layout="packed", dtype="bfloat16") == 2
     assert not counters["graph_break"]
 

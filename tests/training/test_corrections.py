@@ -229,8 +229,8 @@ def truncated_batch() -> dict[str, torch.Tensor]:
 
 
 def test_a_truncated_turn_is_not_trained():
-    """The last turn of each truncated row is removed from the loss mask. The row's earlier turns and all other rows
-    stay in the loss mask."""
+    """The last turn of each truncated row is removed from the loss mask. The earlier turns of truncated rows stay in
+    the loss mask, and so do all rows that are not truncated."""
     batch = truncated_batch()
     slow = batch["loss_mask"].clone()
     for i in range(4):

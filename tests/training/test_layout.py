@@ -71,7 +71,7 @@ def forward(
     window: Any = None,
     gqa: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute what the operator's kernel computes on a GPU."""
+    """Compute the attention that the operator's kernel computes on a GPU."""
     refuse(q, k, v, bounds, others, (max_q, max_k))
     assert causal
     assert window == [-1, 0]
@@ -93,7 +93,7 @@ def backward(
     grad_q = torch.einsum("hqk,khd->qhd", grad_scores, per_head(k, q))
     grad_k = torch.einsum("hqk,qhd->khd", grad_scores, q.float())
     grad_v = torch.einsum("hqk,qhd->khd", p, grad.float())
-    grad_k, grad_v = (x.unflatten(1, (k.shape[1], -1)).sum(2) for x in (grad_k, grad_v))  # summed over a group's heads
+    grad_k, grad_v = (x.unflatten(1, (k.shape[1], -1)).sum(2) for x in (grad_k, grad_v))  # sum over a group's heads
     grad_q, grad_k, grad_v = (x.to(q.dtype).contiguous() for x in (grad_q, grad_k, grad_v))
     return grad_q, grad_k, grad_v
 

@@ -86,8 +86,8 @@ def test_half_precision_weights_get_gradients_of_their_type():
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_compiled_chunks_change_neither_values_nor_gradients(monkeypatch, backend):
-    """Compiled pointwise operations give the same values and gradients in float32, with and without the gradient of the
-    entropy. All chunks of more than one token share the same compiled graphs."""
+    """Compiled and uncompiled pointwise operations give the same values and gradients in float32, with and without the
+    gradient of the entropy. All chunks of more than one token share the same compiled graphs."""
     if backend == "inductor" and not shutil.which("g++"):
         pytest.skip("needs a C++ compiler")
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))

@@ -104,7 +104,7 @@ def work_memory(model_dir: Path, out: Path) -> None:
 
 def work_wait(model_dir: Path, out: Path) -> None:
     """Let rank 0 wait outside of any collective operation, and rank 1 in a collective operation. If the environment
-    variable RAISE is set, rank 2 raises an error. If RAISE is not set, rank 2 waits too."""
+    variable RAISE is set, rank 2 raises an error. If RAISE is not set, rank 2 waits as rank 0 does."""
     actor = FSDPPPOActor(make_config(), model_dir)
     actor.create_process_group()
     actor.initialize(max_steps=1)
@@ -120,8 +120,8 @@ def work_wait(model_dir: Path, out: Path) -> None:
 
 def work_checkpoint(model_dir: Path, out: Path) -> None:
     """Let rank 1 write its part of a checkpoint only after the next training step. Each rank writes three results into
-    a file: the newest checkpoint before rank 1 writes, the newest checkpoint after rank 1 has written, and whether its
-    weights are right."""
+    a file: the newest checkpoint before rank 1 writes, the newest checkpoint after rank 1 has written, and whether the
+    checkpoint's weights are right."""
     actor = FSDPPPOActor(make_config(), model_dir)
     actor.create_process_group()
     actor.initialize(max_steps=4)

@@ -39,7 +39,8 @@ Rows = list[list[int]]
 
 
 def make_rows(seed: int, n: int, longest: int = 30, vocabulary: int = 40) -> Rows:
-    """Make random rows with shared prefixes: branches, turns, copies and rows of a single token."""
+    """Make n random rows. Most rows begin with a prefix of an earlier row, some are copies, and some have a single
+    token."""
     rng = random.Random(seed)
     rows: Rows = []
     for _ in range(n):
@@ -211,7 +212,7 @@ def test_a_conversation_of_5000_turns_with_a_branch_each() -> None:
 
 
 def test_small_things_share_a_tree() -> None:
-    """Rows without a common prefix share one tree as long as the tree stays within its token budget."""
+    """Rows without a common prefix are put into the same tree as long as the tree stays within its token budget."""
     rows = [[i] * 30 for i in range(10)]
     assert sorted(len(tree.subtree_end) for tree in build_trees(rows, 100)) == [30, 90, 90, 90]
 
