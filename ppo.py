@@ -3,39 +3,39 @@
 In asynchronous training, the weights that are trained are newer than the weights that sampled the training data. Three
 policies give a log-probability to every sampled token:
 
-    pi_behav   the behaviour policy: the weights that sampled the token. The inference server reports the
-               log-probability. A weight update may interrupt a completion, so each token has its own version.
-    pi_prox    the proximal policy: the weights at the start of the training step (needs one more forward pass).
-    pi_theta   the current policy: the weights that the optimizer is changing. Only pi_theta receives a gradient.
+    `pi_behav`   the behaviour policy: the weights that sampled the token. A weight update may interrupt a completion,
+                 so each token has its own version of pi_behav. The inference server reports log pi_behav.
+    `pi_prox`    the proximal policy: the weights at the start of the training step. log pi_prox needs a forward pass.
+    `pi_theta`   the current policy: the weights that the optimizer is changing. Only pi_theta receives a gradient.
 
-Standard PPO uses one old policy for two jobs. First, the ratio to the old policy corrects for data from older weights.
-Second, the old policy is the centre of the clip, which limits how far a step moves the policy. If the data is several
-versions old, a clip around the old policy holds the new policy close to outdated weights. Decoupled PPO (arXiv
-2505.24298, equation 5) clips around pi_prox and corrects with pi_behav. With u = pi_theta / pi_prox, its objective is
+Standard PPO uses one old policy for two purposes. First, the ratio of the current policy to the old policy corrects for
+data from older weights. Second, a clip around the old policy limits how far a step moves the current policy. If the old
+policy is several versions old, the clip holds the current policy close to outdated weights. Decoupled PPO (arXiv
+2505.24298, equation 5) clips the ratio u = pi_theta / pi_prox, corrects with pi_prox / pi_behav, and maximises
 
     J = mean over trained tokens of   pi_prox / pi_behav * min(u A, clip(u, 1 - eps, 1 + eps) A)
                                       behaviour weight     the clip, centred on pi_prox
 
-The behaviour weight is a constant: no gradient flows through it. If pi_prox equals pi_behav, the weight is 1 and J is
-the objective of standard PPO. With use_decoupled_loss=false, one old policy is used both as pi_prox and as pi_behav.
+The behaviour weight is a constant: no gradient flows through it. If pi_prox equals pi_behav, the behaviour weight is 1
+and J is the objective of standard PPO. With use_decoupled_loss=false, one old policy is both pi_prox and pi_behav.
 
-Example: a token has probability 0.2 under pi_behav, 0.3 under pi_prox and 0.45 under pi_theta, and A = 1. Then the
-behaviour weight is 1.5 and u is 1.5. With eps = 0.2 the clip lowers u to 1.2, so the token adds 1.5 * 1.2 = 1.8.
+Example: a token with the probabilities pi_behav = 0.2, pi_prox = 0.3 and pi_theta = 0.45 has the behaviour weight 1.5,
+and u is also 1.5. With eps = 0.2 and A = 1, the clip lowers u to 1.2, so the token's term in J is 1.5 * 1.2 = 1.8.
 
 Three guards limit the influence of a single token on the loss:
-  cap           A token whose behaviour weight exceeds behave_imp_weight_cap is left out of the sum. The mean still
-                divides by the number of all trained tokens, so a batch with many such tokens makes a small step.
-  clip higher   The upper bound of u may be further from 1 (eps_clip_higher), so that rare tokens can become likelier.
-  dual clip     For A < 0 the term u A has no lower bound. Setting c_clip = c gives this term the lower bound c A.
+  `cap`           A token whose behaviour weight exceeds behave_imp_weight_cap is left out of the sum. The mean still
+                  divides by the number of all trained tokens, so leaving out many tokens makes the gradient small.
+  `clip higher`   The key eps_clip_higher raises the upper bound of u, so that a step can make rare tokens likelier.
+  `dual clip`     For A < 0 the term u A has no lower bound. With c_clip = c the term u A has the lower bound c A.
 
-Every trained token of a turn gets the turn's advantage. With GAE, earlier tokens get a smaller share of the advantage.
-The return of a turn is computed from its final reward, which includes discounted rewards of later turns (cache.py).
-By default, the baseline of a turn is a mean over turns of the same group. The tensor group_ids gives the group of each
-row, so the rows of a batch may be in any order.
+Every trained token of a turn gets the turn's advantage. With GAE, the earlier tokens of a turn get a smaller share of
+the turn's advantage. The return of a turn is computed from its final reward, which includes discounted rewards of later
+turns (cache.py). By default, a turn's baseline is the mean return of the turns of its group that have the same turn
+number. The tensor group_ids gives the group of each row, so the rows of a batch may be in any order.
 
 Limits: despite the clip, u can leave the clip's range. A clipped token has no gradient, but gradients of other tokens
-still change its probability. The cap of the behaviour weight biases the correction. There is no critic. Variants of the
-loss are in training/: advantages.py, corrections.py and proximal.py. docs/algorithm.md lists each equation.
+still change its probability. The cap of the behaviour weight biases the gradient. The algorithm has no critic. Variants
+are in training/: advantages.py, corrections.py and proximal.py. docs/algorithm.md lists each equation.
 
 Shapes: a batch has B rows, T columns, N trained turns and M trained tokens. Column t of each tensor describes token t.
 """
@@ -70,10 +70,10 @@ def describe_mode(config: PPOActorConfig) -> str:
 
 
 def compute_cells(level: str, group_ids: Tensor, turn_ids: Tensor, per_turn: bool) -> Tensor:
-    """Return the number of the cell of each of N turns, (N,). The turns of a cell are compared with each other.
+    """Return for each of N turns the number of its cell, (N,). The turns of a cell are compared with each other.
 
-    If `level` is "group", each group is a cell. For any other level the whole batch is one cell. If `per_turn` is true,
-    each cell is split into cells whose turns have the same turn id.
+    If `level` is "group", each group is a cell. For any other `level`, the whole batch is one cell. If `per_turn` is
+    true, each cell is split into cells whose turns have the same turn id.
     """
     group = group_ids if level == "group" else torch.zeros_like(group_ids)
     turn = turn_ids if per_turn else torch.zeros_like(turn_ids)
@@ -88,7 +88,7 @@ def cell_mean(x: Tensor, cell: Tensor) -> Tensor:
 def cell_std(x: Tensor, cell: Tensor, eps: float) -> Tensor:
     """Return x (N,) with each entry replaced by the standard deviation of its cell, plus eps.
 
-    The result is 1 if all entries of the cell are equal or if the cell has one entry.
+    For a cell whose entries are all equal, and for a cell with one entry, the result is 1.
     """
     # s^2 = sum (x - mean)^2 / (n - 1)
     squares = torch.bincount(cell, (x - cell_mean(x, cell)).square())  # (cells,)
@@ -134,7 +134,7 @@ def compute_advantages(batch: dict[str, Tensor], config: PPOActorConfig) -> Tens
     # 1. Number the N trained turns. The M trained tokens are in the order of the batch, row after row. A turn starts
     #    where the row or the turn id changes.
     rows = trained.nonzero()[:, 0]  # (M,) the row of each trained token
-    starts = torch.ones(len(rows), dtype=torch.bool)  # (M,) whether a token is the first token of its turn
+    starts = torch.ones(len(rows), dtype=torch.bool)  # (M,) whether each token is the first token of its turn
     starts[1:] = (rows[1:] != rows[:-1]) | (turn_ids[1:] != turn_ids[:-1])
     turn_of = starts.cumsum(0) - 1  # (M,) the number of each token's turn, from 0 to N - 1
     returns = rewards[starts]  # (N,)
@@ -161,13 +161,13 @@ def compute_advantages(batch: dict[str, Tensor], config: PPOActorConfig) -> Tens
 def aggregation_weights(lengths: Tensor, how: str, constant: int | None) -> Tensor:
     """Return the weight of each sequence in the loss, (B,). L_it is the loss of token t of sequence i.
 
-        how = "token"       sum_i sum_t L_it / sum_i n_i       every token counts equally
-        how = "sequence"    1/S sum_i (1/n_i) sum_t L_it       every sequence counts equally (GRPO)
-        how = "constant"    1/S sum_i (1/C) sum_t L_it         every token counts 1/(S C) (Dr. GRPO)
+        `how="token"`       sum_i sum_t L_it / sum_i n_i:      every token counts equally.
+        `how="sequence"`    1/S sum_i (1/n_i) sum_t L_it:      every sequence counts equally, as in GRPO.
+        `how="constant"`    1/S sum_i (1/C) sum_t L_it:        every token counts 1/(S C), as in Dr. GRPO.
 
     `lengths` (B,) holds n_i, the number of trained tokens of sequence i. `lengths` holds all sequences of the
     mini-batch, including those of other ranks. S is the number of sequences with n_i > 0, and C is `constant`. The loss
-    is linear in the advantages, so the caller multiplies the advantages by these weights.
+    of a token is proportional to its advantage, so the caller multiplies the advantages by the weights.
     """
     if how == "token":
         return torch.ones(lengths.shape)
@@ -191,9 +191,10 @@ def token_objectives(
     """Return four tensors: each token's weight w and objective, a mask of the clipped tokens and a mask of the dropped
     tokens.
 
-    `mask` is True for trained tokens. All other arguments are those of ppo_actor_loss_fn. Each result has the shape of
-    `mask`. A token counts as clipped if the clip changed its objective and its weight w is above 0. A token counts as
-    dropped if its behaviour weight is outside the range from floor to cap, or if its row was rejected.
+    `mask` is True for trained tokens. The docstring of ppo_actor_loss_fn explains all other arguments. Each result has
+    the shape of `mask`. A token counts as clipped if the clip changed the token's objective and the token's weight w is
+    above 0. A token counts as dropped if its behaviour weight is outside the range from floor to cap, or if its row was
+    rejected.
     """
     prox_logp = prox_logp if config.use_decoupled_loss else old_logp
     log_u = torch.where(mask, log_ratio(logp, prox_logp.detach()), 0.0)  # log (pi_theta / pi_prox)
@@ -218,7 +219,7 @@ def token_objectives(
     if config.use_cispo_loss:
         objective, clipped = cispo_objective(torch.where(mask, logp, 0.0), u, u_clipped, A)
 
-    # w = pi_prox / pi_behav of the token or of its sequence, with a floor and a cap; w is 0 in a rejected sequence
+    # w = pi_prox / pi_behav of the token or of its sequence, with a floor and a cap; in a rejected sequence w is 0
     sequence_log_weight = sequence_weight(log_weight, mask, ids, config.behave_imp_weight_level)
     weight, dropped = behaviour_weight(sequence_log_weight, config)
     reject = rejected(log_weight, mask, ids, config)
@@ -240,14 +241,15 @@ def ppo_actor_loss_fn(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss, which is -J, and its metrics. All tensors have the shape (B, T), or (N,) for N flat tokens.
 
-    logp             log pi_theta, with a gradient
-    prox_logp        log pi_prox; standard PPO (use_decoupled_loss=false) does not use this argument
-    old_logp         log pi_behav; in standard PPO the log-probability under the old policy
-    loss_mask        1 for trained tokens; values at all other tokens are ignored, even NaN and infinity
-    sequence_ids     the row of each token, for ratios of a whole sequence; default: the index of the first axis
-    denominator      the number that divides the loss and the metrics; default: the number of trained tokens in
-                     loss_mask. For a piece of a mini-batch, give the number of trained tokens of the whole mini-batch.
-                     The losses of the pieces then add up to the loss of the mini-batch.
+    `logp`           log pi_theta, with a gradient.
+    `prox_logp`      log pi_prox. Standard PPO (use_decoupled_loss=false) does not use prox_logp.
+    `old_logp`       log pi_behav. In standard PPO, old_logp is the log-probability under the old policy.
+    `loss_mask`      1 for trained tokens. Values at all other tokens are ignored, even NaN and infinity.
+    `sequence_ids`   the row of each token, for ratios of a whole sequence. By default, the index of the first axis is
+                     the row.
+    `denominator`    the number that divides the loss and the metrics. By default, the denominator is the number of
+                     trained tokens in loss_mask. For a piece, give the number of trained tokens of the whole
+                     mini-batch, so that the losses of all pieces add up to the loss of the mini-batch.
     """
     mask = loss_mask.bool()
     denominator = mask.sum().clamp(min=1) if denominator is None else denominator

@@ -6,14 +6,14 @@ the tiny model and for a large model.
 
 **The tokenizer** has one token per word, and blanks separate words. A sampled sequence is therefore readable text. The
 chat template writes every message as `<role> content <end>`. The tokens of a message do not depend on other messages.
-The tokens of a conversation are therefore its messages' tokens, concatenated. For example, the conversation "guess a
-number", "3", "higher" consists of three parts: the prompt of the first turn, the sampled tokens `3 <end>`, and the
-tokens of the new message. The proxy relies on the property that a message's tokens do not depend on other messages.
+The tokens of a conversation are therefore the concatenated tokens of its messages. For example, the conversation "guess
+a number", "3", "higher" consists of three parts: the prompt of the first turn, the sampled tokens `3 <end>`, and the
+tokens of the new message. The proxy needs a chat template in which a message's tokens do not depend on other messages.
 
-**The model** starts with random weights and is then trained to imitate a bad player of the task. Reinforcement learning
-needs a policy that answers in the right form and sometimes succeeds. A model with random weights neither answers in the
-right form nor succeeds. The imitation training (warm-up) takes seconds. The imitated player knows little or nothing of
-the game, so the model can acquire the game's skill only by reinforcement learning.
+**The model** starts with random weights and is then trained to imitate a weak player of the task. Reinforcement
+learning needs a policy that answers in the right form and sometimes succeeds. A model with random weights gives no
+answer in the right form. The imitation training (warm-up) takes seconds. The imitated player makes many random moves,
+so the model can learn to play well only by reinforcement learning.
 
 **Reproducibility.** On the same machine, the same seed and the same number of threads give the same weights. Different
 machines may give different weights.
@@ -33,13 +33,13 @@ PAD, UNKNOWN, END, ASSISTANT = "<pad>", "<unk>", "<end>", "<assistant>"
 ROLES = ["<system>", "<user>", ASSISTANT]
 ALL_MESSAGES = "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} <end> {% endfor %}"
 CHAT_TEMPLATE = ALL_MESSAGES + "{% if add_generation_prompt %}<assistant>{% endif %}"
-NextBatch = Callable[[], list[list[int]]]  # a function that returns conversations as token ids
-IGNORED = -100  # the label that marks a token as left out of the loss
+NextBatch = Callable[[], list[list[int]]]  # a function that returns a batch of conversations as token ids
+IGNORED = -100  # the label of a token that is left out of the loss
 
 
 def make_tokenizer(words: Iterable[str]) -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one token per word. The six special tokens, such as <pad> and <user>, have the first
-    ids."""
+    """Return a tokenizer with one token per word. The six special tokens, such as <pad> and <user>, have the ids 0 to
+    5."""
     vocab = {word: i for i, word in enumerate([PAD, UNKNOWN, END, *ROLES, *words])}
     raw = Tokenizer(models.WordLevel(vocab, unk_token=UNKNOWN))
     raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -68,8 +68,8 @@ def make_qwen3(tokenizer: PreTrainedTokenizerFast, layers: int, context: int, se
 
 
 def answers_only(tokenizer: PreTrainedTokenizerFast, ids: Sequence[int]) -> list[int]:
-    """Return the labels of a conversation: the assistant's words and end tokens. All other tokens have the label
-    IGNORED."""
+    """Return the labels of a conversation: the assistant's words and end tokens. Tokens that the assistant did not
+    write have the label IGNORED."""
     end, assistant = map(tokenizer.convert_tokens_to_ids, (END, ASSISTANT))
     labels, inside = [], False
     for token in ids:

@@ -3,16 +3,16 @@
 The reward depends only on the final answer of a completion. The reward is 1 if the final answer is the right number,
 else 0. This file offers two ways to train on GSM8K:
 
-    python train.py --config configs/gsm8k.yaml model_path=DIR                                      one answer
-    python train.py --config configs/gsm8k.yaml model_path=DIR workflow=tasks.gsm8k.MathAgent       with a second try
+    python train.py --config configs/gsm8k.yaml model_path=DIR                                      one attempt
+    python train.py --config configs/gsm8k.yaml model_path=DIR workflow=tasks.gsm8k.MathAgent       two attempts
 
 The first way to train is the workflow RLVRWorkflow with the reward function of this module. The second way to train is
-MathAgent, an agent on the unmodified OpenAI SDK. If the model's answer is wrong, the agent tells the model so and asks
-again.
+MathAgent, an agent on the unmodified OpenAI SDK. If the model's first answer is wrong, the agent tells the model so and
+asks for a second answer.
 
-**Data.** By default the problems come from the package `datasets` (openai/gsm8k). `train_dataset.path` may instead name
-a JSONL file whose lines have the keys "question" and "answer", as in GSM8K. In GSM8K, the field "answer" is the whole
-solution, and the number stands after the last `####`.
+**Data.** By default the problems come from the package `datasets` (openai/gsm8k). To train on other problems, set
+`train_dataset.path` to a JSONL file whose lines have the keys "question" and "answer", as in GSM8K. In GSM8K, the field
+"answer" is the whole solution, and the number stands after the last `####`.
 
 **Comparison.** If math-verify is installed, math-verify decides whether two answers are the same number. math-verify
 understands fractions, units and LaTeX. Without math-verify, the reward compares the numbers that `last_number` finds.
@@ -66,8 +66,8 @@ def last_number(text: str) -> Decimal | None:
 def is_right(completion: str, answer: str) -> bool:
     """Return whether the completion's final answer is the number `answer`."""
     if math_verify:
-        # math-verify's own timeout works only in the main thread, so None switches it off. AsyncRewardWrapper has a
-        # timeout.
+        # math-verify's own timeout works only in the main thread, so the value None switches this timeout off.
+        # AsyncRewardWrapper limits the time of a comparison.
         gold, said = (math_verify.parse(text, parsing_timeout=None) for text in (answer, completion))
         return bool(math_verify.verify(gold, said, timeout_seconds=None))
     said = last_number(completion)
@@ -84,8 +84,8 @@ WORKFLOW_KWARGS = {"reward_fn": "tasks.gsm8k.reward"}
 
 
 class MathAgent:
-    """An agent that lets the model try again while the model's answer is wrong. The reward of a right answer at try k
-    is discount^(k-1)."""
+    """An agent that asks the model until the answer is right, at most `max_turns` times. The reward of a right answer
+    at turn k, counted from 1, is discount^(k-1)."""
 
     def __init__(self, max_turns: int = 2, discount: float = 0.9) -> None:
         self.max_turns, self.discount = max_turns, discount

@@ -1,25 +1,25 @@
 """The task of the demo: guess a number in several turns. The best strategy is binary search.
 
 The secret is a number from 1 to 6, and the agent has three guesses. After a wrong guess the game answers "higher" or
-"lower". The reward is 1 if the secret was found, else 0. Nobody tells the agent how to search. Random guesses find
+"lower". The reward is 1 if the secret was found, else 0. The prompt does not say how to search. Random guesses find
 about half of the secrets, and binary search finds all six.
 
-**The agent** below is an ordinary program on the unmodified OpenAI SDK. The agent contains nothing about training,
-tokens or versions. The agent is given a `base_url`, plays a game, and returns the reward.
+**The agent** below is an ordinary program on the unmodified OpenAI SDK. The agent's code contains nothing about
+training, tokens or versions. The agent is given a `base_url`, plays a game, and returns the reward.
 
-**Why six numbers.** With the numbers 1 to 7, 4 would be the only best first guess. Early in training, however, games
-that begin with 4 earn the lowest reward. After a wrong guess of 4, three numbers are still possible. The two remaining
-guesses find all three numbers only if the next guess is the middle number. Early in training, the model has not yet
-learnt to guess this middle number. The model learns the first guess before the later guesses, because every game has a
-first guess. The model would therefore learn a wrong first guess, and with most seeds it would stay in this local
-optimum. With six numbers, 3 and 4 are both best first guesses. A first guess of 3 or 4 leaves two numbers on one side
-of the guess and three on the other side. A weaker local optimum remains: an agent that begins with 2 or 5 can find five
-of the six secrets. A penalty on the distance to the base model (configs/demo.yaml) keeps every first guess likely until
-the model has learnt the later guesses.
+**Why six numbers.** With seven numbers, 1 to 7, the only best first guess would be 4. Early in training, however, games
+that begin with 4 would earn the lowest reward. After a wrong guess of 4, three numbers would still be possible. Two
+more guesses find each of the three numbers only if the second guess is the middle number. Early in training, the model
+has not yet learnt to guess the middle number. The model learns the first guess before the later guesses, because every
+game has a first guess. With seven numbers, the model would therefore learn a wrong first guess, and with most seeds it
+would never leave this local optimum. With six numbers, 3 and 4 are both best first guesses. A first guess of 3 or 4
+leaves two numbers on one side of the guess and three on the other side. With six numbers a weaker local optimum
+remains: an agent that begins with 2 or 5 can find five of the six secrets. A penalty on the distance to the base model
+(configs/demo.yaml) keeps every first guess likely until the model has learnt the later guesses.
 
 **Several strategies find every secret.** The trained model's greedy policy may therefore make different guesses than
-binary search. `summary` counts the secrets that the learnt strategy finds, and draws the learnt strategy beside binary
-search. Binary search needs the fewest guesses.
+binary search. `summary` counts the secrets that the learnt strategy finds, and draws the learnt strategy next to binary
+search. Binary search needs the fewest guesses on average.
 """
 
 import random
@@ -43,7 +43,7 @@ Play = Callable[[list[dict], Sequence[int]], str]  # (conversation, secrets that
 
 
 def parse(answer: str | None) -> int | None:
-    """Return the number in the answer, or None if the answer is not exactly one number in range."""
+    """Return the number in the answer, or None if the answer is not exactly one number from 1 to 6."""
     word = (answer or "").strip()
     return int(word) if word in WORDS and word.isdigit() else None
 
@@ -54,12 +54,13 @@ def feedback(guess: int, secret: int) -> str:
 
 
 def possible_after(possible: Sequence[int], guess: int, word: str) -> list[int]:
-    """Return the secrets that are still possible after `guess` was answered with `word`."""
+    """Return the secrets that are still possible after the game has answered `guess` with `word`."""
     return [secret for secret in possible if secret != guess and feedback(guess, secret) == word]
 
 
 class GuessAgent:
-    """Plays one game through a chat-completions endpoint. The reward is 1.0 if the agent found the secret, else 0.0."""
+    """An agent that plays one game through a chat-completions endpoint. The reward is 1.0 if the agent found the
+    secret, else 0.0."""
 
     async def run(self, data: dict, base_url: str, api_key: str, http_client: Any, **extra_kwargs: Any) -> float:
         """Play one game and return its reward."""
@@ -86,7 +87,7 @@ def dataset(split: str = "train") -> list[dict]:
     return [{"secret": secret} for secret in SECRETS]
 
 
-# ---------------------------------------------------------------- the base model
+# ---------------------------------------------------------------- base model
 
 
 def play_at_random(rng: random.Random) -> list[dict]:
@@ -118,7 +119,7 @@ def make_model(path: Path, seed: int, warmup_steps: int = 600) -> None:
     base_model.save_atomically(path, model, tokenizer)
 
 
-# ---------------------------------------------------------------- what was learnt
+# ---------------------------------------------------------------- summary of the learnt policy
 
 
 def binary_search(messages: list[dict], possible: Sequence[int]) -> str:
@@ -148,7 +149,8 @@ def explore(play: Play, found: list[int], messages: list[dict] = START, possible
 
 
 def summary(ask: Callable[[list[dict]], str], console: Console) -> None:
-    """Print the greedy policy's strategy beside binary search. `ask` returns the greedy answer to a conversation."""
+    """Print the greedy policy's strategy next to binary search. `ask` returns the model's greedy answer to a
+    conversation."""
     panels = []
     for title, play in (("learnt", lambda messages, _: ask(messages)), ("binary search", binary_search)):
         found: list[int] = []

@@ -1,18 +1,19 @@
-"""The drunkard's walk home: a task with long answers of very different lengths. An answer is a path through a maze.
+"""A task with long answers of very different lengths: the drunkard's walk home. An answer is a path through a maze.
 
-There is one fixed maze of 12 x 12 cells with two homes. The cells have names like chess squares. An example of a prompt
-is "from b7 to l12". The answer lists every cell that the walk visits, from the first to the last. The reward is SPL, a
-metric of navigation: the length of the shortest way, divided by the length of the walk. If the walk goes through a wall
-or does not end at home, the reward is 0. A walk of 72 moves earns 0.75 if the shortest way has 54 moves.
+The maze is always the same and has 12 x 12 cells. The cells have names like chess squares. Two corner cells, a1 and
+l12, are homes. A prompt names the first cell of the walk and the home where the walk must end, such as "from b7 to
+l12". The answer lists every cell that the walk visits, from the first to the last. The reward is SPL, a metric of
+navigation: the length of the shortest way, divided by the length of the walk. If the walk goes through a wall or does
+not end at the home, the reward is 0. A walk of 72 moves earns 0.75 if the shortest way has 54 moves.
 
 **Why this task.** The length of an answer varies tenfold and depends on the policy. A policy that walks like a drunk
 can wander until the length limit, and a policy that takes the shortest way needs 54 moves on average. Some walks are
 therefore unfinished when new weights arrive, so one can measure interruptions, staleness, and the overlap of generation
-and training. Generation and training take about the same time.
+and training. In a step of this task, generation and training take about the same time.
 
 **The base model** imitates a drunk. Each move of the drunk is a step on the shortest way with probability 0.4, and
-otherwise a step in a random open direction. The imitated walks are cut off after 64 moves. A perfect imitation of the
-drunk, up to the answer's limit of 240 tokens, has an SPL of 0.36. An SPL above 0.36 is the result of reinforcement
+otherwise a step in a random open direction. The imitated walks are cut off after 64 moves. A policy that walks exactly
+like the drunk, for at most 240 tokens, has a mean SPL of 0.36. An SPL above 0.36 is the result of reinforcement
 learning.
 
 **No generalisation.** Every split has the same 286 prompts, so the model learns this one maze by heart.
@@ -27,18 +28,18 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-# The processes that compute rewards import this module, and these processes would start more slowly if this module
-# imported torch. The modules workflow.py and tasks/base_model.py import torch. WORKFLOW is therefore a string, and
-# make_model imports base_model when it is called.
+# The processes that compute rewards import this module. If this module imported torch, the processes that compute
+# rewards would start more slowly. The modules workflow.py and tasks/base_model.py import torch. To avoid an import of
+# torch, WORKFLOW is a string, and make_model imports base_model only when it is called.
 
 SIDE, MAZE_SEED, HOMES = 12, 96, ("a1", "l12")
-SOBER, CURFEW = 0.4, 64  # the probability that the drunk takes the shortest way, and the maximum number of moves
-Cell = tuple[int, int]  # column, row; (0, 0) is a1, at the bottom left
+SOBER, CURFEW = 0.4, 64  # probability that the drunk's move is on the shortest way; maximum number of moves
+Cell = tuple[int, int]  # (column, row); the cell (0, 0) is a1, at the bottom left
 WORKFLOW = "workflow.RLVRWorkflow"
 WORKFLOW_KWARGS = {"reward_fn": "tasks.maze.reward"}
 
 
-# ---------------------------------------------------------------- the maze
+# ---------------------------------------------------------------- maze
 
 
 def name(cell: Cell) -> str:
@@ -51,7 +52,8 @@ CELLS = {name((x, y)): (x, y) for x in range(SIDE) for y in range(SIDE)}
 
 @cache
 def passages() -> dict[Cell, set[Cell]]:
-    """Return each cell's open neighbours. The maze has exactly one path between any two cells."""
+    """Return for each cell the neighbours that no wall separates from the cell. The maze has exactly one path between
+    any two cells."""
     rng = random.Random(MAZE_SEED)
     open_to: dict[Cell, set[Cell]] = {cell: set() for cell in CELLS.values()}
     trail = [(0, 0)]
@@ -80,7 +82,7 @@ def distances(home: str) -> dict[Cell, int]:
     return moves
 
 
-# ---------------------------------------------------------------- the task
+# ---------------------------------------------------------------- task
 
 
 def dataset(split: str = "train") -> list[dict]:
@@ -90,8 +92,8 @@ def dataset(split: str = "train") -> list[dict]:
 
 
 def walk_of(answer: str, start: str) -> list[Cell] | None:
-    """Return the cells that an answer visits. Return None if a word is no cell, a wall is in the way, or the first cell
-    is not `start`."""
+    """Return the cells that an answer visits. Return None if a word is not the name of a cell, if a move goes through a
+    wall, or if the first cell is not `start`."""
     words = answer.removesuffix("<end>").split()
     if not words or words[0] != start or any(word not in CELLS for word in words):
         return None
@@ -110,7 +112,7 @@ def reward(prompt: str, completions: str, prompt_ids: list, completion_ids: list
     return distances(home)[CELLS[start]] / (len(walk) - 1)
 
 
-# ---------------------------------------------------------------- the base model
+# ---------------------------------------------------------------- base model
 
 
 def stagger(rng: random.Random, start: str, home: str) -> list[Cell]:
@@ -143,7 +145,7 @@ def make_model(path: Path, seed: int, warmup_steps: int = 1300) -> None:
     base_model.save_atomically(path, model, tokenizer)
 
 
-# ---------------------------------------------------------------- what was learnt
+# ---------------------------------------------------------------- summary of the learnt policy
 
 
 def square(a: Cell, b: Cell) -> tuple[int, int]:
@@ -155,8 +157,8 @@ def square(a: Cell, b: Cell) -> tuple[int, int]:
 def draw(walk: list[Cell], home: str) -> Text:
     """Draw the maze with the walk as dots, S at its start and H at the home.
 
-    The picture is 2 * SIDE + 1 squares wide and high. The column and the line of a cell are odd numbers. The squares
-    between two cells show a passage or a wall.
+    The picture is 2 * SIDE + 1 squares wide and high. The column and the line of a cell are odd numbers. The square
+    between two neighbouring cells shows a passage or a wall.
     """
     picture = {square(cell, other): ("  ", "") for cell, ways in passages().items() for other in (cell, *ways)}
     steps = [*pairwise(walk), *zip(walk, walk)]
@@ -169,13 +171,13 @@ def draw(walk: list[Cell], home: str) -> Text:
 
 
 def typical() -> dict:
-    """Return the prompt whose shortest way has the median length of all prompts."""
+    """Return the prompt whose shortest way has the median length."""
     ways = sorted(dataset(), key=lambda d: distances(d["home"])[CELLS[d["start"]]])
     return ways[len(ways) // 2]
 
 
 def summary(ask: Callable[[list[dict]], str], console: Console) -> None:
-    """Draw the greedy policy's walk for a typical prompt. `ask` returns the greedy answer to a conversation."""
+    """Draw the greedy policy's walk for a typical prompt. `ask` returns the model's greedy answer to a conversation."""
     instance = typical()
     start, home = instance["start"], instance["home"]
     walk = walk_of(ask(instance["messages"]), start)

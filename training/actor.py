@@ -2,12 +2,12 @@
 
 In each training step train.py calls the actor in this order:
 
-    batch = actor.prepare_batch(...)                    the trajectories that the rollout side has finished
-    batch["prox_logp"] = actor.compute_logp(batch)      log pi_prox: the weights at the start of the step
-    batch["ref_logp"] = ref.compute_logp(batch)         log pi_ref: a frozen model, if there is a KL penalty
-    actor.compute_advantages(batch)                     ppo.py
-    actor.ppo_update(batch)                             a few optimizer steps
-    actor.update_weights(meta)                          the servers load the new weights
+    `batch = actor.prepare_batch(...)`                  gets trajectories that the rollout side has finished.
+    `batch["prox_logp"] = actor.compute_logp(batch)`    computes log pi_prox with the weights at the start of the step.
+    `batch["ref_logp"] = ref.compute_logp(batch)`       computes log pi_ref with a frozen model, for a KL penalty.
+    `actor.compute_advantages(batch)`                   computes the advantages (ppo.py).
+    `actor.ppo_update(batch)`                           makes a few optimizer steps.
+    `actor.update_weights(meta)`                        sends the new weights to the servers.
 
 FSDPEngine is a frozen model that computes log-probabilities. The reference model `ref` is an FSDPEngine. FSDPPPOActor
 is the policy: an FSDPEngine that also has an optimizer, a learning rate schedule, a policy version, and a connection to
@@ -74,7 +74,8 @@ PEAK_TFLOPS = {"A100": 312.0, "H100 PCIe": 756.0, "H100": 989.0, "H200": 989.0, 
 
 
 def share_of_peak(gpu: str, tflops: float) -> dict[str, float]:
-    """Return {"peak_share": `tflops` divided by the GPU's peak in bfloat16}, or {} if the GPU is not in PEAK_TFLOPS."""
+    """Return the metric peak_share, which is `tflops` divided by the GPU's peak in bfloat16. For a GPU that is not in
+    PEAK_TFLOPS, return {}."""
     peaks = [peak for name, peak in PEAK_TFLOPS.items() if name in gpu]
     return {"peak_share": tflops / peaks[0]} if peaks else {}
 
@@ -82,7 +83,7 @@ def share_of_peak(gpu: str, tflops: float) -> dict[str, float]:
 def lr_factor(step: int, config: OptimizerConfig, max_steps: int) -> float:
     """Return the learning rate of training step `step`, counted from 0, as a share of the peak learning rate.
 
-    During the warm-up the share rises linearly to 1. After the warm-up the schedule "constant" keeps the share at 1.
+    During the warm-up the share rises linearly to 1. After the warm-up, the schedule "constant" keeps the share at 1.
     The schedules "linear" and "cosine" lower the share to min_lr_ratio at step max_steps.
     """
     if step < config.warmup_steps:
@@ -168,9 +169,9 @@ class FSDPEngine:
         if self.rank == 0:
             whole: Any = AutoModelForCausalLM.from_pretrained(self.model_path, dtype=torch.float32)
             state, buffers = whole.state_dict(), dict(whole.named_buffers())
-            # When transformers loaded the files, it converted their tensors by rules. The weight update
-            # (inference/weights.py) reverses these conversions, one tensor at a time. It cannot reverse a conversion
-            # that splits one tensor of the files into several.
+            # For some models, transformers converts the tensors of the files when it loads them. The weight update
+            # (inference/weights.py) reverses the conversions, one tensor at a time. The weight update cannot reverse a
+            # conversion that splits one tensor of the files into several.
             model._weight_conversions = whole._weight_conversions
             if any(len(conversion.target_patterns) > 1 for conversion in whole._weight_conversions):
                 raise ValueError(f"{type(model).__name__} splits its files' tensors, which cannot be undone")
@@ -188,8 +189,8 @@ class FSDPEngine:
         """Return log p(token t | tokens before t), (B, T) float32, at each token's temperature.
 
         The method computes log-probabilities only for tokens whose loss_mask is set, because the last layer is
-        expensive. All other tokens have the value 0. All ranks call this method with the same batch and get the same
-        result.
+        expensive. A token whose loss_mask is not set has the value 0. All ranks call this method with the same batch
+        and get the same result.
         """
         logp = torch.zeros(batch["input_ids"].shape)  # (B, T)
         with torch.no_grad():
@@ -272,7 +273,7 @@ class FSDPPPOActor(FSDPEngine):
         self.version = 0
         self.rollout: Any = None  # the rollout engine, which only rank 0 uses
         self.weight_update_meta = weights.WeightUpdateMeta()
-        self.written: int | None = None  # newest version whose files were written (mode disk)
+        self.written: int | None = None  # newest version whose weights were written to disk (mode disk)
 
     def initialize(self, max_steps: int) -> None:  # type: ignore[override]
         """Load the model and make the optimizer. The learning rate schedule and `anneal` end after `max_steps` training
@@ -322,8 +323,7 @@ class FSDPPPOActor(FSDPEngine):
         Writes batch["theta_logp"] (B, T): log pi_theta of each trained token, from the last training pass over the
         token's row. Writes batch["step_fraction"] (B,): the share of this training step's mini-batches that were done
         before the last training pass over the row. Raises ValueError if the batch lacks a key or has no trained token.
-        If a loss or a gradient is not finite, the method raises FloatingPointError instead of making this mini-batch's
-        optimizer step.
+        Raises FloatingPointError before the optimizer step of a mini-batch whose loss or gradient is not finite.
         """
         needed = {"advantages", *self.policies()}
         if self.guesses:
@@ -343,7 +343,7 @@ class FSDPPPOActor(FSDPEngine):
         cuts = [(rows, self.passes(batch, rows)) for rows in split_minibatches(lengths, self.config.ppo_n_minibatches)]
         steps = len(cuts) * self.config.ppo_epochs
         parts = [self.minibatch_step(batch, *cuts[k % len(cuts)], k / steps, lr) for k in range(steps)]
-        parts = [part for part in parts if part]  # a mini-batch without a trained token makes no step
+        parts = [part for part in parts if part]  # a mini-batch without a trained token makes no optimizer step
         self.all_reduce(batch["theta_logp"])
         if not parts:
             hint = "requests that say store: false, or sample with top_p, penalties or temperature 0, are not trained, "
@@ -361,7 +361,7 @@ class FSDPPPOActor(FSDPEngine):
         """Make one optimizer step on `rows` and return the step's metrics. Return {} if no token of the rows is
         trained.
 
-        `pieces` is the list of this rank's pieces of the rows. `fraction` is the share of this training step's
+        `pieces` are the pieces of `rows` that this rank computes. `fraction` is the share of this training step's
         mini-batches that are already done. `lr` is the learning rate.
         """
         c = self.config
@@ -467,8 +467,8 @@ class FSDPPPOActor(FSDPEngine):
     def save_state(self, path: Path, group: Any = None) -> Future[Any]:
         """Copy model and optimizer to host memory, and write the copy as a torch.distributed.checkpoint in a thread.
 
-        Each rank writes its own shards. The ranks communicate in the process group `group`. The future is done when all
-        ranks have written their shards.
+        Each rank writes its own shards. The ranks communicate in the process group `group`. The returned future is done
+        when all ranks have written their shards.
         """
         model, optimizer = sharded.get_state_dict(self.model, self.optimizer)
         state = {"model": model, "optimizer": optimizer}
@@ -496,7 +496,7 @@ class FSDPPPOActor(FSDPEngine):
         rollout.resume.
 
         If meta.version is None, the weights get the number of the current version plus 1. If the update fails, rank 0
-        raises RuntimeError and ends. All other ranks then end too (ranks.py).
+        raises RuntimeError, and all ranks end (ranks.py).
         """
         meta = meta.with_version(self.version + 1) if meta.version is None else meta
         if self.written != meta.version:
@@ -504,7 +504,7 @@ class FSDPPPOActor(FSDPEngine):
         buckets = () if meta.mode == "disk" else weights.named_buckets(self.model, self.dtype, meta.bucket_mb)
         if self.rank == 0:
             self.rollout.update_weights(meta, buckets)
-        for _ in buckets:  # gathering a bucket needs all ranks, so every rank iterates over the buckets
+        for _ in buckets:  # all ranks take part in gathering a bucket, so every rank iterates over the buckets
             pass
         dist.barrier()
 

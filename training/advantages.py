@@ -2,40 +2,40 @@
 
 ppo.py compares the return of a turn with the other returns of its cell. By default a cell contains the turns with the
 same number k, one from each member of a group. Each function below implements one published variant of the computation
-of advantages. A configuration key switches each variant on. `compute_advantages` in ppo.py calls four of the functions
-in this order:
+of advantages. Each variant has a configuration key that switches it on. `compute_advantages` in ppo.py calls four of
+the functions in this order:
 
-    overlong_penalty        A turn near its length limit pays a growing penalty (DAPO, arXiv 2503.14476).
-    kl_estimate             A turn pays a penalty for the policy's distance from a reference model.
-    leave_one_out_mean      The baseline of a turn is the mean of the other turns in its cell (RLOO, arXiv 2402.14740).
-    generalised_advantage   Earlier tokens of a turn get a smaller share of its advantage (GAE, arXiv 1506.02438).
+    `overlong_penalty`        The return of a turn near its length limit is lowered (DAPO, arXiv 2503.14476).
+    `kl_estimate`             The return of a turn is lowered by the KL divergence from a reference model.
+    `leave_one_out_mean`      The baseline is the mean of the other turns in the cell (RLOO, arXiv 2402.14740).
+    `generalised_advantage`   Earlier tokens of a turn get a smaller share of its advantage (GAE, arXiv 1506.02438).
 
 **Example.** Let a group have three members with the returns 1, 0 and 2. With the group's mean as baseline the
 advantages are 0, -1 and 1. With the leave-one-out mean the advantages are 1 - 1 = 0, 0 - 1.5 = -1.5 and 2 - 0.5 = 1.5.
 
 **One turn is one action.** A turn gets its reward at its last token. The conversation tree has already added the
-rewards of later turns to earlier turns (cache.py), so GAE is computed within a single turn. If GAE also added up
-rewards across turns, the rewards of later turns would count twice.
+rewards of later turns to earlier turns (cache.py), so GAE is computed within a single turn. If GAE also added rewards
+of later turns, these rewards would count twice.
 
 **The bound of k3.** The estimator k3 of the KL divergence contains pi_ref / pi, which can be huge for a single token.
 For a token with log (pi / pi_ref) = -8, k3 is 2,972. With kl_ctl = .001, a token with a k3 of 2,972 lowers the return
-of its turn by 3, although most rewards are smaller than 3. With k3 bounded by 10, as in AReaL and slime, such a token
-lowers the return by only .01. The estimators k1 and k2 grow slowly, so they are not bounded. A bound on k2 would leave
-the tokens that are furthest from the reference without a gradient.
+of its turn by 3, and most rewards are smaller than 3. AReaL, slime and this module bound k3 by 10. With the bound and
+kl_ctl = .001, a token lowers the return by at most .01. The estimators k1 and k2 are not bounded, because they grow
+more slowly than k3. If k2 had a bound, a token above the bound would have no gradient.
 
 **KL of the whole turn.** With kl_placement=reward, the KL of all tokens of a turn is subtracted from the turn's return
-before the baseline is subtracted. AReaL uses the KL-to-go instead: after the baseline is subtracted, token t pays for
-the KL of token t and of later tokens. In expectation, the KL of the whole turn and the KL-to-go have the same gradient,
-because the KL of the tokens before t does not depend on token t. This module uses the KL of the whole turn for two
-reasons. First, one turn is one action, as in RLOO, so all tokens of a turn have the same advantage. Second, the
-baseline cancels the KL that all members of a group have in common. The KL-to-go shrinks towards the end of a turn, so
-with one baseline for all positions, late tokens would get a higher advantage. A disadvantage of the whole turn's KL is
-more noise: the advantage of a token also contains the KL of the tokens before it.
+before the baseline is subtracted. AReaL subtracts the KL-to-go: after the baseline is subtracted, the advantage of
+token t is lowered by the KL of token t and of all later tokens. In expectation, the KL of the whole turn and the
+KL-to-go give the same gradient, because the KL of the tokens before t does not depend on token t. This module uses the
+KL of the whole turn for two reasons. First, one turn is one action, as in RLOO, so all tokens of a turn have the same
+advantage. Second, the baseline cancels the KL that all members of a group have in common. With the KL-to-go, late
+tokens would get a higher advantage, because the KL-to-go shrinks towards the end of a turn. The KL of the whole turn
+makes advantages noisier: a token's advantage also contains the KL of earlier tokens.
 
 **Filter.** If all members of a group earned the same reward, every advantage is 0, so training on the group changes
-nothing. `informative` is a filter that rejects such groups, like the dynamic sampling of DAPO. The key should_accept_fn
-sets the filter. The filter mostly rejects prompts that are too easy or too hard. If the filter rejects every group, the
-run waits for ever, and the metric `rejected` grows.
+nothing. `informative` is a filter that rejects groups whose advantages are all 0, like the dynamic sampling of DAPO.
+The key should_accept_fn sets the filter. Most rejected groups have a prompt that is too easy or too hard. If the filter
+rejects every group, the run waits for ever and the metric `rejected` grows.
 """
 
 import torch
@@ -63,9 +63,9 @@ def kl_estimate(logp: Tensor, ref_logp: Tensor, kind: str) -> Tensor:
 
     The result has the shape of logp. `kind` is an estimator of Schulman, "Approximating KL Divergence":
 
-        k1    unbiased, may be negative; as a loss its gradient is 0 on average
-        k2    biased, never negative; as a loss it has the gradient of the KL
-        k3    unbiased, never negative; a value above 10 counts as 10, and then has the gradient 0 as a loss
+        `k1`    unbiased, may be negative. In a loss, the expected gradient of k1 is 0.
+        `k2`    biased, never negative. In a loss, the expected gradient of k2 is the gradient of the KL divergence.
+        `k3`    unbiased, never negative. A k3 above 10 counts as 10, and its gradient in a loss is then 0.
     """
     # k1 = x, k2 = x^2 / 2, k3 = min(exp(-x) - 1 + x, 10), with x = log (pi / pi_ref)
     x = log_ratio(logp, ref_logp)
@@ -94,8 +94,8 @@ def generalised_advantage(advantages: Tensor, turn_of: Tensor, gamma: float, lam
     """
     # GAE is A_t = delta_t + gamma lambda A_(t+1). Without a critic, delta_t is A at the turn's last token and 0 at all
     # other tokens. Therefore A_t = (gamma lambda)^(last - t) A, where `last` is the turn's last token.
-    order = torch.argsort(turn_of, stable=True)  # (M,) tokens sorted by turn; within a turn, tokens keep their order
-    ends = torch.bincount(turn_of, minlength=len(advantages)).cumsum(0)  # (N,) where each turn ends in `order`
+    order = torch.argsort(turn_of, stable=True)  # (M,) tokens sorted by turn; tokens of a turn keep their order
+    ends = torch.bincount(turn_of, minlength=len(advantages)).cumsum(0)  # (N,) end of each turn in `order`
     to_end = torch.empty_like(turn_of)  # (M,) last - t
     to_end[order] = ends[turn_of[order]] - 1 - torch.arange(len(turn_of))
     return advantages[turn_of] * (gamma * lam) ** to_end
@@ -104,8 +104,8 @@ def generalised_advantage(advantages: Tensor, turn_of: Tensor, gamma: float, lam
 def informative(trajectory: dict[str, Tensor]) -> bool:
     """Return whether two members of a group earned different rewards in trained turns with the same number.
 
-    Set should_accept_fn=training.advantages.informative to use this filter. The filter reads loss_mask, turn_ids and
-    turn_rewards (B, T).
+    To reject groups with `informative`, set should_accept_fn=training.advantages.informative. The function reads
+    loss_mask, turn_ids and turn_rewards (B, T).
     """
     trained = trajectory["loss_mask"] > 0
     turns, rewards = trajectory["turn_ids"][trained], trajectory["turn_rewards"][trained]  # (M,), (M,)

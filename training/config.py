@@ -15,14 +15,14 @@ from run.fields import Count, CountOrZero, NonNegative, Positive, Share
 
 
 def can_compile() -> bool:
-    """Return whether torch.compile can compile for a GPU: it needs a C compiler and Python's header files."""
+    """Return whether torch.compile can compile for a GPU, which needs a C compiler and Python's header files."""
     header = os.path.join(sysconfig.get_path("include"), "Python.h")
     return os.path.exists(header) and any(map(shutil.which, (os.environ.get("CC", "gcc"), "clang")))
 
 
 @dataclass
 class NormConfig:
-    """How the advantage A = (R - mean) / std of a return R gets its mean and its std (AReaL: NormConfig)."""
+    """The mean and the standard deviation in the advantage A = (R - mean) / std of a return R (AReaL: NormConfig)."""
 
     mean_level: Literal["group", "batch", "none"] = "group"  # turns whose mean return is the baseline; none: baseline 0
     std_level: Literal["group", "batch", "constant", "none"] = "group"  # turns whose standard deviation is the divisor
@@ -72,7 +72,7 @@ class PPOActorConfig:
     behave_imp_weight_floor: Annotated[float, "(0, 1]"] | None = None  # minimum pi_prox / pi_behav (IcePop); null: none
     behave_imp_weight_level: Literal["token", "sequence", "geometric"] = "token"  # sequence: product of a row's weights
     behave_imp_weight_action: Literal["mask", "clamp"] = "mask"  # drop or clamp weights outside floor..cap
-    reject_geometric_mean: Annotated[float, "(1, inf)"] | None = None  # c: drop rows whose mean weight is not in 1/c..c
+    reject_geometric_mean: Annotated[float, "(1, inf)"] | None = None  # c: drop rows with a mean weight outside 1/c..c
     reject_max_k2: Positive | None = None  # drop a row with a token whose (log weight)^2 / 2 is above this number
     reject_veto: Annotated[float, "(0, 1)"] | None = None  # drop a row with a token whose weight is below this number
     ess_lr_power: NonNegative = 0.0  # lr is multiplied by behave_ess to this power (VCPO: 0.5 for AdamW); 0: no change
@@ -87,7 +87,7 @@ class PPOActorConfig:
     overlong_tokens: Count | None = None  # length penalty begins this many tokens before max_new_tokens; null: none
     overlong_penalty_factor: NonNegative = 1.0  # length penalty of a turn of max_new_tokens tokens; 0: none
     gamma: Annotated[float, "(0, 1]"] = 1.0  # discount of the advantage for each token before a turn's end
-    gae_lambda: Share = 1.0  # second factor of the discount, gamma * gae_lambda; 0: only the last token learns
+    gae_lambda: Share = 1.0  # second factor of the discount, gamma * gae_lambda; 0: only a turn's last token is trained
     reward_bias: Annotated[float, "(-inf, inf)"] = 0.0  # number that is added to every reward; 0: nothing is added
     reward_scaling: Positive = 1.0  # factor that multiplies every reward after the bias is added
     reward_clip: Positive = 20.0  # scaled rewards are clipped to the range from -reward_clip to reward_clip

@@ -1,37 +1,37 @@
-"""Corrections for tokens and rows whose probability ratios would mislead the training.
+"""Corrections for tokens and rows with extreme probability ratios, and for truncated answers.
 
 ppo.py multiplies each token's objective by the behaviour weight w = pi_prox / pi_behav, and clips u = pi_theta /
 pi_prox. Except for the cap of w, all corrections are off by default.
 
 **The weight w needs two bounds.** Server and trainer never agree exactly on pi_behav, so log w is sometimes too large
-and sometimes too small. A cap alone drops the tokens whose w is much too large, and keeps the tokens whose w is much
-too small. The mean weight then falls below 1, which biases the gradient. IcePop also drops tokens whose w is too small.
+and sometimes too small. A cap alone drops only tokens with a large w, so the mean weight falls below 1 and the gradient
+is biased. IcePop drops the tokens whose w is too large or too small.
 
-**Tests of whole rows.** Bounds on w test each token alone. If w is 1.05 at each of 100 tokens, no token exceeds a
-bound. But pi_prox would generate this row 1.05^100 = 131 times as often as pi_behav, and the row gets one reward as a
-whole. Three tests drop the rows on which the two policies differ too much:
+**Tests of whole rows.** Bounds on w test each token alone. A row of 100 tokens that all have w = 1.05 exceeds no usual
+bound on w, but pi_prox would generate the row 1.05^100 = 131 times as often as pi_behav. Three tests drop the rows on
+which pi_prox and pi_behav differ too much:
 
-    geometric mean   exp(mean log w) is outside 1/c .. c: the whole row has drifted. The mean does not grow with the
-                     length, so c must be close to 1, such as 1.01. A c of 5 would never drop a row.
-    max k2           (log w)^2 / 2 of one token is above a bound: one token comes from another policy.
-    veto             w of one token is below a bound such as 1e-4: pi_prox could not have written this row.
+    `geometric mean`   exp(mean log w) of the row is outside 1/c .. c. The geometric mean does not grow with the length
+                       of the row, so c must be close to 1, such as 1.01. With c = 5 almost no row would be dropped.
+    `max k2`           (log w)^2 / 2 of one token is above a bound. At the token, pi_prox and pi_behav differ much.
+    `veto`             w of one token is below a bound such as 1e-4. Under pi_prox the token is very unlikely.
 
-**A row's weight.** The product of all w is the exact weight of a row. In the example above the product is 131, so a cap
-of 5 drops the row. The product of a long row is usually far from 1, so long rows are dropped first. The geometric mean
-stays near 1 in long rows too, but is not the exact weight. The key `behave_imp_weight_level` sets the kind of weight.
+**A row's weight.** The product of all w is the exact weight of a row. A cap on the product drops mostly long rows,
+because a product of many factors is often far from 1. The geometric mean of all w stays near 1 in long rows, but it is
+not the exact weight. The key `behave_imp_weight_level` chooses the kind of weight.
 
 **A row's ratio.** PPO clips the ratio u of each token alone. GSPO clips the geometric mean of u, so all tokens of an
-answer keep or lose their gradient together. The mean is much closer to 1 than the u of a single token, so GSPO's bounds
-are close to 1: 3e-4 below 1 and 4e-4 above 1.
+answer keep or lose their gradient together. The geometric mean of u is much closer to 1 than the u of a single token,
+so GSPO's bounds are close to 1: 3e-4 below 1 and 4e-4 above 1.
 
 **A clip that keeps the gradient.** A token that PPO clips has no gradient, so a rare but useful word may never become
-likelier. CISPO uses the clipped u only as a constant factor of log pi_theta. The gradient of log pi_theta remains,
-multiplied by at most 1 + eps_higher. CISPO usually has no lower bound.
+likelier. CISPO uses the clipped u only as a constant factor of log pi_theta. A clipped token therefore keeps a
+gradient, whose factor u is at most 1 + eps_higher. CISPO is usually run without a lower bound of u.
 
 **A smaller step for a smaller sample.** If a few weights are much too large, the gradient is as noisy as the gradient
 of a small batch. The effective sample size (ESS) is (sum w)^2 / sum w^2. A batch of ESS tokens with equal weights would
 have an equally noisy gradient. VCPO multiplies AdamW's learning rate by the square root of ESS / M, where M is the
-number of tokens (`ess_lr_power=0.5`). Scaling the gradient itself has no effect, because AdamW normalises gradients.
+number of tokens (`ess_lr_power=0.5`). Scaling the gradient would have no effect, because AdamW normalises gradients.
 
 **Truncated answers.** An answer that was cut at its token limit might have succeeded with more tokens, so its reward is
 unknown. `without_truncated` removes truncated turns from the loss and from every baseline.
@@ -66,13 +66,13 @@ def sequence_weight(log_weight: Tensor, mask: Tensor, sequence_ids: Tensor, leve
         return log_weight
     # sequence: log w = sum_t log w_t          geometric: log w = 1/n sum_t log w_t
     how = "sum" if level == "sequence" else "mean"
-    return reduce_sequence(log_weight, mask, sequence_ids, how).clamp(-20, 20)  # this clamp keeps w finite
+    return reduce_sequence(log_weight, mask, sequence_ids, how).clamp(-20, 20)  # the clamp keeps w finite
 
 
 def behaviour_weight(log_weight: Tensor, config: PPOActorConfig) -> tuple[Tensor, Tensor]:
     """Return w = exp(log_weight) without a gradient, and a mask of the weights outside floor .. cap.
 
-    A weight outside this range becomes 0 (action "mask") or the nearest bound (action "clamp").
+    A weight outside floor .. cap becomes 0 (action "mask") or the nearest bound (action "clamp").
     """
     # IcePop: w <- w if floor <= w <= cap, else 0
     weight = torch.exp(log_weight).detach()

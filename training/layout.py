@@ -1,39 +1,39 @@
 """A layout turns the rows of a batch into the inputs of forward passes.
 
-A layout cuts rows into pieces. A piece holds the input of one forward pass, and an index. The index says for each token
-which hidden state of the pass predicts the token. The actor (`actor.py`) runs the model on the input, picks the hidden
-states of the wanted tokens, and computes log-probabilities from these states.
+A layout cuts rows into pieces. A piece holds the input of one forward pass, and an index. The index gives for each
+token the hidden state that predicts the token. The actor (`actor.py`) runs the model on the input, picks the hidden
+states that predict trained tokens, and computes log-probabilities from these states.
 
 **The rule.** In every layout a token gets the log-probability that it would get if its row went through the model
-alone. The choice of layout therefore affects only time and memory, and a run may change its layout between two steps.
+alone. The choice of layout therefore affects only time and memory.
 
-**padded** stacks rows of similar length and pads the shorter rows on the right. In a causal model no token sees the
-padding after it, so padded rows need no attention mask. The padded layout is simple, and it is the fastest layout if
-all rows are equally long.
+**padded** stacks rows of similar length and pads the shorter rows on the right. In a causal model no token attends to
+the padding after it, so padded rows need no attention mask. The padded layout is simple, and it is the fastest layout
+if all rows are equally long.
 
 **packed** puts rows end to end into one long row, so that no padding is computed. On a GPU in bfloat16, one kernel
-computes the attention of all sequences. On other devices and in other data types, the attention function cuts the long
-row into sequences and computes one sequence at a time.
+computes the attention of all sequences. If the kernel cannot be used, the attention function computes one sequence at a
+time.
 
 **tree** computes each shared prefix only once (`tree_attention.py`).
 
 **Example.** Two rows of tokens, [a b c] and [d e], have three tokens that a model can predict: b, c and e. A padded
-piece of these rows has 6 hidden states, numbered in this order: a is 0, b is 1, c is 2, d is 3, e is 4, and the padding
-is 5. A packed piece of the rows [a b c] and [d e] has only the hidden states 0 to 4, because it has no padding. In both
-pieces hidden state 0 predicts b, hidden state 1 predicts c, and hidden state 3 predicts e.
+piece of the rows [a b c] and [d e] has 6 hidden states: 0 to 2 for a, b and c, 3 and 4 for d and e, and 5 for the
+padding. A packed piece of the rows [a b c] and [d e] has only the hidden states 0 to 4, because it has no padding. In
+the padded and in the packed piece, hidden state 0 predicts b, hidden state 1 predicts c, and hidden state 3 predicts e.
 
 **Why packed rows need an attention function.** In a packed row, position_ids start at 0 again in each sequence. Some
-attention kernels separate the sequences by these position_ids. With all other kernels, tokens would attend to tokens of
-other sequences, and no error would be raised. A dense attention mask would be correct, but for a row of t tokens most
-of the mask's t * t numbers would be zero. `attend_apart` therefore separates the sequences.
+attention kernels separate the sequences by their position_ids. With kernels that ignore position_ids, tokens would
+attend to tokens of other sequences, and no error would be raised. A dense attention mask would be correct, but for a
+row of t tokens most of the mask's t * t numbers would be zero. `attend_apart` therefore separates the sequences.
 
 **The kernel** torch.nn.attention.varlen requires bfloat16 or float16 inputs. The kernel needs heads whose size is a
 multiple of 8 and at most 256, and a GPU of the generation Ampere or newer.
 
 **Limits.** In packed rows and trees, the attention function is the only part of the model that separates the sequences.
 Models with sliding windows, capped attention, attention sinks, convolutions or recurrent states are therefore refused
-in the layouts packed and tree. Padded rows work with every model for which transformers has the attention
-implementation "sdpa".
+in the layouts packed and tree. The layout padded refuses models with capped attention and models for which transformers
+has no attention implementation "sdpa".
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -142,7 +142,7 @@ def cut_padded(batch: Batch, rows: Sequence[int], mb_tokens: int) -> list[Piece]
     for part in split_microbatches(rows, row_lengths(batch), mb_tokens):
         real = batch["attention_mask"][part].bool()  # (b, T)
         t = int(real.sum(1).max())
-        row, previous = real[:, 1:t].nonzero(as_tuple=True)  # (n,), (n,): each token's row, and its column - 1
+        row, previous = real[:, 1:t].nonzero(as_tuple=True)  # (n,), (n,): row of each token, and its column - 1
         inputs = {"input_ids": batch["input_ids"][part, :t].long()}  # (b, t)
         pieces.append(Piece(inputs, torch.tensor(part)[row], previous + 1, predicted_by=row * t + previous))
     return pieces
@@ -156,7 +156,7 @@ def cut_packed(batch: Batch, rows: Sequence[int], mb_tokens: int) -> list[Piece]
         row, column = (x.clone() for x in real.nonzero(as_tuple=True))  # (t,), (t,): row and column of each token
         ids = batch["input_ids"][part][real].long()[None]  # (1, t)
         lengths = real.sum(1)  # (b,)
-        bounds = F.pad(lengths.cumsum(0), (1, 0)).int()  # (b + 1,) where each sequence begins, then t
+        bounds = F.pad(lengths.cumsum(0), (1, 0)).int()  # (b + 1,) the start of each sequence, and t at the end
         inputs = {"input_ids": ids, "position_ids": column[None], "bounds": bounds, "longest": int(lengths.max())}
         later = column.nonzero()[:, 0]  # (n,) positions in the long row; each row's first token is left out
         pieces.append(Piece(inputs, torch.tensor(part)[row[later]], column[later], predicted_by=later - 1))
@@ -219,7 +219,8 @@ def pick_layout(actor: PPOActorConfig, device: str, shape: Any) -> tuple[str, st
 
 
 def attend_apart(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **kwargs: Any):
-    """Compute causal attention within each sequence of a packed row. In transformers this function is named "packed".
+    """Compute causal attention within each sequence of a packed row. In transformers, attend_apart has the name
+    "packed".
 
     `query` is (1, heads, t, d), and `key` and `value` are (1, groups, t, d). cut_packed makes `bounds` and `longest`.
     Returns the output (1, t, heads, d), and None in place of the attention weights.
@@ -230,7 +231,7 @@ def attend_apart(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: A
         # q is (t, heads, d); k and v are (t, groups, d). torch.compile knows the output's strides only if q, k and v
         # are contiguous.
         q, k, v = (x.transpose(1, 2).squeeze(0).contiguous() for x in (query, key, value))
-        # The window holds all tokens before a token (-1) and no token after it (0), so the attention is causal.
+        # The window (-1, 0) lets a token attend to all tokens before it and to no token after it.
         causal: dict[str, Any] = {"scale": scaling, "window_size": (-1, 0), "enable_gqa": gqa}
         out: Any = varlen_attn(q, k, v, bounds, bounds, longest, longest, **causal)  # (t, heads, d)
         return out.unsqueeze(0), None  # (1, t, heads, d)

@@ -2,20 +2,20 @@
 
 **The problem.** The last layer of a language model turns the hidden state of each token into logits, one number per
 word of the vocabulary. The logits of N tokens and a vocabulary of V words are an (N, V) matrix. With N = 16,384, V =
-151,936 and 4 bytes per number this matrix takes 9.3 GiB. The softmax of the logits takes another 9.3 GiB, and so does
-the gradient of the logits. But training needs only two numbers per token: the log-probability of the sampled token, and
-the entropy of the distribution.
+151,936 and 4 bytes per number the logits take 9.3 GiB. The softmax of the logits takes another 9.3 GiB, and so does the
+gradient of the logits. But training needs only two numbers per token: the log-probability of the sampled token, and the
+entropy of the distribution.
 
 **The idea.** The logits of one token do not depend on other tokens. The last layer can therefore process one chunk of
 tokens after another. The forward pass keeps the log-probability and the entropy of each token and discards the chunk's
 logits. The backward pass recomputes the chunk's logits. Each pass therefore needs memory for the logits of only one
 chunk, even if the batch has many tokens.
 
-**Forward pass.**
+**Forward pass.** The hidden state is h (D,), the last layer W (V, D), the temperature tau, and the sampled token id.
 
-    z          = W h / tau                         h (D,): hidden state, W (V, D): last layer, tau: temperature
-    log p_j    = z_j - log sum_k exp z_k           for each word j of the vocabulary, j = 1 .. V
-    logp       = log p_id                          id: the sampled token
+    z          = W h / tau
+    log p_j    = z_j - log sum_k exp z_k           for each word j of the vocabulary
+    logp       = log p_id
     entropy    = - sum_j p_j log p_j
 
 Dividing the logits by tau gives the distribution that the server sampled from. At temperature 0 the server took the
@@ -28,7 +28,7 @@ Then
     d loss / d h   = W^T (d loss / d z) / tau
     d loss / d W   = sum over tokens of (d loss / d z) h^T / tau
 
-where [j = id] is 1 for the sampled token and 0 for all other words.
+The symbol [j = id] is 1 for the sampled token and 0 for all other words.
 
 **Costs and limits.** On a CPU the logits of a chunk take at most 128 MiB in float32. With V = 151,936, a chunk of 128
 MiB has 220 tokens. For each chunk the backward pass reads and writes the whole gradient of W, so a pass with fewer
@@ -106,7 +106,7 @@ def chunk_gradient(
 
 @cache
 def fuse(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function`, compiled so that its pointwise operations read and write a chunk's logits less often."""
+    """Return `function` compiled. The compiled pointwise operations read and write a chunk's logits less often."""
     return torch.compile(function, dynamic=True)
 
 
@@ -144,7 +144,7 @@ class TokenLogprobs(torch.autograd.Function):
 
             # d loss / d W = sum over tokens of (d loss / d z) h^T / tau
             grad_weight += grad_z.t() @ hidden[part]  # (V, c) @ (c, D) -> (V, D)
-            del grad_z  # free this chunk's matrices before the next chunk needs memory.
+            del grad_z  # free this matrix before the next chunk needs memory
         # PyTorch expects one gradient for each argument of forward. All arguments except hidden and weight get None.
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
 
@@ -154,12 +154,12 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Return the log-probabilities (N,) of N tokens and the entropies (N,) of their distributions, in nats.
 
-        hidden        (N, D)  the hidden state from which the model predicts each token
-        weight        (V, D)  the matrix of the last layer
-        ids           (N,)    the tokens that were sampled
-        temperatures  (N,)    float32, the temperature at which each token was sampled
-        chunk                 the number of tokens in a chunk; default: CHUNK_ELEMENTS logits
-        compiled              whether torch.compile fuses the pointwise operations of a chunk
+        `hidden`        (N, D)  the hidden state from which the model predicts each token.
+        `weight`        (V, D)  the matrix of the last layer.
+        `ids`           (N,)    the tokens that were sampled.
+        `temperatures`  (N,)    float32, the temperature at which each token was sampled.
+        `chunk`                 the number of tokens in a chunk. By default a chunk has at most CHUNK_ELEMENTS logits.
+        `compiled`              whether torch.compile fuses the pointwise operations of a chunk.
 
     Both results are float32. Gradients flow to `hidden` and `weight`.
     """

@@ -1,27 +1,30 @@
 """Guess pi_prox, the policy at the start of the training step, without a forward pass.
 
 Decoupled PPO (ppo.py) needs log pi_prox of every token. With prox_logp_method=recompute one forward pass over the batch
-computes log pi_prox before the update. The forward pass for log pi_prox takes about a third of the work of a training
-step. With prox_logp_method=loglinear this module guesses log pi_prox from two known log-probabilities (A-3PO, arXiv
+computes log pi_prox before the update. The forward pass for log pi_prox adds about a third to the work of the update.
+With prox_logp_method=loglinear this module guesses log pi_prox from two known log-probabilities (A-3PO, arXiv
 2512.06547).
 
 **The idea.** Let v be the version at the start of the step. The behaviour policy pi_behav, which sampled the token, is
-version v_b. The training pass computes pi_theta. After a fraction f of the step's mini-batches, pi_theta is roughly
-version v + f. The proximal policy is version v, which lies between v_b and v + f. The guess of log pi_prox is an
-interpolation:
+version v_b. Each training pass computes log pi_theta with the current weights. After a fraction f of the step's
+mini-batches, pi_theta is roughly version v + f. The proximal policy is version v, which lies between v_b and v + f. The
+guess of log pi_prox is an interpolation:
 
-    alpha       = (v - v_b) / (v + f - v_b)        between 0 and 1; 0 if v = v_b
+    alpha       = (v - v_b) / (v + f - v_b)
     log pi_prox = log pi_behav + alpha (log pi_theta - log pi_behav)
 
+The weight alpha is between 0 and 1. If v = v_b, the weight alpha is 0.
+
 **Example.** The step starts at version v = 7, version v_b = 5 sampled the token, and half of the mini-batches are done
-(f = 0.5). The weight of pi_theta in the interpolation is then alpha = 2 / 2.5 = 0.8. With log pi_behav = -2.0 and log
+(f = 0.5). The weight of pi_theta in the interpolation is alpha = 2 / 2.5 = 0.8. With log pi_behav = -2.0 and log
 pi_theta = -1.5 the guess is -2.0 + 0.8 * 0.5 = -1.6.
 
 **The guess is exact in two cases.** In the first mini-batch f is 0, so pi_theta is pi_prox, and alpha is 1 for stale
 tokens. A fresh token has v_b = v, so pi_behav is pi_prox, alpha is 0, and the objective equals that of standard PPO.
 For a stale token in a later mini-batch, the interpolated log pi_prox is only approximate. The guessed log pi_prox is a
 constant: no gradient flows through it. After a recovery from an older checkpoint a token can be newer than the trainer
-(v_b > v). Such a token is treated as fresh, and the metric versions_ahead counts these tokens.
+(v_b > v). A token that is newer than the trainer is treated as fresh, and the metric versions_ahead counts these
+tokens.
 
 **Comparison.** prox_logp_method=metrics trains with the recomputed pi_prox and logs the errors of three guesses:
 loglinear, linear (the same interpolation of probabilities instead of log-probabilities) and rollout (pi_behav itself).
@@ -40,7 +43,7 @@ def interpolation(versions: Tensor, version: int, fraction: float | Tensor) -> T
     `versions` (N,) is v_b, `version` is v, and `fraction` is f, the share of the step's mini-batches that are done.
     """
     # alpha = (v - v_b) / (v + f - v_b)
-    lag = (version - versions).clamp(min=0).float()  # (N,) v - v_b; tokens newer than the trainer have lag 0
+    lag = (version - versions).clamp(min=0).float()  # (N,) v - v_b; a token newer than the trainer has lag 0
     return torch.where(lag > 0, lag / (lag + fraction), 0.0)
 
 

@@ -1,24 +1,23 @@
 """Ranks are the processes that train together. This module lets ranks join, share data, and end together.
 
-`torchrun --nproc-per-node=N train.py ...` starts N processes of one program. These processes are called ranks. Rank 0
-runs the rollouts and also trains. All other ranks only train. In a collective operation, such as a sum of gradients,
-every rank waits for all other ranks.
+`torchrun --nproc-per-node=N train.py ...` starts N ranks, each of which runs the same program. Rank 0 runs the rollouts
+and also trains. All other ranks only train. In a collective operation, such as a sum of gradients, every rank waits for
+all other ranks.
 
 **The problem.** If a rank dies, the ranks that wait for the dead rank may hang. With NCCL the waiting ranks may hang
-for hours. With gloo, the waiting ranks notice only at their next operation that a rank has died.
+for hours. With gloo, the waiting ranks get an error only at their next collective operation.
 
-**The solution.** When a rank's work is over, the rank sends its peers a small message, called a farewell. Rank 0
-exchanges farewells with every other rank, so rank 0 has all other ranks as peers, and each other rank has rank 0 as its
-only peer. A rank has one thread for each peer, which waits for the peer's farewell. If the connection closes before the
-farewell has arrived, the peer has died. The thread that waited for the farewell then prints a line and ends its own
-process.
+**The solution.** When a rank's work is over, the rank sends its peers a small message, called a farewell. The peers of
+rank 0 are all other ranks. Every other rank has only one peer, which is rank 0. For each peer, a rank has one thread
+that waits for the peer's farewell. If the connection closes before the farewell has arrived, the peer has died. If a
+peer has died, the thread that waited for its farewell prints a line and ends its own process.
 
-**Example.** Rank 2 of 3 ranks raises an error and dies. Rank 0 sees that the connection to rank 2 closes, and rank 0
-ends within moments. Rank 1 then sees that the connection to rank 0 closes, and rank 1 ends too. The error that rank 2
-printed shows the cause.
+**Example.** Rank 2 of 3 ranks raises an error and dies. The connection between ranks 0 and 2 closes, so rank 0 ends
+within moments. The connection between ranks 0 and 1 then closes, so rank 1 ends too. The error that rank 2 printed
+shows the cause.
 
-**Not promised.** If a machine disappears from the network without closing its connections, the ranks notice the loss
-only when an operation times out.
+**Not promised.** If a machine disappears from the network without closing its connections, the other ranks end only
+when an operation times out.
 """
 
 import os
@@ -33,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 LIFETIME = timedelta(days=365)  # timeout for the farewell of a peer, longer than any run
-PATIENCE = timedelta(hours=2)  # timeout of every other operation, such as the wait for a batch
+PATIENCE = timedelta(hours=2)  # timeout of all operations except farewells, such as the wait for a batch
 
 _group: Any = None  # the process group of the farewells
 _waiting: dict[int, threading.Thread] = {}  # for each peer, the thread that waits for its farewell
@@ -42,7 +41,7 @@ _waiting: dict[int, threading.Thread] = {}  # for each peer, the thread that wai
 def join_ranks() -> bool:
     """Make torch's default process group of all ranks. Return False if the process group exists already.
 
-    Without torchrun this process is the only rank. The process group of this rank listens on the loopback address only.
+    Without torchrun this process is the only rank, and its process group listens on the loopback address only.
     """
     if dist.is_initialized():
         return False
@@ -52,7 +51,7 @@ def join_ranks() -> bool:
         # SGLang sets NCCL_CUMEM_ENABLE to 0 in its own processes. All members of an NCCL group need the same value of
         # NCCL_CUMEM_ENABLE.
         os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
-        # init_device_mesh warns if no device is set. The plan (run/plan.py) refuses more ranks than GPUs.
+        # Without a device, init_device_mesh prints a warning. The plan (run/plan.py) refuses more ranks than GPUs.
         torch.cuda.set_device(min(int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count() - 1))
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         dist.init_process_group(backend, timeout=PATIENCE)
@@ -93,8 +92,8 @@ def leave_ranks() -> None:
     for thread in _waiting.values():
         thread.join()
     _waiting.clear()
-    # The assignment removes the last reference to the group, so the group's threads end now, and not while the
-    # interpreter ends.
+    # The assignment removes the last reference to the group, so the group's threads end before the interpreter shuts
+    # down.
     _group = None
     dist.destroy_process_group()
 
@@ -118,7 +117,7 @@ def _await_farewells() -> None:
             dist.recv(torch.empty(1), peer, _group)
         except RuntimeError:
             print(f"rank {rank} ends: rank {peer} has ended before it; see its error", file=sys.stderr, flush=True)
-            # An exception in this thread would not stop the main thread, which may hang in an operation.
+            # An exception in this thread would not end the main thread, which may hang in a collective operation.
             os._exit(1)
 
     for peer in range(1, dist.get_world_size()) if rank == 0 else [0]:

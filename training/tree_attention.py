@@ -15,11 +15,11 @@ c d], [a b e] and [a f] have 9 tokens, and their tree has 6:
 
 Token q may attend to token k if k is q itself or an ancestor of q. Two comparisons decide whether q may attend to k:
 
-    q sees k   if and only if   k <= q < subtree_end[k]
+    q attends to k   if and only if   k <= q < subtree_end[k]
 
 For example, token e (index 4) may attend to a, b and itself, whose subtree_end is above 4, but not to c and d, whose
-subtree_end is 4. Every token therefore sees exactly the tokens before it in its row. If several rows train the same
-token of the tree, their gradients for this token add up.
+subtree_end is 4. Every token therefore attends to itself and to the tokens before it in its row, and to no other token.
+If several rows train the same token of the tree, the gradients of the rows add up.
 
 **Packing.** One tree holds at most `max_tokens` tokens, so the sorted rows are cut into runs: consecutive rows that fit
 into one tree. Row i shares shared[i] tokens with the row before it. A cut between row i and the row before it makes the
@@ -27,15 +27,15 @@ model compute shared[i] tokens twice. `cheapest_runs` chooses the cuts so that a
 twice. First-fit packing then puts several small runs into one tree.
 
 **Attention.** The N x N mask is nearly empty, so it is never built. On a CPU, each block of 128 queries attends only to
-the keys that at least one of these queries sees. On a GPU, FlexAttention skips each block of 128 queries and 128 keys
-in which no query sees a key. The tests compare both implementations with attention under a dense mask. transformers
-calls `tree_attention` by the name "tree", so the model's own code is unchanged.
+the keys that at least one of these queries needs. On a GPU, FlexAttention skips each block of 128 queries and 128 keys
+in which no query attends to a key. The tests compare the implementations for CPUs and GPUs with attention under a dense
+mask. In transformers, `tree_attention` has the name "tree", so the model's own code is unchanged.
 
-**Limits.** A tree adds floating-point numbers in a different order than separate rows do. The losses of a tree and of
+**Limits.** A tree and separate rows add floating-point numbers in different orders. The losses of a tree and of
 separate rows therefore agree to 1e-6 and the gradients to 1e-5, not bit for bit. The metric `tree_token_ratio` is the
-number of tokens in the trees divided by the number of tokens in the rows. If the rows share few tokens, the ratio is
-near 1. Rows of different mini-batches are never in the same tree. The last layer still runs once for each trained token
-of each row. Models that need more than causal attention are refused (`layout.py`).
+number of tokens in the trees divided by the number of tokens in the rows. If the rows share few tokens,
+`tree_token_ratio` is near 1. Rows of different mini-batches are never in the same tree. The last layer still runs once
+for each trained token of each row. Models that need more than causal attention are refused (`layout.py`).
 """
 
 from collections.abc import Sequence
@@ -69,16 +69,16 @@ class PackedTree:
 
     @cached_property
     def blocks(self) -> list[tuple[slice, Tensor, Tensor]]:
-        """For each block of b queries: the slice of the block, the keys (m,) that any of its queries sees, and the mask
-        (b, m)."""
+        """Return for each block of b queries its slice, the keys (m,) that at least one of its queries attends to, and
+        the mask (b, m)."""
         found = []
         for start in range(0, len(self.subtree_end), BLOCK):
             stop = min(start + BLOCK, len(self.subtree_end))
-            # Some query in start..stop - 1 sees key k if k < stop and subtree_end[k] > start.
+            # At least one query in start..stop - 1 attends to key k if k < stop and subtree_end[k] > start.
             keys = (self.subtree_end[:stop] > start).nonzero()[:, 0]  # (m,)
             q = torch.arange(start, stop)[:, None]  # (b, 1)
 
-            # q sees k if and only if k <= q < subtree_end[k]
+            # q attends to k if and only if k <= q < subtree_end[k]
             found.append((slice(start, stop), keys, (keys <= q) & (q < self.subtree_end[keys])))
         return found
 
@@ -104,12 +104,13 @@ def cheapest_runs(lengths: np.ndarray, shared: np.ndarray, max_tokens: int) -> l
     Returns (first row, last row + 1, number of tokens) for each run. A run contains all tokens of its first row, and
     lengths[i] - shared[i] tokens of each later row i.
     """
-    # tokens(i, j) = shared[i] + sum over rows i..j-1 of (lengths - shared)          tokens of the run i..j-1
-    # waste[j]     = min over i with tokens(i, j) <= max_tokens of waste[i] + shared[i]
+    # The run i..j-1 has tokens(i, j) = shared[i] + sum over rows i..j-1 of (lengths - shared) tokens.
+    # At least waste[j] = min over i with tokens(i, j) <= max_tokens of (waste[i] + shared[i]) tokens of rows 0..j-1 are
+    # computed twice.
     added = np.concatenate([[0], np.cumsum(lengths - shared)])  # (n + 1,)
     if added[-1] <= max_tokens:  # shared[0] is 0, so a single run computes no token twice
         return [(0, len(lengths), int(added[-1]))]
-    waste = np.zeros(len(lengths) + 1)  # (n + 1,) waste[j]: fewest tokens of rows 0..j-1 computed twice
+    waste = np.zeros(len(lengths) + 1)  # (n + 1,) waste[j]: minimum number of tokens of rows 0..j-1 computed twice
     start = np.zeros(len(lengths) + 1, dtype=np.int64)  # (n + 1,) start[j]: first row of the last run of rows 0..j-1
     for j in range(1, len(waste)):
         low = int(np.searchsorted(added, added[j] - max_tokens))  # a run i..j-1 with i < low is too large
@@ -130,7 +131,7 @@ def lay_out(rows: list[int], sequences: list[np.ndarray], shared: Sequence[int])
     """Build the tree of sorted rows. rows[i] shares shared[i] tokens with the row before it, and shared[0] is 0."""
     size = sum(len(sequences[row]) for row in rows) - sum(shared)
     ids, depth, subtree_end = (np.empty(size, dtype=np.int64) for _ in range(3))  # (N,), (N,), (N,)
-    path, paths, end = np.empty(0, dtype=np.int64), [], 0  # path of the latest row, paths of all rows, token count
+    path, paths, end = np.empty(0, dtype=np.int64), [], 0  # path of the latest row, paths of all rows, number of tokens
     for row, common in zip(rows, shared):
         subtree_end[path[common:]] = end  # the rows are sorted, so no later row continues these tokens
         fresh = np.arange(end, end + len(sequences[row]) - common)  # indices of the tokens that this row adds
@@ -165,8 +166,8 @@ def build_trees(sequences: Sequence[Any], max_tokens: int) -> list[PackedTree]:
 
 
 def cut_trees(batch: Batch, rows: Sequence[int], mb_tokens: int) -> list[Piece]:
-    """Cut rows into pieces. Each piece is one tree. A token is predicted from the hidden state of the token before it
-    in its row."""
+    """Cut rows into pieces, each of which is one tree. A token is predicted from the hidden state of the token before
+    it in its row."""
     lengths, pieces, ids = row_lengths(batch), [], batch["input_ids"].numpy()  # (B, T)
     for tree in build_trees([ids[row, : lengths[row]] for row in rows], mb_tokens):
         inputs = {"input_ids": tree.input_ids, "position_ids": tree.position_ids, "tree": tree}
@@ -179,20 +180,22 @@ def cut_trees(batch: Batch, rows: Sequence[int], mb_tokens: int) -> list[Piece]:
 
 @lru_cache(maxsize=1)  # all layers of a pass use the same mask
 def block_mask(tree: PackedTree, device: torch.device) -> BlockMask:
-    """Return FlexAttention's mask: for each block of queries, the blocks of keys that it sees fully or in part."""
+    """Return FlexAttention's mask: for each block of queries, the blocks of keys that it attends to fully or in
+    part."""
     length = len(tree.subtree_end)
-    n = -(-length // BLOCK)  # blocks, rounded up.
-    # No query sees the padding at the end, because the padding's subtree_end is 0.
+    n = -(-length // BLOCK)  # number of blocks, rounded up
+    # No query attends to the padding at the end, because the padding's subtree_end is 0.
     end = F.pad(tree.subtree_end.to(device), (0, n * BLOCK - length))  # (n * BLOCK,)
     key = torch.arange(n, device=device)  # (n,) blocks of keys
-    query = key[:, None]  # (n, 1) blocks of queries.
-    # `some`: a query of the block sees a key, because the key block's largest subtree_end is after the first query.
-    # `full`: every query sees every key, because the key block's smallest subtree_end is after the last query.
+    query = key[:, None]  # (n, 1) blocks of queries
+    # `some`: at least one query attends to a key, because the largest subtree_end of the keys is after the first query.
+    # `full`: every query attends to every key, because the smallest subtree_end of the keys is after the last query.
     some = (key <= query) & (end.view(n, BLOCK).amax(1) > query * BLOCK)  # (n, n)
     full = (key < query) & (end.view(n, BLOCK).amin(1) >= (query + 1) * BLOCK)  # (n, n)
 
     def listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """Return for each query block the number of its chosen key blocks, and all key blocks, chosen ones first."""
+        """Return for each query block the number of its chosen key blocks, and a list of all key blocks, the chosen
+        first."""
         order = chosen.int().argsort(dim=1, descending=True, stable=True)  # (n, n)
         return chosen.sum(1).int()[None, None], order.int()[None, None]  # (1, 1, n), (1, 1, n, n)
 
@@ -208,8 +211,9 @@ def tree_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute softmax(q k' * scaling) v, where each token attends only to its ancestors and itself.
 
-    query (1, heads, N, d); key and value (1, groups, N, d). Returns the output (1, N, heads, d), and None in place of
-    the attention weights. Raises ValueError if `tree` is missing or if the model needs more than causal attention.
+    `query` is (1, heads, N, d), and `key` and `value` are (1, groups, N, d). Returns the output (1, N, heads, d), and
+    None in place of the attention weights. Raises ValueError if `tree` is missing or if the model needs more than
+    causal attention.
     """
     tree: PackedTree | None = kwargs.get("tree")
     if tree is None:
@@ -225,8 +229,8 @@ def tree_attention(
     return torch.cat(out, dim=2).transpose(1, 2).contiguous(), None  # (1, N, heads, d)
 
 
-# torch.compile would recompile this function for every tree, so a compiled layer calls it outside of its compiled
-# graph.
+# torch.compile would recompile this function for every tree, so a compiled layer calls tree_attention outside of the
+# compiled graph.
 AttentionInterface.register("tree", torch.compiler.disable(tree_attention))
 
 TREES = Layout("tree", cut_trees)

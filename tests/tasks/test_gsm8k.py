@@ -1,8 +1,8 @@
-"""Whole runs of the GSM8K recipe on a CPU. The tests run the commands for a GPU machine, but with a tiny model and only
-twelve problems.
+"""The recipe for GSM8K works from start to end on a CPU. The tests run the commands for a GPU machine, but with a tiny
+model and only twelve problems.
 
-A random model solves no problem, so the runs check only properties that hold for any model. One run uses
-a reward that a random model can earn, and checks that training uses the configured reward function.
+A random model solves no problem, so most tests check only properties that hold for any model. One test uses a reward
+that a random model can earn, and checks that training uses the configured reward function.
 """
 
 import json
@@ -53,7 +53,8 @@ def without_math_verify(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_only_the_final_answer_counts(completion: str, answer: str, right: bool) -> None:
-    """Only the final answer of a completion counts. A right number before the final answer earns nothing."""
+    """The reward depends only on the final answer of a completion. A right number before the final answer earns
+    nothing."""
     assert gsm8k.reward("", completion, [], [], answer=answer, messages=[]) == float(right)
 
 
@@ -135,7 +136,7 @@ def test_data_and_reward_of_ones_own_by_configuration(tmp_path: Path, tiny_model
     ],
 )
 def test_broken_data_is_one_line(tmp_path: Path, tiny_model_dir: Path, text: str | bytes, says: str) -> None:
-    """A broken dataset is refused with a one-line error that names the file and the line in the file."""
+    """A broken dataset raises a one-line error that names the file and the line in the file."""
     file = tmp_path / "broken.jsonl"
     file.write_bytes(text if isinstance(text, bytes) else text.encode())
     config = load(["--config", str(ROOT / "configs/gsm8k.yaml"), f"model_path={tiny_model_dir}", f"data={file}"])
@@ -183,7 +184,8 @@ def test_a_model_without_weights_is_said_early(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("preset", ["debug", "throughput", "stability"])
 def test_presets_lie_over_a_recipe(preset: str) -> None:
-    """A preset (write-up, section 8) changes only the keys that it contains. Other keys keep the recipe's values."""
+    """A preset (write-up, section 8) changes only the keys that it contains. All other keys keep the values of the
+    recipe."""
     config = load(["--config", str(ROOT / "configs/gsm8k.yaml"), "--config", str(ROOT / f"configs/{preset}.yaml")])
     want = {
         "debug": (0, 1, False, "recompute"),

@@ -1,5 +1,5 @@
-"""Tests of the tasks guess and maze: both can be solved, rewards follow their definitions, and a seed determines the
-base model."""
+"""The tasks guess and maze can be solved, their rewards follow their definitions, and a seed determines the base
+model."""
 
 import io
 import json
@@ -22,8 +22,8 @@ TASKS = pytest.mark.parametrize("task", [guess, maze], ids=["guess", "maze"])
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict:
-    """Return the directories of base models that were trained for two warm-up steps each. The keys are (task, seed,
-    copy)."""
+    """Return a dict from (task, seed, copy) to the directory of a base model. Each model has been trained for two
+    warm-up steps."""
     made = {}
     for task in (guess, maze):
         for seed, copy in ((1, 0), (1, 1), (2, 0)):
@@ -81,8 +81,8 @@ def test_processes_may_race(models: dict) -> None:
 
 @given(data=st.data())
 def test_template_splices(tokenizer: Any, data: st.DataObject) -> None:
-    """The tokens of a conversation are the tokens of the last prompt, then those of the sampled answer, then those of
-    the new message."""
+    """The prompt after an answer is the prompt before the answer, then the sampled tokens, then the tokens of the new
+    message."""
     words = st.lists(st.sampled_from(guess.WORDS), max_size=4).map(" ".join)
     texts = data.draw(st.lists(words, min_size=3, max_size=7).filter(lambda texts: len(texts) % 2))
     messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
@@ -106,14 +106,14 @@ def test_only_answers_are_imitated(tokenizer: Any) -> None:
     assert tokenizer.decode(labels) == "3 <end> 5 <end>"
 
 
-# ---------------------------------------------------------------- guess the number
+# ---------------------------------------------------------------- the task guess
 
 
 def test_three_guesses_find_one_of_six() -> None:
     """Binary search finds each of the six secrets, with 2.33 guesses on average.
 
-    No strategy needs fewer guesses: the first guess finds at most one secret, the second at most two, and the third at
-    most four.
+    No strategy needs fewer guesses on average: the first guess finds at most one secret, the second at most two, and
+    the third at most four.
     """
     found: list[int] = []
     guess.explore(guess.binary_search, found)
@@ -122,7 +122,8 @@ def test_three_guesses_find_one_of_six() -> None:
 
 @given(rng=st.randoms(use_true_random=False))
 def test_a_strategy_is_judged_as_it_plays(rng: random.Random) -> None:
-    """`explore` reports exactly the secrets that a strategy finds in the game, each with its number of guesses."""
+    """For each secret that a strategy finds in the game, and for no other secret, `explore` reports the number of
+    guesses."""
     answers: dict[str, str] = {}
 
     def play(messages: list[dict], _: object = None) -> str:
@@ -147,7 +148,7 @@ def test_a_strategy_is_judged_as_it_plays(rng: random.Random) -> None:
 
 @pytest.mark.parametrize("answer", ["", None, "3 4", "7", "0", "-3", "03", "three", "higher", "3.0", "³", "3 <end>"])
 def test_what_is_no_guess(answer: str | None) -> None:
-    """An answer counts as a guess only if it is a single number in range."""
+    """An answer counts as a guess only if it is a single number from 1 to 6."""
     assert guess.parse(answer) is None
     assert guess.parse(" 3 ") == 3
 
@@ -193,7 +194,7 @@ async def test_no_number_ends_the_game() -> None:
     assert len(endpoint.asked) == 2
 
 
-# ---------------------------------------------------------------- the walk home
+# ---------------------------------------------------------------- the task maze
 
 
 def test_maze_is_perfect() -> None:
@@ -206,8 +207,7 @@ def test_maze_is_perfect() -> None:
 
 
 def test_instances() -> None:
-    """The maze has 286 prompts. The shortest way home has 1 to 108 moves. The average length of these shortest ways is
-    between 50 and 60 moves."""
+    """The maze has 286 prompts. The shortest way home has 1 to 108 moves, and between 50 and 60 moves on average."""
     instances = maze.dataset()
     lengths = [maze.distances(d["home"])[maze.CELLS[d["start"]]] for d in instances]
     assert len(instances) == len({d["messages"][0]["content"] for d in instances}) == 286
@@ -248,8 +248,8 @@ def test_spl() -> None:
 
 
 def test_drunkard_comes_home_sometimes() -> None:
-    """The maze's base model learns to imitate the random walk of a drunk, who never goes through a wall. A quarter of
-    the drunk's walks end at home."""
+    """The drunk, whom the maze's base model imitates, never goes through a wall. About a quarter of the drunk's walks
+    end at home."""
     rng = random.Random(0)
     walks = [(d, maze.stagger(rng, d["start"], d["home"])) for d in maze.dataset() for _ in range(3)]
     answers = [(" ".join(map(maze.name, walk)), d["start"], d["home"]) for d, walk in walks]
@@ -258,11 +258,11 @@ def test_drunkard_comes_home_sometimes() -> None:
     assert 0.2 < sum(reward > 0 for reward in rewards) / len(rewards) < 0.35
 
 
-# ---------------------------------------------------------------- what is printed
+# ---------------------------------------------------------------- the printed summaries
 
 
 def printed(task, answers: list[str] | str) -> str:
-    """Return the text that a task's summary prints for a policy with these answers."""
+    """Return the text that a task's summary prints for a policy that gives these `answers`."""
     console = Console(width=100, record=True, file=io.StringIO())
     task.summary(lambda messages: answers if isinstance(answers, str) else answers.pop(0), console)
     return console.export_text()

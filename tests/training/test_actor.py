@@ -31,7 +31,7 @@ from training.layout import row_lengths, split_microbatches, split_packs
 @pytest.fixture
 def make_actor(tiny_model_dir: Path):
     """Return a function make_actor(path, key=value...) that returns an initialised actor of one rank. The default path
-    is the tiny model."""
+    is that of the tiny model."""
     actors = []
 
     def make(path: Path = tiny_model_dir, **changes) -> FSDPPPOActor:
@@ -53,7 +53,8 @@ def plain(tiny_model_dir: Path):
 
 
 def plain_logp(model, batch: dict[str, Tensor]) -> Tensor:
-    """Compute log p of each token (B, T), one row at a time without padding. Position 0 and padding get 0."""
+    """Compute log p of each token (B, T), one row at a time without padding. The result is 0 at position 0 and at
+    padding."""
     logp = torch.zeros(batch["input_ids"].shape)
     for i, n in enumerate(batch["attention_mask"].sum(1).tolist()):
         ids = batch["input_ids"][i, :n].long()
@@ -127,8 +128,8 @@ def test_a_layout_is_right_for_a_family_or_refuses_it(make_actor, tmp_path, name
 
 
 def test_the_metrics_are_on_the_device_of_the_loss(make_actor, monkeypatch):
-    """The metrics of a piece are stacked into one tensor, so all of them must be on the device of the loss. The test
-    uses the device "meta" in place of a GPU."""
+    """All metrics of a piece must be on the device of the loss, because the metrics are stacked into one tensor. The
+    test uses the device "meta" in place of a GPU."""
     actor, devices = make_actor(enable_tree_training=True), list[str]()
     batch = prepare(actor, make_batch())
 
@@ -149,8 +150,8 @@ def test_the_metrics_are_on_the_device_of_the_loss(make_actor, monkeypatch):
 
 @pytest.mark.parametrize("changes", [{}, {"layout": "packed"}, {"enable_tree_training": True}], ids=str)
 def test_capped_attention_is_refused(make_actor, tmp_path, monkeypatch, changes):
-    """Every layout refuses the model Gemma 2, because transformers 5.19 computes its attention without the cap on the
-    attention scores. SGLang 0.5.23 pins this version of transformers."""
+    """Every layout refuses the model Gemma 2, because transformers 5.19 computes the attention of Gemma 2 without the
+    cap on the attention scores. SGLang 0.5.23 pins transformers 5.19."""
     monkeypatch.setattr(Gemma2PreTrainedModel, "_supports_sdpa", True)
     with pytest.raises(ValueError, match="Gemma2ForCausalLM has attention of its own"):
         make_actor(make_family(tmp_path, "gemma2"), **changes)
@@ -178,7 +179,7 @@ def test_a_model_that_splits_the_tensors_of_its_files_is_refused(make_actor, tmp
         make_actor(make_family(tmp_path, "hrm_text"))
 
 
-@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # with OPT, FSDP2 always gives this warning
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # FSDP2 gives this warning for every OPT model
 @pytest.mark.parametrize("name", ["opt", "falcon"])
 def test_a_checkpointed_layer_drops_nothing_out(make_actor, tmp_path, name):
     """With gradient checkpointing no dropout is applied, even in model families whose layers call dropout functions."""
@@ -224,7 +225,7 @@ def test_a_single_rank_uses_fsdp_only_if_it_must(make_actor, changes, units):
     norms = []
     for one in (expected, actor):
         batch = prepare(one, make_batch())
-        norms += [one.ppo_update(batch)["grad_norm"] for _ in range(3)]  # later updates also need Adam's moments
+        norms += [one.ppo_update(batch)["grad_norm"] for _ in range(3)]  # updates 2 and 3 use Adam's moments
     assert norms[:3] == pytest.approx(norms[3:], rel=1e-5)
     for name, weight in parameters(actor).items():
         torch.testing.assert_close(weight, parameters(expected)[name], atol=1e-6, rtol=0)
@@ -350,7 +351,8 @@ def test_truncated_turns_leave_the_update(make_actor):
 
 
 def test_a_batch_that_is_not_ready_says_what_is_missing(make_actor):
-    """If a batch lacks keys, ppo_update raises an error that names them. row_lengths refuses padding on the left."""
+    """If a batch lacks keys, ppo_update raises an error that names the keys. row_lengths refuses padding on the
+    left."""
     actor = make_actor()
     with pytest.raises(ValueError, match=r"\['advantages', 'prox_logp'\]"):
         actor.ppo_update(make_batch())
@@ -360,8 +362,8 @@ def test_a_batch_that_is_not_ready_says_what_is_missing(make_actor):
 
 
 def test_standard_ppo_takes_its_old_policy_from_where_it_is_told(make_actor):
-    """In standard PPO log pi_old comes from a forward pass if recompute_logprob is set, and from the server if
-    not."""
+    """In standard PPO the old log-probabilities come from a forward pass if recompute_logprob is set, and from the
+    server if not."""
     fractions = {}
     for recompute in (True, False):
         actor = make_actor(use_decoupled_loss=False, recompute_logprob=recompute)
@@ -382,7 +384,7 @@ def stale(actor: FSDPPPOActor, version=5) -> dict[str, Tensor]:
 
 
 def test_loglinear_needs_no_forward_pass_and_starts_at_the_truth(make_actor):
-    """If all tokens are stale, the first training step gives the same weights and metrics with
+    """If all tokens are stale, a training step of one mini-batch gives the same weights and metrics with
     prox_logp_method=loglinear as with recompute."""
     steps = {}
     for method in ("recompute", "loglinear"):
@@ -401,8 +403,8 @@ def test_loglinear_needs_no_forward_pass_and_starts_at_the_truth(make_actor):
 
 
 def test_metrics_trains_on_the_truth_and_reports_the_guesses(make_actor):
-    """prox_logp_method=metrics gives bitwise the same weights as recompute, and logs 18 metrics with the errors of
-    approximations of pi_prox."""
+    """prox_logp_method=metrics gives bitwise the same weights as recompute, and logs 18 metrics: the errors of three
+    guesses of pi_prox."""
     steps = {}
     for method in ("recompute", "metrics"):
         actor = make_actor(prox_logp_method=method, ppo_n_minibatches=4)
@@ -453,8 +455,8 @@ def test_the_effective_sample_size_is_that_of_the_weights(make_actor):
 
 def test_a_small_effective_sample_makes_a_small_step(make_actor):
     """With ess_lr_power=p the learning rate of a mini-batch is multiplied by ESS^p, where ESS is the mini-batch's
-    effective sample size (behave_ess). The optimizer's step becomes smaller by the same factor, and the metric lr shows
-    the learning rate."""
+    effective sample size (behave_ess). The optimizer's step is multiplied by ESS^p too, and the metric lr shows the
+    multiplied learning rate."""
     steps, stats = {}, {}
     for power in (0.0, 0.5, 2.0):
         actor = make_actor(behave_imp_weight_cap=None, ppo_n_minibatches=1, ess_lr_power=power)
@@ -525,8 +527,8 @@ def test_the_speed_counts_tokens_and_flops(make_actor):
 
 
 def test_the_share_of_the_peak_is_that_of_the_gpu():
-    """The metric peak_share is the achieved TFLOPS divided by the peak TFLOPS of the named GPU. The metric is missing
-    if the GPU's peak is not known."""
+    """The metric peak_share is the achieved TFLOPS divided by the peak TFLOPS of the named GPU. The metric peak_share
+    is missing if the GPU's peak is not known."""
     assert share_of_peak("NVIDIA H100 80GB HBM3", 400) == {"peak_share": 400 / 989}
     assert share_of_peak("NVIDIA H100 PCIe", 378) == {"peak_share": 0.5}
     assert share_of_peak("NVIDIA GeForce GTX 1080", 4) == {}
@@ -541,7 +543,7 @@ def test_a_learning_rate_of_0_changes_no_weight(make_actor):
 
 
 def test_kl_in_the_loss_pulls_towards_the_reference(make_actor):
-    """With all rewards 0, the KL term in the loss moves the policy towards the reference."""
+    """If all rewards are 0, the KL term in the loss moves the policy towards the reference policy."""
     actor = make_actor(kl_ctl=0.5, kl_placement="loss", kl_estimator="k2")
     batch = make_batch()
     batch["turn_rewards"][:] = 0
@@ -578,7 +580,7 @@ BENT: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", BENT)
 def test_a_model_that_bends_its_logits_is_refused(make_actor, tmp_path, name):
-    """A model that caps, scales or shifts its logits raises an error when the actor is initialised."""
+    """If a model caps, scales or shifts its logits, initialising the actor raises an error."""
     path = make_family(tmp_path, name, **BENT[name])
     with pytest.raises(ValueError, match=f"{[*BENT[name], 'a bias'][0]}.*logprobs.py"):
         make_actor(path)
@@ -602,8 +604,8 @@ def test_the_mode_is_said_in_words():
 
 
 def test_the_learning_rate_schedule():
-    """The learning rate rises linearly during warm-up. The learning rate then follows its schedule, down to
-    min_lr_ratio * lr."""
+    """The learning rate rises linearly during warm-up. After the warm-up, the learning rate follows its schedule down
+    to min_lr_ratio * lr."""
     table = {
         "constant": [0.25, 0.5, 0.75, 1, 1, 1, 1, 1, 1, 1],
         "linear": [0.25, 0.5, 0.75, 1, 1, 0.775, 0.55, 0.325, 0.1, 0.1],
@@ -626,7 +628,7 @@ def test_schedules_move_once_a_training_step(make_actor):
 
 
 def test_the_entropy_bonus_raises_entropy(make_actor):
-    """With all rewards 0, the entropy bonus raises the entropy in every step."""
+    """If all rewards are 0, the entropy bonus raises the entropy in every step."""
     actor = make_actor(entropy_coeff=1.0)
     entropies = []
     for _ in range(4):
@@ -638,7 +640,8 @@ def test_the_entropy_bonus_raises_entropy(make_actor):
 
 
 def test_gradients_are_clipped_to_their_norm(make_actor):
-    """gradient_clipping limits the norm of the gradient. The metric grad_norm is the norm before clipping."""
+    """gradient_clipping limits the norm of the gradient. The metric grad_norm is the norm of the gradient before
+    clipping."""
     actor = make_actor(gradient_clipping=0.01)
     stats = actor.ppo_update(prepare(actor, make_batch()))
     norm = math.sqrt(sum(g.square().sum().item() for g in gradients(actor.model).values()))
@@ -688,7 +691,7 @@ def test_saved_weights_are_a_hugging_face_model(make_actor, tmp_path):
 
 
 def test_a_weight_update_writes_first_and_tells_the_servers_then(make_actor, tmp_path):
-    """update_weights first writes a complete checkpoint, and then tells the servers to load it."""
+    """In mode disk, update_weights writes a complete checkpoint before the servers load it."""
     actor = make_actor()
     seen = []
 

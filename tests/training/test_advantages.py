@@ -1,4 +1,5 @@
-"""Each test compares one way to compute advantages with the loop or the sum of the paper that describes this way."""
+"""Each test compares one variant of the advantage with a plain loop or sum that follows the equation of the variant's
+paper."""
 
 import math
 
@@ -35,8 +36,8 @@ def test_rloo_in_a_batch_goes_by_group_id():
 
 
 def recursion(rewards: list[float], gamma: float, lam: float) -> list[float]:
-    """Compute GAE by its recursion A_t = delta_t + gamma lambda A_(t+1), where delta_t = r_t because all values are
-    0."""
+    """Compute GAE by its recursion A_t = delta_t + gamma lambda A_(t+1), where delta_t = r_t because without a critic
+    all values are 0."""
     A, advantages = 0.0, []
     for r in reversed(rewards):
         A = r + gamma * lam * A
@@ -68,8 +69,8 @@ def test_gae_in_a_batch_does_not_decay_over_what_is_not_trained():
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
 def test_the_kl_estimates_and_what_they_estimate(kind):
-    """The estimators k1, k2 and k3 equal their formulas. The expectation of k1 and of k3 under the policy is the KL
-    divergence, as long as the bound of k3 changes no token."""
+    """For k1, k2 and k3, kl_estimate computes the formula of the estimator. The expectation of k1 and of k3 under the
+    policy is the KL divergence, if no token exceeds the bound of k3."""
     g = torch.Generator().manual_seed(0)
     p, q = (torch.randn(7, generator=g, dtype=torch.float64).log_softmax(-1) for _ in range(2))
     slow = []
@@ -115,8 +116,8 @@ def test_two_probabilities_of_zero_have_no_distance():
 
 def test_the_turns_kl_and_the_kl_to_go_have_one_gradient():
     """The KL penalty of a token may be the KL of the whole turn, or only the KL from this token to the turn's end. Both
-    penalties give the same expected policy gradient. The test computes the exact expectation over all turns of two
-    tokens."""
+    forms of the KL penalty give the same expected policy gradient. The test computes the exact expectation over all
+    turns of two tokens."""
     g = torch.Generator().manual_seed(3)
     first = torch.randn(3, generator=g, dtype=torch.float64, requires_grad=True)
     second = torch.randn(3, 3, generator=g, dtype=torch.float64, requires_grad=True)
@@ -150,8 +151,8 @@ def test_each_kl_in_the_reward_is_charged_to_its_turn(kind):
 
 
 def test_the_overlong_penalty_is_a_ramp():
-    """The overlong penalty is 0 up to limit - margin tokens, then falls linearly to -factor at the limit, and stays
-    there."""
+    """The overlong penalty is 0 up to limit - margin tokens, falls linearly to -factor at the limit, and is -factor
+    above the limit."""
     lengths = torch.tensor([1, 6, 7, 8, 10, 12])
     assert overlong_penalty(lengths, 10, 4, 0.5).tolist() == [0, 0, -0.125, -0.25, -0.5, -0.5]
     batch = make_batch((0, [(1.0, 3, True), (1.0, 8, True)]))

@@ -1,7 +1,8 @@
 """Compiled layers compute the same numbers as uncompiled layers, in a bounded number of graphs. No test needs a GPU.
 
-Most tests count the graphs that the compiler makes of the Python code, and run each graph with the backend "eager",
-which computes every operation as usual. For packed rows, the tests use the kernel for CPUs that test_layout.py defines.
+Most tests count the graphs that the compiler makes of the Python code. The graphs run with the backend "eager", which
+computes every operation as uncompiled PyTorch does. For packed rows, the tests use the kernel for CPUs that
+test_layout.py defines.
 """
 
 import random
@@ -25,7 +26,7 @@ from training.layout import pick_layout
 
 pytestmark = pytest.mark.usefixtures("forget")
 COMPILE = torch.compile
-HEAD_GRAPHS = 2  # one for a chunk's results, one for their gradient without that of the entropy
+HEAD_GRAPHS = 2  # a graph for the results of a chunk, and a graph for the gradient of logp
 
 
 @pytest.fixture
@@ -52,7 +53,7 @@ def train(path: Path, batches: list[Any], **changes: Any) -> tuple[list[float], 
 
 
 def make_batches(n: int) -> list[Any]:
-    """Make n batches of 1 to 9 rows, of up to 38 tokens. The first batch has one row."""
+    """Make n batches, each with 1 to 9 rows of at most 38 tokens. The first batch has one row."""
     draw = random.Random(0)
     sizes = [[38]] + [[draw.randint(4, 38) for _ in range(draw.randint(1, 9))] for _ in range(n - 1)]
     return [make_batch(tuple(lengths), seed) for seed, lengths in enumerate(sizes)]
@@ -70,25 +71,25 @@ def check_same(path: Path, batches: list[Any], **changes: Any) -> int:
 
 
 def test_padded_rows_have_four_graphs(tiny_model_dir):
-    """All layers share four graphs: for one row and for several rows, each with and without gradients. No layer has a
-    graph break. Inputs with new shapes do not make the compiler compile another graph. With gradient checkpointing, and
-    with a unit of FSDP for each layer (offload=True), the number of graphs stays four."""
+    """All layers share four graphs: for one row or several rows, and with or without gradients. No layer has a graph
+    break. Inputs with new shapes need no new graph. The number of graphs is also four with gradient checkpointing, and
+    if FSDP wraps each layer (offload=True)."""
     assert check_same(tiny_model_dir, make_batches(4), gradient_checkpointing=True, offload=True) == 4
     assert not counters["graph_break"]
 
 
 def test_packed_rows_have_two_graphs(gpu_kernel, tiny_model_dir):  # noqa: F811
     """With the attention kernel, all layers share two graphs, one with gradients and one without, because a packed
-    piece is always one row. A piece with more sequences or a longer sequence does not compile another graph."""
+    piece is always one row. A piece with more sequences or a longer sequence needs no new graph."""
     assert check_same(tiny_model_dir, make_batches(4), layout="packed", dtype="bfloat16") == 2
     assert not counters["graph_break"]
 
 
 @pytest.mark.parametrize("changes", [{"layout": "packed"}, {"enable_tree_training": True}], ids=str)
 def test_attention_outside_the_graphs(tiny_model_dir, changes):
-    """Trees, and packed rows without the kernel, compute the attention outside the graphs. Each layer then has four
-    graphs with gradients and four without. If two sizes of the first piece are equal by chance, the compiler assumes
-    that they are always equal, and compiles the graph again when they differ."""
+    """For trees, and for packed rows without the kernel, the attention runs outside the compiled graphs. The rest of a
+    layer has four graphs with gradients and four graphs without. If two sizes of the first piece are equal by chance,
+    the compiler assumes that they are always equal, and compiles the graph again when they differ."""
     assert 8 <= check_same(tiny_model_dir, make_batches(4), **changes) <= 12
     [reason] = counters["graph_break"]
     assert "torch.compiler.disable" in reason
@@ -118,15 +119,16 @@ def test_the_defaults_depend_on_the_device(changes, device, expected, monkeypatc
 
 
 def test_the_actors_of_other_tests_compile_nothing(monkeypatch):
-    """bench/gpu_check.py runs the tests of other files on a GPU. Even there these tests compile no layers. With
-    compiled layers, each actor of these tests would take seconds to compile."""
+    """bench/gpu_check.py runs the tests of other files on a GPU. The actors of the tests compile no layers even on a
+    GPU, because compilation takes seconds for each actor."""
     monkeypatch.setattr("training.config.can_compile", lambda: True)
     assert PPOActorConfig().is_compiled("cuda")
     assert not make_config().is_compiled("cuda")
 
 
 def test_what_a_machine_needs_to_compile(tmp_path, monkeypatch):
-    """Triton, which compiles for GPUs, needs a C compiler and Python.h, which Debian has in the package python3-dev."""
+    """Triton compiles for GPUs and needs a C compiler and the header Python.h. Debian's package python3-dev contains
+    Python.h."""
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr("sysconfig.get_path", lambda _: str(tmp_path))
@@ -147,7 +149,8 @@ def test_the_default_layout_refuses_no_model(tmp_path, name):
 
 
 def test_heads_that_the_kernel_cannot_compute():
-    """If no attention kernel can compute packed rows on a GPU, packed rows are slow, so padded rows are the default."""
+    """If no attention kernel can compute packed rows on a GPU, padded rows are the default, because packed rows would
+    be slow."""
     shape = AutoConfig.for_model("qwen2", hidden_size=80, num_attention_heads=4)
     layout, why = pick_layout(PPOActorConfig(dtype="bfloat16"), "cuda", shape)
     assert (layout, why) == ("padded", "no kernel computes packed rows in bfloat16 with heads of 20 numbers")

@@ -1,5 +1,5 @@
-"""Each test compares a correction of a ratio with a slow loop in the notation of the paper that describes the
-correction. The test inputs exercise every branch of the loop."""
+"""Each test compares a correction with a slow loop in the notation of the correction's paper. The test inputs exercise
+every branch of each loop."""
 
 import math
 from collections import Counter
@@ -73,8 +73,8 @@ def test_a_sequences_weight_is_the_product_or_the_geometric_mean():
 
 
 def test_the_product_of_a_long_row_meets_the_cap_and_the_geometric_mean_does_not():
-    """If w is 1.05 at each of 100 tokens, a cap of 5 drops the row for the product 131, but not for the geometric mean
-    1.05."""
+    """In a row of 100 tokens with w = 1.05, the product of all w is 131, so a cap of 5 on the product drops the row.
+    The geometric mean of all w is 1.05, so a cap of 5 on the geometric mean keeps the row."""
     log_w, on = torch.full((1, 100), math.log(1.05)), torch.ones(1, 100)
     zero = torch.zeros(1, 100)
     shares = {}
@@ -126,7 +126,8 @@ def test_a_rejected_row_leaves_the_sum_whatever_weight_its_tokens_have(keys, lev
 
 
 def test_tests_of_a_sequence_read_trained_tokens_only():
-    """An untrained token never rejects its row. Flat tokens with sequence_ids have the same result as a (B, T) grid."""
+    """An untrained token never causes the rejection of its row. Flat tokens with sequence_ids give the same result as a
+    (B, T) grid."""
     log_w = torch.tensor([[-9.0, 0.0, 0.1], [0.0, 0.0, -9.0]])
     mask = torch.tensor([[False, True, True], [True, True, True]])
     config = PPOActorConfig(reject_veto=0.01)
@@ -228,8 +229,8 @@ def truncated_batch() -> dict[str, torch.Tensor]:
 
 
 def test_a_truncated_turn_is_not_trained():
-    """The last turn of each truncated row is removed from the loss mask. The row's earlier turns and all other rows
-    stay."""
+    """The last turn of each truncated row is removed from the loss mask. The earlier turns of truncated rows stay in
+    the loss mask, and so do all rows that are not truncated."""
     batch = truncated_batch()
     slow = batch["loss_mask"].clone()
     for i in range(4):

@@ -35,7 +35,8 @@ def probabilities(q: Tensor, k: Tensor, bounds: Tensor, scale: float) -> tuple[T
 
 
 def per_head(x: Tensor, q: Tensor) -> Tensor:
-    """Repeat keys or values from the shape (t, groups, d) to (t, heads, d), so that each query head has its own."""
+    """Repeat keys or values from the shape (t, groups, d) to (t, heads, d), so that each query head has its own keys or
+    values."""
     return x.float().repeat_interleave(q.shape[1] // x.shape[1], 1)
 
 
@@ -70,7 +71,7 @@ def forward(
     window: Any = None,
     gqa: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute what the operator's kernel computes on a GPU."""
+    """Compute the attention that the operator's kernel computes on a GPU."""
     refuse(q, k, v, bounds, others, (max_q, max_k))
     assert causal
     assert window == [-1, 0]
@@ -92,7 +93,7 @@ def backward(
     grad_q = torch.einsum("hqk,khd->qhd", grad_scores, per_head(k, q))
     grad_k = torch.einsum("hqk,qhd->khd", grad_scores, q.float())
     grad_v = torch.einsum("hqk,qhd->khd", p, grad.float())
-    grad_k, grad_v = (x.unflatten(1, (k.shape[1], -1)).sum(2) for x in (grad_k, grad_v))  # summed over a group's heads
+    grad_k, grad_v = (x.unflatten(1, (k.shape[1], -1)).sum(2) for x in (grad_k, grad_v))  # sum over a group's heads
     grad_q, grad_k, grad_v = (x.to(q.dtype).contiguous() for x in (grad_q, grad_k, grad_v))
     return grad_q, grad_k, grad_v
 
@@ -143,7 +144,7 @@ def test_one_kernel_computes_what_the_sequences_alone_give(calls: list[int], gro
     for of_gpu in (True, False):
         monkeypatch.setattr(layout, "has_kernel", lambda _, of_gpu=of_gpu: of_gpu)
         inputs = [x.clone().requires_grad_() for x in leaves]
-        q, k, v = (x.transpose(1, 2) for x in inputs)  # the views that transformers makes
+        q, k, v = (x.transpose(1, 2) for x in inputs)  # transformers also passes transposed views
         out, _ = attend_apart(None, q, k, v, None, 0.3, **piece.inputs)
         (out.float() * torch.linspace(-1, 1, 16)).sum().backward()
         results.append((out, *(x.grad for x in inputs)))
@@ -154,9 +155,9 @@ def test_one_kernel_computes_what_the_sequences_alone_give(calls: list[int], gro
 
 
 def test_an_actor_trains_through_the_kernel(gpu_kernel: None, calls: list[int], make_actor: Any) -> None:
-    """With packed rows, every layer of every pass calls the kernel once. Padded rows give the same log-probabilities
-    and gradients up to the rounding of bfloat16. The test bounds the relative error of the whole vector, because the
-    largest error of a single number depends on the CPU."""
+    """With packed rows, every layer of every pass calls the kernel once. Packed and padded rows give the same
+    log-probabilities and gradients up to the rounding of bfloat16. The test bounds the relative error of the whole
+    vector, because the largest error of a single number depends on the CPU."""
     found = {}
     for name in ("packed", "padded"):
         actor = make_actor(layout=name, gradient_checkpointing=True)
@@ -166,7 +167,7 @@ def test_an_actor_trains_through_the_kernel(gpu_kernel: None, calls: list[int], 
         found[name] = batch["prox_logp"], gradients(actor.model)
         if name == "packed":
             layers = actor.model.config.num_hidden_layers
-            # Each layer runs three times: for log pi_prox, for pi_theta, and again in the backward pass.
+            # Each layer runs three times: for log pi_prox, for log pi_theta, and once more in the backward pass.
             assert len(calls) == 3 * passes * layers
             assert sum(calls) == 3 * layers * 8
             calls.clear()
@@ -192,8 +193,8 @@ def test_the_kernel_gets_only_what_it_can_compute(device: str, dtype: torch.dtyp
     """The attention kernel is used only for 16-bit numbers on a GPU, and only if a head's width is a multiple of 8 and
     at most 256.
 
-    The tensors of this test have no values, so the test needs no GPU. The operator accepts these tensors and returns an
-    output of the right shape.
+    The tensors of this test have no values, so the test needs no GPU. The operator accepts tensors without values and
+    returns an output of the right shape.
     """
     with FakeTensorMode():
         made = [torch.empty(1, 10, heads, d, device=device, dtype=dtype) for heads in (4, 2, 2)]

@@ -86,8 +86,8 @@ def test_half_precision_weights_get_gradients_of_their_type():
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.runs)])
 def test_compiled_chunks_change_neither_values_nor_gradients(monkeypatch, backend):
-    """Compiled pointwise operations give the same values and gradients in float32, with and without the gradient of the
-    entropy. All chunks of more than one token share the same compiled graphs."""
+    """Compiled and uncompiled pointwise operations give the same values and gradients in float32, with and without the
+    gradient of the entropy. All chunks of more than one token share the same compiled graphs."""
     if backend == "inductor" and not shutil.which("g++"):
         pytest.skip("needs a C++ compiler")
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
@@ -115,7 +115,7 @@ def test_compiled_chunks_change_neither_values_nor_gradients(monkeypatch, backen
 
 
 class Products(TorchDispatchMode):
-    """For the result of each matrix product, records the data type and the number of rows."""
+    """A dispatch mode that records the data type and the number of rows of each matrix product's result."""
 
     def __init__(self) -> None:
         super().__init__()

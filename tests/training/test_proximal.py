@@ -22,8 +22,8 @@ def test_alpha_is_where_the_version_lies():
 
 
 def test_both_ends_are_exact():
-    """In the first mini-batch, the guess for a stale token is pi_theta. For a fresh token the guess is always
-    pi_behav."""
+    """In the first mini-batch, the guess of pi_prox for a stale token is pi_theta. For a fresh token the guess is
+    always pi_behav."""
     old, theta = -3 * torch.rand(50), -3 * torch.rand(50)
     stale, fresh = torch.zeros(50, dtype=torch.int), torch.full((50,), 4)
     torch.testing.assert_close(loglinear(old, theta, interpolation(stale, 4, 0.0)), theta)

@@ -1,7 +1,8 @@
 """Several ranks compute the same numbers as one rank, and if one rank dies, all ranks end.
 
 The tests start torchrun with gloo on this machine. With 1, 2 and 4 ranks, the same batch gives the same gradients,
-parameters and metrics. If a rank dies, all ranks end within seconds, and the error of the dead rank is shown.
+parameters and metrics. If a rank dies, all ranks end within seconds, and the output contains the error of the rank that
+died.
 """
 
 import functools
@@ -38,7 +39,7 @@ LENGTHS = (9, 14, 5, 21, 12, 17, 7)  # seven rows, so that the ranks get differe
 
 
 def torchrun(n: int, *words: str) -> list[str]:
-    """Return the torchrun command that runs the script and arguments `words` on n ranks."""
+    """Return the torchrun command that runs `words`, a script with its arguments, on n ranks."""
     options = [f"--nproc-per-node={n}", "--standalone"]
     return [sys.executable, "-m", "torch.distributed.run", *options, *words]
 
@@ -81,12 +82,12 @@ def work_numbers(model_dir: Path, out: Path, **changes: Any) -> None:
 
 
 def work_compiled(model_dir: Path, out: Path) -> None:
-    """Do what `work_numbers` does, with compiled layers."""
+    """Run `work_numbers` with compiled layers."""
     work_numbers(model_dir, out, compile=True)
 
 
 def work_memory(model_dir: Path, out: Path) -> None:
-    """Write for each rank how many parameters it holds after loading, and how often it has read the model's files."""
+    """Let each rank write how many parameters it holds after loading, and how often it has read the model's files."""
     from transformers import AutoModelForCausalLM
 
     reads = []
@@ -102,14 +103,14 @@ def work_memory(model_dir: Path, out: Path) -> None:
 
 
 def work_wait(model_dir: Path, out: Path) -> None:
-    """Rank 0 waits outside of any collective operation. Rank 1 waits in a collective operation. Rank 2 raises an error
-    if the environment variable RAISE is set, and otherwise waits."""
+    """Let rank 0 wait outside of any collective operation, and rank 1 in a collective operation. If the environment
+    variable RAISE is set, rank 2 raises an error. If RAISE is not set, rank 2 waits as rank 0 does."""
     actor = FSDPPPOActor(make_config(), model_dir)
     actor.create_process_group()
     actor.initialize(max_steps=1)
     print(f"ready {actor.rank} {os.getpid()}", flush=True)
     if actor.rank == 0:
-        signal.pause()  # this wait stands for a wait for rollouts
+        signal.pause()  # in a run, rank 0 waits for rollouts outside of collective operations
     if actor.rank == 2:
         if os.environ.get("RAISE"):
             raise ValueError("the rank's own error")
@@ -118,8 +119,9 @@ def work_wait(model_dir: Path, out: Path) -> None:
 
 
 def work_checkpoint(model_dir: Path, out: Path) -> None:
-    """Let rank 1 write its part of a checkpoint only after the next training step. Each rank writes into a file which
-    checkpoint it finds before and after rank 1 writes its part, and whether the checkpoint has the right weights."""
+    """Let rank 1 write its part of a checkpoint only after the next training step. Each rank writes three results into
+    a file: the newest checkpoint before rank 1 writes, the newest checkpoint after rank 1 has written, and whether the
+    checkpoint's weights are right."""
     actor = FSDPPPOActor(make_config(), model_dir)
     actor.create_process_group()
     actor.initialize(max_steps=4)
@@ -135,7 +137,7 @@ def work_checkpoint(model_dir: Path, out: Path) -> None:
     torch.distributed.barrier()  # both ranks look for the checkpoint before rank 1 writes
     may_write.set()
     recovery.close()
-    torch.distributed.barrier()  # rank 0 has made the checkpoint valid in its close()
+    torch.distributed.barrier()  # rank 0 makes the checkpoint valid in recovery.close()
     late = newest_checkpoint(out)
     actor.load_state(recovery.checkpoint(1))
     same = all(torch.equal(p.full_tensor(), expected[name]) for name, p in actor.model.named_parameters())
@@ -151,10 +153,10 @@ def work_checkpoint(model_dir: Path, out: Path) -> None:
 def test_a_rank_chooses_its_gpu_before_it_joins(
     monkeypatch: pytest.MonkeyPatch, torchrun_rank: str | None, gpu: int, given: str | None, cumem: str
 ) -> None:
-    """A rank sets its GPU before it makes the process group, because init_device_mesh otherwise warns that it has to
-    guess the GPU. Without torchrun the rank uses the first GPU. A rank without a GPU of its own joins the process
-    group, too, so that rank 0 can report that there are too few GPUs. If the user has not set NCCL_CUMEM_ENABLE, a rank
-    sets it to the same value as SGLang (test_sglang_run.py)."""
+    """A rank sets its GPU before it makes the process group, so that init_device_mesh does not warn about a guessed
+    GPU. Without torchrun the rank uses the first GPU. A rank without a GPU of its own also joins the process group, so
+    that rank 0 can report that there are too few GPUs. If the user has not set NCCL_CUMEM_ENABLE, a rank sets
+    NCCL_CUMEM_ENABLE to SGLang's value, 0 (test_sglang_run.py)."""
     calls: list[Any] = []
     monkeypatch.setattr(ranks.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(ranks.torch.cuda, "device_count", lambda: 4)
@@ -191,8 +193,8 @@ def numbers(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> C
 @pytest.mark.runs
 @pytest.mark.parametrize("case", [(2,), (4,), (2, "work_compiled")], ids=str)
 def test_gradients_and_parameters_are_those_of_one_rank(numbers, case: tuple) -> None:
-    """With several ranks, and with compiled layers on two ranks, the gradients, the parameters after 5 SGD steps, the
-    log-probabilities and the metrics are the same as with one rank."""
+    """Several ranks compute the same gradients, log-probabilities and metrics as one rank, and the same parameters
+    after 5 SGD steps. Two ranks with compiled layers compute the same numbers as one rank."""
     if "work_compiled" in case and shutil.which("c++") is None:
         pytest.skip("layers are compiled with a C compiler")
     (one, one_stats), (many, many_stats) = numbers(1), numbers(*case)
@@ -290,7 +292,7 @@ def test_one_rank_ends_all(tiny_model_dir: Path, tmp_path: Path, how: str) -> No
             os.kill(left, 0)
 
 
-# ---- two nodes, both on this machine
+# ---- two nodes on this machine
 
 
 def start_node(folder: Path, port: int, log: Path, host: bool, held: bool) -> subprocess.Popen:
@@ -307,14 +309,15 @@ def start_node(folder: Path, port: int, log: Path, host: bool, held: bool) -> su
 
 
 def ranks_of(node: subprocess.Popen) -> dict[int, str]:
-    """Return a dict from the pid of each rank that this torchrun has started to its process state as ps prints it."""
+    """Return the process states, as ps prints them, of the ranks that a torchrun has started. The keys are the pids of
+    the ranks."""
     table = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,stat="], capture_output=True, text=True, check=True).stdout
     rows = [row.split() for row in table.splitlines()]
     return {int(pid): state for pid, parent, state in rows if int(parent) == node.pid}
 
 
 def kill_node(node: subprocess.Popen) -> None:
-    """Kill torchrun and its ranks. Each rank has its own process session, so it would keep running if only torchrun
+    """Kill torchrun and its ranks. Each rank has its own process session, so a rank would keep running if only torchrun
     were killed."""
     for pid in ranks_of(node):
         os.kill(pid, signal.SIGKILL)
@@ -405,7 +408,7 @@ def test_a_single_rank_listens_on_the_loopback_address(tmp_path: Path) -> None:
     hosts = tmp_path / "hosts"
     hosts.write_text("127.0.0.1 localhost\n127.0.0.2 another-name\n")
     setup = f"hostname another-name && mount --bind {shlex.quote(str(hosts))} /etc/hosts"
-    inside = ["unshare", "--map-root-user", "--uts", "--mount", "sh", "-c"]  # runs a command with its own hostname
+    inside = ["unshare", "--map-root-user", "--uts", "--mount", "sh", "-c"]  # lets a command have its own hostname
     if shutil.which("unshare") is None or subprocess.run([*inside, setup], capture_output=True).returncode:
         pytest.skip("this machine cannot give a process a hostname of its own")
     command = f"{setup} && exec {shlex.quote(sys.executable)} -c {shlex.quote(LISTENING)}"

@@ -28,8 +28,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama": {"hidden_size": 128, "intermediate_size": 320, "num_attention_heads": 8, "num_key_value_heads": 8},
 }
 ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-# PyTorch counts the FLOPs of its attention kernels for GPUs. This table uses the same formulas for PyTorch's attention
-# kernel for CPUs.
+# PyTorch counts the FLOPs of its attention kernels for GPUs. The table ON_A_CPU uses the same formulas for PyTorch's
+# attention kernel for CPUs.
 ON_A_CPU = {
     ATTENTION: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda grad, q, k, v, *_, **__: (
@@ -39,7 +39,8 @@ ON_A_CPU = {
 
 
 def test_the_table_on_the_page() -> None:
-    """docs/gpu.md shows the roofline of the recipe gsm8k on one H100, and says that it is no measurement."""
+    """docs/gpu.md shows the roofline of the recipe gsm8k on one H100, and says that the roofline is not a
+    measurement."""
     peak, bandwidth = roofline.DEVICES["h100"]
     text = roofline.describe(roofline.SHAPES["1.5b"], roofline.Work(), 1e12 * peak, 1e9 * bandwidth)
     page = (ROOT / "docs/gpu.md").read_text()

@@ -1,4 +1,5 @@
-"""Training on a tree gives the same loss and gradients as training on its rows one by one, with fewer tokens."""
+"""Training on a tree gives the same loss and gradients as training on its rows one by one, and computes fewer
+tokens."""
 
 import os
 import random
@@ -38,7 +39,8 @@ Rows = list[list[int]]
 
 
 def make_rows(seed: int, n: int, longest: int = 30, vocabulary: int = 40) -> Rows:
-    """Make random rows with shared prefixes: branches, turns, copies and rows of a single token."""
+    """Make n random rows. Most rows begin with a prefix of an earlier row, some are copies, and some have a single
+    token."""
     rng = random.Random(seed)
     rows: Rows = []
     for _ in range(n):
@@ -54,7 +56,7 @@ TREES = given(st.integers(0, 10**6), st.integers(1, 12), st.integers(30, 300))
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    """A random Qwen3 with two layers and two query heads for each key head, on the GPU if there is one."""
+    """Return a random Qwen3 with two layers and two query heads for each key head, on the GPU if there is one."""
     torch.manual_seed(0)
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2}
@@ -78,7 +80,7 @@ def separate_logp(model: Any, rows: Sequence[Sequence[int]]) -> list[Tensor]:
 
 
 def dense_mask(tree: PackedTree) -> Tensor:
-    """Return the mask (N, N) bool of a tree: mask[q, k] is True if token q sees token k."""
+    """Return the mask (N, N) bool of a tree: mask[q, k] is True if token q attends to token k."""
     k = torch.arange(len(tree.subtree_end))  # (N,)
     q = k[:, None]  # (N, 1)
     # k <= q < subtree_end[k]
@@ -161,8 +163,8 @@ def test_the_order_of_the_rows_has_no_say(seed: int, n: int, max_tokens: int, rn
 @given(st.integers(0, 10**6), st.integers(1, 9), st.integers(30, 60))
 @settings(max_examples=100, deadline=None)
 def test_the_cuts_are_the_cheapest(seed: int, n: int, max_tokens: int) -> None:
-    """cheapest_runs cuts sorted rows into runs so that the runs need the fewest tokens in total. The test compares
-    these runs with the best of all possible ways to cut the rows."""
+    """cheapest_runs cuts sorted rows into runs so that the runs need the fewest tokens in total. The test compares the
+    runs of cheapest_runs with the best of all possible ways to cut the rows."""
     rows = sorted(row[:max_tokens] for row in make_rows(seed, n))
     shared = np.array([0] + [len(prefix(a, b)) for a, b in pairwise(rows)])
     lengths = np.array([len(row) for row in rows])
@@ -210,7 +212,7 @@ def test_a_conversation_of_5000_turns_with_a_branch_each() -> None:
 
 
 def test_small_things_share_a_tree() -> None:
-    """Rows without a common prefix share one tree as long as the tree stays within its token budget."""
+    """Rows without a common prefix are put into the same tree as long as the tree stays within its token budget."""
     rows = [[i] * 30 for i in range(10)]
     assert sorted(len(tree.subtree_end) for tree in build_trees(rows, 100)) == [30, 90, 90, 90]
 
@@ -231,13 +233,13 @@ def test_a_row_that_cannot_be_in_any_tree_is_an_error() -> None:
 @settings(max_examples=40, deadline=None)
 def test_a_tree_trains_as_its_rows_do(model: Any, seed: int, n: int, max_tokens: int) -> None:
     """The loss of trees agrees with the loss of the separate rows to 1e-6, and the gradients agree to 1e-5."""
-    rows = [row[:max_tokens] for row in make_rows(seed, n)] + [[1, 2, 3]]  # the last row has tokens to predict
+    rows = [row[:max_tokens] for row in make_rows(seed, n)] + [[1, 2, 3]]  # the last row has predictable tokens
     assert_same_lesson(learn(model, tree_logp(model, rows, max_tokens)), learn(model, separate_logp(model, rows)))
 
 
 def test_long_rows_cross_many_blocks(model: Any) -> None:
-    """Rows longer than a block of 128 queries have the same gradients in a tree as alone, with and without the dense
-    mask."""
+    """Rows longer than a block of 128 queries have the same gradients in a tree as in separate passes, with and without
+    the dense mask."""
     rows = make_rows(3, 10, longest=3 * BLOCK)
     trees = build_trees(rows, 8192)
     assert len(trees) == 1
@@ -252,7 +254,7 @@ def test_long_rows_cross_many_blocks(model: Any) -> None:
 @settings(max_examples=60, deadline=None)
 def test_the_block_mask_is_the_mask(seed: int, n: int) -> None:
     """The block mask lists a block if and only if one of the block's queries attends to one of its keys. In a block
-    that is listed as full, every query attends to every key."""
+    that the mask lists as full, every query attends to every key."""
     [tree] = build_trees(make_rows(seed, n, longest=2 * BLOCK), 10**6)
     mask, N = dense_mask(tree), len(tree.subtree_end)
     blocks = -(-N // BLOCK)
@@ -323,7 +325,7 @@ def test_what_tree_attention_cannot_do_is_refused(model: Any) -> None:
         tree_attention(None, q, q, q, None, tree=tree, sliding_window=2)
 
 
-# Exports of both tasks
+# Rows that the tasks guess and maze export
 
 
 async def guess_batch(style: str) -> dict[str, Tensor]:
@@ -352,7 +354,7 @@ def begin(walk: list[str], rng: random.Random) -> Callable[[Any], str]:
 
 
 async def maze_batch() -> dict[str, Tensor]:
-    """Make 24 walks through the maze: 6 walks for each of 4 prompts, many with a common beginning."""
+    """Make 24 walks through the maze: 6 walks for each of 4 prompts, many of them with a common beginning."""
     tokenizer, rng = base_model.make_tokenizer(["from", "to", *maze.CELLS]), random.Random(0)
 
     async def reward(*args: Any, **data: Any) -> float:
@@ -426,7 +428,7 @@ def one_update(path: Path, trees: bool, **changes: Any) -> tuple[dict[str, float
     actor.compute_advantages(batch)
     stats = actor.ppo_update(batch)
     weights = actor.full_state()
-    torch.distributed.barrier()  # each rank waits here, because the end of a rank closes the other ranks' connections
+    torch.distributed.barrier()  # all ranks wait, because the end of a rank closes the other ranks' connections
     actor.destroy()
     return stats | {"logp": float(batch["prox_logp"].sum())}, weights
 
@@ -440,7 +442,7 @@ def assert_same_update(one: Any, other: Any) -> None:
 
 
 def test_the_actor_makes_the_same_step_with_trees(model: Any, tmp_path: Path) -> None:
-    """A training step has the same logprobs, metrics and weights with enable_tree_training as without. The metric
+    """With or without enable_tree_training, a training step has the same logprobs, metrics and weights. The metric
     tree_token_ratio is below 1, because trees have fewer tokens."""
     model.save_pretrained(tmp_path)
     padded, trees = one_update(tmp_path, trees=False), one_update(tmp_path, trees=True)
@@ -469,7 +471,7 @@ def test_two_ranks_train_trees(model: Any, tmp_path: Path) -> None:
         torch.testing.assert_close(together[1][name], tensor, atol=1e-5, rtol=0)
 
 
-if __name__ == "__main__":  # one rank of test_two_ranks_train_trees
+if __name__ == "__main__":  # program of each rank in test_two_ranks_train_trees
     torch.set_num_threads(1)
     folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
     step = one_update(folder / "model", trees=True)
