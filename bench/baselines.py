@@ -38,7 +38,6 @@ from torch import Tensor  # noqa: E402
 
 from bench import staleness  # noqa: E402
 from ppo import compute_advantages  # noqa: E402
-from run.config import load  # noqa: E402
 from tasks import guess  # noqa: E402
 from training.config import NormConfig, PPOActorConfig  # noqa: E402
 
@@ -89,8 +88,7 @@ def print_signal(runs: list[Path]) -> None:
 def train(seeds: list[int]) -> None:
     """Train one run for each seed and each baseline. Print the mean, the lowest and the highest success over the
     seeds."""
-    words = ["actor.ppo_epochs=1", "actor.kl_ctl=0", "actor.entropy_coeff=0.03", "actor.enable_tree_training=true"]
-    recipe = load(["--config", str(ROOT / "configs" / "demo.yaml"), *words]).actor
+    recipe = staleness.load_recipe()
     found: dict[tuple[str, int], list[float]] = {}
     for seed in seeds:
         base = staleness.BASES / f"base-{seed}"
