@@ -40,7 +40,7 @@ class GenerationHyperparameters:
     """The sampling parameters of a request."""
 
     n_samples: Annotated[int, "[1, inf)"] = 1  # number of samples per prompt (the group size); one request per sample
-    max_new_tokens: Annotated[int, "[1, inf)"] = 512  # maximum number of new tokens in a turn, if the context has room
+    max_new_tokens: Annotated[int, "[1, inf)"] = 512  # maximum number of new tokens in a turn; context may allow fewer
     temperature: Annotated[float, "[0, inf)"] = 1.0  # divisor of the logits; 0: always sample the likeliest token
     top_p: Annotated[float, "(0, 1]"] = 1.0  # total probability of the likeliest tokens that may be sampled; 1: all
     top_k: Annotated[int, "[-1, -1] or [1, inf)"] = -1  # number of likeliest tokens to sample from; -1: all tokens

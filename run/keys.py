@@ -34,7 +34,7 @@ class OpenAIConfig:
     subproc_max_workers: Count = 4  # maximum number of worker processes in which agents run, if mode=subproc
     subproc_prefix: list[str] = field(default_factory=list)  # command that starts a worker in a sandbox: [bwrap, ...]
     turn_discount: Share = 1.0  # share (gamma) of a turn's final reward that its parent turn also receives; 0: none
-    chat_template_type: Literal["hf", "concat"] = "concat"  # `concat` reuses the tokens of earlier turns, `hf` does not
+    chat_template_type: Literal["hf", "concat"] = "concat"  # with `concat`, prompts reuse the tokens of earlier turns
     export_style: Literal["individual", "concat"] = "concat"  # a row per turn (individual) or per conversation (concat)
     tool_call_parser: str | None = None  # format of the model's tool calls; default: the tokenizer's format, or qwen
     reasoning_parser: str | None = None  # format of the model's reasoning; default: <think> ... </think>
@@ -133,7 +133,7 @@ class EvalSampling:
     temperature: NonNegative | None = None  # divisor of the logits; 0: always sample the likeliest token
     top_p: Annotated[float, "(0, 1]"] | None = None  # total probability of the likeliest tokens that may be sampled
     top_k: Annotated[int, "[-1, -1] or [1, inf)"] | None = None  # number of likeliest tokens to sample from; -1: all
-    greedy: bool | None = None  # true: always take the likeliest token, whatever temperature an agent asks for
+    greedy: bool | None = None  # true: always sample the likeliest token, whatever temperature an agent asks for
 
 
 @dataclass
@@ -235,8 +235,7 @@ ALIASES = {
 # Wrong names that users give to keys, and the key that the error message suggests for each.
 SYNONYMS = {"learning_rate": "actor.optimizer.lr", "staleness": "rollout.max_head_offpolicyness", "steps": "max_steps"}
 
-# Conditions, and for each condition a regular expression of names of keys. These keys have an effect only if the
-# condition holds.
+# Each row has a condition, and a regular expression for the names of keys that need the condition to have an effect.
 NEEDS = {
     "rollout.server_addrs=[]": r"server\..*",
     "rollout.pause_mode=retract|abort": r"server\.release_memory",

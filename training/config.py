@@ -24,7 +24,7 @@ def can_compile() -> bool:
 class NormConfig:
     """How the advantage A = (R - mean) / std is computed from a return R (AReaL's NormConfig)."""
 
-    mean_level: Literal["group", "batch", "none"] = "group"  # the baseline is the mean return of these turns; none: 0
+    mean_level: Literal["group", "batch", "none"] = "group"  # turns whose mean is the baseline; none: the baseline is 0
     std_level: Literal["group", "batch", "constant", "none"] = "group"  # turns whose standard deviation is the divisor
     mean_leave1out: bool = False  # true: a turn's baseline does not include the turn itself (RLOO)
     std_constant: Positive = 1.0  # divisor of the advantages if std_level=constant
@@ -85,7 +85,7 @@ class PPOActorConfig:
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"  # formula for the KL of one token (training/advantages.py)
     kl_placement: Literal["reward", "loss"] = "reward"  # subtract KL from the rewards, or add KL (k2, k3) to the loss
     anneal: bool = False  # true: entropy_coeff and kl_ctl fall linearly to 0 over max_steps
-    overlong_tokens: Count | None = None  # the length penalty grows over this many tokens up to the limit; null: none
+    overlong_tokens: Count | None = None  # number of tokens before the limit in which a penalty grows; null: no penalty
     overlong_penalty_factor: NonNegative = 1.0  # length penalty of a turn with max_new_tokens tokens; 0: no penalty
     gamma: Annotated[float, "(0, 1]"] = 1.0  # the advantage shrinks by this factor per token before the turn's end
     gae_lambda: Share = 1.0  # factor of the discount gamma * gae_lambda; 0: only a turn's last token has an advantage
