@@ -39,17 +39,17 @@ GRANT_SECONDS = 60.0  # seconds until an unused grant lapses
 
 @dataclass
 class Limits:
-    """Limits on the requests and answers of one session (SECURITY.md). Answers above the limit `running` wait. No
-    well-behaved agent reaches a limit other than `running`."""
+    """Limits on the requests and answers of one session (SECURITY.md). Answers above the limit `running` wait. A
+    well-behaved agent reaches none of the other limits."""
 
-    running: Count = 32  # maximum number of a session's answers that are generated at once; further answers wait
-    answers: Count = 2048  # largest number of a session's answers that run or wait; a further call gets status 429
-    messages: Count = 20_000  # largest number of messages or items in one request
+    running: Count = 32  # maximum number of a session's answers that are generated at the same time; others wait
+    answers: Count = 2048  # maximum number of a session's running and waiting answers; a further call gets status 429
+    messages: Count = 20_000  # maximum number of messages or items in one request
     body_bytes: Count = 2**24  # maximum length of a request's body, in bytes
     stop_strings: Count = 64  # maximum number of stop strings, and of stop token ids, in one request
     stop_length: Count = 1000  # maximum number of characters in a stop string
     seconds: Positive = 120.0  # seconds within which the body of a request must arrive
-    header_bytes: Count = 2**16  # maximum length of a request's header
+    header_bytes: Count = 2**16  # maximum length of a request's header, in bytes
     header_seconds: Positive = 60.0  # seconds within which the next request's header must arrive on a connection
 
     def check(self, session: "Session", ask: AgentRequest) -> None:

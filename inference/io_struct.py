@@ -39,18 +39,18 @@ from inference.wire import EngineError
 class GenerationHyperparameters:
     """The sampling parameters of a request."""
 
-    n_samples: Annotated[int, "[1, inf)"] = 1  # episodes per prompt (the group size); one request makes one completion
-    max_new_tokens: Annotated[int, "[1, inf)"] = 512  # maximum number of tokens of a turn; the context may allow fewer
-    temperature: Annotated[float, "[0, inf)"] = 1.0  # divides the logits before sampling; 0: always the likeliest token
-    top_p: Annotated[float, "(0, 1]"] = 1.0  # sample from the likeliest tokens with this total probability; 1: all
-    top_k: Annotated[int, "[-1, -1] or [1, inf)"] = -1  # sample from this number of likeliest tokens; -1: all tokens
+    n_samples: Annotated[int, "[1, inf)"] = 1  # number of samples per prompt (the group size); one request per sample
+    max_new_tokens: Annotated[int, "[1, inf)"] = 512  # maximum number of new tokens in a turn; context may allow fewer
+    temperature: Annotated[float, "[0, inf)"] = 1.0  # divisor of the logits; 0: always sample the likeliest token
+    top_p: Annotated[float, "(0, 1]"] = 1.0  # total probability of the likeliest tokens that may be sampled; 1: all
+    top_k: Annotated[int, "[-1, -1] or [1, inf)"] = -1  # number of likeliest tokens to sample from; -1: all tokens
     stop: list[str] = field(default_factory=list)  # strings that end a turn; the completion includes them
     stop_token_ids: list[int] = field(default_factory=list)  # token ids that end a turn, in addition to the model's own
-    frequency_penalty: Annotated[float, "[-2, 2]"] = 0.0  # subtracted from a logit for each earlier use of its token
-    presence_penalty: Annotated[float, "[-2, 2]"] = 0.0  # subtracted from a token's logit if the token was used before
-    greedy: bool = False  # true: always take the likeliest token, as at temperature 0
-    seed: Annotated[int, "[0, 4294967295]"] | None = None  # seed of the sampling; null: from the run's seed, or random
-    json_schema: str | None = None  # sample only JSON that fits this schema; needs a server with a grammar backend
+    frequency_penalty: Annotated[float, "[-2, 2]"] = 0.0  # number subtracted from a token's logit for each earlier use
+    presence_penalty: Annotated[float, "[-2, 2]"] = 0.0  # number subtracted from the logit of a token used before
+    greedy: bool = False  # true: always sample the likeliest token, as at temperature 0
+    seed: Annotated[int, "[0, 4294967295]"] | None = None  # seed of the sampling; null: the run's seed, or random
+    json_schema: str | None = None  # JSON schema that a sample must fit; needs a server with a grammar backend
 
     def new(self, **changes: Any) -> "GenerationHyperparameters":
         """Return a copy with the given fields changed."""
@@ -114,7 +114,7 @@ class ModelResponse:
     output_versions: list[int] = field(default_factory=list)  # version of the weights that computed each token
     stop_reason: str = "stop"
     temperature: float = 1.0  # temperature at which the logprobs were computed; 1 if the sampling was greedy
-    trains_exactly: bool = True  # see GenerationHyperparameters.trains_exactly
+    trains_exactly: bool = True  # whether training can reproduce the sampling distribution
     regenerated: int = 0  # number of segments that were requested again after a server failed
 
     @property

@@ -27,43 +27,43 @@ from training.config import PPOActorConfig
 
 @dataclass
 class OpenAIConfig:
-    """How agents run and how their calls become training rows (AReaL's Agent Workflow: Execution Modes, Export
-    Styles)."""
+    """How agents run, and how their calls become training rows. AReaL's documents name these two topics Execution
+    Modes and Export Styles."""
 
-    mode: Literal["inline", "subproc"] = "inline"  # inline: agents run in the trainer's process; subproc: in workers
-    subproc_max_workers: Count = 4  # number of worker processes for agents (mode subproc)
-    subproc_prefix: list[str] = field(default_factory=list)  # sandbox command that runs each worker: [bwrap, ...]
-    turn_discount: Share = 1.0  # gamma: share of a turn's final reward that its parent turn receives; 0: nothing
-    chat_template_type: Literal["hf", "concat"] = "concat"  # concat: prompts reuse earlier turns' tokens; hf: no reuse
-    export_style: Literal["individual", "concat"] = "concat"  # individual: row per turn; concat: row per conversation
-    tool_call_parser: str | None = None  # format of the model's tool calls; default: the tokenizer's, else qwen
+    mode: Literal["inline", "subproc"] = "inline"  # an agent runs in the trainer (inline) or in a worker (subproc)
+    subproc_max_workers: Count = 4  # maximum number of worker processes in which agents run, if mode=subproc
+    subproc_prefix: list[str] = field(default_factory=list)  # command that starts a worker in a sandbox: [bwrap, ...]
+    turn_discount: Share = 1.0  # share (gamma) of a turn's final reward that its parent turn also receives; 0: none
+    chat_template_type: Literal["hf", "concat"] = "concat"  # with `concat`, prompts reuse the tokens of earlier turns
+    export_style: Literal["individual", "concat"] = "concat"  # a row per turn (individual) or per conversation (concat)
+    tool_call_parser: str | None = None  # format of the model's tool calls; default: the tokenizer's format, or qwen
     reasoning_parser: str | None = None  # format of the model's reasoning; default: <think> ... </think>
-    limits: Limits = field(default_factory=Limits)  # limits on one session's use of a proxy
+    limits: Limits = field(default_factory=Limits)  # limits on the requests and answers of one session
     side_conversations: list[str] = field(default_factory=lambda: [*PATTERNS])  # regexes that find side conversations
-    store: Literal["honour", "ignore"] = "ignore"  # honour: do not train on calls with `store: false`
+    store: Literal["honour", "ignore"] = "ignore"  # honour: calls with `store: false` are not trained; ignore: they are
     fixed_sampling: list[str] = field(default_factory=list)  # names of gconfig fields that agents cannot override
-    session_timeout_seconds: Positive = 3600.0  # time without a request after which the proxy deletes a session
-    episode_timeout_seconds: Positive = 3600.0  # time after which a running episode is cancelled and counted as failed
+    session_timeout_seconds: Positive = 3600.0  # seconds for which a session may be idle before the proxy deletes it
+    episode_timeout_seconds: Positive = 3600.0  # seconds that an episode may take; a longer episode counts as failed
 
 
 @dataclass
 class RolloutConfig:
-    """Rollouts: how many episodes run, and how stale their data may become (AReaL: InferenceEngineConfig)."""
+    """How many episodes run, and how stale their data may become (AReaL's InferenceEngineConfig)."""
 
-    max_head_offpolicyness: CountOrZero = 2  # eta: maximum age of a consumed group, in versions; 0: synchronous
-    max_concurrent_rollouts: Count | None = None  # maximum number of running groups; default (eta + 1) * batch size
-    consumer_batch_size: Count | None = None  # prompt groups per training step; default train_dataset.batch_size
-    queue_size: Count | None = None  # maximum of running plus waiting groups; default 16 * max_concurrent_rollouts
-    group_size: Count | None = None  # episodes per prompt; another name for gconfig.n_samples
+    max_head_offpolicyness: CountOrZero = 2  # eta, the maximum age of a group in versions; 0: synchronous training
+    max_concurrent_rollouts: Count | None = None  # maximum number of running groups; default: (eta + 1) * batch size
+    consumer_batch_size: Count | None = None  # number of prompt groups in a step; default: train_dataset.batch_size
+    queue_size: Count | None = None  # limit of running and of waiting groups; default: 16 * max_concurrent_rollouts
+    group_size: Count | None = None  # number of episodes per prompt; another name for gconfig.n_samples
     stale: Literal["wait", "mask", "drop"] = "wait"  # how to keep tokens older than eta out of training (staleness.py)
-    pause_mode: Literal["retract", "abort", "in_place"] = "retract"  # how a weight update interrupts generation
+    pause_mode: Literal["retract", "abort", "in_place"] = "retract"  # how weight updates interrupt a server (engine.py)
     request_timeout: Positive = 3600.0  # seconds to wait for the reply to one generation request
-    request_retries: CountOrZero = 3  # maximum retries of a request after a lost connection or 5xx status; 0: none
-    enable_tracing: bool = True  # record the events of every prompt group in trace.json, for a trace viewer
-    check_trajectory_format: bool = True  # check the keys and shapes of the tensors that workflows return
-    dump_to_file: bool = True  # write every trajectory as text to rollout/{version}/{task_id}.jsonl
-    server_addrs: list[str] = field(default_factory=list)  # URLs of running inference servers; default: start servers
-    server_key: str = ""  # key of the servers; default: $NANO_AREAL_SERVER_KEY, or a new key for started servers
+    request_retries: CountOrZero = 3  # maximum number of retries after a lost connection or a 5xx status; 0: no retry
+    enable_tracing: bool = True  # true: write the events of all groups to trace.json, for a trace viewer
+    check_trajectory_format: bool = True  # true: check the keys and shapes of the tensors that workflows return
+    dump_to_file: bool = True  # true: write every trajectory as text to rollout/{version}/{task_id}.jsonl
+    server_addrs: list[str] = field(default_factory=list)  # URLs of inference servers; if empty, the run starts servers
+    server_key: str = ""  # API key of the servers; default: $NANO_AREAL_SERVER_KEY, or a new key for started servers
     openai: OpenAIConfig = field(default_factory=OpenAIConfig)  # settings of agents and of their calls
 
 
@@ -73,15 +73,15 @@ class ServerConfig:
 
     backend: Literal["auto", "tiny", "sglang"] = "auto"  # auto: sglang if SGLang and a GPU are available, else tiny
     count: Count = 1  # number of servers to start
-    tp_size: Count = 1  # GPUs per server (tensor parallelism)
-    colocate: bool | None = None  # true: servers use the trainer's GPUs; default: only if GPUs are too few
-    port: Annotated[int, "[0, 65535]"] = 0  # first server's port; other servers use the next ports; 0: any free ports
-    mem_fraction: Annotated[float, "(0, 1)"] | None = None  # server's share of GPU memory; default 0.85, shared GPU 0.6
+    tp_size: Count = 1  # number of GPUs per server (tensor parallelism)
+    colocate: bool | None = None  # true: servers share the trainer's GPUs; default: true if there are too few GPUs
+    port: Annotated[int, "[0, 65535]"] = 0  # port of the first server; others use the next ports; 0: any free ports
+    mem_fraction: Annotated[float, "(0, 1)"] | None = None  # share of GPU memory; default: 0.85, or 0.6 on a shared GPU
     fp32_head: bool = True  # true: SGLang on GPUs computes logits in float32, as the trainer does; false: in bfloat16
-    command: str = ""  # command that starts SGLang; default: this Python with -m sglang.launch_server
+    command: str = ""  # command that starts SGLang; default: the run's Python with -m sglang.launch_server
     args: list[str] = field(default_factory=list)  # further command-line arguments for every server
-    release_memory: bool = False  # true: servers free their GPU memory during training steps and then generate nothing
-    max_restarts: CountOrZero = 3  # maximum restarts of each server that dies in a training run; 0: none
+    release_memory: bool = False  # true: during a training step, servers free their GPU memory and generate nothing
+    max_restarts: CountOrZero = 3  # maximum number of restarts of a server that fails in a training run; 0: no restart
     max_running_requests: Count = 64  # maximum number of sequences that a server decodes at the same time
     max_total_tokens: Count = 16384  # maximum number of tokens in a server's key-value cache
 
@@ -97,16 +97,16 @@ class ProxyConfig:
 class RefConfig:
     """The frozen reference model of the KL penalty."""
 
-    path: str | None = None  # reference model, a folder or a name on the hub, if kl_ctl > 0; default: model_path
+    path: str | None = None  # folder of the reference model, or its name on the hub; default: model_path
 
 
 @dataclass
 class DatasetConfig:
     """The training prompts: a JSONL file, or a function that returns a list of dicts."""
 
-    path: str | None = None  # FILE.jsonl or module.function; default: the task's dataset
-    batch_size: Count = 8  # prompt groups per training step
-    shuffle: bool = True  # true: a new random order in every epoch, determined by the run's seed
+    path: str | None = None  # FILE.jsonl, or a module.function that returns the prompts; default: the task's dataset
+    batch_size: Count = 8  # number of prompt groups in a training step
+    shuffle: bool = True  # true: every epoch has a new random order of the prompts, determined by the run's seed
 
 
 @dataclass
@@ -121,7 +121,7 @@ class EvaluatorConfig:
     """The evaluation: one episode per validation prompt, without the staleness gate."""
 
     interval: CountOrZero = 0  # number of steps between two evaluations; 0: never
-    base_url: str | None = None  # mode=eval: OpenAI endpoint that agents call; default: a server with model_path
+    base_url: str | None = None  # with mode=eval: OpenAI endpoint that agents call; default: a server with model_path
 
 
 @dataclass
@@ -130,10 +130,10 @@ class EvalSampling:
     gconfig."""
 
     max_new_tokens: Count | None = None  # maximum number of generated tokens in a turn of an evaluation
-    temperature: NonNegative | None = None  # divides the logits before sampling; 0: always the likeliest token
-    top_p: Annotated[float, "(0, 1]"] | None = None  # sample from the likeliest tokens with this total probability
-    top_k: Annotated[int, "[-1, -1] or [1, inf)"] | None = None  # sample from this number of likeliest tokens; -1: all
-    greedy: bool | None = None  # true: always take the likeliest token, whatever temperature an agent asks for
+    temperature: NonNegative | None = None  # divisor of the logits; 0: always sample the likeliest token
+    top_p: Annotated[float, "(0, 1]"] | None = None  # total probability of the likeliest tokens that may be sampled
+    top_k: Annotated[int, "[-1, -1] or [1, inf)"] | None = None  # number of likeliest tokens to sample from; -1: all
+    greedy: bool | None = None  # true: always sample the likeliest token, whatever temperature an agent asks for
 
 
 @dataclass
@@ -141,17 +141,17 @@ class SaverConfig:
     """The Hugging Face checkpoints in the folder checkpoints/ of a run. The last step always saves a checkpoint."""
 
     interval: CountOrZero = 0  # number of steps between two checkpoints; 0: only after the last step
-    keep: Count = 2  # number of newest checkpoints to keep, besides the best-evaluated one; others are deleted
+    keep: Count = 2  # number of newest checkpoints to keep; the checkpoint with the best evaluation is kept, too
 
 
 @dataclass
 class WeightUpdateConfig:
     """How new weights reach the inference servers: in files, by a process group, or in shared GPU memory."""
 
-    mode: Literal["auto", "disk", "distributed", "tensor"] = "auto"  # auto: depends on the servers' GPUs
-    path: str | None = None  # folder for new weights (mode disk), such as /dev/shm/new; default: the run's folder
-    bucket_mb: Positive = 512.0  # size in MiB of the buckets that are sent (modes distributed and tensor)
-    address: str = "127.0.0.1"  # address at which the servers reach this machine (mode distributed)
+    mode: Literal["auto", "disk", "distributed", "tensor"] = "auto"  # auto: the run chooses a mode that fits the GPUs
+    path: str | None = None  # in mode disk: folder for new weights, such as /dev/shm/new; default: the run's folder
+    bucket_mb: Positive = 512.0  # in modes distributed and tensor: maximum size of a bucket of tensors, in MiB
+    address: str = "127.0.0.1"  # in mode distributed: address at which the servers reach this machine
 
 
 @dataclass
@@ -160,9 +160,9 @@ class LoggerConfig:
 
     live: bool = True  # true: show a live table if there is a terminal; false: print one line per step
     sample_interval: CountOrZero = 20  # number of steps between two printed sample conversations; 0: never
-    report_interval: CountOrZero = 10  # minimum steps between two updates of report.html; 0: only at the end
-    tokens_interval: CountOrZero = 1  # number of steps between two saved batches, tokens/{step}.safetensors; 0: never
-    tracker: str | None = None  # module that also receives the metrics: wandb, trackio or a compatible one
+    report_interval: CountOrZero = 10  # minimum number of steps between two updates of report.html; 0: only at the end
+    tokens_interval: CountOrZero = 1  # number of steps between two batches saved in tokens/{step}.safetensors; 0: never
+    tracker: str | None = None  # Python module that also gets the metrics: wandb, trackio or a compatible module
     keep_steps: Count | None = None  # number of newest steps whose files in tokens/ and rollout/ are kept; default: all
 
 
@@ -170,24 +170,24 @@ class LoggerConfig:
 class TrainConfig:
     """The whole configuration of a run."""
 
-    mode: Literal["train", "eval"] = "train"  # eval: only evaluate on the validation prompts, without training
-    recover: Literal["auto", "off"] = "auto"  # auto: if this run exists, continue from its last checkpoint
-    doctor: Literal["warn", "strict", "off"] = "warn"  # warn: report problems after each step; strict: end the run too
-    recover_interval: Count = 10  # training steps between two checkpoints for recovery
-    task: str | None = "tasks.guess"  # Python module with data, workflow and model; null: other keys set these
-    experiment_name: str = "guess"  # the run's folder is {fileroot}/{experiment_name}/{trial_name}
-    trial_name: str = "auto"  # name of this run; auto: the date and time
+    mode: Literal["train", "eval"] = "train"  # train the model, or only evaluate on the validation prompts (eval)
+    recover: Literal["auto", "off"] = "auto"  # auto: if the run exists, it continues from its last checkpoint
+    doctor: Literal["warn", "strict", "off"] = "warn"  # warn: report problems after each step; strict: also end the run
+    recover_interval: Count = 10  # number of training steps between two checkpoints for recovery
+    task: str | None = "tasks.guess"  # module that defines data, workflow and model; null: other keys define them
+    experiment_name: str = "guess"  # experiment's name; the run's folder is {fileroot}/{experiment_name}/{trial_name}
+    trial_name: str = "auto"  # name of the run; auto: the date and time
     fileroot: str = "runs"  # folder that holds all runs
     seed: Seed = 1  # seed of the data order, the sampling and the task's base model; 0 is a seed, too
     max_steps: Count = 80  # number of training steps
     model_path: str | None = None  # folder of the model, or its name on the hub; default: the task's small model
     model_revision: str | None = None  # branch, tag or commit of model_path on the hub; default: the newest commit
     tokenizer_path: str | None = None  # Hugging Face folder of the tokenizer; default: model_path
-    workflow: str | None = None  # module.Class of an agent or a RolloutWorkflow; default: the task's workflow
+    workflow: str | None = None  # import path (module.Class) of an agent or workflow; default: the task's workflow
     workflow_kwargs: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the workflow's class
-    should_accept_fn: str | None = None  # module.function that gets a group's trajectory; false rejects the group
-    success_above: Annotated[float, "(-inf, inf)"] = 0.0  # a reward above this number is a success
-    gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)  # sampling
+    should_accept_fn: str | None = None  # module.function that accepts (true) or rejects (false) a group's trajectory
+    success_above: Annotated[float, "(-inf, inf)"] = 0.0  # rewards above this number count as successes
+    gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)  # sampling parameters
     eval_gconfig: EvalSampling = field(default_factory=EvalSampling)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
@@ -201,11 +201,11 @@ class TrainConfig:
     weight_update: WeightUpdateConfig = field(default_factory=WeightUpdateConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     replay: str = ""  # folder of the run that this run repeats; set by --replay (run/replay.py)
-    replay_until: Count | None = None  # last step of a replay; set by --replay-until; default: the run's last step
+    replay_until: Count | None = None  # last step of a replay (--replay-until); default: the repeated run's last step
     dry_run: bool = False  # true, or --dry-run: print the plan (processes, GPUs, ports, memory) and start nothing
     quiet: bool = False  # true, or --quiet: print only warnings, errors and the results at the end
-    gpus: Count | None = None  # with --dry-run: plan for this number of GPUs; default: the machine's GPUs
-    gpu_memory: Positive = 80.0  # with --dry-run: memory of each of the `gpus`, in GiB
+    gpus: Count | None = None  # with --dry-run: number of GPUs to plan for; default: the GPUs of this machine
+    gpu_memory: Positive = 80.0  # with --dry-run: memory of each planned GPU, in GiB
 
     @property
     def run_dir(self) -> Path:
@@ -235,7 +235,7 @@ ALIASES = {
 # Wrong names that users give to keys, and the key that the error message suggests for each.
 SYNONYMS = {"learning_rate": "actor.optimizer.lr", "staleness": "rollout.max_head_offpolicyness", "steps": "max_steps"}
 
-# For each condition, a regular expression that matches the names of the keys that have no effect without the condition.
+# Each row has a condition, and a regular expression for the names of keys that need the condition to have an effect.
 NEEDS = {
     "rollout.server_addrs=[]": r"server\..*",
     "rollout.pause_mode=retract|abort": r"server\.release_memory",

@@ -22,14 +22,18 @@ def can_compile() -> bool:
 
 @dataclass
 class NormConfig:
+<<<<<<< HEAD
     """The mean and the standard deviation in the advantage A = (R - mean) / std of a return R (AReaL: NormConfig)."""
+=======
+    """How the advantage A = (R - mean) / std is computed from a return R (AReaL's NormConfig)."""
+>>>>>>> pA
 
-    mean_level: Literal["group", "batch", "none"] = "group"  # turns whose mean return is the baseline; none: baseline 0
+    mean_level: Literal["group", "batch", "none"] = "group"  # turns whose mean is the baseline; none: the baseline is 0
     std_level: Literal["group", "batch", "constant", "none"] = "group"  # turns whose standard deviation is the divisor
-    mean_leave1out: bool = False  # true: leave a turn out of its own baseline (RLOO)
-    std_constant: Positive = 1.0  # divisor for std_level=constant
-    per_turn: bool = True  # true: compare a turn only with turns that have the same number
-    eps: NonNegative = 1e-5  # added to the standard deviation, to avoid division by 0; 0: nothing is added
+    mean_leave1out: bool = False  # true: a turn's baseline does not include the turn itself (RLOO)
+    std_constant: Positive = 1.0  # divisor of the advantages if std_level=constant
+    per_turn: bool = True  # true: compare a turn only with turns that have the same number in their conversations
+    eps: NonNegative = 1e-5  # number that is added to the standard deviation to avoid division by 0; 0: no addition
 
 
 @dataclass
@@ -38,37 +42,38 @@ class OptimizerConfig:
 
     lr: NonNegative = 1e-5  # maximum learning rate; 0: the weights never change
     beta1: Annotated[float, "[0, 1)"] = 0.9  # decay rate of AdamW's running mean of gradients; 0: no averaging
-    beta2: Annotated[float, "[0, 1)"] = 0.95  # decay rate of AdamW's running mean of squared gradients; 0: none
-    eps: Positive = 1e-8  # added to AdamW's divisor to avoid division by 0
-    weight_decay: NonNegative = 0.01  # AdamW's weight decay; 0: none
-    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"  # shape of the learning rate after warm-up
-    warmup_steps: CountOrZero = 0  # training steps in which the learning rate rises from 0 to lr; 0: no rise
+    beta2: Annotated[float, "[0, 1)"] = 0.95  # decay rate of AdamW's mean of squared gradients; 0: no averaging
+    eps: Positive = 1e-8  # number that is added to AdamW's divisor to avoid division by 0
+    weight_decay: NonNegative = 0.01  # weight decay of AdamW; 0: no decay
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"  # curve of the learning rate after warm-up
+    warmup_steps: CountOrZero = 0  # number of training steps in which the learning rate rises from 0 to lr; 0: no rise
     min_lr_ratio: Share = 0.0  # learning rate at the end of the schedule, divided by lr; 0: the learning rate ends at 0
-    gradient_clipping: NonNegative = 1.0  # gradients with a larger norm are scaled down to this norm; 0: no clipping
+    gradient_clipping: NonNegative = 1.0  # maximum norm of a gradient; larger gradients are scaled down; 0: no clipping
 
 
 @dataclass
 class PPOActorConfig:
-    """The trainer: forward passes, the decoupled PPO objective and the optimizer (AReaL: PPOActorConfig)."""
+    """The trainer: forward passes, the decoupled PPO objective and the optimizer (AReaL's PPOActorConfig)."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"  # number format of forward passes; parameters are float32
-    ppo_n_minibatches: Count = 4  # optimizer steps per pass over the batch
-    ppo_epochs: Count = 1  # passes over the batch
-    mb_tokens: Count = 16384  # maximum tokens per forward pass, with padding; a larger mini-batch takes several passes
+    ppo_n_minibatches: Count = 4  # number of optimizer steps in each pass over the batch
+    ppo_epochs: Count = 1  # number of passes over the batch in a training step
+    mb_tokens: Count = 16384  # maximum number of tokens and padding per forward pass; larger mini-batches are split
     layout: Literal["auto", "padded", "packed"] = "auto"  # padded: one row per sequence; packed: sequences end to end
     compile: bool | None = None  # true: torch.compile fuses the operations of each layer; default: true on a GPU
-    gradient_checkpointing: bool = False  # true: save memory by recomputing layers in the backward pass
+    gradient_checkpointing: bool = False  # true: recompute layers in the backward pass, which saves memory
     enable_tree_training: bool = False  # true: compute the shared beginning of several rows only once
-    offload: bool = False  # true: parameters, gradients and optimizer are in host memory, which is slow (docs/gpu.md)
+    offload: bool = False  # true: keep parameters, gradients and optimizer in host memory, which is slow (docs/gpu.md)
     use_decoupled_loss: bool = True  # true: decoupled PPO, which corrects for stale data; false: standard PPO
     recompute_logprob: bool = True  # true: standard PPO takes old logprobs from a forward pass; false: from the server
-    prox_logp_method: Literal["recompute", "loglinear", "metrics"] = "recompute"  # how pi_prox is computed
-    eps_clip: Share = 0.2  # lower bound of the ratio pi_theta / pi_prox is 1 - eps_clip; 0: bound 1
-    eps_clip_higher: NonNegative | None = None  # upper bound is 1 + eps_clip_higher; 0: bound 1; default: eps_clip
-    c_clip: Annotated[float, "(1, inf)"] | None = None  # dual clip: where A < 0, loss <= c_clip * |A|; null: none
+    prox_logp_method: Literal["recompute", "loglinear", "metrics"] = "recompute"  # how the trainer computes pi_prox
+    eps_clip: Share = 0.2  # clip ratios pi_theta / pi_prox below 1 - eps_clip; 0: below 1
+    eps_clip_higher: NonNegative | None = None  # clip ratios above 1 + eps_clip_higher; 0: above 1; default: eps_clip
+    c_clip: Annotated[float, "(1, inf)"] | None = None  # if A < 0, the loss is at most c_clip * |A|; null: no dual clip
     importance_sampling_level: Literal["token", "sequence"] = "token"  # clip the ratio of a token, or of a row (GSPO)
     use_cispo_loss: bool = False  # true: a clipped token keeps its gradient (CISPO, training/corrections.py)
     behave_imp_weight_cap: Annotated[float, "[1, inf)"] | None = 5.0  # maximum weight pi_prox / pi_behav; null: no cap
+<<<<<<< HEAD
     behave_imp_weight_floor: Annotated[float, "(0, 1]"] | None = None  # minimum pi_prox / pi_behav (IcePop); null: none
     behave_imp_weight_level: Literal["token", "sequence", "geometric"] = "token"  # sequence: product of a row's weights
     behave_imp_weight_action: Literal["mask", "clamp"] = "mask"  # drop or clamp weights outside floor..cap
@@ -76,27 +81,44 @@ class PPOActorConfig:
     reject_max_k2: Positive | None = None  # drop a row with a token whose (log weight)^2 / 2 is above this number
     reject_veto: Annotated[float, "(0, 1)"] | None = None  # drop a row with a token whose weight is below this number
     ess_lr_power: NonNegative = 0.0  # lr is multiplied by behave_ess to this power (VCPO: 0.5 for AdamW); 0: no change
+=======
+    behave_imp_weight_floor: Annotated[float, "(0, 1]"] | None = None  # minimum behaviour weight (IcePop); null: none
+    # A row's weight is the product of its tokens' weights (sequence) or the geometric mean of the weights (geometric).
+    behave_imp_weight_level: Literal["token", "sequence", "geometric"] = "token"  # weight of each token, or of each row
+    behave_imp_weight_action: Literal["mask", "clamp"] = "mask"  # set weights beyond floor or cap to 0, or to the bound
+    reject_geometric_mean: Annotated[float, "(1, inf)"] | None = None  # c: drop rows of mean weight under 1/c or over c
+    reject_max_k2: Positive | None = None  # drop rows in which (log weight)^2 / 2 of a token is above this number
+    reject_veto: Annotated[float, "(0, 1)"] | None = None  # drop rows in which a token's weight is below this number
+    ess_lr_power: NonNegative = 0.0  # lr is multiplied by behave_ess^ess_lr_power (VCPO: 0.5 for AdamW); 0: no change
+>>>>>>> pA
     mask_truncated: bool = False  # true: do not train on a turn that reached its token limit
     loss_aggregation: Literal["token", "sequence", "constant"] = "token"  # how the loss averages over tokens (ppo.py)
-    max_new_tokens: Count | None = None  # divisor of loss_aggregation=constant; default: gconfig.max_new_tokens
+    max_new_tokens: Count | None = None  # token limit that loss and length penalty use; default: gconfig.max_new_tokens
     entropy_coeff: NonNegative = 0.0  # weight of the entropy bonus in the loss; 0: no bonus
     kl_ctl: NonNegative = 0.0  # weight of the KL penalty towards the reference model; 0: no reference model
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"  # formula for the KL of one token (training/advantages.py)
     kl_placement: Literal["reward", "loss"] = "reward"  # subtract KL from the rewards, or add KL (k2, k3) to the loss
     anneal: bool = False  # true: entropy_coeff and kl_ctl fall linearly to 0 over max_steps
+<<<<<<< HEAD
     overlong_tokens: Count | None = None  # length penalty begins this many tokens before max_new_tokens; null: none
     overlong_penalty_factor: NonNegative = 1.0  # length penalty of a turn of max_new_tokens tokens; 0: none
     gamma: Annotated[float, "(0, 1]"] = 1.0  # discount of the advantage for each token before a turn's end
     gae_lambda: Share = 1.0  # second factor of the discount, gamma * gae_lambda; 0: only a turn's last token is trained
+=======
+    overlong_tokens: Count | None = None  # number of tokens before the limit in which a penalty grows; null: no penalty
+    overlong_penalty_factor: NonNegative = 1.0  # length penalty of a turn with max_new_tokens tokens; 0: no penalty
+    gamma: Annotated[float, "(0, 1]"] = 1.0  # the advantage shrinks by this factor per token before the turn's end
+    gae_lambda: Share = 1.0  # factor of the discount gamma * gae_lambda; 0: only a turn's last token has an advantage
+>>>>>>> pA
     reward_bias: Annotated[float, "(-inf, inf)"] = 0.0  # number that is added to every reward; 0: nothing is added
     reward_scaling: Positive = 1.0  # factor that multiplies every reward after the bias is added
     reward_clip: Positive = 20.0  # scaled rewards are clipped to the range from -reward_clip to reward_clip
     adv_norm: NormConfig = field(default_factory=NormConfig)  # baseline and divisor of the advantages
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)  # AdamW and its schedule
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)  # AdamW and the learning rate schedule
 
     def is_sharded(self, ranks: int) -> bool:
-        """Return whether FSDP2 shards the model. A single rank needs FSDP2 too if its dtype is not float32 or if it
-        offloads."""
+        """Return whether FSDP2 shards the model. A single rank also needs FSDP2 if the dtype is not float32, or if
+        `offload` is True."""
         return ranks > 1 or self.dtype != "float32" or self.offload
 
     def is_compiled(self, device: str) -> bool:

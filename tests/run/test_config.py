@@ -199,13 +199,12 @@ def test_help_lists_every_key(capsys: pytest.CaptureFixture[str]) -> None:
         default = str(default).lower() if isinstance(default, bool) else default  # a boolean of YAML is true or false
         assert f"  {k.name}={default}\n      {k.meaning}{values}\n" in said
     assert "  logger.live=true\n" in said
-    assert "Answers above the limit `running` wait. No honest agent reaches any of the other limits.\n" in said
+    assert "Answers above the limit `running` wait. A well-behaved agent reaches none of the other limits.\n" in said
     assert "(staleness.py); one of wait, mask, drop\n" in said
     assert "\n\nevaluator: The evaluation: one episode per validation prompt" in said
     assert said.index("\nevaluator: ") < said.index("  evaluator.interval=") < said.index("\nsaver: ")
     assert (
-        "  actor.eps_clip=0.2\n      lower bound of the ratio pi_theta / pi_prox is 1 - eps_clip; 0: bound 1; in [0, 1]\n"
-        in said
+        "  actor.eps_clip=0.2\n      clip ratios pi_theta / pi_prox below 1 - eps_clip; 0: below 1; in [0, 1]\n" in said
     )
 
 
