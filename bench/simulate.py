@@ -70,7 +70,7 @@ class Setup:
     b: float = 0.0
     stale: str = "wait"  # wait, mask, drop, unbounded (order of finish) or window (order of start with slack)
     interrupt: bool = True
-    concurrent: int | None = None  # max_concurrent_rollouts; None: (eta + 1) B
+    concurrent: int | None = None  # max_concurrent_rollouts, or None for (eta + 1) B
     steps: int = 24
     skipped: int = 0  # number of first steps that the results leave out
 
@@ -93,7 +93,7 @@ class Server:
         self.begins = [0.0]  # the tick at which each version begins
         self.stopped = self.draining = False  # draining: the server will load weights when no sequence runs
         self.busy = 0.0  # seconds in which at least one sequence ran
-        self.stamp = 0  # an event that was scheduled with another stamp is ignored
+        self.stamp = 0  # the simulation ignores events that were scheduled with another stamp
 
     def advance(self, now: float) -> None:
         """Advance the tick counter to the current virtual time."""
@@ -103,7 +103,8 @@ class Server:
         self.since = now
 
     def admit(self) -> float:
-        """Admit waiting sequences, and return the seconds until the next sequence finishes (infinite if none runs)."""
+        """Admit waiting sequences. Return the seconds until the next sequence finishes, or infinity if no sequence
+        runs."""
         while self.waiting and len(self.running) < self.s.slots and not self.stopped and not self.draining:
             number, length, task = self.waiting.popleft()
             heapq.heappush(self.running, (self.ticks + length, number, self.ticks, task))
@@ -129,15 +130,15 @@ class Server:
 
 @dataclass(eq=False)
 class WindowState(DispatchState[Task, Versions]):
-    """The queues of the order `window`: a step consumes finished groups in order of start, but may pass over
-    unfinished groups whose deadline allows this.
+    """The dispatcher's state for the order `window`. A step takes the finished groups that started first, and leaves
+    unfinished groups to later steps.
 
-    The deadline of a group is the version at its start plus eta. A step takes the finished groups that started first. A
-    step at version v may take its groups only if later steps can consume all other groups before their deadlines: for
-    each version D from v on, at most (D - v) B of the other groups may have a deadline of D or less.
+    The deadline of a group is the version at its start plus eta. A step at version v may take its groups only if later
+    steps can consume all other groups before their deadlines. For each version D from v on, at most (D - v) B of the
+    other groups may have a deadline of D or less.
     """
 
-    slack: int = 0  # versions by which the gate is stricter than eta
+    slack: int = 0  # number of versions by which the limit of the gate is below eta
     deadlines: dict[int, int] = field(default_factory=dict)
 
     def start(self) -> list[Task]:
@@ -275,7 +276,7 @@ class Simulation:
         """Stop a server, and let it load the new weights."""
         server.advance(self.now)
         server.draining, server.stopped = False, True
-        server.stamp += 1  # cancels the event of the next finished sequence
+        server.stamp += 1  # no sequence finishes while the server is stopped
         self.at(self.s.update(self.rng, self.version, len(server.running)), lambda: self.loaded(server))
 
     def loaded(self, server: Server) -> None:
@@ -376,8 +377,8 @@ def simulate(make: Callable[..., Setup], *args: Any, seeds: Iterable[int] = (0,)
 
 
 def record(folder: Path) -> dict[str, Any]:
-    """Read a finished run. Return its settings, and the durations of its groups and of the parts of its steps in
-    seconds."""
+    """Read a finished run. Return the run's settings, and the durations of its groups and of the parts of its steps
+    in seconds."""
     import yaml
 
     from run.report import read_records
@@ -419,7 +420,7 @@ def blocks(values: list[float], size: int, width: int = 2) -> Draw:
 
     A block has `size` values. The value for k is drawn from a block at most `width` blocks away from the block of k.
     The groups of one batch run at the same time on the same machine, so their times are similar. If the times were
-    drawn independently, the slowest of B times would be too long. A block bootstrap keeps the times of a block
+    drawn independently, the longest of B times would be too long. A block bootstrap keeps the times of a block
     together.
     """
     shifts: dict[int, int] = {}
@@ -474,7 +475,7 @@ def check(runs: list[dict[str, Any]]) -> list[str]:
 
 
 def write(tables: dict[str, list[str]]) -> None:
-    """Replace the tables of docs/simulate.md. A comment with the name of a table stands before each table."""
+    """Replace the tables of docs/simulate.md. Each table follows a comment with the table's name."""
     page = PAGE.read_text()
     for name, lines in tables.items():
         before, mark, rest = page.partition(f"<!-- {name} -->\n")

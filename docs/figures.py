@@ -4,11 +4,16 @@
     python docs/figures.py --run RUN        read the times of a run's first steps, then draw every figure
     python docs/figures.py --answers RUN    read a run's answers that weight updates interrupted, then draw every figure
 
-RUN is the folder of a finished run of configs/maze.yaml. docs/figures.json keeps the numbers that were read from RUN.
-front.svg and straddle.svg show these numbers. timelines.svg shows two runs that bench/simulate.py simulates with the
-measured times of a finished run. rewards.svg shows rewards that the InteractionCache of cache.py computes. The charts
-orders.svg and clusters.svg show numbers from docs/clusters.csv. docs/structure.py draws structure.svg, and
-docs/terminal.py draws terminal.svg and terminal-wide.svg.
+RUN is the folder of a finished run of configs/maze.yaml. The file docs/figures.json keeps the numbers that were read
+from RUN. The figures show the following:
+
+    front.svg, straddle.svg      numbers from docs/figures.json
+    timelines.svg                two runs that bench/simulate.py simulates with the measured times of a finished run
+    rewards.svg                  rewards that the InteractionCache of cache.py computes
+    orders.svg, clusters.svg     numbers from docs/clusters.csv
+
+Two other scripts draw more figures: docs/structure.py draws structure.svg, and docs/terminal.py draws terminal.svg and
+terminal-wide.svg.
 
 All figures show a policy version in the same colour. Each figure has light and dark colours, and the browser chooses
 between them.
@@ -43,7 +48,7 @@ Parts = list[str]  # SVG elements
 
 
 def svg(width: int, height: float, title: str, parts: Iterable[str]) -> str:
-    """Return an SVG picture that contains these elements."""
+    """Return an SVG picture that contains the SVG elements `parts`."""
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height:g}" width="{width}" role="img">'
     paper = f'<rect class="paper" width="{width}" height="{height:g}"/>'
     return (

@@ -1,4 +1,4 @@
-"""The tour follows one prompt group of the demo through a real run, and returns the numbers that the page shows.
+"""The tour follows one prompt group of the demo through a real run, and collects the numbers for docs/lifecycle.md.
 
     make tour        runs docs/lifecycle.py, which prints the page docs/lifecycle.md with the tour's numbers
 
@@ -81,9 +81,9 @@ def take_tour() -> dict[str, Any]:
             for step in (1, 2):
                 trainer.train_step(step)
                 gates.append(read_gate(trainer.rollout))
-            group = load_file(config.run_dir / "tokens" / "00002.safetensors")  # tensors of (4, T) or (4,)
+            group = load_file(config.run_dir / "tokens" / "00002.safetensors")  # tensors of shape (4, T) or (4,)
     turns = group["turn_ids"]
-    # Among the longest games, a game that found the secret is taken.
+    # From the games with the most turns, take a game that found the secret.
     longest = int((turns.amax(1) + group["rewards"]).argmax())
     game = {key: x[longest][turns[longest] >= 0] for key, x in group.items() if x.shape == turns.shape}  # (n,)
     policies = game["theta_logp"], game["prox_logp"], game["logprobs"]
