@@ -5,25 +5,25 @@
     python bench/simulate.py --record RUN ...       keep the times of finished runs in docs/simulate.json
 
 The script is a discrete-event simulation in virtual time. A queue holds the next event of each server and of the
-trainer, and the clock jumps from event to event. The same classes as in a real run make all decisions. StalenessManager
-(staleness.py) says how many groups may start. DispatchState (rollout/dispatcher.py) chooses the groups that start,
-forms the batches and decides which tokens are too old for the loss. Only time is simulated. bench/clusters.py simulates
-clusters of GPUs, and compares the rules by which a training step chooses its groups. docs/simulate.md explains the
-results.
+trainer. The clock jumps from event to event. The classes of a real run make all decisions: StalenessManager
+(staleness.py) says how many groups may start, and DispatchState (rollout/dispatcher.py) chooses the groups that start,
+forms the batches, and decides which tokens are too old for the loss. The simulation replaces only the durations.
+bench/clusters.py simulates clusters of GPUs, and compares the rules by which a training step chooses its groups.
+docs/simulate.md explains the results.
 
 **Servers.** A server generates one token for each of its n running sequences in `a + b n` seconds. At most `slots`
-sequences run on a server, and the other sequences wait in order of arrival. A sequence has a length in tokens. A group
-is finished when all its sequences are finished.
+sequences run on a server, and all other sequences wait in order of arrival. Each sequence has a length in tokens. A
+group is finished when all its sequences are finished.
 
 **Trainer.** A step waits for B groups, trains for some seconds, and updates the weights. With `interrupt`, a weight
-update stops each server for `update` seconds, and the server's running sequences then continue. Without `interrupt`,
-each server lets its running sequences finish, starts no new ones, and then loads the weights. A step ends when the last
-server has loaded the weights.
+update stops each server for `update` seconds. After the update, the server's running sequences continue. Without
+`interrupt`, each server lets its running sequences finish, starts no new sequences, and then loads the weights. A step
+ends when the last server has loaded the weights.
 
-**A finished run** can supply the distributions of lengths and times. In this case the length of a sequence is its
-duration in the finished run in seconds, and any number of sequences run on a server (a = 1, b = 0). The length of group
-k is drawn from the lengths of groups near k, because lengths change during a run. The training times and the times of
-the weight updates are drawn in the same way.
+**A finished run** can supply the lengths of sequences and the times of steps. The length of a sequence is then its
+duration in the finished run, in seconds, and a server runs any number of sequences (a = 1, b = 0). The length of group
+k is drawn from the lengths of groups near k, because lengths change during a run. The training time and the time of the
+weight update of step k are drawn from the times of steps near k.
 """
 
 import argparse
@@ -49,8 +49,8 @@ from rollout.runner import TimedResult  # noqa: E402
 from staleness import StalenessManager  # noqa: E402
 
 PAGE, RUNS = ROOT / "docs" / "simulate.md", ROOT / "docs" / "simulate.json"
-Versions = Counter[int]  # for each version, the number of its tokens in a group
-Draw = Callable[[random.Random, int], float]  # function that draws a value for group or step k
+Versions = Counter[int]  # for each version, the number of tokens of this version in a group
+Draw = Callable[[random.Random, int], float]  # function of (rng, k) that draws a value for group or step k
 
 
 @dataclass(frozen=True)
@@ -59,41 +59,41 @@ class Setup:
 
     batch: int  # prompt groups in a batch (B)
     length: Draw  # number of tokens of a sequence in group k
-    train: Callable[[random.Random, int, float], float]  # (rng, step, tokens) -> seconds of training
+    train: Callable[[random.Random, int, float], float]  # (rng, step, tokens) -> seconds of a training step
     update: Callable[[random.Random, int, int], float]  # (rng, step, n) -> seconds to update a server with n sequences
-    rest: Draw = lambda rng, step: 0.0  # seconds between an update and the next step
+    rest: Draw = lambda rng, step: 0.0  # seconds between a weight update and the next step
     eta: int = 0
     members: int = 1  # sequences of a group
     servers: int = 1
-    slots: float = math.inf  # number of sequences that run on a server at once
+    slots: float = math.inf  # largest number of sequences that run on a server at once
     a: float = 1.0  # n running sequences generate one token each in a + b n seconds
     b: float = 0.0
-    stale: str = "wait"  # wait, mask, drop, unbounded (first finished) or window (order of start with slack)
+    stale: str = "wait"  # wait, mask, drop, unbounded (order of finish) or window (order of start with slack)
     interrupt: bool = True
-    concurrent: int | None = None  # max_concurrent_rollouts; None: (eta + 1) B
+    concurrent: int | None = None  # max_concurrent_rollouts, or None for (eta + 1) B
     steps: int = 24
-    skipped: int = 0  # steps at the beginning that the results leave out
+    skipped: int = 0  # number of first steps that the results leave out
 
 
 class Task:
-    """A group: the number of its unfinished sequences (`left`), and the number of its tokens of each version."""
+    """A group, with the number of its unfinished sequences (`left`) and the number of its tokens of each version."""
 
     def __init__(self, task_id: int, members: int) -> None:
         self.task_id, self.left, self.tokens = task_id, members, Versions()
 
 
 class Server:
-    """A server. `ticks` counts decoding steps: in one tick each running sequence generates one token."""
+    """A server, which counts its decoding steps (`ticks`). In one tick each running sequence generates one token."""
 
     def __init__(self, setup: Setup) -> None:
         self.s = setup
-        self.ticks, self.since = 0.0, 0.0  # `ticks` is the count at the time `since`
+        self.ticks, self.since = 0.0, 0.0  # the server has made `ticks` decoding steps at the time `since`
         self.running: list[tuple[float, int, float, Task]] = []  # a heap of (last tick, number, first tick, group)
         self.waiting: deque[tuple[int, float, Task]] = deque()  # (number, length, group)
         self.begins = [0.0]  # the tick at which each version begins
-        self.stopped = self.draining = False  # stopped: loads weights; draining: will load weights soon
-        self.busy = 0.0  # seconds in which a sequence was running
-        self.stamp = 0  # number of events scheduled so far; only the last of them counts
+        self.stopped = self.draining = False  # draining: the server will load weights when no sequence runs
+        self.busy = 0.0  # seconds in which at least one sequence ran
+        self.stamp = 0  # the simulation ignores events that were scheduled with another stamp
 
     def advance(self, now: float) -> None:
         """Advance the tick counter to the current virtual time."""
@@ -103,7 +103,8 @@ class Server:
         self.since = now
 
     def admit(self) -> float:
-        """Admit waiting sequences, and return the seconds until the next sequence finishes (infinite if none runs)."""
+        """Admit waiting sequences. Return the seconds until the next sequence finishes, or infinity if no sequence
+        runs."""
         while self.waiting and len(self.running) < self.s.slots and not self.stopped and not self.draining:
             number, length, task = self.waiting.popleft()
             heapq.heappush(self.running, (self.ticks + length, number, self.ticks, task))
@@ -129,15 +130,15 @@ class Server:
 
 @dataclass(eq=False)
 class WindowState(DispatchState[Task, Versions]):
-    """Order of start with slack: finished groups may overtake an unfinished group, as long as the deadline of the
-    unfinished group allows this.
+    """The dispatcher's state for the order `window`. A step takes the finished groups that started first, and leaves
+    unfinished groups to later steps.
 
-    The deadline of a group is the version at its start plus eta. A step takes the finished groups that started first. A
-    step at version v may take these groups only if later steps can consume all other groups in time: for each version D
-    from v on, at most (D - v) B of the other groups may have a deadline of D or less.
+    The deadline of a group is the version at its start plus eta. A step at version v may take its groups only if later
+    steps can consume all other groups before their deadlines. For each version D from v on, at most (D - v) B of the
+    other groups may have a deadline of D or less.
     """
 
-    slack: int = 0  # versions by which the gate is stricter than eta
+    slack: int = 0  # number of versions by which the limit of the gate is below eta
     deadlines: dict[int, int] = field(default_factory=dict)
 
     def start(self) -> list[Task]:
@@ -159,14 +160,14 @@ class WindowState(DispatchState[Task, Versions]):
 class Result:
     """The measurements of a simulation."""
 
-    # Each step has four times: the trainer waits from the first time on, trains from the second time on, and updates
-    # the weights from the third time to the fourth.
+    # Each step has four times: the trainer begins to wait, begins to train, begins the weight update, and ends the
+    # weight update.
     steps: list[list[float]] = field(default_factory=list)
-    batches: list[Versions] = field(default_factory=list)  # trained tokens of each step
-    groups: dict[int, list[float]] = field(default_factory=dict)  # times at which each group starts and finishes
-    masked: float = 0.0  # tokens that `mask` left out of the loss
+    batches: list[Versions] = field(default_factory=list)  # numbers of trained tokens of each step
+    groups: dict[int, list[float]] = field(default_factory=dict)  # the times at which each group starts and finishes
+    masked: float = 0.0  # number of tokens that `mask` left out of the loss
     dropped: int = 0
-    busy: float = 0.0  # mean share of the time in which a server generates
+    busy: float = 0.0  # share of the time in which a server generates, averaged over the servers
 
     @property
     def ends(self) -> list[float]:
@@ -188,7 +189,7 @@ class Result:
 
 
 class Simulation:
-    """A run in virtual time. The staleness gate asks this object for the current version (`get_version`)."""
+    """A simulated run in virtual time. The staleness gate asks this object for the current version (`get_version`)."""
 
     def __init__(self, setup: Setup, seed: int = 0) -> None:
         self.s, self.rng, self.now, self.version = setup, random.Random(seed), 0.0, 0
@@ -196,14 +197,14 @@ class Simulation:
         self.servers = [Server(setup) for _ in range(setup.servers)]
         self.next_server = cycle(self.servers)
         self.numbers, self.task_ids = count(), count()
-        self.events: list[tuple[float, int, Any, int]] = []  # (time, event's number, server or action, server.stamp)
+        self.events: list[tuple[float, int, Any, int]] = []  # (time, number, server or action, server.stamp)
         self.outdated: set[Server] = set()  # servers without the newest weights
         self.training, self.changed = False, False
         self.result = Result(steps=[[0.0]])
 
     def make_gate(self, s: Setup) -> tuple[StalenessManager, DispatchState[Task, Versions]]:
-        """Return the gate and the state of the dispatcher. The gate is a StalenessManager. The state is a
-        DispatchState, or in mode window a WindowState.
+        """Return the gate (a StalenessManager) and the state of the dispatcher. The state is a DispatchState, or in
+        mode window a WindowState.
 
         In mode unbounded, a group may have any age.
         """
@@ -232,7 +233,7 @@ class Simulation:
     def get_version(self) -> int:
         return self.version
 
-    # ---- groups and steps
+    # ---- Groups and steps
 
     def start_groups(self) -> None:
         """Start the groups that the gate admits. The sequences are assigned to the servers in round-robin order."""
@@ -249,7 +250,7 @@ class Simulation:
     def take_batch(self) -> None:
         """If a batch is ready, start a training step.
 
-        The first lines return early if `take` would find no batch, because a call of `take` costs time.
+        `take` is called only if a batch may be ready, because a call of `take` is slow.
         """
         finished = self.manager.get_stats().accepted - self.version * self.s.batch
         head = next(iter(self.state.order.values()), None)
@@ -279,8 +280,8 @@ class Simulation:
         self.at(self.s.update(self.rng, self.version, len(server.running)), lambda: self.loaded(server))
 
     def loaded(self, server: Server) -> None:
-        """Let one server continue with the new weights. When the last server continues, the step ends, and more groups
-        may start."""
+        """Let one server continue with the new weights. The step ends when the last server continues, and then more
+        groups may start."""
         server.advance(self.now)
         server.stopped = False
         server.begins.append(server.ticks)
@@ -293,14 +294,14 @@ class Simulation:
             self.at(self.s.rest(self.rng, self.version), self.end_rest)
 
     def end_rest(self) -> None:
-        """Put the trainer into the state in which it waits for the next batch."""
+        """Let the trainer wait for the next batch."""
         self.training, self.changed = False, True
         self.result.steps.append([self.now])
 
-    # ---- the clock
+    # ---- Scheduling of events
 
     def at(self, seconds: float, action: Callable[[], None]) -> None:
-        """Schedule an action of the trainer."""
+        """Schedule an action for a time that is `seconds` after the present virtual time."""
         heapq.heappush(self.events, (self.now + seconds, next(self.numbers), action, 0))
 
     def plan(self, server: Server) -> None:
@@ -330,7 +331,7 @@ class Simulation:
                 subject()
             elif stamp == subject.stamp:
                 self.finish_sequences(subject)
-            if self.changed:  # True if a group or a step has ended
+            if self.changed:  # a group or a step has ended
                 self.changed = False
                 if not self.training:
                     self.take_batch()
@@ -345,13 +346,13 @@ class Simulation:
 def simulate(make: Callable[..., Setup], *args: Any, seeds: Iterable[int] = (0,)) -> dict[str, float]:
     """Simulate the setup `make(*args)` with each seed, and return medians over the seeds.
 
-    The result has these keys:
+    The returned dictionary has these keys:
 
         step_s, total_s              seconds of a step, and seconds of all steps
-        tokens_s                     trained tokens a second
-        servers_busy, trainer_busy   shares of the time
+        tokens_s                     number of trained tokens a second
+        servers_busy, trainer_busy   shares of the time in which the servers generate and the trainer works
         lag_mean, lag_max            mean and largest lag of the trained tokens
-        masked, dropped              share of the tokens, number of groups
+        masked, dropped              share of the tokens that `mask` leaves out, number of dropped groups
     """
     setup = make(*args)
     results = [Simulation(make(*args), seed).run() for seed in seeds]
@@ -376,7 +377,8 @@ def simulate(make: Callable[..., Setup], *args: Any, seeds: Iterable[int] = (0,)
 
 
 def record(folder: Path) -> dict[str, Any]:
-    """Return how many seconds the groups (in order of start) and the parts of the steps of a finished run took."""
+    """Read a finished run. Return the run's settings, and the durations of its groups and of the parts of its steps
+    in seconds."""
     import yaml
 
     from run.report import read_records
@@ -393,7 +395,7 @@ def record(folder: Path) -> dict[str, Any]:
     pauses = list(zip(begins["sync"], ends["sync"]))
 
     def worked(begin: float, end: float) -> float:
-        """Return the seconds between two times, minus the seconds of the weight updates."""
+        """Return the seconds between two times, without the seconds of the weight updates."""
         return end - begin - sum(max(0.0, min(end, b) - max(begin, a)) for a, b in pauses)
 
     return {
@@ -414,12 +416,12 @@ def record(folder: Path) -> dict[str, Any]:
 
 
 def blocks(values: list[float], size: int, width: int = 2) -> Draw:
-    """Return a function that draws a value for group or step k, from a block at most `width` blocks away from the block
-    of k.
+    """Return a function that draws a value for group or step k: a block bootstrap of `values`.
 
-    A block has `size` values. The groups of one batch run at the same time on the same machine, so their times are
-    alike. The slowest of B independent draws would be slower than the slowest of B groups that run together. A block
-    bootstrap keeps the times within a block alike.
+    A block has `size` values. The value for k is drawn from a block at most `width` blocks away from the block of k.
+    The groups of one batch run at the same time on the same machine, so their times are similar. If the times were
+    drawn independently, the longest of B times would be too long. A block bootstrap keeps the times of a block
+    together.
     """
     shifts: dict[int, int] = {}
     most = max(0, len(values) // size - 1)  # index of the last complete block of values
@@ -433,7 +435,7 @@ def blocks(values: list[float], size: int, width: int = 2) -> Draw:
 
 
 def replay(run: dict[str, Any]) -> Setup:
-    """Return a setup that draws its lengths and times from the lengths and times of a finished run."""
+    """Return a setup whose lengths and times are drawn from those of a finished run."""
     train, update = blocks(run["train"], 1), blocks(run["update"], 1)
     return Setup(
         batch=run["batch"],
@@ -473,11 +475,11 @@ def check(runs: list[dict[str, Any]]) -> list[str]:
 
 
 def write(tables: dict[str, list[str]]) -> None:
-    """Replace the tables of docs/simulate.md, each of which follows a comment with its name."""
+    """Replace the tables of docs/simulate.md. Each table follows a comment with the table's name."""
     page = PAGE.read_text()
     for name, lines in tables.items():
         before, mark, rest = page.partition(f"<!-- {name} -->\n")
-        if not mark:  # docs/simulate.md does not show every table
+        if not mark:  # docs/simulate.md does not contain every table
             continue
         page = before + mark + "\n".join(lines) + "\n\n" + rest.partition("\n\n")[2]
     PAGE.write_text(page.rstrip() + "\n")

@@ -4,15 +4,19 @@
     python docs/figures.py --run RUN        read the times of a run's first steps, then draw every figure
     python docs/figures.py --answers RUN    read a run's answers that weight updates interrupted, then draw every figure
 
-RUN is the folder of a finished run of configs/maze.yaml. docs/figures.json keeps the numbers that were read from RUN,
-for the figures front.svg and straddle.svg. For timelines.svg, bench/simulate.py simulates two runs with the measured
-times of a finished run. For rewards.svg, the InteractionCache of cache.py computes the rewards. The two charts,
-orders.svg and clusters.svg, show numbers from docs/clusters.csv. Other scripts draw
-three more figures: docs/structure.py draws structure.svg, and docs/terminal.py draws terminal.svg and
+RUN is the folder of a finished run of configs/maze.yaml. The file docs/figures.json keeps the numbers that were read
+from RUN. The figures show the following:
+
+    front.svg, straddle.svg      numbers from docs/figures.json
+    timelines.svg                two runs that bench/simulate.py simulates with the measured times of a finished run
+    rewards.svg                  rewards that the InteractionCache of cache.py computes
+    orders.svg, clusters.svg     numbers from docs/clusters.csv
+
+Two other scripts draw more figures: docs/structure.py draws structure.svg, and docs/terminal.py draws terminal.svg and
 terminal-wide.svg.
 
-The colour of a policy version is the same in all figures. Each figure has light and dark colours, and the browser
-chooses between them.
+All figures show a policy version in the same colour. Each figure has light and dark colours, and the browser chooses
+between them.
 """
 
 import csv
@@ -30,7 +34,7 @@ from typing import Any
 DOCS = Path(__file__).resolve().parent
 sys.path.insert(0, str(DOCS.parent))
 
-# A palette by Paul Tol. Colour-blind readers can tell the colours of this palette apart.
+# A palette by Paul Tol, whose colours colour-blind readers can tell apart.
 COLOURS = "#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377"
 STYLE = """text { font: 15px system-ui, sans-serif; fill: #1f2328 } .small { font-size: 12px } .faint { fill: #59636e }
 .paper { fill: #ffffff } .box { fill: #f6f8fa; stroke: #818b98 } .line { stroke: #818b98; fill: none }
@@ -39,12 +43,12 @@ STYLE = """text { font: 15px system-ui, sans-serif; fill: #1f2328 } .small { fon
 @media (prefers-color-scheme: dark) { text { fill: #e6edf3 } .faint { fill: #9198a1 } .paper { fill: #0d1117 }
 .box { fill: #151b23; stroke: #656c76 } .line, .wait { stroke: #656c76 } .reward { fill: #ff9d76 }
 .tip { fill: #ff7b54 } .back { stroke: #ff7b54 } }"""
-Run = dict[str, Any]  # a run in docs/figures.json
+Run = dict[str, Any]  # the times of a run, as docs/figures.json stores them
 Parts = list[str]  # SVG elements
 
 
 def svg(width: int, height: float, title: str, parts: Iterable[str]) -> str:
-    """Return an SVG picture that contains these elements."""
+    """Return an SVG picture that contains the SVG elements `parts`."""
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height:g}" width="{width}" role="img">'
     paper = f'<rect class="paper" width="{width}" height="{height:g}"/>'
     return (
@@ -53,7 +57,7 @@ def svg(width: int, height: float, title: str, parts: Iterable[str]) -> str:
 
 
 def text(x: float, y: float, words: str, kind: str = "", anchor: str = "start") -> str:
-    """Return an SVG element that shows `words`. `kind` names the CSS classes of the element."""
+    """Return an SVG element that shows the text `words`. `kind` names the CSS classes of the element."""
     return f'<text x="{x:.1f}" y="{y:.1f}" class="{kind}" text-anchor="{anchor}">{escape(words)}</text>'
 
 
@@ -65,7 +69,7 @@ def bar(x: float, y: float, width: float, height: float, look: str, hint: str = 
 
 
 def colour(version: int) -> str:
-    """Return the SVG attribute that fills an element with the colour of a policy version."""
+    """Return the SVG attribute `fill` with the colour of a policy version."""
     return f'fill="{COLOURS[version % len(COLOURS)]}"'
 
 
@@ -75,8 +79,8 @@ def colour(version: int) -> str:
 def read_answers(run: Path, count: int) -> list[list[Any]]:
     """Return [step, [[version, tokens], ...], reward] for each of `count` answers that weight updates interrupted.
 
-    The answers with the most versions are chosen, at most one answer per step. `tokens` is the number of tokens that a
-    version sampled.
+    `tokens` is the number of tokens that a version sampled. The function chooses the answers with the most versions, at
+    most one answer per step.
     """
     from safetensors.torch import load_file
 
@@ -140,8 +144,8 @@ def read_run(run: Path, steps: int) -> Run:
 
 
 def lanes(groups: list[list[float]]) -> list[tuple[int, float, float]]:
-    """Return (lane, begin, end) of each group. A lane holds groups that do not overlap in time."""
-    free: list[float] = []  # the end of each lane's last group
+    """Return (lane, begin, end) of each group. The groups of one lane do not overlap in time."""
+    free: list[float] = []  # for each lane, the time at which its last group ends
     placed = []
     for begin, end in groups:
         lane = next((k for k, last in enumerate(free) if last <= begin + 1e-3), len(free))
@@ -151,16 +155,16 @@ def lanes(groups: list[list[float]]) -> list[tuple[int, float, float]]:
 
 
 def draw_panel(run: Run, top: float, scale: Callable[[float], float], until: float) -> tuple[Parts, float]:
-    """Draw the groups and the trainer of a run. Return the SVG elements and the y coordinate of the bottom."""
+    """Draw the groups and the trainer of a run. Return the SVG elements and the y coordinate of their lower end."""
     parts: Parts = []
     placed = [item for item in lanes(run["groups"]) if item[1] < until]
-    base = top + 22 * (1 + max(lane for lane, _, _ in placed)) + 8  # y coordinate of the trainer's bars
-    starts = [0.0, *(end for _, end in run["updates"])]  # for each version, the time at which the servers get it
+    base = top + 22 * (1 + max(lane for lane, _, _ in placed)) + 8  # y coordinate of the bars of the trainer
+    starts = [0.0, *(end for _, end in run["updates"])]  # the time at which each version begins
     for lane, begin, end in placed:
         for version, (since, to) in enumerate(zip(starts, [*starts[1:], math.inf])):
             if since < min(end, until) and to > begin:
                 a, b = scale(max(since, begin)), scale(min(to, end, until))
-                gap = 1.5 if to >= end else 0  # a gap follows only the last bar of a group
+                gap = 1.5 if to >= end else 0  # the gap separates a group from the next group of the lane
                 parts.append(bar(a, top + 22 * lane, b - a - gap, 19, colour(version), f"version {version}"))
     parts.append(text(4, top + 14, "groups", "small"))
     parts.append(text(4, base + 22, "trainer", "small"))
@@ -187,14 +191,14 @@ def draw_panel(run: Run, top: float, scale: Callable[[float], float], until: flo
 
 
 def draw_axis(top: float, scale: Callable[[float], float], until: float) -> Parts:
-    """Draw the time axis below a timeline, in seconds."""
+    """Draw the time axis of a timeline, in seconds."""
     ticks = range(0, int(until) + 1, max(1, round(until / 6)))
     return [text(scale(s), top + 14, f"{s} s", "small faint", "middle" if s else "start") for s in ticks]
 
 
 def draw_front(data: dict[str, Any]) -> str:
-    """Draw the first steps of the asynchronous run in docs/figures.json. A group's bar has the colours of the policy
-    versions that sampled its tokens."""
+    """Draw the first steps of the asynchronous run in docs/figures.json. The bar of a group has the colours of the
+    policy versions that sampled the group's tokens."""
     run, until = data["run"], data["run"]["updates"][7][1] + 0.4
     scale = lambda s: 64 + (640 - 72) * s / until  # noqa: E731
     parts, bottom = draw_panel(run, 44, scale, until)
@@ -223,7 +227,7 @@ def simulate_run(eta: int) -> Run:
 
 
 def draw_timelines() -> str:
-    """Draw the first steps of an asynchronous run and, below it, of a synchronous run, with one time axis for both."""
+    """Draw the first steps of an asynchronous run above the first steps of a synchronous run, with one time axis."""
     runs = [("asynchronous, eta 2", simulate_run(2)), ("synchronous, eta 0", simulate_run(0))]
     until = runs[1][1]["updates"][4][1] + 0.2
     scale = lambda s: 64 + (640 - 72) * s / until  # noqa: E731
@@ -238,7 +242,7 @@ def draw_timelines() -> str:
 
 
 def draw_straddle(data: dict[str, Any]) -> str:
-    """Draw answers that weight updates interrupted: a square for each token, in the colour of its version."""
+    """Draw answers that weight updates interrupted. Each token is a square in the colour of its version."""
     side, line, label, rows = 4.5, 40, 140, data["answers"]
     parts = [text(4, 18, "A square is a token; its colour is the version that sampled it.", "small")]
     for k, (step, pieces, reward) in enumerate(rows):
@@ -266,7 +270,7 @@ CALLS = {  # name: (parent, the new message, the answer, the turn's own reward, 
 
 
 def compute_rewards() -> dict[str, float]:
-    """Return the final reward of each call in CALLS, computed by the InteractionCache of cache.py."""
+    """Return the final reward of each call in CALLS, which the InteractionCache of cache.py computes."""
     from cache import InteractionCache, InteractionWithTokenLogpReward
     from inference.io_struct import ModelResponse
 
@@ -287,7 +291,7 @@ def compute_rewards() -> dict[str, float]:
 
 
 def draw_tree() -> str:
-    """Draw the conversation tree of CALLS. Arrows show how the rewards flow from children to their parents."""
+    """Draw the conversation tree of CALLS. The arrows point from children to the parents that receive their rewards."""
     parts = [
         '<defs><marker id="tip" markerWidth="8" markerHeight="8" refX="6" refY="4" orient="auto" markerUnits="userSpaceOnUse">'
     ]
@@ -308,13 +312,13 @@ def draw_tree() -> str:
 
 # ---------------------------------------------------------------- charts
 
-Line = tuple[str, str, bool, list[float]]  # name, colour, dashed, values
+Line = tuple[str, str, bool, list[float]]  # (name, colour, whether the line is dashed, values)
 
 
 def draw_chart(title: str, ticks: list[str], lines: list[Line], top: float, below: str, beside: str) -> str:
-    """Draw a line chart. Each line has one value for each of the evenly spaced ticks of the horizontal axis.
+    """Draw a line chart. The ticks of the horizontal axis are evenly spaced, and each line has one value per tick.
 
-    The vertical axis ends at `top`. `below` is the label of the horizontal axis, and `beside` of the vertical axis.
+    The vertical axis ends at `top`. `below` labels the horizontal axis, and `beside` labels the vertical axis.
     """
     width, height, left, roof = 640, 380, 44, 52
     right, floor = width - 150, height - 52
@@ -342,13 +346,13 @@ def draw_chart(title: str, ticks: list[str], lines: list[Line], top: float, belo
 
 
 def read_clusters() -> dict[tuple[str, str, str, str], dict[str, str]]:
-    """Return docs/clusters.csv as {(what, gpus or sigma, eta, order): results}."""
+    """Return the rows of docs/clusters.csv as {(what, gpus or sigma, eta, order): row}."""
     lines = csv.DictReader((DOCS / "clusters.csv").read_text().splitlines())
     return {(r["what"], r["gpus"] or r["sigma"], r["eta"], r["order"]): r for r in lines}
 
 
 def draw_orders(sigma: str = "1.0") -> str:
-    """Draw how many seconds 24 steps take, with one line for each rule that chooses a step's groups
+    """Draw the duration of 24 steps in seconds, with one line for each order in which steps may consume groups
     (bench/simulate.py)."""
     rows, etas = read_clusters(), ["1", "2", "4", "8", "16"]
     names = {"wait": "wait", "window": "window", "drop": "drop", "mask": "mask"}
@@ -361,7 +365,7 @@ def draw_orders(sigma: str = "1.0") -> str:
 
 
 def draw_clusters() -> str:
-    """Draw the speed of asynchronous training divided by the speed of synchronous training, for each cluster."""
+    """Draw the speed of asynchronous training, divided by the speed of synchronous training, for each cluster size."""
     rows = read_clusters()
     gpus = list(dict.fromkeys(key[1] for key in rows if key[0] == "1.5B"))
     step = {key: float(found["step_s"]) for key, found in rows.items()}
@@ -379,7 +383,7 @@ def draw_clusters() -> str:
 
 
 def draw_all() -> dict[str, str]:
-    """Return {file name: SVG text} of all figures."""
+    """Draw all figures. Return {file name: SVG text}."""
     data = json.loads((DOCS / "figures.json").read_text())
     return {
         "front.svg": draw_front(data),

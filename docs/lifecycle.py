@@ -5,7 +5,7 @@
 
 docs/lifecycle.md ("the page") holds the text of the tour. Each block of the page that begins with ```text holds numbers
 of a run. The functions in MAKERS make these blocks, in the order of the page. The page also states the hash of the base
-model, because another run gives the same numbers only if it has the same base model.
+model, because a run with another base model gives other numbers.
 """
 
 import os
@@ -28,29 +28,29 @@ from transformers.utils import logging as transformers_logging  # noqa: E402
 
 PAGE = ROOT / "docs" / "lifecycle.md"
 BLOCK = re.compile(r"```text\n.*?```", re.DOTALL)
-EPS, EPS_HIGHER, C_CLIP, SPREAD = 0.2, 0.28, 2.0, 0.4  # the values in configs/demo.yaml
+EPS, EPS_HIGHER, C_CLIP, SPREAD = 0.2, 0.28, 2.0, 0.4  # values from configs/demo.yaml
 POLICIES = {"pi_behav": "logprobs", "pi_prox": "prox_logp", "pi_theta": "theta_logp"}
 Tour = dict[str, Any]  # what docs/tour.py returns
 
 
 def line(name: str, values: list) -> str:
-    """Return a line with a name and one column for each value."""
+    """Return a line of text with a name and one column for each value."""
     return f"{name:10}" + "".join(f"{v:9.3f}" if isinstance(v, float) else f"{v:>9}" for v in values)
 
 
 def tokens(tour: Tour) -> str:
-    """Return a line with the sampled tokens of one game, tour["game"]."""
+    """Return a line with the sampled tokens of the game tour["game"]."""
     return line("token", [tour["words"][i] for i in tour["game"]["input_ids"].tolist()])
 
 
 def gate(tour: Tour) -> list[str]:
-    """Return the state of the gate at three times: at first, after two groups started, and after the update."""
+    """Return the state of the gate at three times: at first, after two groups have started, and after the update."""
     states = zip(("at first", "started", "updated"), tour["gates"])
     return [line("", list(tour["gates"][0])), *(line(when, list(state.values())) for when, state in states)]
 
 
 def request(tour: Tour) -> list[str]:
-    """Return the prompt of the last turn (the parent turn's tokens and the new messages' tokens), and the answer."""
+    """Return the prompt of the last turn (the tokens of the parent turn and of the new messages) and its answer."""
     group, k = tour["group"], tour["longest"]
     words, turns = [tour["words"][i] for i in group["input_ids"][k].tolist()], group["turn_ids"][k].tolist()
     begin = {turn: turns.index(turn) for turn in range(max(turns) + 1)}
@@ -79,7 +79,7 @@ def returns(tour: Tour) -> list[list[float]]:
 
 
 def tree(tour: Tour) -> list[str]:
-    """Return a drawing of the four games as one tree of turns, with each turn's own reward r and final reward R."""
+    """Draw the four games as one tree of turns, with the own reward r and the final reward R of each turn."""
     group, lines = tour["group"], ["guess a number"]
     for k, R in enumerate(returns(tour)):
         turns, ids = group["turn_ids"][k].tolist(), group["input_ids"][k].tolist()
@@ -106,7 +106,7 @@ def policies(tour: Tour) -> list[str]:
 
 
 def advantages(tour: Tour) -> list[str]:
-    """Return the advantages twice: computed in this function, and computed by the project's code."""
+    """Return the advantages of the longest game, computed in this function and by the project's code."""
     lines, every, k = list[str](), returns(tour), tour["longest"]
     code = tour["game"]["advantages"].tolist()
     for t, own in enumerate(every[k]):
@@ -120,7 +120,7 @@ def advantages(tour: Tour) -> list[str]:
 
 
 def loss(tour: Tour) -> list[str]:
-    """Return the loss of the game's tokens twice: computed in this function, and computed by the project's code."""
+    """Return the loss of the game's tokens, computed in this function and by the project's code."""
     behav, prox, theta, advantages = (tour["game"][key].tolist() for key in (*POLICIES.values(), "advantages"))
     rows = list[tuple[float, float, float, float]]()
     for b, p, t, A in zip(behav, prox, theta, advantages):
@@ -138,7 +138,7 @@ MAKERS: list[Callable[[Tour], list[str]]] = [gate, request, versions, tree, age,
 
 
 def fill(page: str, tour: Tour) -> str:
-    """Return the page with its blocks and its hash replaced by those of this tour."""
+    """Return the page with the blocks of this tour and the hash of its base model."""
     blocks = ("\n".join(["```text", *make(tour), "```"]) for make in MAKERS)
     weights = (ROOT / tour["model_path"] / "model.safetensors").read_bytes()
     page = re.sub(r"(?<=has the hash `)\w*", blake2b(weights, digest_size=4).hexdigest(), page)
@@ -146,7 +146,7 @@ def fill(page: str, tour: Tour) -> str:
 
 
 def main() -> None:
-    """Make the run of docs/tour.py, then print or write the page."""
+    """Run the tour of docs/tour.py, then print or write the page."""
     from tour import take_tour
 
     transformers_logging.set_verbosity_error()

@@ -1,4 +1,4 @@
-"""Take the pictures of the report for the pages in docs/: docs/report-{wide,narrow,dark}.png and docs/timeline.png.
+"""Make the screenshots of the HTML report for docs/: docs/report-{wide,narrow,dark}.png and docs/timeline.png.
 
     python docs/screenshots.py ASYNC SYNC STRADDLING
 
@@ -22,9 +22,9 @@ ONLY_TRAJECTORIES = "header, section:not(:has(#h-traj)) { display: none }"
 
 
 def take(page: str, name: str, width: int, height: int, style: str = "", dark: bool = False) -> None:
-    """Write docs/{name}.png: a screenshot of the HTML page `page` in a browser window of `width` x `height` pixels.
+    """Write docs/{name}.png, a screenshot of the HTML page `page` in a browser window of `width` x `height` pixels.
 
-    `style` is CSS that is added to the page, and `dark` chooses the page's dark colours.
+    The function adds the CSS `style` to the page. If `dark` is true, the page shows its dark colours.
     """
     with tempfile.TemporaryDirectory() as folder:
         path, picture = Path(folder) / "page.html", Path(folder) / "page.png"

@@ -1,12 +1,11 @@
 """Draw docs/structure.svg, the picture of the imports between the modules (`make structure`).
 
-The picture has a box for each row of the table in docs/structure.md. The seven top-level files are in the left column.
-The folders are in the right column, with the names of their modules. An arrow from box A to box B stands for all import
+The picture has a box for each row of the table in docs/structure.md. The left column has the seven top-level files. The
+right column has the folders, with the names of their modules. An arrow from box A to box B stands for all import
 statements in A's modules that name a module of B. An arrow between the columns crosses the middle of the picture. An
-arrow inside a column runs along the outer side of the column. In a browser, each arrow has a tooltip, which lists the
-imports.
+arrow inside a column runs along the outer side of the column. In a browser, a tooltip of each arrow lists the imports.
 
-The style sheet of the picture has a second set of colours, for browsers in dark mode.
+The style sheet of the picture contains a second set of colours, for browsers in dark mode.
 """
 
 import ast
@@ -25,24 +24,24 @@ STYLE = """.paper, .box { fill: #ffffff } .box { stroke: #8c959f } text { font: 
 .name { font-weight: 600 } path { fill: none; stroke-width: 1.4 } path:hover { stroke-width: 4 }
 .file { stroke: #0969da } .folder { stroke: #bc4c00 } @media (prefers-color-scheme: dark) { text { fill: #e6edf3 }
 .paper, .box { fill: #0d1117 } .file { stroke: #58a6ff } .folder { stroke: #f0883e } }"""
-Arrow = tuple[str, str]  # name of the importing box, name of the imported box
+Arrow = tuple[str, str]  # (name of the importing box, name of the imported box)
 
 
 @dataclass
 class Box:
     """The box of a top-level file or of a folder."""
 
-    name: str  # name in the table, such as "cache.py" or "inference/tiny"
-    modules: list[str]  # dotted names, such as "cache" or "inference.tiny.model"
+    name: str  # name in the table of docs/structure.md, such as "cache.py" or "inference/tiny"
+    modules: list[str]  # dotted names of the modules, such as "cache" or "inference.tiny.model"
     is_folder: bool
     top: int  # pixels
     height: int  # pixels
 
 
 def place_boxes() -> dict[str, Box]:
-    """Return a box for each row of the table in docs/structure.md. The keys are the names of the boxes."""
+    """Return the boxes by name: one box for each row of the table in docs/structure.md."""
     boxes = {}
-    tops = {True: GAP, False: GAP}  # pixels: y of the next box in the folders' column (True), in the files' (False)
+    tops = {True: GAP, False: GAP}  # y of the next box in the column of folders (True) and of files (False)
     for name in re.findall(r"^\| `([\w/.]+)` \|", (ROOT / "docs/structure.md").read_text(), re.MULTILINE):
         is_folder = not name.endswith(".py")
         paths = ROOT.glob(f"{name}/[!_]*.py" if is_folder else name)
@@ -78,8 +77,8 @@ def place_ends(boxes: dict[str, Box], arrows: dict[Arrow, list[str]]) -> dict[tu
     """Return the y coordinates of both ends of each arrow. A key is a pair: the name of a box, and an arrow that
     begins or ends at this box.
 
-    The arrows at one side of a box are evenly spaced, and sorted by the vertical position of the boxes at the arrows'
-    other ends.
+    The arrows at one side of a box are evenly spaced, and sorted by the vertical position of the boxes at their other
+    ends.
     """
     sides: dict[tuple[str, bool], list[tuple[int, Arrow]]] = {}
     for arrow in arrows:
@@ -101,7 +100,7 @@ def draw_arrow(source: Box, target: Box, start: int, end: int, imports: list[str
     else:
         x1 = x2 = FOLDER_X + FOLDER_WIDTH if source.is_folder else FILE_X
         bend = x1 + (14 + abs(end - start) // 10) * (1 if source.is_folder else -1)
-    back = x2 - 8 if bend < x2 else x2 + 8  # x where the two strokes of the arrow's head begin
+    back = x2 - 8 if bend < x2 else x2 + 8  # x coordinate at which the two strokes of the arrow's head begin
     line = f"M{x1} {start}C{bend} {start} {bend} {end} {x2} {end}M{back} {end - 4}L{x2} {end}L{back} {end + 4}"
     title = f"{source.name} imports from {target.name}, {len(imports)} in all:\n" + "\n".join(imports)
     return f'<path class="{"folder" if source.is_folder else "file"}" d="{line}"><title>{escape(title)}</title></path>'

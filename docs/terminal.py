@@ -1,10 +1,10 @@
-"""Draw what the terminal of a run shows: docs/terminal.svg at 80 columns, and docs/terminal-wide.svg at 160 columns.
+"""Draw the terminal of a run: docs/terminal.svg with 80 columns, and docs/terminal-wide.svg with 160 columns.
 
     python docs/terminal.py RUN
 
 RUN is the folder of a run. The drawings show the live table of this run after two thirds of its steps. The files of a
-run do not record how long the startup took, or what the trainer was doing after two thirds of the steps. The clock and
-the last line of the drawings are therefore invented.
+run do not record the startup time, or what the trainer was doing after two thirds of the steps. The clock and the last
+line of the drawings therefore show invented values.
 """
 
 import io
@@ -37,7 +37,7 @@ def main() -> None:
     trace: Any = SimpleNamespace(phase=("rollout_wait", time.monotonic() - 3))
     logger.trace = trace
     for name, width in (("terminal", 80), ("terminal-wide", 160)):
-        os.environ["COLUMNS"] = str(width)  # the live table reads its width from COLUMNS
+        os.environ["COLUMNS"] = str(width)  # the live table reads its width from the variable COLUMNS
         console = Console(width=width, record=True, file=io.StringIO())
         console.print(f"{logger.history[-1]['wall_s'] + 12:.0f} s since start", highlight=False)
         console.print(logger._screen())

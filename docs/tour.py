@@ -1,4 +1,4 @@
-"""The tour follows one prompt group of the demo through a real run, and collects what each part of the system does.
+"""The tour follows one prompt group of the demo through a real run, and collects the numbers for docs/lifecycle.md.
 
     make tour        runs docs/lifecycle.py, which prints the page docs/lifecycle.md with the tour's numbers
 
@@ -6,10 +6,10 @@ The tour is a run of train.py with eta = 1, one group in a batch, four games in 
 the second group, on which step 2 trains.
 
 In an ordinary run, a weight update may arrive at any moment. In the tour, the weight update always arrives after the
-first turns of the second group. To achieve this, the games of the first group are held until the first turns of the
-second group have finished. The later turns of the second group are delayed until the third group starts, which happens
-after the weight update. All seeds are fixed, so every tour on one machine shows the same numbers. Another machine may
-make a slightly different base model, and then the numbers differ.
+first turns of the second group, because PacedAgent delays two groups. The games of the first group do not end until the
+first turns of the second group have finished. The later turns of the second group do not start until the third group
+starts, which happens after the weight update. All seeds are fixed, so every tour on one machine shows the same numbers.
+Another machine may make a slightly different base model, which gives other numbers.
 """
 
 import asyncio
@@ -29,8 +29,8 @@ KEYS = """experiment_name=tour max_steps=2 train_dataset.batch_size=1 gconfig.n_
 
 
 class PacedAgent:
-    """Runs the demo's agent with delays, so that the weight update always arrives after the first turns of the second
-    group."""
+    """An agent that runs the demo's agent with delays. The weight update always arrives after the first turns of the
+    second group."""
 
     def __init__(self, agent: Any) -> None:
         self.agent, self.arrived, self.updated = agent, asyncio.Semaphore(0), asyncio.Event()
@@ -47,8 +47,8 @@ class PacedAgent:
         return reward
 
     async def pace(self, is_later: bool, is_over: bool) -> None:
-        """Delay a request or the end of a game. `is_later` is true if the request does not belong to the first turn of
-        its game."""
+        """Delay a request or the end of a game. `is_later` is true if the request belongs to a later turn than the
+        first turn of its game."""
         group = workflow_context.get().task_id
         if group == 0 and is_over:
             await self.arrived.acquire()
@@ -60,7 +60,7 @@ class PacedAgent:
 
 
 def read_gate(rollout: Any) -> dict[str, int]:
-    """Return the numbers of the staleness gate."""
+    """Return the state of the staleness gate: version, places, started groups, and capacity."""
     gate, stat = rollout.executor.staleness_manager, rollout.executor.stats
     version, started = rollout.get_version(), stat.accepted + stat.running
     places = (gate.max_staleness + version + 1) * gate.consumer_batch_size
@@ -68,7 +68,7 @@ def read_gate(rollout: Any) -> dict[str, int]:
 
 
 def take_tour() -> dict[str, Any]:
-    """Train two steps. Return the gate's states, the second group's tensors and the tensors of its longest game."""
+    """Train two steps. Return the states of the gate, and the tensors of the second group and of its longest game."""
     with tempfile.TemporaryDirectory() as folder:
         config = load([*KEYS.split(), f"fileroot={folder}"])
         agent = PacedAgent(import_string(f"{config.task}.WORKFLOW")())
@@ -81,9 +81,9 @@ def take_tour() -> dict[str, Any]:
             for step in (1, 2):
                 trainer.train_step(step)
                 gates.append(read_gate(trainer.rollout))
-            group = load_file(config.run_dir / "tokens" / "00002.safetensors")  # tensors of (4, T) or (4,)
+            group = load_file(config.run_dir / "tokens" / "00002.safetensors")  # tensors of shape (4, T) or (4,)
     turns = group["turn_ids"]
-    # From the longest games, take a game that found the secret.
+    # From the games with the most turns, take a game that found the secret.
     longest = int((turns.amax(1) + group["rewards"]).argmax())
     game = {key: x[longest][turns[longest] >= 0] for key, x in group.items() if x.shape == turns.shape}  # (n,)
     policies = game["theta_logp"], game["prox_logp"], game["logprobs"]
