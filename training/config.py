@@ -22,11 +22,7 @@ def can_compile() -> bool:
 
 @dataclass
 class NormConfig:
-<<<<<<< HEAD
     """The mean and the standard deviation in the advantage A = (R - mean) / std of a return R (AReaL: NormConfig)."""
-=======
-    """How the advantage A = (R - mean) / std is computed from a return R (AReaL's NormConfig)."""
->>>>>>> pA
 
     mean_level: Literal["group", "batch", "none"] = "group"  # turns whose mean is the baseline; none: the baseline is 0
     std_level: Literal["group", "batch", "constant", "none"] = "group"  # turns whose standard deviation is the divisor
@@ -73,15 +69,6 @@ class PPOActorConfig:
     importance_sampling_level: Literal["token", "sequence"] = "token"  # clip the ratio of a token, or of a row (GSPO)
     use_cispo_loss: bool = False  # true: a clipped token keeps its gradient (CISPO, training/corrections.py)
     behave_imp_weight_cap: Annotated[float, "[1, inf)"] | None = 5.0  # maximum weight pi_prox / pi_behav; null: no cap
-<<<<<<< HEAD
-    behave_imp_weight_floor: Annotated[float, "(0, 1]"] | None = None  # minimum pi_prox / pi_behav (IcePop); null: none
-    behave_imp_weight_level: Literal["token", "sequence", "geometric"] = "token"  # sequence: product of a row's weights
-    behave_imp_weight_action: Literal["mask", "clamp"] = "mask"  # drop or clamp weights outside floor..cap
-    reject_geometric_mean: Annotated[float, "(1, inf)"] | None = None  # c: drop rows with a mean weight outside 1/c..c
-    reject_max_k2: Positive | None = None  # drop a row with a token whose (log weight)^2 / 2 is above this number
-    reject_veto: Annotated[float, "(0, 1)"] | None = None  # drop a row with a token whose weight is below this number
-    ess_lr_power: NonNegative = 0.0  # lr is multiplied by behave_ess to this power (VCPO: 0.5 for AdamW); 0: no change
-=======
     behave_imp_weight_floor: Annotated[float, "(0, 1]"] | None = None  # minimum behaviour weight (IcePop); null: none
     # A row's weight is the product of its tokens' weights (sequence) or the geometric mean of the weights (geometric).
     behave_imp_weight_level: Literal["token", "sequence", "geometric"] = "token"  # weight of each token, or of each row
@@ -90,7 +77,6 @@ class PPOActorConfig:
     reject_max_k2: Positive | None = None  # drop rows in which (log weight)^2 / 2 of a token is above this number
     reject_veto: Annotated[float, "(0, 1)"] | None = None  # drop rows in which a token's weight is below this number
     ess_lr_power: NonNegative = 0.0  # lr is multiplied by behave_ess^ess_lr_power (VCPO: 0.5 for AdamW); 0: no change
->>>>>>> pA
     mask_truncated: bool = False  # true: do not train on a turn that reached its token limit
     loss_aggregation: Literal["token", "sequence", "constant"] = "token"  # how the loss averages over tokens (ppo.py)
     max_new_tokens: Count | None = None  # token limit that loss and length penalty use; default: gconfig.max_new_tokens
@@ -99,17 +85,10 @@ class PPOActorConfig:
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"  # formula for the KL of one token (training/advantages.py)
     kl_placement: Literal["reward", "loss"] = "reward"  # subtract KL from the rewards, or add KL (k2, k3) to the loss
     anneal: bool = False  # true: entropy_coeff and kl_ctl fall linearly to 0 over max_steps
-<<<<<<< HEAD
-    overlong_tokens: Count | None = None  # length penalty begins this many tokens before max_new_tokens; null: none
-    overlong_penalty_factor: NonNegative = 1.0  # length penalty of a turn of max_new_tokens tokens; 0: none
-    gamma: Annotated[float, "(0, 1]"] = 1.0  # discount of the advantage for each token before a turn's end
-    gae_lambda: Share = 1.0  # second factor of the discount, gamma * gae_lambda; 0: only a turn's last token is trained
-=======
     overlong_tokens: Count | None = None  # number of tokens before the limit in which a penalty grows; null: no penalty
     overlong_penalty_factor: NonNegative = 1.0  # length penalty of a turn with max_new_tokens tokens; 0: no penalty
     gamma: Annotated[float, "(0, 1]"] = 1.0  # the advantage shrinks by this factor per token before the turn's end
     gae_lambda: Share = 1.0  # factor of the discount gamma * gae_lambda; 0: only a turn's last token has an advantage
->>>>>>> pA
     reward_bias: Annotated[float, "(-inf, inf)"] = 0.0  # number that is added to every reward; 0: nothing is added
     reward_scaling: Positive = 1.0  # factor that multiplies every reward after the bias is added
     reward_clip: Positive = 20.0  # scaled rewards are clipped to the range from -reward_clip to reward_clip
