@@ -155,8 +155,8 @@ def worst_logprob(model: Any, row: dict[str, list]) -> float:
 
 
 async def load(args: argparse.Namespace, proxy: str, pids: list[int], tokenizer: Any, model: Any) -> Any:
-    """Run all sessions. Return the seconds of the calls, the samples of memory and descriptors, and the largest error
-    of a log-probability."""
+    """Run all sessions. Return the seconds that each call took, the measurements of memory and descriptors, and the
+    largest error of a log-probability."""
     transport, places = make_transport(), asyncio.Semaphore(args.concurrent)
     wire = Wire(transport)
     calls, seconds, samples, worst, start = args.sessions * args.turns, [], [], [0.0], time.monotonic()
