@@ -62,7 +62,7 @@ def weight_keys(config: RejectionSamplingConfig | None) -> PPOActorConfig:
             behave_imp_weight_cap=config.upper,
             behave_imp_weight_floor=config.lower or None,
         )
-    if kind == ("sequence", "kl_k1", "mean"):  # reject if abs(mean(log w)) > log(reject_geometric_mean)
+    if kind == ("sequence", "kl_k1", "mean"):  # reject a sequence if abs(mean(log w)) > log(reject_geometric_mean)
         return PPOActorConfig(behave_imp_weight_cap=None, reject_geometric_mean=math.exp(config.upper))
     if kind == ("sequence", "kl_k2", "max"):
         return PPOActorConfig(behave_imp_weight_cap=None, reject_max_k2=config.upper)
@@ -309,7 +309,7 @@ def provide(checkout: Path) -> None:
     module("areal.utils.data", Normalization=Normalization)
     module("areal.trainer.ppo.actor", compute_prox_logp_approximations=compute_prox_logp_approximations)
     sys.modules["areal.infra.staleness_manager"] = staleness
-    path = checkout / "areal" / "utils" / "constants.py"  # defines AReaL's names for its estimates of pi_prox
+    path = checkout / "areal" / "utils" / "constants.py"  # the file that defines AReaL's names for estimates of pi_prox
     spec = importlib.util.spec_from_file_location("areal.utils.constants", path)
     assert spec is not None
     assert spec.loader is not None

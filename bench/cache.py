@@ -84,7 +84,7 @@ def add_peers(cache: Any, name: str, messages: Messages, said: dict[str, Any], t
 
 def timed(make: Callable[[], Any], add: Callable[..., None], fill: Callable[[Callable[..., None]], None]) -> float:
     """Return how many milliseconds of CPU time a cache needs for a list of calls of `add`. The function `fill` makes
-    the list before the measurement begins."""
+    the list of calls before the measurement begins."""
     calls: list[tuple] = []
     fill(lambda *call: calls.append(call))
     cache = make()

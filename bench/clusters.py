@@ -10,7 +10,7 @@ lengths and times, shows the tables, and says what the simulation cannot show. T
 figures from docs/clusters.csv.
 
 **Orders.** The first simulation compares the orders in which training steps can consume groups. Each step trains on 8
-groups of one sequence. The time to generate a group is lognormal with a mean of 2 s, and any number of groups may run
+groups of one sequence. The time to generate a group is lognormal with a mean of 2 s, and any number of groups can run
 at once. A training step takes 0.8 s and a weight update 0.02 s.
 
 **Clusters.** The second simulation compares clusters of 1 to 1,024 GPUs. Each step trains on 512 groups of 16 answers.
@@ -50,7 +50,7 @@ def lognormal(mean: float, sigma: float, most: float = math.inf) -> Draw:
 
 def small(sigma: float, eta: int, stale: str) -> Setup:
     """Return the setup for the comparison of orders. A step trains on 8 groups of one sequence, and any number of
-    groups may run at once."""
+    groups can run at once."""
     times = {"train": lambda rng, step, tokens: 0.8, "update": lambda rng, step, n: 0.02}
     return Setup(8, lognormal(2.0, sigma), **times, eta=eta, stale=stale, concurrent=10**6)
 
@@ -75,7 +75,7 @@ def cluster(gpus: int, eta: int | None, stale: str = "wait", model: Model = SMAL
 
     After an interruption, a server computes the KV cache of its running sequences again. At time 0 a run starts eta + 1
     batches at once, and later one batch per step. The first steps differ from later steps, so the results exclude the
-    first 2 (eta + 1) steps. With eta = 0 the results exclude 3 steps.
+    first 2 (eta + 1) steps. With eta = 0 the results exclude the first 3 steps.
     """
     share = 1.0 if eta is None else 0.75
     servers, trainers = max(1, round(share * gpus)), gpus * (1 - share) or gpus

@@ -5,9 +5,10 @@
     python bench/fuzz.py --only 4711                # send only request 4711 of seed 1
 
 The script makes each random request by changing a valid request to an endpoint. In the body of a request, the script
-changes types, nests lists deeply, inserts huge strings, and removes or repeats fields. The script may also damage the
-bytes, the headers, the method or the path of a request. The script sends some requests slowly or only in part, and
-sometimes closes its half of the connection. Most requests have the right API key, and the others have a wrong key.
+changes types, nests lists deeply, inserts huge strings, removes fields and repeats list items. The script may also
+damage the bytes, the headers, the method or the path of a request. The script sends some requests slowly or only in
+part, and sometimes closes its half of the connection. Most requests have the right API key, and the others have a wrong
+key.
 
 Each complete request must get a reply within 60 seconds, and the status of each reply must be below 500. An incomplete
 request must get a reply or a closed connection within 60 seconds. Valid sessions run during the whole test: they send
@@ -268,8 +269,8 @@ class Fuzz:
             raise SystemExit(f"seed {self.seed}, request {number}: {status}\n{raw[:3000]!r}\n{reply!r}")
 
     async def work(self, numbers: Any) -> None:
-        """Send the requests whose numbers the iterator `numbers` yields. All workers share the iterator. Start two new
-        sessions for every hundred requests."""
+        """Take request numbers from the iterator `numbers`, which all workers share, and send the requests with these
+        numbers. Start two new sessions for every hundred requests."""
         while batch := list(itertools.islice(numbers, 100)):
             with contextlib.suppress(Refusal):  # a random request may already have exported the session of `other`
                 async with self.client() as client, self.client() as other:

@@ -190,7 +190,7 @@ def end(process: subprocess.Popen[bytes]) -> int:
 
 def run_cell(cell: Cell, folder: Path, limit: float) -> dict[str, Any]:
     """Run a cell for at most `limit` seconds. Return a dict with the cell's exit code, its duration in seconds, and the
-    peak GPU memory in GiB. The exit code is None if the cell reached the limit."""
+    peak GPU memory in GiB. The exit code is None if the cell reached its time limit."""
     peak, done = [0.0], threading.Event()
 
     def watch() -> None:

@@ -20,12 +20,12 @@ mode.
 The remaining columns of the table come from the trace of each run (trace.json). All times are in seconds.
 
     `seconds`      time of the whole training, without the start of the processes.
-    `factor`       `seconds` of the synchronous run with the same seed, divided by `seconds`.
+    `factor`       the speedup, `seconds` of the synchronous run with the same seed / `seconds`.
     `generation`   CPU time of the inference server.
     `training`     CPU time of the trainer's process, which also runs the episodes and the logger.
     `oldest`       time that the trainer waited for an older group, although B other groups had finished.
     `ideal`        max(generation, training + oldest), the time if both cores always worked.
-    `share`        `ideal` divided by `seconds`.
+    `share`        the quotient `ideal` / `seconds`.
     `reward`       mean reward in the last ten steps.
     `mixed`        share of the walks that an update interrupted.
 
@@ -87,7 +87,7 @@ def train(update: str, words: list[str]) -> int:
                 self.mark()
 
         def mark(self) -> None:
-            """Write the CPU time of both processes to the trace."""
+            """Write the CPU times of the trainer and of the inference server to the trace."""
             [info] = self.rollout.servers.post_all("/model_info")
             self.run.trace.mark("cpu", training=time.process_time(), generation=info["cpu_seconds"])
 
