@@ -1,5 +1,5 @@
-"""Run seven of AReaL's own test files against this project's modules. The files test concepts that AReaL and this
-project have in common.
+"""Run seven of AReaL's own test files against this project's modules. The seven test files cover concepts that AReaL
+and this project have in common.
 
     git clone https://github.com/areal-project/AReaL /tmp/AReaL
     git -C /tmp/AReaL checkout cbff54d
@@ -10,7 +10,8 @@ names in the two projects, a small adapter in this file translates the name. The
 checkout and copies nothing of AReaL. For each file the script prints how many tests pass and how many fail. Some tests
 fail because this project differs from AReaL on purpose. The script groups the failed tests by the difference that
 explains the failure. If no known difference explains a failure, the script prints NOT EXPLAINED and exits with status
-1. The script leaves out and counts the tests of objects that only AReaL has, such as its configuration classes.
+1. The script does not run the tests of objects that only AReaL has, such as its configuration classes, and prints the
+number of these tests.
 """
 
 import importlib.util
@@ -39,7 +40,7 @@ from training.proximal import interpolation, linear, loglinear, rollout  # noqa:
 
 @dataclass
 class RejectionSamplingConfig:
-    """This class has the fields of AReaL's class RejectionSamplingConfig, without the checks of their values."""
+    """This class has the fields of AReaL's class RejectionSamplingConfig, but does not check their values."""
 
     level: str = "token"
     action: str = "mask"
@@ -61,7 +62,7 @@ def weight_keys(config: RejectionSamplingConfig | None) -> PPOActorConfig:
             behave_imp_weight_cap=config.upper,
             behave_imp_weight_floor=config.lower or None,
         )
-    if kind == ("sequence", "kl_k1", "mean"):  # the limit of abs(mean(log w)) is log(reject_geometric_mean)
+    if kind == ("sequence", "kl_k1", "mean"):  # reject a sequence if abs(mean(log w)) > log(reject_geometric_mean)
         return PPOActorConfig(behave_imp_weight_cap=None, reject_geometric_mean=math.exp(config.upper))
     if kind == ("sequence", "kl_k2", "max"):
         return PPOActorConfig(behave_imp_weight_cap=None, reject_max_k2=config.upper)
@@ -82,8 +83,8 @@ def apply_rejection_sampling(
     cu_seqlens: Tensor | None,
     config: RejectionSamplingConfig,
 ) -> SimpleNamespace:
-    """Return the behaviour weights, the loss mask of the tokens that the correction keeps, and the share of the tokens
-    that it removes."""
+    """Correct for stale tokens with this project's functions. Return the behaviour weights, the loss mask of the tokens
+    that are kept, and the share of dropped tokens."""
     keys, mask = weight_keys(config), loss_mask > 0
     ids, zero = sequence_ids(loss_mask, cu_seqlens), torch.zeros_like(proximal_logprobs)
     weight, _, _, dropped = ppo.token_objectives(
@@ -124,7 +125,7 @@ def cispo_loss_fn(
 
 @dataclass
 class NormConfig:
-    """This class has the fields of AReaL's class NormConfig, without the checks of their values."""
+    """This class has the fields of AReaL's class NormConfig, but does not check their values."""
 
     mean_level: Any = "batch"
     mean_leave1out: bool = False
@@ -136,7 +137,7 @@ class NormConfig:
 
 class Normalization:
     """This class has the interface of AReaL's class Normalization, and normalises with this project's `ppo.normalise`.
-    Each unmasked number counts as one turn."""
+    Each number whose mask is 1 is normalised like the reward of one turn."""
 
     def __init__(self, config: NormConfig) -> None:
         if not config.std_unbiased and config.std_level:
@@ -216,8 +217,8 @@ def compute_prox_logp_approximations(
 ) -> dict[str, Tensor]:
     """Estimate pi_prox with this project's functions.
 
-    AReaL estimates pi_prox as if all mini-batches of the step were done. The third argument of `interpolation`, the
-    share of mini-batches that are done, is therefore 1.
+    AReaL estimates pi_prox as if all mini-batches of the step were done, so the third argument of `interpolation`, the
+    share of mini-batches that are done, is 1.
     """
     alpha = interpolation(versions, current_version - 1, 1.0)
     guesses = {guess.__name__: guess(old_logp, logprobs, alpha) for guess in (loglinear, linear, rollout)}
@@ -308,7 +309,7 @@ def provide(checkout: Path) -> None:
     module("areal.utils.data", Normalization=Normalization)
     module("areal.trainer.ppo.actor", compute_prox_logp_approximations=compute_prox_logp_approximations)
     sys.modules["areal.infra.staleness_manager"] = staleness
-    path = checkout / "areal" / "utils" / "constants.py"  # the file with AReaL's names of the estimates of pi_prox
+    path = checkout / "areal" / "utils" / "constants.py"  # the file that defines AReaL's names for estimates of pi_prox
     spec = importlib.util.spec_from_file_location("areal.utils.constants", path)
     assert spec is not None
     assert spec.loader is not None

@@ -7,15 +7,15 @@
 Games differ in length, so some late turns have no other turn to be compared with. A turn that is compared with no other
 turn has advantage 0 and teaches nothing. The advantage is also 0 if all compared turns have the same final reward.
 `per_turn=false` compares a turn with all turns of its group. In the demo and in the maze, every turn of an episode has
-the episode's reward. With `per_turn=false` the baseline is therefore a weighted mean of the rewards of the group's
-episodes. In the weighted mean, an episode with k turns has weight k.
+the episode's reward. With `per_turn=false` the baseline is a weighted mean of the rewards of the group's episodes: an
+episode with k turns has weight k.
 
 The command `train` repeats runs of bench/staleness.py at eta = 1 and changes only the baseline. The command `signal`
 reads the batches that a run wrote to its folder tokens/ and computes the advantages with each baseline. `signal` counts
-the turns with advantage 0. `signal` leaves out each group whose members all have the same reward, because all
-advantages of such a group are 0 with both baselines. The share of turns with advantage 0 depends on the group size.
-`signal` therefore prints the share for the first 4 members of each group, for the first 8 members, and for all members.
-The results are in docs/algorithm.md.
+the turns with advantage 0. If all members of a group have the same reward, all advantages of the group are 0 with both
+baselines, so `signal` does not count the turns of the group. The share of turns with advantage 0 depends on the group
+size, so `signal` prints the share for three group sizes: the first 4 members of each group, the first 8 members, and
+all members. The results are in docs/algorithm.md.
 """
 
 import argparse
@@ -43,13 +43,13 @@ from training.config import NormConfig, PPOActorConfig  # noqa: E402
 
 BASELINES = {"per turn": True, "all turns": False}
 STEPS = (16, 32, 64)
-MEMBERS = (4, 8, None)  # numbers of members to compare; None means all members of a group
+MEMBERS = (4, 8, None)  # group sizes that `signal` compares; None stands for the whole group
 
 
 def silent_turns(batch: dict[str, Tensor], per_turn: bool) -> tuple[int, int]:
     """Return the number of trained turns with advantage 0, and the number of all trained turns.
 
-    The turns of a group are not counted if all its members have the same reward.
+    If all members of a group have the same reward, its turns are not counted.
     """
     config = PPOActorConfig(adv_norm=NormConfig(std_level="none", per_turn=per_turn))
     A, trained = compute_advantages(batch, config), batch["loss_mask"] > 0

@@ -2,16 +2,18 @@
 
     python bench/cache.py            # if the package areal can be imported, also measure AReaL's cache
 
-The first part of the benchmark counts operations in a conversation of 100 turns. Each call sends the whole conversation
-again, as agents do. `read` counts the messages that were converted to canonical form. `rendered` counts the messages
-that the chat template rendered. The target is that both counts of a turn depend only on the number of its new messages.
+The first part of the benchmark counts operations in a conversation of 100 turns. Each call to the model sends the whole
+conversation, as a real agent does. `read` counts the messages that were converted to canonical form. `rendered` counts
+the messages that the chat template rendered. The target is that `read` and `rendered` depend only on the number of new
+messages in a turn.
 
 The second part of the benchmark measures the processor time of this project's cache and of AReaL's cache. The two
 caches run alternately, three times each, and the benchmark prints the smallest time of each cache. The second part
-measures the three operations `chain`, `siblings` and `export`. `chain` adds 400 turns of one conversation, and its
-target is at most 1.2 times AReaL's time. `siblings` adds 800 turns with the same 200 messages, and its target is at
-most a quarter of AReaL's time. `export` discounts the rewards of 512 conversations of 4 turns, exports their rows and
-makes tensors. The target of `export` is at most AReaL's time.
+measures the three operations `chain`, `siblings` and `export`. `chain` adds the 400 turns of one conversation to the
+cache. The target of `chain` is at most 1.2 times AReaL's time. `siblings` adds 800 turns to the cache, and each turn
+has the same 200 input messages. The target of `siblings` is at most a quarter of AReaL's time. `export` discounts the
+rewards of 512 conversations of 4 turns, exports their rows and makes tensors. The target of `export` is at most AReaL's
+time.
 """
 
 import gc
@@ -81,8 +83,8 @@ def add_peers(cache: Any, name: str, messages: Messages, said: dict[str, Any], t
 
 
 def timed(make: Callable[[], Any], add: Callable[..., None], fill: Callable[[Callable[..., None]], None]) -> float:
-    """Collect calls of `add` with `fill`, and then run the calls. Return how many milliseconds the calls take in total,
-    without the time to collect them."""
+    """Return how many milliseconds of CPU time a cache needs for a list of calls of `add`. The function `fill` makes
+    the list of calls before the measurement begins."""
     calls: list[tuple] = []
     fill(lambda *call: calls.append(call))
     cache = make()

@@ -1,7 +1,7 @@
-"""Two claims: consuming groups in order of start costs time if a few answers are very long, and asynchronous training
-gains most on large clusters.
+"""Two claims: consuming groups in order of start costs time if a few answers are very long, and the speedup by
+asynchronous training is largest on large clusters.
 
-    python bench/clusters.py             # simulate everything (minutes), then write docs/clusters.csv and the tables
+    python bench/clusters.py             # simulate everything, then write docs/clusters.csv and the tables
     python bench/clusters.py --tables    # write the tables of docs/simulate.md from docs/clusters.csv
 
 The simulation of bench/simulate.py runs the project's own staleness gate and dispatcher in virtual time. The lengths of
@@ -10,7 +10,7 @@ lengths and times, shows the tables, and says what the simulation cannot show. T
 figures from docs/clusters.csv.
 
 **Orders.** The first simulation compares the orders in which training steps can consume groups. Each step trains on 8
-groups of one sequence. The time to generate a group is lognormal with a mean of 2 s, and any number of groups may run
+groups of one sequence. The time to generate a group is lognormal with a mean of 2 s, and any number of groups can run
 at once. A training step takes 0.8 s and a weight update 0.02 s.
 
 **Clusters.** The second simulation compares clusters of 1 to 1,024 GPUs. Each step trains on 512 groups of 16 answers.
@@ -50,19 +50,19 @@ def lognormal(mean: float, sigma: float, most: float = math.inf) -> Draw:
 
 def small(sigma: float, eta: int, stale: str) -> Setup:
     """Return the setup for the comparison of orders. A step trains on 8 groups of one sequence, and any number of
-    groups may run at once."""
+    groups can run at once."""
     times = {"train": lambda rng, step, tokens: 0.8, "update": lambda rng, step, n: 0.02}
     return Setup(8, lognormal(2.0, sigma), **times, eta=eta, stale=stale, concurrent=10**6)
 
 
 @dataclass(frozen=True)
 class Model:
-    """The speed of a model on a GPU with 80 GB of memory and 3.35 TB/s. The page docs/simulate.md derives the
-    numbers."""
+    """The speed of a model on a GPU with 80 GB of memory and a memory bandwidth of 3.35 TB/s. The page docs/simulate.md
+    derives the numbers."""
 
     parameters: float
-    a: float  # seconds of a decoding step for reading the weights and for overhead
-    b: float  # seconds that each running sequence adds for reading 5,000 tokens of KV cache
+    a: float  # seconds that a decoding step takes to read the weights, with overhead
+    b: float  # seconds that a decoding step takes to read the 5,000 cached tokens of one sequence
     slots: int  # number of sequences whose KV caches fit into the GPU's memory together
 
 
@@ -74,12 +74,12 @@ def cluster(gpus: int, eta: int | None, stale: str = "wait", model: Model = SMAL
     """Return the setup of a cluster. With eta None training is synchronous: every GPU first generates and then trains.
 
     After an interruption, a server computes the KV cache of its running sequences again. At time 0 a run starts eta + 1
-    batches at once, and later one batch per step. The results therefore leave out the first 2 (eta + 1) steps, and at
-    least 3 steps.
+    batches at once, and later one batch per step. The first steps differ from later steps, so the results exclude the
+    first 2 (eta + 1) steps. With eta = 0 the results exclude the first 3 steps.
     """
     share = 1.0 if eta is None else 0.75
     servers, trainers = max(1, round(share * gpus)), gpus * (1 - share) or gpus
-    slow = servers / (share * gpus)  # `slow` is above 1 if generation uses only a part of one GPU
+    slow = servers / (share * gpus)  # `slow` is above 1 if generation has less than one GPU
     again = 5000 * 2 * model.parameters / PREFILL_FLOPS  # seconds to compute the KV cache of 5,000 tokens
     return Setup(
         batch=512,

@@ -2,14 +2,15 @@
 
     python bench/fuzz.py                            # send 200,000 requests with seed 1 (`make soak`)
     python bench/fuzz.py --requests 5000 --seed 7   # send fewer requests, with another seed
-    python bench/fuzz.py --only 4711                # send only request 4711 of seed 1, and print the reply of a failure
+    python bench/fuzz.py --only 4711                # send only request 4711 of seed 1
 
-The script makes each random request by changing a valid request to an endpoint. The changes of the body are other
-types, deep nesting, huge strings, and missing or repeated fields. The script may also damage the bytes, the headers,
-the method or the path of a request. The script sends some requests slowly or only in part, and sometimes closes its
-half of the connection. Most requests have the right API key, and the others have a wrong key.
+The script makes each random request by changing a valid request to an endpoint. In the body of a request, the script
+changes types, nests lists deeply, inserts huge strings, removes fields and repeats list items. The script may also
+damage the bytes, the headers, the method or the path of a request. The script sends some requests slowly or only in
+part, and sometimes closes its half of the connection. Most requests have the right API key, and the others have a wrong
+key.
 
-Each complete request must get a reply within 60 seconds, and no reply may have a status of 500 or above. An incomplete
+Each complete request must get a reply within 60 seconds, and the status of each reply must be below 500. An incomplete
 request must get a reply or a closed connection within 60 seconds. Valid sessions run during the whole test: they send
 only valid requests, and bench/load.py checks their tokens. At the end the server must have its initial version, have no
 running request, and give the same answer to one prompt as at the beginning.
@@ -242,7 +243,7 @@ class Fuzz:
             ("control proxy" if path == "/set_version" else "proxy", ADMIN, method, path) for path, method in routes
         ]
         names = [name for name, _ in inspect.getmembers(Server, inspect.iscoroutinefunction) if name[0] != "_"]
-        names = sorted(names * 4)  # repeat the server's endpoints, because the proxy has several paths per endpoint
+        names = sorted(names * 4)  # list each endpoint of the server four times, so that the server gets more requests
         self.targets += [("server" if n in SAFE else "control server", KEY, "POST", f"/{n}") for n in names]
         self.counts: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
 
@@ -268,8 +269,8 @@ class Fuzz:
             raise SystemExit(f"seed {self.seed}, request {number}: {status}\n{raw[:3000]!r}\n{reply!r}")
 
     async def work(self, numbers: Any) -> None:
-        """Send the requests with the numbers of `numbers`, an iterator that all workers share. Start two new sessions
-        for every hundred requests."""
+        """Take request numbers from the iterator `numbers`, which all workers share, and send the requests with these
+        numbers. Start two new sessions for every hundred requests."""
         while batch := list(itertools.islice(numbers, 100)):
             with contextlib.suppress(Refusal):  # a random request may already have exported the session of `other`
                 async with self.client() as client, self.client() as other:

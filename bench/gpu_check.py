@@ -189,8 +189,8 @@ def end(process: subprocess.Popen[bytes]) -> int:
 
 
 def run_cell(cell: Cell, folder: Path, limit: float) -> dict[str, Any]:
-    """Run a cell for at most `limit` seconds. Return a dict with the cell's exit code (None at the limit), its duration
-    in seconds, and the peak GPU memory in GiB."""
+    """Run a cell for at most `limit` seconds. Return a dict with the cell's exit code, its duration in seconds, and the
+    peak GPU memory in GiB. The exit code is None if the cell reached its time limit."""
     peak, done = [0.0], threading.Event()
 
     def watch() -> None:
@@ -267,7 +267,7 @@ def try_cell(cell: Cell, folder: Path, deadline: float, prepare: Callable[[Cell]
 
 
 def row(name: str, result: dict[str, Any], folder: Path) -> list[str]:
-    """Return the table row of one cell. The first step of a run is slower, so the means leave out the first step."""
+    """Return the table row of one cell. The first step of a run is slower, so the means exclude it."""
     log = folder / "log"
     words = [w for w in log.read_text(errors="replace").splitlines() if w.strip()] if log.exists() else []
     last, seconds = (words or ["no output"])[-1], f"{result['seconds']:.0f}"
@@ -511,7 +511,7 @@ def trainer(path: Path, shape: str, layout: str, is_long: bool, is_eager: bool) 
     mean = sum(seconds[1:]) / len(seconds[1:])
     peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0
     tokens, prompt = int(batch["attention_mask"].sum()), longest // 4
-    # The useful FLOPs do not include padding and the recomputation of gradient checkpointing.
+    # The useful FLOPs exclude the FLOPs for padding and for the recomputation of gradient checkpointing.
     work = Work(n, prompt, round(tokens / n) - prompt, config.ppo_n_minibatches, config.mb_tokens, checkpointing=False)
     parts = step_parts(shape_of(make_config(shape, 0, 0)), work).items()
     useful = sum(flops(part) for name, part in parts if not name.startswith("generation"))

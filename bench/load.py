@@ -16,8 +16,8 @@ client has read.
 For every tenth session the benchmark also computes the log-probabilities with transformers, and prints the largest
 difference from the exported log-probabilities.
 
-The printed table shows how the resident memory and the number of open file descriptors of both processes change during
-the benchmark. The descriptors are counted in /proc, so the benchmark needs Linux.
+The printed table shows how the resident memory and the number of open file descriptors of the server and of the proxy
+change during the benchmark. The descriptors are counted in /proc, so the benchmark needs Linux.
 """
 
 import argparse
@@ -145,8 +145,8 @@ def check(tokenizer: Any, questions: list[str], replies: list[Any], row: dict[st
 
 
 def worst_logprob(model: Any, row: dict[str, list]) -> float:
-    """Return the largest difference between a row's log-probabilities and those of a forward pass, for trained
-    tokens."""
+    """Return the largest difference, over the trained tokens, between the row's log-probabilities and the
+    log-probabilities of a forward pass."""
     ids, mask = torch.tensor(row["input_ids"]), torch.tensor(row["loss_mask"][1:], dtype=torch.bool)
     with torch.no_grad():
         logprobs = model(ids[None, :-1]).logits[0].float().log_softmax(-1)
@@ -155,8 +155,8 @@ def worst_logprob(model: Any, row: dict[str, list]) -> float:
 
 
 async def load(args: argparse.Namespace, proxy: str, pids: list[int], tokenizer: Any, model: Any) -> Any:
-    """Run all sessions. Return the seconds of the calls, the samples of memory and descriptors, and the largest error
-    of a log-probability."""
+    """Run all sessions. Return the seconds that each call took, the measurements of memory and descriptors, and the
+    largest error of a log-probability."""
     transport, places = make_transport(), asyncio.Semaphore(args.concurrent)
     wire = Wire(transport)
     calls, seconds, samples, worst, start = args.sessions * args.turns, [], [], [0.0], time.monotonic()

@@ -15,7 +15,7 @@ advantages and loss are medians of `--repeat` rounds. Each round runs every func
 of V = 151,936 and hidden size 256. The plain way to compute log-probabilities keeps all logits in memory. The chunked
 way keeps the logits of only one chunk of tokens at a time. Each of the two ways runs in a separate process, which
 measures the rise of its peak resident memory. The target is that the chunked way needs at most a quarter of the plain
-way's memory. The printed check sums show that both ways compute the same numbers.
+way's memory. The printed check sums show that the plain way and the chunked way compute the same numbers.
 """
 
 import argparse

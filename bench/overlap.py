@@ -1,15 +1,16 @@
 """Claim: on two cores, asynchronous training of the maze needs less time than synchronous training, at equal reward.
 
     python bench/overlap.py                             all runs: eta 0, 1, 2 and 4, and eta 2 with drained servers
-    python bench/overlap.py --seconds 200               start no run after 200 seconds; the next call makes the others
+    python bench/overlap.py --seconds 200               start no run after 200 s; the next call makes the missing runs
     python bench/overlap.py --etas 0 2 --steps 60 --seeds 301
 
-Every run trains configs/maze.yaml for the same number of steps, and therefore on the same number of samples. The
-trainer's process runs on one core, and the inference server on another core. A finished run is kept in runs/overlap and
-not made again.
+Every run trains a model with configs/maze.yaml for the same number of steps, and therefore on the same number of
+samples. The trainer's process runs on one core, and the inference server on another core. The benchmark keeps each
+finished run in runs/overlap, and does not repeat it.
 
-The column `concurrent` shows rollout.max_concurrent_rollouts. The first seed is run with several values of this key.
-The other seeds are run only with the value that was fastest for the first seed.
+The column `concurrent` shows rollout.max_concurrent_rollouts. With the first seed the benchmark tries several values of
+rollout.max_concurrent_rollouts. With every other seed, the benchmark uses only the value of
+rollout.max_concurrent_rollouts that was fastest with the first seed.
 
 The column `update` tells how new weights reach the server. With `interrupt`, an update interrupts the running walks,
 which then continue with the new weights. With `drain`, the trainer starts no new group before an update, and waits
@@ -18,19 +19,19 @@ mode.
 
 The remaining columns of the table come from the trace of each run (trace.json). All times are in seconds.
 
-    seconds      time of the whole training, without the start of the processes
-    factor       seconds of the synchronous run with the same seed / seconds
-    generation   CPU time of the inference server
-    training     CPU time of the trainer's process, which also runs the episodes and the logger
-    oldest       time that the trainer waited although B groups had finished, because an older group was still running
-    ideal        max(generation, training + oldest): the time if both cores always worked
-    share        ideal / seconds
-    reward       mean reward in the last ten steps
-    mixed        share of the walks that an update interrupted
+    `seconds`      time of the whole training, without the start of the processes.
+    `factor`       the speedup, `seconds` of the synchronous run with the same seed / `seconds`.
+    `generation`   CPU time of the inference server.
+    `training`     CPU time of the trainer's process, which also runs the episodes and the logger.
+    `oldest`       time that the trainer waited for an older group, although B other groups had finished.
+    `ideal`        max(generation, training + oldest), the time if both cores always worked.
+    `share`        the quotient `ideal` / `seconds`.
+    `reward`       mean reward in the last ten steps.
+    `mixed`        share of the walks that an update interrupted.
 
 A step consumes the groups in order of start, so no overlap can avoid the time `oldest`. Each cell of the table is the
-median over the seeds. The value `ideal` of the synchronous run is the time that a perfect overlap of its work would
-need.
+median over the seeds. The value `ideal` of the synchronous run is the time that the run would take if its generation
+and its training overlapped perfectly.
 """
 
 import argparse
@@ -86,7 +87,7 @@ def train(update: str, words: list[str]) -> int:
                 self.mark()
 
         def mark(self) -> None:
-            """Write the CPU time of both processes to the trace."""
+            """Write the CPU times of the trainer and of the inference server to the trace."""
             [info] = self.rollout.servers.post_all("/model_info")
             self.run.trace.mark("cpu", training=time.process_time(), generation=info["cpu_seconds"])
 
@@ -111,7 +112,7 @@ def train(update: str, words: list[str]) -> int:
 
 def behind_the_oldest(trace: list[dict]) -> float:
     """Return the seconds that the trainer waited for a batch although at least BATCH groups had finished."""
-    points = []  # (time, change of the number of finished groups, change of the number of waits)
+    points = []  # (time, change of `ready`, change of `waits`)
     for event in trace:
         if event.get("name") == "rollout_wait":
             points += [(event["ts"], 0, 1), (event["ts"] + event["dur"], 0, -1)]

@@ -2,7 +2,7 @@
 
     python bench/roofline.py                    # estimate a step of Qwen2.5-1.5B on one H100 with the recipe gsm8k
     python bench/roofline.py --model 7b --device h200 --answer 800          # answers of 800 tokens
-    python bench/roofline.py --model DIR --peak 800 --bandwidth 4300        # a model's folder; TFLOP/s and GB/s
+    python bench/roofline.py --model DIR --peak 800 --bandwidth 4300  # the model in folder DIR, 800 TFLOP/s, 4300 GB/s
     python bench/roofline.py --measure          # measure a small model on this machine, and compare with the estimate
 
 **The estimate.** A step consists of parts, and a part consists of kernels. A kernel computes `flops` floating-point
@@ -21,8 +21,8 @@ attention torch.utils.flop_counter counts every pair of a query and a key. A cau
 pairs, so the estimated time of attention counts only half of the FLOPs.
 
 **Not included.** The estimate leaves out kernel launches, the time of Python code, the network, idle time, padding, and
-the overlap of generation with training. Real kernels reach only a part of the peak. The estimate is therefore a lower
-bound of the time.
+the overlap of generation with training. Real kernels reach only a part of the peak, so the estimate is a lower bound of
+the time.
 """
 
 import argparse
@@ -177,8 +177,9 @@ def layers_forward(
 
 
 def layers_backward(s: Shape, rows: float, length: int, b: int, passes: int) -> Part:
-    """Return the kernels of a backward pass through all layers. For each matrix product of the forward pass the
-    backward pass has two, and for each pointwise operation about two."""
+    """Return the kernels of a backward pass through all layers. The backward pass has two matrix products for each
+    matrix product of the forward pass. A backward pass has about two pointwise operations for each pointwise operation
+    of the forward pass."""
     t = rows * length
     one = [kernel for i, o in s.products for kernel in 2 * product(t, i, o, b, passes)]
     return (one + attention(s, rows, length, b, products=5) + [Kernel(0, 2 * t * pointwise(s, b))]) * s.layers

@@ -2,7 +2,7 @@
 
     python bench/soak.py                               # kill 60 processes in 200 steps, seed 1 (`make soak`)
     python bench/soak.py --kills 5 --steps 12 --seed 7 # kill 5 processes in 12 steps
-    python bench/soak.py --freezes 10 --steps 20       # stop a process 10 times for up to 10 s (SIGSTOP), kill none
+    python bench/soak.py --freezes 10 --steps 20       # suspend a process 10 times for up to 10 s (SIGSTOP), kill none
     python bench/soak.py --steps 170 --usage docs/episodes   # kill none, and measure memory over 20,400 episodes
 
 After a random number of steps, or during the startup, the script kills the trainer, the proxy or the server (kill -9).
@@ -10,10 +10,10 @@ If the kill ends the run, the script starts the run again with an identical comm
 the run. The printed seed determines every random choice.
 
 At the end the script makes six checks of the metrics and of the trained samples (tokens/*.safetensors). The metrics
-must contain every step exactly once. Every step must train on 6 prompt groups (the batch size), and no group may occur
-in two steps. Each of the first (steps - eta - 1) * 6 groups must occur in a step. The numbers of the trained groups
-must be below (steps + eta + 1) * 6. In every step, the age of each group must be at most eta. No token may have a newer
-version than the version that its step trains.
+must contain every step exactly once. Every step must train on 6 prompt groups (the batch size), and each group must
+occur in at most one step. Each of the first (steps - eta - 1) * 6 groups must occur in a step. The numbers of the
+trained groups must be below (steps + eta + 1) * 6. In every step, the age of each group must be at most eta. The
+version of each token must be at most the version that its step trains.
 
 Whenever the run has ended, the script also checks that no process of the run is left.
 """
@@ -112,8 +112,8 @@ def kill(command: list[str], rng: random.Random, kills: int, run_dir: Path) -> N
 
 
 def freeze(command: list[str], rng: random.Random, freezes: int, log: Path) -> None:
-    """Run the command to its end. After each line of output from step 1 on, stop a random process of the run for up to
-    10 seconds, but at most `freezes` times."""
+    """Run the command to its end. From step 1 on, suspend a random process of the run for up to 10 seconds after each
+    line of output. Suspend processes at most `freezes` times."""
     with log.open("a") as out, start(command, out) as run:
         assert run.stdout is not None
         seen, steps = 0, 0
@@ -141,7 +141,7 @@ def watch(command: list[str], log: Path, steps: int, path: Path) -> None:
         for line in run.stdout:
             out.write(line)
             step = int(line.split()[1].split("/")[0]) if line.startswith("step ") else 0
-            if step and step % max(steps // 40, 1) == 0 and step < steps:  # processes end after the last step
+            if step and step % max(steps // 40, 1) == 0 and step < steps:  # after the last step, the processes end
                 up = pids(run)
                 (mb, files) = zip(*(usage(up[role]) for role in SCRIPTS))
                 samples.append([BATCH * GAMES * step, round(time.monotonic() - begin, 1), *mb, *files])

@@ -6,9 +6,9 @@
     python bench/staleness.py --draw                       # only the tables and the figures, from the CSV file
 
 The benchmark repeats the experiment of the paper's staleness table (arXiv 2505.24298) on the game of tasks/guess.py.
-Training uses training/actor.py and ppo.py, as in a real run. Each run writes one line of docs/staleness.csv. If the
-file already has a line of a run, the benchmark does not repeat the run. The figure docs/staleness.png shows the
-results, and the page docs/staleness.md explains them.
+Training uses training/actor.py and ppo.py, as in a real run. Each run writes one line of docs/staleness.csv. If
+docs/staleness.csv already has the line of a run, the benchmark does not repeat the run. The figure docs/staleness.png
+shows the results, and the page docs/staleness.md explains them.
 
 **A fixed lag.** On a small machine, generation is as fast as training, so a real run has little lag. In this benchmark
 generation and training alternate in one process, so the benchmark can choose the lag. Steps are counted from 0. Version
@@ -28,9 +28,9 @@ mini-batches, so the policy changes much within a few versions. With a learning 
 effect, because the policy changes too little in 64 steps. Training computes shared prefixes only once
 (training/tree_attention.py). Sharing prefixes affects the speed and not the result.
 
-**Success is exact.** Success is the probability that the policy finds the secret. The benchmark computes success as a
-sum over all games that find the secret. The computation of success adds no noise, so the differences between seeds in
-docs/staleness.png come only from training.
+**Success is exact.** Success is the probability that the policy finds the secret. The benchmark computes success
+exactly: it sums the probabilities of all games that find the secret. The computation of success adds no noise, so the
+differences between seeds in docs/staleness.png come only from training.
 """
 
 import argparse
@@ -180,8 +180,8 @@ def play(model: Any, script: Script, version: int, generator: torch.Generator) -
 @torch.no_grad()
 def success(model: Any, script: Script) -> float:
     """Return the exact probability that the policy finds the secret, as a mean over all secrets."""
-    # P(find a secret) is a sum over all games that find the secret. The term of a game is the product of p(number)
-    # p(end) over the guesses of the game.
+    # P(find a secret) is the sum of the probabilities of all games that find the secret. The probability of a game is
+    # the product of p(number) p(end) over the guesses of the game.
     found, reached = 0.0, [(script.start, {secret: 1 / len(guess.SECRETS) for secret in guess.SECRETS})]
     for _ in range(guess.GUESSES):
         said = [([*ids, token], number, weights) for ids, weights in reached for token, number in script.number.items()]
@@ -281,7 +281,7 @@ def cells(lines: list[dict[str, Any]], column: str) -> dict[tuple[str, str], lis
 
 def print_table(lines: list[dict[str, Any]]) -> None:
     """For seeds 1 to 5, print the measured lag, and the median, lowest and highest success after the last step."""
-    lines = [line for line in lines if line["seed"] <= 5]  # print_stability prints the seeds above 200
+    lines = [line for line in lines if line["seed"] <= 5]  # print_stability prints the results of the seeds above 200
     last, lag, largest = cells(lines, CURVE[-1]), cells(lines, "lag_mean"), cells(lines, "lag_max")
     print("| eta | lag, mean | lag, max | " + " | ".join(METHODS) + " |\n" + "|---" * (3 + len(METHODS)) + "|")
     for eta in ETAS:
@@ -318,8 +318,8 @@ def print_stability(lines: list[dict[str, Any]]) -> None:
 
 
 def draw_stability(lines: list[dict[str, Any]]) -> None:
-    """Draw the success during training of every run of the last two corrections with eta > 0. The curve of a run whose
-    success fell by more than 0.1 is red."""
+    """Draw the success during training for the last two corrections, with one curve for each run that has eta > 0. A
+    curve is red if the success of the run fell by more than 0.1."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -394,7 +394,7 @@ def main() -> None:
     transformers_logging.disable_progress_bar()
     recipe = load_recipe()
     done = {(line["eta"], line["method"], line["seed"]) for line in read()}
-    # The outer loop is over the seeds. If the benchmark is stopped, the results of some seeds are therefore complete.
+    # The outer loop is over the seeds, so that the results of some seeds are complete if the benchmark is stopped.
     for seed in [] if args.draw else args.seeds or sorted(set().union(*seeds.values())):
         base = BASES / f"base-{seed}"
         if not base.exists():

@@ -57,8 +57,8 @@ def main() -> None:
     rows, runs = [], Path(tempfile.mkdtemp())
     for k in range(args.repeats):
         imported, helped = time_of("-c", "import torch"), time_of("train.py", "--help")
-        # Only this script uses the seed 1,000,007. The first run must make the base model of this seed, so an old copy
-        # is deleted.
+        # Only this script uses the seed 1,000,007. An old base model of the seed 1,000,007 is deleted, because the
+        # first run must make the base model.
         shutil.rmtree(next((ROOT / ".cache").glob("tasks.guess-1000007-*"), runs / "none"), ignore_errors=True)
         seed = "seed=1000007" if k == 0 else "seed=1"
         words = ("train.py", "max_steps=2", f"fileroot={runs}", f"trial_name={k}", seed)

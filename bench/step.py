@@ -3,11 +3,12 @@
     python train.py max_steps=8 trial_name=short              # make a run, which keeps its batches in tokens/
     python bench/step.py runs/guess/short --against 7827978   # compare with revision 7827978
 
-This checkout and the earlier revision are the two source trees. Each source tree trains the newest model of the run on
-the newest batch of the run. Each source tree uses its own version of the recipe file. Each pair of measurements runs
-one process of each source tree, one after the other. A process makes several steps and reports the median CPU time of
-its training thread. The table shows medians over the pairs, in milliseconds. The last line shows the largest difference
-between the gradients of the two source trees. For its gradient, a source tree uses the whole batch as one mini-batch.
+The script compares two source trees: this checkout and the earlier revision. Each source tree trains the newest model
+of the run on the newest batch of the run. Each source tree uses its own version of the recipe file. Each pair of
+measurements runs one process of each source tree, one after the other. A process makes several steps and reports the
+median CPU time of its training thread. The table shows medians over the pairs, in milliseconds. The last line shows the
+largest difference between the gradients of the two source trees. The gradients are computed with the whole batch as one
+mini-batch.
 """
 
 import argparse
@@ -25,8 +26,8 @@ COMPUTED = {"prox_logp", "ref_logp", "advantages", "theta_logp", "step_fraction"
 
 
 def measure(tree: Path, config: str, run: Path, steps: int, gradients: Path) -> None:
-    """Print the CPU time of each part in a step of `tree`, as JSON, and write the gradients of the whole batch to the
-    file `gradients`."""
+    """Measure the training step of the source tree `tree`. Print the CPU time of each part of the step as JSON, and
+    write the gradients of the whole batch to the file `gradients`."""
     sys.path.insert(0, str(tree))
     import torch
     from safetensors.torch import load_file, save_file

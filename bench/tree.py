@@ -10,10 +10,10 @@ attention and without a mask. `packed` concatenates the rows, and each token att
 an N x N mask. `dense` computes the tree with an N x N mask. `tree` computes the tree with the blocks of
 training/tree_attention.py, and its time includes building the tree.
 
-The benchmark repeats the five ways in turn and prints the smallest process time of each way. (Wall time would also
-measure other programs.) `gain` is the time of `packed` or `padded`, whichever is smaller, divided by the time of
-`tree`. `ratio` is the number of tokens in the tree, divided by the number of tokens in the rows. `gain` is at most 1 /
-`ratio`. The target is a `gain` of 2 at hidden size 384, for rows of 256 tokens that share 3/4 of their tokens.
+The benchmark repeats the five ways in turn and prints the smallest CPU time of each way, because wall time would also
+measure other programs. `gain` is the time of `packed` or `padded`, whichever is smaller, divided by the time of `tree`.
+`ratio` is the number of tokens in the tree, divided by the number of tokens in the rows. `gain` is at most 1 / `ratio`.
+The target is a `gain` of 2 at hidden size 384, for rows of 256 tokens that share 3/4 of their tokens.
 
 **Building.** The benchmark measures the time to build the tree of 16 rows of 2,500 tokens. If `areal` can be imported
 (areal 1.0.4, in a separate venv), AReaL's `_greedy_build_tries` builds a tree of the same rows for comparison.
@@ -82,8 +82,8 @@ def loss_of(model: Any, hidden: Tensor, ids: Tensor) -> Tensor:
 
 
 def ways(model: Any, rows: Tensor, share: float) -> dict[str, Callable[[], Tensor]]:
-    """Return a dict that maps a way's name to a function. The function computes the loss of the tokens after the shared
-    prefix."""
+    """Return a dict with five functions, one for each way to compute the training pass. Each function computes the loss
+    of the tokens after the shared prefix."""
     length = rows.shape[1]
     own = max(int(share * length), 1)  # the index of the first trained token
     wanted = rows[:, own:].flatten()
@@ -129,7 +129,7 @@ def ways(model: Any, rows: Tensor, share: float) -> dict[str, Callable[[], Tenso
 
 
 def measure(width: int, length: int, share: float, rounds: int) -> str:
-    """Measure all ways for one case and return the case's table row."""
+    """Measure the ways to compute the training pass for one case, and return the table row of the case."""
     model, rows = build(width), make_rows(length, share)
     best: dict[str, float] = {}
     truth: list[Tensor] = []

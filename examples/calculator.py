@@ -53,9 +53,9 @@ def conversation(sample: dict, noise: random.Random, shell: str = "") -> list[di
     agent's shell tool, or "" for the other agents.
 
     The conversation has a system prompt with probability 1/2. The conversation of a coding agent lists the shell and up
-    to 12 unknown tools. There may also be a user message of unknown words before the question, and unknown words around
-    the question and before each tool result. Half of the conversations without a shell list no tools, because some
-    agents without a shell send requests without tools.
+    to 12 unknown tools. In the conversation of a coding agent, a user message of unknown words may come before the
+    question. Unknown words may also stand around the question and before each tool result. If `shell` is empty, half of
+    the conversations list no tools, because some agents send requests without tools.
     """
     a, b, c = sample["numbers"]
     calls = CALL.format("add", a, b), CALL.format("multiply", a + b, c)

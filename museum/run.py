@@ -1,7 +1,7 @@
 """Run an exhibit of the museum: a copy of this project with one bug in it. The page museum/README.md explains the
 exhibits.
 
-    python museum/run.py areal-1569   # put the bug into a copy, run the copy for at most 60 s, and name its report
+    python museum/run.py areal-1569   # put the bug into a copy, run it for at most 60 s, print the report's path
     python museum/run.py --tests      # run each exhibit's unit test in a copy with the bug; all tests must fail
     python museum/run.py --all 20     # run every exhibit and 20 healthy runs, and write museum/results.md
 
@@ -33,7 +33,7 @@ ended the run. Each alarm in the second table would be a false alarm of a rule.
 RUN = re.compile(r"^python train\.py(.*)$", re.MULTILINE)  # a command in exhibit.md
 LEFT_OUT = shutil.ignore_patterns(".*", "runs", "__pycache__", "*.egg-info", "*.png")
 EXHIBITS = sorted(path.parent.name for path in ROOT.glob("museum/*/bug.patch"))
-HEALTHY = ("", "--config configs/maze.yaml")  # arguments of healthy runs with even and with odd numbers
+HEALTHY = ("", "--config configs/maze.yaml")  # healthy runs with even numbers: the demo; with odd numbers: the maze
 
 
 def make_copy(name: str, folder: str) -> Path:
