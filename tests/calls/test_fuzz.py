@@ -114,7 +114,7 @@ conversations = st.builds(lambda stream, talk: GOOD | stream | {"messages": talk
 
 
 def as_json(body: Any) -> bytes:
-    """Serialise a request body as JSON. The keys of the body's dicts may be of types other than str."""
+    """Serialise a request body as JSON. The keys of the body's dicts can have types other than str."""
     return orjson.dumps(body, option=orjson.OPT_NON_STR_KEYS)
 
 

@@ -220,8 +220,8 @@ def test_calls_are_given_as_a_template_wants_them(tiny_tokenizer: Any, wants: st
 
 
 def test_tools_reach_every_turn(tiny_tokenizer: Any) -> None:
-    """The tools are also passed to the template when only new messages are rendered, because some templates write the
-    tools before the last question."""
+    """The template gets the tools in every turn, even if PromptBuilder renders only the new messages. Some templates
+    write the tools before the last question."""
     tokenizer = tokenizer_with(
         tiny_tokenizer,
         HEAD + "{% if tools and loop.last %}{{ tools | tojson }}{% endif %}{{ m.content }}<|im_end|>" + TAIL,
@@ -276,8 +276,8 @@ def tokenizer_of(kind: str, of_bytes: Any) -> Any:
     st.lists(st.text("ab ", min_size=1, max_size=3), max_size=2),
 )
 def test_a_stream_never_takes_anything_back(tiny_tokenizer: Any, data: Any, kind: str, stop: list[str]) -> None:
-    """Each text that `read` returns is a prefix of the later texts and of the whole text. Earlier texts are prefixes of
-    later texts for any tokens, any stop strings and any number of tokens per call."""
+    """Each text that `read` returns is a prefix of the later texts and of the whole text. The tokens, the stop strings
+    and the number of tokens per call are random."""
     tokenizer = tokenizer_of(kind, tiny_tokenizer)
     if kind == "bytes":
         raw = data.draw(st.one_of(st.text(max_size=40).map(str.encode), st.binary(max_size=90)))

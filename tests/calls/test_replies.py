@@ -103,7 +103,7 @@ def nulls(value: Any, path: str = "") -> list[str]:
 
 
 def sent_back(name: str, reply: dict[str, Any]) -> dict[str, Any]:
-    """Return the message with which a client repeats this reply in its next request, in normal form."""
+    """Convert a reply to a message in normal form, as if a client had sent the reply back."""
     if name == "chat/completions":
         return normalise(reply["choices"][0]["message"])
     if name == "responses":
@@ -317,7 +317,7 @@ def test_logprobs_of_the_sampled_tokens() -> None:
     assert [entry["bytes"] for entry in halves.logprobs] == [
         [],
         [],
-    ]  # a token with half a character has no known bytes, so both lists are empty
+    ]  # each token is half of é, so the bytes of the token are unknown
     response = answer_of("responses", Parsed("hi"), token_texts=["h", "i", ""])
     assert whole("responses", response)["output"][0]["content"][0]["logprobs"][0] == content[0]
     assert said(accumulated("responses", streamed("responses", response, []))) == said(whole("responses", response))

@@ -153,7 +153,8 @@ def test_a_call_in_a_stream_is_read_once(monkeypatch: pytest.MonkeyPatch) -> Non
 @settings(deadline=None)
 @given(st.text("ab", max_size=6), st.lists(st.text("ab", min_size=1, max_size=3), max_size=3))
 def test_the_beginning_of_a_mark_is_held_back(text: str, marks: list[str]) -> None:
-    """without_partial removes the longest suffix of the text that may be the beginning of a mark, and nothing else."""
+    """If a text ends with an incomplete mark such as `<tool_`, without_partial removes only this mark. If a text ends
+    with several incomplete marks, without_partial removes the longest."""
     held = [n for n in range(1, len(text) + 1) if any(m.startswith(text[-n:]) and m != text[-n:] for m in marks)]
     assert without_partial(text, marks) == text[: len(text) - max(held, default=0)]
 

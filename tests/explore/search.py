@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 S = TypeVar("S")
 Event = tuple[Any, ...]  # the name of an event and its arguments
-Way = tuple[int, Event] | None  # number of the previous state, and the event that changes it; None for an initial state
+Way = tuple[int, Event] | None  # number of the previous state and the event after it; None for an initial state
 
 
 class Machine(Protocol[S]):
@@ -158,7 +158,7 @@ def explore(machine: Machine[S], keep: bool = True) -> Graph:
     if lost := stuck(graph):
         moves = {source for source, target in zip(graph.sources, graph.targets) if source != target}
         ends = [number for number in lost if number not in moves]
-        # The error shows a state in which no event changes anything, if there is such a state.
+        # `ends` contains the states that no event changes. If `ends` is not empty, the error shows one of these states.
         events = events_to(graph, graph.came_by[(ends or lost)[0]])
         raise Broken("deadlock", f"no goal can be reached after these events:\n{story(machine, events)}")
     graph.seconds = time.monotonic() - began
@@ -169,7 +169,7 @@ def stuck(graph: Graph) -> list[int]:
     """Return the states from which no goal can be reached, in the order of the search."""
     alive, before = bytearray(graph.goals), -1
     while before != (before := sum(alive)):
-        # Later states are closer to a goal, so the loop runs backward.
+        # Most transitions lead to a state with a higher number, so a backward loop needs fewer rounds.
         for k in range(len(graph.sources) - 1, -1, -1):
             if alive[graph.targets[k]]:
                 alive[graph.sources[k]] = 1
