@@ -226,8 +226,8 @@ async def test_a_wrong_reward_is_an_error_of_the_episode(http: httpx.AsyncClient
 
 
 async def say(client: ArealOpenAI, *texts: str, **options: Any) -> Any:
-    """Request a completion for a conversation. The first text is a message of the user, the second text is a message of
-    the assistant, and so on."""
+    """Request a completion for a conversation. The first of `texts` is a message of the user, the second is a message
+    of the assistant, and so on."""
     roles = itertools.cycle(("user", "assistant"))
     messages: Any = [{"role": role, "content": text} for role, text in zip(roles, texts)]
     return await client.chat.completions.create(model="default", messages=messages, **options)
@@ -246,7 +246,7 @@ def direct(tiny_tokenizer: Any) -> Any:
 
 
 async def test_the_direct_approach_of_agent_workflow(direct: Any) -> None:
-    """The "Direct Approach" example from AReaL's page Agent Workflow works, from the calls to the export of rewards."""
+    """The steps of the "Direct Approach" example from AReaL's page Agent Workflow work: calls, rewards and export."""
     client, engine = direct("five", "four")
     first = await say(client, "2+2?")
     second = await say(client, "2+2?", first.choices[0].message.content, "wrong")

@@ -62,8 +62,8 @@ def begins_with(messages: list[Message], said: list[Message]) -> bool:
 
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair["id"])
 def test_an_echoed_history_is_recognised(pair: dict[str, Any]) -> None:
-    """Real clients change whitespace and JSON keys in the conversation history that they send back. A history with such
-    changes still counts as a continuation of the earlier conversation."""
+    """Real clients change whitespace and JSON keys in the conversation history that they send back. A history with
+    changed whitespace or changed JSON keys still counts as a continuation of the conversation."""
     parent, output, child = read(pair)
     assert len(output) == 1  # a reply is one message, even if it has several items or blocks
     assert begins_with(child, parent + output)

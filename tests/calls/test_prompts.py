@@ -113,8 +113,8 @@ def test_a_turn_that_ends_with_several_marks(tiny_tokenizer: Any, sampled: str) 
 
 @pytest.mark.parametrize("name", ["plain", "no newline", "newlines behind the end"])
 def test_where_rendering_again_is_exact_splicing_is_the_same(tiny_tokenizer: Any, name: str) -> None:
-    """If a template does not change the model's text, the prompt made from sampled tokens is identical to the full
-    rendering."""
+    """If a template does not change the model's text, the prompt made from sampled tokens is identical to a prompt that
+    the template renders in full."""
     spliced, whole = (
         Talk(tokenizer_with(tiny_tokenizer, TEMPLATES[name]), chat_template_type=t) for t in ("concat", "hf")
     )
@@ -173,8 +173,8 @@ def test_a_template_that_wants_a_call_before_its_result_is_rendered_in_full(tiny
 
 @pytest.mark.parametrize("name", ["tokenize", "tools", "conversation", "return_tensors"])
 def test_variables_of_the_template_are_no_arguments_of_the_tokenizer(tiny_tokenizer: Any, name: str) -> None:
-    """chat_template_kwargs may set only variables of the template. If chat_template_kwargs contains the name of a
-    parameter of the tokenizer's method, the request is refused with an error that contains this name."""
+    """chat_template_kwargs may set only variables of the template. If a key of chat_template_kwargs is a parameter of
+    the tokenizer's method apply_chat_template, the request is refused with an error that contains the key."""
     with pytest.raises(Refusal, match=f"chat_template_kwargs: {name}"):
         PromptBuilder(tiny_tokenizer).prompt(AgentRequest([user("q")], template_kwargs={name: 1}), None)
 

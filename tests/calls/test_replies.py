@@ -182,8 +182,8 @@ def test_a_chat_completion_has_all_that_strict_clients_read() -> None:
 
 
 def test_a_response_has_all_that_strict_clients_read() -> None:
-    """A reply in OpenAI's Responses protocol has `created_at`, `status` and `usage`. The ids of its items are derived
-    from the response's id."""
+    """A reply in OpenAI's Responses protocol has `created_at`, `status` and `usage`. The ids of the response's items
+    are derived from the response's id."""
     reply = whole("responses", answer_of("responses"))
     assert reply["created_at"] > 0
     assert [item["id"] for item in reply["output"]] == ["rs_ab12", "msg_ab12", "fc_ab12_0", "fc_ab12_1"]

@@ -373,7 +373,8 @@ async def test_n_answers_are_read_together_or_not_at_all(start: Start, streams: 
 
 
 async def test_an_agents_seed_gives_n_different_answers(start: Start) -> None:
-    """With seed=5 and n=2 the two answers have the seeds 5 and 6. An identical second request uses the same seeds."""
+    """With seed=5 and n=2 the two answers have the seeds 5 and 6. An identical second request also uses the seeds 5 and
+    6."""
     harness = start()
     session = await harness.start()
     for _ in range(2):

@@ -152,7 +152,8 @@ async def test_a_named_response_beats_its_twin(start: Start) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 async def test_an_echo_without_reasoning_is_spliced(start: Start, name: str) -> None:
-    """If a client leaves the reasoning out of the history, the next prompt still begins with the sampled tokens."""
+    """If a client sends a history without the model's reasoning, the next prompt still begins with the sampled
+    tokens."""
     harness = start("<think>\nhm\n</think>\n\none", "two", "three")
     session, items = await harness.start(), [user()]
     for k in range(3):
@@ -241,7 +242,7 @@ def test_a_message_keeps_its_blocks_beside_tool_results() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_stop_sequence_is_named(start: Start, stream: bool) -> None:
-    """In Anthropic's protocol, a reply names the stop sequence that ended it."""
+    """In Anthropic's protocol, a reply names the stop sequence that ended the reply."""
     harness = start("four. And five", "four")
     session = await harness.start()
     options: Any = {"model": "m", "max_tokens": 9, "messages": [user()], "stop_sequences": ["x", "And"]}

@@ -158,7 +158,7 @@ def explore(machine: Machine[S], keep: bool = True) -> Graph:
     if lost := stuck(graph):
         moves = {source for source, target in zip(graph.sources, graph.targets) if source != target}
         ends = [number for number in lost if number not in moves]
-        # `ends` contains the states that no event changes. If `ends` is not empty, the error shows one of these states.
+        # `ends` contains the states that no event changes. If `ends` is not empty, the error shows a state of `ends`.
         events = events_to(graph, graph.came_by[(ends or lost)[0]])
         raise Broken("deadlock", f"no goal can be reached after these events:\n{story(machine, events)}")
     graph.seconds = time.monotonic() - began

@@ -242,9 +242,9 @@ def test_the_first_different_call_is_named(tmp_path: Path, line: dict[str, Any])
 
 
 def test_other_tokens_end_no_replay(tmp_path: Path) -> None:
-    """If a call has the recorded prompt but other tokens, the server is not deterministic. After such a call, the
-    replay generates the rest of the call's task without the recorded schedule, and `compare` reports the step that
-    consumes the task."""
+    """If a call has the recorded prompt but other tokens, the server is not deterministic. After a call with other
+    tokens, the replay generates the rest of the call's task without the recorded schedule, and `compare` reports the
+    step that consumes the task."""
     assert executor(tmp_path, call("7-0.0", [[0, 2, "other"]])).missing_calls(7, 5) == []
 
 
