@@ -80,8 +80,8 @@ class Talk:
 @pytest.mark.parametrize("ends", ["the mark", "<|endoftext|>", ""])
 @pytest.mark.parametrize("last", ["", "\n", "\n\n"])
 def test_a_conversation_is_one_row_under_any_template(tiny_tokenizer: Any, name: str, ends: str, last: str) -> None:
-    """With each template of this test, the export style concat exports the conversation as one row. Each sampled token
-    is trained once, and each turn has one end marker."""
+    """With each template of this test, the export style `concat` exports the conversation as one row. Each sampled
+    token is trained once, and each turn has one end marker."""
     talk = Talk(tokenizer_with(tiny_tokenizer, TEMPLATES[name]))
     assert talk.prompts.splices
     mark = "<|im_start|>" if name == "nothing at the end" else "<|im_end|>"

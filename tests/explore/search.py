@@ -112,7 +112,7 @@ class Graph:
 
     states: list[Any] = field(default_factory=list)  # the first state that the search found for each key
     events: list[Event] = field(default_factory=list)  # the event of each transition
-    came_by: list[Way] = field(default_factory=list)  # for each state, the last event of the shortest path
+    came_by: list[Way] = field(default_factory=list)  # for each state, the last event of the shortest path to the state
     sources: array = field(default_factory=lambda: array("I"))  # number of the state before each transition
     targets: array = field(default_factory=lambda: array("I"))  # number of the state after each transition
     goals: bytearray = field(default_factory=bytearray)  # 1 for each goal, 0 for each other state

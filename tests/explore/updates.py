@@ -213,7 +213,7 @@ class World:
         self.passed: list[tuple[int, int]] = []  # (token, version) of each token that the engine has passed on
         self.broken: Broken | None = None
         self.deaths = bounds.deaths
-        # After a trainer's death, labels may be wrong and `claiming` is above 0, until a new trainer labels the servers.
+        # After a trainer's death, labels may be wrong and `claiming` is above 0 until a new trainer labels the servers.
         self.claiming = 0
         self.starting = False  # true while a new trainer has not yet pushed weights; in this time no agent runs
         self.make_processes()

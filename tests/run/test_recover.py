@@ -250,8 +250,8 @@ def flat(state: Any) -> list[torch.Tensor]:
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(tiny_model_dir: Path, tmp_path: Path, monkeypatch) -> None:
-    """A checkpoint has the weights, the moments and the random state of its own step. The files of the checkpoint may
-    be written after the next training step.
+    """A checkpoint has the weights, the moments and the random state of its own step, even if the checkpoint's files
+    are written after the next step.
 
     Until all files of a checkpoint are written, the previous checkpoint counts as the newest one. If the write of a
     checkpoint fails, Recovery.close raises the error, and the previous checkpoint stays valid.

@@ -194,8 +194,8 @@ async def test_a_failed_call_fails_again(follow: Any) -> None:
 @pytest.mark.anyio
 @pytest.mark.parametrize("name", ["eval-7-0.0", "7b.0", ".0", ""])
 async def test_only_training_is_recorded(follow: Any, name: str) -> None:
-    """In a replay, calls of evaluations do not follow the recorded schedule and get no line in the new schedule. Calls
-    of sessions whose names contain no task number are treated in the same way as calls of evaluations."""
+    """In a replay, calls of evaluations do not follow the recorded schedule and get no line in the new schedule. If the
+    name of a session contains no task number, the session's calls are treated like calls of evaluations."""
     engine, _ = follow(RECORDED)
     before = engine.schedule.read_bytes()
     assert (await engine.agenerate(request(name))).output_len == 50
