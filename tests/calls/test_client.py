@@ -96,8 +96,8 @@ class CountingTransport(httpx.ASGITransport):
 
 @pytest.mark.parametrize("rewards", [None, 2.0, {"first": 0.5, "last": 2.0}])
 async def test_two_requests_do_what_five_do(http: httpx.AsyncClient, app: Any, rewards: Any) -> None:
-    """With `grant` and `finish`, a client needs only two requests to get a grant and to start, reward, end and export a
-    session. The exported rewards, parents and rows do not depend on the number of requests."""
+    """With `grant` and `finish`, a client sends only two requests for a whole session, from the grant to the export.
+    The exported rewards, parents and rows do not depend on the number of requests."""
     transport = CountingTransport(app)
     found = []
     for is_short in (False, True):
@@ -226,8 +226,8 @@ async def test_a_wrong_reward_is_an_error_of_the_episode(http: httpx.AsyncClient
 
 
 async def say(client: ArealOpenAI, *texts: str, **options: Any) -> Any:
-    """Request a completion for a conversation. The first text is a message of the user, the second text is a message of
-    the assistant, and so on."""
+    """Request a completion for a conversation. The first of `texts` is a message of the user, the second is a message
+    of the assistant, and so on."""
     roles = itertools.cycle(("user", "assistant"))
     messages: Any = [{"role": role, "content": text} for role, text in zip(roles, texts)]
     return await client.chat.completions.create(model="default", messages=messages, **options)
@@ -246,7 +246,7 @@ def direct(tiny_tokenizer: Any) -> Any:
 
 
 async def test_the_direct_approach_of_agent_workflow(direct: Any) -> None:
-    """The "Direct Approach" example from AReaL's page Agent Workflow works, from the calls to the export of rewards."""
+    """The steps of the "Direct Approach" example from AReaL's page Agent Workflow work: calls, rewards and export."""
     client, engine = direct("five", "four")
     first = await say(client, "2+2?")
     second = await say(client, "2+2?", first.choices[0].message.content, "wrong")
@@ -261,8 +261,8 @@ async def test_the_direct_approach_of_agent_workflow(direct: Any) -> None:
 
 
 async def test_responses_are_created_the_same_way(direct: Any) -> None:
-    """ArealOpenAI supports responses.create, and a request with previous_response_id continues the earlier
-    conversation."""
+    """ArealOpenAI supports responses.create. A request with previous_response_id continues the conversation of the
+    named response."""
     client, _ = direct("one", "two")
     first = await client.responses.create(model="default", input="count")
     second = await client.responses.create(model="default", input="go on", previous_response_id=first.id)
@@ -271,8 +271,8 @@ async def test_responses_are_created_the_same_way(direct: Any) -> None:
 
 
 async def test_a_stream_and_other_options_are_the_same_session(direct: Any) -> None:
-    """If a client is copied (`with_options`, `copy`), the original client's conversation tree also gets the calls of
-    the copy, even streamed calls."""
+    """A copy of a client (`with_options`, `copy`) stores its calls, also streamed calls, in the conversation tree of
+    the original client."""
     client, _ = direct("one", "two", seed=1)
     messages: Any = [{"role": "user", "content": "count"}]
     stream = await client.with_options(timeout=5).chat.completions.create(model="m", messages=messages, stream=True)
@@ -323,7 +323,7 @@ class DocumentsMultiTurn(RolloutWorkflow):
             # Evaluate reward
             reward = await self.async_reward_fn(prompt, response, tokens.input_tokens, tokens.output_tokens, **data)
             t += 1
-            # Continue conversation if needed
+            # Continue the conversation after a wrong answer
             if reward == 0 and t < self.max_turns:
                 messages.append({"role": "assistant", "content": completion.choices[0].message.content})
                 messages.append(self.reflection_msg)
@@ -374,7 +374,7 @@ async def test_a_failed_call_leaves_nothing_in_the_tree(direct: Any) -> None:
     assert not client.cache
     engine.error = None
     await say(client, "hello")
-    client.set_last_reward(1.0)  # sets the reward of the only finished call
+    client.set_last_reward(1.0)  # the only finished call gets the reward
     assert [row.reward for row in client.export_completions().values()] == [1.0]
 
 

@@ -114,7 +114,7 @@ conversations = st.builds(lambda stream, talk: GOOD | stream | {"messages": talk
 
 
 def as_json(body: Any) -> bytes:
-    """Serialise a request body as JSON. The keys of the body's dicts may be of types other than str."""
+    """Serialise a request body as JSON. The keys of the body's dicts can have types other than str."""
     return orjson.dumps(body, option=orjson.OPT_NON_STR_KEYS)
 
 
@@ -145,8 +145,8 @@ raws = st.one_of((bodies | conversations).filter(representable).map(as_json), br
 
 
 async def ask(tokenizer: Any, path: str, raw: bytes) -> int:
-    """Send this body and return the status of its reply. Also check that the session still answers a valid request
-    afterwards."""
+    """Send this body and return the status of its reply. Also check that the session answers a valid request after this
+    body."""
     harness = Harness(tokenizer)
     async with harness.http:
         session = await harness.start()

@@ -38,7 +38,7 @@ def body_of(parse: Any, **fields: Any) -> dict[str, Any]:
 
 
 def read_reply(path: str, reply: Any) -> list[Message]:
-    """Return the messages with which a client repeats this reply in its next request, in normal form."""
+    """Convert a reply to messages in normal form, as if a client had sent the reply back."""
     if path == "chat/completions":
         return [normalise(reply)]
     if path == "responses":
@@ -62,10 +62,10 @@ def begins_with(messages: list[Message], said: list[Message]) -> bool:
 
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair["id"])
 def test_an_echoed_history_is_recognised(pair: dict[str, Any]) -> None:
-    """Real clients change whitespace and JSON keys in the conversation history that they send back. A history with such
-    changes still counts as a continuation of the earlier conversation."""
+    """Real clients change whitespace and JSON keys in the conversation history that they send back. A history with
+    changed whitespace or changed JSON keys still counts as a continuation of the conversation."""
     parent, output, child = read(pair)
-    assert len(output) == 1  # a reply of several items or blocks is one message
+    assert len(output) == 1  # a reply is one message, even if it has several items or blocks
     assert begins_with(child, parent + output)
 
 
@@ -97,7 +97,8 @@ SAID = {"text", "content", "name", "arguments", "input", "id", "call_id", "tool_
 
 
 def places(value: Any, path: tuple = ()) -> list[tuple]:
-    """Return the path of each text, name, id and argument in `value`, which is a part of a client's request."""
+    """Return the path to each text, name, id and argument in a part of a request. A path is a tuple of keys and
+    indices."""
     if isinstance(value, list):
         return [place for i, item in enumerate(value) for place in places(item, (*path, i))]
     if not isinstance(value, dict) or value.get("type") in ("thinking", "reasoning"):
@@ -111,8 +112,7 @@ def places(value: Any, path: tuple = ()) -> list[tuple]:
 
 
 def echoed(pair: dict[str, Any]) -> tuple[list, int, int]:
-    """Return the items of the pair's second request, and the positions where the first reply begins and ends among
-    these items."""
+    """Return the items of the pair's second request, and the indices at which the first reply begins and ends."""
     key = "input" if pair["path"] == "responses" else "messages"
     items, begin = pair["child"][key], len(pair["parent"][key])
     end = begin + 1
@@ -257,7 +257,7 @@ def test_three_protocols_say_one_conversation() -> None:
 
 
 def test_two_replies_in_a_row_stay_two() -> None:
-    """In the Responses protocol, two assistant texts in a row become two messages."""
+    """In the Responses protocol, two consecutive assistant texts become two messages."""
     said = [{"role": "assistant", "content": word} for word in ("a", "b")]
     assert parse_responses({"input": [*said, *HELLO]}).messages == [*said, *HELLO]
     assert parse_responses({"input": "hello"}).messages == HELLO
@@ -265,8 +265,8 @@ def test_two_replies_in_a_row_stay_two() -> None:
 
 
 def test_tools_are_one_form() -> None:
-    """Tools from all three protocols are converted to the same form. Tools that are not functions are left out. Hints
-    such as `strict` are also left out."""
+    """Tools from all three protocols are converted to the same form. The converted list contains only functions,
+    without hints such as `strict`."""
     flat = {"name": "f", "description": "", "parameters": {"type": "object"}, "strict": True}
     other = [{"type": "web_search"}, {"type": "namespace", "tools": []}, {"type": "web_search_20250305", "name": "w"}]
     chat = parse_chat(body_of(parse_chat, tools=[TOOL, {"type": "custom", "custom": {"name": "x"}}]))
@@ -451,8 +451,8 @@ def test_nothing_but_a_bad_request_is_raised(parse: Any, body: dict[str, Any], i
 
 
 def test_neutral_values_and_unknown_keys_are_accepted() -> None:
-    """Frameworks send unknown keys, and unsupported parameters with their default values. Unknown keys and default
-    values do not change the parsed request."""
+    """Frameworks send unknown keys, and also send the default values of unsupported parameters. Unknown keys and
+    default values do not change the parsed request."""
     body: dict[str, Any] = {
         "stream": False,
         "n": 1,
@@ -494,16 +494,16 @@ def test_sampling_parameters_are_translated() -> None:
 
 
 def test_half_a_surrogate_pair_stays_text() -> None:
-    """Tool-call arguments with half a surrogate pair are kept as text, because the parsed value could not be serialised
-    as JSON again."""
+    """Tool-call arguments with half a surrogate pair are kept as text, because the parsed value cannot be written as
+    JSON."""
     text = '{"a": "\\ud800"}'
     call = {"id": "1", "function": {"name": "f", "arguments": text}}
     assert normalise({"role": "assistant", "tool_calls": [call]})["tool_calls"][0]["function"]["arguments"] == text
 
 
 def test_how_the_answer_is_wanted() -> None:
-    """The parser reads whether to stream, the number of answers, logprobs, `store` and the template's variables from
-    the body."""
+    """From a request's body, the parser reads `stream`, `n`, `logprobs`, `store` and the variables of the chat
+    template."""
     options = {"include_usage": True}
     ask = parse_chat(body_of(parse_chat, stream=True, stream_options=options, n=3, logprobs=True, store=False))
     assert (ask.stream, ask.stream_usage, ask.n, ask.logprobs, ask.store) == (True, True, 3, True, False)
@@ -558,8 +558,8 @@ def test_what_is_nested_too_deeply_is_refused_by_name() -> None:
 
 
 def finished(prefix: str, messages: list[Message], parsed: Parsed) -> InteractionWithTokenLogpReward:
-    """Return a finished interaction. The interaction's id is the prefix followed by "ab". The prefix also determines
-    the protocol."""
+    """Return a finished interaction. The interaction's id is the prefix followed by "ab". The id's prefix also
+    determines the protocol."""
     name = "responses" if prefix == "resp_" else "messages"
     answer = Answer(f"{prefix}ab", ModelResponse([1], [2], [-1.0], [0], "stop"), parsed)
     found = InteractionWithTokenLogpReward(messages, tools=[TOOL], output_message_list=[answer.message])
@@ -604,8 +604,8 @@ def test_a_thread_keeps_its_tools() -> None:
 
 
 def test_references_to_items_are_put_in() -> None:
-    """In its next request, a client may replace the items of a reply with references to these items. The parser
-    replaces each reference with its item."""
+    """A client's next request can contain references to a reply's items instead of the items. The parser replaces each
+    reference with its item."""
     call = {"type": "function_call", "call_id": "call_ab_0", "name": "f", "arguments": '{"a": 1}'}
     last = {"type": "item_reference", "id": "fc_ab_1"}
     for thought in ({"type": "item_reference", "id": "rs_ab"}, {"type": "reasoning", "summary": []}):

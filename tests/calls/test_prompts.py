@@ -80,8 +80,8 @@ class Talk:
 @pytest.mark.parametrize("ends", ["the mark", "<|endoftext|>", ""])
 @pytest.mark.parametrize("last", ["", "\n", "\n\n"])
 def test_a_conversation_is_one_row_under_any_template(tiny_tokenizer: Any, name: str, ends: str, last: str) -> None:
-    """With each template of this test, the export style concat exports the conversation as one row. Each sampled token
-    is trained once, and each turn has one end marker."""
+    """With each template of this test, the export style `concat` exports the conversation as one row. Each sampled
+    token is trained once, and each turn has one end marker."""
     talk = Talk(tokenizer_with(tiny_tokenizer, TEMPLATES[name]))
     assert talk.prompts.splices
     mark = "<|im_start|>" if name == "nothing at the end" else "<|im_end|>"
@@ -113,8 +113,8 @@ def test_a_turn_that_ends_with_several_marks(tiny_tokenizer: Any, sampled: str) 
 
 @pytest.mark.parametrize("name", ["plain", "no newline", "newlines behind the end"])
 def test_where_rendering_again_is_exact_splicing_is_the_same(tiny_tokenizer: Any, name: str) -> None:
-    """If a template does not change the model's text, the prompt made from sampled tokens is identical to the full
-    rendering."""
+    """If a template does not change the model's text, the prompt made from sampled tokens is identical to a prompt that
+    the template renders in full."""
     spliced, whole = (
         Talk(tokenizer_with(tiny_tokenizer, TEMPLATES[name]), chat_template_type=t) for t in ("concat", "hf")
     )
@@ -173,8 +173,8 @@ def test_a_template_that_wants_a_call_before_its_result_is_rendered_in_full(tiny
 
 @pytest.mark.parametrize("name", ["tokenize", "tools", "conversation", "return_tensors"])
 def test_variables_of_the_template_are_no_arguments_of_the_tokenizer(tiny_tokenizer: Any, name: str) -> None:
-    """chat_template_kwargs may set only variables of the template. If chat_template_kwargs contains the name of a
-    parameter of the tokenizer's method, the request is refused with an error that contains this name."""
+    """chat_template_kwargs may set only variables of the template. If a key of chat_template_kwargs is a parameter of
+    the tokenizer's method apply_chat_template, the request is refused with an error that contains the key."""
     with pytest.raises(Refusal, match=f"chat_template_kwargs: {name}"):
         PromptBuilder(tiny_tokenizer).prompt(AgentRequest([user("q")], template_kwargs={name: 1}), None)
 
@@ -220,8 +220,8 @@ def test_calls_are_given_as_a_template_wants_them(tiny_tokenizer: Any, wants: st
 
 
 def test_tools_reach_every_turn(tiny_tokenizer: Any) -> None:
-    """The tools are also passed to the template when only new messages are rendered, because some templates write the
-    tools before the last question."""
+    """The template gets the tools in every turn, even if PromptBuilder renders only the new messages. Some templates
+    write the tools before the last question."""
     tokenizer = tokenizer_with(
         tiny_tokenizer,
         HEAD + "{% if tools and loop.last %}{{ tools | tojson }}{% endif %}{{ m.content }}<|im_end|>" + TAIL,
@@ -276,8 +276,8 @@ def tokenizer_of(kind: str, of_bytes: Any) -> Any:
     st.lists(st.text("ab ", min_size=1, max_size=3), max_size=2),
 )
 def test_a_stream_never_takes_anything_back(tiny_tokenizer: Any, data: Any, kind: str, stop: list[str]) -> None:
-    """Each text that `read` returns is a prefix of the later texts and of the whole text. Earlier texts are prefixes of
-    later texts for any tokens, any stop strings and any number of tokens per call."""
+    """Each text that `read` returns is a prefix of the later texts and of the whole text. The tokens, the stop strings
+    and the number of tokens per call are random."""
     tokenizer = tokenizer_of(kind, tiny_tokenizer)
     if kind == "bytes":
         raw = data.draw(st.one_of(st.text(max_size=40).map(str.encode), st.binary(max_size=90)))

@@ -103,7 +103,7 @@ def nulls(value: Any, path: str = "") -> list[str]:
 
 
 def sent_back(name: str, reply: dict[str, Any]) -> dict[str, Any]:
-    """Return the message with which a client repeats this reply in its next request, in normal form."""
+    """Convert a reply to a message in normal form, as if a client had sent the reply back."""
     if name == "chat/completions":
         return normalise(reply["choices"][0]["message"])
     if name == "responses":
@@ -182,8 +182,8 @@ def test_a_chat_completion_has_all_that_strict_clients_read() -> None:
 
 
 def test_a_response_has_all_that_strict_clients_read() -> None:
-    """A reply in OpenAI's Responses protocol has `created_at`, `status` and `usage`. The ids of its items are derived
-    from the response's id."""
+    """A reply in OpenAI's Responses protocol has `created_at`, `status` and `usage`. The ids of the response's items
+    are derived from the response's id."""
     reply = whole("responses", answer_of("responses"))
     assert reply["created_at"] > 0
     assert [item["id"] for item in reply["output"]] == ["rs_ab12", "msg_ab12", "fc_ab12_0", "fc_ab12_1"]
@@ -317,7 +317,7 @@ def test_logprobs_of_the_sampled_tokens() -> None:
     assert [entry["bytes"] for entry in halves.logprobs] == [
         [],
         [],
-    ]  # a token with half a character has no known bytes, so both lists are empty
+    ]  # each token is half of é, so the bytes of the token are unknown
     response = answer_of("responses", Parsed("hi"), token_texts=["h", "i", ""])
     assert whole("responses", response)["output"][0]["content"][0]["logprobs"][0] == content[0]
     assert said(accumulated("responses", streamed("responses", response, []))) == said(whole("responses", response))

@@ -153,7 +153,8 @@ def test_a_call_in_a_stream_is_read_once(monkeypatch: pytest.MonkeyPatch) -> Non
 @settings(deadline=None)
 @given(st.text("ab", max_size=6), st.lists(st.text("ab", min_size=1, max_size=3), max_size=3))
 def test_the_beginning_of_a_mark_is_held_back(text: str, marks: list[str]) -> None:
-    """without_partial removes the longest suffix of the text that may be the beginning of a mark, and nothing else."""
+    """If a text ends with an incomplete mark such as `<tool_`, without_partial removes only this mark. If a text ends
+    with several incomplete marks, without_partial removes the longest."""
     held = [n for n in range(1, len(text) + 1) if any(m.startswith(text[-n:]) and m != text[-n:] for m in marks)]
     assert without_partial(text, marks) == text[: len(text) - max(held, default=0)]
 
@@ -210,8 +211,8 @@ def templated(tiny_tokenizer: Any) -> Any:
 
 
 def test_a_tokenizers_own_template_is_used(templated: Any) -> None:
-    """A tokenizer's response template can parse only finished text. With a response template, a stream therefore sends
-    nothing before the answer is finished. A tool call cannot be forced with a response template."""
+    """A tokenizer's response template can parse only finished text, so a stream sends nothing before the answer is
+    finished. A tool call cannot be forced with a response template."""
     parser = OutputParser(templated)
     text = '[THINK]hm[/THINK]Well.[CALL]{"name": "f", "arguments": {"a": 1}}[/CALL]'
     assert parser.special_tokens

@@ -38,7 +38,7 @@ TOOLS: list[Any] = [
     for name in ("look", "open")
 ]
 Start = Callable[..., Harness]
-ENDS: dict[str, Callable[[bytes], bool]] = {  # for each protocol, the test for a stream's last event
+ENDS: dict[str, Callable[[bytes], bool]] = {  # for each protocol, a function that detects a stream's last event
     "chat/completions": lambda piece: b"data: [DONE]" in piece,
     "responses": lambda piece: b'"response.completed"' in piece,
     "messages": lambda piece: b"message_stop" in piece,
@@ -269,9 +269,9 @@ async def test_a_tool_call_is_parsed_and_gone_on_from(start: Start, tiny_tokeniz
 
 @pytest.mark.parametrize("levels", range(193, 203))
 async def test_a_call_that_is_nested_deeply_has_a_reply(start: Start, levels: int) -> None:
-    """The proxy sends a reply for any nesting depth of the arguments of a tool call. The tool call may be in a
-    request's history or in the model's answer. Without the reply, the agent would get an error, but the turn would
-    still be trained."""
+    """However deeply the arguments of a tool call are nested, the proxy sends a reply. The tool call may be in a
+    request's history or in the model's answer. If the proxy sent an error instead of the reply, the turn would still be
+    trained."""
     deep = '{"a": ' * levels + "1" + "}" * levels
     call = f'<tool_call>\n{{"name": "look", "arguments": {deep}}}\n</tool_call>'
     harness = start("one", call, "two")
@@ -373,7 +373,8 @@ async def test_n_answers_are_read_together_or_not_at_all(start: Start, streams: 
 
 
 async def test_an_agents_seed_gives_n_different_answers(start: Start) -> None:
-    """With seed=5 and n=2 the two answers have the seeds 5 and 6. An identical second request uses the same seeds."""
+    """With seed=5 and n=2 the two answers have the seeds 5 and 6. An identical second request also uses the seeds 5 and
+    6."""
     harness = start()
     session = await harness.start()
     for _ in range(2):
@@ -507,11 +508,10 @@ async def test_models_are_listed(start: Start) -> None:
     ],
 )
 def test_which_turn_a_retry_belongs_to(states: str, says_so: bool, match: int | None) -> None:
-    """A request counts as a retry of an identical earlier request if the turn of the earlier request is unread, failed
-    or abandoned. A request with a retry header may also count as a retry of an identical turn that is still running. If
-    no identical turn is running, a request with a retry header may count as a retry of the newest identical turn whose
-    connection is closed. In this test the state "read" means that the client has read the reply, so the connection is
-    open."""
+    """A request is a retry if an identical earlier request has a turn in the state UNREAD, FAILED or ABANDONED. With a
+    retry header, a request is also a retry if an identical turn is still running. If no identical turn is running, a
+    request with a retry header retries the newest identical turn whose connection is closed. In this test the state
+    "read" means a finished turn whose connection is open."""
     turns: list[Any] = []
     for name in states.split():
         transport = SimpleNamespace(is_closing=lambda name=name: name != "read")

@@ -152,7 +152,8 @@ async def test_a_named_response_beats_its_twin(start: Start) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 async def test_an_echo_without_reasoning_is_spliced(start: Start, name: str) -> None:
-    """If a client leaves the reasoning out of the history, the next prompt still begins with the sampled tokens."""
+    """If a client sends a history without the model's reasoning, the next prompt still begins with the sampled
+    tokens."""
     harness = start("<think>\nhm\n</think>\n\none", "two", "three")
     session, items = await harness.start(), [user()]
     for k in range(3):
@@ -241,7 +242,7 @@ def test_a_message_keeps_its_blocks_beside_tool_results() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_stop_sequence_is_named(start: Start, stream: bool) -> None:
-    """In Anthropic's protocol, a reply names the stop sequence that ended it."""
+    """In Anthropic's protocol, a reply names the stop sequence that ended the reply."""
     harness = start("four. And five", "four")
     session = await harness.start()
     options: Any = {"model": "m", "max_tokens": 9, "messages": [user()], "stop_sequences": ["x", "And"]}
@@ -361,7 +362,8 @@ async def test_only_allowed_tools_are_called(tool_tokenizer: Any, name: str, mod
 
 @pytest.mark.parametrize("tools", [[], [{"type": "function", "name": "h"}], [{"name": 3}], "f"])
 def test_allowed_tools_are_offered_tools(tools: Any) -> None:
-    """A request that requires a tool call is refused if none of its allowed tools is in its list of tools."""
+    """The parser refuses a request that requires a tool call if the request's `tools` contain none of the allowed
+    tools."""
     choice = {"type": "allowed_tools", "mode": "required", "tools": tools}
     with pytest.raises(ValueError, match="tool"):
         parse_responses({"input": "hello", "tools": [offer("responses")], "tool_choice": choice})
@@ -373,7 +375,7 @@ def test_allowed_tools_are_offered_tools(tools: Any) -> None:
 @pytest.mark.parametrize("path", ["/{}/v1", "/{}", "/{}//v1", "/{}/v1/", "//v1"])
 @pytest.mark.parametrize("name", NAMES)
 async def test_a_double_slash_is_a_slash(start: Start, name: str, path: str) -> None:
-    """A client reaches the proxy even if its URL contains two slashes in a row."""
+    """A client reaches the proxy even if the client's URL contains two consecutive slashes."""
     harness = start("one")
     session = await harness.start()
     key = {"Authorization": f"Bearer {session}"}
@@ -440,8 +442,8 @@ async def test_the_input_of_a_response_can_be_listed(start: Start) -> None:
 
 
 async def test_management_names_the_wrong_field(start: Start) -> None:
-    """The proxy refuses to start a session with an API key that the caller chooses, and to export without a session id.
-    Each error names the wrong or missing field."""
+    """The proxy refuses to start a session if the caller chooses the session's API key. The proxy also refuses an
+    export without a session id. Each error names the wrong or missing field."""
     harness = start()
     await harness.post("/grant_capacity", headers=ADMIN)
     answer = await harness.post("/rl/start_session", {"task_id": "t", "api_key": "sk-mine"}, headers=ADMIN)

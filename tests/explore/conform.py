@@ -11,9 +11,9 @@ The following examples show records of a trace and the events that the state mac
     For `consume 0` and `consume 1`, the machine executes `take`, whose batch has groups 0 and 1 in this order.
     For `start 2` at version 1, the machine executes `version` and `start`, so the gate admits group 2.
 
-The trace records a new version only after the gate has begun to use the version. `conform` therefore also reads the
-file schedule.jsonl, which shows between which two events each version began. `conform` does not support a run that was
-killed and then continued.
+The trace records a new version only after the gate has begun to use the version. `conform` also reads the file
+schedule.jsonl, because this file shows between which two events each version began. `conform` does not support a run
+that was killed and then continued.
 """
 
 import json

@@ -3,7 +3,8 @@
 DispatchMachine uses the real classes, not models of these classes. After a kill, the state machine restores the
 checkpoint with WorkflowExecutor.load_state_dict (rollout/executor.py). Groups start, end, fail and are rejected in
 every order. The trainer consumes batches, makes new versions, and may write a checkpoint with a new version. The
-training process may be killed. A group has tokens of every version between its start and its end. The properties:
+training process can be killed. A group has tokens of each version from the group's start to the group's end. The
+properties:
 
     `age`         No token is trained if it is more than eta versions old.
     `gate`        When a group starts, accepted + running <= (eta + version + 1) * B.
@@ -106,7 +107,7 @@ class DispatchMachine:
 
     mode: str  # rollout.stale
     bounds: Bounds
-    dispatcher: ModuleType = rollout.dispatcher  # module of DispatchState, or a test's copy with a planted error
+    dispatcher: ModuleType = rollout.dispatcher  # module with DispatchState, or a copy of it with a planted error
     staleness: ModuleType = staleness
     executor: ModuleType = rollout.executor
 
@@ -116,7 +117,7 @@ class DispatchMachine:
         return [world]
 
     def build(self, world: World) -> None:
-        """Give the world a new dispatcher and a new staleness manager, as in a process that has just started."""
+        """Put a new dispatcher and a new staleness manager into `world`, as in a process that has just started."""
         b = self.bounds
         manager = self.staleness.StalenessManager(world, b.concurrent, b.batch, b.eta)
         oldest: Callable[[Group], int] = lambda group: group.oldest  # noqa: E731
@@ -225,7 +226,7 @@ class DispatchMachine:
         return FunctionType(code, vars(self.executor) | versions)
 
     def copy(self, world: World) -> World:
-        """Return a copy of a world, with copies of its dispatcher and its staleness manager."""
+        """Return a copy of `world`, with copies of its dispatcher and its staleness manager."""
         new, state, manager = clone(world), clone(world.state), clone(world.state.manager)
         new.started, new.files, new.state = dict(world.started), dict(world.files), state
         state.pending, state.order, state.rejected = state.pending.copy(), state.order.copy(), state.rejected.copy()
@@ -281,8 +282,7 @@ LARGE = (
     Bounds(eta=1, batch=2, concurrent=3, versions=3, rejections=1, withdrawals=2),
     Bounds(eta=2, batch=2, concurrent=4, versions=5, rejections=2),
 )
-# If many groups are rejected, few finished groups wait for a step, so no group becomes too old. Two of the cases in FAR
-# therefore allow few rejections.
+# Two of the cases limit the number of rejected groups, so that enough finished groups wait for a step and become old.
 FAR = (
     Bounds(eta=3, batch=4, concurrent=9, versions=10**6, rejections=10**6),
     Bounds(eta=2, batch=2, concurrent=9, versions=10**6, rejections=20),

@@ -18,7 +18,7 @@ class StillLoop(asyncio.BaseEventLoop):
     def __init__(self) -> None:
         super().__init__()
         self._selector = self
-        self.threads: list[tuple[asyncio.Future, Callable[[], Any]]] = []  # (future, function) of each waiting function
+        self.threads: list[tuple[asyncio.Future, Callable[[], Any]]] = []  # waiting functions and their futures
 
     def select(self, timeout: float | None) -> list[Any]:
         return []

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 S = TypeVar("S")
 Event = tuple[Any, ...]  # the name of an event and its arguments
-Way = tuple[int, Event] | None  # number of the previous state, and the event that changes it; None for an initial state
+Way = tuple[int, Event] | None  # number of the previous state and the event after it; None for an initial state
 
 
 class Machine(Protocol[S]):
@@ -112,7 +112,7 @@ class Graph:
 
     states: list[Any] = field(default_factory=list)  # the first state that the search found for each key
     events: list[Event] = field(default_factory=list)  # the event of each transition
-    came_by: list[Way] = field(default_factory=list)  # for each state, the last event of the shortest path
+    came_by: list[Way] = field(default_factory=list)  # for each state, the last event of the shortest path to the state
     sources: array = field(default_factory=lambda: array("I"))  # number of the state before each transition
     targets: array = field(default_factory=lambda: array("I"))  # number of the state after each transition
     goals: bytearray = field(default_factory=bytearray)  # 1 for each goal, 0 for each other state
@@ -158,7 +158,7 @@ def explore(machine: Machine[S], keep: bool = True) -> Graph:
     if lost := stuck(graph):
         moves = {source for source, target in zip(graph.sources, graph.targets) if source != target}
         ends = [number for number in lost if number not in moves]
-        # The error shows a state in which no event changes anything, if there is such a state.
+        # `ends` contains the states that no event changes. If `ends` is not empty, the error shows a state of `ends`.
         events = events_to(graph, graph.came_by[(ends or lost)[0]])
         raise Broken("deadlock", f"no goal can be reached after these events:\n{story(machine, events)}")
     graph.seconds = time.monotonic() - began
@@ -169,7 +169,7 @@ def stuck(graph: Graph) -> list[int]:
     """Return the states from which no goal can be reached, in the order of the search."""
     alive, before = bytearray(graph.goals), -1
     while before != (before := sum(alive)):
-        # Later states are closer to a goal, so the loop runs backward.
+        # Most transitions lead to a state with a higher number, so a backward loop needs fewer rounds.
         for k in range(len(graph.sources) - 1, -1, -1):
             if alive[graph.targets[k]]:
                 alive[graph.sources[k]] = 1

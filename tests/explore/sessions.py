@@ -81,7 +81,7 @@ class SessionMachine:
     a crash, a new proxy starts with an empty table."""
 
     bounds: SessionBounds
-    module: ModuleType = calls.sessions  # module of SessionTable, or a test's copy with a planted error
+    module: ModuleType = calls.sessions  # module with SessionTable, or a copy of the module with a planted error
 
     def initial(self) -> Iterable[World]:
         world = World()

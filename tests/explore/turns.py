@@ -2,17 +2,17 @@
 the conversation tree (cache.py).
 
 TurnMachine calls the real endpoints of the proxy in a separate event loop (loop.py). Clients connect, hang up and
-retry. The proxy detects the end of a client's connection some time later. The engine generates tokens, finishes or
-fails. The engine needs some time to abort a generation. The trainer sets a reward, ends the session and exports the
-session. Only the tokenizer and the engine are stand-ins. A token is a letter, and each generation has its own letter,
-version and log-probabilities. The search (search.py) cannot copy a running coroutine, so a state is the list of the
-events that lead to the state. To apply an event, the state machine replays all earlier events and then this event. The
-properties:
+retry. After a client hangs up, some time passes before the proxy detects the hang-up. The engine generates tokens,
+finishes or fails. The engine needs some time to abort a generation. The trainer sets a reward, ends the session and
+exports the session. Only the tokenizer and the engine are stand-ins. A token is a letter, and each generation has its
+own letter, version and log-probabilities. The search (search.py) cannot copy a running coroutine, so a state is the
+list of the events that lead to the state. To apply an event, the state machine replays all earlier events and then this
+event. The properties:
 
     `once`      A call and its retries become at most one exported turn.
     `read`      If a client reads a whole reply before the session ends, the export contains the reply.
     `mixed`     Each client gets the reply to its own request. Each exported turn has the tokens of its own generation.
-    `stopped`   The engine is told to stop a generation if no client waits for it or if its session has ended.
+    `stopped`   If no client waits for a generation or the session has ended, the engine is told to stop the generation.
     `answered`  No client waits for a generation that is over.
     `tree`      The unfinished turns of the conversation tree are the running turns of the session.
     `tokens`    Each sampled token is trained at most once, with its own log-probability and version.
@@ -70,7 +70,7 @@ class Generation:
     on_tokens: Any
     response: ModelResponse
     news: asyncio.Future
-    state: str = "runs"  # "runs", "stops" during an abort, or "over"
+    state: str = "runs"  # "runs"; "stops" while the engine aborts the generation; "over" at the end
 
 
 @dataclass(eq=False)
@@ -113,7 +113,8 @@ class Engine:
 
 @dataclass(eq=False)
 class Client:
-    """A connection of a client. `body` names the request, and `status` is 0 until the client has the answer."""
+    """A connection of a client. `body` is the letter of the request (see TurnBounds). `status` is 0 until the client
+    has the answer."""
 
     body: str
     marked: bool  # whether a header marks the request as a retry
@@ -136,7 +137,7 @@ class TurnBounds(NamedTuple):
 
 
 class World:
-    """One run of the proxy."""
+    """A proxy with one session, the session's clients, and a stand-in engine."""
 
     def __init__(self, bounds: TurnBounds, shared: Any, module: ModuleType) -> None:
         self.bounds, self.module, self.loop = bounds, module, StillLoop()
@@ -165,7 +166,7 @@ class World:
             self.loop.run_thread()
         elif name in ("token", "finishes", "fails", "stopped"):
             self.engine.generations[args[0]].news.set_result(name)
-        elif name == "noticed as it finishes":  # the hang-up and the last token happen before the event loop runs
+        elif name == "noticed as it finishes":  # the proxy gets the hang-up and the last token together
             self.clients[args[0]].hangup.set_result(None)
             self.engine.generations[args[1]].news.set_result("finishes")
         else:
@@ -401,7 +402,7 @@ class TurnMachine(PathMachine):
     """The state machine of the proxy's endpoints. The events come from clients, an engine and a trainer."""
 
     bounds: TurnBounds
-    module: ModuleType = proxy  # module of Proxy, or a test's copy with a planted error
+    module: ModuleType = proxy  # module with Proxy, or a copy of the module with a planted error
 
     @cached_property
     def shared(self) -> Any:

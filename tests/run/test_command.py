@@ -1,5 +1,5 @@
-"""Tests of run/command.py: the number of threads in a run, the output of `--help`, and the effect of Ctrl-C. Ctrl-C may
-also arrive while a checkpoint is written."""
+"""Tests of run/command.py: the number of threads in a run, the output of `--help`, and the effect of Ctrl-C. One test
+sends Ctrl-C while a checkpoint is written."""
 
 import os
 import signal
@@ -73,8 +73,9 @@ class InterruptedWriter(FileSystemWriter):
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_ctrl_c_during_a_checkpoint_ends_the_run_as_usual(tmp_path: Path) -> None:
     """If Ctrl-C arrives while torch writes a checkpoint, torch raises CheckpointException instead of KeyboardInterrupt.
-    CheckpointException would end the run with a traceback and exit code 1. `unwrapped` raises KeyboardInterrupt again,
-    so the run ends with exit code 130. Any other exception during the write of a checkpoint is raised unchanged."""
+    CheckpointException would end the run with a traceback and exit code 1. `unwrapped` replaces CheckpointException
+    with KeyboardInterrupt, so the run ends with exit code 130. Any other exception during the write of a checkpoint is
+    raised unchanged."""
 
     def full() -> None:
         raise OSError("No space left on device")

@@ -69,7 +69,7 @@ def test_what_cannot_run_is_said_in_one_line(words: list[str], says: str) -> Non
     assert len(str(error.value).splitlines()) == 1
 
 
-# Every key has an effect: the code reads each key, and a key without effect is refused.
+# Tests of the effect of each key
 
 
 def names_read(source: str) -> set[str]:
@@ -209,7 +209,7 @@ def test_help_lists_every_key(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def is_number(hint: Any) -> bool:
-    """Return whether a value of this type may be a number."""
+    """Return whether a value of this type can be a number."""
     return get_origin(hint) is not list and bool({int, float} & {hint, *get_args(hint)})
 
 
@@ -269,7 +269,7 @@ def test_a_number_outside_its_interval_is_refused(name: str, value: str, tmp_pat
         assert value in MAY_BE_NEGATIVE[name]
 
 
-ZERO_IS_PLAIN = {  # for each key whose help explains the value 0 without the digit 0, words in the help
+ZERO_IS_PLAIN = {  # for some keys, words of the help that describe the value 0
     "gconfig.frequency_penalty": "subtracted from",
     "gconfig.presence_penalty": "subtracted from",
     "gconfig.seed": "seed of the sampling",
@@ -346,8 +346,8 @@ def test_group_size_and_n_samples_are_one_number() -> None:
 
 
 def test_derived_values_are_written_back() -> None:
-    """`load` also fills in defaults that depend on other keys. A run's config.yaml therefore contains every value that
-    the run uses."""
+    """`load` fills in the defaults that depend on other keys, so a run's config.yaml contains every value that the run
+    uses."""
     config = load(["rollout.max_head_offpolicyness=2", "train_dataset.batch_size=3"])
     assert (config.rollout.consumer_batch_size, config.rollout.max_concurrent_rollouts) == (3, 9)
 
@@ -364,7 +364,7 @@ def test_the_servers_key_is_made_and_never_written(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("NANO_AREAL_SERVER_KEY", "mine")
     assert load(["rollout.server_addrs=[http://gpu:1]"]).rollout.server_key == "mine"
     written = asdict(new)
-    del written["rollout"]["server_key"]  # run/command.py also leaves the server key out of config.yaml
+    del written["rollout"]["server_key"]  # run/command.py does not write the server key
     OmegaConf.save(written, tmp_path / "config.yaml")
     assert changed(tmp_path / "config.yaml", other) == []
 

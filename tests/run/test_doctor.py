@@ -30,7 +30,7 @@ from run.mismatch import Canary, compare_scores
 from training.actor import FSDPPPOActor
 from training.config import PPOActorConfig
 
-CONFIG = load([])  # the demo's settings: eta 1, 20 members, float32
+CONFIG = load([])  # the demo's settings: eta 1, 20 members in a group, float32
 HEALTHY: dict[str, Any] = {
     "success": 0.5,
     "reward": 0.5,
@@ -119,7 +119,7 @@ def test_a_rule_fires_on_the_sick_run_alone(rule: str, sick: dict[str, Any], nea
     steps = next(each.steps for each in RULES if each.name == rule)
     assert rule in rules_that_fire(lines_of(steps, **sick))
     assert rule not in rules_that_fire(lines_of(steps, **near))
-    assert rule not in rules_that_fire(lines_of(steps, **sick)[1:])  # the rule needs one more line of metrics
+    assert rule not in rules_that_fire(lines_of(steps, **sick)[1:])  # with one line fewer, the rule does not fire
 
 
 def test_every_rule_has_a_case_and_an_entry() -> None:

@@ -46,8 +46,8 @@ def started(module: str, folder: Path, gpus: list[str]) -> tuple[int, str]:
 
 @pytest.mark.parametrize("is_early", [True, False])
 def test_an_order_does_what_the_command_does(module: str, tmp_path: Path, is_early: bool) -> None:
-    """After an order, an early process has the arguments and keys of the ordinary command. The early process writes to
-    the log of the ordinary command, and ends with the command's exit code."""
+    """After an order, an early process has the arguments and the secret keys of the ordinary command. The early process
+    writes to the log of the ordinary command, and ends with the command's exit code."""
     if is_early:
         early.start(module)
     code, log = started(module, tmp_path, gpus=[])
@@ -94,8 +94,8 @@ def test_without_an_order_the_process_ends(module: str) -> None:
     ],
 )
 def test_a_run_prepares_what_it_starts(words: list[str], modules: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """An early process for the small server is started only if the run uses small servers of its own. A dry run starts
-    no early process."""
+    """A run starts an early process of a small server only if the run itself needs small servers. A dry run starts no
+    early process."""
     prepared: list[str] = []
     monkeypatch.setattr(early, "start", prepared.append)
     early.prepare(load(words))

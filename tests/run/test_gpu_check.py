@@ -1,6 +1,5 @@
-"""bench/gpu_check.py runs a list of cells. Each cell is a process that checks one thing on a GPU. bench/gpu_check.py
-lists only the cells that can start on this machine. The script kills a cell that hangs, and continues after a cell that
-fails."""
+"""bench/gpu_check.py runs a list of cells. Each cell is a process that checks one thing on a GPU. The script lists only
+the cells that can start on this machine. The script kills a cell that hangs, and continues after a cell that fails."""
 
 import json
 import os
@@ -103,11 +102,10 @@ def check(work: Path, cells: list[Any], seconds: float = 600) -> tuple[int, dict
 
 
 def test_a_cell_that_hangs_is_ended_with_its_processes(tmp_path: Path) -> None:
-    """A cell that exceeds its time limit is killed with all its processes, even with a process in another process
-    session whose parent has ended. On the page of results, the row of a killed cell names the time limit. After a cell
-    that fails or cannot start, the next cell still runs. When the time limit for all cells is reached, each remaining
-    cell gets a row with the words "not started". A second run of the script repeats only the cells that have not
-    succeeded."""
+    """A cell that exceeds its time limit is killed with all its processes. Even an orphaned process in another process
+    session is killed. On the page of results, the row of a killed cell names the time limit. After a cell that fails or
+    cannot start, the next cell still runs. When the time limit for all cells is reached, each remaining cell gets a row
+    with the words "not started". A second run of the script repeats only the cells that have not succeeded."""
     script, pids = tmp_path / "stubborn.py", tmp_path / "pids"
     script.write_text(STUBBORN)
     count = f"open({str(tmp_path / 'count')!r}, 'a').write('x'); print('fine')"
@@ -157,7 +155,7 @@ def bench_children(pid: int) -> list[int]:
 @pytest.mark.runs
 def test_the_script_goes_through_all_its_cells(tmp_path: Path) -> None:
     """On a machine without a GPU, every listed cell runs to its end, and each cell that trains gets a row with its
-    measurements. This test leaves out the cells that run pytest."""
+    measurements. This test skips the cells that start pytest."""
     names = [name for name in cells_of("no GPU", tmp_path) if not name.startswith("test")]
     command = [sys.executable, "bench/gpu_check.py", "--work", str(tmp_path), "--minutes", "20", "--cells", *names]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}

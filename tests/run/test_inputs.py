@@ -1,6 +1,6 @@
-"""A user's modules may have nearly any name, because most modules of this project are in packages. If a user's module
-has the name of one of this project's modules, the run logs a warning. If the first sample of the data does not fit the
-workflow, the run does not start."""
+"""A user's modules can have the names of modules in this project's packages. If a user's module has the name of a
+module in this project's top folder, the run logs a warning. If the first sample of the data does not fit the workflow,
+the run does not start."""
 
 import json
 import os

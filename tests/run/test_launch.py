@@ -177,7 +177,8 @@ def test_one_of_several_servers_may_die(tmp_path: Path, caplog: pytest.LogCaptur
 
 def test_which_process_is_started_again(tmp_path: Path) -> None:
     """A dead inference server is started again on its old port, at most `max_restarts` times. The version label of the
-    new server is not a number. A proxy is never started again, because its sessions are lost."""
+    new server is not a number. A proxy is never started again, because a new proxy would not have the dead proxy's
+    sessions."""
 
     def dead(name: str, restarts: int) -> Child:
         planned = Planned(name, ["serve", "--weight-version", "0"], ["3"], keys=("secret",), restarts=restarts)

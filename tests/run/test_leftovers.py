@@ -35,7 +35,7 @@ def leftovers(tmp_path: Path, *error: str) -> dict[str, list[str]]:
     words = [*SMALL_GUESS, "train_dataset.batch_size=2", "max_steps=2", f"weight_update.path={folder / 'weights'}"]
     words += ["rollout.openai.mode=subproc", "rollout.openai.subproc_max_workers=2"]
     python, unbuffered, _, *words = command(tmp_path, *words)
-    # torch keeps its compiled code in the folder of temporary files, for other processes.
+    # torch keeps compiled code in the folder of temporary files, so that other processes can use the code.
     compiled = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
     env = os.environ | {"TMPDIR": str(folder), "TORCHINDUCTOR_CACHE_DIR": str(compiled)}
     whole = [python, unbuffered, "tests/leftovers.py", *(error or ("", "", "")), *words]

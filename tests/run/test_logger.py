@@ -22,7 +22,8 @@ from staleness import RolloutStat
 
 @pytest.fixture
 def logger(tmp_path: Path) -> Logger:
-    """Return a logger whose last step is step 12 of 64. In step 12, one group was rejected and 131 members failed."""
+    """Return a logger whose last step is step 12 of 64. In step 12, one group was rejected, and 131 episodes of other
+    groups failed."""
     config = load([f"fileroot={tmp_path}", "experiment_name=e", "trial_name=t", "logger.live=false"])
     config.run_dir.mkdir(parents=True)
     logger = Logger(config, SimpleNamespace(stats=RolloutStat(), ended=34))

@@ -76,7 +76,7 @@ def test_2000_requests_in_flight_lose_none(addresses: tuple[str, str]) -> None:
         while f"waiting={REQUESTS}" not in state:
             assert time.monotonic() < deadline, "some requests do not reach the server"
             await asyncio.sleep(0.2)
-            with suppress(EngineError):  # on a busy machine the server may not answer in time
+            with suppress(EngineError):  # on a busy machine the server sometimes answers too late
                 state = (await wire.call(server + "/server_info"))["state"]
         await wire.call(server + "/continue_generation", {})
         return await asked
@@ -177,6 +177,6 @@ def test_a_hard_limit_that_is_too_low_is_one_line(tmp_path: Path, tiny_model_dir
 
 
 def test_the_limit_is_never_lowered() -> None:
-    """`raise_open_files` returns the soft limit after the call, and a second call changes nothing."""
+    """`raise_open_files` returns the new soft limit, and a second call changes nothing."""
     limit = raise_open_files()
     assert limit == resource.getrlimit(resource.RLIMIT_NOFILE)[0] == raise_open_files()

@@ -308,8 +308,8 @@ def test_a_server_elsewhere_needs_a_key() -> None:
     [(set(), "", False), ({"/health"}, "", False), ({"/model_info"}, "", True), ({"/workers"}, "/", True)],
 )
 def test_a_server_of_another_kind_is_refused(routes: set[str], end: str, fits: bool) -> None:
-    """A URL in rollout.server_addrs is refused if its server is not an inference server. A router is accepted, because
-    a router answers GET /workers."""
+    """A URL in rollout.server_addrs is refused if the server at this URL is not an inference server. A router is
+    accepted, because a router answers GET /workers."""
 
     class Answers(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

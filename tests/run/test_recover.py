@@ -56,8 +56,8 @@ def group(version: int, task_id: int = 0) -> dict[str, torch.Tensor]:
 
 
 def test_the_lines_of_lost_steps_are_cut(tmp_path: Path) -> None:
-    """cut_metrics removes all lines after the checkpoint's step, complete or not. If metrics.jsonl lacks the line of a
-    step, cut_metrics raises an error."""
+    """cut_metrics removes all lines after the line of the checkpoint's step, also an incomplete line. If metrics.jsonl
+    lacks the line of a step, cut_metrics raises an error."""
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps({"step": i}) + "\n" for i in range(1, 5)) + '{"step": 5, "rew')
     cut_metrics(path, 3)
@@ -72,8 +72,8 @@ def test_the_lines_of_lost_steps_are_cut(tmp_path: Path) -> None:
 
 
 def test_groups_of_weights_that_are_gone_are_not_put_back(tmp_path: Path) -> None:
-    """GroupLog.read returns the finished groups in the order of the given ids. GroupLog.read leaves out groups whose
-    files are incomplete, and groups with tokens of versions that are newer than the checkpoint."""
+    """GroupLog.read returns the finished groups in the order of the given ids. GroupLog.read skips groups with
+    incomplete files, and groups with tokens that are newer than the checkpoint."""
     log = GroupLog(tmp_path / "groups")
     for task_id, version in ((7, 3), (5, 2), (6, 4), (9, 1)):
         log.write(task_id, group(version, task_id))
@@ -118,7 +118,7 @@ def test_data_order_and_gate_go_on_where_they_were(make_executor, tmp_path: Path
     AReaL's issue #1388 reports that the gate lets too many groups start after a restart.
     """
     log = GroupLog(tmp_path / "groups")
-    samples = [{"n": n} for n in range(5)]  # 16 draws take more than three epochs, each in a different order
+    samples = [{"n": n} for n in range(5)]  # 16 draws take more than 3 epochs, and each epoch has its own order
     first, data = make_executor(keep=log.write), loader(samples, seed=3)
     trained, seen = [], []
 
@@ -183,8 +183,8 @@ def test_a_run_goes_on_with_another_eta_or_batch(
 
 
 def test_a_checkpoint_is_all_of_the_trainer(tiny_model_dir: Path, tmp_path: Path) -> None:
-    """A restart restores the model, the optimizer and the random number generators. The next step after a restart
-    therefore gives the same result as without the restart."""
+    """A restart restores the model, the optimizer and the random number generators. The first step after a restart
+    gives the same result as without the restart."""
 
     class Executor:
         def state_dict(self):
@@ -211,7 +211,7 @@ def test_a_checkpoint_is_all_of_the_trainer(tiny_model_dir: Path, tmp_path: Path
     recovery.save(1, actor, Executor())
     recovery.wait()
     shutil.copytree(tmp_path / "recover" / "step00001", tmp_path / "recover" / "step00002")
-    (tmp_path / "recover" / "step00002" / "state.pickle").unlink()  # a kill during the write leaves no such file
+    (tmp_path / "recover" / "step00002" / "state.pickle").unlink()  # state.pickle is written last
     (tmp_path / "recover" / "step00002" / "__9_0.distcp").touch()  # a file of rank 9, as in a checkpoint of ten ranks
     own = {"stepping", "step00001-before-I-changed-lr", "step00000"}  # two folders of a user, and an older checkpoint
     for name in own:
@@ -250,8 +250,8 @@ def flat(state: Any) -> list[torch.Tensor]:
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(tiny_model_dir: Path, tmp_path: Path, monkeypatch) -> None:
-    """A checkpoint has the weights, the moments and the random state of its own step. The files of the checkpoint may
-    be written after the next training step.
+    """A checkpoint has the weights, the moments and the random state of its own step, even if the checkpoint's files
+    are written after the next step.
 
     Until all files of a checkpoint are written, the previous checkpoint counts as the newest one. If the write of a
     checkpoint fails, Recovery.close raises the error, and the previous checkpoint stays valid.
@@ -337,8 +337,8 @@ def test_the_best_model_by_evaluation_stays(tmp_path: Path) -> None:
 
 def test_only_the_files_of_the_newest_steps_stay(tmp_path: Path) -> None:
     """`discard` deletes the token files of old steps, and the conversations on which no later step can train. For
-    example, with eta = 1 step 4 may train on the conversations of the versions 2 and 3. These conversations stay when
-    the files of the steps up to 3 are discarded."""
+    example, with eta = 1, step 4 can train on the conversations of the versions 2 and 3. When `discard` deletes the
+    files of the steps up to 3, it keeps the conversations of the versions 2 and 3."""
     for step in range(1, 6):
         folder = tmp_path / "rollout" / str(step - 1)
         folder.mkdir(parents=True)
@@ -566,7 +566,7 @@ def test_a_trace_goes_on(tmp_path: Path, cut: int) -> None:
         whole = path.read_bytes()
         events = json.loads(whole)
         path.write_bytes(whole[: len(whole) - cut])
-    assert len(events) >= 5  # the second process adds 3 records; the first process may lose a cut record
+    assert len(events) >= 5  # 3 records of the second process, 2 or more of the first process
 
 
 def test_agents_are_evaluated_on_any_endpoint(tmp_path: Path, proxy: ProxyAddress) -> None:
@@ -583,8 +583,8 @@ def test_agents_are_evaluated_on_any_endpoint(tmp_path: Path, proxy: ProxyAddres
 
 
 def test_evaluation_has_a_workflow_of_its_own(tiny_model_dir: Path) -> None:
-    """Evaluation and training run in different event loops, and an instance of an agent may work in only one event
-    loop. Evaluation therefore uses a second instance of the agent."""
+    """Evaluation and training run in different event loops. Evaluation uses a second instance of the agent, because an
+    instance may depend on its event loop."""
     inputs = load_inputs(load([f"model_path={tiny_model_dir}"]))
     assert type(inputs.workflow) is type(inputs.evaluated)
     assert inputs.workflow is not inputs.evaluated

@@ -194,8 +194,8 @@ async def test_a_failed_call_fails_again(follow: Any) -> None:
 @pytest.mark.anyio
 @pytest.mark.parametrize("name", ["eval-7-0.0", "7b.0", ".0", ""])
 async def test_only_training_is_recorded(follow: Any, name: str) -> None:
-    """In a replay, calls of evaluations do not follow the recorded schedule and get no line in the new schedule. Calls
-    of sessions whose names contain no task number are treated in the same way as calls of evaluations."""
+    """In a replay, calls of evaluations do not follow the recorded schedule and get no line in the new schedule. If the
+    name of a session contains no task number, the session's calls are treated like calls of evaluations."""
     engine, _ = follow(RECORDED)
     before = engine.schedule.read_bytes()
     assert (await engine.agenerate(request(name))).output_len == 50
@@ -217,7 +217,7 @@ async def test_a_task_without_a_group_is_recorded(follow: Any) -> None:
 
 def executor(tmp_path: Path, *own: dict[str, Any]) -> ReplayExecutor:
     """Return the executor of a replay. The recorded schedule has one call of task 7, which step 3 consumed. The
-    replay's own schedule so far has the start of task 7 and the facts `own`."""
+    replay's own schedule contains the start of task 7 and the lines `own`."""
     recorded = write(tmp_path / FILE, {"start": 7, "version": 0}, RECORDED, {"consume": 7, "version": 2})
     made = object.__new__(ReplayExecutor)
     made.recorded, made.step_of = Schedule(recorded).read(), {7: 3}
@@ -226,8 +226,8 @@ def executor(tmp_path: Path, *own: dict[str, Any]) -> ReplayExecutor:
 
 
 def test_a_version_is_over_when_its_tokens_are_there(tmp_path: Path) -> None:
-    """`missing_calls` lists a call as long as the call lacks recorded tokens of the given version or of an older
-    version. Missing tokens of later versions do not count."""
+    """`missing_calls` lists a call if the call lacks recorded tokens of the given version or of an older version.
+    Missing tokens of later versions do not count."""
     assert executor(tmp_path).missing_calls(7, 0) == ["7-0.0"]
     half = executor(tmp_path, call("7-0.0", RECORDED["spans"][:1]))
     assert (half.missing_calls(7, 0), half.missing_calls(7, 1)) == ([], ["7-0.0"])
@@ -242,8 +242,9 @@ def test_the_first_different_call_is_named(tmp_path: Path, line: dict[str, Any])
 
 
 def test_other_tokens_end_no_replay(tmp_path: Path) -> None:
-    """If a call has the recorded prompt but other tokens, the server is not deterministic. The replay then generates
-    the rest of the call's task without the recorded schedule, and `compare` reports the step that consumes the task."""
+    """If a call has the recorded prompt but other tokens, the server is not deterministic. After a call with other
+    tokens, the replay generates the rest of the call's task without the recorded schedule, and `compare` reports the
+    step that consumes the task."""
     assert executor(tmp_path, call("7-0.0", [[0, 2, "other"]])).missing_calls(7, 5) == []
 
 

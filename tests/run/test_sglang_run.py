@@ -1,9 +1,9 @@
 """In these tests, training runs on a CPU with the real SGLang as inference server. `make test-sglang` runs these tests.
 
 The task is the maze (tasks/maze.py), because its answers are long enough to be interrupted by weight updates. SGLang
-computes in bfloat16 and the trainer computes in float32. The logprobs of SGLang and of the trainer therefore differ, as
-on a GPU. For each token, the logprobs of SGLang and of the trainer must differ by less than MISMATCH nats. The largest
-difference that was measured for 200,000 tokens is 0.07 nats.
+computes in bfloat16 and the trainer computes in float32, so the logprobs of SGLang and of the trainer differ. For each
+token, the logprobs of SGLang and of the trainer must differ by less than MISMATCH nats. The largest difference that was
+measured for 200,000 tokens is 0.07 nats.
 """
 
 import json

@@ -1,5 +1,5 @@
 """Tests of run/terminal.py. Before the first training step, a terminal shows a first message and a clock. With --quiet,
-a terminal shows neither."""
+a terminal shows no first message and no clock."""
 
 import io
 import os
@@ -86,7 +86,7 @@ def test_a_refresh_and_a_print_leave_both_on_the_screen() -> None:
 
     class Line:
         def __rich_console__(self, *_: Any) -> Iterator[str]:
-            # When this method runs, rich has already computed how many lines of the table the printed line replaces.
+            # Rich first counts the lines of the old table that it will erase, and then calls this method.
             rows.append("row 2")
             refreshes.append(Thread(target=table.refresh))
             refreshes[0].start()
