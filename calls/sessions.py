@@ -39,8 +39,8 @@ GRANT_SECONDS = 60.0  # seconds until an unused grant lapses
 
 @dataclass
 class Limits:
-    """Limits on the requests and answers of one session (SECURITY.md). Answers above the limit `running` wait. No
-    well-behaved agent reaches a limit other than `running`."""
+    """Limits on the requests and answers of one session (SECURITY.md). If the number of answers that are being
+    generated reaches `running`, further answers wait. A well-behaved agent reaches only the limit `running`."""
 
     running: Count = 32  # maximum number of a session's answers that are generated at once; further answers wait
     answers: Count = 2048  # largest number of a session's answers that run or wait; a further call gets status 429
@@ -71,13 +71,13 @@ class Session:
     task_id: str
     last_used: float  # time of the last request or of the end of the last turn, in seconds of `clock`
     cache: InteractionCache
-    places: asyncio.Semaphore  # limits the answers that servers generate at once (`Limits.running`)
+    places: asyncio.Semaphore  # one place for each answer that may be generated at once (`Limits.running`)
     sampling: dict[str, Any] = field(default_factory=dict)  # default sampling parameters of this session
     calls: int = 0  # number of answers that the agent has requested
     running: set[Any] = field(default_factory=set)  # turns (turn.py) that are being generated
     turns: dict[bytes, list[Any]] = field(default_factory=dict)  # hash of a request's body -> turns with this body
     ended: bool = False  # whether the session has ended and refuses new calls
-    beginning: asyncio.Lock = field(default_factory=asyncio.Lock)  # lock of a request that finds or starts a turn
+    beginning: asyncio.Lock = field(default_factory=asyncio.Lock)  # lock; a request holds it to find or start a turn
 
     @property
     def rewarded_count(self) -> int:
@@ -93,7 +93,7 @@ class Session:
 class SessionTable(OrderedDict[str, Session]):
     """The open and ended sessions by id, and the grants for new sessions.
 
-    The least recently used session comes first.
+    In this table, the least recently used session comes first.
     """
 
     def __init__(self, timeout: float, clock: Callable[[], float], side_patterns: Collection[str] = ()) -> None:

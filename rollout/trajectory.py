@@ -19,7 +19,7 @@ shifted by one position. In a trajectory, no tensor is shifted.
 | regenerated | int32 [B] | how many segments were requested again because a server failed | |
 | side_conversations | int32 [B] | 1 for a side conversation, which is not trained on (calls/side_conversations.py) | |
 | unstored | int32 [B] | how many turns of the row the agent asked not to store | |
-| masked | int32 [B] | how many tokens of the row left the loss because they were too old (staleness.py) | |
+| masked | int32 [B] | how many tokens of the row are excluded from the loss because they are too old (staleness.py) | |
 | placeholders | int32 [B] | how many images and files of the row the model could not read (calls/messages.py) | |
 | parents | int32 [B] | number (within its task) of the row that this row continues; -1 = no such row | |
 | group_ids | int32 [B] | rows with equal ids belong to one prompt group | |
