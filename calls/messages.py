@@ -8,9 +8,8 @@ template read messages only in a normal form, which `normalise` returns:
      "tool_calls": [{"id": "call_1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]}
     {"role": "tool", "content": "21 degrees", "tool_call_id": "call_1"}
 
-The protocols Responses and Messages split one message into items or blocks: reasoning, text and tool calls.
-`parse_responses` and `parse_anthropic` join the items or blocks into one message. Each tool result becomes a separate
-message.
+The protocols Responses and Messages split a message into items or blocks: reasoning, text and tool calls.
+`parse_responses` and `parse_anthropic` join the items or blocks into one message. Each tool result becomes one message.
 
 Comparison. An agent sends the whole history with every request. To find the parent of a request, the conversation tree
 (`cache.py`) compares the history with earlier requests and replies. Clients may change a reply before they send it
