@@ -202,7 +202,7 @@ class ArealOpenAI(openai.AsyncOpenAI):
         http_client = openai.DefaultAsyncHttpxClient(transport=sdk_http.ASGITransport(app), timeout=None)
         url = f"http://in-process/{session.session_id}/v1"
         super().__init__(base_url=url, api_key=session.session_id, http_client=http_client, max_retries=0)
-        for endpoint in list[Any]([self.chat.completions, self.responses]):  # callers may leave out `model`
+        for endpoint in list[Any]([self.chat.completions, self.responses]):  # callers need not pass `model`
             endpoint.create = functools.partial(endpoint.create, model="default")
 
     def copy(self, **changes: Any) -> openai.AsyncOpenAI:  # type: ignore[override]

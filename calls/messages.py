@@ -343,7 +343,7 @@ def _tools(body: Json, tool_type: str) -> list[Json]:
     tools = []
     for raw, where in _objects(body, "tools"):
         if raw.get("type") not in (None, tool_type):
-            continue  # tools that are not functions, such as `web_search`, are left out
+            continue  # tools that are not functions, such as `web_search`, are ignored
         given = as_object(raw.get("function", raw), where)
         name, description = given.get("name"), given.get("description") or ""
         parameters = given.get("parameters", given.get("input_schema")) or {"type": "object", "properties": {}}

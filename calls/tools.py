@@ -150,8 +150,8 @@ class OutputParser:
             self._prompt = tokenizer.apply_chat_template(talk, add_generation_prompt=True, tokenize=False)
 
     def foreign(self, tools: Tools) -> bool:
-        """Return whether the model's text has a form other than the default form of Qwen and Hermes. A text in another
-        form must contain the special tokens."""
+        """Return whether the model's text has a form other than the default form of Qwen and Hermes. A text that is not
+        in the default form must contain the special tokens."""
         return self.special_tokens or (self._sglang is not None and bool(tools))
 
     def parse(self, text: str, tools: Tools) -> Parsed:

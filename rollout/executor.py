@@ -98,12 +98,12 @@ class DataCursor:
     """The position of the run in its data: the drawn samples, their task ids, and the open tasks.
 
     A checkpoint saves the fields `next_id`, `drawn` and `open`. After a crash, the open tasks that were not finished
-    start again under their old ids. The run then skips all samples of the dataloader that were drawn before the
+    start again under their old ids. The continued run skips all samples of the dataloader that were drawn before the
     checkpoint. New samples get the ids `next_id`, `next_id` + 1, and so on.
 
     Example: the samples of tasks 0 to 7 were drawn, tasks 0 to 3 were trained on, and task 5 is finished. The
     checkpoint holds next_id = 8, drawn = 8 and the samples of tasks 4 to 7. After a crash tasks 4, 6 and 7 start again.
-    The ninth sample of the dataloader then starts as task 8.
+    After tasks 4, 6 and 7, the ninth sample of the dataloader starts as task 8.
     """
 
     next_id: int = 0  # the task id of the next new sample
@@ -138,7 +138,8 @@ class DataCursor:
             raise
 
     def forget_closed(self, in_flight: set[int]) -> None:
-        """Keep the samples of the tasks that are in flight or must start again. Forget all other samples."""
+        """Keep the samples of the tasks that are in flight or must start again. Forget the samples of all other
+        tasks."""
         still_open = in_flight.union(self.restart)
         self.open = {task_id: sample for task_id, sample in self.open.items() if task_id in still_open}
 
@@ -260,7 +261,7 @@ class WorkflowExecutor:
         return concat_padded_tensors(groups)
 
     def until_restart(self, wait: Callable[[], T]) -> T | None:
-        """Return the result of `wait`, or None if an inference server was restarted meanwhile.
+        """Return the result of `wait`, or None if an inference server was restarted during the wait.
 
         If the result is None, the caller must push the current weights, and then call this method again.
         """
@@ -409,8 +410,8 @@ class WorkflowExecutor:
         self.ended += 1
 
     async def _hold_failure(self) -> None:
-        """Wait `hold_failures` seconds before a failure is counted. Raises RuntimeError if the run has stopped
-        meanwhile.
+        """Wait `hold_failures` seconds before a failure is counted. Raises RuntimeError if the run has stopped during
+        the wait.
 
         If the proxy or a server dies, every running episode fails at once. The wait gives the watcher of the processes
         time to stop the run. Without the wait, all running samples would count as failed, and new samples would replace

@@ -110,8 +110,8 @@ class AsyncTaskRunner:
         """Return the function that has blocked the event loop for at least `seconds`, as "name (file:line)". Return
         None if no function blocks the event loop.
 
-        Functions of Python's library and of installed packages are skipped. Call `find_blocker` from a thread other
-        than the loop's.
+        Functions of Python's library and of installed packages are skipped. Call `find_blocker` from a thread that does
+        not run the event loop.
         """
         ran = threading.Event()
         try:

@@ -144,7 +144,8 @@ def number_turns(loss_mask: Tensor) -> Tensor:
 
 
 def complete(traj: Trajectory, task_id: int, version: int = 0) -> Trajectory:
-    """Return a trajectory with every key of the table, in the dtype of the table. All other keys are kept.
+    """Return a trajectory with every key of the table, in the dtype of the table. Keys that are not in the table are
+    kept.
 
     If `versions` is missing, every generated token gets `version`. `version` is the version at which the episode
     started. The version that computed a token may be newer than `version`, but not older. If `logprobs` is missing, the
@@ -171,8 +172,8 @@ def concat_padded_tensors(trajectories: list[Trajectory]) -> Trajectory:
     """Pad all trajectories to the length of the longest trajectory, and stack their rows in order.
 
     If all tensors of a key have the shape [B, L, ...], they are padded along L. The padding value is PADDING[key], or 0
-    if PADDING lacks the key. The tensors of all other keys are concatenated without padding. Raises ValueError if there
-    is no trajectory, or if the trajectories have different keys.
+    if PADDING lacks the key. If the tensors of a key have no dimension L, they are concatenated without padding. Raises
+    ValueError if there is no trajectory, or if the trajectories have different keys.
     """
     if not trajectories:
         raise ValueError("no trajectories to concatenate")

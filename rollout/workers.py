@@ -252,7 +252,7 @@ def children_of(parent: int) -> list[int]:
     """Return the ids of a process's children. On a system without /proc, return an empty list."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # the process has ended meanwhile
+        with suppress(OSError):  # the process may have ended since `glob` found its path
             if int(path.read_bytes().rpartition(b")")[2].split()[1]) == parent:
                 found.append(int(path.parent.name))
     return found
