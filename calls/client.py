@@ -10,7 +10,7 @@
            await client.set_last_reward(reward)
        interactions = await client.export_interactions(discount=0.9, style="concat")
 
-   In this first example the client sends five requests to the proxy. In the second example the client sends only two
+   In the first example the client sends five requests to the proxy. In the second example the client sends only two
    requests, which saves CPU time in the trainer:
 
        async with OpenAIProxyClient(transport, base_url, admin_key, task_id, grant=True) as client:
@@ -20,8 +20,8 @@
    The session ends when the `async with` block ends, even if the block raises an exception. If the `async with` block
    raises an exception, the client tells the proxy to forget the session. The caller gets the agent's exception even if
    the request to forget the session fails. If the proxy refuses a request, the client raises `Refusal` with the status
-   and message of the reply. If the connection to the proxy is lost, the proxy's process has ended, so the client never
-   retries a request.
+   and message of the reply. The client never retries a request: a lost connection means that the proxy's process has
+   ended and that the session is lost.
 
 2. Direct approach. AReaL's documents call the direct approach a legacy pattern (page Agent Workflow, section "Direct
    Approach"). In the direct approach a RolloutWorkflow calls the model with an `ArealOpenAI`, which is a subclass of
@@ -56,8 +56,8 @@ from run.fields import Refusal
 TIMEOUT = httpx.Timeout(600.0).as_dict()  # timeout in seconds for each phase of a request: connecting, writing, reading
 
 # `sdk_http` is the HTTP library of the installed openai SDK: httpx, or httpx2 since openai 3.0. `_library_client` is
-# the client class of `sdk_http`. The module of `_library_client`, such as "httpx._client", has a name that begins with
-# the library's name.
+# the client class of `sdk_http`. The library's name is the first part of the module name of `_library_client`, such as
+# "httpx" in "httpx._client".
 _library_client: Any = openai.DefaultAsyncHttpxClient.__base__
 sdk_http: Any = sys.modules[_library_client.__module__.partition(".")[0]]
 
@@ -91,9 +91,9 @@ class OpenAIProxyClient:
         self._start = {"task_id": task_id, "grant": grant, **options}
         self._transport: httpx.AsyncBaseTransport = transport
         self._base_url = base_url.rstrip("/")
-        self._headers = {"Authorization": f"Bearer {admin_key}"}  # key for URL paths without a session id
+        self._headers = {"Authorization": f"Bearer {admin_key}"}  # admin key, needed for URL paths without a session id
         self.task_id = task_id
-        self.session_id = self.api_key = ""  # set when the session starts
+        self.session_id = self.api_key = ""  # `session_id` and `api_key` get their values when the session starts
         self.rewarded_count = 0  # number of interactions with a reward; set when the session ends
 
     @property
@@ -111,7 +111,7 @@ class OpenAIProxyClient:
         return self
 
     async def __aexit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if not self.session_id:  # the session is already ended by `finish`
+        if not self.session_id:  # `finish` has already ended the session
             return
         try:
             ended = await self._post(f"/{self.session_id}/rl/end_session", {"discard": error is not None})
@@ -144,8 +144,8 @@ class OpenAIProxyClient:
     async def finish(self, rewards: float | dict[str, float] | None, **options: Any) -> dict[str, Interaction]:
         """Set the rewards, end the session and export its interactions, all in one request.
 
-        `rewards` is the reward of the last interaction, a dict {interaction id: reward}, or None for no reward.
-        `options` are the arguments of `export_interactions`. Raises the same errors as `set_reward`.
+        `rewards` is a number (the reward of the last interaction), a dict {interaction id: reward}, or None for no
+        reward. `options` are the arguments of `export_interactions`. Raises the same errors as `set_reward`.
         """
         named = rewards.items() if isinstance(rewards, dict) else [] if rewards is None else [(None, rewards)]
         given = [{"interaction_id": name, "reward": finite(reward)} for name, reward in named]
@@ -202,11 +202,14 @@ class ArealOpenAI(openai.AsyncOpenAI):
         http_client = openai.DefaultAsyncHttpxClient(transport=sdk_http.ASGITransport(app), timeout=None)
         url = f"http://in-process/{session.session_id}/v1"
         super().__init__(base_url=url, api_key=session.session_id, http_client=http_client, max_retries=0)
-        for endpoint in list[Any]([self.chat.completions, self.responses]):  # callers may leave out `model`
+        for endpoint in list[Any]([self.chat.completions, self.responses]):  # callers need not pass `model`
             endpoint.create = functools.partial(endpoint.create, model="default")
 
     def copy(self, **changes: Any) -> openai.AsyncOpenAI:  # type: ignore[override]
-        """Return a second client for the same session, with options such as the timeout or the headers changed."""
+        """Return a second client for this client's session.
+
+        `changes` are new options of the client, such as the timeout or the headers.
+        """
         plain = openai.AsyncOpenAI(base_url=self.base_url, api_key=self.api_key, http_client=self._client)
         return plain.copy(**{"max_retries": 0} | changes)
 
@@ -224,4 +227,4 @@ class ArealOpenAI(openai.AsyncOpenAI):
         self.apply_reward_discount(turn_discount)
         return self.export_interactions("individual")
 
-    get_completions = get_interaction  # the name of `get_interaction` in AReaL's older API
+    get_completions = get_interaction  # `get_interaction` is called `get_completions` in AReaL's older API

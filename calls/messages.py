@@ -8,28 +8,28 @@ template read messages only in a normal form, which `normalise` returns:
      "tool_calls": [{"id": "call_1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]}
     {"role": "tool", "content": "21 degrees", "tool_call_id": "call_1"}
 
-Responses and Messages split one message into items or blocks: reasoning, text and tool calls. `parse_responses` and
-`parse_anthropic` join the items or blocks into one message. Each tool result becomes a separate message.
+The protocols Responses and Messages split a message into items or blocks: reasoning, text and tool calls.
+`parse_responses` and `parse_anthropic` join the items or blocks into one message. Each tool result becomes one message.
 
 Comparison. An agent sends the whole history with every request. To find the parent of a request, the conversation tree
 (`cache.py`) compares the history with earlier requests and replies. Clients may change a reply before they send it
 back. For example, `content: null` becomes `""`, or the spaces in the JSON of a tool call change. The conversation tree
 compares only four fields of a message, which the function `canonical` returns:
 
-    role            `developer` and `system` count as equal
-    text            null, "" and an absent key count as equal; a list of text parts counts as the joined text
-    tool calls      id, name and arguments, in order; arguments are compared as JSON: '{"a": 2.0}' equals '{ "a":2 }'
-    tool_call_id    id of the tool call, in a tool's result; some clients call this key `id`
+    `role`: the roles `developer` and `system` count as equal.
+    `content`: null, "" and an absent key count as equal; a list of text parts counts as the joined text.
+    `tool_calls`: id, name and arguments, in order; arguments are compared as JSON: '{"a": 2.0}' equals '{ "a":2 }'.
+    `tool_call_id`: in a tool's result, the id of the tool call; some clients call this key `id`.
 
 The comparison ignores `name`, reasoning, annotations, cache markers, message ids and all unknown keys. If a client
-changes the text of an earlier message, the client's request starts a new conversation. The tokens of two equal messages
-may differ, so the prompt reuses the parent's sampled tokens.
+changes the text of an earlier message, the client's request starts a new conversation. The prompt reuses the parent's
+sampled tokens, because two messages that count as equal can have different tokens.
 
 References. Some clients send an id in place of the history: `previous_response_id`, `item_reference`, or Anthropic's
 `thread`. The function `find` returns the finished interaction that an id names, and messages of this interaction
 replace the id. Instructions in the request replace the instructions in the history. If a request continues a thread and
 has no tools, the parser uses the tools of the parent. `previous_response_id` and `thread` name the parent of the
-request, even if the parent has other instructions or other tools.
+request, even if the request and the parent have different instructions or tools.
 
 Images and files. The model reads only text. In messages and tool results, the parser replaces every image or file with
 the text PLACEHOLDER. The metric `placeholders` counts the replaced images and files.
@@ -52,7 +52,7 @@ from run.fields import LEVELS, NOUN, Refusal, as_object, get, read_json, write_j
 Json = dict[str, Any]  # a JSON object
 Message = Json  # a message of a conversation, in the form of chat completions
 Find = Callable[[str], Any]  # function that returns the finished interaction (cache.py) with the given id, or None
-NOTHING: Find = dict[str, Any]().get  # the function `find` of a request without a session; returns None for every id
+NOTHING: Find = dict[str, Any]().get  # a `find` function for requests without a session: it returns None for every id
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TEXTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text")  # types of content parts that hold text
 BLOCKS = ("text", "tool_result", "tool_use", "thinking", "redacted_thinking")  # accepted types of Anthropic's blocks
@@ -99,7 +99,7 @@ class AgentRequest:
     template_kwargs: Json = field(default_factory=dict)  # additional variables of the chat template
     n: int = 1  # number of answers
     logprobs: bool = False  # whether the reply contains the logprobs of the sampled tokens
-    store: bool = True  # if False, `rollout.openai.store` decides whether the turn is trained
+    store: bool = True  # `rollout.openai.store` decides whether a turn with store=False is trained
     stream: bool = False  # whether the reply is a stream of events
     stream_usage: bool = False  # whether a stream of chat completions ends with a chunk of token counts
 
@@ -167,11 +167,11 @@ def _tool_call(raw: Any, where: str) -> Json:
         raise Refusal(f"{where}: a call has an id and the name of a function, both strings")
     if arguments is None or arguments == "":
         arguments = "{}"
-    elif not isinstance(arguments, str):  # an object becomes text, because `read_json` must turn 2.0 into 2
+    elif not isinstance(arguments, str):  # an object becomes text first, so that `read_json` turns 2.0 into 2
         arguments = write_json(arguments, where)
     with contextlib.suppress(ValueError):  # a model may write arguments that are not JSON
-        # The arguments must have 4 levels of nesting fewer than a message. The list of tool calls adds 3 levels, and
-        # `write_json` may miscount by one level.
+        # A message may have LEVELS levels of nesting, and its arguments may have LEVELS - 4. The list of tool calls
+        # adds 3 levels around the arguments, and `write_json` may miscount by one level.
         arguments = read_json(arguments, LEVELS - 4)
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
@@ -327,8 +327,9 @@ def _schema(form: Json) -> dict[str, str]:
     schema = {"type": "object"} if kind == "json_object" else holder.get("schema")
     if kind not in ("json_object", "json_schema") or not isinstance(schema, dict):
         raise Refusal("response_format: type text, json_object, or json_schema with a schema is needed")
-    write_json(schema, "response_format.schema")  # raises Refusal if the schema is nested too deeply
-    return {"json_schema": json.dumps(schema)}  # keeps the order of the keys, because the model's JSON must follow it
+    write_json(schema, "response_format.schema")  # `write_json` raises Refusal if the schema is nested too deeply
+    # `write_json` would sort the keys, but the model's JSON must have the order of the schema's keys.
+    return {"json_schema": json.dumps(schema)}
 
 
 def _tools(body: Json, tool_type: str) -> list[Json]:
@@ -342,7 +343,7 @@ def _tools(body: Json, tool_type: str) -> list[Json]:
     tools = []
     for raw, where in _objects(body, "tools"):
         if raw.get("type") not in (None, tool_type):
-            continue  # tools that are not functions, such as `web_search`, are left out
+            continue  # tools that are not functions, such as `web_search`, are ignored
         given = as_object(raw.get("function", raw), where)
         name, description = given.get("name"), given.get("description") or ""
         parameters = given.get("parameters", given.get("input_schema")) or {"type": "object", "properties": {}}
@@ -364,7 +365,8 @@ def _tool_choice(raw: Any, tools: list[Json]) -> tuple[str, list[Json]]:
     if isinstance(raw, dict) and raw.get("type") in ("auto", "none", "any"):
         choice = raw["type"]
     elif isinstance(raw, dict) and raw.get("type") == "allowed_tools":
-        raw = get(raw, "allowed_tools", dict, raw, "tool_choice")  # in chat completions, `allowed_tools` has the list
+        # In chat completions, the list of allowed tools is one level deeper, in the key `allowed_tools`.
+        raw = get(raw, "allowed_tools", dict, raw, "tool_choice")
         allowed = [tool["function"]["name"] for tool in _tools(raw, "function")]
         choice, tools = raw.get("mode"), [tool for tool in tools if tool["function"]["name"] in allowed]
     elif isinstance(raw, dict):
@@ -402,8 +404,8 @@ def _item(raw: Json, where: str, find: Find) -> Message:
 def _join_items(pieces: list[Message]) -> list[Message]:
     """Join the items of each reply (reasoning, then text, then tool calls) into one message.
 
-    Two kinds of items are joined to the assistant's items before them: items that contain only tool calls, and items
-    that directly follow reasoning.
+    An assistant's item is joined to the assistant's item before it in two cases: the item contains only tool calls, or
+    only reasoning comes before the item.
     """
     messages: list[Message] = []
     for piece in pieces:
@@ -411,7 +413,7 @@ def _join_items(pieces: list[Message]) -> list[Message]:
         only_adds_calls = "tool_calls" in piece and not piece["content"] and "reasoning_content" not in piece
         only_reasoning_so_far = not last.get("content") and "tool_calls" not in last
         if last["role"] == piece["role"] == "assistant" and (only_adds_calls or only_reasoning_so_far):
-            for key in piece.keys() - {"role"}:  # each value is a text or a list of tool calls
+            for key in piece.keys() - {"role"}:  # `piece[key]` is a text or a list of tool calls
                 last[key] = last[key] + piece[key] if key in last else piece[key]
         else:
             messages.append(piece)

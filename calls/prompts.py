@@ -22,19 +22,19 @@ Many templates change earlier messages. For example, some templates remove reaso
 prompt that begins with the parent's tokens keeps every answer exactly as the model wrote it. If each prompt begins with
 the parent's tokens, training can use a whole conversation as one sequence. A prompt that begins with the parent's
 tokens is correct only if the tail depends on the new messages alone. To test a template, the constructor of
-`PromptBuilder` renders one message after a short and after a longer history. If the tail depends on the history, or if
-chat_template_type is "hf", `PromptBuilder` renders the whole conversation for every prompt. If the template raises an
-error for the stub of one turn, the whole conversation is rendered for this turn. If a turn's prompt does not begin with
-the parent's tokens, an export in style concat starts a new row at this turn.
+`PromptBuilder` renders the same message twice: after a short history and after a longer history. If the tail depends on
+the history, or if chat_template_type is "hf", `PromptBuilder` renders the whole conversation for every prompt. If the
+template raises an error for the stub of one turn, the whole conversation is rendered for this turn. If a turn's prompt
+does not begin with the parent's tokens, an export in style concat starts a new row at this turn.
 
-Text. `TextReader.read` returns only text that no later token can change. The reader holds back incomplete characters
+Text. `TextReader.read` returns only text that no later token can change. `TextReader` holds back incomplete characters
 and text that may be the beginning of a stop string. The text of a token may depend on the tokens before it, because
-some decoders drop or insert a space. The reader therefore decodes new tokens together with a few tokens before them.
-Even in a long answer, the reader decodes each token only a few times.
+some decoders drop or insert a space. `TextReader` decodes new tokens together with a few tokens before them. Even in a
+long answer, `TextReader` decodes each token only a few times.
 
-Opening. An opening is the beginning of an answer that the prompt contains, so the model does not sample the opening.
-Examples of openings are a <think> at the end of the prompt and the first words of a forced tool call. The text of an
-answer includes the opening.
+Opening. An opening is the beginning of an answer. The prompt already contains the opening, so the model does not sample
+it. Examples of openings are a <think> at the end of the prompt and the first words of a forced tool call. The text of
+an answer includes the opening.
 
 A prompt that begins with the parent's tokens keeps the full history, even if the template would shorten the history.
 The module does not check whether the model works well with a history that its template would shorten.
@@ -110,7 +110,7 @@ class PromptBuilder:
         return self.encode(tail)
 
     def _without_sampled_marks(self, tail: list[int], said: list[int]) -> list[int]:
-        """Return the tail without the closing marks with which the answer `said` already ends."""
+        """Return the tail, without its closing marks if the answer `said` already ends with these marks."""
         blanks = next((i for i, token in enumerate(tail) if self._tokenizer.decode([token]).strip()), 0)
         marks = tail[blanks:]
         for count, mark in enumerate(marks, 1):
@@ -136,18 +136,18 @@ class PromptBuilder:
         """Return the tokens of a text, without the special token that some tokenizers put at the beginning.
 
         A text that probably exceeds the context is tokenised in parts. Tokenisation stops when the number of tokens
-        exceeds twice the context length, because the engine refuses a prompt that is longer than the context.
+        exceeds twice the context length: the prompt is then certainly too long, and the engine refuses it.
         """
         context, tokens = self._context_length or len(text), []
         for begin in range(0, len(text), PART) if len(text) > 4 * context else ():
             tokens += self._tokenizer.encode(text[begin : begin + PART], add_special_tokens=False)
-            if len(tokens) > 2 * context:  # the prompt is too long, even if the cuts between parts added some tokens
+            if len(tokens) > 2 * context:  # without the cuts between parts, the prompt would also be too long
                 return tokens
         return self._tokenizer.encode(text, add_special_tokens=False)
 
 
 def other_forms(messages: list[Message]) -> list[list[Message]]:
-    """Return copies of `messages` whose tool calls have a form that some templates need.
+    """Return copies of `messages`, with the tool calls in forms that some templates need.
 
     Mistral's templates need ids of nine letters or digits. DeepSeek's templates need arguments as text, not as an
     object. A copy that equals `messages` is left out.
@@ -170,7 +170,7 @@ class TextReader:
                       context         ^ settled
 
     The text of the tokens before the position `settled` can no longer change. All later tokens are pending. Tokens
-    become settled in blocks. The reader's context is the last block of settled tokens that has a text. Every `read`
+    become settled in blocks. The context is the last block of settled tokens whose text is not empty. Every `read`
     decodes the context and the pending tokens together. The decoder writes U+FFFD for the bytes of an incomplete
     character.
     """
@@ -178,13 +178,13 @@ class TextReader:
     def __init__(self, tokenizer: Any, gconfig: Any, opening: str = "", special_tokens: bool = False) -> None:
         self._tokenizer, self._opening, self._skips = tokenizer, opening, not special_tokens
         self._stop, self._stop_ids = gconfig.stop, frozenset(gconfig.stop_token_ids)
-        # Attributes that change after the constructor:
+        # Attributes that change after `__init__`:
         self.tokens_read = -1  # number of tokens that the last `read` received
         self._certain = 0  # number of characters that the last `read` returned
         self.stopped_by = ""  # the stop string that ended the complete answer, or ""
         self._settled = 0  # number of tokens whose text is in `_text`
         self._text = opening  # the opening and the text of the settled tokens
-        self._context: list[int] = []  # settled tokens that are decoded again before the pending tokens
+        self._context: list[int] = []  # settled tokens that `read` decodes together with the pending tokens
 
     def whole(self, tokens: list[int]) -> str:
         """Return the text of a complete answer, up to the end-of-turn token or the first stop string."""

@@ -2,15 +2,15 @@
 
 An `Answer` holds the sampled tokens of one answer, and the text, reasoning and tool calls that the tokens contain. For
 each protocol, a function `render_...` returns the body of a whole reply. A subclass of `Stream` returns the events of a
-streamed reply. The official SDKs can build a whole reply from the events of a stream. The proxy sends an identical
-reply if the request asks for no stream. The three protocols define these events, in this order:
+streamed reply. If the official SDKs build a whole reply from the events of a stream, this reply equals the reply to a
+request without a stream. The three protocols define these events, in this order:
 
-    chat        a chunk with the role; chunks with reasoning and text; a chunk for each call; a chunk with
-                finish_reason; a chunk with the token counts, if the agent requested them; [DONE]
-    responses   response.created; response.in_progress; for each item output_item.added, deltas, output_item.done;
-                response.completed, or response.incomplete if a length limit ended the answer
-    messages    message_start; for each block content_block_start, deltas, content_block_stop; message_delta with
-                stop_reason and usage; message_stop
+    Chat completions: a chunk with the role; chunks with reasoning and text; a chunk for each call; a chunk with
+        finish_reason; a chunk with the token counts, if the agent requested them; [DONE].
+    Responses: response.created; response.in_progress; for each item output_item.added, deltas, output_item.done;
+        response.completed, or response.incomplete if a length limit ended the answer.
+    Messages: message_start; for each block content_block_start, deltas, content_block_stop; message_delta with
+        stop_reason and usage; message_stop.
 
 Streams. A `Stream` returns the events of one answer as bytes. `start` returns the events before the first token. While
 the answer grows, `grow` receives the parts that no later token can change (`certain` in tools.py). `grow` returns the
@@ -137,10 +137,10 @@ class Stream:
     def __init__(self, ask: AgentRequest, interaction_id: str, index: int = 0) -> None:
         self.ask, self.interaction_id, self.index = ask, interaction_id, index
         self.created = int(time.time())
-        # Attributes that change after the constructor:
+        # Attributes that change after `__init__`:
         self.position = 0  # index of the open part or, if no part is open, of the next part
-        self.sent: str | None = None  # the text of the open part that was already sent; None if no part is open
-        self.logprobs: list[dict[str, Any]] = []  # one entry per sampled token; set when the answer is complete
+        self.sent: str | None = None  # the sent text of the open part; None if no part is open
+        self.logprobs: list[dict[str, Any]] = []  # logprobs of the sampled tokens; set when the answer is complete
 
     def start(self, input_len: int) -> bytes:
         """Return the events before the first token. `input_len` is the number of tokens in the prompt."""
@@ -293,7 +293,7 @@ def response_head(ask: AgentRequest, interaction_id: str, status: str) -> dict[s
 
 
 def response_item(part: str, value: Any, interaction_id: str, logprobs: Any = ()) -> dict[str, Any]:
-    """Return a part of an answer as an item of a response's output."""
+    """Convert one part of an answer (reasoning, text or call) into an item of the Responses protocol."""
     x, done = suffix_of(interaction_id), {"status": "completed"}
     if part == "call":
         fields = {"id": f"fc_{suffix_of(value['id'])}", "type": "function_call", "call_id": value["id"]}
@@ -396,7 +396,7 @@ def message_head(ask: AgentRequest, interaction_id: str, read: int, written: int
 
 
 def message_block(part: str, value: Any, signature: str = "") -> dict[str, Any]:
-    """Return a part of an answer as a block of an Anthropic message.
+    """Convert one part of an answer (reasoning, text or call) into a block of Anthropic's protocol.
 
     `signature` is the signature of a reasoning block.
     """
@@ -446,8 +446,8 @@ class Protocol:
 
     id_prefix: str  # the prefix of each interaction's id, such as "chatcmpl-"
     parse: Callable[..., AgentRequest]  # function of (body, find) that returns the request
-    render: Callable[[AgentRequest, list[Answer]], dict[str, Any]]  # returns the body of a whole reply
-    stream: Callable[[AgentRequest, str, int], Stream]  # arguments: request, interaction's id, index of the answer
+    render: Callable[[AgentRequest, list[Answer]], dict[str, Any]]  # function that returns the body of a whole reply
+    stream: Callable[[AgentRequest, str, int], Stream]  # function of (request, interaction's id, index of the answer)
     error: Callable[..., dict[str, Any]]  # function of (status, message, code) that returns the body of an error
 
 

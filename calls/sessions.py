@@ -71,7 +71,7 @@ class Session:
     task_id: str
     last_used: float  # time of the last request or of the end of the last turn, in seconds of `clock`
     cache: InteractionCache
-    places: asyncio.Semaphore  # limits the answers that servers generate at once (`Limits.running`)
+    places: asyncio.Semaphore  # one place for each answer that may be generated at once (`Limits.running`)
     sampling: dict[str, Any] = field(default_factory=dict)  # default sampling parameters of this session
     calls: int = 0  # number of answers that the agent has requested
     running: set[Any] = field(default_factory=set)  # turns (turn.py) that are being generated
@@ -93,7 +93,7 @@ class Session:
 class SessionTable(OrderedDict[str, Session]):
     """The open and ended sessions by id, and the grants for new sessions.
 
-    The least recently used session comes first.
+    In this table, the least recently used session comes first.
     """
 
     def __init__(self, timeout: float, clock: Callable[[], float], side_patterns: Collection[str] = ()) -> None:

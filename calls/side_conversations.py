@@ -6,19 +6,19 @@ session, the session's reward must not go to this request.
 
 The rule. A finished interaction is a *suspect* if conditions 1 and 2 hold:
 
-    1. One of the patterns matches the text of the interaction's first message.
-    2. The interaction has no parent and no children, and the client offered no tools.
+    (1) One of the patterns matches the text of the interaction's first message.
+    (2) The interaction has no parent and no children, and the client offered no tools.
 
 A suspect is a side conversation if condition 3 also holds:
 
-    3. The session has interactions that are not suspects, and their first messages differ from the suspect's first
-       message.
+    (3) The session has interactions that are not suspects, and their first messages differ from the suspect's first
+        message.
 
 The rule does not depend on the order of the calls, so a title request may come before, between or after the agent's
-calls. Two kinds of calls resemble a title request, but are not side conversations. First, an agent may offer no tools
-in its final call. The final call has the same first message as the agent's earlier calls, so condition 3 does not hold.
-Second, a session may contain another agent that makes only one call. The prompt of the other agent describes a task and
-requests no title, so condition 1 does not hold.
+calls. Two kinds of calls resemble a title request, but are not side conversations. First, some agents offer no tools in
+their final call. The final call has the same first message as the agent's earlier calls, so condition 3 does not hold.
+Second, a session can contain a second agent that makes only one call. The prompt of an agent with only one call
+describes a task and requests no title, so condition 1 does not hold.
 
 The configuration key rollout.openai.side_conversations contains the patterns, which are regular expressions. The
 patterns match both upper and lower case. If the list of patterns is empty, the rule is off. If the title requests of a
@@ -37,7 +37,7 @@ from typing import Any
 from calls.messages import canonical
 
 PATTERNS = (
-    # matches the title requests of opencode, Claude Code and Open WebUI
+    # title requests of opencode, Claude Code and Open WebUI
     r"\b(write|generate|create|extract|provide|suggest|output)\b.{0,80}\btitles?\b",
     r"\bnew conversation topic\b",  # Claude Code
     r"^(quota|warmup)$",  # messages that Claude Code sends before the agent's first call

@@ -6,10 +6,10 @@ expects a text in the form of Qwen and Hermes:
     <think>reasoning</think>text<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>
 
 Tool calls. The parser reads the JSON between <tool_call> and the next </tool_call>. The JSON is a call if it contains
-the name of an offered tool and if the arguments are an object. If the JSON is broken, the end mark is missing or the
-tool is unknown, the call stays in the text. A model's mistake never makes a request fail, because the agent receives
-the mistake as text. The parser drops white space around the reasoning and before a call. A text without calls is
-returned unchanged, so that the proxy recognises the text in the agent's next request.
+the name of an offered tool and if the arguments are an object. A call stays in the text in three cases: its JSON is
+broken, its end mark is missing, or its tool is unknown. A model's mistake never makes a request fail, because the agent
+receives the mistake as text. The parser drops white space around the reasoning and before a call. A text without calls
+is returned unchanged, so that the proxy recognises the text in the agent's next request.
 
 Streams. `certain` returns the part of an unfinished text that no continuation can change:
 
@@ -18,23 +18,23 @@ Streams. `certain` returns the part of an unfinished text that no continuation c
     "Hello \\n"      -> "Hello"      a call may follow
     "<think>so </t" -> reasoning "so"
 
-With every new token the certain part stays unchanged or grows. The certain part is always the beginning of the text
-that `parse` returns for the whole answer. A stream sends the calls when the answer is complete.
+With every new token, the result of `certain` stays unchanged or grows. The result of `certain` is always the beginning
+of the text that `parse` returns for the whole answer. A stream sends the calls when the answer is complete.
 
 Reasoning. Some chat templates end the prompt with <think>. If the prompt ends with <think>, `begun` returns <think>,
 and the caller must put <think> before the model's text.
 
 Forced calls. If tool_choice demands a call, `opening` returns the first words of a call. The prompt ends with the first
-words of the call, so these words are not trained. The caller must also put the result of `opening` before the model's
-text. The model writes the rest of the call: the arguments and, if there are several tools, the name. The proxy does not
-constrain sampling with a grammar, so the model may still write broken JSON.
+words of the call, so these words are not trained. The caller must put the result of `opening` before the model's text.
+The model writes the arguments of the forced call and, if it may choose between several tools, also the tool's name. The
+proxy does not constrain sampling with a grammar, so the model may still write broken JSON.
 
 Other forms. If the tokenizer has a response template (a feature of transformers), this template parses the text. If
 `tool_call_parser` is not in `HERMES`, it is the name of a parser of SGLang, and SGLang must be installed. SGLang's
 parser is used only if the agent offers tools. With a response template or SGLang's parser, a call cannot be forced, and
-no text is certain before the answer is complete. A response template parses every answer as if the answer followed the
-conversation's first message. If the model ends its turn with a token that is not the tokenizer's eos_token,
-stop_token_ids must contain this token.
+`certain` returns an empty text. A response template parses every answer as if the answer followed the conversation's
+first message. If the model ends its turn with a token that is not the tokenizer's eos_token, stop_token_ids must
+contain this token.
 
 The parser does not repair mistakes in a model's text.
 """
@@ -117,7 +117,8 @@ def split_calls(text: str, tools: Tools) -> tuple[str, list[Call]]:
     return "".join(pieces), calls
 
 
-@functools.lru_cache(4096)  # a stream parses its whole text at each new token; the cache avoids decoding a call again
+# A stream parses its whole text at each new token. With the cache, the JSON of a call is decoded only once.
+@functools.lru_cache(4096)
 def read_call(body: str, names: frozenset[str]) -> Call | None:
     """Return the call that `body` contains, or None if `body` is not a valid call of a tool in `names`."""
     try:
@@ -149,8 +150,8 @@ class OutputParser:
             self._prompt = tokenizer.apply_chat_template(talk, add_generation_prompt=True, tokenize=False)
 
     def foreign(self, tools: Tools) -> bool:
-        """Return whether the model's text has a form other than the default form of Qwen and Hermes. A text in another
-        form must contain the special tokens."""
+        """Return whether the model's text has a form other than the default form of Qwen and Hermes. A text that is not
+        in the default form must contain the special tokens."""
         return self.special_tokens or (self._sglang is not None and bool(tools))
 
     def parse(self, text: str, tools: Tools) -> Parsed:
@@ -206,7 +207,8 @@ class OutputParser:
         return f'{end_of_reasoning}{CALL}\n{{"name": {name}'
 
     def _parse_foreign(self, text: str, tools: Tools) -> Parsed:
-        """Parse with SGLang's parser or the tokenizer's response template. Raises ValueError for an unknown tool."""
+        """Parse a text with SGLang's parser or the tokenizer's response template. Raises ValueError for an unknown
+        tool."""
         if self._sglang:
             reasoning, rest, _ = split_thinking(text)
             rest, functions = self._sglang(rest, tools)
@@ -234,7 +236,7 @@ def sglang_parser(name: str) -> Callable[[str, Tools], tuple[str, list[dict[str,
     except ImportError as error:
         ours = ", ".join(filter(None, HERMES))
         raise ValueError(f"tool_call_parser: {name} needs SGLang; install it, or use one of {ours}") from error
-    FunctionCallParser([], name)  # raises ValueError for an unknown name, before the first request
+    FunctionCallParser([], name)  # an unknown name raises ValueError here, before the first request
 
     def parse(text: str, tools: Tools) -> tuple[str, list[dict[str, Any]]]:
         parser = FunctionCallParser([Tool.model_validate(tool) for tool in tools], name)

@@ -28,16 +28,16 @@ Retries. A client repeats a request if the connection times out or the reply has
 Anthropic mark a repeated request with the header x-stainless-retry-count. `match_retry` compares the body of a request,
 byte for byte, with the bodies of the session's earlier turns. The first rule that fits the request applies:
 
-    1. If a turn with the same body is unread, failed or abandoned, the request is a retry of this turn.
-    2. If the header marks a retry, the request is a retry of a running turn with the same body. If no turn with the
-       same body is running, the request is a retry of the last turn with the same body whose connection is closed.
-    3. If rules 1 and 2 do not apply, the request is a new call. An agent that sends a body twice gets two answers.
+    (1) If a turn with the same body is unread, failed or abandoned, the request is a retry of this turn.
+    (2) If x-stainless-retry-count marks a retry, the request is a retry of a running turn with the same body. If no
+        turn with the same body is running, the request is a retry of the last such turn with a closed connection.
+    (3) If rules 1 and 2 do not apply, the request is a new call, even if an earlier turn has the same body.
 
 A client that gives up on a reply closes the connection, so rule 2 ignores finished turns with an open connection. A
 retry gets the reply of the turn that it repeats. A failed or abandoned turn has no reply, so a new turn replaces it.
 
-Example. An agent hangs up during a call and sends the call again. By rule 1 the second request is a retry, so the
-abandoned turn becomes replaced, and the proxy generates a new turn. Only the new turn is trained.
+Example: an agent hangs up during a call and then sends the same request a second time. By rule 1, the second request is
+a retry: the abandoned turn becomes replaced, and the proxy generates a new turn. Only the new turn is trained.
 """
 
 import asyncio
@@ -79,13 +79,14 @@ class Turn:
         for name in self.ids:
             interaction = Interaction(ask.messages, name, ask.template_key, store, ask.tools, parent=ask.parent)
             self.parent = session.cache.enter(name, interaction).parent  # all answers of a turn have the same parent
-        self.ask = dataclasses.replace(ask, messages=[])  # the tree stores the messages
+        self.ask = dataclasses.replace(ask, messages=[])  # the turn keeps no messages, because the tree stores them
 
-        # Attributes that change after the constructor:
+        # Attributes that change after `__init__`:
         self.state = State.RUNNING
         self.task: asyncio.Task[tuple[dict[str, Any], list[Answer]]]  # the task returns the reply and the answers
         self.so_far: list[ModelResponse | None] = [None] * ask.n  # the streamed part of each answer
-        self.news = asyncio.get_running_loop().create_future()  # done when tokens arrive, then replaced by a new future
+        # When tokens arrive, the future `news` is done, and a new future replaces it.
+        self.news = asyncio.get_running_loop().create_future()
         self.listeners = 0  # number of connections that wait for the reply
         self.retries = 0  # number of requests that repeated this turn
         self.transport: Any = None  # connection of the last listener; None if unknown (run/serve.py)
@@ -194,7 +195,7 @@ class Turn:
                 elif self.state is State.FINISHED and hangup.done():
                     self.state = State.UNREAD
                 if self.task.cancel():  # `cancel` returns False if the task is done
-                    await asyncio.wait({self.task})  # during this wait the engine tells the server to abort
+                    await asyncio.wait({self.task})  # wait until the engine has told the server to abort
             hangup.cancel()
 
     def result(self) -> tuple[dict[str, Any], list[Answer]]:
@@ -242,8 +243,8 @@ class Turn:
                     raise  # an unexpected error also goes to the log of the proxy
 
     def _new_events(self, streams: list[Stream], readers: list[TextReader]) -> bytes:
-        """Return the events for the text that has become certain since the last call of this method, or b"" if there is
-        none."""
+        """Return the events for the new part of the text that no later token can change, or b"" if there is no new
+        part."""
         frames = b""
         for stream, reader, response in zip(streams, readers, self.so_far):
             if response is not None and response.output_len != reader.tokens_read:

@@ -4,5 +4,5 @@ Read dispatcher.py first. The dispatcher decides which prompt groups start and w
 Then read executor.py. The executor's method `prepare_batch` connects the dataloader, the workflows and the dispatcher.
 The module rows.py makes one row from the turns of a conversation, and trajectory.py defines the tensors of a batch. The
 module runner.py runs all episodes in one thread. The modules reward.py and workers.py run the user's code in separate
-processes. The table in docs/structure.md shows which modules the modules in rollout/ may import.
+processes. The table in docs/structure.md shows which imports are allowed in rollout/.
 """

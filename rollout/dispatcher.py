@@ -14,10 +14,10 @@ this module, the methods `_produce` and `_consume` replace the threads. `_produc
 admits. `_consume` records the result of a task. The dispatcher calls `_produce` at every event that may open the gate:
 a caller submits a task, a task ends, or the trainer sets a new version.
 
-**Which groups form a batch.** With rollout.stale=wait, a batch has the B unconsumed groups that started first. In order
-of start, a slow group delays its batch. With rollout.stale=mask or drop, a batch has the B unconsumed groups that
-finished first. With rollout.stale=mask, take() masks the tokens that are too old. With rollout.stale=drop, take() drops
-the groups that are too old. With all three values of rollout.stale, no trained token is more than
+**Which groups form a batch.** With rollout.stale=wait, a batch has the B unconsumed groups that started first. With
+rollout.stale=wait, a slow group delays its batch. With rollout.stale=mask or drop, a batch has the B unconsumed groups
+that finished first. With rollout.stale=mask, take() masks the tokens that are too old. With rollout.stale=drop, take()
+drops the groups that are too old. With each of the three values of rollout.stale, no trained token is more than
 max_head_offpolicyness versions old. The proof of this age bound is in staleness.py, and take() checks the age of each
 group. When a group is rejected, its place at the gate becomes free, and active_submit_and_wait draws a new task.
 
@@ -30,8 +30,8 @@ dispatcher logs a warning.
 
 **Locks.** The runner's lock, which is re-entrant, guards the dispatcher's state. The dispatcher holds the lock while it
 calls get_version(), head_version and trace, so these functions must return quickly. Episodes and the task generator run
-without the lock. If get_version() takes a lock of its own, a thread that holds this second lock must not call the
-dispatcher, because two threads could deadlock.
+without the lock. If get_version() takes a lock, a thread that holds this lock must not call the dispatcher, because two
+threads could deadlock.
 
 **What is not promised.** The age bound holds only if each batch has consumer_batch_size groups. Groups that
 wait_for_task returns belong to no batch, and the dispatcher does not check their age.
@@ -81,12 +81,12 @@ class DispatchState(Generic[TInput, TResult]):
     """Makes all decisions of the dispatcher, in methods that use no thread, lock or clock."""
 
     manager: StalenessManager
-    head_version: Callable[[TResult], int | None]  # oldest version among a result's tokens; None without tokens
+    head_version: Callable[[TResult], int | None]  # oldest version in a result, or None if the result has no tokens
     max_queue_size: int  # largest number of tasks that run at once
     stale: Literal["wait", "mask", "drop"] = "wait"  # how take() keeps the age bound (staleness.py)
-    without_older: Callable[[TResult, int], TResult | None] = untouched  # masks tokens older than the given version
+    without_older: Callable[[TResult, int], TResult | None] = untouched  # function that masks tokens that are too old
     max_failures: int = 0  # number of failures in a row that stops the run; 0 means max(8, 2 * consumer_batch_size)
-    trace: Callable[..., None] = untraced  # called with the name of an event and the task id
+    trace: Callable[..., None] = untraced  # function of (name of an event, task id)
 
     # Mutable state of the dispatcher:
     pending: OrderedDict[int, TInput] = field(default_factory=OrderedDict)  # submitted tasks that have not started
@@ -96,7 +96,7 @@ class DispatchState(Generic[TInput, TResult]):
     failure: tuple[str, BaseException] | None = None  # message and cause of the stop; None while the run goes on
     interrupts: set[type[BaseException]] = field(default_factory=set)  # exceptions that the next waiting calls raise
     errors_in_a_row: int = 0
-    first_error: BaseException | None = None  # the first error of the current series of errors
+    first_error: BaseException | None = None  # the first of the consecutive errors that `errors_in_a_row` counts
     rejected_in_a_row: int = 0
 
     def __post_init__(self) -> None:
@@ -166,7 +166,7 @@ class DispatchState(Generic[TInput, TResult]):
         if result.data is not None:
             self.order[task_id] = result.data
             if self.stale != "wait":
-                self.order.move_to_end(task_id)  # keeps the finished groups in order of finish
+                self.order.move_to_end(task_id)  # finished groups stay in the order in which they finished
             self.manager.on_rollout_accepted()
             self.trace("accept", task_id)
         else:
@@ -183,8 +183,8 @@ class DispatchState(Generic[TInput, TResult]):
         """Consume and return the next `count` groups, or return [] if one of them is not finished.
 
         With stale=drop, a group that is too old is dropped, and the next finished group takes its place. With
-        stale=mask, the tokens that are too old are masked. If a group of the batch is still too old, the method raises
-        StalenessError and consumes no group.
+        stale=mask, the tokens that are too old are masked. If a group of the batch exceeds the age bound, the method
+        raises StalenessError and consumes no group.
         """
         while batch := {task_id: self.trainable(data) for task_id, data in self.next_groups(count).items()}:
             if not (too_old := [task_id for task_id, data in batch.items() if data is None]):
@@ -220,7 +220,8 @@ class DispatchState(Generic[TInput, TResult]):
         return [data]
 
     def fail(self, message: str, cause: BaseException) -> None:
-        """Stop the run, so that no task starts any more. A second call keeps the first message and cause."""
+        """Stop the run, so that no task starts any more. If `fail` is called twice, the first message and cause
+        stay."""
         self.failure = self.failure or (message, cause)
 
     def _count_in_a_row(self, result: TimedResult[TResult]) -> None:
@@ -293,11 +294,10 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
         while not batch:
             # 1. Draw tasks, so that the producer can start them.
             self._top_up(task_generator)
-            # 2. Wait until the next groups are finished. Stop waiting if no task is pending, because step 1 must draw
-            #    more tasks.
+            # 2. Wait until the next groups are finished. If no task is pending, stop waiting and draw more tasks.
             self._wait("a batch", lambda: self._state.next_groups(batch_size) or not self._state.pending)
-            # 3. Take the groups. The batch is empty if step 1 must draw more tasks, or if too many groups were dropped
-            #    for their age.
+            # 3. Take the groups. The batch is empty if the next groups are not finished, or if too many groups were
+            #    dropped for their age.
             with self.runner.lock:
                 batch = self._state.take(batch_size)
                 self._produce()
@@ -353,7 +353,8 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
             self.runner.lock.notify_all()
 
     def fail(self, error: BaseException, message: str = "") -> None:
-        """Stop the run. Later calls that submit, wait or read `in_flight` raise RuntimeError(message) from `error`."""
+        """Stop the run. After `fail`, calls that submit, wait or read `in_flight` raise RuntimeError(message) from
+        `error`."""
         with self.runner.lock:
             self._state.fail(message or f"the rollout cannot go on: {error!r}", error)
             self.runner.lock.notify_all()
@@ -403,7 +404,7 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
             if self._state.interrupts:
                 raise self._state.interrupts.pop()
             result = attempt()
-            self._produce()  # attempt() may have dropped or withdrawn groups, and their places are free
+            self._produce()  # if attempt() dropped or withdrew groups, their places at the gate are free
             if not result and timeout is None and self._state.is_stalled():
                 logger.warning("waiting for a new task, or at a closed gate for a new version: %s", self._state)
             return result

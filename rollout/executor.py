@@ -1,24 +1,24 @@
 """WorkflowExecutor connects the dataloader, the workflows, the staleness gate and the training step.
 
 `prepare_batch` returns the next B accepted prompt groups as one padded dict of tensors (trajectory.py). The dispatcher
-decides which groups come next. With rollout.stale=wait, prepare_batch returns the groups in order of start, also within
-a batch. While the trainer trains on one batch, groups of later batches run. The staleness gate limits how many groups
-run. Example: with B = 4 and eta = 1, eight groups start at version 0. The first call of prepare_batch returns four of
-the eight groups, and the other four groups are left for later calls.
+decides which groups come next. With rollout.stale=wait, prepare_batch returns the groups in the order in which they
+started, across batches and within each batch. While the trainer trains on one batch, groups of later batches run. The
+staleness gate limits how many groups run. Example: with B = 4 and eta = 1, eight groups start at version 0. The first
+call of prepare_batch returns four of the eight groups, and the other four groups are left for later calls.
 
 Each prompt group goes through these steps:
 
- 1. A sample is drawn from the dataloader and gets a task id (DataCursor).
- 2. The dispatcher starts the task when the gate allows it (dispatcher.py).
- 3. `workflow.arun_episode(engine, data)` runs all members of the group in the event loop's thread (workflow.py).
- 4. Interactions become tensors, and check_trajectory_format checks these tensors.
- 5. `complete` adds the tensors that the workflow left out.
- 6. should_accept_fn accepts or rejects the group.
- 7. With dump_to_file each row of an accepted or rejected group becomes one line of the file
-    {dump_dir}/{rollout|eval-rollout}/{newest version in the group}/{task_id}.jsonl.
- 8. `keep` writes an accepted group to a file, so that the group survives a crash. The group counts as accepted after
-    `keep` has returned.
- 9. prepare_batch returns the group as soon as it is one of the next B groups to consume.
+ (1) A sample is drawn from the dataloader and gets a task id (DataCursor).
+ (2) The dispatcher starts the task when the gate allows it (dispatcher.py).
+ (3) `workflow.arun_episode(engine, data)` runs all members of the group in the event loop's thread (workflow.py).
+ (4) Interactions become tensors, and check_trajectory_format checks these tensors.
+ (5) `complete` adds the tensors that the workflow left out.
+ (6) should_accept_fn accepts or rejects the group.
+ (7) With dump_to_file each row of an accepted or rejected group becomes one line of the file
+     {dump_dir}/{rollout|eval-rollout}/{newest version in the group}/{task_id}.jsonl.
+ (8) `keep` writes an accepted group to a file, so that the group survives a crash. The group counts as accepted after
+     `keep` has returned.
+ (9) prepare_batch returns the group as soon as it is one of the next B groups to consume.
 
 If a workflow returns None, its group is rejected, and another sample is drawn instead. If one of the steps 3 to 8
 raises an exception, the group is rejected and also counted as failed. Many failures in a row stop the run
@@ -98,12 +98,12 @@ class DataCursor:
     """The position of the run in its data: the drawn samples, their task ids, and the open tasks.
 
     A checkpoint saves the fields `next_id`, `drawn` and `open`. After a crash, the open tasks that were not finished
-    start again under their old ids. The run then skips all samples of the dataloader that were drawn before the
+    start again under their old ids. The continued run skips all samples of the dataloader that were drawn before the
     checkpoint. New samples get the ids `next_id`, `next_id` + 1, and so on.
 
     Example: the samples of tasks 0 to 7 were drawn, tasks 0 to 3 were trained on, and task 5 is finished. The
     checkpoint holds next_id = 8, drawn = 8 and the samples of tasks 4 to 7. After a crash tasks 4, 6 and 7 start again.
-    The ninth sample of the dataloader then starts as task 8.
+    After tasks 4, 6 and 7, the ninth sample of the dataloader starts as task 8.
     """
 
     next_id: int = 0  # the task id of the next new sample
@@ -138,7 +138,8 @@ class DataCursor:
             raise
 
     def forget_closed(self, in_flight: set[int]) -> None:
-        """Keep the samples of the tasks that are in flight or must start again. Forget all other samples."""
+        """Keep the samples of the tasks that are in flight or must start again. Forget the samples of all other
+        tasks."""
         still_open = in_flight.union(self.restart)
         self.open = {task_id: sample for task_id, sample in self.open.items() if task_id in still_open}
 
@@ -152,12 +153,12 @@ class WorkflowExecutor:
 
     engine: Any
     config: RolloutConfig
-    tokenizer: Any = None  # decodes tokens for dumps, and is passed to workflow classes that accept a tokenizer
-    gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)  # includes the run's seed
+    tokenizer: Any = None  # tokenizer for dumps, and for workflow classes that accept a tokenizer
+    gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)  # sampling options and seed
     proxy: ProxyAddress | None = None  # needed for agents
     dump_dir: Path | None = None  # the run's folder for dumps; None means no dumps
-    trace: Callable[..., None] = untraced  # called with (event, task_id); the event "reward" has more arguments
-    keep: Callable[[int, Trajectory], None] | None = None  # called in a thread before a group counts as accepted
+    trace: Callable[..., None] = untraced  # function of (event, task_id); the event "reward" has more arguments
+    keep: Callable[[int, Trajectory], None] | None = None  # function that saves a group before it counts as accepted
     hold_failures: float = 0.0  # seconds that a task waits after its exception before it counts as failed
     evaluation: bool = False  # whether to run without a staleness gate
 
@@ -260,7 +261,7 @@ class WorkflowExecutor:
         return concat_padded_tensors(groups)
 
     def until_restart(self, wait: Callable[[], T]) -> T | None:
-        """Return the result of `wait`, or None if an inference server was restarted meanwhile.
+        """Return the result of `wait`, or None if an inference server was restarted during the wait.
 
         If the result is None, the caller must push the current weights, and then call this method again.
         """
@@ -270,7 +271,7 @@ class WorkflowExecutor:
             self.engine.forget_sent()
             return None
 
-    # ---- recovery (run/recover.py), in the thread that calls prepare_batch
+    # ---- recovery (run/recover.py): methods for the thread that calls prepare_batch
 
     def state_dict(self) -> dict[str, Any]:
         """Return how far the run has read its data: the fields `next_id`, `drawn` and `open` of DataCursor.
@@ -281,13 +282,13 @@ class WorkflowExecutor:
         return {"next_id": self._cursor.next_id, "drawn": self._cursor.drawn, "open": dict(self._cursor.open)}
 
     def load_state_dict(self, state: dict[str, Any], finished: dict[int, Trajectory], version: int) -> None:
-        """Continue from `state`, the state_dict that was saved after the step that made `version`. Call
-        `load_state_dict` before `submit`.
+        """Continue a run from a saved result of `state_dict`. Call `load_state_dict` before `submit`.
 
-        `finished` maps ids of open tasks to the groups that an earlier process had finished. The finished groups are
-        consumed first, and all other open tasks start again under their ids. If a finished group would be too old when
-        a step consumes it, the group's task also starts again. A finished group can be too old if eta or the batch size
-        is smaller than before the crash. Recovery supports only one dataloader.
+        `version` is the policy version at which `state` was saved. `finished` maps ids of open tasks to the groups that
+        an earlier process had finished. The finished groups are consumed first, and all other open tasks start again
+        under their ids. If a finished group would be too old when a step consumes it, the group's task also starts
+        again. A finished group can be too old if eta or the batch size is smaller than before the crash. Recovery
+        supports only one dataloader.
         """
         gate, kept = self.staleness_manager, dict[int, Trajectory]()
         for task_id, group in finished.items():
@@ -354,7 +355,7 @@ class WorkflowExecutor:
         if self.engine.executor is self:
             self.engine.executor = None
 
-    # ---- one prompt group, in the event loop's thread
+    # ---- code that runs one prompt group, in the event loop's thread
 
     async def _run_episode(self, task: RolloutTask) -> Trajectory | None:
         """Run steps 3 to 8 of the list at the top of this file for one task.
@@ -376,7 +377,7 @@ class WorkflowExecutor:
             versions, rewards = [head_version(trajectory), tail_version(trajectory)], trajectory["rewards"].tolist()
             self.trace("reward", task.task_id, versions=versions, rewards=rewards)
             accepted = task.should_accept is None or task.should_accept(trajectory)
-            if self.dump_dir is not None:  # in a thread, because decoding the tokens is slow
+            if self.dump_dir is not None:  # `dump` runs in a thread, because decoding the tokens is slow
                 folder = self.dump_dir / workflows.workflow_context.stat_scope()
                 await asyncio.to_thread(dump, trajectory, task.task_id, folder, version, self.tokenizer)
             if accepted and self.keep is not None:
@@ -391,7 +392,7 @@ class WorkflowExecutor:
         return trajectory if accepted else None
 
     def _check(self, trajectory: Trajectory, workflow: workflows.RolloutWorkflow) -> None:
-        """Raise ValueError if a trajectory is malformed, or if its keys differ from those of its workflow's earlier
+        """Raise ValueError if a trajectory is malformed, or if its keys differ from the keys of the workflow's earlier
         trajectories."""
         kind = type(workflow.workflow if isinstance(workflow, workflows.GroupedRolloutWorkflow) else workflow)
         check_trajectory_format(trajectory, self._keys.get(kind))
@@ -409,8 +410,8 @@ class WorkflowExecutor:
         self.ended += 1
 
     async def _hold_failure(self) -> None:
-        """Wait `hold_failures` seconds before a failure is counted. Raises RuntimeError if the run has stopped
-        meanwhile.
+        """Wait `hold_failures` seconds before a failure is counted. Raises RuntimeError if the run has stopped during
+        the wait.
 
         If the proxy or a server dies, every running episode fails at once. The wait gives the watcher of the processes
         time to stop the run. Without the wait, all running samples would count as failed, and new samples would replace

@@ -25,22 +25,22 @@ class InteractionWithTokenLogpReward:
 
     messages: list[Message]
     interaction_id: str = ""
-    template_key: str = ""  # tools and template arguments as one text, because the prompt depends on them
+    template_key: str = ""  # tools and template arguments as one text (`AgentRequest.template_key`)
     unstored: str = ""  # rollout.openai.store if the agent sent `store: false`, else ""
     tools: list[dict[str, Any]] = field(default_factory=list)  # tools offered to the model, in chat-completions format
     model_response: ModelResponse | None = None
     output_message_list: list[Message] = field(default_factory=list)
     reply: dict[str, Any] | None = None  # the reply as the agent received it
     reward: float | None = None  # the turn's own reward; apply_reward_discount replaces it with the final reward
-    parent: "InteractionWithTokenLogpReward | None" = None  # set by InteractionCache, unless the client names a parent
+    parent: "InteractionWithTokenLogpReward | None" = None  # parent that the client named or InteractionCache found
 
     # InteractionCache sets the following fields:
     turn: int = 0  # number of ancestors in the tree
     children: int = 0  # number of interactions whose parent is this interaction
     is_side: bool = False  # whether this call is a side conversation
 
-    # The turns of this interaction's row, each with True if the row trains the turn. If `row_turns` is empty, this turn
-    # is the row's only turn and is trained.
+    # A list of pairs (turn of this interaction's row, whether the row trains the turn). If `row_turns` is empty, this
+    # turn is the row's only turn and is trained.
     row_turns: list[tuple["InteractionWithTokenLogpReward", bool]] = field(default_factory=list)
 
     @property
@@ -60,7 +60,7 @@ class InteractionWithTokenLogpReward:
 
         Return None for an unfinished call, and for a reply in Anthropic's protocol.
         """
-        from openai.types import chat, responses  # imported only here, because the import is slow
+        from openai.types import chat, responses  # this import is slow, so it is not at the top of the file
 
         kinds: dict[Any, Any] = {"chat.completion": chat.ChatCompletion, "response": responses.Response}
         kind = kinds.get((self.reply or {}).get("object"))
@@ -93,4 +93,4 @@ class InteractionWithTokenLogpReward:
         return f"Interaction({self.interaction_id!r}, turn {self.turn}, reward={self.reward}, parent={parent!r})"
 
 
-Interaction = InteractionWithTokenLogpReward  # a short name for the class, whose name comes from AReaL
+Interaction = InteractionWithTokenLogpReward  # `Interaction` is a short name; the long name comes from AReaL

@@ -3,16 +3,16 @@
 `parse_rewards` checks the rewards that an agent returned. `AsyncRewardWrapper` runs the reward function of a workflow.
 
 All episodes of a run share one event loop. If a function computes for one second in the event loop, no agent can
-continue during this second. AsyncRewardWrapper therefore runs a plain function in a worker process (workers.py) and
-awaits the result. A coroutine function runs in the event loop itself.
+continue during this second. AsyncRewardWrapper runs a plain function in a worker process (workers.py), so that the
+function does not block the event loop. A coroutine function runs in the event loop itself.
 
 Plain functions and coroutine functions have a time limit. If a plain function takes too long, its process is killed. If
 a coroutine function takes too long, it is cancelled. The time limit of a plain function starts when a worker takes the
 call, so the time in the queue does not count. Example: with timeout_seconds=15 and four workers, the fifth call waits
 until a worker is free, and then has 15 seconds. If an episode is cancelled, its reward computation ends as well.
 
-If a reward function raises an exception or takes too long, its episode fails. The failed episode gets no reward. A
-reward of 0 would be wrong, and the policy would learn from it.
+If a reward function raises an exception or takes too long, its episode fails. The failed episode gets no reward. If a
+failed episode got a reward of 0, the policy would learn from a wrong reward.
 """
 
 import inspect
@@ -37,7 +37,10 @@ def parse_rewards(value: Any) -> dict[str, float] | float | None:
 
 
 def _number(value: Any) -> float:
-    """Return a Python, numpy or torch scalar as a float. Raises TypeError or ValueError."""
+    """Return a Python, numpy or torch scalar as a float.
+
+    Raises TypeError for a value that is not a number, and ValueError for nan and inf.
+    """
     scalar = value.item() if getattr(value, "shape", None) == () else value  # a scalar of numpy or torch
     if not isinstance(scalar, numbers.Real):
         hint = "an agent may also return {completion id: number}, or None"

@@ -1,8 +1,8 @@
 """make_row makes one row for training from the turns of one conversation, and join_turns chooses the turns of each row.
 
-The prompt of a conversation's last turn contains the tokens of all earlier turns. The prompt and the output of the last
-turn are therefore the whole row. The row marks which tokens each turn generated. Example: a conversation has two turns.
-Between the two turns a tool answered, and the policy got new weights:
+The prompt of a conversation's last turn contains the tokens of all earlier turns. A conversation's row consists of the
+prompt and the output of the conversation's last turn. The row marks which tokens each turn generated. Example: a
+conversation has two turns. Between the two turns a tool answered, and the policy got new weights:
 
     tokens       p  p  p  a  a  t  t  b  b  b       p: first prompt, a: output of turn 0, t: tool, b: output of turn 1
     loss_mask    0  0  0  1  1  0  0  1  1  1
@@ -18,10 +18,10 @@ of these rows trains the turn.
 
 A row trains each of its turns except in four cases, in which the turn's tokens are only context for other turns:
 
-    1. Another row already trains on the turn.
-    2. The agent asked the proxy not to store the call, and rollout.openai.store is honour.
-    3. The trainer cannot reproduce how the tokens were sampled (`trains_exactly`).
-    4. The turn is a side conversation without a reward (calls/side_conversations.py).
+    (1) Another row already trains on the turn.
+    (2) The agent asked the proxy not to store the call, and rollout.openai.store is honour.
+    (3) The trainer cannot reproduce how the tokens were sampled (`trains_exactly`).
+    (4) The turn is a side conversation without a reward (calls/side_conversations.py).
 """
 
 import copy
@@ -109,7 +109,7 @@ def make_row(turns: Sequence[tuple[Any, bool]]) -> dict[str, list]:
 
 def row_to_tensors(row: dict[str, list]) -> dict[str, Any]:
     """Return a row as tensors of shape (1, L) or (1,), with the dtypes of trajectory.py."""
-    import torch  # imported only here, because the import is slow
+    import torch  # this import is slow, so it is not at the top of the file
 
     from rollout.trajectory import ROW_KEYS, TOKEN_KEYS
 

@@ -11,7 +11,7 @@ thread has to poll. Example: three tasks run and the trainer waits for two resul
 first task ends, and again when the second task ends.
 
 **A runner for tests.** The dispatcher uses threads and time only through the public methods of AsyncTaskRunner. The
-tests can therefore replace the runner with a subclass that has a virtual clock (tests/rollout/test_dispatcher.py).
+tests replace the runner with a subclass that has a virtual clock (tests/rollout/test_dispatcher.py).
 
 **Errors.** If a task raises an exception, the task's TimedResult contains this exception. If code of the dispatcher or
 the runner raises an exception in the thread, the runner calls `on_failure`, and the dispatcher then stops the run. The
@@ -69,7 +69,7 @@ class AsyncTaskRunner:
         if max_queue_size < 1:
             raise ValueError(f"max_queue_size must be 1 or more, not {max_queue_size}")
         self.max_queue_size = max_queue_size
-        self.lock = threading.Condition()  # re-entrant; guards the state of the runner and of the dispatcher
+        self.lock = threading.Condition()  # re-entrant lock for the state of the runner and of the dispatcher
         self.on_done: Callable[[TimedResult], None] = lambda result: None
         self.on_failure: Callable[[BaseException], None] = lambda error: None
         # mutable state of this object; `lock` guards _active
@@ -108,10 +108,10 @@ class AsyncTaskRunner:
 
     def find_blocker(self, seconds: float) -> str | None:
         """Return the function that has blocked the event loop for at least `seconds`, as "name (file:line)". Return
-        None if the loop answers or has ended.
+        None if no function blocks the event loop.
 
-        Functions of Python's library and of installed packages are skipped. Call `find_blocker` from a thread other
-        than the loop's.
+        Functions of Python's library and of installed packages are skipped. Call `find_blocker` from a thread that does
+        not run the event loop.
         """
         ran = threading.Event()
         try:
@@ -164,9 +164,9 @@ class AsyncTaskRunner:
         create_time = time.monotonic_ns()
         try:
             result = TimedResult(task_id, create_time, await async_fn(*args))
-        except KeyboardInterrupt:  # the interpreter raises this exception to end the loop
+        except KeyboardInterrupt:  # the interpreter raises KeyboardInterrupt to end the loop
             raise
-        except BaseException as error:  # also SystemExit and other errors that do not inherit from Exception
+        except BaseException as error:  # a task may raise SystemExit, which does not inherit from Exception
             result = TimedResult(task_id, create_time, None, error)
         with self.lock:
             del self._active[task_id]

@@ -19,7 +19,7 @@ shifted by one position. In a trajectory, no tensor is shifted.
 | regenerated | int32 [B] | how many segments were requested again because a server failed | |
 | side_conversations | int32 [B] | 1 for a side conversation, which is not trained on (calls/side_conversations.py) | |
 | unstored | int32 [B] | how many turns of the row the agent asked not to store | |
-| masked | int32 [B] | how many tokens of the row left the loss because they were too old (staleness.py) | |
+| masked | int32 [B] | how many tokens of the row are excluded from the loss because they are too old (staleness.py) | |
 | placeholders | int32 [B] | how many images and files of the row the model could not read (calls/messages.py) | |
 | parents | int32 [B] | number (within its task) of the row that this row continues; -1 = no such row | |
 | group_ids | int32 [B] | rows with equal ids belong to one prompt group | |
@@ -144,7 +144,8 @@ def number_turns(loss_mask: Tensor) -> Tensor:
 
 
 def complete(traj: Trajectory, task_id: int, version: int = 0) -> Trajectory:
-    """Return a trajectory with every key of the table, in the dtype of the table. All other keys are kept.
+    """Return a trajectory with every key of the table, in the dtype of the table. Keys that are not in the table are
+    kept.
 
     If `versions` is missing, every generated token gets `version`. `version` is the version at which the episode
     started. The version that computed a token may be newer than `version`, but not older. If `logprobs` is missing, the
@@ -171,8 +172,8 @@ def concat_padded_tensors(trajectories: list[Trajectory]) -> Trajectory:
     """Pad all trajectories to the length of the longest trajectory, and stack their rows in order.
 
     If all tensors of a key have the shape [B, L, ...], they are padded along L. The padding value is PADDING[key], or 0
-    if PADDING lacks the key. The tensors of all other keys are concatenated without padding. Raises ValueError if there
-    is no trajectory, or if the trajectories have different keys.
+    if PADDING lacks the key. If the tensors of a key have no dimension L, they are concatenated without padding. Raises
+    ValueError if there is no trajectory, or if the trajectories have different keys.
     """
     if not trajectories:
         raise ValueError("no trajectories to concatenate")

@@ -1,38 +1,38 @@
 """A worker runs the user's code in a separate process, so that the trainer can kill this code.
 
 Reward functions and agents in mode subproc are the user's code. The user's code may compute for a long time, hang, or
-crash. All episodes of a run share one event loop, and the user's code must not block it. The event loop therefore sends
-a call of the user's code to a worker, and awaits the result.
+crash. All episodes of a run share one event loop, and the user's code must not block it. The event loop sends each call
+of the user's code to a worker, and awaits the result.
 
     pool = WorkerPool(4)                        at most four calls at once; later calls wait in order
     async with pool.worker() as worker:         starts a process, or takes an idle one
         value = await within(15, worker.call(function, *args), "...")       the 15 seconds begin at this line
 
-**One call at a time.** Only one block `async with pool.worker()` uses a worker at a time. If a cancellation or a time
-limit ends the block before the call has returned, the pool kills the worker. The next call gets a new worker. If a
-worker crashes, only the call that ran in this worker fails.
+**One call at a time.** While a block `async with pool.worker()` uses a worker, no other block gets this worker. If a
+cancellation or a time limit ends an `async with` block before its call has returned, the pool kills the worker. The
+pool starts a new worker for a later call. If a worker crashes, only the call that ran in this worker fails.
 
 **How a worker ends.** A worker is a pair of processes, a guard and its child. The user's code runs in the child. A
-socket connects the pair with the trainer. The guard waits for one of three events: the user's process ends, the trainer
-closes the socket, or the trainer ends (even by kill -9). The guard then kills the user's process and all descendants of
-this process. On Linux the guard is the subreaper of all its descendants: if a descendant's parent ends, the guard
-becomes the new parent. The guard therefore also kills a descendant with a process session of its own (`setsid`).
-Processes that the user's code starts do not inherit the socket. When the guard and its child have ended, the socket
-closes, and the trainer detects this at once. The signal of Ctrl-C reaches only the trainer, because each worker has a
-process group of its own.
+socket connects the guard and its child with the trainer. The guard waits for one of three events: the user's process
+ends, the trainer closes the socket, or the trainer ends (even by kill -9). When one of the three events happens, the
+guard kills the user's process and all descendants of this process. On Linux the guard is the subreaper of all its
+descendants: if a descendant's parent ends, the guard becomes the new parent. As the subreaper, the guard also kills a
+descendant that has a process session of its own (`setsid`). Processes that the user's code starts do not inherit the
+socket. When the guard and its child have ended, the socket closes, and the trainer detects this at once. The signal of
+Ctrl-C reaches only the trainer, because each worker has a process group of its own.
 
 **Messages.** A call goes through the socket as a pickle. The pickle contains the function's name and not its code, so
 the worker imports the function's module. The worker does not import the main script, because the script would import
-torch in every worker. Functions and classes must therefore not be defined in `__main__`. A result comes back as JSON,
-because a pickle from an agent could run code in the trainer. A numpy or torch scalar in a result becomes a plain
-number. If a function raises an exception, the caller gets a RuntimeError with the exception's type and text. The cause
-of the RuntimeError contains the worker's traceback. A worker of reward functions runs many calls one after another, so
-global variables keep the changes of earlier calls.
+torch in every worker. Functions and classes that a call sends to a worker must not be defined in `__main__`. A result
+comes back as JSON, because a pickle from an agent could run code in the trainer. A numpy or torch scalar in a result
+becomes a plain number. If a function raises an exception, the caller gets a RuntimeError with the exception's type and
+text. The cause of the RuntimeError contains the worker's traceback. A worker of reward functions runs many calls one
+after another, so global variables keep the changes of earlier calls.
 
-**Agents.** Each episode of an agent gets a new worker. In a reused worker, a thread of an earlier agent might still
-run. This thread could read the key of the next session, or answer in place of the next agent. `run_agent` sets
-environment variables to the URL and the key of the session. The SDKs of OpenAI and Anthropic read these variables. An
-agent may use synchronous clients, because nothing else runs in its process.
+**Agents.** Each episode of an agent gets a new worker. In a reused worker, a thread of an earlier agent could still
+run, read the key of the next session, or answer in place of the next agent. `run_agent` writes the URL and the key of
+the session to environment variables that the SDKs of OpenAI and Anthropic read. An agent may use synchronous clients,
+because nothing else runs in its process.
 
 **What is not promised.** Workers need process groups, so workers do not run on Windows. If the user's code kills its
 guard, processes of the worker may continue to run. With the option `prefix`, a worker can run inside a container. When
@@ -90,8 +90,8 @@ async def within(seconds: float, work: Coroutine[Any, Any, Any], words: str) -> 
     If the work ignores its cancellation for ABANDON_SECONDS, the function logs an error and stops waiting for the work.
     """
     task = asyncio.ensure_future(without_exit(work))
-    # This callback reads the exception of `work`. If no code read this exception after a cancellation of the caller,
-    # asyncio would print its traceback.
+    # The callback reads the exception of `work`. Without the callback, asyncio would print the traceback of an
+    # exception that `work` raises after the caller was cancelled.
     task.add_done_callback(lambda task: task.cancelled() or task.exception())
     try:
         if not (await asyncio.wait({task}, timeout=seconds))[0]:
@@ -128,7 +128,8 @@ class Worker:
         with theirs:
             streams = await asyncio.open_unix_connection(sock=ours)
             fd = theirs.fileno()
-            paths = [path for path in sys.path if isinstance(path, str)]  # Python ignores entries that are not strings
+            # Python ignores entries of sys.path that are not strings.
+            paths = [path for path in sys.path if isinstance(path, str)]
             code = f"import sys; sys.path[:] = {paths}; from rollout import workers; workers.serve({fd})"
             command = [*prefix, sys.executable, "-c", code]
             env = {name: value for name, value in os.environ.items() if not name.startswith("NANO_AREAL_")}
@@ -143,7 +144,11 @@ class Worker:
         return not self._busy and self._process.poll() is None
 
     async def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run `function(*args, **kwargs)` in the worker and return the result. Raises RuntimeError or WorkerDied."""
+        """Run `function(*args, **kwargs)` in the worker and return the result.
+
+        Raises RuntimeError if the function raises an exception or its result is too large. Raises WorkerDied if the
+        worker's process ends before the call has returned.
+        """
         payload = pickle.dumps((function, args, kwargs))
         self._busy = True
         try:
@@ -230,9 +235,10 @@ def guard(channel: socket.socket) -> None:
 
     threading.Thread(target=follow_trainer, daemon=True).start()
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    with suppress(ProcessLookupError, PermissionError):  # raised if the group is empty, on macOS as PermissionError
+    # If the group is empty, `killpg` raises ProcessLookupError or, on macOS, PermissionError.
+    with suppress(ProcessLookupError, PermissionError):
         os.killpg(child, signal.SIGKILL)
-    with suppress(ChildProcessError):  # raised when no descendant is left
+    with suppress(ChildProcessError):  # `waitpid` raises ChildProcessError when no descendant is left
         while True:
             for pid in children_of(os.getpid()):
                 os.kill(pid, signal.SIGKILL)
@@ -246,7 +252,7 @@ def children_of(parent: int) -> list[int]:
     """Return the ids of a process's children. On a system without /proc, return an empty list."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # the process has ended meanwhile
+        with suppress(OSError):  # the process may have ended since `glob` found its path
             if int(path.read_bytes().rpartition(b")")[2].split()[1]) == parent:
                 found.append(int(path.parent.name))
     return found
@@ -257,9 +263,9 @@ def serve(fd: int) -> None:
     channel = socket.socket(fileno=fd)
     channel.set_inheritable(False)
     guard(channel)
-    # A process that the user's code forks must close its copy of the socket. If this process kept the socket open, the
-    # trainer would not detect the end of the worker. The forked process calls close() of the base class. The method
-    # close() of socket.socket would leave the socket open, because `listen` has a stream of this socket.
+    # A process that the user's code forks must close its copy of the socket. As long as one copy of the socket is open,
+    # the trainer cannot detect the end of the worker. The forked process calls SocketType.close, because
+    # socket.socket.close would leave the socket open while `listen` has a stream of the socket.
     os.register_at_fork(after_in_child=functools.partial(socket.SocketType.close, channel))
     calls: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
@@ -267,7 +273,7 @@ def serve(fd: int) -> None:
         with channel.makefile("rb") as stream, suppress(ConnectionError):
             while head := stream.read(8):
                 calls.put(stream.read(int.from_bytes(head, "big")))
-        os.killpg(0, signal.SIGKILL)  # the trainer has ended; the guard ends the processes outside this group
+        os.killpg(0, signal.SIGKILL)  # the trainer has ended; the guard ends the processes in other process groups
 
     threading.Thread(target=listen, name="parent", daemon=True).start()
     while True:
