@@ -172,7 +172,7 @@ def test_named_tests_exist(page: Path) -> None:
 
 
 def test_a_skipped_test_is_no_answer(tmp_path: Path) -> None:
-    """`running_tests` leaves out a test that is always skipped, and keeps a test that is skipped only under a
+    """`running_tests` excludes a test that is always skipped, and includes a test that is skipped only under a
     condition."""
     markers = {
         "test_a": "skip",

@@ -184,7 +184,7 @@ def test_an_agent_that_changes_its_tools_or_stores_nothing_trains(
 
 @pytest.mark.parametrize("module", [pytest.param(n, marks=needs(n)) for n in ("openai_sdk", "anthropic_sdk")])
 def test_an_example_in_a_process_of_its_own(module: str, servers: dict[str, str], engine: RemoteInfEngine) -> None:
-    """An agent also works in mode subproc, in which a worker process runs the agent."""
+    """An agent also works in mode `subproc`, in which a worker process runs the agent."""
     results = episodes(module, servers["proxy"], mode="subproc", subproc_max_workers=2)
     for sample, interactions in zip(SAMPLES, results, strict=True):
         check_conversation(interactions, sample, engine, EXAMPLES[module][1])

@@ -363,9 +363,9 @@ def swapped(events: list[Any], first: int, second: int) -> list[Any]:
 @pytest.mark.runs
 @pytest.mark.parametrize(("mode", "batch"), [("wait", 3), ("drop", 1), ("mask", 1)])
 def test_the_trace_of_a_run_is_a_walk_of_the_machine(tmp_path: Path, mode: str, batch: int) -> None:
-    """The dispatcher's state machine can repeat each event in the trace of a real run, and every event has the same
-    result. `conform` detects four planted changes of the trace: two groups consumed in the opposite order, a group that
-    starts before the gate opens, a group that is consumed twice, and a lost event."""
+    """The dispatcher's state machine can repeat each event in the trace of a real run, and each event has the result
+    that the trace records. `conform` detects four planted changes of the trace: two groups consumed in the opposite
+    order, a group that starts before the gate opens, a group that is consumed twice, and a lost event."""
     words = ["--config", "configs/maze.yaml", f"rollout.stale={mode}", f"train_dataset.batch_size={batch}"]
     words += ["gconfig.n_samples=2", "gconfig.max_new_tokens=100", "actor.ppo_n_minibatches=1", "max_steps=8"]
     words += ["rollout.max_head_offpolicyness=1", "should_accept_fn=walkers.has_signal"]

@@ -139,8 +139,8 @@ def test_stale_data_is_weighted_in_the_gradient_too():
 
 
 def test_the_write_ups_surrogate_is_another_objective():
-    """The code uses the paper's objective, which differs from the write-up's min((pi_theta / pi_behav) A, clip(u)
-    A)."""
+    """The code uses the paper's objective. The write-up on AReaL has a different objective: min((pi_theta / pi_behav)
+    A, clip(u) A)."""
     theta, prox, behav, A, mask = random_tokens(0)
     u = (theta - prox).exp()
     surr1, surr2 = (theta - behav).exp() * A, u.clamp(0.8, 1.2) * A

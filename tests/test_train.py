@@ -68,8 +68,8 @@ def test_evaluation_is_greedy_and_training_samples(guess_run) -> None:
     folder, metrics = guess_run(0)
 
     def first_answers(kind: str) -> set[str]:
-        """Return the set of first answers of the episodes in the folder `kind`: "rollout" (training) or
-        "eval-rollout"."""
+        """Return the set of first answers of all episodes in the folder `kind`. The folder "rollout" has the episodes
+        of training, and "eval-rollout" has those of evaluation."""
         lines = [line for path in (folder / "e/t" / kind).glob("*/*.jsonl") for line in path.read_text().splitlines()]
         return {json.loads(line)["completion"].partition("<end>")[0] for line in lines}
 

@@ -140,7 +140,7 @@ def test_old_tokens_leave_the_loss_and_are_counted() -> None:
 
 
 def test_prompt_len_ends_at_the_first_generated_token() -> None:
-    """In a row of several turns, prompt_len is the number of tokens before the first generated token."""
+    """If a row contains several turns, prompt_len is the number of tokens before the first generated token."""
     traj = complete(two_turns(), task_id=42)
     assert dump_lines(traj, 42, Letters()) == [
         {

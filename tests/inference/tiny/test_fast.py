@@ -48,8 +48,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make_model(path: Path, family: str, noise: float = 0.0, **changes: Any) -> Path:
-    """Write a random model of the architecture `family` to `path`. Add noise to the weights of the norms (1 in a new
-    model) and to the biases (0 in a new model)."""
+    """Write a random model of the architecture `family` to `path`. Add noise to the weights of the norms and to the
+    biases. (In a new model every norm weight is 1 and every bias is 0.)"""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SHAPE | changes), dtype=torch.float32)
     for name, weight in model.named_parameters():
