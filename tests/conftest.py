@@ -82,7 +82,7 @@ def make_byte_model(path: Path, seed: int = 0, layers: int = 2, width: int = 64,
 
 @pytest.fixture(scope="session")
 def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of the tiny model. `make_byte_model` writes this model with seed 0."""
+    """The directory of the tiny model. `make_byte_model` writes the tiny model with seed 0."""
     return make_byte_model(tmp_path_factory.mktemp("tiny_model"))
 
 

@@ -1,4 +1,5 @@
-"""An inference server that answers POST /generate with garbage. Tests run it as a process beside a healthy server.
+"""An inference server that answers POST /generate with garbage. Tests run the garbage server as a process beside a
+healthy server.
 
     python tests/garbage_server.py --model-path DIR --port 30001
 

@@ -226,8 +226,8 @@ def test_real_clients_turns_are_chained(pair: dict[str, Any]) -> None:
 
 
 def test_a_turn_with_other_tools_stays_in_the_tree() -> None:
-    """An agent may leave out the tools when it asks for a final answer. A final call without tools is still a child of
-    the previous turn, so its reward reaches the earlier turns. Without the tools, the final call's prompt has different
+    """An agent may omit the tools when it asks for a final answer. A final call without tools is still a child of the
+    previous turn, so its reward reaches the earlier turns. Without the tools, the final call's prompt has different
     tokens, so the final call and the previous turn become two rows."""
     cache = InteractionCache()
     cache.enter("work", turn([user("hi")], "ok", [1], [2], template_key="tools"))

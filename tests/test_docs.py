@@ -95,8 +95,8 @@ RAISED_BY = {
 
 
 def test_budget() -> None:
-    """A module has at most 300 lines of code. The seven files at the top level have together at most 1,500 lines.
-    docs/log.md explains the limit for all modules together."""
+    """A module has at most 300 lines of code. The seven files at the top level have together at most 1,500 lines. The
+    page docs/log.md explains the limit for all modules together."""
     sizes = {path.relative_to(ROOT): code_lines(path) for path in MODULES}
     assert {path: n for path, n in sizes.items() if n > 300} == {}
     assert sum(sizes[Path(f"{name}.py")] for name in SEVEN) <= 1500

@@ -543,9 +543,9 @@ def test_the_order_of_a_weight_update(tmp_path: Path):
 
 
 def test_released_memory_comes_back_before_the_weights(tmp_path: Path):
-    """`release_memory` pauses the servers first. The next weight update tells the servers to take the memory back, and
-    then sends the weights. The update does not pause the servers a second time. The engine never resumes a server that
-    has no weights."""
+    """`release_memory` pauses the servers first. After `release_memory`, the next weight update makes the servers
+    allocate their memory, and then sends the weights. The update does not pause the servers a second time. The engine
+    never resumes a server that has no weights."""
     (tmp_path / "v1").mkdir()
     script = Script(generated([1]))
     engine = script.engine(A)
@@ -743,8 +743,8 @@ def real_engine(tiny_server: str):
 
 
 def forward_logprobs(model_dir: Path, ids: list[int]) -> torch.Tensor:
-    """Return log p(ids[t] | ids[:t]) for each position t, computed by transformers in float32. The value at position 0
-    is 0."""
+    """Return log p(ids[t] | ids[:t]) for each position t, computed by transformers in float32. The returned value for
+    position 0 is 0."""
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
     with torch.no_grad():
         logp = model(torch.tensor([ids])).logits[0].log_softmax(-1)  # (T, V)

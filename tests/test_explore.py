@@ -390,8 +390,8 @@ def test_the_trace_of_a_run_is_a_walk_of_the_machine(tmp_path: Path, mode: str, 
 
 def test_a_falling_version_is_found_in_a_schedule() -> None:
     """The versions of a call never fall, and they lie between the version at the start of its group and the version at
-    which the group is consumed. `check_calls` raises Broken if the versions of a call fall or lie outside this
-    range."""
+    which the group is consumed. `check_calls` raises Broken if the versions of a call fall, or if one of them is
+    outside the range of the call's group."""
     for spans, begin, consumed in (([[2, 5, ""], [1, 9, ""]], 0, 3), ([[1, 5, ""]], 2, 3), ([[4, 5, ""]], 2, 3)):
         schedule = Schedule("", starts={7: begin}, calls={7: {"7-0.0": {"spans": spans}}})
         with pytest.raises(Broken, match="is consumed in"):

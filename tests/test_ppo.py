@@ -313,7 +313,7 @@ def test_a_group_is_its_id_wherever_its_rows_are():
 
 
 def test_a_lost_member_does_not_move_the_others():
-    """If only one member of a group is left, its advantage is 0, and the advantages of the other groups do not
+    """If only one member of a group remains, its advantage is 0, and the advantages of the other groups do not
     change."""
     batch = single((0, 1.0), (0, 0.0), (0, 1.0), (0, 0.0), (1, 1.0))
     advantages = per_row(compute_advantages(batch, config(std="group")), batch)

@@ -97,8 +97,8 @@ async def test_history_that_tokenises_otherwise_keeps_its_sampled_tokens(tiny_to
 
 
 async def test_a_template_that_looks_back_is_rendered_in_full(tiny_tokenizer: Any) -> None:
-    """With some chat templates, the rendering of a message depends on the length of the history. For such a template
-    the proxy renders every prompt in full and reuses no tokens of the parent."""
+    """With some chat templates, the rendering of a message depends on the length of the history. With a template whose
+    rendering depends on this length, the proxy renders every prompt in full and reuses no tokens of the parent."""
     looks_back = tiny_tokenizer.chat_template.replace("{{ m['role'] }}", "{{ m['role'] }}{{ messages | length }}")
     own = type(tiny_tokenizer)(
         tokenizer_object=tiny_tokenizer.backend_tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>"
@@ -163,7 +163,7 @@ async def test_another_form_is_read_with_its_marks(start: Start, monkeypatch: py
     assert read == (["ok<|im_start|>[]"] if choice == "auto" else [])
 
 
-THINKS = (  # three templates: like Qwen's, like DeepSeek's, and one without <think> after a tool result
+THINKS = (  # one template is like Qwen's, one is like DeepSeek's, and one adds no <think> after a tool's result
     ("{% if enable_thinking is false %}<think>\n\n</think>\n\n{% else %}<think>\n{% endif %}", "enable_thinking"),
     ("{% if thinking %}<think>{% else %}</think>{% endif %}", "thinking"),
     ("{% if messages[-1].role != 'tool' %}<think>\n{% endif %}", "unknown"),
@@ -289,7 +289,7 @@ async def test_the_same_run_asks_for_the_same_noise(start: Start) -> None:
 @pytest.mark.parametrize("path", ["/{}/v1", "/{}", "/v1", ""])
 async def test_the_official_sdk_is_served_by_url_or_by_key(start: Start, path: str) -> None:
     """A client names its session in the URL or as the API key. If the URL names the session, the proxy accepts any API
-    key. `/v1` may be left out of the URL."""
+    key. A client may omit `/v1` in the URL."""
     harness = start("hi there")
     session = await harness.start()
     api_key = "DUMMY" if "{}" in path else session

@@ -171,7 +171,7 @@ def test_recovery_restores_what_was_consumed():
 
 
 def test_recovery_counts_what_runs():
-    """Groups that are running when the version is recovered still count against the capacity."""
+    """Groups that are running when the version is recovered reduce the gate's capacity."""
     manager = make_manager(eta=1, batch=4, version=3)
     run(manager, 5)
     manager.on_version_recovered(3)

@@ -183,7 +183,7 @@ async def test_the_custom_workflow_of_the_write_up_runs(tiny_tokenizer: Any) -> 
 
 @pytest.mark.anyio
 async def test_rlvr_is_one_row_with_the_sampling_it_was_made_with(tiny_tokenizer: Any) -> None:
-    """RLVRWorkflow returns one row. In this row each generated token has the request's temperature and the episode's
+    """RLVRWorkflow returns one row, and each generated token of the row has the request's temperature and the episode's
     reward."""
     engine = ScriptedEngine(tiny_tokenizer, lambda request: "4")
     workflow = RLVRWorkflow(exact, GenerationHyperparameters(temperature=0.5, n_samples=4), tiny_tokenizer)

@@ -185,7 +185,7 @@ def assert_spans(answer: dict[str, Any], versions: list[str]) -> list[int]:
 
 
 def test_a_request_runs_to_its_length(server: Server) -> None:
-    """A request that reaches max_new_tokens ends with finish reason length, and its answer has max_new_tokens ids and
+    """A request that reaches max_new_tokens ends with finish reason `length`, and its answer has max_new_tokens ids and
     logprobs."""
     answer = server.generate(8, rid="contract-length")
     ids, _ = outputs(answer)
@@ -240,7 +240,8 @@ def test_a_stop_token_ends_the_output_and_stays_in_it(server: Server) -> None:
 
 
 def test_a_stop_string_ends_the_output(server: Server) -> None:
-    """A stop string is cut from the text, but its tokens stay in the ids. finish_reason contains the stop string."""
+    """A stop string is cut from the text, but its tokens stay in the ids. The answer's finish_reason contains the stop
+    string."""
     whole = server.generate(16, temperature=0.0)
     text = whole["text"]
     stop = next((c for c in text if c.isascii() and c.isprintable()), None)
@@ -618,8 +619,9 @@ def test_an_update_that_failed_is_never_served(server: Server, other: Other, mod
 
 
 def test_weights_come_in_sessions(server: Server) -> None:
-    """The server accepts weights only between begin_weight_update and end_weight_update. At any other time, a request
-    with weights gets status 400. A request with an unknown process group also gets status 400."""
+    """The server accepts weights only between begin_weight_update and end_weight_update. Before begin_weight_update and
+    after end_weight_update, a request with weights gets status 400. A request with an unknown process group gets status
+    400."""
     part = {"names": ["model.norm.weight"], "dtypes": ["float32"], "shapes": [[1]], "group_name": "nobody"}
     handles = {"serialized_named_tensors": [weights.serialise([])]}
     calls: list[tuple[str, dict[str, Any], int]] = [

@@ -45,7 +45,7 @@ class Machines:
         self.versions: dict[str, Any] = dict(versions)
         self.dead: set[str] = set()
         self.paused: set[str] = set()
-        self.mute: dict[str, int] = {}  # for each host: how many control calls get an answer before one answer is lost
+        self.mute: dict[str, int] = {}  # for each host: number of control calls that get an answer before one is lost
         # The URLs that host "router" reports as its workers. The router sends requests for tokens to host a.
         self.workers: list[Any] = []
         self.asked: list[tuple[str, str]] = []  # (host, path) of each request
@@ -207,7 +207,7 @@ def test_a_lost_answer_leaves_no_server_paused(tmp_path: Path, answers: int) -> 
     assert machines.mute == {}
     assert machines.paused == set()
     assert ask(trainer) == [1]
-    assert ask(proxy, session) == [min(answers, 1)]  # if b's answer to the pause is lost, b keeps version 0
+    assert ask(proxy, session) == [min(answers, 1)]  # if server b's answer to the pause is lost, b keeps version 0
     update(trainer, tmp_path, 2)
     assert ask(trainer, session) == ask(proxy, session) == [2]
     assert machines.generated_at()[-1] == "b"

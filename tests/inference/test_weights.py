@@ -87,7 +87,7 @@ def test_a_crash_half_way_is_never_seen(
     state: dict, tiny_model_dir: Path, tmp_path: Path, step: str, monkeypatch: pytest.MonkeyPatch
 ):
     """If a crash interrupts the writing of version 1, the folder v1 does not exist. The next write deletes the
-    unfinished folder."""
+    unfinished folder of the interrupted write."""
 
     def crash(*args: Any, **kwargs: Any) -> Any:
         raise KeyboardInterrupt

@@ -251,7 +251,7 @@ def test_the_concurrency_limit_is_kept_and_refilled(make_stage):
 
 
 def test_the_runners_bound_holds_back_instead_of_raising(make_stage):
-    """Any number of tasks may be pending. max_queue_size limits only the number of running tasks."""
+    """Any number of tasks may be pending. The option max_queue_size limits only the number of running tasks."""
     stage = make_stage(eta=10, max_queue_size=1)
     stage.submit(*range(5))
     for task_id in range(5):
@@ -584,7 +584,7 @@ def test_ctrl_c_gets_through_to_a_waiting_trainer(make_stage):
     async def interrupt(task: Prompt) -> None:
         with lock:  # the main thread releases the lock when it begins to wait
             pass
-        while not through.is_set():  # the first signal may come before the wait, so the loop repeats it
+        while not through.is_set():  # the first signal may come before the wait, so the loop sends more signals
             signal.pthread_kill(main_thread, signal.SIGINT)
             await asyncio.sleep(1)
         await asyncio.get_running_loop().create_future()

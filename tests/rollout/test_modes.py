@@ -113,8 +113,7 @@ def test_an_episode_that_waits_for_a_process_holds_no_session(run_agent: Run, pr
 
 @pytest.mark.parametrize("mode", ["inline", "subproc"])
 def test_an_agent_that_sets_nothing_is_rejected(run_agent: Run, mode: str) -> None:
-    """If an agent returns None and posts no reward, its episode is rejected in each mode, and does not count as
-    failed."""
+    """If an agent returns None and posts no reward, its episode is rejected, and does not count as failed."""
     assert run_agent(mode_agents.Talks, {"then": "is_silent"}, mode=mode) == ([None], RolloutStat(rejected=1))
 
 
@@ -179,7 +178,7 @@ def fifo(tmp_path: Path) -> Iterator[TextIO]:
 
 @pytest.fixture
 def limit_passes(fifo: TextIO, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the first episode's time limit of 200 s pass as soon as the agent has written to the named pipe."""
+    """Make the first time limit of 200 s end as soon as the agent has written to the named pipe."""
     wait = asyncio.wait
 
     async def wait_for_pipe(tasks: Any, timeout: float | None = None) -> Any:
@@ -233,8 +232,8 @@ def test_an_agent_that_stops_its_guard_holds_up_no_episode(
 
 
 def test_the_recipe_of_the_security_page_contains_an_agent(run_agent: Run, tmp_path: Path) -> None:
-    """SECURITY.md gives a command that runs agents in a sandbox. An agent in this sandbox can find none of the
-    trainer's processes, and no file in the folder that the command hides."""
+    """SECURITY.md gives a command that runs agents in a sandbox. An agent in the sandbox of SECURITY.md can find none
+    of the trainer's processes, and no file in the folder that the sandbox hides."""
     recipe = (ROOT / "SECURITY.md").read_text().split("```\n")[1].replace("/path/to/runs", str(tmp_path))
     prefix = yaml.safe_load(recipe)["rollout"]["openai"]["subproc_prefix"]
     if subprocess.run([*prefix, "true"], capture_output=True).returncode:

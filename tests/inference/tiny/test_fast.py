@@ -238,8 +238,8 @@ def test_deterministic_products_have_a_bounded_number_of_rows(tmp_path: Path, pa
 
 
 def test_a_long_prompt_is_fed_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The memory of an attention mask grows with the square of the number of tokens in a pass. A long prompt is
-    therefore prefilled in several passes, and its logits equal those of transformers."""
+    """The memory of an attention mask grows with the square of the number of tokens in a pass, so a long prompt is
+    prefilled in several passes. The prompt's logits equal those of transformers."""
     path = make_model(tmp_path, "qwen3", max_position_embeddings=4096)
     tiny, prompt = TinyModel(str(path), 4), [3 * j % 90 for j in range(2500)]
     sizes = []

@@ -174,8 +174,8 @@ def test_a_released_server_computes_nothing_before_an_update(
 
 def test_in_place_equals_no_forward_pass(tiny: TinyModel, tiny_model_dir: Path, tmp_path: Path) -> None:
     """After a weight update in pause mode `in_place`, new queries attend to old keys, so the logprobs differ from those
-    of every forward pass. If every weight changes by about 1 %, the error of the logprobs is larger than rounding and
-    less than 0.5 nats."""
+    of every forward pass. If every weight changes by about 1 %, the error of the logprobs is larger than a rounding
+    error and less than 0.5 nats."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
     torch.manual_seed(0)
     with torch.no_grad():
@@ -212,8 +212,8 @@ def test_keys_of_old_weights_are_not_reused(tiny: TinyModel, other_model_dir: Pa
 def test_weights_that_are_not_finite_leave_nothing_behind(
     tiny: TinyModel, tiny_model_dir: Path, tmp_path: Path, factor: float
 ) -> None:
-    """Weights that are not finite may leave NaN or infinity in a slot. After good weights are loaded, a later sequence
-    in the same slot gets correct logprobs."""
+    """Weights that are not finite may leave NaN or infinity in a slot. After finite weights are loaded, a later
+    sequence in the same slot gets correct logprobs."""
     named = read_weights(str(tiny_model_dir))
     bad = {name: tensor * factor if "v_proj" in name else tensor for name, tensor in named.items()}
     save_file(bad, tmp_path / "model.safetensors")
@@ -588,8 +588,8 @@ def test_an_answer_that_tells_the_end_has_the_last_token() -> None:
 
 
 def test_the_context_that_is_told_is_the_one_that_is_honoured(start_tiny_server: StartServer) -> None:
-    """The server refuses a request that exceeds the limit in /server_info. The test sets this limit with
-    --max-total-tokens."""
+    """The server refuses a request that exceeds the limit in /server_info. The option --max-total-tokens sets this
+    limit."""
     url = start_tiny_server("--max-total-tokens", "100")
     told = httpx.get(url + "/server_info").json()["max_req_input_len"]
     assert told == 100
