@@ -588,7 +588,7 @@ def test_an_answer_that_tells_the_end_has_the_last_token() -> None:
 
 
 def test_the_context_that_is_told_is_the_one_that_is_honoured(start_tiny_server: StartServer) -> None:
-    """The server refuses a request that exceeds the limit in /server_info. The option --max-total-tokens sets this
+    """The server refuses a request that exceeds the limit in /server_info, and the option --max-total-tokens sets this
     limit."""
     url = start_tiny_server("--max-total-tokens", "100")
     told = httpx.get(url + "/server_info").json()["max_req_input_len"]
