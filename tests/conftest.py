@@ -82,7 +82,7 @@ def make_byte_model(path: Path, seed: int = 0, layers: int = 2, width: int = 64,
 
 @pytest.fixture(scope="session")
 def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of the tiny model. `make_byte_model` writes this model with seed 0."""
+    """The directory of the tiny model. `make_byte_model` writes the tiny model with seed 0."""
     return make_byte_model(tmp_path_factory.mktemp("tiny_model"))
 
 
@@ -109,7 +109,7 @@ def free_port() -> int:
 def two_free_ports() -> int:
     """Return a port number such that this port and the next port are free.
 
-    Linux gives outgoing connections local ports from 32768 upwards. The two ports are below 32768, so no outgoing
+    On Linux, an outgoing connection gets a local port of at least 32768. The two ports are below 32768, so no outgoing
     connection of another test takes them.
     """
     while True:
@@ -197,7 +197,7 @@ def run_sglang(model_dir: Path, log: Path, *extra: str) -> Iterator[str]:
             with server_process(*command, out=out, seconds=400) as (url, _):
                 yield url
         except BaseException:
-            print(log.read_text(errors="replace")[-3000:])  # pytest shows the printed log together with the failure
+            print(log.read_text(errors="replace")[-3000:])  # pytest shows the printed log if the test fails
             raise
 
 

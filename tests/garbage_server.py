@@ -1,12 +1,13 @@
-"""An inference server that answers POST /generate with garbage. Tests run it as a process beside a healthy server.
+"""An inference server that answers POST /generate with garbage. Tests run the garbage server as a process beside a
+healthy server.
 
     python tests/garbage_server.py --model-path DIR --port 30001
 
-The first POST /generate gets a correct answer, because an engine that starts sends one test request to each server. If
-a trainer and a proxy use the server, two engines send test requests, so start the server with `--honest 2`. The later
-POST /generate requests cycle through the answers in `KINDS`. Requests to all other paths get correct answers, so a
-health check of this server always succeeds. The server reports the version of the last weight update. The field `seen`
-of GET /server_info is the number of requests that got garbage.
+When an engine starts, it sends one test request to each server. The garbage server answers the first POST /generate
+correctly, so that an engine can start. A trainer and a proxy each have an engine. If a trainer and a proxy both use the
+garbage server, start it with `--honest 2`. The later POST /generate requests cycle through the answers in `KINDS`.
+Requests to all other paths get correct answers, so a health check of this server always succeeds. The server reports
+the version of the last weight update. The field `seen` of GET /server_info is the number of requests that got garbage.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 Json = dict[str, Any]
-NEVER = b"never"  # marks an endless pause in an answer
+NEVER = b"never"  # this item of an answer means that the server pauses for ever
 
 
 def http(body: bytes, status: str = "200 OK", length: int | None = None, *headers: str) -> bytes:

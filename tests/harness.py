@@ -23,8 +23,8 @@ HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 class ScriptedEngine:
     """An engine that answers each call with the next of the given texts, and keeps a list of the requests.
 
-    If a text ends with "…", its answer ends with the stop reason "length". If `hold` is an event, each generation waits
-    until the event is set. A streamed generation sends `held_tokens` tokens before it waits for `hold`.
+    If a text ends with "…", the engine's answer has the stop reason "length". If `hold` is an event, each generation
+    waits until the event is set. A streamed generation sends `held_tokens` tokens before it waits for `hold`.
     """
 
     def __init__(self, tokenizer: Any, *texts: str) -> None:
@@ -152,8 +152,8 @@ class Connection:
 
 
 def client_options(path: str, api_key: str) -> dict[str, Any]:
-    """Return options for the clients of OpenAI's and Anthropic's SDKs. With these options a client does not retry, and
-    raises an error for a reply that does not match its declared type."""
+    """Return options for the clients of OpenAI's and Anthropic's SDKs. With these options a client does not retry. If a
+    reply does not have the type that the SDK declares, the client raises an error."""
     base_url = f"http://proxy{path}"
     return {"base_url": base_url, "api_key": api_key, "max_retries": 0, "_strict_response_validation": True}
 

@@ -48,8 +48,8 @@ class MySyncAgent:
 
 
 class Talks:
-    """An agent that asks the model two times. If `data` has the key `then`, the agent calls the function that
-    `data["then"]` names after the two requests."""
+    """An agent that asks the model two times. If `data` has the key `then`, its value names a function, and the agent
+    calls this function after the two requests."""
 
     async def run(self, data: dict, base_url: str, api_key: str, http_client: Any) -> Any:
         client = AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client, max_retries=0)

@@ -1,5 +1,5 @@
-"""Agents with which a run never finishes its first step. tests/run/test_doctor.py and tests/run/test_failures.py use
-these agents."""
+"""Agents with which a run never finishes its first step. The files tests/run/test_doctor.py and
+tests/run/test_failures.py use these agents."""
 
 import asyncio
 import threading

@@ -27,7 +27,7 @@ def main() -> None:
             found = False
             os.kill(os.getpid(), int(number))
         if text.startswith(beginning):
-            found = True  # print() then calls write() again with the end of the line
+            found = True  # `print` writes the end of the line in a second call of `write`
         return written
 
     sys.stdout.write = watched_write  # type: ignore[method-assign]

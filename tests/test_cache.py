@@ -184,8 +184,8 @@ def test_concat_trains_every_sampled_token_once(session: list[Call]) -> None:
 
 @given(calls)
 def test_a_row_of_concat_continues_the_row_that_trains_its_parent(session: list[Call]) -> None:
-    """In an export in style concat, let t be the first trained turn of a row. The row's parent is the row that trains
-    the parent of t. If the first trained turn of a row is a root, the row has no parent."""
+    """In an export in style concat, a row's parent is the row that trains the turn before the row's first trained turn.
+    If the first trained turn of a row is a root, the row has no parent."""
     cache = play(session)
     rows = cache.export_interactions("concat")
     row_of = {turn: row for row in rows.values() for turn, is_trained in row.row_turns if is_trained}
@@ -226,9 +226,9 @@ def test_real_clients_turns_are_chained(pair: dict[str, Any]) -> None:
 
 
 def test_a_turn_with_other_tools_stays_in_the_tree() -> None:
-    """An agent may leave out the tools when it asks for a final answer. A final call without tools is still a child of
-    the previous turn, so its reward reaches the earlier turns. Without the tools the prompt has different tokens, so
-    each of the two turns becomes its own row."""
+    """An agent may omit the tools when it asks for a final answer. A final call without tools is still a child of the
+    previous turn, so its reward reaches the earlier turns. Without the tools, the final call's prompt has different
+    tokens, so the final call and the previous turn become two rows."""
     cache = InteractionCache()
     cache.enter("work", turn([user("hi")], "ok", [1], [2], template_key="tools"))
     cache.enter("answer", turn([user("hi"), said("ok"), user("now answer")], "42", [8, 9], [3]))
@@ -283,7 +283,7 @@ def test_finding_a_parent_costs_messages_not_interactions() -> None:
     cache = InteractionCache()
     for k in range(800):
         cache.enter(str(k), turn(list(shared), str(k)))
-    assert Counted.looks == 800 * 200 + 1  # + 1: the cache reads the very first message twice
+    assert Counted.looks == 800 * 200 + 1  # the 1 counts a second read of the first message
 
 
 def test_a_turn_reads_its_new_messages_only() -> None:
@@ -410,7 +410,7 @@ def test_a_side_conversation_takes_no_reward(title_first: bool, turns: int) -> N
 
 
 def test_a_side_conversation_that_is_rewarded_is_trained() -> None:
-    """A call that asks for a title is trained if the agent sets a reward by the id of this call."""
+    """If the agent sets a reward for a call that asks for a title, this call is trained."""
     cache = InteractionCache()
     title_call(cache, True, 2)
     cache.set_reward("title", 0.5)
@@ -420,8 +420,8 @@ def test_a_side_conversation_that_is_rewarded_is_trained() -> None:
 
 
 def test_what_comes_later_is_no_side_conversation() -> None:
-    """The last call gets the reward, even if it has no tools and its prompt differs from the other calls' prompts. Two
-    calls with identical messages are not side conversations if the agent continues one of them."""
+    """The last call gets the reward, even if it has no tools and its prompt differs from the other calls' prompts. If
+    the agent continues one of two calls with identical messages, neither call counts as a side conversation."""
     cache = InteractionCache()
     cache.enter("work", turn([user("work")], tools=TOOLS))
     cache.enter("answer", turn([user("answer")]))
@@ -454,8 +454,8 @@ def test_an_orphan_leaves_no_trace() -> None:
 
 @given(calls, st.lists(st.integers(0, 11)))
 def test_what_failed_leaves_no_trace(session: list[Call], orphans: list[int]) -> None:
-    """A session with failed calls has the same tree as the session without these calls, even after orphans (turns whose
-    reply no client will read) were dropped."""
+    """Failed calls do not change a session's tree, even if orphans (turns whose reply no client will read) are
+    dropped."""
     caches = play(session), play([call for call in session if call.finishes])
     for cache in caches:
         for name in list(cache):
@@ -537,7 +537,7 @@ def test_tensors_are_the_documents() -> None:
 
 def test_a_reward_set_after_the_tensors_shows() -> None:
     """A reward that is set after to_tensor_dict() appears in the tensors of the next to_tensor_dict() call. (In AReaL
-    the next call returns the tensors of the first call.)"""
+    the second call of to_tensor_dict() returns the tensors of the first call.)"""
     cache = chain(2)
     leaf = cache.export_interactions("concat")["1"]
     assert leaf.to_tensor_dict()["rewards"].tolist() == [0.0]
@@ -561,7 +561,7 @@ def test_an_unsampled_token_is_never_trained() -> None:
 
 
 def test_an_inner_turns_reward_survives_concat() -> None:
-    """In a row of several turns, each turn is trained with its own final reward. (AReaL exports only the leaf's
+    """If a row contains several turns, each turn is trained with its own final reward. (AReaL exports only the leaf's
     reward.)"""
     cache = chain(2)
     cache.set_reward("0", 1.0)
@@ -606,7 +606,7 @@ def test_depth_is_no_limit() -> None:
 
 
 def test_a_later_export_leaves_exported_rows_alone() -> None:
-    """An export in another style does not change the rows of the first export."""
+    """A second export in a different style does not change the rows of the first export."""
     cache = chain(3)
     first = cache.export_interactions("concat")
     before = {name: row.to_lists() for name, row in first.items()}

@@ -95,8 +95,8 @@ RAISED_BY = {
 
 
 def test_budget() -> None:
-    """A module has at most 300 lines of code. The seven files at the top level have together at most 1,500 lines.
-    docs/log.md explains the limit for all modules together."""
+    """A module has at most 300 lines of code. The seven files at the top level have together at most 1,500 lines. The
+    page docs/log.md explains the limit for all modules together."""
     sizes = {path.relative_to(ROOT): code_lines(path) for path in MODULES}
     assert {path: n for path, n in sizes.items() if n > 300} == {}
     assert sum(sizes[Path(f"{name}.py")] for name in SEVEN) <= 1500
@@ -172,7 +172,7 @@ def test_named_tests_exist(page: Path) -> None:
 
 
 def test_a_skipped_test_is_no_answer(tmp_path: Path) -> None:
-    """`running_tests` leaves out a test that is always skipped, and keeps a test that is skipped only under a
+    """`running_tests` excludes a test that is always skipped, and includes a test that is skipped only under a
     condition."""
     markers = {
         "test_a": "skip",

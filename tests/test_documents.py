@@ -242,7 +242,7 @@ def test_every_block_is_listed(document: str) -> None:
 
 
 def test_every_block_runs_somewhere() -> None:
-    """Every block is executed or read by a test of this file, unless it is an exception."""
+    """Every block is executed or read by a test of this file, unless EXCEPTIONS contains the block."""
     calls = [node for node in ast.walk(ast.parse(Path(__file__).read_text())) if isinstance(node, ast.Call)]
     used = {
         ast.literal_eval(call.args[0])
@@ -300,7 +300,7 @@ def agents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.mark.parametrize(("agent", "mode"), [("MyAgent", "inline"), ("MySyncAgent", "subproc")])
 async def test_the_agents_run(agents: str, proxy: ProxyAddress, agent: str, mode: str) -> None:
     """Both agents from AReaL's page Agent Workflow make their clients as the page shows, and each gets an answer. In
-    mode inline the environment has a placeholder key and no URL."""
+    mode `inline` the environment variable OPENAI_API_KEY is DUMMY, and OPENAI_BASE_URL is not set."""
     workflow: Any = resolve_workflow(f"{agents}.{agent}", proxy=vars(proxy) | {"mode": mode})
     (turn,) = (await workflow.arun_episode(None, QUESTION)).values()
     assert turn.reward == 0.5
@@ -391,7 +391,7 @@ async def test_the_client_and_its_rewards(real_engine: RemoteInfEngine, tiny_tok
     assert turn.reward == 0.5
     names = await execute("reward", client=client, completion=completion, reward_value=2.0)
     assert names["completions_with_rewards"][completion.id].reward == 2.0
-    client.cache._discounted = False  # allows another example to discount the rewards
+    client.cache._discounted = False  # only after this reset can another example discount the rewards
     names = await execute("export", client=client)
     assert names["reward"] == 2.0
     check_trajectory_format(names["tensor_dict"])
@@ -573,8 +573,8 @@ class Version:
 
 
 async def test_the_listing_of_the_gate_agrees(tiny_tokenizer: Any) -> None:
-    """After the same events, the write-up's gate and this project's StalenessManager have the same counts and the same
-    capacity."""
+    """After the same events, this project's StalenessManager and the gate in the write-up on AReaL have the same counts
+    and the same capacity."""
     rng, version = random.Random(0), Version()
     ours = StalenessManager(version, max_concurrent_rollouts=7, consumer_batch_size=3, max_staleness=2)
     names = await execute("life cycle")
@@ -596,13 +596,14 @@ async def test_the_listing_of_the_gate_agrees(tiny_tokenizer: Any) -> None:
 
 
 async def test_a_response_without_arguments() -> None:
-    """`ModelResponse()` has the same default values as in the write-up."""
+    """`ModelResponse()` has the same default values as in the write-up on AReaL."""
     theirs, ours = (await execute("response"))["ModelResponse"](), ModelResponse()
     assert {name: getattr(ours, name) for name in vars(theirs)} == vars(theirs)
 
 
 async def test_the_listing_of_generation_gives_the_same_tokens(real_engine: RemoteInfEngine) -> None:
-    """The write-up's agenerate and this project's engine get the same greedy tokens and versions from a server."""
+    """The function agenerate from the write-up on AReaL and this project's engine get the same greedy tokens and
+    versions from a server."""
     request = ModelRequest([5, 6, 7], gconfig=SHORT.new(greedy=True))
     ours = await real_engine.agenerate(request)
 
@@ -624,7 +625,7 @@ async def test_the_listing_of_generation_gives_the_same_tokens(real_engine: Remo
 
 
 async def test_several_turns(real_engine: RemoteInfEngine, tiny_tokenizer: Any) -> None:
-    """The write-up's MultiTurnWorkflow returns a valid trajectory."""
+    """The class MultiTurnWorkflow from the write-up on AReaL returns a valid trajectory."""
     asked = ModelRequest([5, 6, 7], gconfig=SHORT)
     names = {"ModelRequest": lambda _: asked, "reward": 1.0}
     workflow = (await execute("turns", **names))["MultiTurnWorkflow"]()
@@ -635,7 +636,8 @@ async def test_several_turns(real_engine: RemoteInfEngine, tiny_tokenizer: Any) 
 
 
 async def test_one_turn(real_engine: RemoteInfEngine, tiny_tokenizer: Any) -> None:
-    """The write-up's CustomWorkflow works with the value that apply_chat_template returns in transformers 5."""
+    """The class CustomWorkflow from the write-up on AReaL works with the value that apply_chat_template returns in
+    transformers 5."""
     workflow = (await execute("one turn"))["CustomWorkflow"]()
     workflow.tokenizer, workflow.gconfig, workflow.async_reward_fn = tiny_tokenizer, SHORT, reward_of_one
     trajectory = await workflow.arun_episode(real_engine, QUESTION)
@@ -644,7 +646,8 @@ async def test_one_turn(real_engine: RemoteInfEngine, tiny_tokenizer: Any) -> No
 
 
 async def test_the_listing_of_the_mode_reads_our_configuration() -> None:
-    """The write-up's PPOActor reads this project's keys, and logs the same mode as `describe_mode`."""
+    """The class PPOActor from the write-up on AReaL reads this project's keys, and logs the same mode as
+    `describe_mode`."""
     for method, word in (("recompute", "forward pass"), ("loglinear", "no forward pass"), ("metrics", "guesses")):
         for decoupled in (True, False):
             config, lines = PPOActorConfig(use_decoupled_loss=decoupled, prox_logp_method=method), []  # type: ignore[arg-type, var-annotated]
@@ -657,7 +660,8 @@ async def test_the_listing_of_the_mode_reads_our_configuration() -> None:
 
 
 async def test_the_listing_of_the_producer_starts_tasks(tiny_tokenizer: Any) -> None:
-    """The write-up's producer starts tasks in order, and exactly as many as this project's gate admits."""
+    """The producer from the write-up on AReaL starts tasks in order, and exactly as many tasks as this project's gate
+    admits."""
     gate, started = StalenessManager(Version(), 8, 2, 1), list[int]()
     names = await execute("producer", TaskQueueFullError=TaskQueueFullError)
     lock, over = threading.Lock(), threading.Event()
@@ -686,8 +690,8 @@ async def test_the_listing_of_the_producer_starts_tasks(tiny_tokenizer: Any) -> 
 
 
 def test_the_loop(start_tiny_server: StartServer, tiny_model_dir: Path, tiny_tokenizer: Any, tmp_path: Path) -> None:
-    """The loop of the write-up's appendix A.1 trains two steps with eta = 0, and the server gets the versions 1 and
-    2."""
+    """The loop from appendix A.1 of the write-up on AReaL trains two steps with eta = 0, and the server gets the
+    versions 1 and 2."""
     server, saved, evaluated = start_tiny_server(), tmp_path / "saved", list[int]()
     config = load(["gconfig.n_samples=2", "gconfig.max_new_tokens=4", "actor.ppo_n_minibatches=1", "actor.kl_ctl=0"])
     rollout = RemoteInfEngine([server])

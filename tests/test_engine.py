@@ -122,7 +122,7 @@ async def test_resumes_where_it_was_interrupted():
 
 @pytest.mark.anyio
 async def test_spans_within_one_answer():
-    """In pause mode retract, a server sends only one answer to an interrupted request, and the answer's spans show
+    """In pause mode `retract`, a server sends only one answer to an interrupted request, and the answer's spans show
     where the weights changed."""
     script = Script(generated([5, 6, 7, 8, 9], spans=[(3, 2), (4, 3)]))
     response = await script.engine().agenerate(request())
@@ -357,8 +357,8 @@ async def test_who_gives_up_tells_the_server(failure: type[BaseException]):
     ],
 )
 async def test_what_would_kill_a_server_is_never_sent(ids: list[int], gconfig: dict[str, Any], message: str):
-    """The engine refuses a bad request with status 400 and sends nothing to the server. (A bad token id would crash an
-    SGLang server.)"""
+    """If a request is invalid, the engine raises an error with status 400 and sends nothing to the server. (A bad token
+    id would crash an SGLang server.)"""
     script = Script(generated([1]))
     engine = script.engine()
     engine.vocab_size, engine.context_length = 259, 64
@@ -447,8 +447,8 @@ def test_a_lost_server_moves_only_its_own_conversations(key: str, servers: set[s
 @given(st.integers(0, 10**6), st.integers(1, 40), st.integers(1, 8), st.data())
 def test_groups_are_spread_evenly(first: int, groups: int, count: int, data: st.DataObject):
     """Consecutive prompt groups are divided evenly: the numbers of groups of any two servers differ by at most one. The
-    ranking of the servers for a group contains every server. If the first server of the ranking is lost, another server
-    can therefore take the group."""
+    ranking of the servers for a group contains every server, so another server can take the group if the first server
+    is lost."""
     servers = [f"http://s{k}" for k in range(count)]
     keys = [str(n) for n in range(first, first + groups)]
     counts = Counter(rank_servers(servers, key)[0] for key in keys)
@@ -543,9 +543,9 @@ def test_the_order_of_a_weight_update(tmp_path: Path):
 
 
 def test_released_memory_comes_back_before_the_weights(tmp_path: Path):
-    """`release_memory` pauses the servers first. The next weight update tells the servers to take the memory back, and
-    then sends the weights. The update does not pause the servers a second time. The engine never resumes a server that
-    has no weights."""
+    """`release_memory` pauses the servers first. After `release_memory`, the next weight update makes the servers
+    allocate their memory, and then sends the weights. The update does not pause the servers a second time. The engine
+    never resumes a server that has no weights."""
     (tmp_path / "v1").mkdir()
     script = Script(generated([1]))
     engine = script.engine(A)
@@ -568,7 +568,7 @@ def test_released_memory_comes_back_before_the_weights(tmp_path: Path):
 
 
 def test_a_server_without_spans_is_paused_by_abort(caplog: pytest.LogCaptureFixture):
-    """If a server reports no spans, `initialize` changes the pause mode to abort and logs one warning."""
+    """If a server reports no spans, `initialize` changes the pause mode to `abort` and logs one warning."""
     script = Script(without_spans([1], "length", 0))
     engine = script.engine(A, B)
     engine.initialize()
@@ -579,7 +579,7 @@ def test_a_server_without_spans_is_paused_by_abort(caplog: pytest.LogCaptureFixt
 
 @pytest.mark.anyio
 async def test_without_spans_a_segment_has_one_version():
-    """In pause mode abort a weight update ends every running segment. The segments before and after the update each
+    """In pause mode `abort` a weight update ends every running segment. The segments before and after the update each
     have one version, so the tokens' versions are right even without spans."""
     script = Script(without_spans([4, 5], "abort", 0), without_spans([6], "stop", 1))
     response = await script.engine(pause_mode="abort").agenerate(request())
@@ -685,7 +685,7 @@ def test_connections_are_reused_and_end_with_their_loop():
     """The engine opens one connection per concurrent request, reuses the connections, and closes them when the event
     loop ends."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), CountingServer)
-    server.daemon_threads = False  # makes server_close wait for the threads
+    server.daemon_threads = False  # without daemon threads, server_close waits for all threads
     serving = threading.Thread(target=server.serve_forever)
     serving.start()
     engine = RemoteInfEngine([f"http://127.0.0.1:{server.server_port}"])
@@ -743,8 +743,8 @@ def real_engine(tiny_server: str):
 
 
 def forward_logprobs(model_dir: Path, ids: list[int]) -> torch.Tensor:
-    """Return log p(ids[t] | ids[:t]) for each position t, computed by transformers in float32. The value at position 0
-    is 0."""
+    """Return log p(ids[t] | ids[:t]) for each position t, computed by transformers in float32. The returned value for
+    position 0 is 0."""
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
     with torch.no_grad():
         logp = model(torch.tensor([ids])).logits[0].log_softmax(-1)  # (T, V)
@@ -777,12 +777,12 @@ def test_every_logprob_is_that_of_the_weights_it_names(
             asyncio.create_task(real_engine.agenerate(ModelRequest(prompt, gconfig=gconfig))) for prompt in prompts
         ]
         first = ModelRequest([1, 2], gconfig=GenerationHyperparameters(max_new_tokens=8))
-        await real_engine.agenerate(first)  # after this request the server generates for `tasks`
+        await real_engine.agenerate(first)  # when this request ends, the requests of `tasks` are running
         await asyncio.to_thread(update, real_engine, 1)
         return await asyncio.gather(*tasks)
 
     responses = asyncio.run(generate_through_an_update())
-    update(RemoteInfEngine(real_engine.addresses), 0)  # a new engine, because the old engine refuses a lower version
+    update(RemoteInfEngine(real_engine.addresses), 0)  # `real_engine` refuses a lower version
     assert any(len(set(response.output_versions)) == 2 for response in responses)
     for response in responses:
         assert response.output_versions == sorted(response.output_versions)
@@ -881,7 +881,7 @@ def test_a_stream_may_break_anywhere(end: str, data: st.DataObject, failure: Exc
 
     async def rest() -> httpx.Response:
         tokens = [4, 5, 6][len(script.sent()[-1]["input_ids"]) - 3 :]
-        return streamed(generated(tokens or [7, 8], end))  # a request after the last token would get 7 and 8
+        return streamed(generated(tokens or [7, 8], end))  # if the engine asks after the last token, it gets 7 and 8
 
     script = Script(answered(content, failure), rest)
     heard: list[list[int]] = []

@@ -46,8 +46,8 @@ UNSTORED = ("codex_cli", "opencode_cli")  # clients that send `store: false`
 
 @pytest.fixture(scope="module", autouse=True)
 def collected() -> Iterator[None]:
-    """Run the garbage collector after this file's tests. Without this step, the connections that the frameworks left
-    open would cause warnings in later tests of other files."""
+    """Run the garbage collector after this file's tests. Without a run of the garbage collector, the connections that
+    the frameworks left open would cause warnings in later tests of other files."""
     yield
     with warnings.catch_warnings(action="ignore"):
         gc.collect()
@@ -184,7 +184,7 @@ def test_an_agent_that_changes_its_tools_or_stores_nothing_trains(
 
 @pytest.mark.parametrize("module", [pytest.param(n, marks=needs(n)) for n in ("openai_sdk", "anthropic_sdk")])
 def test_an_example_in_a_process_of_its_own(module: str, servers: dict[str, str], engine: RemoteInfEngine) -> None:
-    """An agent also works in mode subproc, in which a worker process runs the agent."""
+    """An agent also works in mode `subproc`, in which a worker process runs the agent."""
     results = episodes(module, servers["proxy"], mode="subproc", subproc_max_workers=2)
     for sample, interactions in zip(SAMPLES, results, strict=True):
         check_conversation(interactions, sample, engine, EXAMPLES[module][1])
@@ -214,7 +214,7 @@ def test_one_command_shows_an_episode(servers: dict[str, str], model_dir: Path) 
     assert rewards == ["reward 0.25", "reward 0.50", "reward 1.00"]
     assert 'assistant: add({"a": 1, "b": 1})' in lines
     assert "assistant: the answer is 2" in lines
-    assert "14 + 12 tokens, 12 trained, chatcmpl-" in shown.stdout  # a temperature of 1 is not shown
+    assert "14 + 12 tokens, 12 trained, chatcmpl-" in shown.stdout  # the command does not print a temperature of 1
     silent = run("test_examples.Silent")
     assert (silent.returncode, silent.stdout) == (1, "")
     assert silent.stderr.startswith("error: Refusal: ")

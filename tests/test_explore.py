@@ -363,9 +363,9 @@ def swapped(events: list[Any], first: int, second: int) -> list[Any]:
 @pytest.mark.runs
 @pytest.mark.parametrize(("mode", "batch"), [("wait", 3), ("drop", 1), ("mask", 1)])
 def test_the_trace_of_a_run_is_a_walk_of_the_machine(tmp_path: Path, mode: str, batch: int) -> None:
-    """The dispatcher's state machine can repeat each event in the trace of a real run, and every event has the same
-    result. `conform` detects four planted changes of the trace: two groups consumed in the opposite order, a group that
-    starts before the gate opens, a group that is consumed twice, and a lost event."""
+    """The dispatcher's state machine can repeat each event in the trace of a real run, and each event has the result
+    that the trace records. `conform` detects four planted changes of the trace: two groups consumed in the opposite
+    order, a group that starts before the gate opens, a group that is consumed twice, and a lost event."""
     words = ["--config", "configs/maze.yaml", f"rollout.stale={mode}", f"train_dataset.batch_size={batch}"]
     words += ["gconfig.n_samples=2", "gconfig.max_new_tokens=100", "actor.ppo_n_minibatches=1", "max_steps=8"]
     words += ["rollout.max_head_offpolicyness=1", "should_accept_fn=walkers.has_signal"]
@@ -390,8 +390,8 @@ def test_the_trace_of_a_run_is_a_walk_of_the_machine(tmp_path: Path, mode: str, 
 
 def test_a_falling_version_is_found_in_a_schedule() -> None:
     """The versions of a call never fall, and they lie between the version at the start of its group and the version at
-    which the group is consumed. `check_calls` raises Broken if the versions of a call fall or lie outside this
-    range."""
+    which the group is consumed. `check_calls` raises Broken if the versions of a call fall, or if one of them is
+    outside the range of the call's group."""
     for spans, begin, consumed in (([[2, 5, ""], [1, 9, ""]], 0, 3), ([[1, 5, ""]], 2, 3), ([[4, 5, ""]], 2, 3)):
         schedule = Schedule("", starts={7: begin}, calls={7: {"7-0.0": {"spans": spans}}})
         with pytest.raises(Broken, match="is consumed in"):

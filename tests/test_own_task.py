@@ -1,6 +1,6 @@
 """The test writes the files that docs/own_task.md shows, and runs the commands of this page.
 
-The test runs in an empty folder that has this project's modules. The folder therefore has no file from an earlier run.
+The test runs in a new folder with this project's modules, so the folder has no file from an earlier run.
 """
 
 import json
@@ -27,7 +27,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for path in ROOT.glob("[a-z]*"):
         if path.is_dir() and path.name not in ("runs", "own"):
             (folder / path.name).symlink_to(path)
-        elif path.suffix == ".py":  # a copy, because with a link Python would import from ROOT
+        elif path.suffix == ".py":  # the file is copied, because with a link Python would import from ROOT
             shutil.copy(path, folder)
     (folder / "own").mkdir()
     for name, text in FILES:

@@ -139,8 +139,8 @@ def test_stale_data_is_weighted_in_the_gradient_too():
 
 
 def test_the_write_ups_surrogate_is_another_objective():
-    """The code uses the paper's objective, which differs from the write-up's min((pi_theta / pi_behav) A, clip(u)
-    A)."""
+    """The code uses the paper's objective. The write-up on AReaL has a different objective: min((pi_theta / pi_behav)
+    A, clip(u) A)."""
     theta, prox, behav, A, mask = random_tokens(0)
     u = (theta - prox).exp()
     surr1, surr2 = (theta - behav).exp() * A, u.clamp(0.8, 1.2) * A
@@ -313,7 +313,7 @@ def test_a_group_is_its_id_wherever_its_rows_are():
 
 
 def test_a_lost_member_does_not_move_the_others():
-    """If only one member of a group is left, its advantage is 0, and the advantages of the other groups do not
+    """If only one member of a group remains, its advantage is 0, and the advantages of the other groups do not
     change."""
     batch = single((0, 1.0), (0, 0.0), (0, 1.0), (0, 0.0), (1, 1.0))
     advantages = per_row(compute_advantages(batch, config(std="group")), batch)

@@ -97,8 +97,9 @@ async def test_history_that_tokenises_otherwise_keeps_its_sampled_tokens(tiny_to
 
 
 async def test_a_template_that_looks_back_is_rendered_in_full(tiny_tokenizer: Any) -> None:
-    """With some chat templates, the rendering of a message depends on the length of the history. For such a template
-    the proxy renders every prompt in full and reuses no tokens of the parent."""
+    """With some chat templates, the rendering of a message depends on the length of the history. With a template whose
+    rendering depends on the history's length, the proxy renders every prompt in full and reuses no tokens of the
+    parent."""
     looks_back = tiny_tokenizer.chat_template.replace("{{ m['role'] }}", "{{ m['role'] }}{{ messages | length }}")
     own = type(tiny_tokenizer)(
         tokenizer_object=tiny_tokenizer.backend_tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>"
@@ -163,7 +164,7 @@ async def test_another_form_is_read_with_its_marks(start: Start, monkeypatch: py
     assert read == (["ok<|im_start|>[]"] if choice == "auto" else [])
 
 
-THINKS = (  # three templates: like Qwen's, like DeepSeek's, and one without <think> after a tool result
+THINKS = (  # one template is like Qwen's, one is like DeepSeek's, and one adds no <think> after a tool's result
     ("{% if enable_thinking is false %}<think>\n\n</think>\n\n{% else %}<think>\n{% endif %}", "enable_thinking"),
     ("{% if thinking %}<think>{% else %}</think>{% endif %}", "thinking"),
     ("{% if messages[-1].role != 'tool' %}<think>\n{% endif %}", "unknown"),
@@ -177,7 +178,8 @@ async def test_each_prompt_says_whether_it_has_begun_the_reasoning(
     tiny_tokenizer: Any, begins: str, switch: str, on: bool | None, forced: bool
 ) -> None:
     """If a prompt ends with <think>, the proxy treats the beginning of the answer as reasoning. If a tool call is
-    forced, the proxy adds </think> to a prompt that ends with <think>, and then the beginning of the call."""
+    forced, the proxy adds the beginning of the call to the prompt. If the prompt of a forced call ends with <think>,
+    the proxy adds </think> before the beginning of the call."""
     template = tiny_tokenizer.chat_template.replace("<|im_start|>assistant\n", "<|im_start|>assistant\n" + begins)
     own = type(tiny_tokenizer)(tokenizer_object=tiny_tokenizer.backend_tokenizer, eos_token="<|im_end|>")
     own.chat_template = template
@@ -288,7 +290,7 @@ async def test_the_same_run_asks_for_the_same_noise(start: Start) -> None:
 @pytest.mark.parametrize("path", ["/{}/v1", "/{}", "/v1", ""])
 async def test_the_official_sdk_is_served_by_url_or_by_key(start: Start, path: str) -> None:
     """A client names its session in the URL or as the API key. If the URL names the session, the proxy accepts any API
-    key. `/v1` may be left out of the URL."""
+    key. A client may omit `/v1` in the URL."""
     harness = start("hi there")
     session = await harness.start()
     api_key = "DUMMY" if "{}" in path else session
@@ -366,8 +368,9 @@ async def test_a_body_is_json_whatever_it_says_it_is(
     ],
 )
 async def test_an_engines_refusal_is_passed_on(start: Start, error: Exception, status: int, kind: str) -> None:
-    """If the engine refuses a call, the proxy replies with the error's status. The reply has status 400 if the prompt
-    is too long for the context, and status 503 if no server answers. The failed call is removed from the tree."""
+    """If the engine raises an error, the proxy replies with the status of this error. The reply has status 400 if the
+    prompt is too long for the context, and status 503 if no server answers. The failed call is removed from the
+    tree."""
     harness = start()
     session = await harness.start()
     harness.engine.error = error
@@ -685,8 +688,7 @@ async def test_idle_sessions_expire_but_never_a_generating_one(start: Start) -> 
     call = asyncio.ensure_future(harness.post(f"/{busy}/v1/chat/completions", {"messages": HELLO}))
     await harness.engine.started.wait()
     harness.clock.now = 9.0
-    # The proxy refuses the reward, because the session has no call yet. The refused request still restarts the
-    # session's timeout.
+    # The proxy refuses a reward for a session without a call, but the refused request restarts the session's timeout.
     assert (await harness.post(f"/{idle}/rl/set_reward", {"reward": 1})).status_code == 400
     harness.clock.now = 18.0
     harness.sessions.expire()
@@ -721,8 +723,8 @@ def test_use_keeps_a_session_and_not_its_neighbours() -> None:
 
 
 def test_expiry_looks_only_at_the_session_that_is_idle_longest() -> None:
-    """To handle a request, the proxy does not iterate over all sessions. The cost of a request therefore does not grow
-    with the number of sessions."""
+    """To handle a request, the proxy does not iterate over all sessions, so the cost of a request does not grow with
+    the number of sessions."""
     table, looked = SessionTable(10.0, Clock()), []
 
     class Watched(Session):
@@ -817,7 +819,7 @@ async def test_a_proxy_started_by_hand_offers_a_session(tiny_model_dir: Any, tin
         async with anthropic.AsyncAnthropic(base_url=found[2], api_key="DUMMY") as other:
             message = await other.messages.create(model="m", messages=HELLO, max_tokens=4)
         assert completion.usage is not None
-        assert 1 <= completion.usage.completion_tokens <= 4  # the end token may come before the limit of 4 tokens
+        assert 1 <= completion.usage.completion_tokens <= 4  # the completion may end before the limit of 4 tokens
         assert 1 <= message.usage.output_tokens <= 4
     finally:
         process.terminate()

@@ -42,8 +42,8 @@ def test_asynchronous_training_hides_generation() -> None:
 
 def test_a_server_shares_its_time() -> None:
     """A server with n running sequences needs a + b n seconds to generate one token for each sequence. Four sequences
-    of two tokens therefore need 2 (a + 4 b) seconds, or 4 (a + 2 b) seconds if the server runs two sequences at
-    once."""
+    of two tokens need 2 (a + 4 b) seconds together, and 4 (a + 2 b) seconds if the server runs two sequences at a
+    time."""
     for slots, seconds in ((math.inf, 2 * (1 + 4 * 0.5)), (2, 4 * (1 + 2 * 0.5))):
         result = simulate.Simulation(constant(0, a=1.0, b=0.5, slots=slots, steps=1)).run()
         assert result.ends == pytest.approx([seconds + 1.5])
@@ -104,8 +104,8 @@ def test_the_table_is_what_the_simulation_finds() -> None:
 
 
 def test_a_wait_for_a_long_answer_costs_less_with_mask() -> None:
-    """If a few episodes are very long, stale=mask takes the oldest tokens out of the loss and needs less time than
-    stale=wait."""
+    """If a few episodes are very long, a run with stale=mask excludes the oldest tokens from the loss, and takes less
+    time than a run with stale=wait."""
     wait, mask = (simulate.simulate(clusters.small, 1.5, 4, order) for order in ("wait", "mask"))
     assert mask["total_s"] < wait["total_s"] / 2
     assert wait["masked"] == 0 < mask["masked"]

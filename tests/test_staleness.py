@@ -171,7 +171,7 @@ def test_recovery_restores_what_was_consumed():
 
 
 def test_recovery_counts_what_runs():
-    """Groups that are running when the version is recovered still count against the capacity."""
+    """Groups that are running when the version is recovered reduce the gate's capacity."""
     manager = make_manager(eta=1, batch=4, version=3)
     run(manager, 5)
     manager.on_version_recovered(3)
@@ -249,7 +249,7 @@ def test_age_is_bounded_whatever_happens(eta, batch, concurrent, data):
         assert choices, f"a deadlock: {state}"
         event, task_id = data.draw(st.sampled_from(choices), label="event")
         if event == "consume":
-            groups = state.take(batch)  # raises StalenessError if a group is too old
+            groups = state.take(batch)  # `take` raises StalenessError if a group is too old
             assert all(clock.version - started[group.task_id] <= eta for group in groups)
             consumed += [group.task_id for group in groups]
             training = True

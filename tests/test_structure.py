@@ -101,7 +101,7 @@ def test_a_planted_import_is_found(name: str, statement: str) -> None:
 
 
 def test_no_circles() -> None:
-    """No module imports itself through a chain of other modules. Imports inside functions also count."""
+    """No module imports itself through a chain of other modules. The check includes imports inside functions."""
     graph = {name_of(path): imports(path.read_text()) & NAMES for path in MODULES}
     TopologicalSorter(graph).prepare()
     with pytest.raises(ValueError, match="cycle"):

@@ -36,7 +36,7 @@ from training.config import PPOActorConfig
 @pytest.fixture(scope="module")
 def guess_run(tmp_path_factory: pytest.TempPathFactory):
     """Return a function `get(eta, name)` that runs the demo and returns the run's folder and metrics. A second call
-    with the same arguments does not run the demo again."""
+    with the same arguments does not run the demo a second time."""
     made: dict[tuple[int, str], tuple[Path, list[dict]]] = {}
 
     def get(eta: int, name: str = "") -> tuple[Path, list[dict]]:
@@ -64,12 +64,12 @@ def test_guess_staleness(guess_run, eta: int) -> None:
 
 def test_evaluation_is_greedy_and_training_samples(guess_run) -> None:
     """With `eval_gconfig.greedy` every evaluation episode begins with the same guess, because the demo's prompt is
-    always the same. The training episodes of the same run begin with different guesses."""
+    always the same. The training episodes of a run begin with different guesses."""
     folder, metrics = guess_run(0)
 
     def first_answers(kind: str) -> set[str]:
-        """Return the set of first answers of the episodes in the folder `kind`: "rollout" (training) or
-        "eval-rollout"."""
+        """Return the set of first answers of all episodes in the folder `kind`. The folder "rollout" has the episodes
+        of training, and "eval-rollout" has those of evaluation."""
         lines = [line for path in (folder / "e/t" / kind).glob("*/*.jsonl") for line in path.read_text().splitlines()]
         return {json.loads(line)["completion"].partition("<end>")[0] for line in lines}
 
@@ -223,7 +223,7 @@ def test_sigterm_of_2000_tasks(tmp_path: Path) -> None:
     """SIGTERM ends a run that has 2,000 tasks in flight. After SIGTERM the run prints at most three short lines and no
     warning of the doctor. No process is left behind."""
     words = ["max_steps=10000", "rollout.max_concurrent_rollouts=2000", "rollout.max_head_offpolicyness=400"]
-    words += ["gconfig.n_samples=2"]  # 2,000 groups make 4,000 episodes, below the limit of open files
+    words += ["gconfig.n_samples=2"]  # the limit of open files allows the 4,000 episodes of 2,000 groups
     words += ["workflow=walkers.FirstBatchAgent"]  # no task of a later batch ends before the signal
     process, pids = start_and_wait_for_step(tmp_path, *SMALL_GUESS, *words)
     process.send_signal(signal.SIGTERM)

@@ -117,7 +117,7 @@ class MyWorkflow(RolloutWorkflow):
 
 
 class CustomWorkflow(RolloutWorkflow):
-    """The example from the write-up, appendix A.2."""
+    """The example from appendix A.2 of the write-up on AReaL."""
 
     def __init__(self, gconfig: GenerationHyperparameters, tokenizer: Any) -> None:
         self.gconfig = gconfig
@@ -167,8 +167,8 @@ async def test_the_custom_workflow_of_rollout_workflow_runs(tiny_tokenizer: Any)
 
 @pytest.mark.anyio
 async def test_the_custom_workflow_of_the_write_up_runs(tiny_tokenizer: Any) -> None:
-    """The write-up's workflow runs with the additional argument `return_dict=False`, which newer versions of
-    transformers need."""
+    """The workflow from the write-up on AReaL runs with the additional argument `return_dict=False`, which newer
+    versions of transformers need."""
     engine = ScriptedEngine(tiny_tokenizer, lambda request: "4")
     engine.version = 3
     workflow = CustomWorkflow(GenerationHyperparameters(), tiny_tokenizer)
@@ -183,7 +183,7 @@ async def test_the_custom_workflow_of_the_write_up_runs(tiny_tokenizer: Any) -> 
 
 @pytest.mark.anyio
 async def test_rlvr_is_one_row_with_the_sampling_it_was_made_with(tiny_tokenizer: Any) -> None:
-    """RLVRWorkflow returns one row. In this row each generated token has the request's temperature and the episode's
+    """RLVRWorkflow returns one row, and each generated token of the row has the request's temperature and the episode's
     reward."""
     engine = ScriptedEngine(tiny_tokenizer, lambda request: "4")
     workflow = RLVRWorkflow(exact, GenerationHyperparameters(temperature=0.5, n_samples=4), tiny_tokenizer)

@@ -1,10 +1,10 @@
 r"""Each kind of inference server fulfils the contract that engine.py relies on.
 
 The tests run against inference/tiny/server.py. If NANO_AREAL_SGLANG is the path of a Python with SGLang (`make
-test-sglang`), the tests also run against the real SGLang on a CPU. inference/tiny and SGLang compute in float32, and
-their logprobs must agree with a forward pass of transformers to 1e-4 nats. The command below tests a server that is
-already running, for example on a GPU. If a server computes in bfloat16, its logprobs may differ by up to 0.25 nats from
-those of the forward pass.
+test-sglang`), the tests also run against the real SGLang on a CPU. The servers inference/tiny and SGLang compute in
+float32, and their logprobs must agree with a forward pass of transformers to 1e-4 nats. The command below tests a
+server that is already running, for example on a GPU. If a server computes in bfloat16, its logprobs may differ by up to
+0.25 nats from those of the forward pass.
 
     NANO_AREAL_CONTRACT_URL=http://127.0.0.1:30000 NANO_AREAL_CONTRACT_MODEL=/path/to/model \
         pytest tests/inference/test_contract.py
@@ -43,7 +43,7 @@ from inference.weights import WeightUpdateMeta
 SERVERS = ["url"] if os.environ.get("NANO_AREAL_CONTRACT_URL") else ["tiny", *(["sglang"] if SGLANG else [])]
 PROMPT = [40, 41, 42, 43, 44, 45, 46]
 SLOTS = 16  # number of requests that a server under test runs at the same time
-LONG = 1000  # number of tokens of a request that must still run when a test interrupts it, even on a busy machine
+LONG = 1000  # a request with this number of tokens still runs when a test interrupts it, even on a busy machine
 
 
 class Server:
@@ -77,7 +77,8 @@ class Server:
 
     def send(self, max_new_tokens: int, prompt: Any) -> Callable[[], Any]:
         """Send a request, and return a function that waits for the answer. `send` calls `version()` after it has sent
-        the request. The server reads requests in order of arrival, so it has read the request before `send` returns."""
+        the request. The server reads requests in order of arrival, so it has read the request of `send` when
+        `version()` returns."""
         sampling = {"temperature": 1.0, "ignore_eos": True, "max_new_tokens": max_new_tokens}
         connection = HTTPConnection(self.http.base_url.host, self.http.base_url.port or 80, timeout=60)
         body = json.dumps({"input_ids": prompt, "sampling_params": sampling})
@@ -107,7 +108,7 @@ class Server:
             try:
                 with self.http.stream("POST", "/generate", json=body) as response:
                     rest = b""
-                    for part in response.iter_bytes():  # iter_lines would also split a text at U+0085
+                    for part in response.iter_bytes():  # `iter_lines` would split a text at U+0085
                         *events, rest = (rest + part).split(b"\n\n")
                         for event in events:
                             if event.startswith(b"data: {"):
@@ -184,7 +185,7 @@ def assert_spans(answer: dict[str, Any], versions: list[str]) -> list[int]:
 
 
 def test_a_request_runs_to_its_length(server: Server) -> None:
-    """A request that reaches max_new_tokens ends with finish reason length, and its answer has max_new_tokens ids and
+    """A request that reaches max_new_tokens ends with finish reason `length`, and its answer has max_new_tokens ids and
     logprobs."""
     answer = server.generate(8, rid="contract-length")
     ids, _ = outputs(answer)
@@ -239,7 +240,8 @@ def test_a_stop_token_ends_the_output_and_stays_in_it(server: Server) -> None:
 
 
 def test_a_stop_string_ends_the_output(server: Server) -> None:
-    """A stop string is cut from the text, but its tokens stay in the ids. finish_reason contains the stop string."""
+    """A stop string is cut from the text, but its tokens stay in the ids. The answer's finish_reason contains the stop
+    string."""
     whole = server.generate(16, temperature=0.0)
     text = whole["text"]
     stop = next((c for c in text if c.isascii() and c.isprintable()), None)
@@ -298,7 +300,7 @@ def interrupted(server: Server, rid: str, mode: str, between: Callable[[], Any])
     assert answer.status_code == 200
     assert answer.json()["status"] == "ok"
     if mode == "abort":
-        pending.result(60)  # in mode abort the request ends during the pause
+        pending.result(60)  # in mode `abort` the request ends during the pause
     else:
         assert not pending.done()
     between()
@@ -307,14 +309,14 @@ def interrupted(server: Server, rid: str, mode: str, between: Callable[[], Any])
 
 
 def test_pause_abort_returns_partials_at_once(server: Server) -> None:
-    """A pause in mode abort immediately ends every request, and each answer contains the tokens generated so far."""
+    """A pause in mode `abort` immediately ends every request, and each answer contains the tokens generated so far."""
     answer = interrupted(server, "contract-pause-abort", "abort", lambda: None)
     assert answer["meta_info"]["finish_reason"]["type"] == "abort"
     assert 0 < len(outputs(answer)[0]) < LONG
 
 
 def test_pause_retract_goes_on_where_it_was(server: Server) -> None:
-    """A request continues after a pause in mode retract, and its answer has all tokens and num_retractions 1."""
+    """A request continues after a pause in mode `retract`, and its answer has all tokens and reports one retraction."""
     answer = interrupted(server, "contract-retract", "retract", lambda: None)
     ids, logprobs = outputs(answer)
     assert len(ids) == LONG
@@ -326,8 +328,8 @@ def test_a_retracted_request_goes_to_the_end_of_the_queue(server: Server) -> Non
     """After a pause, a request that was waiting starts before the requests that had been running.
 
     The waiting request is answered before any of the interrupted requests is complete. On a busy machine, the running
-    requests may finish before the test checks them, so the test retries up to twenty times. If a retracted request went
-    to the head of the queue, no attempt could succeed, because all interrupted requests would finish first.
+    requests may finish before the test checks them, so the test retries up to twenty times. If a server put retracted
+    requests at the head of the queue, every attempt would fail, because all interrupted requests would finish first.
     """
     for _ in range(20):
         running = server.send(LONG // 2, [PROMPT] * SLOTS)
@@ -345,7 +347,7 @@ def test_a_retracted_request_goes_to_the_end_of_the_queue(server: Server) -> Non
 
 
 def test_pause_in_place_goes_on_with_its_keys(server: Server) -> None:
-    """A request keeps its KV cache during a pause in mode in_place, so its answer has num_retractions 0."""
+    """A request keeps its KV cache during a pause in mode `in_place`, so the answer's `num_retractions` is 0."""
     answer = interrupted(server, "contract-in-place", "in_place", lambda: None)
     ids, logprobs = outputs(answer)
     assert len(ids) == LONG
@@ -383,9 +385,9 @@ def test_spans_say_which_version_computed_which_token(server: Server, mode: str)
 
 
 def test_a_request_outlives_released_memory(server: Server) -> None:
-    """A server that has released its memory keeps its requests. After the next weight update, the request that the
-    pause (mode retract) interrupted continues after its last token. A request that arrived during the pause is answered
-    as well."""
+    """A server that has released its memory keeps its requests. If a pause in mode `retract` interrupts a request, the
+    request continues after its last token when the next weight update is over. A request that arrived during the pause
+    is answered as well."""
     if server.http.delete("/release_memory_occupation").status_code == 404:
         pytest.skip("this server has no route /release_memory_occupation")
     waiting = []
@@ -407,8 +409,8 @@ def test_a_request_outlives_released_memory(server: Server) -> None:
 
 def test_an_update_without_a_pause_waits(server: Server) -> None:
     """Without a pause, an update waits until the running requests have finished. With abort_all_requests, the update
-    aborts the running requests. The update with abort_all_requests does not flush the cache, because SGLang refuses to
-    flush its cache while its scheduler still holds the aborted request."""
+    aborts the running requests. The test sends abort_all_requests with flush_cache=False, because SGLang refuses to
+    flush its cache while its scheduler still holds an aborted request."""
     old = server.version()
     body = {"model_path": server.model_path, "weight_version": server.next_version(), "flush_cache": True}
     pending = server.start("contract-wait", 200)
@@ -541,7 +543,8 @@ def broken(buckets: Iterator[weights.Bucket]) -> Iterator[weights.Bucket]:
 
 @pytest.fixture
 def other(server: Server, tmp_path: Path) -> Iterator[Other]:
-    """Yield an object of class Other for the server. After the test, send the original weights to the server."""
+    """Yield a second model, whose weights a test can send to the server. After the test, send the original weights to
+    the server."""
     other = Other(server, tmp_path)
     yield other
     server.post("/pause_generation", {"mode": "abort"})
@@ -562,7 +565,7 @@ def assert_serves(server: Server, model: Any, version: str) -> None:
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([prompt + ids]), use_cache=False).logits[0, len(prompt) - 1 : -1]
     lead = logits.max(-1).values - logits.gather(1, torch.tensor(ids)[:, None])[:, 0]
-    assert lead.max() < 2 * server.tolerance  # up to rounding, each token is the most likely token
+    assert lead.max() < 2 * server.tolerance  # up to rounding, each generated token is the most likely token
 
 
 MODES = ["disk", "distributed", "tensor"]
@@ -574,7 +577,7 @@ def test_new_weights_arrive_while_somebody_generates(server: Server, other: Othe
     """A weight update keeps the tokens of a running request. Each token's logprob agrees with the weights of the
     token's version.
 
-    In pause mode in_place the tokens after the update depend on both versions, so the test does not compare their
+    In pause mode `in_place` the tokens after the update depend on both versions, so the test does not compare their
     logprobs. Requests after the update are computed with the new weights.
     """
     old, new = server.version(), server.next_version()
@@ -616,8 +619,9 @@ def test_an_update_that_failed_is_never_served(server: Server, other: Other, mod
 
 
 def test_weights_come_in_sessions(server: Server) -> None:
-    """The server accepts weights only between begin_weight_update and end_weight_update. At any other time, a request
-    with weights gets status 400. A request with an unknown process group also gets status 400."""
+    """The server accepts weights only between begin_weight_update and end_weight_update. Before begin_weight_update and
+    after end_weight_update, a request with weights gets status 400. A request with an unknown process group gets status
+    400."""
     part = {"names": ["model.norm.weight"], "dtypes": ["float32"], "shapes": [[1]], "group_name": "nobody"}
     handles = {"serialized_named_tensors": [weights.serialise([])]}
     calls: list[tuple[str, dict[str, Any], int]] = [

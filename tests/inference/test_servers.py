@@ -45,7 +45,7 @@ class Machines:
         self.versions: dict[str, Any] = dict(versions)
         self.dead: set[str] = set()
         self.paused: set[str] = set()
-        self.mute: dict[str, int] = {}  # for each host: how many control calls get an answer before one answer is lost
+        self.mute: dict[str, int] = {}  # for each host: number of control calls that get an answer before one is lost
         # The URLs that host "router" reports as its workers. The router sends requests for tokens to host a.
         self.workers: list[Any] = []
         self.asked: list[tuple[str, str]] = []  # (host, path) of each request
@@ -159,7 +159,8 @@ def test_requests_wait_for_a_server_that_is_started_again() -> None:
 
 def test_an_update_waits_for_a_server_that_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If all servers are down when an update begins, the update waits until a server is started again, or until the run
-    has stopped. The engine sends one version a second time only after a call of `forget_sent`."""
+    has stopped. If the engine has already sent a version, a second update to this version raises an error, unless
+    `forget_sent` is called between the two updates."""
     machines = Machines(a=0)
     engine = machines.engine(A)
     engine.wait_for_servers = True
@@ -206,7 +207,7 @@ def test_a_lost_answer_leaves_no_server_paused(tmp_path: Path, answers: int) -> 
     assert machines.mute == {}
     assert machines.paused == set()
     assert ask(trainer) == [1]
-    assert ask(proxy, session) == [min(answers, 1)]  # if b's answer to the pause is lost, b keeps version 0
+    assert ask(proxy, session) == [min(answers, 1)]  # if server b's answer to the pause is lost, b keeps version 0
     update(trainer, tmp_path, 2)
     assert ask(trainer, session) == ask(proxy, session) == [2]
     assert machines.generated_at()[-1] == "b"
@@ -277,8 +278,8 @@ def test_a_version_above_the_trainers_is_refused_wherever_it_is_read() -> None:
 
 
 def test_an_answer_from_before_an_update_is_no_restart() -> None:
-    """A request that was sent before the first token of version 8 arrived may still get tokens of version 7. Tokens of
-    version 7 are refused if their request was sent after the first token of version 8 arrived."""
+    """If the engine sends a request before it receives a token of version 8, it accepts an answer of version 7. If the
+    engine sends a request after it receives a token of version 8, it refuses an answer of version 7."""
     servers = Servers([A, B], Wire())
     servers.check_age(A, [7], sent_after=7)
     servers.check_age(B, [7, 8], sent_after=7)
@@ -357,8 +358,8 @@ EVENTS = st.lists(st.tuples(KINDS, st.sampled_from("abc"), st.integers(0, 4)), m
 @settings(deadline=None, max_examples=40)
 @given(EVENTS)
 def test_any_order_of_deaths_returns_and_updates(tmp_path_factory: pytest.TempPathFactory, events: list) -> None:
-    """If at least one server is up, a server with current weights answers every request, and no running server stays
-    paused.
+    """If at least one server with current weights is up, every request gets tokens of the current version, and no
+    running server stays paused.
 
     The test stops servers, restarts servers at version 0, and loses answers to an update, in any order.
     """

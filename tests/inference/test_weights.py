@@ -42,7 +42,7 @@ def state(tiny_model_dir: Path) -> dict[str, torch.Tensor]:
 
 
 class Servers:
-    """A fake of inference/servers.py::Servers. The method post_all records each call and the entries of the folder
+    """A fake of inference/servers.py::Servers. The method `post_all` records each call and the entries of the folder
     `root` at the time of the call."""
 
     def __init__(self, root: Path, error: str | None = None) -> None:
@@ -87,7 +87,7 @@ def test_a_crash_half_way_is_never_seen(
     state: dict, tiny_model_dir: Path, tmp_path: Path, step: str, monkeypatch: pytest.MonkeyPatch
 ):
     """If a crash interrupts the writing of version 1, the folder v1 does not exist. The next write deletes the
-    unfinished folder."""
+    unfinished folder of the interrupted write."""
 
     def crash(*args: Any, **kwargs: Any) -> Any:
         raise KeyboardInterrupt
@@ -174,8 +174,8 @@ def test_what_is_missing_is_said(tmp_path: Path):
 
 @pytest.mark.parametrize("name", ["llama", "gpt_neox", "qwen3_moe", "mixtral", "qwen3_next"])
 def test_names_and_numbers_are_those_of_the_checkpoint(tmp_path: Path, name: str):
-    """Weights are sent and saved with the names of the checkpoint files, although transformers renames and fuses some
-    weights.
+    """Weights are sent and saved under the names that they have inside the checkpoint files, although transformers
+    renames and fuses some weights.
     """
     path = make_family(tmp_path / "model", name)
     source = load_file(path / "model.safetensors")
@@ -201,7 +201,7 @@ def test_buckets_hold_the_model_once(tmp_path: Path):
     )
     config.tie_word_embeddings = True
     model = AutoModelForCausalLM.from_config(config)
-    limit = 20_000 / 2**20  # a bucket has at most 20,000 bytes; the embedding alone has 64,000 bytes
+    limit = 20_000 / 2**20  # a bucket has at most 20,000 bytes, except the bucket of the embedding (64,000 bytes)
     sent: list[tuple[str, torch.Tensor]] = []
     lent: list[weakref.ref] = []
     buckets = 0
@@ -272,7 +272,7 @@ class Watched:
 
 
 def test_files_are_written_in_the_servers_dtype_before_the_pause(tiny_model_dir: Path, tmp_path: Path):
-    """In mode disk, push_weights writes the new weights as bfloat16 files before it pauses the servers."""
+    """In mode `disk`, `push_weights` writes the new weights as bfloat16 files before it pauses the servers."""
     actor = FSDPPPOActor(PPOActorConfig(dtype="bfloat16"), tiny_model_dir)
     actor.create_process_group()
     actor.initialize(max_steps=1)
@@ -379,7 +379,7 @@ def test_handles_name_the_gpu_by_its_uuid(monkeypatch: pytest.MonkeyPatch):
 
 
 class Rebuilt:
-    """The type of the object that `test_handles_name_the_gpu_by_its_uuid` unpickles instead of a tensor on a GPU."""
+    """`test_handles_name_the_gpu_by_its_uuid` unpickles an object of this class in place of a tensor on a GPU."""
 
     def __init__(self, *arguments: Any) -> None:
         self.arguments = arguments
@@ -475,7 +475,7 @@ def test_a_real_server_serves_what_was_written(tiny_server: str, state: dict, ti
     tokens = []
     for version, change in ((1, 0.5), (0, 1.0)):  # the second update restores the weights
         scaled = {name: tensor * change for name, tensor in state.items()}
-        engine = RemoteInfEngine([tiny_server])  # a new engine, because an engine never accepts an older version
+        engine = RemoteInfEngine([tiny_server])  # an engine refuses a version below its own
         engine.initialize()
         engine.pause()
         write_checkpoint(scaled, tiny_model_dir, meta.with_version(version).directory)

@@ -207,7 +207,7 @@ def test_a_timeout_consumes_nothing(make_stage):
 
 
 def test_a_new_version_alone_wakes_the_producer(make_stage):
-    """When the version rises, the tasks that the gate admits start without another event."""
+    """After the version rises, the tasks that the gate newly admits start, even if no other event happens."""
     stage = make_stage(eta=0, batch=2)
     stage.submit(0, 1, 2, 3)
     assert stage.started(2) == [0, 1]
@@ -251,7 +251,7 @@ def test_the_concurrency_limit_is_kept_and_refilled(make_stage):
 
 
 def test_the_runners_bound_holds_back_instead_of_raising(make_stage):
-    """Any number of tasks may be pending. max_queue_size limits only the number of running tasks."""
+    """Any number of tasks may be pending. The option max_queue_size limits only the number of running tasks."""
     stage = make_stage(eta=10, max_queue_size=1)
     stage.submit(*range(5))
     for task_id in range(5):
@@ -354,7 +354,7 @@ def test_the_same_error_again_and_again_ends_the_run(make_stage):
 
 
 def test_how_many_failures_are_a_bug():
-    """By default the run stops after max(8, 2 * batch size) failures in a row."""
+    """By default the run stops after max(8, 2 * batch size) consecutive failures."""
     for batch, limit in ((1, 8), (32, 64)):
         manager = StalenessManager(Version(), 1, batch, 0)
         state: DispatchState = DispatchState(manager, lambda _: None, max_queue_size=1)
@@ -375,7 +375,7 @@ def test_one_success_ends_a_row_of_failures(make_stage):
 
 
 def test_a_row_of_rejections_is_logged_once(make_stage, caplog):
-    """The dispatcher logs one warning for many rejections in a row. An accepted group resets the count of
+    """If many consecutive groups are rejected, the dispatcher logs one warning. An accepted group resets the count of
     rejections."""
     stage = make_stage(eta=100, concurrent=1, max_failures=3)
     accepted = (2, 10)  # series of 2, 7 and 3 rejections
@@ -394,7 +394,7 @@ def test_an_exhausted_generator_is_an_error(make_stage):
 
 
 def test_a_stale_group_is_an_error(make_stage):
-    """Consuming a batch with a group older than eta raises StalenessError, and no group of the batch is consumed."""
+    """If a batch contains a group older than eta, the dispatcher raises StalenessError and consumes no group."""
     stage = make_stage(eta=0, batch=1)
     stage.submit(0)
     stage.started(1)
@@ -442,7 +442,7 @@ def test_a_straggler_is_dropped_and_holds_up_no_batch(make_stage):
 
 def test_a_straggler_is_masked_and_holds_up_no_batch(make_stage):
     """With stale=mask a batch does not wait for a slow group, and the slow group is consumed without its old tokens. If
-    the mask function fails to remove the old tokens, consuming a group that is too old raises StalenessError."""
+    the mask function does not remove the old tokens, the dispatcher raises StalenessError."""
     masks: list[int] = []
 
     def without_older(group: Group, oldest: int) -> Group | None:
@@ -489,8 +489,8 @@ def test_wait_for_one_task(make_stage):
 
 
 def test_many_single_tasks_pass_a_narrow_gate(make_stage):
-    """Each group that wait_for_task returns frees a place for a new task. For a rejected task wait_for_task returns
-    None."""
+    """When `wait_for_task` returns a group, the gate has a free place for a new task. For a rejected task
+    `wait_for_task` returns None."""
     stage = make_stage(eta=0, batch=2)
     stage.submit(*range(6))
     stage.finish(0, 1, 2, 4, 5)
@@ -584,7 +584,7 @@ def test_ctrl_c_gets_through_to_a_waiting_trainer(make_stage):
     async def interrupt(task: Prompt) -> None:
         with lock:  # the main thread releases the lock when it begins to wait
             pass
-        while not through.is_set():  # the first signal may come before the wait, so the loop repeats it
+        while not through.is_set():  # the first signal may come before the wait, so the loop sends more signals
             signal.pthread_kill(main_thread, signal.SIGINT)
             await asyncio.sleep(1)
         await asyncio.get_running_loop().create_future()

@@ -216,8 +216,7 @@ def test_a_failure_that_a_dead_process_caused_is_nobodys(make: Make, group_size:
     """If the proxy's process ends, the run stops before any episode counts as failed. Every later call of state_dict
     raises an error.
 
-    If the episode counted as failed, a new prompt would replace the episode's prompt. The next checkpoint would then
-    lack the old prompt.
+    A new prompt replaces the prompt of a failed episode, and the next checkpoint does not contain the replaced prompt.
     """
 
     class LosesItsProxy(Echo):
@@ -426,7 +425,7 @@ class OneIsSlow(Echo):
 
 @pytest.mark.parametrize("stale", ["mask", "drop"])
 def test_no_step_waits_for_a_slow_group(make: Make, stale: str) -> None:
-    """With stale=mask, the loss leaves out those tokens of a slow group that are more than eta versions old. With
+    """With stale=mask, the loss excludes those tokens of a slow group that are more than eta versions old. With
     stale=drop, the whole group is dropped. With stale=mask and with stale=drop, no trained token is more than eta
     versions old."""
     executor, data, slow = make(config={"max_head_offpolicyness": 1, "stale": stale}), loader(SAMPLES), list[int]()

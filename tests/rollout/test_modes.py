@@ -1,5 +1,5 @@
-"""An agent's episode has the same result in the modes inline and subproc. After an episode, no process of the agent is
-left."""
+"""An agent's episode has the same result in mode `inline` and in mode `subproc`. After an episode, no process of the
+agent is left."""
 
 import asyncio
 import contextlib
@@ -71,8 +71,8 @@ def run_agent(proxy: ProxyAddress, tiny_server: str) -> Iterator[Run]:
     [(mode_agents.MyAgent, "inline"), (mode_agents.MyAgent, "subproc"), (mode_agents.MySyncAgent, "subproc")],
 )
 def test_the_documents_agents_run_as_they_stand(run_agent: Run, agent: Any, mode: str) -> None:
-    """The async example from AReaL's page Agent Workflow runs in both modes. The synchronous example from AReaL's page
-    Agent Workflow runs in mode subproc."""
+    """The async example from AReaL's page Agent Workflow runs in mode `inline` and in mode `subproc`. The synchronous
+    example from AReaL's page Agent Workflow runs in mode `subproc`."""
     (group,), stats = run_agent(agent, group_size=3, mode=mode)
     assert set(group["rewards"].tolist()) <= {0.5, 1.0}
     assert group["rewards"].shape == (3,)
@@ -82,7 +82,7 @@ def test_the_documents_agents_run_as_they_stand(run_agent: Run, agent: Any, mode
 
 @pytest.mark.anyio
 async def test_both_modes_sample_the_same_tokens(proxy: ProxyAddress) -> None:
-    """With the same seed, an episode samples the same tokens in mode inline and in mode subproc."""
+    """With the same seed, an episode samples the same tokens in mode `inline` and in mode `subproc`."""
     workflow_context.set(WorkflowContext(task_id=77))
     inline: Any = resolve_workflow(mode_agents.Talks, proxy=vars(proxy) | {"export_style": "concat"})
     apart = replace(inline, mode="subproc")
@@ -94,7 +94,7 @@ async def test_both_modes_sample_the_same_tokens(proxy: ProxyAddress) -> None:
 
 
 def test_clients_made_without_arguments_find_the_session(run_agent: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In mode subproc, SDK clients made without arguments read the URL and the key of their session from the
+    """In mode `subproc`, SDK clients made without arguments read the URL and the key of their session from the
     environment."""
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # no server listens at this port
     monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9")
@@ -113,8 +113,7 @@ def test_an_episode_that_waits_for_a_process_holds_no_session(run_agent: Run, pr
 
 @pytest.mark.parametrize("mode", ["inline", "subproc"])
 def test_an_agent_that_sets_nothing_is_rejected(run_agent: Run, mode: str) -> None:
-    """If an agent returns None and posts no reward, its episode is rejected in each mode, and does not count as
-    failed."""
+    """If an agent returns None and posts no reward, its episode is rejected, and does not count as failed."""
     assert run_agent(mode_agents.Talks, {"then": "is_silent"}, mode=mode) == ([None], RolloutStat(rejected=1))
 
 
@@ -144,7 +143,7 @@ def test_a_failing_agent_is_counted_and_the_next_one_runs(
 
 
 def test_an_agent_that_exits_inline_ends_no_other_episode(run_agent: Run, caplog: pytest.LogCaptureFixture) -> None:
-    """In mode inline, an agent that calls sys.exit() counts as failed, and the next episode runs in the same event
+    """In mode `inline`, an agent that calls sys.exit() counts as failed, and the next episode runs in the same event
     loop."""
     groups, stats = run_agent(mode_agents.Talks, {"then": "exits"}, {}, mode="inline")
     assert [group is None for group in groups] == [True, False]
@@ -153,8 +152,8 @@ def test_an_agent_that_exits_inline_ends_no_other_episode(run_agent: Run, caplog
 
 
 def test_every_episode_has_a_process_of_its_own(run_agent: Run) -> None:
-    """In mode subproc, no two episodes share a process. If episodes shared a process, a thread that one agent has left
-    running could read the session key of the next agent."""
+    """In mode `subproc`, no two episodes share a process. If episodes shared a process, a thread that one agent has
+    left running could read the session key of the next agent."""
     samples = [{"then": "process_id"}] * 3
     groups, _ = run_agent(mode_agents.Talks, *samples, subproc_max_workers=1)
     assert len({group["rewards"].item() for group in groups}) == 3
@@ -179,7 +178,7 @@ def fifo(tmp_path: Path) -> Iterator[TextIO]:
 
 @pytest.fixture
 def limit_passes(fifo: TextIO, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the first episode's time limit of 200 s pass as soon as the agent has written to the named pipe."""
+    """Make the first time limit of 200 s end as soon as the agent has written to the named pipe."""
     wait = asyncio.wait
 
     async def wait_for_pipe(tasks: Any, timeout: float | None = None) -> Any:
@@ -233,8 +232,8 @@ def test_an_agent_that_stops_its_guard_holds_up_no_episode(
 
 
 def test_the_recipe_of_the_security_page_contains_an_agent(run_agent: Run, tmp_path: Path) -> None:
-    """SECURITY.md gives a command that runs agents in a sandbox. An agent in this sandbox can find none of the
-    trainer's processes, and no file in the folder that the command hides."""
+    """SECURITY.md gives a command that runs agents in a sandbox. An agent in the sandbox of SECURITY.md can find none
+    of the trainer's processes, and no file in the folder that the sandbox hides."""
     recipe = (ROOT / "SECURITY.md").read_text().split("```\n")[1].replace("/path/to/runs", str(tmp_path))
     prefix = yaml.safe_load(recipe)["rollout"]["openai"]["subproc_prefix"]
     if subprocess.run([*prefix, "true"], capture_output=True).returncode:
@@ -283,7 +282,7 @@ def test_what_cannot_be_pickled_is_named_before_anything_starts() -> None:
 @pytest.mark.runs
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
 def test_a_run_leaves_no_process(tmp_path: Path, end: signal.Signals) -> None:
-    """After Ctrl-C or kill -9 of the trainer, a run in mode subproc leaves no process behind."""
+    """After Ctrl-C or kill -9 of the trainer, a run in mode `subproc` leaves no process behind."""
     words = (*SMALL_GUESS, *SUBPROC, "train_dataset.batch_size=2", "max_steps=10000")
     process, pids = start_and_wait_for_step(tmp_path, *words)
     assert len([name for name in pids if "workers.serve" in name]) in (1, 2)  # each episode gets a new worker
@@ -405,7 +404,7 @@ async def test_a_result_that_is_too_long_is_not_read() -> None:
 
 @pytest.mark.anyio
 async def test_a_limit_tells_its_own_timeout_from_another() -> None:
-    """If the work itself raises a TimeoutError, `within` raises this TimeoutError unchanged."""
+    """If the coroutine that `within` awaits raises a TimeoutError, `within` raises this TimeoutError unchanged."""
 
     async def fails() -> None:
         raise TimeoutError("the tool")
@@ -418,8 +417,8 @@ async def test_a_limit_tells_its_own_timeout_from_another() -> None:
 
 @pytest.mark.anyio
 async def test_an_error_that_nobody_waits_for_prints_nothing() -> None:
-    """If the work raises an exception while its caller is being cancelled, asyncio does not report the exception as
-    never retrieved."""
+    """If the caller of `within` is cancelled and the awaited coroutine then raises an exception, asyncio does not
+    report this exception as never retrieved."""
     reported: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: reported.append(context))
 
@@ -430,7 +429,7 @@ async def test_an_error_that_nobody_waits_for_prints_nothing() -> None:
     callers = [asyncio.ensure_future(within(60, fails(), "the episode"))]
     await asyncio.wait(callers)
     assert callers.pop().cancelled()
-    gc.collect()  # asyncio would report the exception when the work's task is deleted
+    gc.collect()  # asyncio reports an unretrieved exception when the exception's task is deleted
     assert reported == []
 
 

@@ -29,8 +29,8 @@ def ints(*rows: list[int]) -> Tensor:
 
 
 def documented() -> dict[str, Tensor]:
-    """Return the example from AReaL's page Rollout Workflow, section "Tensor Dictionary Format". The prompt of this
-    example has version 0, not -1."""
+    """Return the example from AReaL's page Rollout Workflow, section "Tensor Dictionary Format". In AReaL's example the
+    prompt has version 0, not -1."""
     return {
         "input_ids": ints([1, 2, 3, 4, 5]),
         "attention_mask": torch.ones(1, 5, dtype=torch.bool),
@@ -114,14 +114,15 @@ def test_head_version_leaves_the_prompt_out() -> None:
 
 
 def test_head_version_counts_turns_that_are_not_trained() -> None:
-    """Sampled tokens that are not trained also count for the head version."""
+    """The head version can be the version of a sampled token that is not trained."""
     traj = complete(two_turns(), task_id=0)
     traj["loss_mask"][:, 2:4] = 0
     assert head_version(traj) == 3
 
 
 def test_old_tokens_leave_the_loss_and_are_counted() -> None:
-    """`without_older` masks the trained tokens of old versions and counts them. The other tensors stay the same."""
+    """`without_older` masks the trained tokens of old versions and counts them. The function changes no other
+    tensor."""
     traj = complete(two_turns(), task_id=0)
     assert (head_version(traj), oldest_trained(traj)) == (3, 3)
     young = without_older(traj, 5)
@@ -140,7 +141,7 @@ def test_old_tokens_leave_the_loss_and_are_counted() -> None:
 
 
 def test_prompt_len_ends_at_the_first_generated_token() -> None:
-    """In a row of several turns, prompt_len is the number of tokens before the first generated token."""
+    """If a row contains several turns, prompt_len is the number of tokens before the first generated token."""
     traj = complete(two_turns(), task_id=42)
     assert dump_lines(traj, 42, Letters()) == [
         {

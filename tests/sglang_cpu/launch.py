@@ -1,17 +1,19 @@
 """Run the unmodified SGLang server on a machine without a GPU: `python launch.py --model-path DIR --port 30000 ...`.
 
 SGLang can compute with torch alone (torch_native attention, pytorch sampling). However, SGLang imports three packages
-that have no build for a plain CPU:
+that have no build for a plain CPU: torchvision, triton and sgl_kernel.
 
-- torchvision: SGLang's configurations of vision models import torchvision, whose wheel is compiled for a CUDA build of
+- SGLang's configurations of vision models import torchvision. The wheel of torchvision is compiled for a CUDA build of
   torch.
-- triton: SGLang declares kernels with @triton.jit, but launches no kernel on a CPU.
-- sgl_kernel: sgl_kernel is compiled for CUDA only. With SGLANG_USE_CPU_ENGINE=1 SGLang does not call sgl_kernel.
+
+- SGLang declares kernels with the decorator `triton.jit`, but launches no kernel on a CPU.
+
+- The package sgl_kernel is compiled for CUDA only. With SGLANG_USE_CPU_ENGINE=1 SGLang does not call sgl_kernel.
 
 An import hook replaces each of the three packages by a stand-in: a module in which every name exists. A capitalised
 name in a stand-in is a class, and any other name is a decorator that returns its function unchanged. If SGLang calls a
-function of sgl_kernel, the stand-in raises an error instead of returning a wrong result. Each worker of SGLang is a
-spawned process that imports this module again. The import hook is therefore installed at the top level of this module.
+function of sgl_kernel, the stand-in raises an error instead of returning a wrong result. The import hook is installed
+at the top level of this module, because each worker of SGLang is a spawned process that imports this module.
 
 This script adds the flag --exit-with-parent. With this flag the server and all its workers end when standard input is
 closed.
@@ -110,7 +112,7 @@ def main(argv: list[str]) -> None:
     if "--exit-with-parent" in argv:
         argv.remove("--exit-with-parent")
         if os.getpgrp() != os.getpid():
-            os.setpgid(0, 0)  # a new process group, so that killpg ends all workers
+            os.setpgid(0, 0)  # in its own process group, this process can end all its workers with killpg
         threading.Thread(target=end_with_parent, daemon=True).start()
     for name, value in DEFAULTS.items():
         if name not in argv:

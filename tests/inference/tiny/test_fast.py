@@ -48,8 +48,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make_model(path: Path, family: str, noise: float = 0.0, **changes: Any) -> Path:
-    """Write a random model of the architecture `family` to `path`. Add noise to the weights of the norms (1 in a new
-    model) and to the biases (0 in a new model)."""
+    """Write a random model of the architecture `family` to `path`. Add noise to the weights of the norms and to the
+    biases. (In a new model every norm weight is 1 and every bias is 0.)"""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SHAPE | changes), dtype=torch.float32)
     for name, weight in model.named_parameters():
@@ -238,8 +238,8 @@ def test_deterministic_products_have_a_bounded_number_of_rows(tmp_path: Path, pa
 
 
 def test_a_long_prompt_is_fed_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The memory of an attention mask grows with the square of the number of tokens in a pass. A long prompt is
-    therefore prefilled in several passes, and its logits equal those of transformers."""
+    """The memory of an attention mask grows with the square of the number of tokens in a pass, so a long prompt is
+    prefilled in several passes. The prompt's logits equal those of transformers."""
     path = make_model(tmp_path, "qwen3", max_position_embeddings=4096)
     tiny, prompt = TinyModel(str(path), 4), [3 * j % 90 for j in range(2500)]
     sizes = []

@@ -1,9 +1,12 @@
 """These tests check properties of inference/tiny that go beyond the contract shared with SGLang.
 
 - If a weight update interrupts a completion, each token's logprob is computed with the weights of the token's version.
-  In pause mode in_place the logprobs are not exact, and a test measures their error.
+  In pause mode `in_place` the logprobs are not exact, and a test measures their error.
+
 - The tokens of a request with a seed do not depend on the other requests.
+
 - Every request ends exactly once, for any order of events, and its spans cover its tokens.
+
 - The server answers bad input with an error and keeps running.
 """
 
@@ -143,8 +146,8 @@ def test_a_released_server_computes_nothing_before_an_update(
 ) -> None:
     """A server whose memory is released has lost its weights. Without weights, the server computes no sequence, even
     after the end of the pause. After a weight update, a retracted sequence continues, and its earlier tokens keep their
-    version labels. The scheduler raises an error in two cases in which an SGLang process ends: memory is released while
-    a sequence runs, or memory is resumed that was not released."""
+    version labels. If memory is released while a sequence runs, or resumed without a release, the scheduler raises an
+    error (an SGLang server would end)."""
     scheduler, one = make_scheduler(tiny.slots), sequence("a", [3, 4, 5], 12)
     scheduler.submit(one)
     for _ in range(5):
@@ -170,9 +173,9 @@ def test_a_released_server_computes_nothing_before_an_update(
 
 
 def test_in_place_equals_no_forward_pass(tiny: TinyModel, tiny_model_dir: Path, tmp_path: Path) -> None:
-    """After a weight update in pause mode in_place, new queries attend to old keys, so the logprobs differ from those
-    of every forward pass. If every weight changes by about 1 %, the error of the logprobs is larger than rounding and
-    less than 0.5 nats."""
+    """After a weight update in pause mode `in_place`, new queries attend to old keys, so the logprobs differ from those
+    of every forward pass. If every weight changes by about 1 %, the error of the logprobs is larger than a rounding
+    error and less than 0.5 nats."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
     torch.manual_seed(0)
     with torch.no_grad():
@@ -189,8 +192,8 @@ def test_in_place_equals_no_forward_pass(tiny: TinyModel, tiny_model_dir: Path, 
 
 
 def test_keys_of_old_weights_are_not_reused(tiny: TinyModel, other_model_dir: Path) -> None:
-    """If a weight update in pause mode in_place interrupts a sequence, the sequence's keys have two versions, so the
-    server does not reuse them."""
+    """If a weight update in pause mode `in_place` interrupts a sequence, the sequence's keys have two versions, so the
+    server does not reuse these keys."""
     scheduler = make_scheduler()
     scheduler.submit(sequence("old", PROMPT, 8))
     run_step(scheduler, tiny)
@@ -209,8 +212,8 @@ def test_keys_of_old_weights_are_not_reused(tiny: TinyModel, other_model_dir: Pa
 def test_weights_that_are_not_finite_leave_nothing_behind(
     tiny: TinyModel, tiny_model_dir: Path, tmp_path: Path, factor: float
 ) -> None:
-    """Weights that are not finite may leave NaN or infinity in a slot. After good weights are loaded, a later sequence
-    in the same slot gets correct logprobs."""
+    """Weights that are not finite may leave NaN or infinity in a slot. After finite weights are loaded, a later
+    sequence in the same slot gets correct logprobs."""
     named = read_weights(str(tiny_model_dir))
     bad = {name: tensor * factor if "v_proj" in name else tensor for name, tensor in named.items()}
     save_file(bad, tmp_path / "model.safetensors")
@@ -281,7 +284,7 @@ def test_a_reused_prefix_equals_a_fresh_prefill(tiny: TinyModel) -> None:
     reused, fresh = sequence("turn 2", prompt, 12, seed=2), sequence("turn 2", prompt, 12, seed=2)
     run(tiny, reused, scheduler=scheduler)
     run(tiny, fresh)
-    assert reused.reused_tokens == len(turn.tokens) - 1  # the last token has not been fed to the model
+    assert reused.reused_tokens == len(turn.tokens) - 1  # the cache does not contain the last token
     assert fresh.reused_tokens == 0
     assert reused.tokens == fresh.tokens
     assert reused.logprobs == pytest.approx(fresh.logprobs, abs=1e-5)
@@ -585,8 +588,8 @@ def test_an_answer_that_tells_the_end_has_the_last_token() -> None:
 
 
 def test_the_context_that_is_told_is_the_one_that_is_honoured(start_tiny_server: StartServer) -> None:
-    """The server refuses a request that exceeds the limit in /server_info. The test sets this limit with
-    --max-total-tokens."""
+    """The server refuses a request that exceeds the limit in /server_info, and the option --max-total-tokens sets this
+    limit."""
     url = start_tiny_server("--max-total-tokens", "100")
     told = httpx.get(url + "/server_info").json()["max_req_input_len"]
     assert told == 100
@@ -817,8 +820,8 @@ def test_the_server_ends_when_told(tiny_model_dir: Path, how: str) -> None:
     long = {"input_ids": PROMPT, "stream": True, "sampling_params": {"max_new_tokens": 2000, "ignore_eos": True}}
     state = ""
     with ExitStack() as stack:
-        # In case "update", the update waits while a request runs. If the request ends before the test has seen the
-        # waiting update, the test sends the request and the update again.
+        # If `how` is "update", the update must wait while a request runs. If the request ends before the test has seen
+        # the waiting update, the test sends the request and the update again.
         while not state or (how == "update" and "updates=1" not in state):
             response = stack.enter_context(httpx.stream("POST", url + "/generate", json=long, timeout=60))
             next(response.iter_lines())
@@ -845,7 +848,7 @@ def test_the_server_ends_when_told(tiny_model_dir: Path, how: str) -> None:
             process.stdin.close()
         process.wait(timeout=20)
     said = process.stderr.read()
-    assert "Traceback" not in said or how == "update"  # uvicorn prints the traceback of a cancelled request
+    assert "Traceback" not in said or how == "update"  # if `how` is "update", uvicorn prints a traceback
     assert "RuntimeError" not in said
     process.stdin.close()
     process.stderr.close()
