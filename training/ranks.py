@@ -13,8 +13,8 @@ that waits for the peer's farewell. If the connection closes before the farewell
 peer has died, the thread that waited for its farewell prints a line and ends its own process.
 
 **Example.** Rank 2 of 3 ranks raises an error and dies. The connection between ranks 0 and 2 closes, so rank 0 ends
-within moments. The connection between ranks 0 and 1 then closes, so rank 1 ends too. The error that rank 2 printed
-shows the cause.
+within moments. The end of rank 0 closes the connection between ranks 0 and 1, so rank 1 ends too. The error that rank 2
+printed shows the cause.
 
 **Not promised.** If a machine disappears from the network without closing its connections, the other ranks end only
 when an operation times out.

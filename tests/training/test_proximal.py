@@ -34,7 +34,8 @@ def test_both_ends_are_exact():
 
 
 def test_on_fresh_data_loglinear_is_standard_ppo_bit_for_bit():
-    """For fresh tokens alpha is 0, and the loss with loglinear is bitwise the same as the loss of standard PPO."""
+    """For fresh tokens alpha is 0, and with prox_logp_method=loglinear the loss is bitwise the same as the loss of
+    standard PPO."""
     g = torch.Generator().manual_seed(0)
     old = -3 * torch.rand(40, generator=g)
     theta, A, mask = old + 0.3 * torch.randn(40, generator=g), torch.randn(40, generator=g), torch.ones(40)

@@ -163,8 +163,8 @@ def test_the_order_of_the_rows_has_no_say(seed: int, n: int, max_tokens: int, rn
 @given(st.integers(0, 10**6), st.integers(1, 9), st.integers(30, 60))
 @settings(max_examples=100, deadline=None)
 def test_the_cuts_are_the_cheapest(seed: int, n: int, max_tokens: int) -> None:
-    """cheapest_runs cuts sorted rows into runs so that the runs need the fewest tokens in total. The test compares the
-    runs of cheapest_runs with the best of all possible ways to cut the rows."""
+    """cheapest_runs divides sorted rows into runs of consecutive rows, so that the runs need the fewest tokens in
+    total. The test compares the runs of cheapest_runs with the best of all possible ways to cut the rows."""
     rows = sorted(row[:max_tokens] for row in make_rows(seed, n))
     shared = np.array([0] + [len(prefix(a, b)) for a, b in pairwise(rows)])
     lengths = np.array([len(row) for row in rows])
@@ -190,7 +190,8 @@ def prefix(a: list[int], b: list[int]) -> list[int]:
 @pytest.mark.parametrize("seed", range(5))
 def test_interleaved_groups_find_each_other(seed: int) -> None:
     """Four groups of 8 rows become trees of at most 3,200 tokens in total, for any order of the rows. The rows of a
-    group share 200 tokens, and each row has 50 tokens of its own. For the same rows AReaL's trees have 8,000 tokens."""
+    group share 200 tokens, and each row has 50 tokens of its own. AReaL's trees of the four groups have 8,000
+    tokens."""
     rng = random.Random(seed)
     prompts = [[rng.randrange(1000) for _ in range(200)] for _ in range(4)]
     rows = [prompts[i % 4] + [rng.randrange(1000) for _ in range(50)] for i in range(32)]
@@ -325,7 +326,7 @@ def test_what_tree_attention_cannot_do_is_refused(model: Any) -> None:
         tree_attention(None, q, q, q, None, tree=tree, sliding_window=2)
 
 
-# Rows that the tasks guess and maze export
+# Rows from episodes of the tasks `guess` and `maze`
 
 
 async def guess_batch(style: str) -> dict[str, Tensor]:
@@ -373,7 +374,7 @@ async def maze_batch() -> dict[str, Tensor]:
 @pytest.mark.anyio
 @pytest.mark.parametrize("export", ["guess individual", "guess concat", "maze"])
 async def test_real_exports_train_as_their_rows_do(export: str) -> None:
-    """For rows that episodes of the tasks guess and maze export, trees give the same loss and gradients as the separate
+    """For rows from episodes of the tasks `guess` and `maze`, trees give the same loss and gradients as the separate
     rows."""
     task, _, style = export.partition(" ")
     batch = await (guess_batch(style) if style else maze_batch())
