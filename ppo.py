@@ -249,7 +249,7 @@ def ppo_actor_loss_fn(
                      on the first axis.
     `denominator`    the number that divides the loss and the metrics. By default, the denominator is the number of
                      trained tokens in loss_mask. If a mini-batch is divided into pieces, give the number of trained
-                     tokens of the whole mini-batch, so that the losses of the pieces add up to its loss.
+                     tokens of the whole mini-batch: the losses of the pieces then add up to the mini-batch's loss.
     """
     mask = loss_mask.bool()
     denominator = mask.sum().clamp(min=1) if denominator is None else denominator

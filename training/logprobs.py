@@ -11,8 +11,7 @@ after another. The forward pass keeps the log-probability and the entropy of eac
 The backward pass recomputes the chunk's logits. Each pass needs memory for the logits of only one chunk, even if the
 batch has many tokens.
 
-**Forward pass.** Let h (D,) be the hidden state, W (V, D) the last layer, tau the temperature, and id the sampled
-token.
+**Forward pass.** Let h (D,) be the hidden state, W (V, D) the last layer, tau the temperature and id the sampled token.
 
     z          = W h / tau
     log p_j    = z_j - log sum_k exp z_k           for each word j of the vocabulary

@@ -457,8 +457,8 @@ def test_the_effective_sample_size_is_that_of_the_weights(make_actor):
 
 def test_a_small_effective_sample_makes_a_small_step(make_actor):
     """With ess_lr_power=p the learning rate of a mini-batch is multiplied by ESS^p, where ESS is the mini-batch's
-    effective sample size (behave_ess). The weights change ESS^p times as much as with p=0. The metric lr shows the
-    multiplied learning rate."""
+    effective sample size (behave_ess). The weights change ESS^p times as much as with p=0. The metric lr includes the
+    factor ESS^p."""
     steps, stats = {}, {}
     for power in (0.0, 0.5, 2.0):
         actor = make_actor(behave_imp_weight_cap=None, ppo_n_minibatches=1, ess_lr_power=power)

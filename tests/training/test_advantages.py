@@ -99,8 +99,8 @@ def test_k3_counts_as_at_most_10():
 
 
 def test_one_token_cannot_invert_an_advantage_through_k3():
-    """A token with log (pi / pi_ref) = -8 lowers a return of 1 by at most 10 kl_ctl. With kl_ctl = 0.001 the advantage
-    stays positive."""
+    """A token with log (pi / pi_ref) = -8 lowers a return of 1 by at most 10 kl_ctl. With kl_ctl = 0.001, a turn with
+    the return 1 keeps a positive advantage."""
     batch = single((0, 1.0), (0, 0.0))
     batch["ref_logp"] = torch.zeros_like(batch["logprobs"])
     batch["logprobs"][0, 2] = -8.0
