@@ -143,8 +143,8 @@ class FSDPEngine:
                 # graph.
                 layer.forward = torch.compile(layer.forward, dynamic=True)
             if self.config.gradient_checkpointing:
-                # transformers' own switch for gradient checkpointing works only in training mode, and some models apply
-                # dropout in training mode.
+                # transformers' own switch for gradient checkpointing works only in training mode, in which some models
+                # apply dropout.
                 layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
         add_read_hidden(model)
         self.model = model
@@ -339,7 +339,7 @@ class FSDPPPOActor(FSDPEngine):
         batch["step_fraction"] = torch.zeros(len(lengths))  # (B,)
         lr = self.config.optimizer.lr * lr_factor(self.steps, self.config.optimizer, self.max_steps)
 
-        # All epochs (passes over the batch) have the same mini-batches, so each mini-batch is cut into pieces only
+        # All epochs (passes over the batch) have the same mini-batches, so each mini-batch is divided into pieces only
         # once.
         cuts = [(rows, self.passes(batch, rows)) for rows in split_minibatches(lengths, self.config.ppo_n_minibatches)]
         steps = len(cuts) * self.config.ppo_epochs

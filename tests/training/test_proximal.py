@@ -54,8 +54,8 @@ def policy(version: float) -> torch.Tensor:
 
 
 def areal(old, theta, v_b, v):
-    """Return AReaL's guess of log pi_prox, with alpha = (v - 1 - v_b) / (v - v_b). In AReaL's guess, v_b is the version
-    of the token before the guessed token."""
+    """Return AReaL's guess of log pi_prox, with alpha = (v - 1 - v_b) / (v - v_b). In AReaL's guess for a token, v_b is
+    the version of the token before it."""
     v_b = torch.cat([v_b[:1], v_b[:-1]])
     alpha = ((v - 1 - v_b) / (v - v_b).clamp(min=1)).clamp(0, 1)
     return old + alpha * (theta - old)

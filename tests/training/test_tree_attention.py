@@ -234,7 +234,7 @@ def test_a_row_that_cannot_be_in_any_tree_is_an_error() -> None:
 @settings(max_examples=40, deadline=None)
 def test_a_tree_trains_as_its_rows_do(model: Any, seed: int, n: int, max_tokens: int) -> None:
     """The loss of trees agrees with the loss of the separate rows to 1e-6, and the gradients agree to 1e-5."""
-    rows = [row[:max_tokens] for row in make_rows(seed, n)] + [[1, 2, 3]]  # the last row has predictable tokens
+    rows = [row[:max_tokens] for row in make_rows(seed, n)] + [[1, 2, 3]]  # at least one row has predictable tokens
     assert_same_lesson(learn(model, tree_logp(model, rows, max_tokens)), learn(model, separate_logp(model, rows)))
 
 
@@ -282,7 +282,8 @@ def listed(counts: Tensor | None, numbers: Tensor | None) -> Tensor:
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_attention_sees_what_the_blocks_see() -> None:
-    """On a CPU, FlexAttention with the block mask (and without its kernel) gives the same output as tree_attention."""
+    """On a CPU, FlexAttention runs without its GPU kernel. With the block mask, FlexAttention gives the same output as
+    tree_attention."""
     [tree] = build_trees(make_rows(5, 9, longest=2 * BLOCK), 10**6)
     N = len(tree.subtree_end)
     q, k, v = (torch.randn(1, heads, N, 16, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 2))
@@ -444,7 +445,7 @@ def assert_same_update(one: Any, other: Any) -> None:
 
 def test_the_actor_makes_the_same_step_with_trees(model: Any, tmp_path: Path) -> None:
     """With or without enable_tree_training, a training step has the same logprobs, metrics and weights. The metric
-    tree_token_ratio is below 1, because trees have fewer tokens."""
+    tree_token_ratio is below 1, because trees have fewer tokens than their rows."""
     model.save_pretrained(tmp_path)
     padded, trees = one_update(tmp_path, trees=False), one_update(tmp_path, trees=True)
     assert_same_update(padded, trees)
