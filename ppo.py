@@ -11,7 +11,7 @@ policies give a log-probability to every sampled token:
 Standard PPO uses one old policy for two purposes. First, the ratio of the current policy to the old policy corrects for
 data from older weights. Second, a clip around the old policy limits how far a step moves the current policy. If the old
 policy is several versions old, the clip holds the current policy close to outdated weights. Decoupled PPO (arXiv
-2505.24298, equation 5) clips the ratio u = pi_theta / pi_prox, corrects with pi_prox / pi_behav, and maximises
+2505.24298, equation 5) clips the ratio u = pi_theta / pi_prox, weights tokens by pi_prox / pi_behav, and maximises
 
     J = mean over trained tokens of   pi_prox / pi_behav * min(u A, clip(u, 1 - eps, 1 + eps) A)
                                       behaviour weight     the clip, centred on pi_prox
@@ -23,15 +23,15 @@ Example: a token with the probabilities pi_behav = 0.2, pi_prox = 0.3 and pi_the
 and u is also 1.5. With eps = 0.2 and A = 1, the clip lowers u to 1.2, so the token's term in J is 1.5 * 1.2 = 1.8.
 
 Three guards limit the influence of a single token on the loss:
-  `cap`           A token whose behaviour weight exceeds behave_imp_weight_cap is left out of the sum. The mean still
-                  divides by the number of all trained tokens, so leaving out many tokens makes the gradient small.
+  `cap`           A token whose behaviour weight exceeds behave_imp_weight_cap counts as 0 in J. J is a mean over all
+                  trained tokens, so the gradient of J is small if many tokens exceed the cap.
   `clip higher`   The key eps_clip_higher raises the upper bound of u, so that a step can make rare tokens likelier.
   `dual clip`     For A < 0 the term u A has no lower bound. With c_clip = c the term u A has the lower bound c A.
 
 Every trained token of a turn gets the turn's advantage. With GAE, the earlier tokens of a turn get a smaller share of
-the turn's advantage. The return of a turn is computed from its final reward, which includes discounted rewards of later
-turns (cache.py). By default, a turn's baseline is the mean return of the turns of its group that have the same turn
-number. The tensor group_ids gives the group of each row, so the rows of a batch may be in any order.
+the turn's advantage. The return of a turn is computed from the turn's reward and the discounted rewards of later turns
+(cache.py). By default, a turn's baseline is the mean return of the turns of its group that have the same turn number.
+The tensor group_ids gives the group of each row, so the rows of a batch may be in any order.
 
 Limits: despite the clip, u can leave the clip's range. A clipped token has no gradient, but gradients of other tokens
 still change its probability. The cap of the behaviour weight biases the gradient. The algorithm has no critic. Variants
@@ -70,7 +70,7 @@ def describe_mode(config: PPOActorConfig) -> str:
 
 
 def compute_cells(level: str, group_ids: Tensor, turn_ids: Tensor, per_turn: bool) -> Tensor:
-    """Return for each of N turns the number of its cell, (N,). The turns of a cell are compared with each other.
+    """Return the cell index of each of N turns, (N,). A turn is compared with the other turns of its cell.
 
     If `level` is "group", each group is a cell. For any other `level`, the whole batch is one cell. If `per_turn` is
     true, each cell is split into cells whose turns have the same turn id.
@@ -99,8 +99,8 @@ def cell_std(x: Tensor, cell: Tensor, eps: float) -> Tensor:
 def normalise(returns: Tensor, group_ids: Tensor, turn_ids: Tensor, norm: NormConfig) -> Tensor:
     """Return the advantages (N,) of N turns, given their returns (N,).
 
-    The computation uses float64, in which the sum of a few float32 numbers is exact. Equal returns therefore have
-    advantages of exactly 0.
+    The computation uses float64, in which the sum of a few float32 numbers is exact. If all returns of a cell are
+    equal, each return minus its baseline is exactly 0.
     """
     # A = (R - b) / s, with the baseline b and the spread s of the turn's cell
     R, b, s = returns.double(), torch.zeros(()), torch.ones(())
@@ -141,7 +141,7 @@ def compute_advantages(batch: dict[str, Tensor], config: PPOActorConfig) -> Tens
 
     # 2. R = clip((r + overlong penalty + bias) * scaling, -c, c), where r is the turn's reward and c is reward_clip
     if config.overlong_tokens and config.max_new_tokens:
-        n = torch.bincount(turn_of)  # (N,) trained tokens of each turn
+        n = torch.bincount(turn_of)  # (N,) number of trained tokens in each turn
         returns += overlong_penalty(n, config.max_new_tokens, config.overlong_tokens, config.overlong_penalty_factor)
     returns = (returns + config.reward_bias) * config.reward_scaling
     returns = returns.clamp(-config.reward_clip, config.reward_clip)
@@ -163,7 +163,7 @@ def aggregation_weights(lengths: Tensor, how: str, constant: int | None) -> Tens
 
         `how="token"`       sum_i sum_t L_it / sum_i n_i:      every token counts equally.
         `how="sequence"`    1/S sum_i (1/n_i) sum_t L_it:      every sequence counts equally, as in GRPO.
-        `how="constant"`    1/S sum_i (1/C) sum_t L_it:        every token counts 1/(S C), as in Dr. GRPO.
+        `how="constant"`    1/S sum_i (1/C) sum_t L_it:        every token counts 1/(S C) (arXiv 2503.20783).
 
     `lengths` (B,) holds n_i, the number of trained tokens of sequence i. `lengths` holds all sequences of the
     mini-batch, including those of other ranks. S is the number of sequences with n_i > 0, and C is `constant`. The loss
@@ -244,12 +244,12 @@ def ppo_actor_loss_fn(
     `logp`           log pi_theta, with a gradient.
     `prox_logp`      log pi_prox. Standard PPO (use_decoupled_loss=false) does not use prox_logp.
     `old_logp`       log pi_behav. In standard PPO, old_logp is the log-probability under the old policy.
-    `loss_mask`      1 for trained tokens. Values at all other tokens are ignored, even NaN and infinity.
-    `sequence_ids`   the row of each token, for ratios of a whole sequence. By default, the index of the first axis is
-                     the row.
+    `loss_mask`      1 for trained tokens. Values at untrained tokens are ignored, even NaN and infinity.
+    `sequence_ids`   the row of each token, for ratios of a whole sequence. By default, the row of a token is its index
+                     on the first axis.
     `denominator`    the number that divides the loss and the metrics. By default, the denominator is the number of
-                     trained tokens in loss_mask. For a piece, give the number of trained tokens of the whole
-                     mini-batch, so that the losses of all pieces add up to the loss of the mini-batch.
+                     trained tokens in loss_mask. If a mini-batch is divided into pieces, give the number of trained
+                     tokens of the whole mini-batch: the losses of the pieces then add up to the mini-batch's loss.
     """
     mask = loss_mask.bool()
     denominator = mask.sum().clamp(min=1) if denominator is None else denominator

@@ -1,14 +1,14 @@
 """Make a small base model for a task: a word list, a chat template, a tiny Qwen3, and a warm-up by imitation.
 
 This module writes an ordinary Hugging Face directory. The other parts of the project load the directory with
-`AutoModelForCausalLM` and `AutoTokenizer`, in the same way as any other model. A run therefore uses the same code for
-the tiny model and for a large model.
+`AutoModelForCausalLM` and `AutoTokenizer`, in the same way as any other model. A run uses the same code for the tiny
+model and for a large model.
 
-**The tokenizer** has one token per word, and blanks separate words. A sampled sequence is therefore readable text. The
-chat template writes every message as `<role> content <end>`. The tokens of a message do not depend on other messages.
-The tokens of a conversation are therefore the concatenated tokens of its messages. For example, the conversation "guess
-a number", "3", "higher" consists of three parts: the prompt of the first turn, the sampled tokens `3 <end>`, and the
-tokens of the new message. The proxy needs a chat template in which a message's tokens do not depend on other messages.
+**The tokenizer** has one token per word, and blanks separate words. A sampled sequence is readable text. The chat
+template writes every message as `<role> content <end>`. The tokens of a message do not depend on other messages. The
+tokens of a conversation are the concatenated tokens of its messages. For example, the conversation "guess a number",
+"3", "higher" consists of three parts: the prompt of the first turn, the sampled tokens `3 <end>`, and the tokens of the
+new message. The proxy needs a chat template in which a message's tokens do not depend on other messages.
 
 **The model** starts with random weights and is then trained to imitate a weak player of the task. Reinforcement
 learning needs a policy that answers in the right form and sometimes succeeds. A model with random weights gives no

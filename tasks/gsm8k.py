@@ -4,11 +4,12 @@ The reward depends only on the final answer of a completion. The reward is 1 if 
 else 0. This file offers two ways to train on GSM8K:
 
     python train.py --config configs/gsm8k.yaml model_path=DIR                                      one attempt
+
     python train.py --config configs/gsm8k.yaml model_path=DIR workflow=tasks.gsm8k.MathAgent       two attempts
 
 The first way to train is the workflow RLVRWorkflow with the reward function of this module. The second way to train is
-MathAgent, an agent on the unmodified OpenAI SDK. If the model's first answer is wrong, the agent tells the model so and
-asks for a second answer.
+MathAgent, an agent that uses the unmodified OpenAI SDK. If the model's first answer is wrong, the agent tells the model
+so and asks for a second answer.
 
 **Data.** By default the problems come from the package `datasets` (openai/gsm8k). To train on other problems, set
 `train_dataset.path` to a JSONL file whose lines have the keys "question" and "answer", as in GSM8K. In GSM8K, the field
@@ -66,8 +67,8 @@ def last_number(text: str) -> Decimal | None:
 def is_right(completion: str, answer: str) -> bool:
     """Return whether the completion's final answer is the number `answer`."""
     if math_verify:
-        # math-verify's own timeout works only in the main thread, so the value None switches this timeout off.
-        # AsyncRewardWrapper limits the time of a comparison.
+        # The value None switches off math-verify's own timeout, which works only in the main thread. In the workflow
+        # RLVRWorkflow, AsyncRewardWrapper limits the time of a comparison.
         gold, said = (math_verify.parse(text, parsing_timeout=None) for text in (answer, completion))
         return bool(math_verify.verify(gold, said, timeout_seconds=None))
     said = last_number(completion)

@@ -8,8 +8,8 @@ not end at the home, the reward is 0. A walk of 72 moves earns 0.75 if the short
 
 **Why this task.** The length of an answer varies tenfold and depends on the policy. A policy that walks like a drunk
 can wander until the length limit, and a policy that takes the shortest way needs 54 moves on average. Some walks are
-therefore unfinished when new weights arrive, so one can measure interruptions, staleness, and the overlap of generation
-and training. In a step of this task, generation and training take about the same time.
+unfinished when new weights arrive. The maze allows measurements of interruptions, staleness, and the overlap of
+generation and training. In a training step, generating the walks takes about as long as training on them.
 
 **The base model** imitates a drunk. Each move of the drunk is a step on the shortest way with probability 0.4, and
 otherwise a step in a random open direction. The imitated walks are cut off after 64 moves. A policy that walks exactly
@@ -149,8 +149,8 @@ def make_model(path: Path, seed: int, warmup_steps: int = 1300) -> None:
 
 
 def square(a: Cell, b: Cell) -> tuple[int, int]:
-    """Return the (column, line) at which `draw` shows the passage between cells a and b, or the cell a if a equals
-    b."""
+    """Return the (column, line) at which `draw` shows the passage between cells a and b. If a equals b, return the
+    (column, line) of the cell a."""
     return a[0] + b[0] + 1, 2 * SIDE - 1 - a[1] - b[1]  # line 0 is at the top
 
 

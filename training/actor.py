@@ -13,11 +13,11 @@ FSDPEngine is a frozen model that computes log-probabilities. The reference mode
 is the policy: an FSDPEngine that also has an optimizer, a learning rate schedule, a policy version, and a connection to
 the servers.
 
-**A batch is cut twice.** First the B rows of the batch are distributed over mini-batches, one for each optimizer step.
-Rows are distributed by length, so that all mini-batches have about the same number of tokens. Then the rows of a
-mini-batch are cut into pieces of at most `mb_tokens` tokens, and each piece goes through one forward and one backward
-pass. The loss of each piece is divided by the mini-batch's number of trained tokens, counted over all ranks. The
-gradients of the pieces therefore add up to the gradient of the mini-batch. The size of the pieces affects only time and
+**A batch is divided twice.** First the B rows of the batch are distributed over mini-batches, one for each optimizer
+step. Rows are distributed by length, so that all mini-batches have about the same number of tokens. Then the rows of a
+mini-batch are distributed over pieces of at most `mb_tokens` tokens, and each piece goes through one forward and one
+backward pass. The loss of each piece is divided by the mini-batch's number of trained tokens, counted over all ranks.
+The gradients of the pieces add up to the gradient of the mini-batch. The size of the pieces affects only time and
 memory. Example: 64 rows of 1,000 tokens, 4 mini-batches and mb_tokens=4096 give 4 optimizer steps, each with 16 rows in
 4 pieces.
 
@@ -143,8 +143,8 @@ class FSDPEngine:
                 # graph.
                 layer.forward = torch.compile(layer.forward, dynamic=True)
             if self.config.gradient_checkpointing:
-                # transformers' own switch for gradient checkpointing works only in training mode, and some models apply
-                # dropout in training mode.
+                # transformers' own switch for gradient checkpointing works only in training mode, in which some models
+                # apply dropout.
                 layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
         add_read_hidden(model)
         self.model = model
@@ -176,7 +176,8 @@ class FSDPEngine:
             if any(len(conversion.target_patterns) > 1 for conversion in whole._weight_conversions):
                 raise ValueError(f"{type(model).__name__} splits its files' tensors, which cannot be undone")
         offload = self.config.offload
-        # Without FSDP, `to_empty` gives tied layers separate tensors, so the layers are tied again.
+        # Without FSDP, `to_empty` gives tied layers separate tensors, and `tie_weights` makes the layers share one
+        # tensor.
         model.to_empty(device="cpu" if offload else self.device).tie_weights()
         options = sharded.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=offload)
         sharded.set_model_state_dict(model, state, options=options)
@@ -223,11 +224,11 @@ class FSDPEngine:
         return x
 
     def passes(self, batch: Batch, rows: Sequence[int]) -> list[Piece]:
-        """Distribute `rows` over the ranks, with about the same number of tokens for each rank. Return the rows of this
-        rank, cut into pieces.
+        """Distribute `rows` over the ranks, with about the same number of tokens for each rank. Return the pieces of
+        this rank.
 
         In FSDP all ranks take part in gathering each layer, so all ranks must make the same number of forward passes. A
-        rank with fewer pieces therefore repeats a piece and does not use the result.
+        rank with fewer pieces than other ranks repeats a piece and does not use the result.
         """
         lengths = row_lengths(batch)
         shares = split_minibatches([lengths[row] for row in rows], dist.get_world_size())
@@ -273,7 +274,7 @@ class FSDPPPOActor(FSDPEngine):
         self.version = 0
         self.rollout: Any = None  # the rollout engine, which only rank 0 uses
         self.weight_update_meta = weights.WeightUpdateMeta()
-        self.written: int | None = None  # newest version whose weights were written to disk (mode disk)
+        self.written: int | None = None  # newest version whose weights were written to disk (mode="disk")
 
     def initialize(self, max_steps: int) -> None:  # type: ignore[override]
         """Load the model and make the optimizer. The learning rate schedule and `anneal` end after `max_steps` training
@@ -338,7 +339,7 @@ class FSDPPPOActor(FSDPEngine):
         batch["step_fraction"] = torch.zeros(len(lengths))  # (B,)
         lr = self.config.optimizer.lr * lr_factor(self.steps, self.config.optimizer, self.max_steps)
 
-        # All epochs (passes over the batch) have the same mini-batches, so each mini-batch is cut into pieces only
+        # All epochs (passes over the batch) have the same mini-batches, so each mini-batch is divided into pieces only
         # once.
         cuts = [(rows, self.passes(batch, rows)) for rows in split_minibatches(lengths, self.config.ppo_n_minibatches)]
         steps = len(cuts) * self.config.ppo_epochs
@@ -485,8 +486,8 @@ class FSDPPPOActor(FSDPEngine):
         sharded.set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
 
     def write_weights(self, meta: weights.WeightUpdateMeta) -> None:
-        """In mode disk, write the files that the servers will load. The servers may generate while the files are
-        written."""
+        """If meta.mode is "disk", write the files that the servers will load. The servers may generate while the files
+        are written."""
         if meta.mode == "disk":
             self.save(meta.directory, self.dtype)
             self.written = meta.version

@@ -1,9 +1,9 @@
 """Variants of the advantage: length penalty, KL penalty, leave-one-out baseline, GAE, and a filter of groups.
 
-ppo.py compares the return of a turn with the other returns of its cell. By default a cell contains the turns with the
-same number k, one from each member of a group. Each function below implements one published variant of the computation
-of advantages. Each variant has a configuration key that switches it on. `compute_advantages` in ppo.py calls four of
-the functions in this order:
+ppo.py compares the return of a turn with the other returns of its cell. By default, the turns of a group with the same
+turn number form one cell. Each function below implements one published variant of the computation of advantages. Each
+variant has a configuration key that switches it on. `compute_advantages` in ppo.py calls four of the functions in this
+order:
 
     `overlong_penalty`        The return of a turn near its length limit is lowered (DAPO, arXiv 2503.14476).
     `kl_estimate`             The return of a turn is lowered by the KL divergence from a reference model.
@@ -13,9 +13,9 @@ the functions in this order:
 **Example.** Let a group have three members with the returns 1, 0 and 2. With the group's mean as baseline the
 advantages are 0, -1 and 1. With the leave-one-out mean the advantages are 1 - 1 = 0, 0 - 1.5 = -1.5 and 2 - 0.5 = 1.5.
 
-**One turn is one action.** A turn gets its reward at its last token. The conversation tree has already added the
-rewards of later turns to earlier turns (cache.py), so GAE is computed within a single turn. If GAE also added rewards
-of later turns, these rewards would count twice.
+**One turn is one action.** A turn gets its reward at its last token. The module cache.py has already added the rewards
+of later turns to earlier turns, so GAE is computed within a single turn. If GAE also added rewards of later turns,
+these rewards would count twice.
 
 **The bound of k3.** The estimator k3 of the KL divergence contains pi_ref / pi, which can be huge for a single token.
 For a token with log (pi / pi_ref) = -8, k3 is 2,972. With kl_ctl = .001, a token with a k3 of 2,972 lowers the return
@@ -45,8 +45,8 @@ from torch import Tensor
 def overlong_penalty(lengths: Tensor, limit: int, margin: int, factor: float) -> Tensor:
     """Return the penalty (N,) of N turns, from 0 to -factor, given their `lengths` (N,) in tokens.
 
-    Up to limit - margin tokens the penalty is 0. Above limit - margin tokens the penalty falls linearly to -factor at
-    `limit` tokens.
+    Up to `limit - margin` tokens the penalty is 0. Above `limit - margin` tokens the penalty falls linearly to -factor
+    at `limit` tokens.
     """
     # r_len = -factor * clip((n - (limit - margin)) / margin, 0, 1)
     return -factor * ((lengths - (limit - margin)) / margin).clamp(0, 1)
@@ -63,9 +63,10 @@ def kl_estimate(logp: Tensor, ref_logp: Tensor, kind: str) -> Tensor:
 
     The result has the shape of logp. `kind` is an estimator of Schulman, "Approximating KL Divergence":
 
-        `k1`    unbiased, may be negative. In a loss, the expected gradient of k1 is 0.
-        `k2`    biased, never negative. In a loss, the expected gradient of k2 is the gradient of the KL divergence.
-        `k3`    unbiased, never negative. A k3 above 10 counts as 10, and its gradient in a loss is then 0.
+        `k1`    k1 is unbiased and can be negative. In a loss, the expected gradient of k1 is 0.
+        `k2`    k2 is biased and never negative. In a loss, the expected gradient of k2 is the gradient of the KL
+                divergence.
+        `k3`    k3 is unbiased and never negative. A k3 above 10 counts as 10, and its gradient in a loss is then 0.
     """
     # k1 = x, k2 = x^2 / 2, k3 = min(exp(-x) - 1 + x, 10), with x = log (pi / pi_ref)
     x = log_ratio(logp, ref_logp)
@@ -102,7 +103,7 @@ def generalised_advantage(advantages: Tensor, turn_of: Tensor, gamma: float, lam
 
 
 def informative(trajectory: dict[str, Tensor]) -> bool:
-    """Return whether two members of a group earned different rewards in trained turns with the same number.
+    """Return whether two members of a group earned different rewards in trained turns with the same turn number.
 
     To reject groups with `informative`, set should_accept_fn=training.advantages.informative. The function reads
     loss_mask, turn_ids and turn_rewards (B, T).

@@ -13,31 +13,31 @@ which pi_prox and pi_behav differ too much:
 
     `geometric mean`   exp(mean log w) of the row is outside 1/c .. c. The geometric mean does not grow with the length
                        of the row, so c must be close to 1, such as 1.01. With c = 5 almost no row would be dropped.
-    `max k2`           (log w)^2 / 2 of one token is above a bound. At the token, pi_prox and pi_behav differ much.
-    `veto`             w of one token is below a bound such as 1e-4. Under pi_prox the token is very unlikely.
+    `max k2`           One token has (log w)^2 / 2 above a bound: pi_prox and pi_behav differ much at this token.
+    `veto`             One token has w below a bound such as 1e-4: this token is very unlikely under pi_prox.
 
-**A row's weight.** The product of all w is the exact weight of a row. A cap on the product drops mostly long rows,
-because a product of many factors is often far from 1. The geometric mean of all w stays near 1 in long rows, but it is
-not the exact weight. The key `behave_imp_weight_level` chooses the kind of weight.
+**A row's weight.** The exact weight of a row is the product of its tokens' w. A cap on the product drops mostly long
+rows, because a product of many factors is often far from 1. The geometric mean of all w stays near 1 in long rows, but
+it is not the exact weight. The key `behave_imp_weight_level` chooses the kind of weight.
 
 **A row's ratio.** PPO clips the ratio u of each token alone. GSPO clips the geometric mean of u, so all tokens of an
 answer keep or lose their gradient together. The geometric mean of u is much closer to 1 than the u of a single token,
 so GSPO's bounds are close to 1: 3e-4 below 1 and 4e-4 above 1.
 
 **A clip that keeps the gradient.** A token that PPO clips has no gradient, so a rare but useful word may never become
-likelier. CISPO uses the clipped u only as a constant factor of log pi_theta. A clipped token therefore keeps a
-gradient, whose factor u is at most 1 + eps_higher. CISPO is usually run without a lower bound of u.
+likelier. CISPO uses the clipped u only as a constant factor of log pi_theta. In CISPO a clipped token keeps a gradient,
+whose factor u is at most 1 + eps_higher. CISPO is usually run without a lower bound of u.
 
 **A smaller step for a smaller sample.** If a few weights are much too large, the gradient is as noisy as the gradient
-of a small batch. The effective sample size (ESS) is (sum w)^2 / sum w^2. A batch of ESS tokens with equal weights would
-have an equally noisy gradient. VCPO multiplies AdamW's learning rate by the square root of ESS / M, where M is the
-number of tokens (`ess_lr_power=0.5`). Scaling the gradient would have no effect, because AdamW normalises gradients.
+of a small batch. The effective sample size (ESS) is (sum w)^2 / sum w^2. The gradient of a batch is as noisy as the
+gradient of ESS tokens with equal weights. VCPO (`ess_lr_power=0.5`) multiplies AdamW's learning rate by sqrt(ESS / M),
+where M is the number of tokens. Scaling the gradient would have no effect, because AdamW normalises gradients.
 
 **Truncated answers.** An answer that was cut at its token limit might have succeeded with more tokens, so its reward is
 unknown. `without_truncated` removes truncated turns from the loss and from every baseline.
 
-Sources: IcePop (arXiv 2510.18855), verl's documents on rollout correction (tests of rows, products), GSPO (2507.18071),
-CISPO (2506.13585), VCPO (2602.17616, with one weight for each row), DAPO (2503.14476) for truncated answers.
+Sources are IcePop (arXiv 2510.18855), GSPO (2507.18071), CISPO (2506.13585), VCPO (2602.17616, with one weight for each
+row), DAPO (2503.14476, truncated answers) and verl's documents on rollout correction (tests of rows, products).
 """
 
 import math
@@ -54,8 +54,8 @@ def reduce_sequence(x: Tensor, mask: Tensor, sequence_ids: Tensor, how: str) -> 
 
     The result is 0 for a sequence without trained tokens.
     """
-    ids = sequence_ids.expand(x.shape)  # the number of each token's sequence
-    reduced = x.new_zeros(int(ids.max()) + 1 if ids.numel() else 0)  # one number for each sequence
+    ids = sequence_ids.expand(x.shape)  # the index of each token's sequence
+    reduced = x.new_zeros(int(ids.max()) + 1 if ids.numel() else 0)  # one result for each sequence
     return reduced.scatter_reduce(0, ids[mask], x[mask], how, include_self=False)[ids]
 
 

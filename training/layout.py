@@ -1,11 +1,11 @@
 """A layout turns the rows of a batch into the inputs of forward passes.
 
-A layout cuts rows into pieces. A piece holds the input of one forward pass, and an index. The index gives for each
-token the hidden state that predicts the token. The actor (`actor.py`) runs the model on the input, picks the hidden
-states that predict trained tokens, and computes log-probabilities from these states.
+A layout distributes rows over pieces. A piece holds the input of one forward pass, and an index. The index gives for
+each token the hidden state that predicts the token. The actor (`actor.py`) runs the model on the input, picks the
+hidden states that predict trained tokens, and computes log-probabilities from these states.
 
 **The rule.** In every layout a token gets the log-probability that it would get if its row went through the model
-alone. The choice of layout therefore affects only time and memory.
+alone. The choice of layout affects only time and memory.
 
 **padded** stacks rows of similar length and pads the shorter rows on the right. In a causal model no token attends to
 the padding after it, so padded rows need no attention mask. The padded layout is simple, and it is the fastest layout
@@ -25,14 +25,15 @@ the padded and in the packed piece, hidden state 0 predicts b, hidden state 1 pr
 **Why packed rows need an attention function.** In a packed row, position_ids start at 0 again in each sequence. Some
 attention kernels separate the sequences by their position_ids. With kernels that ignore position_ids, tokens would
 attend to tokens of other sequences, and no error would be raised. A dense attention mask would be correct, but for a
-row of t tokens most of the mask's t * t numbers would be zero. `attend_apart` therefore separates the sequences.
+row of t tokens most of the mask's t * t numbers would be zero. The attention function `attend_apart` needs no mask to
+separate the sequences.
 
 **The kernel** torch.nn.attention.varlen requires bfloat16 or float16 inputs. The kernel needs heads whose size is a
 multiple of 8 and at most 256, and a GPU of the generation Ampere or newer.
 
 **Limits.** In packed rows and trees, the attention function is the only part of the model that separates the sequences.
-Models with sliding windows, capped attention, attention sinks, convolutions or recurrent states are therefore refused
-in the layouts packed and tree. The layout padded refuses models with capped attention and models for which transformers
+Models with sliding windows, capped attention, attention sinks, convolutions or recurrent states are refused in the
+layouts `packed` and `tree`. The layout `padded` refuses models with capped attention and models for which transformers
 has no attention implementation "sdpa".
 """
 
@@ -72,7 +73,7 @@ class Piece(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """A way to cut rows into pieces, and the attention function that these pieces need."""
+    """A way to distribute rows over pieces, and the attention function that these pieces need."""
 
     attention: str  # the name of the attention function in transformers' AttentionInterface
     cut: Callable[[Batch, Sequence[int], int], list[Piece]]  # (batch, rows, mb_tokens) -> pieces
@@ -104,7 +105,7 @@ def split_minibatches(lengths: Sequence[int], n: int) -> list[list[int]]:
 
 
 def split_microbatches(rows: Sequence[int], lengths: Sequence[int], mb_tokens: int) -> list[list[int]]:
-    """Cut rows into pieces of similar length, each with at most `mb_tokens` tokens when padded.
+    """Distribute rows over pieces. A piece has rows of similar length, and at most `mb_tokens` tokens with padding.
 
     A row that is longer than `mb_tokens` becomes a piece of its own.
     """
@@ -119,7 +120,8 @@ def split_microbatches(rows: Sequence[int], lengths: Sequence[int], mb_tokens: i
 
 
 def split_packs(rows: Sequence[int], lengths: Sequence[int], mb_tokens: int) -> list[list[int]]:
-    """Cut rows into pieces by first-fit decreasing: longest row first, each row into the first piece that has space.
+    """Distribute rows over pieces by first-fit decreasing: longest row first, each row into the first piece that has
+    space.
 
     A piece has space for `mb_tokens` tokens. A row of more than `mb_tokens` tokens becomes a piece of its own.
     """
@@ -137,7 +139,7 @@ def split_packs(rows: Sequence[int], lengths: Sequence[int], mb_tokens: int) -> 
 
 
 def cut_padded(batch: Batch, rows: Sequence[int], mb_tokens: int) -> list[Piece]:
-    """Cut rows into padded pieces. A piece has b rows, padded on the right to the length of the longest row."""
+    """Distribute rows over padded pieces. A piece has b rows, padded on the right to the length of the longest row."""
     pieces = []
     for part in split_microbatches(rows, row_lengths(batch), mb_tokens):
         real = batch["attention_mask"][part].bool()  # (b, T)
@@ -149,7 +151,8 @@ def cut_padded(batch: Batch, rows: Sequence[int], mb_tokens: int) -> list[Piece]
 
 
 def cut_packed(batch: Batch, rows: Sequence[int], mb_tokens: int) -> list[Piece]:
-    """Cut rows into packed pieces: rows end to end in one long row of t tokens, without padding."""
+    """Distribute rows over packed pieces. The rows of a piece lie end to end in one long row of t tokens, without
+    padding."""
     pieces = []
     for part in split_packs(rows, row_lengths(batch), mb_tokens):
         real = batch["attention_mask"][part].bool()  # (b, T)

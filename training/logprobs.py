@@ -6,12 +6,12 @@ word of the vocabulary. The logits of N tokens and a vocabulary of V words are a
 gradient of the logits. But training needs only two numbers per token: the log-probability of the sampled token, and the
 entropy of the distribution.
 
-**The idea.** The logits of one token do not depend on other tokens. The last layer can therefore process one chunk of
-tokens after another. The forward pass keeps the log-probability and the entropy of each token and discards the chunk's
-logits. The backward pass recomputes the chunk's logits. Each pass therefore needs memory for the logits of only one
-chunk, even if the batch has many tokens.
+**The idea.** The logits of one token do not depend on other tokens. The last layer can process one chunk of tokens
+after another. The forward pass keeps the log-probability and the entropy of each token and discards the chunk's logits.
+The backward pass recomputes the chunk's logits. Each pass needs memory for the logits of only one chunk, even if the
+batch has many tokens.
 
-**Forward pass.** The hidden state is h (D,), the last layer W (V, D), the temperature tau, and the sampled token id.
+**Forward pass.** Let h (D,) be the hidden state, W (V, D) the last layer, tau the temperature and id the sampled token.
 
     z          = W h / tau
     log p_j    = z_j - log sum_k exp z_k           for each word j of the vocabulary
@@ -32,12 +32,12 @@ The symbol [j = id] is 1 for the sampled token and 0 for all other words.
 
 **Costs and limits.** On a CPU the logits of a chunk take at most 128 MiB in float32. With V = 151,936, a chunk of 128
 MiB has 220 tokens. For each chunk the backward pass reads and writes the whole gradient of W, so a pass with fewer
-chunks is faster. On a GPU a chunk is therefore four times as large as on a CPU. The backward pass holds three matrices
-of the size of a chunk's logits: log p, p and the gradient. A bfloat16 model also needs a copy of the gradient in
-bfloat16. A chunk therefore needs up to 448 MiB on a CPU. The gradient of W is not cut into chunks. With N = 4,096, the
-two passes need 545 MiB with chunks and 11,740 MiB without (`python bench/loss.py`). With chunks, the last layer needs
-four matrix products instead of three, because the backward pass repeats the matrix product of the forward pass.
-`add_read_hidden` refuses models that scale, cap or shift their logits.
+chunks is faster. On a GPU a chunk is four times as large as on a CPU. The backward pass holds three matrices of the
+size of a chunk's logits: log p, p and the gradient. A bfloat16 model also needs a copy of the gradient in bfloat16. A
+chunk needs up to 448 MiB on a CPU. The gradient of W is not cut into chunks. With N = 4,096, the two passes need 545
+MiB with chunks and 11,740 MiB without (`python bench/loss.py`). With chunks, the last layer needs four matrix products
+instead of three, because the backward pass repeats the matrix product of the forward pass. `add_read_hidden` refuses
+models that scale, cap or shift their logits.
 """
 
 from collections.abc import Callable
@@ -106,7 +106,8 @@ def chunk_gradient(
 
 @cache
 def fuse(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function` compiled. The compiled pointwise operations read and write a chunk's logits less often."""
+    """Return `function` compiled. A compiled function reads and writes a chunk's logits fewer times than the uncompiled
+    function."""
     return torch.compile(function, dynamic=True)
 
 

@@ -13,7 +13,7 @@ guess of log pi_prox is an interpolation:
     alpha       = (v - v_b) / (v + f - v_b)
     log pi_prox = log pi_behav + alpha (log pi_theta - log pi_behav)
 
-The weight alpha is between 0 and 1. If v = v_b, the weight alpha is 0.
+The interpolation weight alpha is between 0 and 1. If v = v_b, alpha is 0.
 
 **Example.** The step starts at version v = 7, version v_b = 5 sampled the token, and half of the mini-batches are done
 (f = 0.5). The weight of pi_theta in the interpolation is alpha = 2 / 2.5 = 0.8. With log pi_behav = -2.0 and log

@@ -2,7 +2,7 @@
 
 Many rows begin with the same tokens. Eight answers to one prompt repeat the prompt eight times, and a conversation
 exported turn by turn repeats its beginning in every row. In a causal model the hidden state of a token depends only on
-the token and the tokens before it. Tree attention therefore arranges rows as a tree, in which each prefix occurs once.
+the token and the tokens before it. Tree attention arranges rows as a tree, in which each prefix occurs once.
 
 **The tree is a list of tokens.** The rows are sorted by their tokens. Each row adds to the tree the tokens that it does
 not share with the row before it. The list of all added tokens is the tree in depth-first order. Example: the rows [a b
@@ -18,24 +18,24 @@ Token q may attend to token k if k is q itself or an ancestor of q. Two comparis
     q attends to k   if and only if   k <= q < subtree_end[k]
 
 For example, token e (index 4) may attend to a, b and itself, whose subtree_end is above 4, but not to c and d, whose
-subtree_end is 4. Every token therefore attends to itself and to the tokens before it in its row, and to no other token.
-If several rows train the same token of the tree, the gradients of the rows add up.
+subtree_end is 4. Every token attends to itself and to the tokens before it in its row, and to no other token. If
+several rows train the same token of the tree, the gradients of the rows add up.
 
 **Packing.** One tree holds at most `max_tokens` tokens, so the sorted rows are cut into runs: consecutive rows that fit
 into one tree. Row i shares shared[i] tokens with the row before it. A cut between row i and the row before it makes the
 model compute shared[i] tokens twice. `cheapest_runs` chooses the cuts so that as few tokens as possible are computed
-twice. First-fit packing then puts several small runs into one tree.
+twice. First-fit packing puts several small runs into one tree.
 
 **Attention.** The N x N mask is nearly empty, so it is never built. On a CPU, each block of 128 queries attends only to
 the keys that at least one of these queries needs. On a GPU, FlexAttention skips each block of 128 queries and 128 keys
 in which no query attends to a key. The tests compare the implementations for CPUs and GPUs with attention under a dense
-mask. In transformers, `tree_attention` has the name "tree", so the model's own code is unchanged.
+mask. In transformers, `tree_attention` has the name "tree". Tree attention does not change the model's own code.
 
 **Limits.** A tree and separate rows add floating-point numbers in different orders. The losses of a tree and of
-separate rows therefore agree to 1e-6 and the gradients to 1e-5, not bit for bit. The metric `tree_token_ratio` is the
-number of tokens in the trees divided by the number of tokens in the rows. If the rows share few tokens,
-`tree_token_ratio` is near 1. Rows of different mini-batches are never in the same tree. The last layer still runs once
-for each trained token of each row. Models that need more than causal attention are refused (`layout.py`).
+separate rows agree to 1e-6 and the gradients to 1e-5, not bit for bit. The metric `tree_token_ratio` is the number of
+tokens in the trees divided by the number of tokens in the rows. If the rows share few tokens, `tree_token_ratio` is
+near 1. Rows of different mini-batches are never in the same tree. The last layer runs once for each trained token of
+each row, even if rows share the token. Models that need more than causal attention are refused (`layout.py`).
 """
 
 from collections.abc import Sequence
@@ -61,7 +61,7 @@ BLOCK = 128  # number of queries, or of keys, in one block of attention
 class PackedTree:
     """A tree of rows, stored as one sequence of N tokens in depth-first order."""
 
-    rows: list[int]  # the numbers of the rows in the batch, in sorted order
+    rows: list[int]  # the indices of the tree's rows in the argument of build_trees, in sorted order
     paths: list[Tensor]  # one tensor per row: the index in the tree of each token of the row, (length,) int64
     input_ids: Tensor  # (1, N) int64
     position_ids: Tensor  # (1, N) int64: the depth of each token
@@ -69,8 +69,8 @@ class PackedTree:
 
     @cached_property
     def blocks(self) -> list[tuple[slice, Tensor, Tensor]]:
-        """Return for each block of b queries its slice, the keys (m,) that at least one of its queries attends to, and
-        the mask (b, m)."""
+        """Return three things for each block of b queries: its slice, the keys (m,) that at least one of its queries
+        attends to, and the mask (b, m)."""
         found = []
         for start in range(0, len(self.subtree_end), BLOCK):
             stop = min(start + BLOCK, len(self.subtree_end))
@@ -166,8 +166,8 @@ def build_trees(sequences: Sequence[Any], max_tokens: int) -> list[PackedTree]:
 
 
 def cut_trees(batch: Batch, rows: Sequence[int], mb_tokens: int) -> list[Piece]:
-    """Cut rows into pieces, each of which is one tree. A token is predicted from the hidden state of the token before
-    it in its row."""
+    """Distribute rows over pieces, each of which is one tree. A token is predicted from the hidden state of the token
+    before it in its row."""
     lengths, pieces, ids = row_lengths(batch), [], batch["input_ids"].numpy()  # (B, T)
     for tree in build_trees([ids[row, : lengths[row]] for row in rows], mb_tokens):
         inputs = {"input_ids": tree.input_ids, "position_ids": tree.position_ids, "tree": tree}
@@ -194,8 +194,8 @@ def block_mask(tree: PackedTree, device: torch.device) -> BlockMask:
     full = (key < query) & (end.view(n, BLOCK).amin(1) >= (query + 1) * BLOCK)  # (n, n)
 
     def listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """Return for each query block the number of its chosen key blocks, and a list of all key blocks, the chosen
-        first."""
+        """Return two results for each query block: how many key blocks are chosen, and the list of all key blocks, in
+        which the chosen blocks come first."""
         order = chosen.int().argsort(dim=1, descending=True, stable=True)  # (n, n)
         return chosen.sum(1).int()[None, None], order.int()[None, None]  # (1, 1, n), (1, 1, n, n)
 

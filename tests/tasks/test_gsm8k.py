@@ -184,8 +184,8 @@ def test_a_model_without_weights_is_said_early(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("preset", ["debug", "throughput", "stability"])
 def test_presets_lie_over_a_recipe(preset: str) -> None:
-    """A preset (write-up, section 8) changes only the keys that it contains. All other keys keep the values of the
-    recipe."""
+    """A preset (write-up, section 8) changes only the keys that it contains. Keys outside the preset keep the values of
+    the recipe."""
     config = load(["--config", str(ROOT / "configs/gsm8k.yaml"), "--config", str(ROOT / f"configs/{preset}.yaml")])
     want = {
         "debug": (0, 1, False, "recompute"),

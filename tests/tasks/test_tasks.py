@@ -1,4 +1,4 @@
-"""The tasks guess and maze can be solved, their rewards follow their definitions, and a seed determines the base
+"""The tasks `guess` and `maze` can be solved, their rewards follow their definitions, and a seed determines the base
 model."""
 
 import io
@@ -81,7 +81,7 @@ def test_processes_may_race(models: dict) -> None:
 
 @given(data=st.data())
 def test_template_splices(tokenizer: Any, data: st.DataObject) -> None:
-    """The prompt after an answer is the prompt before the answer, then the sampled tokens, then the tokens of the new
+    """The prompt of a new turn consists of the previous turn's prompt, the sampled tokens, and the tokens of the new
     message."""
     words = st.lists(st.sampled_from(guess.WORDS), max_size=4).map(" ".join)
     texts = data.draw(st.lists(words, min_size=3, max_size=7).filter(lambda texts: len(texts) % 2))
@@ -106,7 +106,7 @@ def test_only_answers_are_imitated(tokenizer: Any) -> None:
     assert tokenizer.decode(labels) == "3 <end> 5 <end>"
 
 
-# ---------------------------------------------------------------- the task guess
+# ---------------------------------------------------------------- the task `guess`
 
 
 def test_three_guesses_find_one_of_six() -> None:
@@ -194,7 +194,7 @@ async def test_no_number_ends_the_game() -> None:
     assert len(endpoint.asked) == 2
 
 
-# ---------------------------------------------------------------- the task maze
+# ---------------------------------------------------------------- the task `maze`
 
 
 def test_maze_is_perfect() -> None:
@@ -269,7 +269,7 @@ def printed(task, answers: list[str] | str) -> str:
 
 
 def test_guess_summary() -> None:
-    """The summary of the task guess shows the learnt strategy next to binary search. An answer that is not a guess is
+    """The summary of the task `guess` shows the learnt strategy next to binary search. An answer that is not a guess is
     shown as a question mark."""
     text = printed(guess, ["4", "2", "1", "3", "5", "6"])
     assert text.count("finds 6 of 6, mean 2.33 guesses") == 2
@@ -278,7 +278,7 @@ def test_guess_summary() -> None:
 
 
 def test_maze_summary() -> None:
-    """The summary of the task maze draws the model's walk through the maze, and reports whether the walk ends at home
+    """The summary of the task `maze` draws the model's walk through the maze, and reports whether the walk ends at home
     or runs into a wall."""
     start, home = maze.typical()["start"], maze.typical()["home"]
     walk = shortest_walk(start, home)

@@ -1,7 +1,7 @@
-"""The actor uses pieces, shards and padding, but computes the same numbers as a plain model, up to rounding.
+"""The actor divides a batch into pieces, but computes the same numbers as a plain model, up to rounding.
 
-The plain model is an unmodified Hugging Face model in a simple loop. The actor shards the model over one rank, cuts
-the batch into mini-batches and pieces, and trims the padding.
+The plain model is an unmodified Hugging Face model in a simple loop. The actor has one rank, divides the batch into
+mini-batches and pieces, and trims the padding.
 """
 
 import json
@@ -159,7 +159,7 @@ def test_capped_attention_is_refused(make_actor, tmp_path, monkeypatch, changes)
 
 @pytest.mark.parametrize("changes", [{}, {"layout": "packed"}, {"gradient_checkpointing": True}], ids=str)
 def test_the_sharded_gradient_is_the_plain_models(make_actor, plain, changes):
-    """The sharded model's gradient, summed over pieces, is the gradient of the plain model."""
+    """The actor's gradient, summed over the pieces of the batch, is the gradient of the plain model."""
     actor = make_actor(mb_tokens=40, **changes)
     batch = prepare(actor, make_batch())
     stats = actor.ppo_update(batch)
@@ -202,7 +202,7 @@ def test_a_checkpointed_layer_computes_again_in_the_backward_pass(make_actor, ch
 
 
 def test_micro_batches_do_not_change_the_step(make_actor):
-    """The metrics and the new weights do not depend on the number of pieces."""
+    """The metrics and the new weights do not depend on the number of pieces in a mini-batch."""
     results = []
     for mb_tokens in (16384, 1):
         actor = make_actor(mb_tokens=mb_tokens, entropy_coeff=0.1, ppo_n_minibatches=2)
@@ -217,7 +217,8 @@ def test_micro_batches_do_not_change_the_step(make_actor):
 @pytest.mark.parametrize(("changes", "units"), [({}, 0), ({"offload": True}, 3), ({"dtype": "bfloat16"}, 3)])
 def test_a_single_rank_uses_fsdp_only_if_it_must(make_actor, changes, units):
     """With a single rank in float32, FSDP wraps no module. With offload or bfloat16, FSDP wraps each of the two layers
-    and the rest of the model. FSDP does not change the update in float32."""
+    and the rest of the model. In float32, an update with FSDP gives the same weights as an update without FSDP, up to
+    rounding."""
     expected, actor = make_actor(), make_actor(**changes)
     assert sum(isinstance(module, FSDPModule) for module in actor.model.modules()) == units
     if "dtype" in changes:
@@ -233,7 +234,7 @@ def test_a_single_rank_uses_fsdp_only_if_it_must(make_actor, changes, units):
 
 @pytest.mark.parametrize("trees", [False, True])
 def test_every_epoch_uses_the_same_pieces(make_actor, monkeypatch, trees):
-    """A mini-batch is cut into pieces once, and all epochs use these pieces, because cutting rows into trees costs
+    """A mini-batch is divided into pieces once, and all epochs use these pieces, because building trees from rows takes
     time."""
     actor = make_actor(ppo_epochs=3, ppo_n_minibatches=2, enable_tree_training=trees)
     batch, original = prepare(actor, make_batch()), actor.layout
@@ -291,7 +292,8 @@ def test_cutting_loses_no_row_and_balances_tokens(lengths, n, mb_tokens):
 
 
 def test_cutting_is_the_same_every_time():
-    """Rows of the same length are distributed in order, so a repeated run makes the same mini-batches."""
+    """Rows of equal length are distributed over the mini-batches in the order of the batch, so a repeated run makes the
+    same mini-batches."""
     assert split_minibatches([5] * 6, 3) == [[0, 3], [1, 4], [2, 5]]
     assert split_microbatches([0, 1, 2, 3], [4, 9, 4, 8], 18) == [[1, 3], [0, 2]]
 
@@ -403,8 +405,8 @@ def test_loglinear_needs_no_forward_pass_and_starts_at_the_truth(make_actor):
 
 
 def test_metrics_trains_on_the_truth_and_reports_the_guesses(make_actor):
-    """prox_logp_method=metrics gives bitwise the same weights as recompute, and logs 18 metrics: the errors of three
-    guesses of pi_prox."""
+    """prox_logp_method=metrics gives bitwise the same weights as recompute, and logs 18 metrics: six errors for each of
+    three guesses of pi_prox."""
     steps = {}
     for method in ("recompute", "metrics"):
         actor = make_actor(prox_logp_method=method, ppo_n_minibatches=4)
@@ -455,8 +457,8 @@ def test_the_effective_sample_size_is_that_of_the_weights(make_actor):
 
 def test_a_small_effective_sample_makes_a_small_step(make_actor):
     """With ess_lr_power=p the learning rate of a mini-batch is multiplied by ESS^p, where ESS is the mini-batch's
-    effective sample size (behave_ess). The optimizer's step is multiplied by ESS^p too, and the metric lr shows the
-    multiplied learning rate."""
+    effective sample size (behave_ess). The weights change ESS^p times as much as with p=0. The metric lr includes the
+    factor ESS^p."""
     steps, stats = {}, {}
     for power in (0.0, 0.5, 2.0):
         actor = make_actor(behave_imp_weight_cap=None, ppo_n_minibatches=1, ess_lr_power=power)
@@ -500,8 +502,8 @@ def test_every_aggregation_is_the_same_however_it_is_cut(make_actor, plain, how)
     ],
 )
 def test_corrections_of_whole_rows_are_the_same_however_a_batch_is_cut(make_actor, keys):
-    """A row is never split between pieces. Ratios, behaviour weights and rejections that are computed for whole rows
-    therefore give the same loss for all sizes of pieces and all layouts."""
+    """A row is never split between pieces. Ratios, behaviour weights and rejections of whole rows give the same loss
+    for all sizes of pieces and all layouts."""
     cuts: tuple[dict[str, Any], ...] = ({}, {"mb_tokens": 40}, {"layout": "packed"}, {"enable_tree_training": True})
     stats = []
     for cut in cuts:
@@ -691,7 +693,7 @@ def test_saved_weights_are_a_hugging_face_model(make_actor, tmp_path):
 
 
 def test_a_weight_update_writes_first_and_tells_the_servers_then(make_actor, tmp_path):
-    """In mode disk, update_weights writes a complete checkpoint before the servers load it."""
+    """With mode="disk", update_weights writes a complete checkpoint before the servers load it."""
     actor = make_actor()
     seen = []
 

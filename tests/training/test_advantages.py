@@ -69,7 +69,7 @@ def test_gae_in_a_batch_does_not_decay_over_what_is_not_trained():
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
 def test_the_kl_estimates_and_what_they_estimate(kind):
-    """For k1, k2 and k3, kl_estimate computes the formula of the estimator. The expectation of k1 and of k3 under the
+    """For k1, k2 and k3, kl_estimate agrees with the estimator's formula. The expectation of k1 and of k3 under the
     policy is the KL divergence, if no token exceeds the bound of k3."""
     g = torch.Generator().manual_seed(0)
     p, q = (torch.randn(7, generator=g, dtype=torch.float64).log_softmax(-1) for _ in range(2))
@@ -99,8 +99,8 @@ def test_k3_counts_as_at_most_10():
 
 
 def test_one_token_cannot_invert_an_advantage_through_k3():
-    """A token with log (pi / pi_ref) = -8 lowers a return of 1 by at most 10 kl_ctl, so the advantage stays
-    positive."""
+    """A token with log (pi / pi_ref) = -8 lowers a return of 1 by at most 10 kl_ctl. With kl_ctl = 0.001, a turn with
+    the return 1 keeps a positive advantage."""
     batch = single((0, 1.0), (0, 0.0))
     batch["ref_logp"] = torch.zeros_like(batch["logprobs"])
     batch["logprobs"][0, 2] = -8.0
@@ -115,7 +115,7 @@ def test_two_probabilities_of_zero_have_no_distance():
 
 
 def test_the_turns_kl_and_the_kl_to_go_have_one_gradient():
-    """The KL penalty of a token may be the KL of the whole turn, or only the KL from this token to the turn's end. Both
+    """The KL penalty of a token is either the KL of the whole turn, or the KL from this token to the turn's end. Both
     forms of the KL penalty give the same expected policy gradient. The test computes the exact expectation over all
     turns of two tokens."""
     g = torch.Generator().manual_seed(3)
@@ -151,7 +151,7 @@ def test_each_kl_in_the_reward_is_charged_to_its_turn(kind):
 
 
 def test_the_overlong_penalty_is_a_ramp():
-    """The overlong penalty is 0 up to limit - margin tokens, falls linearly to -factor at the limit, and is -factor
+    """The overlong penalty is 0 up to `limit - margin` tokens, falls linearly to -factor at the limit, and is -factor
     above the limit."""
     lengths = torch.tensor([1, 6, 7, 8, 10, 12])
     assert overlong_penalty(lengths, 10, 4, 0.5).tolist() == [0, 0, -0.125, -0.25, -0.5, -0.5]

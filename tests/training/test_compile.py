@@ -71,9 +71,9 @@ def check_same(path: Path, batches: list[Any], **changes: Any) -> int:
 
 
 def test_padded_rows_have_four_graphs(tiny_model_dir):
-    """All layers share four graphs: for one row or several rows, and with or without gradients. No layer has a graph
-    break. Inputs with new shapes need no new graph. The number of graphs is also four with gradient checkpointing, and
-    if FSDP wraps each layer (offload=True)."""
+    """All layers share four graphs, because a layer runs on one row or several rows, and with or without gradients. No
+    layer has a graph break. Inputs with new shapes need no new graph. The number of graphs is also four with gradient
+    checkpointing, and if FSDP wraps each layer (offload=True)."""
     assert check_same(tiny_model_dir, make_batches(4), gradient_checkpointing=True, offload=True) == 4
     assert not counters["graph_break"]
 
@@ -88,8 +88,9 @@ def test_packed_rows_have_two_graphs(gpu_kernel, tiny_model_dir):  # noqa: F811
 @pytest.mark.parametrize("changes", [{"layout": "packed"}, {"enable_tree_training": True}], ids=str)
 def test_attention_outside_the_graphs(tiny_model_dir, changes):
     """For trees, and for packed rows without the kernel, the attention runs outside the compiled graphs. The rest of a
-    layer has four graphs with gradients and four graphs without. If two sizes of the first piece are equal by chance,
-    the compiler assumes that they are always equal, and compiles the graph again when they differ."""
+    layer has four graphs with gradients and four graphs without. If two dimensions of the first piece happen to have
+    the same size, the compiler assumes that their sizes are always equal. If the two sizes differ in a later piece, the
+    compiler makes a new graph."""
     assert 8 <= check_same(tiny_model_dir, make_batches(4), **changes) <= 12
     [reason] = counters["graph_break"]
     assert "torch.compiler.disable" in reason
@@ -119,16 +120,16 @@ def test_the_defaults_depend_on_the_device(changes, device, expected, monkeypatc
 
 
 def test_the_actors_of_other_tests_compile_nothing(monkeypatch):
-    """bench/gpu_check.py runs the tests of other files on a GPU. The actors of the tests compile no layers even on a
-    GPU, because compilation takes seconds for each actor."""
+    """bench/gpu_check.py runs test files such as test_actor.py on a GPU. The actors of the tests compile no layers even
+    on a GPU, because compilation takes seconds for each actor."""
     monkeypatch.setattr("training.config.can_compile", lambda: True)
     assert PPOActorConfig().is_compiled("cuda")
     assert not make_config().is_compiled("cuda")
 
 
 def test_what_a_machine_needs_to_compile(tmp_path, monkeypatch):
-    """Triton compiles for GPUs and needs a C compiler and the header Python.h. Debian's package python3-dev contains
-    Python.h."""
+    """To compile code for a GPU, Triton needs a C compiler and the header Python.h. Debian's package python3-dev
+    contains Python.h."""
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr("sysconfig.get_path", lambda _: str(tmp_path))

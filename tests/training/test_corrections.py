@@ -44,7 +44,8 @@ def test_icepop_bounds_the_weight_on_both_sides(action, floor, cap):
 
 
 def test_icepop_drops_a_token_that_the_trainer_finds_impossible():
-    """If there is a floor, a token with pi_prox / pi_behav = e^-8 has the gradient 0 and counts as dropped."""
+    """If the behaviour weight has a floor, a token with pi_prox / pi_behav = e^-8 has the gradient 0 and counts as
+    dropped."""
     theta = torch.tensor([-8.5, -1.0], requires_grad=True)
     prox, behav, one = torch.tensor([-8.5, -1.0]), torch.tensor([-0.5, -1.0]), torch.ones(2)
     loss, stats = ppo_actor_loss_fn(theta, prox, behav, one, one, behave_imp_weight_floor=0.5)

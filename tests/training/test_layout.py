@@ -2,8 +2,9 @@
 
 PyTorch calls the kernel through the operators of torch.nn.attention.varlen, one for the forward pass and one for the
 backward pass. PyTorch has kernels of these operators only for GPUs, so this file registers two kernels for CPUs,
-written in plain PyTorch. A CPU kernel refuses the inputs that the GPU's kernel refuses, and computes the same numbers.
-All other code of the operators, such as the checks of shapes and the rule for gradients, is the same code as on a GPU.
+written in plain PyTorch. A CPU kernel computes the numbers that the GPU's kernel computes, and refuses the inputs that
+the GPU's kernel refuses. All other code of the operators, such as the checks of shapes and the rule for gradients, is
+the same code as on a GPU.
 """
 
 from collections.abc import Iterator
@@ -144,7 +145,7 @@ def test_one_kernel_computes_what_the_sequences_alone_give(calls: list[int], gro
     for of_gpu in (True, False):
         monkeypatch.setattr(layout, "has_kernel", lambda _, of_gpu=of_gpu: of_gpu)
         inputs = [x.clone().requires_grad_() for x in leaves]
-        q, k, v = (x.transpose(1, 2) for x in inputs)  # transformers also passes transposed views
+        q, k, v = (x.transpose(1, 2) for x in inputs)  # the library transformers also passes transposed views
         out, _ = attend_apart(None, q, k, v, None, 0.3, **piece.inputs)
         (out.float() * torch.linspace(-1, 1, 16)).sum().backward()
         results.append((out, *(x.grad for x in inputs)))
@@ -156,8 +157,9 @@ def test_one_kernel_computes_what_the_sequences_alone_give(calls: list[int], gro
 
 def test_an_actor_trains_through_the_kernel(gpu_kernel: None, calls: list[int], make_actor: Any) -> None:
     """With packed rows, every layer of every pass calls the kernel once. Packed and padded rows give the same
-    log-probabilities and gradients up to the rounding of bfloat16. The test bounds the relative error of the whole
-    vector, because the largest error of a single number depends on the CPU."""
+    log-probabilities and gradients up to the rounding of bfloat16. The test bounds the relative error of all
+    log-probabilities together, and of all gradients together, because the largest error of a single number depends on
+    the CPU."""
     found = {}
     for name in ("packed", "padded"):
         actor = make_actor(layout=name, gradient_checkpointing=True)

@@ -34,7 +34,8 @@ def test_both_ends_are_exact():
 
 
 def test_on_fresh_data_loglinear_is_standard_ppo_bit_for_bit():
-    """For fresh tokens alpha is 0, and the loss with loglinear is bitwise the same as the loss of standard PPO."""
+    """For fresh tokens alpha is 0, and with prox_logp_method=loglinear the loss is bitwise the same as the loss of
+    standard PPO."""
     g = torch.Generator().manual_seed(0)
     old = -3 * torch.rand(40, generator=g)
     theta, A, mask = old + 0.3 * torch.randn(40, generator=g), torch.randn(40, generator=g), torch.ones(40)
@@ -53,8 +54,8 @@ def policy(version: float) -> torch.Tensor:
 
 
 def areal(old, theta, v_b, v):
-    """Return AReaL's guess of log pi_prox, with alpha = (v - 1 - v_b) / (v - v_b). In AReaL's guess, v_b is the version
-    of the token before the guessed token."""
+    """Return AReaL's guess of log pi_prox, with alpha = (v - 1 - v_b) / (v - v_b). In AReaL's guess for a token, v_b is
+    the version of the token before it."""
     v_b = torch.cat([v_b[:1], v_b[:-1]])
     alpha = ((v - 1 - v_b) / (v - v_b).clamp(min=1)).clamp(0, 1)
     return old + alpha * (theta - old)

@@ -110,7 +110,7 @@ def work_wait(model_dir: Path, out: Path) -> None:
     actor.initialize(max_steps=1)
     print(f"ready {actor.rank} {os.getpid()}", flush=True)
     if actor.rank == 0:
-        signal.pause()  # in a run, rank 0 waits for rollouts outside of collective operations
+        signal.pause()  # in a run, rank 0 is outside of collective operations while it waits for rollouts
     if actor.rank == 2:
         if os.environ.get("RAISE"):
             raise ValueError("the rank's own error")
@@ -408,7 +408,7 @@ def test_a_single_rank_listens_on_the_loopback_address(tmp_path: Path) -> None:
     hosts = tmp_path / "hosts"
     hosts.write_text("127.0.0.1 localhost\n127.0.0.2 another-name\n")
     setup = f"hostname another-name && mount --bind {shlex.quote(str(hosts))} /etc/hosts"
-    inside = ["unshare", "--map-root-user", "--uts", "--mount", "sh", "-c"]  # lets a command have its own hostname
+    inside = ["unshare", "--map-root-user", "--uts", "--mount", "sh", "-c"]  # unshare gives a command its own hostname
     if shutil.which("unshare") is None or subprocess.run([*inside, setup], capture_output=True).returncode:
         pytest.skip("this machine cannot give a process a hostname of its own")
     command = f"{setup} && exec {shlex.quote(sys.executable)} -c {shlex.quote(LISTENING)}"

@@ -163,8 +163,8 @@ def test_the_order_of_the_rows_has_no_say(seed: int, n: int, max_tokens: int, rn
 @given(st.integers(0, 10**6), st.integers(1, 9), st.integers(30, 60))
 @settings(max_examples=100, deadline=None)
 def test_the_cuts_are_the_cheapest(seed: int, n: int, max_tokens: int) -> None:
-    """cheapest_runs cuts sorted rows into runs so that the runs need the fewest tokens in total. The test compares the
-    runs of cheapest_runs with the best of all possible ways to cut the rows."""
+    """cheapest_runs divides sorted rows into runs of consecutive rows, so that the runs need the fewest tokens in
+    total. The test compares the runs of cheapest_runs with the best of all possible ways to cut the rows."""
     rows = sorted(row[:max_tokens] for row in make_rows(seed, n))
     shared = np.array([0] + [len(prefix(a, b)) for a, b in pairwise(rows)])
     lengths = np.array([len(row) for row in rows])
@@ -190,7 +190,8 @@ def prefix(a: list[int], b: list[int]) -> list[int]:
 @pytest.mark.parametrize("seed", range(5))
 def test_interleaved_groups_find_each_other(seed: int) -> None:
     """Four groups of 8 rows become trees of at most 3,200 tokens in total, for any order of the rows. The rows of a
-    group share 200 tokens, and each row has 50 tokens of its own. For the same rows AReaL's trees have 8,000 tokens."""
+    group share 200 tokens, and each row has 50 tokens of its own. AReaL's trees of the four groups have 8,000
+    tokens."""
     rng = random.Random(seed)
     prompts = [[rng.randrange(1000) for _ in range(200)] for _ in range(4)]
     rows = [prompts[i % 4] + [rng.randrange(1000) for _ in range(50)] for i in range(32)]
@@ -233,7 +234,7 @@ def test_a_row_that_cannot_be_in_any_tree_is_an_error() -> None:
 @settings(max_examples=40, deadline=None)
 def test_a_tree_trains_as_its_rows_do(model: Any, seed: int, n: int, max_tokens: int) -> None:
     """The loss of trees agrees with the loss of the separate rows to 1e-6, and the gradients agree to 1e-5."""
-    rows = [row[:max_tokens] for row in make_rows(seed, n)] + [[1, 2, 3]]  # the last row has predictable tokens
+    rows = [row[:max_tokens] for row in make_rows(seed, n)] + [[1, 2, 3]]  # at least one row has predictable tokens
     assert_same_lesson(learn(model, tree_logp(model, rows, max_tokens)), learn(model, separate_logp(model, rows)))
 
 
@@ -281,7 +282,8 @@ def listed(counts: Tensor | None, numbers: Tensor | None) -> Tensor:
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_attention_sees_what_the_blocks_see() -> None:
-    """On a CPU, FlexAttention with the block mask (and without its kernel) gives the same output as tree_attention."""
+    """On a CPU, FlexAttention runs without its GPU kernel. With the block mask, FlexAttention gives the same output as
+    tree_attention."""
     [tree] = build_trees(make_rows(5, 9, longest=2 * BLOCK), 10**6)
     N = len(tree.subtree_end)
     q, k, v = (torch.randn(1, heads, N, 16, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 2))
@@ -325,7 +327,7 @@ def test_what_tree_attention_cannot_do_is_refused(model: Any) -> None:
         tree_attention(None, q, q, q, None, tree=tree, sliding_window=2)
 
 
-# Rows that the tasks guess and maze export
+# Rows from episodes of the tasks `guess` and `maze`
 
 
 async def guess_batch(style: str) -> dict[str, Tensor]:
@@ -373,7 +375,7 @@ async def maze_batch() -> dict[str, Tensor]:
 @pytest.mark.anyio
 @pytest.mark.parametrize("export", ["guess individual", "guess concat", "maze"])
 async def test_real_exports_train_as_their_rows_do(export: str) -> None:
-    """For rows that episodes of the tasks guess and maze export, trees give the same loss and gradients as the separate
+    """For rows from episodes of the tasks `guess` and `maze`, trees give the same loss and gradients as the separate
     rows."""
     task, _, style = export.partition(" ")
     batch = await (guess_batch(style) if style else maze_batch())
@@ -443,7 +445,7 @@ def assert_same_update(one: Any, other: Any) -> None:
 
 def test_the_actor_makes_the_same_step_with_trees(model: Any, tmp_path: Path) -> None:
     """With or without enable_tree_training, a training step has the same logprobs, metrics and weights. The metric
-    tree_token_ratio is below 1, because trees have fewer tokens."""
+    tree_token_ratio is below 1, because trees have fewer tokens than their rows."""
     model.save_pretrained(tmp_path)
     padded, trees = one_update(tmp_path, trees=False), one_update(tmp_path, trees=True)
     assert_same_update(padded, trees)
