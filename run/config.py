@@ -18,9 +18,11 @@ import inspect
 import os
 import re
 import secrets
+import shutil
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
+from textwrap import fill
 from typing import Annotated, Any, Literal, NamedTuple, NoReturn, get_args, get_origin, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
@@ -193,13 +195,14 @@ def load(argv: list[str]) -> TrainConfig:
 
     Raises ConfigError if an argument, a recipe or a value is wrong.
     """
-    epilog = "keys, their defaults and meanings:\n"
+    epilog, width = "keys, their defaults and meanings:\n", shutil.get_terminal_size().columns
     for group, keys in groupby(list_keys(), key=lambda key: key.group):
-        epilog += "\n" + " ".join(group.split()).removeprefix(": ") + "\n"
+        epilog += "\n" + fill(" ".join(group.split()).removeprefix(": "), width) + "\n"
         for k in keys:
             values = f"; in {k.interval}" if k.interval else f"; one of {k.choices}" if k.choices else ""
             default = str(k.default).lower() if isinstance(k.default, bool) else k.default
-            epilog += f"  {k.name}={'null' if default is None else default}\n      {k.meaning}{values}\n"
+            meaning = fill(k.meaning + values, width, initial_indent=" " * 6, subsequent_indent=" " * 6)
+            epilog += f"  {k.name}={'null' if default is None else default}\n{meaning}\n"
     parser = Parser("python train.py", epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter)
     meaning = f"YAML recipe, or a name in configs/; may be repeated, and later recipes win; default: {DEMO.stem}"
     parser.add_argument("--config", type=Path, action="append", metavar="FILE", help=meaning)

@@ -207,6 +207,9 @@ class Doctor:
 
 def main(folders: list[str]) -> int:
     """Check every step of an existing run, print the findings, and return the exit code."""
+    if "--help" in folders:
+        print(__doc__)
+        return 0
     folder = Path(*folders)
     try:
         text = (folder / "metrics.jsonl").read_text()

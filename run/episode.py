@@ -25,6 +25,7 @@ from rich.markup import escape
 from rich.tree import Tree
 
 from cache import InteractionWithTokenLogpReward
+from run.failures import describe
 from run.launch import Fleet, Planned, own_command
 from workflow import resolve_workflow
 
@@ -91,7 +92,7 @@ def main(argv: list[str] | None = None) -> int:
             workflow.proxy_addr = fleet.start(front).wait_ready()
             interactions = asyncio.run(workflow.arun_episode(None, args.data))
         except Exception as error:  # an agent may raise any exception
-            print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
+            print(f"error: {describe(error)}", file=sys.stderr)
             return code
     if interactions is None:
         print("the agent returned None and set no reward: in training this episode would be rejected")

@@ -298,6 +298,9 @@ def write_report(folder: Path) -> Path | None:
 
 def main(argv: list[str]) -> int:
     """Write the report of one or two run folders and return the exit code."""
+    if "--help" in argv:
+        print(__doc__)
+        return 0
     folders = [Path(word) for word in argv]
     try:
         if not 1 <= len(folders) <= 2:

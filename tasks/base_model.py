@@ -80,23 +80,27 @@ def answers_only(tokenizer: PreTrainedTokenizerFast, ids: Sequence[int]) -> list
 
 def imitate(
     model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, next_batch: NextBatch, steps: int, lr: float
-) -> None:
-    """Train the model to predict the assistant's tokens, by AdamW with a learning rate that falls linearly to 0.
+) -> float:
+    """Train the model to predict the assistant's tokens, by AdamW with a learning rate that falls linearly to 0. Return
+    the loss of the last batch, in nats per token.
 
     Padding needs no attention mask: padding is on the right, so no real token attends to padding. The loss ignores the
     labels of padding.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.01)
+    loss = torch.tensor(torch.nan)
     for step in range(steps):
         batch = next_batch()
         optimizer.param_groups[0]["lr"] = lr * (1 - step / steps)
         answers = [torch.tensor(answers_only(tokenizer, ids)) for ids in batch]
         input_ids = pad_sequence([torch.tensor(ids) for ids in batch], batch_first=True)  # (B, T)
         labels = pad_sequence(answers, batch_first=True, padding_value=IGNORED)  # (B, T)
-        model(input_ids=input_ids, labels=labels, use_cache=False).loss.backward()
+        loss = model(input_ids=input_ids, labels=labels, use_cache=False).loss
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
+    return loss.item()
 
 
 def save_atomically(path: Path, model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:

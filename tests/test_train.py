@@ -173,15 +173,18 @@ def test_what_a_run_writes(guess_run) -> None:
 
 
 def test_talk_to_the_trained_model(guess_run) -> None:
-    """`python -m run.chat` answers each line of the input with the checkpoint of the run."""
+    """`python -m run.chat` answers each line of the input with the checkpoint of the run. An empty line begins a new
+    conversation, and so does a conversation that becomes too long."""
     folder = guess_run(0)[0] / "e" / "t"
     words = [sys.executable, "-m", "run.chat", str(folder)]
-    talk = "guess a number\nhigher\n"
+    talk = "guess a number\nhigher\n\nguess a number\n" + "higher " * 100 + "\nguess a number\n"
     done = subprocess.run(words, cwd=ROOT, input=talk, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
-    head, first, second = done.stdout.splitlines()
+    head, first, second, again, too_long, after = done.stdout.splitlines()
     assert head.startswith("the model of step 5;")
     assert {first, second} <= {*"123456", "higher", "lower", ""}
+    assert again == after == first
+    assert too_long.startswith("error: prompt is too long")
 
 
 @pytest.mark.runs

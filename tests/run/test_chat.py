@@ -1,10 +1,12 @@
-"""Without a run or without a checkpoint, `python -m run.chat` prints one line and returns exit code 2. Another test, in
-tests/test_train.py, chats with a trained model."""
+"""Tests of `python -m run.chat` without a model, and of the option --help. Another test, in tests/test_train.py, chats
+with a trained model."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from run import chat, doctor, report
 from run.chat import main
 
 
@@ -21,3 +23,10 @@ def test_no_model_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     first, second = capsys.readouterr().err.splitlines()
     assert "give the folder of a run that has checkpoints" in first
     assert second.startswith("error: no model in ")
+
+
+@pytest.mark.parametrize("tool", [chat, doctor, report])
+def test_help_explains_the_tool(capsys: pytest.CaptureFixture[str], tool: Any) -> None:
+    """With --help, a command for finished runs prints the essay of its module, which shows how to call the command."""
+    assert tool.main(["--help"]) == 0
+    assert f"python -m {tool.__name__} runs/" in capsys.readouterr().out

@@ -185,13 +185,19 @@ def test_a_recipe_is_found_by_its_name() -> None:
         load(["--config", "gsm9k"])
 
 
-def test_help_lists_every_key(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_every_key(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """`--help` prints the keys in groups with headings, and each key with its default, its meaning and its allowed
-    values."""
-    with pytest.raises(SystemExit) as ended:
-        load(["--help"])
-    assert ended.value.code == 0
-    said = capsys.readouterr().out
+    values. No line of text is wider than the terminal."""
+    pages = {}
+    for width in (80, 1000):
+        monkeypatch.setenv("COLUMNS", str(width))
+        with pytest.raises(SystemExit) as ended:
+            load(["--help"])
+        assert ended.value.code == 0
+        pages[width] = capsys.readouterr().out
+    said = pages[1000]
+    assert pages[80].split() == said.split()
+    assert [line for line in pages[80].splitlines() if len(line) > 80 and "=" not in line] == []
     assert said.startswith("usage: python train.py")
     for k in list_keys():
         values = f"; in {k.interval}" if k.interval else f"; one of {k.choices}" if k.choices else ""
