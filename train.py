@@ -60,7 +60,7 @@ from training.ranks import share
 
 
 class PPOTrainer:
-    """Trains the model of one configuration."""
+    """Trains a model according to one configuration."""
 
     def __init__(self, config: TrainConfig) -> None:
         """Store the configuration. The method `train` starts and ends every part of the run."""
@@ -80,7 +80,7 @@ class PPOTrainer:
 
 
 class TrainingLoop:
-    """The parts of a training run, and the loop over the run's steps. `train_step` is one step."""
+    """The parts of a training run, and the loop over the run's steps. `train_step` runs one step."""
 
     def __init__(self, run: Run) -> None:
         """Start every part of the run. `run.stack` ends the parts in the reverse order of their start."""

@@ -2,11 +2,11 @@
 
 The function `main` reads the command line, and then trains or evaluates. `main` uses these functions and classes:
 
-    `join_ranks` connects the ranks of torchrun. Without torchrun, this process is rank 0 of 1.
+    `join_ranks` connects the ranks of torchrun. Without torchrun, this process is the only rank.
     `agree` reads the configuration on rank 0, and gives it to all ranks.
     `open_run` loads the inputs, plans the servers and locks the run's folder, on rank 0.
         `PPOTrainer.train` (train.py) trains, or `evaluate_run` evaluates.
-        `ExitStack` ends every part that was started, in the reverse order.
+        `ExitStack` ends every part that was started, in the reverse order of the starts.
     `leave_ranks` disconnects the ranks.
 
 The ExitStack also ends every process after Ctrl-C, an exception or the death of a server process. The exit code is 0

@@ -59,7 +59,7 @@ class Failures(logging.Handler):
         super().__init__(logging.WARNING)
         self.log = log
         LOGGER.addHandler(self)
-        self.counts = Counter[str]()  # number of failures for each description, in which N replaces every number
+        self.counts = Counter[str]()  # number of failures per description; N replaces every number in a description
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print a warning without an exception. Print an exception and record its traceback only when it occurs for the

@@ -178,7 +178,7 @@ class TrainConfig:
     experiment_name: str = "guess"  # experiment's name; the run's folder is {fileroot}/{experiment_name}/{trial_name}
     trial_name: str = "auto"  # name of the run; auto: the date and time
     fileroot: str = "runs"  # folder that holds all runs
-    seed: Seed = 1  # seed of the data order, the sampling and the task's base model; 0 is a seed, too
+    seed: Seed = 1  # seed of the data order, the sampling and the task's base model; 0 is a valid seed
     max_steps: Count = 80  # number of training steps
     model_path: str | None = None  # folder of the model, or its name on the hub; default: the task's small model
     model_revision: str | None = None  # branch, tag or commit of model_path on the hub; default: the newest commit

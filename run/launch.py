@@ -136,11 +136,11 @@ class Fleet:
         return self.children[-1]
 
     def watch(self, on_death: list[OnDeath], max_restarts: int, on_restart: Callable[[], None]) -> None:
-        """Start one thread for each child. If an inference server dies, its thread restarts the server, at most
+        """Start one thread for each child. If an inference server dies, the server's thread restarts it, at most
         `max_restarts` times.
 
-        When a restarted server answers for the first time, its thread calls `on_restart`. If a child that the run needs
-        dies, the child's thread calls every function in `on_death`.
+        When a restarted server answers for the first time, the server's thread calls `on_restart`. If a child that the
+        run needs dies, the child's thread calls every function in `on_death`.
         """
 
         def wait_for(child: Child) -> None:

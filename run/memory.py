@@ -14,8 +14,8 @@ take b R bytes, and the last layer's gradient in float32 takes 4 V H bytes. The 
 to the last layer takes b V H bytes. The term `chunk` is the number of bytes for the logits of one chunk of tokens.
 
 The phase `layers` needs b R + b V H + (8 + 3 b) P + saved bytes. In the phase `layers`, two whole decoder layers take 2
-b P bytes. The gradient of one layer takes b P bytes. Two float32 copies of this gradient, before and after the ranks
-add their gradients, take 8 P bytes. The phase `end` needs max(4 b V H, 8 R) bytes: first 4 b V H bytes for the
+b P bytes. The gradient of one layer takes b P bytes. Two float32 copies of a layer's gradient, before and after the
+ranks add their gradients, take 8 P bytes. The phase `end` needs max(4 b V H, 8 R) bytes: first 4 b V H bytes for the
 embedding's gradient, and then 8 R bytes for copies of gradients in float32.
 
 For a single rank in float32, the phase `end` and the terms with R or P are 0, because this rank uses no FSDP

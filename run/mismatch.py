@@ -24,7 +24,7 @@ from run.logger import Trace
 from run.start import NoRollout
 from training.actor import FSDPPPOActor
 
-CANARY_ROWS, CANARY_TOKENS = 2, 16  # with two rows the canary also finds an error that mixes up rows
+CANARY_ROWS, CANARY_TOKENS = 2, 16  # with two rows the canary finds an error that exchanges rows
 CANARY_MOVE = 1e-4  # in nats; if the trainer's scores change by more than CANARY_MOVE, the servers' scores must change
 
 

@@ -223,7 +223,8 @@ def bearer(request: Request) -> str:
 
 
 def read_object(raw: bytes) -> dict[str, Any]:
-    """Return the JSON object in a request's body, or {} for an empty body. Raises Refusal for any other body."""
+    """Return the JSON object in a request's body, or {} for an empty body. Raises Refusal if the body is not empty and
+    is not a JSON object."""
     try:
         return as_object(orjson.loads(raw or b"{}"), "body")
     except orjson.JSONDecodeError as error:

@@ -92,7 +92,7 @@ def max_restarts(run: Run) -> int:
 def start_processes(run: Run) -> Keys:
     """Start the inference servers and the proxies, and return at once. Return the keys that the proxies wait for.
 
-    Only rank 0 starts processes. On every other rank the result is ().
+    Only rank 0 starts processes. On every rank except 0 the result is ().
     """
     if dist.get_rank() > 0:
         return ()

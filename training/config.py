@@ -24,7 +24,7 @@ def can_compile() -> bool:
 class NormConfig:
     """The mean and the standard deviation in the advantage A = (R - mean) / std of a return R (AReaL: NormConfig)."""
 
-    mean_level: Literal["group", "batch", "none"] = "group"  # turns whose mean return is the baseline; none: it is 0
+    mean_level: Literal["group", "batch", "none"] = "group"  # turns whose mean return is the baseline; none: baseline 0
     std_level: Literal["group", "batch", "constant", "none"] = "group"  # turns whose standard deviation is the divisor
     mean_leave1out: bool = False  # true: a turn's baseline does not include the turn itself (RLOO)
     std_constant: Positive = 1.0  # divisor of the advantages if std_level=constant
