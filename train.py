@@ -1,7 +1,7 @@
 """Train a language-model agent with asynchronous reinforcement learning. This file is the training loop.
 
     `python train.py` runs the demo, in which an agent learns to guess a number.
-    `python train.py --config configs/maze.yaml` runs a maze. Weight updates interrupt the long answers of this task.
+    `python train.py --config configs/maze.yaml` runs a maze. In the maze, weight updates interrupt the long answers.
     `python train.py seed=2 rollout.max_head_offpolicyness=0` runs the demo with synchronous training.
     `python train.py mode=eval model_path=DIR` evaluates the agents without training.
     `torchrun --nproc-per-node=4 train.py ...` trains on four ranks.
@@ -60,7 +60,7 @@ from training.ranks import share
 
 
 class PPOTrainer:
-    """Trains the model of one configuration."""
+    """Trains a model according to one configuration."""
 
     def __init__(self, config: TrainConfig) -> None:
         """Store the configuration. The method `train` starts and ends every part of the run."""
@@ -80,10 +80,10 @@ class PPOTrainer:
 
 
 class TrainingLoop:
-    """The parts of a training run, and the loop over the run's steps. `train_step` is one step."""
+    """The parts of a training run, and the loop over the run's steps. `train_step` runs one step."""
 
     def __init__(self, run: Run) -> None:
-        """Start every part of the run. `run.stack` ends the parts in the reverse order."""
+        """Start every part of the run. `run.stack` ends the parts in the reverse order of their start."""
         self.run, config = run, run.config
         # 1. Start the inference servers, the proxies and the trainer, which load at the same time.
         keys = start_processes(run)
@@ -152,7 +152,7 @@ class TrainingLoop:
         metrics |= self.canary.finish()
         with trace.span("sync", seconds):
             if config.server.release_memory:
-                torch.cuda.empty_cache()  # frees GPU memory, which the servers take back
+                torch.cuda.empty_cache()  # `empty_cache` frees GPU memory for the servers
             self.push_weights(step)
         self.canary.start(batch)
 

@@ -6,7 +6,8 @@
 from the model's generation_config.json, a file that the trainer does not read.
 
 **Answers.** Training needs three facts about each token: its id, its log-probability under the policy that sampled it,
-and the version of this policy. An answer without the id, log-probability or version of a token is an error.
+and the version of this policy. If an answer lacks the id, the log-probability or the version of a token,
+`parse_segment` raises EngineError.
 
     output_ids               [17, 4, 9]
     output_token_logprobs    [[-0.2, 17, null], [-1.1, 4, null], [-0.4, 9, null]]     logprob, token id, text
@@ -21,8 +22,8 @@ In the example, version 3 of the weights computed the tokens 17 and 4, and versi
 
 **Logprobs.** A server computes a logprob as log_softmax(logits / temperature) over the whole vocabulary. With top_p,
 top_k, penalties or a grammar, the server samples from a distribution that differs from softmax(logits / temperature).
-`trains_exactly` is True for a request that is not greedy and sets no top_p, top_k, penalty or grammar, because training
-can reproduce the request's sampling distribution.
+`trains_exactly` is True if training can reproduce the server's sampling distribution. `trains_exactly` is False for a
+greedy request, and for a request with top_p, top_k, a penalty or a grammar.
 
 The class names are those of AReaL's areal/api/io_struct.py (section 2 of the write-up, see docs/companion.md).
 """
@@ -40,14 +41,14 @@ class GenerationHyperparameters:
     """The sampling parameters of a request."""
 
     n_samples: Annotated[int, "[1, inf)"] = 1  # number of samples per prompt (the group size); one request per sample
-    max_new_tokens: Annotated[int, "[1, inf)"] = 512  # maximum number of new tokens in a turn; context may allow fewer
+    max_new_tokens: Annotated[int, "[1, inf)"] = 512  # maximum number of new tokens in a turn, if the context has room
     temperature: Annotated[float, "[0, inf)"] = 1.0  # divisor of the logits; 0: always sample the likeliest token
-    top_p: Annotated[float, "(0, 1]"] = 1.0  # total probability of the likeliest tokens that may be sampled; 1: all
+    top_p: Annotated[float, "(0, 1]"] = 1.0  # sample only the likeliest tokens with this total probability; 1: all
     top_k: Annotated[int, "[-1, -1] or [1, inf)"] = -1  # number of likeliest tokens to sample from; -1: all tokens
     stop: list[str] = field(default_factory=list)  # strings that end a turn; the completion includes them
     stop_token_ids: list[int] = field(default_factory=list)  # token ids that end a turn, in addition to the model's own
     frequency_penalty: Annotated[float, "[-2, 2]"] = 0.0  # number subtracted from a token's logit for each earlier use
-    presence_penalty: Annotated[float, "[-2, 2]"] = 0.0  # number subtracted from the logit of a token used before
+    presence_penalty: Annotated[float, "[-2, 2]"] = 0.0  # number subtracted from a token's logit after its first use
     greedy: bool = False  # true: always sample the likeliest token, as at temperature 0
     seed: Annotated[int, "[0, 4294967295]"] | None = None  # seed of the sampling; null: the run's seed, or random
     json_schema: str | None = None  # JSON schema that a sample must fit; needs a server with a grammar backend
@@ -103,9 +104,9 @@ class ModelResponse:
     """The completion of one request. Each output list has one entry per generated token, including the stop token.
 
     The engine returns a completion with the stop reason "stop" or "length", and the parser of tool calls may change the
-    stop reason to "tool_calls". A segment is the part of a completion that one POST /generate produces. A segment is
-    stored as a ModelResponse, too. A segment that a pause interrupted has the stop reason "abort". A segment that is
-    still being streamed has the stop reason "".
+    stop reason to "tool_calls". A segment is the part of a completion that one POST /generate produces. The class
+    ModelResponse represents a segment as well as a whole completion. A segment that a pause interrupted has the stop
+    reason "abort". A segment that is still being streamed has the stop reason "".
     """
 
     input_tokens: list[int] = field(default_factory=list)
@@ -153,9 +154,9 @@ def sampling_params(gconfig: GenerationHyperparameters, offset: int = 0) -> dict
         "presence_penalty": gconfig.presence_penalty,
         "repetition_penalty": 1.0,
         "stop_token_ids": list(gconfig.stop_token_ids),
-        "stop": list(gconfig.stop) or None,  # `or None`: a server without a tokenizer refuses an empty list, too
+        "stop": list(gconfig.stop) or None,  # a server without a tokenizer refuses even an empty list
         "json_schema": gconfig.json_schema,
-        "sampling_seed": None if gconfig.seed is None else gconfig.seed % 2**63,  # SGLang accepts at most 63 bits
+        "sampling_seed": None if gconfig.seed is None else gconfig.seed % 2**63,  # SGLang accepts 63 bits per seed
     }
     return {name: value for name, value in params.items() if value is not None}
 
@@ -174,8 +175,9 @@ def check_segment(tokens: list[int], entries: list[list], spans: list[dict[str, 
     """Raise EngineError (503) if an answer contradicts itself or cannot come from a model with `vocab_size` token ids.
 
     The token ids must be integers in the vocabulary, and must equal the ids in output_token_logprobs. A logprob may
-    exceed 0 only by a rounding error. The spans must cover all tokens without a gap, and their versions must never
-    decrease. The logprobs must fit into float32 and the versions into int32, the types of the trainer's tensors.
+    exceed 0 only by a rounding error. The spans of versions must cover all tokens without a gap, and the version must
+    not decrease from one span to the next. The logprobs must fit into float32 and the versions into int32, the types of
+    the trainer's tensors.
     """
     if tokens and ({*map(type, tokens)} != {int} or min(tokens) < 0 or max(tokens) >= (vocab_size or 2**31)):
         raise EngineError(f"a token id of an answer is not an integer below {vocab_size}", 503)
@@ -191,9 +193,10 @@ def parse_segment(answer: dict[str, Any], vocab_size: int | None = None) -> Mode
     """Parse an answer of a server, or one event of a stream. For an event that is not the last of its stream, the
     response has stop_reason "".
 
-    Raises EngineError. The error's status is 400 if the server reports that the request is wrong. The error's status is
-    502 if the answer lacks ids, logprobs or versions, which training needs. The error's status is 503 if the server
-    reports another error, if the server's last weight update was not completed, or if the answer contradicts itself.
+    Raises EngineError with status 400 if the server reports that the request is wrong. Raises EngineError with status
+    502 if the answer lacks ids, logprobs or versions, which training needs. Raises EngineError with status 503 if the
+    server reports another error, if the server's last weight update was not completed, or if the answer contradicts
+    itself.
     """
     try:
         meta, tokens = answer["meta_info"], answer["output_ids"]
@@ -208,7 +211,8 @@ def parse_segment(answer: dict[str, Any], vocab_size: int | None = None) -> Mode
         versions = [int(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
     except (LookupError, TypeError, ValueError) as error:
         hint = "start SGLang with --weight-version 0, and check that its last weight update succeeded"
-        # If an update failed, the version ends in "-incomplete". The status is 503, because a retry may succeed.
+        # If a weight update failed, the version ends in "-incomplete". An error after a failed update has status 503,
+        # because a retry may succeed.
         status = 503 if "-incomplete" in str(error) else 502
         raise EngineError(f"the answer cannot be read ({error!r}): {hint}", status) from error
     return ModelResponse([], tokens, [entry[0] for entry in entries], versions, stop_reason=finish.get("type", ""))

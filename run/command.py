@@ -2,11 +2,11 @@
 
 The function `main` reads the command line, and then trains or evaluates. `main` uses these functions and classes:
 
-    `join_ranks` connects the ranks of torchrun. Without torchrun, this process is rank 0 of 1.
+    `join_ranks` connects the ranks of torchrun. Without torchrun, this process is the only rank.
     `agree` reads the configuration on rank 0, and gives it to all ranks.
     `open_run` loads the inputs, plans the servers and locks the run's folder, on rank 0.
         `PPOTrainer.train` (train.py) trains, or `evaluate_run` evaluates.
-        `ExitStack` ends every part that was started, in the reverse order.
+        `ExitStack` ends every part that was started, in the reverse order of the starts.
     `leave_ranks` disconnects the ranks.
 
 The ExitStack also ends every process after Ctrl-C, an exception or the death of a server process. The exit code is 0
@@ -16,8 +16,8 @@ command that continues the run.
 
 If Ctrl-C arrives during training, the current step runs to its end, and then the run writes a checkpoint
 (`interruptible`). If the step waits for a batch, Ctrl-C ends the wait at once. A second Ctrl-C ends the process at
-once, and the end of the process also ends the child processes. With several ranks, Ctrl-C writes no checkpoint, because
-all ranks would have to stop at the same step.
+once, and the end of the process also ends the child processes. With several ranks, Ctrl-C writes no checkpoint. A
+checkpoint would be possible only if all ranks stopped after the same step.
 """
 
 import os
@@ -127,8 +127,8 @@ def read_run(config: TrainConfig, *agent: Any) -> tuple[Inputs, list[Planned], s
     """Set the run's name if it is not set, and check the run's folder. Return the inputs, the servers to start, and the
     plan as text.
 
-    If `agent` contains a workflow and its arguments, they replace the configured workflow and its arguments. Raises
-    ConfigError.
+    A workflow in `agent`, and the arguments after it, replace the workflow and the arguments of the configuration.
+    Raises ConfigError.
     """
     # A replay is a new run with a folder of its own.
     if config.trial_name == "auto" or (config.replay and config.run_dir.exists()):
@@ -145,8 +145,8 @@ def read_run(config: TrainConfig, *agent: Any) -> tuple[Inputs, list[Planned], s
 def open_run(config: TrainConfig, *agent: Any) -> Iterator[Run]:
     """Start a run on every rank. When the `with` block ends, end every part that the run has started.
 
-    If `agent` contains a workflow and its arguments, they replace the configured workflow and its arguments. Raises
-    ConfigError.
+    A workflow in `agent`, and the arguments after it, replace the workflow and the arguments of the configuration.
+    Raises ConfigError.
     """
     joined = join_ranks()
     with ExitStack() as stack:
@@ -162,7 +162,7 @@ def open_run(config: TrainConfig, *agent: Any) -> Iterator[Run]:
 
         config = agree(read)
         inputs, servers, _ = loaded[0] if loaded else (load_inputs(config, *agent), [], "")
-        # With actor.offload the optimizer runs on the CPU, so the ranks of a machine share its CPU cores.
+        # With actor.offload the optimizer runs on the CPU, so each rank gets an equal share of the machine's CPU cores.
         if config.actor.offload:
             torch.set_num_threads(max((os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)), 1))
         fleet = Fleet(config.run_dir / "logs")
@@ -196,7 +196,7 @@ def record(config: TrainConfig) -> None:
     if config.mode == "train" and (changes := changed(path, config)):
         print(f"the configuration of this run changes: {', '.join(changes)}")
     keys = asdict(config)
-    del keys["rollout"]["server_key"]  # no file of the run may contain the servers' key
+    del keys["rollout"]["server_key"]  # the servers' key must not be written to a file
     OmegaConf.save({**keys, "revision": revision()}, path)
     (config.run_dir / "README.md").write_text((ROOT / "run" / "folder.md").read_text())
 

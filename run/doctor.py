@@ -1,20 +1,21 @@
 """The doctor checks a run after each step, and names each problem, its cause and its remedy.
 
-A rule is a row of RULES: a name, a number of steps, a measure and a limit. The measure is a pure function of the last
-lines of metrics.jsonl and of the configuration. A rule fires if its measure is above its limit or is NaN. For example,
-the metric kl is 0, 0.05, 0.3, 0.3 and 0.4 in the last five lines. The median 0.3 is above the limit 0.1, so the rule
-`kl` fires.
+A rule is a row of RULES: a name, a number of steps, a measure and a limit. The measure is a pure function of the
+configuration and of the last lines of metrics.jsonl. A rule fires if its measure is above its limit or is NaN. For
+example, the metric kl is 0, 0.05, 0.3, 0.3 and 0.4 in the last five lines. The median 0.3 is above the limit 0.1, so
+the rule `kl` fires.
 
 The page docs/doctor.md has an entry for each rule, and the doctor prints the first paragraph of the entry. In each run
 the doctor reports a rule at most once: on the terminal, and as one line of doctor.jsonl. With doctor=strict, the run
 ends if any rule except `waiting` fires.
 
 The rules `blocked_loop` and `rejection` are also checked during a step. If an agent blocks the event loop, or if every
-group is rejected, a step may never end. `watch` therefore starts a thread that checks `blocked_loop` and `rejection`
-every second.
+group is rejected, a step may never end. `watch` starts a thread that checks `blocked_loop` and `rejection` every
+second.
 
-The limits are wide, because users ignore all alarms after a few false alarms. A rule does not fire if metrics.jsonl
-lacks the rule's metric, for example because an earlier revision of the code wrote this file.
+The limits are far from the values of a normal run, because users ignore all alarms after a few false alarms. A rule
+does not fire if metrics.jsonl lacks the rule's metric, for example because an earlier revision of the code wrote this
+file.
 
 `python -m run.doctor runs/guess/one` checks a finished run. The exit code is 1 if a rule fires, and 2 if there is no
 run.
@@ -127,7 +128,7 @@ def examine(lines: list[Line], config: Any) -> list[Finding]:
         last = lines[-rule.steps :]
         try:
             value = rule.measure(last, config) if len(last) == rule.steps else 0
-        # The rule's metric is null, or an earlier revision of the code did not write the rule's metric or key.
+        # A rule is skipped if its metric is null, or if the run's files lack a metric or a key that the rule reads.
         except (KeyError, TypeError, AttributeError):
             continue
         if not value <= rule.limit:  # NaN also fires

@@ -10,7 +10,7 @@ early process does what `python -m MODULE WORDS` does.
 module's early process. If there is no early process, run/launch.py starts an ordinary process. An early process that
 gets no order ends when its standard input is closed, at the latest when train.py ends.
 
-train.py imports this module before torch, so this module imports nothing that takes long.
+train.py imports this module before torch, so this module imports only modules that load fast.
 """
 
 import atexit
@@ -59,11 +59,11 @@ def kill_waiting() -> None:
     """Kill the early processes that got no order."""
     for process in waiting.values():
         process.kill()
-        process.communicate()  # waits for the end of the process, and closes its pipe
+        process.communicate()  # `communicate` waits for the end of the process, and closes its pipe
 
 
 def take(command: list[str], log: Path) -> subprocess.Popen[bytes] | None:
-    """Make an early process run `command` and write its output to the file `log`. Return the process.
+    """Make an early process run `command`, and redirect the process's output to the file `log`. Return the process.
 
     Return None if no early process has imported the command's module, or if the module's early process has already
     ended.

@@ -1,7 +1,7 @@
 """Evaluation runs one episode per validation prompt and computes statistics of the rewards.
 
 During training, a separate executor without the staleness gate runs the evaluation episodes with the newest weights.
-The statistics of training leave out the evaluation episodes. `python train.py mode=eval model_path=DIR ...` evaluates a
+The statistics of training exclude the evaluation episodes. `python train.py mode=eval model_path=DIR ...` evaluates a
 model without training it.
 
 With `evaluator.base_url=URL` the agents send their requests to this URL, and no proxy is started. With

@@ -23,10 +23,10 @@ from rollout.runner import own_frames
 
 LOGGER = logging.getLogger("nano_areal")  # the parent of the loggers of all modules
 DISK = "make room on the disk, raise the limit of file sizes (ulimit -f), or take another disk with fileroot=FOLDER"
-ADVICE = (  # each pattern in a failure's description, with the advice for the user
+ADVICE = (  # in each row: a text that a failure's description may contain, and the advice for the user
     ("finite", "make the agent or the reward function return a finite number for every answer"),
     ("too long", "shorten the prompts, or take a model with a longer context"),
-    # If a checkpoint cannot be written, torch hides the disk's error, so "was not written" is a pattern, too.
+    # If the disk is full, the error of a checkpoint says only "was not written", because torch hides the disk's error.
     *((words, DISK) for words in ("No space left", "File too large", "was not written")),
     ("KeyError", "if this key is a column of the data, add the column to the data, or correct the named line"),
     ("", "correct the named line; the traceback shows how the program got there"),
@@ -59,7 +59,7 @@ class Failures(logging.Handler):
         super().__init__(logging.WARNING)
         self.log = log
         LOGGER.addHandler(self)
-        self.counts = Counter[str]()  # number of failures for each description, in which N replaces every number
+        self.counts = Counter[str]()  # number of failures per description; N replaces every number in a description
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print a warning without an exception. Print an exception and record its traceback only when it occurs for the

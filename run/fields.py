@@ -57,7 +57,7 @@ def read_json(text: str, levels: int = LEVELS) -> Any:
         value = json.loads(text, parse_float=_number, parse_int=_number, parse_constant=_number)
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
-    write_json(value, "JSON", levels).encode()  # raises UnicodeEncodeError, a ValueError, for a lone surrogate
+    write_json(value, "JSON", levels).encode()  # `encode` raises UnicodeEncodeError, a ValueError, for a lone surrogate
     return value
 
 

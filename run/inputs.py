@@ -5,8 +5,8 @@ A task is a Python module that defines `make_model`, `dataset` and `WORKFLOW`. T
 tasks are tasks/guess.py and tasks/gsm8k.py. Configuration keys can replace the model, the data and the workflow of a
 task.
 
-The run loads all inputs before it starts a process or writes a file into the run's folder. A mistake in the
-configuration is therefore reported in one line before any process starts.
+The run loads all inputs before it starts a process or writes a file into the run's folder. If the configuration is
+wrong, the run ends with a message of one line before any process starts.
 """
 
 import hashlib

@@ -40,7 +40,7 @@ class OpenAIConfig:
     reasoning_parser: str | None = None  # format of the model's reasoning; default: <think> ... </think>
     limits: Limits = field(default_factory=Limits)  # limits on the requests and answers of one session
     side_conversations: list[str] = field(default_factory=lambda: [*PATTERNS])  # regexes that find side conversations
-    store: Literal["honour", "ignore"] = "ignore"  # honour: calls with `store: false` are not trained; ignore: they are
+    store: Literal["honour", "ignore"] = "ignore"  # honour: do not train calls with `store: false`; ignore: train them
     fixed_sampling: list[str] = field(default_factory=list)  # names of gconfig fields that agents cannot override
     session_timeout_seconds: Positive = 3600.0  # seconds for which a session may be idle before the proxy deletes it
     episode_timeout_seconds: Positive = 3600.0  # seconds that an episode may take; a longer episode counts as failed
@@ -63,7 +63,7 @@ class RolloutConfig:
     check_trajectory_format: bool = True  # true: check the keys and shapes of the tensors that workflows return
     dump_to_file: bool = True  # true: write every trajectory as text to rollout/{version}/{task_id}.jsonl
     server_addrs: list[str] = field(default_factory=list)  # URLs of inference servers; if empty, the run starts servers
-    server_key: str = ""  # API key of the servers; default: $NANO_AREAL_SERVER_KEY, or a new key for started servers
+    server_key: str = ""  # API key of the servers; default: $NANO_AREAL_SERVER_KEY, or a new key if the run starts them
     openai: OpenAIConfig = field(default_factory=OpenAIConfig)  # settings of agents and of their calls
 
 
@@ -121,7 +121,7 @@ class EvaluatorConfig:
     """The evaluation: one episode per validation prompt, without the staleness gate."""
 
     interval: CountOrZero = 0  # number of steps between two evaluations; 0: never
-    base_url: str | None = None  # with mode=eval: OpenAI endpoint that agents call; default: a server with model_path
+    base_url: str | None = None  # with mode=eval: OpenAI endpoint that agents call; default: the run's own proxy
 
 
 @dataclass
@@ -131,7 +131,7 @@ class EvalSampling:
 
     max_new_tokens: Count | None = None  # maximum number of generated tokens in a turn of an evaluation
     temperature: NonNegative | None = None  # divisor of the logits; 0: always sample the likeliest token
-    top_p: Annotated[float, "(0, 1]"] | None = None  # total probability of the likeliest tokens that may be sampled
+    top_p: Annotated[float, "(0, 1]"] | None = None  # sample only the likeliest tokens with this total probability
     top_k: Annotated[int, "[-1, -1] or [1, inf)"] | None = None  # number of likeliest tokens to sample from; -1: all
     greedy: bool | None = None  # true: always sample the likeliest token, whatever temperature an agent asks for
 
@@ -178,7 +178,7 @@ class TrainConfig:
     experiment_name: str = "guess"  # experiment's name; the run's folder is {fileroot}/{experiment_name}/{trial_name}
     trial_name: str = "auto"  # name of the run; auto: the date and time
     fileroot: str = "runs"  # folder that holds all runs
-    seed: Seed = 1  # seed of the data order, the sampling and the task's base model; 0 is a seed, too
+    seed: Seed = 1  # seed of the data order, the sampling and the task's base model; 0 is a valid seed
     max_steps: Count = 80  # number of training steps
     model_path: str | None = None  # folder of the model, or its name on the hub; default: the task's small model
     model_revision: str | None = None  # branch, tag or commit of model_path on the hub; default: the newest commit
@@ -235,7 +235,8 @@ ALIASES = {
 # Wrong names that users give to keys, and the key that the error message suggests for each.
 SYNONYMS = {"learning_rate": "actor.optimizer.lr", "staleness": "rollout.max_head_offpolicyness", "steps": "max_steps"}
 
-# Each row has a condition, and a regular expression for the names of keys that need the condition to have an effect.
+# Each row has a condition and a regular expression. A key whose name matches the regular expression has an effect only
+# if the condition holds.
 NEEDS = {
     "rollout.server_addrs=[]": r"server\..*",
     "rollout.pause_mode=retract|abort": r"server\.release_memory",

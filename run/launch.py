@@ -1,15 +1,15 @@
 """Start, watch and end the child processes of a run: the inference servers and the proxies.
 
 train.py is the parent of the inference servers and the proxies. Each child process gets a pipe as its standard input
-and ends when the pipe closes (`--exit-with-parent`). The pipe closes even after `kill -9` of the parent, so every child
-ends. SGLang has no option `--exit-with-parent`, so SGLang runs under `leash.py`. Each child runs in a process session
-of its own (setsid), so Ctrl-C reaches only train.py, and train.py ends the children in order.
+and ends when the pipe closes (`--exit-with-parent`). The pipes to the children close even after `kill -9` of train.py,
+so every child ends. SGLang has no option `--exit-with-parent`, so SGLang runs under `leash.py`. Each child runs in a
+process session of its own (setsid), so Ctrl-C reaches only train.py, and train.py ends the children in order.
 
-For each child, one thread waits until the child ends. If an inference server dies during training, its thread restarts
-the server on the same port, at most server.max_restarts times. The restarted server reports the version "0-incomplete",
-so every engine refuses the server's tokens until the trainer has pushed the current weights. After server.max_restarts
-restarts, a server that dies is not started again, and the run continues with the other servers. If no server is left,
-or if a proxy dies, the run fails at once and prints the last lines of the child's log.
+For each child, one thread waits until the child ends. If an inference server dies during training, the server's thread
+restarts the server on its old port, at most server.max_restarts times. The restarted server reports the version
+"0-incomplete", so every engine refuses the server's tokens until the trainer has pushed the current weights. After
+server.max_restarts restarts, a server that dies is not started again, and the run continues with the other servers. If
+no server is left, or if a proxy dies, the run fails at once and prints the last lines of the child's log.
 
 run/plan.py decides which servers to start.
 """
@@ -35,10 +35,10 @@ logger = logging.getLogger("nano_areal.launch")
 
 START_SECONDS = 1800.0  # maximum time until a server's first reply; loading a large model may take minutes
 GRACE_SECONDS = 5.0  # time for a child to end by itself before it is killed
-DEATH_SECONDS = 0.5  # maximum time in which a killed process ends after it has closed its connections
+DEATH_SECONDS = 0.5  # maximum time between the moment when a killed process closes its connections and its end
 # The executor waits HOLD_SECONDS before it counts an episode as failed (rollout/executor.py). A server or a proxy ends
-# within 2 s after a signal (serve.py). If the run stops within HOLD_SECONDS because a server or a proxy has ended, the
-# episode does not count as failed.
+# within 2 s after a signal (serve.py). A failed episode does not count if the run stops within HOLD_SECONDS because a
+# server or a proxy has ended.
 HOLD_SECONDS = 3.0
 
 
@@ -75,7 +75,7 @@ class Child:
 
     def send_keys(self, keys: tuple[str, ...]) -> None:
         """Write the keys to the standard input of the process, one in each line."""
-        with suppress(BrokenPipeError):  # if the process has ended, `wait_ready` will raise ProcessDied
+        with suppress(BrokenPipeError):  # the pipe breaks if the process has ended; then `wait_ready` raises an error
             os.write(self.process.stdin.fileno(), "".join(f"{key}\n" for key in keys).encode())  # type: ignore[union-attr]
 
     def last_words(self, lines: int = 5) -> str:
@@ -113,7 +113,7 @@ class Fleet:
         self.log_dir = log_dir
         self.children: list[Child] = []
         self.stopping = False
-        self.lock = threading.Lock()  # held during the restart of a server, so that `close` misses no process
+        self.lock = threading.Lock()  # `restart` holds the lock during a start, so that `close` misses no process
 
     def start(self, planned: Planned) -> Child:
         """Start a process and return at once. The returned child's `wait_ready` waits until the process answers."""
@@ -136,11 +136,11 @@ class Fleet:
         return self.children[-1]
 
     def watch(self, on_death: list[OnDeath], max_restarts: int, on_restart: Callable[[], None]) -> None:
-        """Start one thread for each child. If an inference server dies, its thread restarts the server, at most
+        """Start one thread for each child. If an inference server dies, the server's thread restarts it, at most
         `max_restarts` times.
 
-        When a restarted server answers for the first time, its thread calls `on_restart`. If a child that the run needs
-        dies, the child's thread calls every function in `on_death`.
+        When a restarted server answers for the first time, the server's thread calls `on_restart`. If a child that the
+        run needs dies, the child's thread calls every function in `on_death`.
         """
 
         def wait_for(child: Child) -> None:
@@ -182,7 +182,8 @@ class Fleet:
     def raise_death(self, error: BaseException) -> None:
         """Raise ProcessDied if a child that the run needs has ended. `error` becomes the `__cause__` of the
         ProcessDied."""
-        # `raise_death` waits, because a process that is killed closes its connections before it ends.
+        # `raise_death` waits until a killed process has ended, because the process closes its connections a moment
+        # earlier.
         time.sleep(DEATH_SECONDS)
         dead = [child for child in self.children if child.process.poll() is not None]
         if lost := [child.last_words() for child in dead if not self.replacements(child)]:
@@ -206,9 +207,9 @@ def plan_restart(child: Child, max_restarts: int) -> Planned | None:
     """Return the process to start in place of a child that has ended, or None if the child must not be restarted. Only
     inference servers are restarted, at most `max_restarts` times.
 
-    The new process listens on the child's port, so that clients need no new address. The new process reports a version
-    label that is no number until the trainer has pushed the current weights. Clients discard all tokens of a server
-    whose version is no number.
+    The new process listens on the child's port, so that clients need no new address. Until the trainer has pushed the
+    current weights, the new process reports a version label that is not a number. Clients discard all tokens of a
+    server whose version is no number.
     """
     planned = child.planned
     if not child.name.startswith("server") or planned.restarts >= max_restarts:

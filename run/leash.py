@@ -4,7 +4,7 @@ Servers of this project end by themselves when their standard input closes (`--e
 `--exit-with-parent`, so SGLang runs under this script. Standard input is a pipe from the parent process, so the pipe
 closes when the parent dies. When standard input closes, the script sends SIGTERM to the command. At most 3 seconds
 after SIGTERM, the script kills its whole process group, including itself. Start the script in a new process session
-(setsid), so that its process group contains no unrelated process.
+(setsid), so that the script's process group contains no unrelated process.
 
 `python leash.py --api-key COMMAND ...` reads a key from the first line of standard input, and appends `--api-key=KEY`
 to the command. The form `--api-key=KEY` is necessary, because in the form `--api-key KEY` the command would mistake a

@@ -141,7 +141,7 @@ def describe_batch(batch: dict[str, Tensor], version: int) -> dict[str, Any]:
     `version`.
 
     The staleness of a trained token is `version` minus the token's version. A row is mixed if its trained tokens have
-    more than one version. An untrained token is a token that the model sampled, but that the loss leaves out.
+    more than one version. An untrained token is a token that the model sampled and that the loss excludes.
     """
     mask = batch["loss_mask"].bool()  # (B, T)
     versions = batch["versions"]

@@ -1,22 +1,22 @@
 """Estimate the memory and the disk space that a run needs, before the run starts.
 
-**The trainer.** A rank keeps a share of the model's parameters. For each of these parameters the rank stores four
+**The trainer.** A rank keeps a share of the model's parameters. For each parameter in its share, a rank stores four
 float32 numbers: the parameter, its gradient and two AdamW moments. Each training step has the three phases `head`,
 `layers` and `end`. In addition to its share of the parameters, a rank needs the bytes of the largest phase.
 
 In the formulas below, P is the number of parameters in a decoder layer, V the vocabulary size, and H the hidden size. R
-is the number of parameters in the embedding and the last layer. R is V H if these two layers share their weights, else
-2 V H. Each number in a forward pass takes b bytes, which is 2 in bfloat16 and 4 in float32. `saved` is the number of
-bytes that the forward pass keeps for the backward pass.
+is the number of parameters in the embedding and the last layer. R is V H if the embedding and the last layer share
+their weights, else 2 V H. Each number in a forward pass takes b bytes, which is 2 in bfloat16 and 4 in float32. `saved`
+is the number of bytes that the forward pass keeps for the backward pass.
 
 The phase `head` needs b R + (4 + b) V H + saved + chunk bytes. In the phase `head`, the embedding and the last layer
 take b R bytes, and the last layer's gradient in float32 takes 4 V H bytes. The gradient that one chunk of tokens adds
 to the last layer takes b V H bytes. The term `chunk` is the number of bytes for the logits of one chunk of tokens.
 
 The phase `layers` needs b R + b V H + (8 + 3 b) P + saved bytes. In the phase `layers`, two whole decoder layers take 2
-b P bytes. The gradient of one layer takes b P bytes, and 8 P more bytes in float32 before and after the ranks add their
-gradients. The phase `end` needs max(4 b V H, 8 R) bytes for the gradient of the embedding and then for its copies in
-float32.
+b P bytes. The gradient of one layer takes b P bytes. Two float32 copies of a layer's gradient, before and after the
+ranks add their gradients, take 8 P bytes. The phase `end` needs max(4 b V H, 8 R) bytes: first 4 b V H bytes for the
+embedding's gradient, and then 8 R bytes for copies of gradients in float32.
 
 For a single rank in float32, the phase `end` and the terms with R or P are 0, because this rank uses no FSDP
 (training/actor.py). In the phase `layers`, a single rank in float32 also needs 2 b I bytes for each token: the

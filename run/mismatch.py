@@ -5,11 +5,12 @@ log-probabilities differ by rounding (about 1e-6 in float32, 0.05 in bfloat16). 
 means that the server and the trainer use different weights or different masks. All importance weights of the run are
 wrong if the weights or the masks differ.
 
-Two checks look for a difference above the rounding error. The first check, `logp_mismatch`, compares the tokens of a
-batch that the current version sampled, but a batch may have no such token. The second check is the canary, two short
-sequences of tokens. After each weight update, the trainer and every server compute the scores of the canary, which are
-the log-probabilities of its tokens. A busy server scores the canary only after all earlier requests have started. The
-trainer continues without waiting for the servers' scores, and reads the scores before the next update.
+Two checks look for a difference above the rounding error. The first check, `logp_mismatch`, compares the
+log-probabilities of those tokens in a batch that the current version sampled. A batch may contain no token of the
+current version. The second check is the canary, two short sequences of tokens. After each weight update, the trainer
+and every server compute the scores of the canary, which are the log-probabilities of its tokens. A busy server scores
+the canary only after all earlier requests have started. The trainer continues without waiting for the servers' scores,
+and reads the scores before the next update.
 """
 
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,8 +24,8 @@ from run.logger import Trace
 from run.start import NoRollout
 from training.actor import FSDPPPOActor
 
-CANARY_ROWS, CANARY_TOKENS = 2, 16  # two rows, because a packed layout may mix up rows
-CANARY_MOVE = 1e-4  # nats; if an update changes the trainer's scores by more, the servers' scores must also change
+CANARY_ROWS, CANARY_TOKENS = 2, 16  # with two rows the canary finds an error that exchanges rows
+CANARY_MOVE = 1e-4  # in nats; if the trainer's scores change by more than CANARY_MOVE, the servers' scores must change
 
 
 def logp_mismatch(batch: dict[str, Tensor], version: int) -> float:
@@ -41,9 +42,9 @@ def logp_mismatch(batch: dict[str, Tensor], version: int) -> float:
 class Canary:
     """Two short sequences that every server and the trainer score after each weight update.
 
-    Two signs reveal a server without the new weights. The first sign is a score that differs from the trainer's score.
-    The second sign is a score that the update did not change in any bit. The second sign also reveals a missing update
-    whose effect would be smaller than the rounding of bfloat16.
+    Two signs reveal a server without the new weights: the server's score differs from the trainer's score, or the
+    update did not change the server's score in any bit. An unchanged score also reveals a missing update whose effect
+    would be smaller than the rounding of bfloat16.
     """
 
     def __init__(self, actor: FSDPPPOActor, rollout: RemoteInfEngine | NoRollout, trace: Trace) -> None:
@@ -62,7 +63,7 @@ class Canary:
             first = {key: x[:CANARY_ROWS] for key, x in batch.items()}
             self.rows = {key: x[:, :CANARY_TOKENS] if x.dim() > 1 else x for key, x in first.items()}
             self.rows["temperatures"] = torch.ones_like(self.rows["temperatures"])
-        mask = self.rows["loss_mask"] = self.rows["attention_mask"]  # prompt tokens have scores, too
+        mask = self.rows["loss_mask"] = self.rows["attention_mask"]  # every token of the canary gets a score
         with self.trace.span("canary"):
             self.trainer = self.actor.compute_logp(self.rows)[mask]
         if isinstance(self.rollout, RemoteInfEngine):

@@ -153,7 +153,7 @@ def check_open_files(config: TrainConfig, limit: int) -> None:
 
 
 def servers_on_gpus(planned: list[Planned]) -> list[Planned]:
-    """Return the servers that compute on GPUs. The small server computes on the CPU, even if it has a GPU."""
+    """Return the servers that compute on GPUs. The small server uses the CPU even if the plan gives it a GPU."""
     return [process for process in planned if process.gpus and "inference.tiny.server" not in process.command]
 
 
@@ -219,7 +219,7 @@ def plan_run(config: TrainConfig) -> tuple[list[Planned], str]:
     """
     gpus, ranks = visible_gpus(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # torchrun sets LOCAL_WORLD_SIZE
     machine = (torch.cuda.mem_get_info()[1] if gpus else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) / GIB
-    if config.gpus:  # plan for `config.gpus` GPUs, which this machine may lack
+    if config.gpus:  # the plan is for `config.gpus` GPUs, which this machine may lack
         gpus, machine = [str(k) for k in range(config.gpus)], config.gpu_memory
     servers = plan_servers(config, gpus, ranks)
     check_open_files(config, raise_open_files())

@@ -2,8 +2,8 @@
 
 With `recover: auto`, a run that is started again with the same name continues from its last checkpoint.
 
-**The folder.** Only one process writes to a run's folder. While a process writes to the folder, a second process with
-the same run folder ends with an error.
+**The folder.** Only one process writes to a run's folder. While one run holds the lock of a folder, a second run with
+this folder ends with an error.
 
 **The checkpoint.** A checkpoint contains everything that the next step depends on. The folder recover/step00040
 contains the model and the optimizer, the number of finished steps, the states of the random number generators, the
@@ -17,8 +17,7 @@ thread writes the copy. The previous checkpoint is deleted when the new checkpoi
 the end of the write before the next checkpoint and at the end of the run.
 
 **Repeated steps.** Steps after the last checkpoint are trained again, and the restart removes their lines from
-metrics.jsonl. Each step writes its line of metrics.jsonl before its checkpoint, so the finished file has exactly one
-line per step.
+metrics.jsonl. Each step writes its line of metrics.jsonl before its checkpoint, so no line is missing after a restart.
 
 **Finished groups.** A group is written to recover/groups/{task_id}.safetensors before the group counts as accepted.
 After a restart, an open group with a file counts as finished, and the finished groups keep their order. An open group
@@ -26,12 +25,13 @@ without a file is generated again, with the same id and therefore the same sampl
 
 **Lost weights.** After a restart, a group is kept if none of its tokens is newer than the checkpoint's version. For
 example, the checkpoint has version 40 and the run was killed at version 42. After the restart, version 41 is trained
-again and may have different weights. A group with a token from the lost version 41 is therefore generated again.
+again and may have different weights. A group with a token from the lost version 41 is generated again.
 
 **Ages.** The upper bound on the age of groups (staleness.py) also holds after a restart. After a restart, the steps
-consume the restored groups first and in their old order. No restored group therefore becomes older than without the
-restart. After a restart with batch size B, the gate counts version * B consumed groups and all restored groups as
-accepted. If eta or B is reduced at the restart, groups that would become too old are generated again.
+consume the restored groups first and in their old order. The old order ensures that a restored group does not become
+older than it would be without the restart. After a restart at version v with batch size B, the gate counts v * B
+consumed groups as accepted, and also all restored groups. If eta or B is reduced at the restart, groups that would
+become too old are generated again.
 
 **Limits.** In an asynchronous run, a restart may change the order in which groups start. In a power failure, files that
 the operating system has not written to the disk may be lost. Groups that were submitted outside prepare_batch are not
@@ -118,11 +118,10 @@ def save_model(actor: Any, folder: Path, step: int, keep: int, lines: list[dict[
 
 
 def discard(run_dir: Path, last: int, max_age: int) -> None:
-    """Delete a run's files in tokens/ up to step `last`, and a run's folders in rollout/ of versions on which no later
-    step can train.
+    """Delete a run's files in tokens/ up to step `last`, and delete the folders in rollout/ that no later step needs.
 
-    Step s trains at version s - 1, and no group is older than `max_age` versions. Step `last` + 1 may therefore train
-    on a group of version `last` - `max_age`.
+    Step s trains at version s - 1, and no group is older than `max_age` versions. Step `last` + 1 may train on groups
+    of version `last` - `max_age` or newer, so `discard` deletes the folders of older versions.
     """
     for path in (run_dir / "tokens").glob("*.safetensors"):
         if int(path.stem) <= last:

@@ -14,22 +14,21 @@ which a weight update interrupts groups 3 and 4:
 
 `ScheduledEngine` generates each token with the recorded version. For example, the engine requests the first 57 tokens
 of a completion at version 2, waits for version 3, and requests the next 63 tokens. At each version,
-`ReplayExecutor.prepare_batch` starts the groups that the recorded run started at this version. The method then waits
-until all recorded tokens of this version are generated. Finally, `prepare_batch` returns the recorded groups in their
-recorded order.
+`ReplayExecutor.prepare_batch` starts the groups that the recorded run started at this version. Next, `prepare_batch`
+waits until all tokens that were recorded at the version are generated. Finally, `prepare_batch` returns the recorded
+groups in their recorded order.
 
-A step depends only on the groups that it consumes. A replay therefore leaves out all groups that no step consumed, such
-as rejected groups. The replay reads from the schedule when each group starts and which groups each batch contains. The
-replay repeats no other decision of the gate and the dispatcher.
+A step depends only on the groups that it consumes. A replay does not generate groups that no step consumed, for example
+rejected groups. The replay reads from the schedule when each group starts and which groups each batch contains.
 
 **Differences.** The replay writes a schedule of its own, and the trainer compares the calls of the replay with the
 recorded calls. The replay ends with an error if a call has another prompt than the recorded call, if a call was not
-made in the recorded run, or if a recorded call is missing. The cause of the error is an agent that is not
-deterministic.
+made in the recorded run, or if a recorded call is missing. A changed prompt, an additional call or a missing call means
+that the agent is not deterministic.
 
 If a call has the recorded prompt but other tokens than the recorded call, then the server has not repeated the recorded
-computation bit for bit. The replay generates the rest of the call's task without the recorded versions. `compare`
-reports the first step whose batch or model differs, and by how much.
+computation bit for bit. If the tokens of a call differ, the replay generates the rest of the call's task without the
+recorded versions. `compare` reports the first step whose batch or model differs, and by how much.
 """
 
 import os

@@ -10,7 +10,7 @@ crashed. Each file gives a part of the report:
     `metrics.jsonl` gives the curves and the lag histogram.
     `trace.json` gives the timeline: the phases of the trainer, the prompt groups and the weight updates.
     `tokens/` gives the trajectories: each token with its version, its log-probabilities and its advantage.
-    `config.yaml` gives the objective, from which the report computes whether a clip changed a token's objective.
+    `config.yaml` gives the keys of the objective, with which the report computes which tokens were clipped.
     `doctor.jsonl` gives the warnings of the doctor.
 
 This module turns the files of a run into one JSON object. The template run/report.html contains the script that draws
@@ -39,7 +39,7 @@ from training.config import PPOActorConfig
 from training.proximal import interpolation, loglinear
 
 MAX_STEPS, MAX_TOKENS, MAX_GROUPS = 24, 60_000, 4000  # maximum numbers of steps, tokens and groups on a page
-FILES = ("metrics.jsonl", "trace.json", "tokens")  # the folder of a run contains at least one name in FILES
+FILES = ("metrics.jsonl", "trace.json", "tokens")  # the folder of a run contains at least one of these
 # The names of the (B, T) tensors of a batch that the page shows.
 COLUMNS = "input_ids versions turn_ids turn_rewards logprobs prox_logp theta_logp advantages states"
 TEMPLATE = Path(__file__).with_suffix(".html")
@@ -229,7 +229,8 @@ def add_turns(turns: list[Record], row: Record, above: list[int], names: Record)
         at, end = places[0], places[-1] + 1
         if number < 0 or end <= begin:
             continue
-        # If a turn's prompt does not begin with its parent's tokens, the parent is turn `number` - 1 in `above`.
+        # If the row does not begin with the tokens of any turn in `above`, the parent is the turn with the number
+        # `number` - 1.
         earlier = path[-1:] or [i for i in above if turns[i]["turn"] == number - 1] or [-1]
         turn = names | {"turn": number, "parent": earlier[0], "reward": row["turn_rewards"][at], "ids": ids[begin:end]}
         turn |= {key: row[key][at:end] for key in ("versions", "advantages", "states")}

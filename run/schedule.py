@@ -10,11 +10,11 @@ rollout/executor.py).
 number that chooses a token is a hash of the call's seed and of the token's position. No random number depends on time.
 (3) The small server computes the same bits for a row, whatever other rows are in the batch ("Bits" in
 inference/tiny/model.py). After a weight update the small server recomputes all keys and values of its cache. A
-completion therefore has the same bits, whether it was interrupted or requested in two parts.
+completion has the same bits whether an update interrupts it or an engine requests it in two parts.
 (4) A training step is a function of the weights and of the batch.
 
-The schedule is therefore the only part of a run that is not deterministic. A run writes its schedule to schedule.jsonl,
-one fact in each line, with about 200 bytes for each call:
+Apart from its schedule, a run is deterministic. A run writes its schedule to schedule.jsonl, one fact in each line,
+with about 200 bytes for each call:
 
     {"run":{"revision":"c0c3d02","torch":"2.13.0","ranks":1},"step":0}      the run begins after step 0
     {"start":7,"version":2}                                                 task 7 starts at version 2
@@ -55,7 +55,7 @@ from inference.wire import EngineError
 Fact = dict[str, Any]
 FILE = "schedule.jsonl"
 EVENTS = ("start", "finish", "consume")  # the events of a task in a schedule
-TRAINING_CALL = re.compile(r"(\d+)(-\d+)?\.\d+")  # "7.1" is call 1 of task 7; "7-3.1" is call 1 of its member 3
+TRAINING_CALL = re.compile(r"(\d+)(-\d+)?\.\d+")  # "7.1" is call 1 of task 7; "7-3.1" is call 1 of member 3 of task 7
 GONE = 499  # the recorded status of a call whose client closed the connection
 POLL = 0.02  # seconds between two polls of a version or a file that another process changes
 
@@ -139,8 +139,9 @@ class ScheduledEngine(RemoteInfEngine):
         schedule.
 
         If a kill has left the last line incomplete, the method removes this line, so that the next fact starts a new
-        line. The lost fact is not needed, because all facts of a group are written before a checkpoint contains the
-        step that consumed the group. The continued run generates all unfinished groups again.
+        line. All facts on which a checkpoint depends are written before the checkpoint. The incomplete line is newer
+        than the checkpoint, so the continued run does not need the line. The continued run generates all unfinished
+        groups again.
         """
         os.truncate(self.schedule, Path(self.schedule).read_bytes().rfind(b"\n") + 1)
         self.record(run=run, step=step)

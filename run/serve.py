@@ -26,7 +26,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from run.fields import Refusal, as_object
 
-FREE_SHARE = 0.2  # share of the file descriptors that client connections may not use
+FREE_SHARE = 0.2  # share of the file descriptors that is kept free of client connections
 
 
 def read_secret(word: str) -> str:
@@ -64,7 +64,7 @@ def listen(host: str, port: int, key: str | None = None) -> socket.socket:
     """
     if not key and host not in ("127.0.0.1", "::1", "localhost"):
         raise OSError(f"--host {host}: other machines can reach this address, so give the server a key (see --help)")
-    if not 0 <= port < 65536:  # create_server would also raise an error, but would leave a socket open
+    if not 0 <= port < 65536:  # for a wrong port, create_server raises an error and leaves a socket open
         raise OSError(f"--port {port}: a number from 0 (any free port) to 65535 is needed")
     try:
         return socket.create_server((host, port))
@@ -190,7 +190,7 @@ def serve(
     BoundedProtocol.header_bytes, BoundedProtocol.header_seconds = header_bytes, header_seconds
     raise_open_files()
     # A request would fail if the server closed an idle connection just when the client sends the request. The server
-    # therefore keeps idle connections open for 75 s, much longer than clients do.
+    # keeps an idle connection open for 75 s, so a client usually closes the connection first.
     options: dict[str, Any] = {"timeout_keep_alive": 75, "timeout_graceful_shutdown": 2}  # seconds
     server = PatientServer(uvicorn.Config(app, log_level="warning", access_log=False, **options))
     logging.getLogger("uvicorn.error").addFilter(Repeats())
@@ -223,7 +223,8 @@ def bearer(request: Request) -> str:
 
 
 def read_object(raw: bytes) -> dict[str, Any]:
-    """Return the JSON object in a request's body, or {} for an empty body. Raises Refusal for any other body."""
+    """Return the JSON object in a request's body, or {} for an empty body. Raises Refusal if the body is not empty and
+    is not a JSON object."""
     try:
         return as_object(orjson.loads(raw or b"{}"), "body")
     except orjson.JSONDecodeError as error:

@@ -10,8 +10,8 @@ for its keys, which it gets as soon as the servers answer. The run's ExitStack e
 to left. Only rank 0 has a rollout side; the other ranks have a `NoRollout`.
 
 Servers that were running before the run began (rollout.server_addrs) may be paused or may have the weights of another
-run. A training run therefore resumes the servers in rollout.server_addrs, aborts their running generations, and gives
-their weights a label that no engine accepts. The trainer's first push replaces the weights and the label. An evaluation
+run. A training run resumes the servers in rollout.server_addrs, aborts their running generations, and gives their
+weights a label that no engine accepts. The trainer's first push replaces the weights and the label. An evaluation
 changes neither the servers nor their weights.
 """
 
@@ -92,7 +92,7 @@ def max_restarts(run: Run) -> int:
 def start_processes(run: Run) -> Keys:
     """Start the inference servers and the proxies, and return at once. Return the keys that the proxies wait for.
 
-    Only rank 0 starts processes. On every other rank the result is ().
+    Only rank 0 starts processes. On every rank except 0 the result is ().
     """
     if dist.get_rank() > 0:
         return ()
@@ -186,10 +186,10 @@ def start_rollout(run: Run, keys: Keys, groups: GroupLog | None = None) -> tuple
 
 
 def take_over(rollout: ScheduledEngine) -> None:
-    """Prepare servers that were running before this run, perhaps for a run that was killed.
+    """Prepare servers that were running before this run, for example servers that a killed run has left paused.
 
-    Resume the servers, abort the running generations, and give the servers a version that `initialize` can read. The
-    servers are resumed first, so a server that a killed run has paused runs again even if this run cannot start.
+    Resume the servers, abort the running generations, and give the servers a version that `initialize` can read.
+    `take_over` resumes the servers first, so no server stays paused if this run cannot start.
     """
     rollout.servers.refresh()
     rollout.resume()
@@ -199,7 +199,7 @@ def take_over(rollout: ScheduledEngine) -> None:
 def plan_proxies(config: TrainConfig, servers: list[str], wait_for_servers: bool) -> list[Planned]:
     """Return the proxies to start for the inference servers `servers`. A new admin key is made for each run.
 
-    With `wait_for_servers`, an agent's request waits while all servers are lost.
+    With `wait_for_servers`, an agent's request waits while no server is available.
     """
     rollout, gconfig = config.rollout, config.gconfig
     options: dict[str, object] = {

@@ -1,16 +1,16 @@
 """Print a first message at the start of a run, show a clock, and suppress the run's output with `--quiet`.
 
-Importing modules, loading models and starting servers take seconds or minutes. On a terminal, a clock therefore shows
-the seconds since the start of train.py. The clock is shown from the first message until the results are printed. During
-training the live table (run/logger.py) is below the clock. While the clock is shown, the library rich prints every line
-of output and wraps long lines. The results contain commands, which must not be wrapped, so the clock is removed before
-the results are printed. If the output goes to a file, there is no clock: each startup event and each training step is
-one line.
+Importing modules, loading models and starting servers take seconds or minutes. On a terminal, a clock shows the seconds
+since the start of train.py. The clock is shown from the first message until the results are printed. During training
+the live table (run/logger.py) is below the clock. While the clock is shown, the library rich prints every line of
+output and wraps long lines. The results contain commands, which must not be wrapped, so the clock is removed before the
+results are printed. If the output goes to a file, there is no clock: each startup event and each training step is one
+line.
 
 With `--quiet` a run prints only warnings, errors and its results at the end. Warnings and errors go to the standard
 error. A quiet run discards its standard output until it prints the results.
 
-train.py imports this module before torch, so this module imports nothing that takes long.
+train.py imports this module before torch, so this module imports only modules that load fast.
 """
 
 import atexit
@@ -35,8 +35,8 @@ class Terminal(Console):
     """A rich console with live displays. Only one thread at a time may print a line or refresh a display.
 
     To print a line, rich first computes how many screen lines of the displays to overwrite, and later writes the line.
-    If a display were refreshed between the two actions, the computed number could be wrong. A printed line would then
-    be lost, or a part of an old display would remain.
+    If a display were refreshed between the computation and the output of the line, the computed number could be wrong.
+    With a wrong number, rich would overwrite a printed line or leave a part of an old display.
     """
 
     def __enter__(self) -> Console:
@@ -52,24 +52,24 @@ class Terminal(Console):
     def show(self, content: Callable[[], Any], transient: bool = False) -> Live:
         """Return a live display that calls `content` twice a second and shows the returned text."""
         live = Live(console=self, get_renderable=content, refresh_per_second=2, transient=transient)
-        live._lock = self._lock  # one lock, because taking two locks in different orders would deadlock
+        live._lock = self._lock  # the display and the console share a lock, because two locks could cause a deadlock
         return live
 
 
 terminal = Terminal()
 clock = terminal.show(lambda: f"{monotonic() - BEGIN:.0f} s since start", transient=True)
-before_results = ExitStack()  # closed before the results are printed, to end the clock and to show output
+before_results = ExitStack()  # closing this stack ends the clock and lets the run print its output
 
 
 def greet(words: list[str]) -> None:
-    """Print the first message and start the clock. With `--help`, print the help instead. `words` is the command line.
+    """Print the first message and start the clock. With `--help`, print only the help. `words` is the command line.
 
     Also start the early processes (run/early.py), unless the configuration is wrong.
     """
     is_first = os.environ.get("RANK", "0") == "0"
     if {"-h", "--help"} & {*words}:
         if is_first:
-            load(["--help"])  # prints the keys and ends this process
+            load(["--help"])  # `load` prints the keys and ends this process
         sys.exit()
     if is_first:
         with suppress(ConfigError, SystemExit):  # train.py reports a wrong configuration later
@@ -81,7 +81,7 @@ def greet(words: list[str]) -> None:
     if terminal.is_terminal:
         clock.start()
         before_results.callback(clock.stop)  # `clock.stop` also shows the cursor
-        atexit.register(before_results.close)  # removes the clock after an error, too
+        atexit.register(before_results.close)  # `close` removes the clock if an error ends the process
 
 
 def hush() -> None:
