@@ -144,7 +144,7 @@ class RemoteInfEngine:
             length_before = response.output_len
             await self._ask_a_server(req.affinity, generate_segment)
 
-            # 3. Return the completion, unless a weight update interrupted it before it had `max_new_tokens` tokens.
+            # 3. Return the completion, unless an update interrupted it and it has fewer than `max_new_tokens` tokens.
             interrupted = response.stop_reason == "abort" and response.output_len < g.max_new_tokens
             if not interrupted:
                 response.stop_reason = "stop" if response.stop_reason == "stop" else "length"
@@ -356,7 +356,7 @@ class RemoteInfEngine:
         return self._version
 
     def resume(self) -> None:
-        """Let every server continue generating, then let rollouts start again.
+        """Let every server continue generating, then allow new rollouts.
 
         The engine also tells lost servers to continue, because a lost server may be alive and still paused.
         """

@@ -36,8 +36,8 @@ an agent sets top_p or a penalty, training cannot reproduce the probabilities, s
 
 Errors. The proxy answers an agent's mistake with a 4xx status and an error in the agent's protocol. SDKs retry a
 request after status 409, 429 or 500, so an agent's mistake never gets status 409 or 500. If a session asks for too many
-answers at once (`Limits.answers`), its request gets status 429, because a later retry may succeed. Status 503 means
-that no inference server answered. A call that arrives during a weight update is answered after the update.
+answers at the same time (`Limits.answers`), its request gets status 429, because a later retry may succeed. Status 503
+means that no inference server answered. A call that arrives during a weight update is answered after the update.
 """
 
 import argparse

@@ -23,10 +23,10 @@ its rewards to the proxy over HTTP, it returns None. If no completion of an epis
 rejected.
 
 **Where agents run** (AReaL's document Agent Workflow, "Execution Modes"). In mode inline all agents run in one event
-loop. One agent object serves many episodes at once, so `run` must keep the state of an episode in local variables. In
-mode inline a blocking call (a synchronous client, time.sleep) delays every episode. In mode subproc each episode runs
-alone in a worker process (rollout/workers.py), so an agent may use synchronous code. Each worker process has its own
-copy of the agent, so the agent must be picklable. A worker process takes about 50 MB of memory.
+loop. One agent object serves many episodes at the same time, so `run` must keep the state of an episode in local
+variables. In mode inline a blocking call (a synchronous client, time.sleep) delays every episode. In mode subproc each
+episode runs alone in a worker process (rollout/workers.py), so an agent may use synchronous code. Each worker process
+has its own copy of the agent, so the agent must be picklable. A worker process takes about 50 MB of memory.
 
 **Groups** (Rollout Workflow, "Grouped Rollout"). The members of a group run concurrently, each with its own copy of
 `data`. If a member returns None or raises an exception, the group continues without this member. If one of four members
@@ -289,7 +289,7 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
     proxy_addr: str | tuple[str, ...]  # with several proxies, each episode uses one of them
     admin_key: str  # key of the proxy's management endpoints
     mode: str = "inline"  # where agents run: `inline` or `subproc`
-    subproc_max_workers: int = 4  # the largest number of agents that run at once in mode subproc
+    subproc_max_workers: int = 4  # the largest number of agents that run at the same time in mode subproc
     subproc_prefix: Sequence[str] = ()  # a command that starts each worker of mode subproc
     discount: float = 1.0  # gamma: share of a turn's final reward that its parent receives
     export_style: str = "individual"  # `individual` makes one row per turn, and `concat` makes one row per leaf

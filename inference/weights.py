@@ -145,7 +145,7 @@ def write_checkpoint(state: Mapping[str, "torch.Tensor"], source_dir: str | Path
     save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
 
     # 2. Rename the directory.
-    if target.exists():  # a recovered run writes its last version again
+    if target.exists():  # a recovered run writes its last version a second time
         shutil.rmtree(target)
     partial.replace(target)
     return target

@@ -7,10 +7,10 @@ server's URL. The status of an EngineError tells the caller how to react:
     502  the answer cannot be read
     503  no answer arrived, or the server failed: try again, perhaps at another server
 
-**Connections.** Each request in flight has its own connection, and idle connections stay open for later requests. With
-`make_transport`, httpx sends its requests through aiohttp (package httpx-aiohttp), because the HTTP parser of aiohttp
-is written in C and the parser of httpx is written in Python. To save more CPU time, `Wire` bypasses httpx's client
-class. The HTTP client of agents uses aiohttp too (workflow.py). docs/log.md has measurements of the CPU time.
+**Connections.** Each request in flight has its own connection, and idle connections stay open for later requests.
+`make_transport` lets httpx send its requests through aiohttp (package httpx-aiohttp). The HTTP parser of aiohttp is
+written in C, and the HTTP parser of httpx is written in Python. To save more CPU time, `Wire` bypasses httpx's client
+class. The HTTP client of agents uses aiohttp too (workflow.py). The page docs/log.md has measurements of the CPU time.
 
 **Streams.** `Wire.stream` yields the server-sent events of an answer while they arrive. If several events arrive
 together, `Wire.stream` parses only the newest event, because every event repeats all tokens that the server has
@@ -21,7 +21,8 @@ that does not end. After an EngineError, the engine can send the request to anot
 file descriptor for a connection, the request waits for a free one.
 
 **Event loops.** A connection belongs to the event loop that opened it, and only this loop can close it. `PerLoop` gives
-each event loop its own connections. A thread without an event loop calls `run_all`, which makes many calls at once.
+each event loop its own connections. A thread without an event loop calls `run_all`, which makes many calls
+concurrently.
 """
 
 import asyncio

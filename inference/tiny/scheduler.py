@@ -175,7 +175,7 @@ class Scheduler:
     # Methods that the server calls between two steps
 
     def submit(self, sequence: Sequence) -> None:
-        """Append a sequence to the queue. protocol.py has already refused requests with more tokens than
+        """Append a sequence to the queue. The parser (protocol.py) has already refused requests with more tokens than
         max_total_tokens."""
         assert sequence.reserved <= self.max_total_tokens, "the request is larger than max_total_tokens"
         sequence.version_starts.append((self.version, 0))
@@ -249,7 +249,8 @@ class Scheduler:
         if self.paused or self.released:
             return Step(0, [], [], [])
         started = 0 if self.updates else self._admit()
-        # The step prefills the sequences that `_admit` started or, if it started none, decodes all running sequences.
+        # The step prefills the sequences that `_admit` started. If `_admit` started no sequence, the step decodes all
+        # running sequences.
         first = len(self.running) - started if started else 0
         sequences = self.running[first:]
         cached = [len(slot.cached) for slot in self.slots[first : len(self.running)]]

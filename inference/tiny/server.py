@@ -14,8 +14,8 @@ Each entry of the thread's queue is either an event (a function call of a route)
 puts the next step into the queue, after the events that arrived during the step. The scheduler needs no lock, because
 one thread handles both events and steps.
 
-**The files.** scheduler.py chooses the sequences of the next step, and model.py computes the step. fast.py is the
-forward pass of the most common architecture. protocol.py translates the bodies of requests and replies.
+**The files.** scheduler.py chooses the sequences of the next step, model.py computes the step, and protocol.py
+translates the bodies of requests and replies. The file fast.py is the forward pass of the most common architecture.
 
     POST /generate                     generates tokens for the prompts in `input_ids`; `stream` for server-sent events
     POST /abort_request                {"rid"}
@@ -116,8 +116,8 @@ class Engine:
     # Methods that run in the engine's thread
 
     def set_released(self, released: bool) -> None:
-        """Release the memory of weights and cache, or allocate it again. The release and the allocation both set the
-        weights to NaN, because released memory keeps no weights."""
+        """Release or allocate the memory of weights and cache. The release and the allocation both set the weights to
+        NaN, because released memory keeps no weights."""
         self.scheduler.set_released(released)
         self.model.lose_weights()
 
