@@ -3,34 +3,37 @@
 An interaction is one call of an agent: the messages that the agent sent and the tokens that the model generated. The
 agent sends the whole conversation with every call, so a later call begins with the messages of an earlier call:
 
-    system - user - [A] assistant -+- user  - [B] assistant       The messages of B and C begin with the messages
-                                   +- user' - [C] assistant       and the output of A, so A is the parent of both.
+    system - user - [A] assistant -+- user  - [B] assistant
+                                   +- user' - [C] assistant
+
+The messages of the calls B and C begin with the messages and the output of call A, so call A is the parent of both.
 
 The tree. The messages of a session form a prefix tree. An edge of the prefix tree is a message. A node stands for a
 prefix: the messages on the path from the first node to this node. The first node stands for the empty prefix. Each
 finished interaction belongs to the node that stands for its messages and its output. To find the parent of a new
 interaction, the cache follows the interaction's messages through the tree, starting at the first node. The parent of
-the new interaction is the last finished interaction on the path of its messages. An interaction without a parent is a
-root. A client may change the order of JSON keys or the white space when it sends a message a second time. The tree
-therefore has one edge for all messages with the same meaning (calls/messages.py, `canonical`).
+the new interaction is the finished interaction whose conversation is the longest prefix of the new interaction's
+messages. An interaction without a parent is a root. A client may change the order of JSON keys or the white space when
+it sends a message a second time. If two messages after the same prefix have the same meaning, they share one edge of
+the tree (calls/messages.py, `canonical`).
 
-Most calls continue the call that finished last. If a request repeats the messages and the output of that call, the
-cache starts at the node of that call, and follows only the new messages.
+A call usually continues the conversation of the interaction that finished last, so the cache first compares the call's
+messages with this conversation.
 
 Rewards. The cache computes the final reward R of every turn i, first for the leaves and last for the roots:
 
     R(i) = r(i) + gamma * mean of R(c) over the children c of i        (the mean is 0 if i has no children)
 
 AReaL's document OpenAI-Compatible Workflows calls the computation of final rewards the "Reward Backpropagation
-Process". If gamma is 0.5 and only the last of three turns gets a reward, 1, the final rewards of the turns are 0.25,
-0.5 and 1 (AReaL's document Agent Workflow, "Reward System"). A side conversation is a call that a client makes for its
-own purposes, for example to get a title. A side conversation does not get the session's reward
+Process". If gamma is 0.5 and three consecutive turns get the rewards 0, 0 and 1, their final rewards are 0.25, 0.5 and
+1 (AReaL's document Agent Workflow, "Reward System"). A side conversation is a call that a client makes for its own
+purposes, for example to get a title. A side conversation does not get the session's reward
 (calls/side_conversations.py).
 
 Export. A row is a sequence of tokens for training. With style "individual" each turn has its own row. With style
-"concat" each leaf has a row, which holds the turns from the root to the leaf. In both styles each sampled token is
-trained exactly once, with the final reward of its own turn. The server sampled each trained token after exactly those
-tokens that precede it in the row. The module rollout/rows.py makes the rows.
+"concat" each leaf has a row, which holds the turns from the root to the leaf. With style "individual" and with style
+"concat", each sampled token is trained exactly once, with the final reward of its own turn. The server sampled each
+trained token after exactly those tokens that precede it in the row. The module rollout/rows.py makes the rows.
 
 Not promised. If an agent changes the messages or the output of a turn, the agent's next call is not a child of this
 turn. If two turns have identical messages and outputs, a call that continues their conversation becomes a child of the
@@ -82,7 +85,7 @@ class Node:
 def are_identical(messages: list[Message], others: list[Message]) -> bool:
     """Return whether two lists of messages are equal. In the arguments of tool calls, True and 1 count as different."""
     pairs = ((a["tool_calls"], b["tool_calls"]) for a, b in zip(messages, others) if a.get("tool_calls"))
-    return messages == others and all(repr(a) == repr(b) for a, b in pairs)  # for `==`, True equals 1
+    return messages == others and all(repr(a) == repr(b) for a, b in pairs)  # `==` treats True and 1 as equal
 
 
 class PrefixTree:
@@ -90,13 +93,14 @@ class PrefixTree:
 
     def __init__(self) -> None:
         self.first = Node()  # the node of the empty prefix
-        self.newest: tuple[list[Message], Node] = ([], self.first)  # the conversation that finished last, and its node
+        # The conversation of the interaction that finished last, and the node of this conversation:
+        self.newest: tuple[list[Message], Node] = ([], self.first)
 
     def follow(self, messages: list[Message]) -> tuple[Interaction | None, Node, int]:
         """Walk through the tree along the edges of `messages`, until a message has no edge.
 
-        Return the last finished interaction on the path, the last node of the path, and the number of edges of the
-        path.
+        Return the finished interaction nearest to the end of the path, the last node of the path, and the number of
+        edges of the path.
         """
         conversation, node = self.newest
         known = len(conversation)
@@ -135,8 +139,8 @@ class InteractionCache(Mapping[str, Interaction]):
         # All mutable state:
         self._interactions: dict[str, Interaction] = {}  # finished and unfinished interactions
         self._tree = PrefixTree()  # the finished interactions
-        # For the id of each unfinished call: the last node of the tree on the call's path, and the edges that `finish`
-        # adds after this node
+        # Key: the id of an unfinished call. Value: the last tree node on the path of the call's messages, and one edge
+        # for each message after this node.
         self._unfinished: dict[str, tuple[Node, list[tuple]]] = {}
         self._discounted = False
 
@@ -220,8 +224,8 @@ class InteractionCache(Mapping[str, Interaction]):
         self[interaction_id].reward = finite(reward)
 
     def set_last_reward(self, reward: Any) -> None:
-        """Set the reward of the last finished call that is not a side conversation. Raises KeyError if the session has
-        only unfinished calls and side conversations."""
+        """Set the reward of the newest finished call that is not a side conversation. Raises KeyError if the session
+        has only unfinished calls and side conversations."""
         self.mark_side_conversations()
         finished = [interaction for interaction in self.finished() if not interaction.is_side]
         if not finished:
@@ -231,8 +235,8 @@ class InteractionCache(Mapping[str, Interaction]):
     def apply_reward_discount(self, turn_discount: float = 1.0) -> None:
         """Replace the reward of each turn i by the final reward, R(i) = r(i) + gamma * mean of R(children).
 
-        A child is always younger than its parent, so a loop in reverse order visits every child before its parent. A
-        second call raises RuntimeError, because it would count the rewards twice.
+        A child is always younger than its parent, so a loop in reverse order visits every child before its parent. If
+        the method is called a second time, it raises RuntimeError instead of discounting the rewards twice.
         """
         if self._discounted:
             raise RuntimeError("apply_reward_discount was already called; the rewards are the final ones")

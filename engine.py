@@ -14,19 +14,19 @@ must know which weights computed which token, so every token carries a version:
 that one POST /generate produces. The pause mode decides how a weight update interrupts a server's requests:
 
 - `retract` (the default): the server keeps the tokens of a request and drops the request's KV cache. After the update,
-  the server computes the KV cache again with the new weights and continues the request. In mode `retract` the engine
-  receives all tokens as one segment. The server's answer lists spans (`weight_versions`): a span is consecutive tokens
-  of one version.
+  the server recomputes the KV cache with the new weights and continues the request. In mode `retract` the engine gets
+  all tokens as one segment. The server's answer lists spans (`weight_versions`): consecutive tokens of one version.
+
 - `abort`: the server returns the tokens generated so far, with finish reason `abort`. After an abort, the engine sends
   a new request with the prompt and the generated tokens. The server starts the new request after the update.
-- `in_place`: the server continues with the KV cache of the old weights. The mode `in_place` needs less computation than
-  the other two modes. In mode `in_place`, the probability of a token after the update depends on old and new weights,
-  so no single policy has this probability.
 
-**Versions.** The versions of tokens come from the server's answers. The engine does not label tokens with its own
-version, because this version may change while a request runs. SGLang 0.5.16 to 0.5.18 reports no spans, but reports the
-version at the end of each segment. If a server reports no spans, `initialize` changes the pause mode to `abort`, so
-that every segment has one version.
+- `in_place`: the server continues with the KV cache of the old weights. Mode `in_place` needs less computation than the
+  other modes. After an update in mode `in_place`, the probability of a token depends on old and new weights, so no
+  single version gives this probability.
+
+**Versions.** Each token gets its version from the server's answer, because the engine's version may change while a
+request runs. SGLang 0.5.16 to 0.5.18 reports no spans, but reports the version at the end of each segment. If a server
+reports no spans, `initialize` changes the pause mode to `abort`, so that every segment has one version.
 
 **Failures.** If a server fails in the middle of a segment, the engine keeps the tokens that the server has streamed.
 After a failure the engine waits, and then requests the missing tokens from a server that is alive
@@ -91,13 +91,13 @@ class RemoteInfEngine:
     """The client of all inference servers of a run. Raises ValueError if the addresses or the pause mode are wrong."""
 
     addresses: list[str]  # base URLs of the servers, or of routers in front of them
-    pause_mode: str = "retract"  # retract, abort or in_place; becomes abort if a server reports no spans
+    pause_mode: str = "retract"  # `retract`, `abort` or `in_place`; becomes `abort` if a server reports no spans
     request_timeout: float = 3600.0  # a segment fails if its server sends nothing for this number of seconds
     request_retries: int = 3  # number of retries of a request after a connection error, a timeout or a 5xx status
     key: str = ""  # API key of the servers
     wait_for_servers: bool = False  # True: while all servers are lost, requests wait for a living server
     transport: httpx.MockTransport | None = None  # None: the real network; tests pass a mock of the network
-    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep  # function that waits; tests pass a fast function
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep  # function that waits; tests replace this function
 
     def __post_init__(self) -> None:
         if not self.addresses:
@@ -144,7 +144,7 @@ class RemoteInfEngine:
             length_before = response.output_len
             await self._ask_a_server(req.affinity, generate_segment)
 
-            # 3. Return the completion, unless a weight update interrupted it before it had `max_new_tokens` tokens.
+            # 3. Return the completion, unless an update interrupted it and it has fewer than `max_new_tokens` tokens.
             interrupted = response.stop_reason == "abort" and response.output_len < g.max_new_tokens
             if not interrupted:
                 response.stop_reason = "stop" if response.stop_reason == "stop" else "length"
@@ -161,8 +161,8 @@ class RemoteInfEngine:
         """Generate one segment: send one POST /generate to `server`, and append the generated tokens to `response`.
 
         A streamed answer has many events, and an answer without streaming has one event. Every event contains all
-        tokens of the segment so far. The tokens of an event therefore replace the tokens that earlier events of this
-        segment have appended to `response`.
+        tokens of the segment so far. The tokens of an event replace the tokens that earlier events of this segment have
+        appended to `response`.
         """
         url = server + "/generate"
         start = response.output_len
@@ -213,8 +213,8 @@ class RemoteInfEngine:
         await asyncio.shield(asyncio.gather(*calls, return_exceptions=True))
 
     async def _ask_a_server(self, key: str, ask: Callable[[str], Awaitable[Any]]) -> Any:
-        """Call the function `ask` with the URL of the server for `key`, and return its result. If the server fails,
-        wait and retry.
+        """Call the function `ask` with the URL of the server for `key`, and return the function's result. If the server
+        fails, wait and retry.
 
         The server has failed if `ask` raises an EngineError with status 502 or 503. Each retry goes to a living server,
         if any server is alive. When no retry is left, the method raises the last error. If `ask` raises an error with
@@ -296,8 +296,8 @@ class RemoteInfEngine:
     def pause(self) -> None:
         """Start no more rollouts, and pause every server. After a call of `pause` it is safe to change the weights.
 
-        If `wait_for_servers` is true, the method waits as long as all servers are lost. If the executor stops the run
-        while the method waits, the method raises RuntimeError.
+        If `wait_for_servers` is true, the method waits while all servers are lost. If the executor stops the run while
+        the method waits, the method raises RuntimeError.
         """
         if self._memory_released:
             return
@@ -334,7 +334,7 @@ class RemoteInfEngine:
         if self._memory_released:  # `release_memory` has freed the servers' weights
             self.servers.post_all("/resume_memory_occupation", {})
             self._memory_released = False
-        # In mode in_place the paused requests still need the KV cache, so the servers keep it.
+        # In mode `in_place` the paused requests still need the KV cache, so the servers keep it.
         weights.send(replace(meta, flush_cache=self.pause_mode != "in_place"), self.servers.post_all, buckets)
         self.servers.newest = self.servers.limit = self._sent = meta.version
 
@@ -356,7 +356,7 @@ class RemoteInfEngine:
         return self._version
 
     def resume(self) -> None:
-        """Let every server continue generating, then let rollouts start again.
+        """Let every server continue generating, then allow new rollouts.
 
         The engine also tells lost servers to continue, because a lost server may be alive and still paused.
         """

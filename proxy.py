@@ -24,20 +24,20 @@ The example shows how a call becomes a prompt. The model answered "Hi!" in the f
     {"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "Hi!"},
                   {"role": "user", "content": "more"}], "temperature": 0.7}
 
-    1. calls/messages.py reads three messages and the temperature 0.7 from the body.
-    2. calls/turn.py enters the call in the conversation tree (cache.py). The call's parent is the turn with "Hi!".
-    3. calls/prompts.py adds \n<|im_start|>user\nmore<|im_end|>\n and the start of an answer to the parent's tokens.
-    4. `Proxy.gconfig` collects the sampling parameters from the body, the session and the option `sampling`.
-    5. engine.py requests the tokens from a server, and calls/replies.py writes the reply, whole or as a stream.
+    (1) calls/messages.py reads three messages and the temperature 0.7 from the body.
+    (2) calls/turn.py adds the call to the conversation tree (cache.py). The call's parent is the turn with "Hi!".
+    (3) calls/prompts.py adds \n<|im_start|>user\nmore<|im_end|>\n and the start of an answer to the parent's tokens.
+    (4) `Proxy.gconfig` collects the sampling parameters from the body, the session and the option `sampling`.
+    (5) engine.py requests the tokens from a server, and calls/replies.py writes the reply, whole or as a stream.
 
 Sampling. The option `sampling` gives default values of the sampling parameters. An evaluation may have other default
 values than training. An agent can override each default value, unless the key `fixed_sampling` names the parameter. If
-an agent sets top_p or a penalty, training cannot reproduce the probabilities, so the turn is left out of the loss.
+an agent sets top_p or a penalty, training cannot reproduce the probabilities, so the loss excludes the turn.
 
 Errors. The proxy answers an agent's mistake with a 4xx status and an error in the agent's protocol. SDKs retry a
 request after status 409, 429 or 500, so an agent's mistake never gets status 409 or 500. If a session asks for too many
-answers at once (`Limits.answers`), its request gets status 429, because a later retry may succeed. Status 503 means
-that no inference server answered. A call that arrives during a weight update is answered after the update.
+answers at the same time (`Limits.answers`), its request gets status 429, because a later retry may succeed. Status 503
+means that no inference server answered. A call that arrives during a weight update is answered after the update.
 """
 
 import argparse
@@ -73,7 +73,7 @@ from run.keys import OpenAIConfig
 from run.schedule import ScheduledEngine
 from run.serve import bearer, check_key, listen, load_tokenizer, read_object, read_secret, reply, serve
 
-LONG_BODY = 2**15  # bytes; a longer body is read in a thread, because a long text takes seconds to read and to tokenise
+LONG_BODY = 2**15  # a body of more bytes is read in a thread, because reading and tokenising a long text takes seconds
 
 
 @dataclass(eq=False, repr=False)
@@ -136,11 +136,11 @@ class Proxy:
         if not turn.ask.stream:
             return reply(await turn.reply(request))
         frames = turn.events(request)
-        await anext(frames)  # raises the error of a call that failed before its first token
+        await anext(frames)  # if the call failed before its first token, `anext` raises the call's error
         return EventStream(frames, headers={"cache-control": "no-store"})
 
     async def begin(self, protocol: Protocol, session: Session, raw: bytes, key: bytes) -> Turn:
-        """Enter a new turn in the conversation tree, build the turn's prompt, and start to generate the answers.
+        """Add a new turn to the conversation tree, build the turn's prompt, and start to generate the answers.
 
         `key` is the hash of the body `raw`. Raises Refusal if the request is not valid or the session has ended. If the
         prompt cannot be built, the turn is removed from the tree.
@@ -191,7 +191,7 @@ class Proxy:
         """Reply with the number of prompt tokens that a call with this body would have (Anthropic's protocol)."""
         session = self.sessions.open(session_id_of(request))
         raw = await self.read_body(request)
-        async with session.beginning:  # one call at a time, so that a session uses at most one thread
+        async with session.beginning:  # this lock admits one call at a time, so a session uses at most one thread
             ask = await in_thread(raw, lambda: PROTOCOLS["messages"].parse(read_object(raw), session.finished))
             ids, _ = await in_thread(raw, lambda: self.prompt(ask, session.cache.find_parent(ask.messages)))
         return reply({"input_tokens": len(ids)})
@@ -235,7 +235,7 @@ class Proxy:
 
     async def set_reward(self, request: Request) -> Response:
         """Set the reward of the interaction `interaction_id`, or of the last interaction if the body has no id."""
-        self.sessions.open(session_id_of(request))  # refuses an unknown session before the body is read
+        self.sessions.open(session_id_of(request))  # `open` refuses unknown sessions before the body is read
         body = await self.read_json(request)
         self.reward(self.sessions.open(session_id_of(request)), body)
         return reply({"message": "ok"})
@@ -253,7 +253,7 @@ class Proxy:
 
     async def end_session(self, request: Request) -> Response:
         """End a session. Ending a session twice is not an error. With {"discard": true}, also forget the session."""
-        session = self.sessions.find(session_id_of(request))  # refuses an unknown session before the body is read
+        session = self.sessions.find(session_id_of(request))  # `find` refuses unknown sessions before the body is read
         body = await self.read_json(request)
         self.sessions.end(session)
         if body.get("discard"):
@@ -277,8 +277,8 @@ class Proxy:
         if not session.ended:
             raise Refusal("session_id: the session is still open; POST /{session_id}/rl/end_session first")
         style = body.get("style", "individual")
-        check_style(style)  # raises Refusal before apply_reward_discount changes the rewards
-        rewarded = session.rewarded_count  # counted before parents get rewards from their children
+        check_style(style)  # `check_style` raises Refusal before `apply_reward_discount` changes the rewards
+        rewarded = session.rewarded_count  # rewards are counted before parents get rewards from their children
         session.cache.apply_reward_discount(body.get("discount", 1.0))
         interactions = {key: exported_form(i) for key, i in session.cache.export_interactions(style).items()}
         self.sessions.forget(session)

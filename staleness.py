@@ -17,26 +17,26 @@ If a step drops an accepted group, or if wait_for_task fetches the group, the gr
 cannot block forever. At version v the trainer has consumed v * B groups. If no group runs and fewer than B finished
 groups wait for the trainer, then the gate counts fewer than (v + 1) * B groups, and another group may start.
 
-**The gate alone does not bound the age.** If each step consumed the groups that finished first, steps would consume
-younger groups before a slow group. In an example with eta = 1 and B = 2, a slow group reaches age 5
-(tests/test_staleness.py). `rollout.stale` chooses one of three rules that limit the lag of every trained token to eta:
+**The gate alone does not bound the age.** If each step consumed the groups that finished first, many steps could pass
+while a slow group runs. In an example with eta = 1 and B = 2, a slow group reaches age 5 (tests/test_staleness.py).
+`rollout.stale` chooses one of three rules that limit the lag of every trained token to eta:
 
-- **wait** consumes the groups that started first, so a batch waits for its slowest group. *Proof:* number the groups
-  that are not rejected in order of start: 1, 2, 3, ... The number p of every group that starts at version s is at most
-  (eta + s + 1) * B, because the gate counted this group and every group before it. If an earlier group is rejected, p
-  becomes smaller. Step ceil(p / B) consumes group p at version ceil(p / B) - 1, which is at most eta + s. No token of
-  group p is older than version s, so the age of group p is at most eta.
-- **mask** consumes the groups that finished first. The loss excludes tokens whose lag is above eta. The first
-  tokens of long answers are masked most often, because they are the oldest. With mask, no step waits for a slow group.
-  A group is dropped if all its tokens are too old, for example because several weight updates happened while its reward
-  was computed. *Proof:* number the accepted groups in order of finish. A group that finishes at version s gets a number
-  p <= (eta + s + 1) * B. As in the proof for wait, a step consumes group p at version eta + s or before. If the group's
-  last tokens have version s, their lag is at most eta, so a step trains on these tokens.
+- **wait** consumes the groups that started first, so batches wait for slow groups. *Proof:* in order of start, number
+  the groups that are not rejected. A group that starts at version s gets a number p <= (eta + s + 1) * B, because the
+  gate counted groups 1 to p. If an earlier group is rejected, p decreases. Step ceil(p / B) consumes group p at version
+  ceil(p / B) - 1 <= eta + s. No token of group p is older than version s, so the group's age is at most eta.
+
+- **mask** consumes the groups that finished first. The loss excludes tokens whose lag is above eta. The first tokens of
+  long answers are masked most often, because they are the oldest. With `mask`, no step waits for a slow group. A group
+  is dropped if all its tokens are too old. *Proof:* number the accepted groups in order of finish. A group that
+  finishes at version s gets a number p <= (eta + s + 1) * B. As in the proof of `wait`, a step consumes group p at a
+  version <= eta + s. If the group's last tokens have version s, their lag is at most eta, so a step trains on them.
+
 - **drop** consumes the groups that finished first, and drops groups whose age is above eta. Long episodes are dropped
   most often. *Proof:* a step checks each group's age before it trains on the group. A dropped group frees its place.
 
 **What is not promised.** The proofs assume that the trainer consumes B groups per version, that versions only grow, and
-that set_version is called after the servers have the new weights. With all three settings, the age check raises
+that set_version is called after the servers have the new weights. With each of the three rules, the age check raises
 StalenessError if a step is about to train on a token whose lag is above eta.
 """
 
@@ -74,8 +74,9 @@ class RolloutStat:
 class StalenessManager:
     """The staleness gate (write-up, section 1.2) and the age check at consumption. All methods are thread-safe.
 
-    No method calls version_provider.get_version() while it holds `_lock`. get_capacity reads the version before the
-    counters. If the version grows between the two reads, the capacity is too small for a moment, but never too large.
+    No method calls version_provider.get_version() while the method holds `_lock`. `get_capacity` reads the version
+    before the counters. If the version grows after `get_capacity` has read the version, the capacity is too small for a
+    moment, but never too large.
     """
 
     version_provider: VersionProvider
@@ -180,8 +181,8 @@ class StalenessManager:
     def on_version_recovered(self, version: int, finished_untrained: int = 0) -> None:
         """Set `accepted` after a restart: version * B consumed groups, plus the finished groups that were restored.
 
-        Without this call, `accepted` would be 0 after a restart, and the number of admitted groups would be too large
-        by version * B (AReaL #1388).
+        Without `on_version_recovered`, `accepted` would be 0 after a restart, and the number of admitted groups would
+        be too large by version * B (AReaL #1388).
         """
         with self._lock:
             self._stat.accepted = version * self.consumer_batch_size + finished_untrained

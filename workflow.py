@@ -3,11 +3,10 @@
 An **episode** is one run of `arun_episode(engine, data)`, a coroutine that turns one sample of the dataset into rows to
 train on. The executor decides when an episode starts and what happens to its result (rollout/executor.py).
 
-**Results.** A workflow returns one of three results (AReaL's document Rollout Workflow, "Return Types"):
-- a dict of tensors, which is a trajectory (rollout/trajectory.py);
-- a dict of interactions: the calls of an agent, with their tokens and rewards (cache.py);
-- None, which rejects the sample.
-If the workflow of a sample raises an exception, the sample's group is rejected and also counted as failed.
+**Results.** A workflow returns one of three results (AReaL's document Rollout Workflow, "Return Types"). A dict of
+tensors is a trajectory (rollout/trajectory.py). A dict of interactions has the calls of an agent, with their tokens and
+rewards (cache.py). None rejects the sample. If the workflow of a sample raises an exception, the sample's group is
+rejected and also counted as failed.
 
 **The workflows here:**
 
@@ -24,10 +23,10 @@ its rewards to the proxy over HTTP, it returns None. If no completion of an epis
 rejected.
 
 **Where agents run** (AReaL's document Agent Workflow, "Execution Modes"). In mode inline all agents run in one event
-loop. One agent object serves many episodes at once, so `run` must keep the state of an episode in local variables. In
-mode inline a blocking call (a synchronous client, time.sleep) delays every episode. In mode subproc each episode runs
-alone in a worker process (rollout/workers.py), so an agent may use synchronous code. Each worker process has its own
-copy of the agent, so the agent must be picklable. A worker process takes about 50 MB.
+loop. One agent object serves many episodes at the same time, so `run` must keep the state of an episode in local
+variables. In mode inline a blocking call (a synchronous client, time.sleep) delays every episode. In mode subproc each
+episode runs alone in a worker process (rollout/workers.py), so an agent may use synchronous code. Each worker process
+has its own copy of the agent, so the agent must be picklable. A worker process takes about 50 MB of memory.
 
 **Groups** (Rollout Workflow, "Grouped Rollout"). The members of a group run concurrently, each with its own copy of
 `data`. If a member returns None or raises an exception, the group continues without this member. If one of four members
@@ -119,8 +118,8 @@ def is_interactions(result: Any) -> bool:
 
 
 def to_tensors(result: Any) -> Trajectory:
-    """Return an episode's result as tensors, with one row per interaction. parents[i] is the index of the row that row
-    i continues, or -1 if row i continues no row."""
+    """Return an episode's result as tensors, with one row per interaction. `parents[i]` is the index of the row that
+    row i continues, or -1 if row i continues no row."""
     if not is_interactions(result):
         return result
     places = {interaction: k for k, interaction in enumerate(result.values())}
@@ -183,8 +182,8 @@ class MultiTurnWorkflow(RLVRWorkflow):
     """Sample an answer. While the reward is not positive, add `reflection_message` and sample another answer.
 
     After k answers the episode's reward is turn_discount^(k-1) times the reward of the last answer. Each new prompt
-    consists of the previous prompt, the answer tokens that were sampled for it, and the reflection message. Sampled
-    tokens are not tokenised again (calls/prompts.py). A conversation also ends when it fills the context window.
+    consists of the previous prompt, the tokens of the last answer, and the reflection message. Sampled tokens are not
+    tokenised again (calls/prompts.py). A conversation also ends when it fills the context window.
     """
 
     max_turns: int = 3  # the largest number of answers in one conversation
@@ -289,11 +288,11 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
     agent: Any
     proxy_addr: str | tuple[str, ...]  # with several proxies, each episode uses one of them
     admin_key: str  # key of the proxy's management endpoints
-    mode: str = "inline"  # where agents run: inline or subproc
-    subproc_max_workers: int = 4  # the largest number of agents that run at once in mode subproc
+    mode: str = "inline"  # where agents run: `inline` or `subproc`
+    subproc_max_workers: int = 4  # the largest number of agents that run at the same time in mode subproc
     subproc_prefix: Sequence[str] = ()  # a command that starts each worker of mode subproc
     discount: float = 1.0  # gamma: share of a turn's final reward that its parent receives
-    export_style: str = "individual"  # individual: one row per turn; concat: one row per leaf
+    export_style: str = "individual"  # `individual` makes one row per turn, and `concat` makes one row per leaf
     episode_timeout: float = 3600.0  # seconds; a longer episode is cancelled and counted as failed
     sampling: dict[str, Any] = field(default_factory=dict)  # the session's default sampling parameters
 
@@ -377,12 +376,12 @@ def resolve_workflow(
 ) -> RolloutWorkflow:
     """Return the RolloutWorkflow that runs the given workflow or agent (Rollout Workflow, "Workflow Resolution").
 
-    workflow: a workflow object, an agent object, a class of either, or an import path "module.Name" of any of them.
-    workflow_kwargs: the arguments of a class.
-    group_size: the number of episodes per prompt; above 1 the workflow is wrapped in GroupedRolloutWorkflow.
-    proxy: the arguments of OpenAIProxyWorkflow (proxy_addr, admin_key, ...), needed for agents.
-    defaults: arguments (gconfig, tokenizer) for a workflow class that accepts them, if workflow_kwargs lack them.
-    on_failures, on_end: the arguments of GroupedRolloutWorkflow.
+    `workflow`: a workflow object, an agent object, a class of either, or an import path "module.Name" of any of them.
+    `workflow_kwargs`: the arguments of a class.
+    `group_size`: the number of episodes per prompt; above 1 the workflow is wrapped in GroupedRolloutWorkflow.
+    `proxy`: the arguments of OpenAIProxyWorkflow (proxy_addr, admin_key, ...), needed for agents.
+    `defaults`: arguments (gconfig, tokenizer) for a workflow class that accepts them, if workflow_kwargs lacks them.
+    `on_failures`, `on_end`: the arguments of GroupedRolloutWorkflow.
     Raises ImportError, TypeError or ValueError with a message that says what to change.
     """
     resolved = import_string(workflow) if isinstance(workflow, str) else workflow

@@ -1,33 +1,33 @@
 """This module records which inference servers are alive, and chooses a server for each conversation.
 
-**Loss of a server.** If a server is lost during a request, the engine keeps the tokens that have arrived, and a
-different server generates the rest.
+**Loss of a server.** If a server is lost during a request, another server generates the missing tokens.
 
 **Affinity.** All conversations of a prompt group go to one server, which prefills the shared prompt once and then
 reuses the prompt's KV cache. `rank_servers` ranks the servers for each group, and the first living server gets the
-group's requests. With N servers, server n mod N comes first for group n. A hash of URL and group orders the other
-servers (rendezvous hashing). If a server is lost, only its groups move to other servers. All processes compute the same
-order of servers. If a request has no group, the ranking depends on its session.
+group's requests. If a server is lost, only its groups move to other servers. All processes compute the same order of
+servers. If a request has no group, the ranking depends on its session.
 
 **Two states.** Each process keeps its own record of each server. Processes do not tell each other about lost servers.
 
     living -- a request got no answer, a 5xx, or tokens of old weights --> lost
+
     lost   -- the server answers again, and its weights may be used    --> living
 
 A lost server may have stopped, may have restarted with its initial weights, or may still run. Three rules exclude
 tokens of old weights:
 
 - Before each weight update, the trainer calls all lost servers. A lost server that answers gets the update, too.
+
 - Every few seconds, each process requests the version of its lost servers. A process that has received tokens of
   version 7 uses a lost server again only when this server reports version 7 or newer.
-- A server may restart between two requests, and then has version 0 again. The engine (engine.py) therefore checks the
-  versions of every answer. A weight update pauses all servers before it changes the first server, and resumes them
-  after it has changed the last server. If a process has received tokens of version 7 before it sends a request, the
-  request must get tokens of version 7 or newer. The engine discards older tokens, and marks their server as lost.
 
-After an update the trainer sends /continue_generation to lost servers too, because a lost server may be alive. Without
-/continue_generation, a living server that counts as lost would stay paused, and other processes would wait for it. If a
-server received only a part of an update, it reports version "7-incomplete", and every engine refuses its tokens.
+- The engine (engine.py) checks the versions of every answer, because a server may restart with version 0 between two
+  requests. A weight update pauses all servers before it changes the first server, and resumes them after it has changed
+  the last server. If a process has received tokens of version 7 before it sends a request, the engine refuses all older
+  tokens in the answer, and marks the server as lost.
+
+After an update, lost servers get /continue_generation too, because a lost server may still be alive and paused. A
+server that received only a part of an update reports version "7-incomplete", and every engine refuses its tokens.
 
 **Routers.** An address may belong to an sglang-router. Requests for tokens go to the router, which chooses a worker.
 The router does not forward abort, pause, continue and weight update requests, so the engine sends them to each worker.
@@ -58,8 +58,8 @@ LOOK_TIMEOUT = 2.0  # timeout in seconds of a test call to a lost server
 
 
 def rank_servers(servers: list[str], key: str) -> list[str]:
-    """Return the servers in the order in which requests with the key `key` try them. `servers` is the list of all
-    servers of a run.
+    """Return the servers in order of preference for requests with the key `key`. `servers` is the list of all servers
+    of a run.
 
     If the key is a number n, server n mod N comes first. The order of all other servers depends on a hash (rendezvous
     hashing), so removing a server does not change the order of the remaining servers.
@@ -123,9 +123,9 @@ class Servers:
     def check_age(self, url: str, versions: list[int], sent_after: int) -> None:
         """Check the versions of new tokens from server `url`, and update `newest`.
 
-        `sent_after` is the value that `newest` had when the request was sent. Raises EngineError (503) if a token is
-        older than version `sent_after`, because this server was restarted. Also raises EngineError if the version of a
-        token is newer than the trainer's version.
+        `sent_after` is the value that `newest` had when the request was sent. A token older than version `sent_after`
+        comes from a restarted server, and raises EngineError (503). A token newer than the trainer's version raises
+        EngineError, too.
         """
         if versions and versions[-1] > self.limit:
             raise EngineError(f"{url} sent version {versions[-1]}, but the trainer has only version {self.limit}", 503)

@@ -1,10 +1,11 @@
 """Send new weights to running servers, in one of three ways.
 
 - **disk**: the trainer writes a Hugging Face directory, and each server reads the directory (POST
-  /update_weights_from_disk). Mode disk needs only a file system that trainer and servers share. The directory is also a
-  checkpoint that `from_pretrained` can read. If all processes run on one machine, `weight_update.path=/dev/shm/new`
-  keeps the files in memory.
+  /update_weights_from_disk). Mode disk needs only a shared file system. `from_pretrained` can also read the directory.
+  If all processes run on one machine, `weight_update.path=/dev/shm/new` keeps the files in memory.
+
 - **distributed**: the trainer and the servers join one NCCL or gloo group, and the trainer broadcasts the tensors.
+
 - **tensor**: the trainer and a server share a GPU. The trainer sends handles of its tensors (CUDA IPC), and the server
   copies the tensors. Without a GPU the request contains the tensors themselves.
 
@@ -18,26 +19,25 @@
     set_version(7)                 the staleness gate admits rollouts that start with version 7
     resume                         the servers continue (if the trainer fails earlier, `destroy` lets them continue)
 
-In pause mode in_place the servers keep the KV cache (`flush_cache` is off), because their running requests use it.
+In pause mode `in_place` the servers keep the KV cache (`flush_cache` is off), because their running requests use it.
 
-**If the update to version 7 fails** half way, a server may have some weights of version 6 and some of version 7.
-Without the label "7-incomplete", SGLang would still report version 6 after the failure. The label "7-incomplete" is not
-a number, so the engine refuses the server's tokens.
+**If the update to version 7 fails** half way, a server may have weights of both version 6 and version 7. Without the
+label "7-incomplete", SGLang would still report version 6. An engine refuses tokens whose label is not a number.
 
-**Files.** The trainer writes a directory under a temporary name, and renames the directory when all files are complete.
-No server can therefore read an incomplete directory. After a crash, the next write deletes the incomplete directory.
-After all servers have loaded a version, the trainer deletes the directories of all other versions.
+**Files.** The trainer writes a directory under a temporary name, and renames the directory when all files are complete,
+so no server can read an incomplete directory. After a crash, the next write deletes the incomplete directory. After all
+servers have loaded a version, the trainer deletes the directories of all other versions.
 
 **Buckets.** In modes distributed and tensor, `named_buckets` gathers a sharded model in buckets of at most `bucket_mb`
 MiB. A tensor of more than `bucket_mb` MiB has a bucket of its own. `named_buckets` frees each bucket before it gathers
 the next, so no rank ever holds the whole model.
 
 **The process group** of mode distributed exists only during one update, so the loss of a server between two updates
-affects no group. Making a group with gloo takes 20 ms on one machine. With NCCL, the calls to create a group, to
-broadcast and to destroy a group block until every rank has made the call. The trainer therefore sends the servers a
-request in a thread (`meanwhile`), and makes its own call at the same time.
+affects no group. Making a group with gloo takes 20 ms on one machine. With NCCL, a rank that creates a group,
+broadcasts or destroys the group waits until all ranks do the same. A thread sends the request to the servers
+(`meanwhile`), so that the trainer can make its own NCCL call at the same time.
 
-**Not promised.** A power failure may destroy the files of mode disk. The run's checkpoints are separate files.
+**Not promised.** A power failure may destroy the files of mode disk. A recovered run writes new files.
 """
 
 import base64
@@ -71,7 +71,7 @@ PARTIAL = ".partial"  # suffix of a directory that is not complete yet
 class WeightUpdateMeta:
     """The settings of one weight update: which version to send, and in which way."""
 
-    mode: str = "disk"  # disk, distributed or tensor
+    mode: str = "disk"  # `disk`, `distributed` or `tensor`
     path: str = ""  # folder that contains the directories v{version} (mode disk)
     version: int | None = None  # policy version of the new weights; None: the next version of the trainer
     bucket_mb: float = 512.0  # largest size of a bucket in MiB (modes distributed and tensor)
@@ -100,7 +100,7 @@ def named_buckets(model: Any, dtype: "torch.dtype", bucket_mb: float) -> Iterato
 
     The yielded tensors have the names and shapes of the checkpoint files, because a server skips unknown names. In
     memory, transformers fuses the experts of a mixture-of-experts model. `revert_weight_conversion` splits the fused
-    experts. FSDPEngine refuses a model if transformers splits a tensor of its checkpoint files into several tensors.
+    experts. FSDPEngine refuses a model if transformers splits one tensor of the checkpoint files into several tensors.
     """
     from torch.distributed.tensor import DTensor
     from transformers.core_model_loading import revert_weight_conversion as revert
@@ -145,7 +145,7 @@ def write_checkpoint(state: Mapping[str, "torch.Tensor"], source_dir: str | Path
     save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
 
     # 2. Rename the directory.
-    if target.exists():  # a recovered run writes its last version again
+    if target.exists():  # a recovered run writes its last version a second time
         shutil.rmtree(target)
     partial.replace(target)
     return target
@@ -222,11 +222,11 @@ def update_from_distributed(meta: WeightUpdateMeta, post_all: PostAll, buckets: 
 
 @contextmanager
 def meanwhile(post_all: PostAll, path: str, body: Any) -> Iterator[None]:
-    """Send `body` to all servers in a thread while the block of the `with` statement runs. At the end of the block,
-    wait for the servers' answers.
+    """Send `body` to all servers in a thread while the `with` block runs. At the end of the `with` block, wait for the
+    servers' answers.
 
-    If a server refuses the request, the block may fail too, because a rank is missing. The caller gets the error of the
-    server and not the error of the block.
+    If a server refuses the request, the `with` block may fail too, because a rank is missing. The caller gets the error
+    of the server and not the error of the `with` block.
     """
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(post_all, path, body, timeout=BUCKET_TIMEOUT)

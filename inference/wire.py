@@ -7,22 +7,22 @@ server's URL. The status of an EngineError tells the caller how to react:
     502  the answer cannot be read
     503  no answer arrived, or the server failed: try again, perhaps at another server
 
-**Connections.** Each request in flight has its own connection, and idle connections stay open for later requests. The
-HTTP parser of httpx is written in Python, and aiohttp's HTTP parser is written in C. `make_transport` therefore lets
-httpx send its requests through aiohttp (package httpx-aiohttp). To save more CPU time, `Wire` bypasses httpx's client
-class. The HTTP client of agents uses aiohttp too (workflow.py). docs/log.md has measurements of the CPU time.
+**Connections.** Each request in flight has its own connection, and idle connections stay open for later requests.
+`make_transport` lets httpx send its requests through aiohttp (package httpx-aiohttp). The HTTP parser of aiohttp is
+written in C, and the HTTP parser of httpx is written in Python. To save more CPU time, `Wire` bypasses httpx's client
+class. The HTTP client of agents uses aiohttp too (workflow.py). The page docs/log.md has measurements of the CPU time.
 
-**Streams.** `Wire.stream` yields the server-sent events of an answer while they arrive. In every event, an inference
-server repeats all tokens that it has generated for the request. If several events arrive together, `Wire.stream`
-therefore parses only the newest event.
+**Streams.** `Wire.stream` yields the server-sent events of an answer while they arrive. If several events arrive
+together, `Wire.stream` parses only the newest event, because every event repeats all tokens that the server has
+generated for the request.
 
 **Errors.** `Wire` raises EngineError for every error of HTTP or JSON, for an answer that is too long, and for an answer
 that does not end. After an EngineError, the engine can send the request to another server. If this process has no free
 file descriptor for a connection, the request waits for a free one.
 
-**Event loops.** A connection belongs to the event loop that opened it, and only this loop can close it. `PerLoop`
-therefore gives each event loop its own connections. A thread without an event loop calls `run_all`, which makes many
-calls at once.
+**Event loops.** A connection belongs to the event loop that opened it, and only this loop can close it. `PerLoop` gives
+each event loop its own connections. A thread without an event loop calls `run_all`, which makes many calls
+concurrently.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ KEEPALIVE = 4.0
 MOST_BYTES = 2**26  # maximum length in bytes of an answer or of one event; a longer answer is an error
 OPEN_AGAIN = 0.1  # seconds between two tries to open a connection while this process has no free file descriptor
 HEADERS = {"content-type": "application/json"}
-TLS = httpx.create_ssl_context()  # the TLS context is made only once, because that takes 20 ms
+TLS = httpx.create_ssl_context()  # the TLS context is made only once, because making it takes 20 ms
 
 logger = logging.getLogger("nano_areal.wire")
 

@@ -12,8 +12,8 @@ After the last layer, the logits are W_head norm(x). The equations of a layer ho
 adds biases to q, k and v. Qwen3 applies norm to each head of q and k before the rotation.
 
 **Why FastForward is faster.** In a small model, each tensor operation for one token takes about a microsecond, whatever
-the size of the tensors. A step with fewer operations is therefore faster. In FastForward, one matrix product computes
-q, k and v, because their weights are fused. Another matrix product computes W_gate norm(x) and W_up norm(x). q and k
+the size of the tensors. A step with fewer operations is faster. In FastForward, one matrix product computes q, k and v,
+because their weights are fused. Another matrix product computes W_gate norm(x) and W_up norm(x). The vectors q and k
 are normalised and rotated together. A rotation is one multiplication of complex numbers. In a measurement on a CPU,
 F.rms_norm took about twice as long as this module's `rms_norm`.
 
@@ -70,8 +70,8 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
     """Rotate each head (rotary embedding): return (a + ib) e^(i angle) for the head's halves a and b. Shapes: x (T,
     heads, d), rotation (T, 1, d/2).
 
-    In the result, the rotated a[j] stands directly before the rotated b[j]. q and k use the same order of elements, so
-    the product q k' does not depend on this order.
+    In the result, the rotated a[j] stands directly before the rotated b[j]. The vectors q and k use the same order of
+    elements, so the product q k' does not depend on this order.
     """
     a, b = x.chunk(2, dim=-1)  # (T, heads, d/2)
     return torch.view_as_real(torch.complex(a, b) * rotation).flatten(-2)  # (T, heads, d)
@@ -87,7 +87,7 @@ class FastForward:
         self.frequencies, self.one = inner.rotary_emb.inv_freq, torch.ones(1)  # (d/2,), (1,)
         self.eps = torch.tensor(config.rms_norm_eps)
         self.embedding, self.norm, self.head = inner.embed_tokens.weight, inner.norm.weight, model.lm_head.weight
-        self.of_head = torch.tensor([0] * self.heads + [1] * self.groups)  # row of qk_norm for each head of q and k
+        self.of_head = torch.tensor([0] * self.heads + [1] * self.groups)  # index of each head's row in qk_norm
         self.layers = []
         for layer in inner.layers:
             a, mlp = layer.self_attn, layer.mlp
@@ -99,7 +99,8 @@ class FastForward:
             self.layers.append((*attention, layer.post_attention_layernorm.weight, w_gate_up, mlp.down_proj.weight))
 
     def __call__(self, ids: Tensor, positions: Tensor, mask: Tensor, cache: Any, kept: int) -> Tensor:
-        """Return the logits (rows, kept, vocab) of the last `kept` columns of ids and positions (rows, columns)."""
+        """Return the logits (rows, kept, vocab) of the last `kept` columns. `ids` and `positions` have the shape (rows,
+        columns)."""
         shape, heads, groups, d = ids.shape, self.heads, self.groups, 2 * len(self.frequencies)
         rotation = torch.polar(self.one, positions.view(-1, 1, 1) * self.frequencies)  # e^(i p f): (T, 1, d/2)
         x = F.embedding(ids.view(-1), self.embedding)  # (T, D) with T = rows * columns

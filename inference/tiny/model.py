@@ -4,9 +4,8 @@
 last token. Prefill, decoding and the next turn of a conversation differ only in how many tokens are cached already.
 
 **The parts.** `SlotCache` stores keys and values. `TinyModel` computes the logits of a batch, with `FastForward`
-(fast.py) for Llama models and with transformers for all others. `sample` draws tokens. `run_step` makes a step.
-
-**Three coordinates** locate a token:
+(fast.py) for Llama models and with transformers for all others. `sample` draws tokens. `run_step` makes a step. **Three
+coordinates** locate a token:
 
     slot      the row of the cache that belongs to the token's sequence
     row       the row of the batch that feeds the token; row r belongs to slot first_slot + r
@@ -21,20 +20,21 @@ in the last column. Padding (--) is written to slot 13, which no step reads.
     slot 1            .  .  .  .      row 0           b0 b1 b2 b3      0  1  2  3      1  1  1  1
     slot 2            c0 c1 .  .      row 1           -- -- c2 c3      0  0  2  3     13 13  2  2
 
-**Bits.** In deterministic mode (`--seed`), two runs with the same seed give the same tokens. The logits of a row must
-therefore not depend on the other rows of the batch. Torch chooses a matrix kernel by the shapes of matrices, and two
+**Bits.** In deterministic mode (`--seed`), two runs with the same seed give the same tokens, because the logits of a
+row do not depend on the other rows of the batch. Torch chooses a matrix kernel by the shapes of matrices, and two
 kernels may add the same numbers in different orders. Three rules make torch choose the same kernel for every batch:
 
 - The weight matrix of a linear layer is stored in column-major order (`fuse`).
+
 - Every matrix product has 8 to 128 rows (MIN_ROWS, MAX_TOKENS). `step_in_parts` splits a larger step.
+
 - `key_length` chooses the number of keys to which a step attends.
 
 The three rules come from measurements (docs/results.md). On a CPU that was not measured, logits of two runs may agree
 only to about 1e-6. Padding to eight rows costs time, so the rules for rows and keys apply only in deterministic mode.
 
 **Randomness.** Each token is sampled with one random number: a hash of (s, p) for position p of a request with seed s.
-An aborted request that is sent again with its partial output therefore continues with the same random numbers.
-
+If a client sends an aborted request with its partial output, the new request continues with the same random numbers.
 **Logprobs** are log_softmax(logits / T) after penalties, but before top_p and top_k. For T = 0, the logprobs use T = 1.
 
 **Not supported** are sliding windows, recurrent layers, soft-capped attention, paged memory, and types except float32.
@@ -80,8 +80,8 @@ def key_length(longest: int, deterministic: bool) -> int:
     """Return the number of keys, at least `longest`, to which every row of a step attends.
 
     The attention kernel works in blocks of 512 keys. In measurements on two CPUs, the kernel changed the order of its
-    additions if the last block had 256 to 448 keys. In deterministic mode the last block therefore has 64, 128, 192 or
-    512 keys.
+    additions if the last block had 256 to 448 keys. In deterministic mode the last block has only 64, 128, 192 or 512
+    keys.
     """
     if not deterministic:
         return round_up(longest, 16)
@@ -145,8 +145,8 @@ class SlotCache:
     def update(self, k: Tensor, v: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Store the keys and values of the fed tokens, and return all keys and values of the step's rows.
 
-        transformers calls this method in every layer. k and v have the shape (rows, groups, columns, d). The returned
-        views have the shape (rows, groups, keys, d).
+        transformers calls this method in every layer. The arguments `k` and `v` have the shape (rows, groups, columns,
+        d). The returned views have the shape (rows, groups, keys, d).
         """
         self.kv[layer].view(-1, k.shape[-1]).index_copy_(0, self.write, torch.cat((k, v)).reshape(-1, k.shape[-1]))
         keys, values = self.read[layer].unbind()
@@ -176,7 +176,7 @@ class TinyModel:
         config = model.config.get_text_config()
         heads = config.num_attention_heads
         for linear in (layer for layer in model.modules() if isinstance(layer, nn.Linear)):
-            fuse(linear.weight)  # stores the weight in column-major order
+            fuse(linear.weight)  # `fuse` stores the weight in column-major order
         self.model = model.eval()
         self.fast = FastForward(model, AttentionInterface()[self.attention]) if fits(model) else None
         self.slots = slots
@@ -327,7 +327,7 @@ class TensorReader(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """Return the function or class with this name, if a pickled tensor needs it. Raises ModelError for any other
         name."""
-        if (module, name) == ("torch.storage", "_load_from_bytes"):  # torch's own function would load any pickle
+        if (module, name) == ("torch.storage", "_load_from_bytes"):  # torch's `_load_from_bytes` would load any pickle
             return lambda raw: torch.load(io.BytesIO(raw), weights_only=True)
         if (module, name) in {("torch._utils", "_rebuild_tensor_v2"), ("collections", "OrderedDict")}:
             return super().find_class(module, name)
@@ -383,7 +383,7 @@ def sample(logits: Tensor, sequences: list[Sequence]) -> tuple[list[int], list[f
             logits[i] -= penalty * torch.bincount(torch.tensor(sequence.output, dtype=torch.int), minlength=vocab)
 
     # 2. Logprobs: log_softmax(logits / T)
-    greedy = [p.temperature < 1e-6 for p in params]  # SGLang samples greedily below 1e-6, too
+    greedy = [p.temperature < 1e-6 for p in params]  # as in SGLang, a temperature below 1e-6 means greedy sampling
     temperatures = [1.0 if p.temperature < 1e-6 else p.temperature for p in params]
     if set(temperatures) != {1.0}:
         logits = logits / torch.tensor(temperatures)[:, None]  # (n, vocab) / (n, 1)

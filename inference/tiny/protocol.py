@@ -8,9 +8,12 @@ the queue.
 replies have the forms that were observed in SGLang's replies:
 
 - An entry of a list of logprobs is [logprob, token id, null], and finish_reason is a JSON object.
-- `weight_versions` lists spans of the output: {"version": "3", "start": 0, "end": 5} says that version 3 computed
+
+- `weight_versions` lists spans of the output. A span with version "3", start 0 and end 5 says that version 3 computed
   output tokens 0 to 4.
+
 - `output_ids` includes the stop token, and `text` does not.
+
 - The reply to one prompt is a JSON object. The reply to a list of prompts is a JSON list.
 
 The server ignores unknown fields at the top level of a request's body. The server refuses unknown or unimplemented
@@ -50,7 +53,7 @@ class Protocol:
     max_length: int  # maximum number of tokens of prompt and output together
     eos: frozenset[int]  # token ids that end a text
     decode: Callable[..., str]  # the tokenizer's method that turns token ids into text
-    seeds: random.Random  # makes a seed for each prompt whose request has no seed
+    seeds: random.Random  # generator of a seed for each prompt whose request has no seed
 
     def parse(self, body: dict[str, Any]) -> tuple[list[Sequence], bool]:
         """Return the sequences of a /generate body, and whether the body has a list of prompts. Raises Refusal."""
@@ -90,9 +93,9 @@ class Protocol:
     def answer(self, sequence: Sequence) -> dict[str, Any]:
         """Return the body of a reply with all tokens that the sequence has so far.
 
-        The engine's thread (server.py) may extend the sequence while `answer` reads the sequence. The thread appends to
-        `tokens`, then appends to `logprobs`, and sets `finish` last. `answer` therefore reads `finish` first, and
-        returns as many tokens as there are logprobs.
+        The engine's thread (server.py) may extend the sequence while `answer` reads the sequence. The thread appends
+        first to `tokens` and then to `logprobs`, so a reply has as many tokens as there are logprobs. The thread sets
+        `finish` last and `answer` reads `finish` first, so a reply with a finish reason has all tokens.
         """
         finish, n = sequence.finish, len(sequence.logprobs)
         ids = sequence.output[:n]

@@ -1,16 +1,14 @@
 """The scheduler chooses the sequences of the next step, and decides when new weights may be loaded.
 
 **The rule.** Each prompt of a request becomes a sequence. A sequence waits in a queue, runs in a *slot* (one row of the
-KV cache), and finishes once. A step feeds running sequences to the model, and each sequence that is fed gets one new
-token.
+KV cache), and finishes exactly once, with reason stop, length or abort. A step feeds running sequences to the model,
+and each of these sequences gets one new token.
 
-**How it works.** The engine's thread (server.py) calls `plan` and `extend` in turn. Between `plan` and `extend`,
-`model.py` computes a forward pass.
+**How it works.** The engine's thread (server.py) calls `plan`, computes a forward pass (model.py), and calls `extend`.
 
     plan()      1. load new weights, if no sequence runs or generation is paused
                 2. admit waiting sequences into free slots
-                3. feed the sequences that were just admitted (prefill), or all running sequences if none was admitted
-                   (decode)
+                3. feed the sequences that were just admitted (prefill) or, if there are none, all running ones (decode)
     extend()    append one token to each sequence that was fed, and finish the sequences that have reached their end
 
 The n running sequences occupy slots 0 to n-1, so a step reads one contiguous part of the cache. When a sequence
@@ -28,11 +26,13 @@ finishes, the running sequence in the highest slot moves to the free slot. The e
 
 - *Order.* Sequences start in the order of their arrival. If there is no room for the first waiting sequence, all later
   sequences wait too. A retracted sequence (see *Retraction*) goes to the end of the queue, as in SGLang.
+
 - *Memory.* The sum of prompt tokens and max_new_tokens over all running sequences never exceeds max_total_tokens. A
-  running sequence therefore always has room for its next token, and no other sequence takes its slot.
+  running sequence always has room for its next token, and no other sequence takes its slot.
+
 - *Retraction.* Only a pause in mode "retract" sends running sequences back to the queue. A retracted sequence keeps its
-  tokens. When a retracted sequence starts again, the model computes its keys and values again.
-- *End.* Every sequence finishes exactly once, with reason stop, length or abort.
+  tokens. When a retracted sequence returns to a slot, the model recomputes the keys and values of the sequence.
+
 - *Versions.* Every token is labelled with the version of the weights that computed the token. After an update, no
   sequence reuses the keys that a finished sequence left in the cache. Only a running sequence that was paused in mode
   "in_place" continues with its own old keys.
@@ -150,7 +150,7 @@ class Scheduler:
 
     def __init__(self, slots: int, max_total_tokens: int, version: str, decode: Callable[[list[int]], str]) -> None:
         self.max_total_tokens = max_total_tokens
-        self.decode = decode  # turns token ids into text, for the search for stop strings.
+        self.decode = decode  # function that turns token ids into text; the search for stop strings needs texts
         # Mutable state:
         self.version = version
         self.paused: str | None = None  # mode of the current pause, or None
@@ -175,7 +175,7 @@ class Scheduler:
     # Methods that the server calls between two steps
 
     def submit(self, sequence: Sequence) -> None:
-        """Append a sequence to the queue. protocol.py has already refused requests with more tokens than
+        """Append a sequence to the queue. The parser (protocol.py) has already refused requests with more tokens than
         max_total_tokens."""
         assert sequence.reserved <= self.max_total_tokens, "the request is larger than max_total_tokens"
         sequence.version_starts.append((self.version, 0))
@@ -213,9 +213,9 @@ class Scheduler:
         self.paused = None
 
     def set_released(self, released: bool) -> None:
-        """Release the memory of weights and cache if `released` is true, and allocate this memory if it is false. As in
-        SGLang, two errors end the server process: a second call with the same value, and a release while the server is
-        not idle."""
+        """Release the memory of weights and cache if `released` is true, and allocate this memory if `released` is
+        false. As in SGLang, two errors end the server process: a second call with the same value, and a release while
+        the server is not idle."""
         is_idle = not self.running and (self.paused or not self.waiting)
         assert is_idle or not released, "release_memory_occupation should be called only when the server is idle"
         assert released != self.released, "the memory is in this state already"
@@ -249,7 +249,8 @@ class Scheduler:
         if self.paused or self.released:
             return Step(0, [], [], [])
         started = 0 if self.updates else self._admit()
-        # The step prefills the sequences that `_admit` started or, if it started none, decodes all running sequences.
+        # The step prefills the sequences that `_admit` started. If `_admit` started no sequence, the step decodes all
+        # running sequences.
         first = len(self.running) - started if started else 0
         sequences = self.running[first:]
         cached = [len(slot.cached) for slot in self.slots[first : len(self.running)]]
@@ -336,8 +337,8 @@ class Scheduler:
         return None
 
     def _release(self) -> None:
-        """Free the slots of finished sequences. The running sequence of the highest slot moves into each slot that
-        becomes free."""
+        """Free the slots of finished sequences. When a slot becomes free, the running sequence in the highest slot
+        moves into the free slot."""
         for i in reversed(range(len(self.running))):
             if self.running[i].finish is not None:
                 self.running[i] = self.running[-1]

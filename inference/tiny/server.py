@@ -4,18 +4,18 @@
 
 **The rule.** One thread, the engine's thread, owns the model and the scheduler. The HTTP routes run in an asyncio loop.
 To change the model or the scheduler, a route sends a function call to the engine's thread. When a sequence has new
-tokens or has finished, the engine's thread wakes the route that waits for it.
+tokens or has finished, the engine's thread wakes the route that waits for the sequence.
 
     asyncio loop (Server)                               engine's thread (Engine)
     POST /generate  -- call(scheduler.submit, ..) -->   queue: event, event, step, event, step ..
     waits for sequence.changed  <------- announce --    after each step: finished and streaming sequences
 
 Each entry of the thread's queue is either an event (a function call of a route) or a step. When a step ends, the thread
-puts the next step into the queue, after the events that arrived during the step. The thread therefore handles events
-between two steps, and the scheduler needs no lock.
+puts the next step into the queue, after the events that arrived during the step. The scheduler needs no lock, because
+one thread handles both events and steps.
 
-**The files.** scheduler.py chooses the sequences of the next step, and model.py computes the step. fast.py is the
-forward pass of the most common architecture. protocol.py translates the bodies of requests and replies.
+**The files.** scheduler.py chooses the sequences of the next step, model.py computes the step, and protocol.py
+translates the bodies of requests and replies. The file fast.py is the forward pass of the most common architecture.
 
     POST /generate                     generates tokens for the prompts in `input_ids`; `stream` for server-sent events
     POST /abort_request                {"rid"}
@@ -34,7 +34,7 @@ forward pass of the most common architecture. protocol.py translates the bodies 
 With `--seed`, a request's tokens and logprobs depend only on the request's seed, the prompt and the weights (model.py,
 "Bits"). A weight update without a pause waits until all running sequences have finished. To end a request, a client
 must send /abort_request. If a client disconnects, the server continues the client's request. With `--api-key`, every
-request except /health and /ready needs the header `Authorization: Bearer <key>`.
+request except /health and /ready needs the header Authorization with the value `Bearer <key>`.
 
 **Not promised.** The server does not support text prompts, several samples of one prompt, grammars, LoRA or weight
 updates of a mixture of experts.
@@ -116,8 +116,8 @@ class Engine:
     # Methods that run in the engine's thread
 
     def set_released(self, released: bool) -> None:
-        """Release the memory of weights and cache, or allocate it again. The release and the allocation both set the
-        weights to NaN, because released memory keeps no weights."""
+        """Release or allocate the memory of weights and cache. The release and the allocation both set the weights to
+        NaN, because released memory keeps no weights."""
         self.scheduler.set_released(released)
         self.model.lose_weights()
 
@@ -272,7 +272,7 @@ class Server:
         return await self._load(body, lambda: unpack_weights(body["serialized_named_tensors"]))
 
     async def _load(self, body: dict, read: Callable[[], dict[str, torch.Tensor]], whole: bool = False) -> Response:
-        """Load the weights that `read` returns as soon as the scheduler allows it, and return the reply to the request.
+        """As soon as the scheduler allows it, load the weights that `read` returns. Return the reply to the request.
 
         If `whole` is set, `read` must return all weights. If `whole` is not set, `read` may return a part of the
         weights, and the request must come between begin_weight_update and end_weight_update.
