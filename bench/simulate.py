@@ -2,7 +2,7 @@
 
     `python bench/simulate.py` compares the simulation with the runs of docs/simulate.json, and writes the table.
     `python bench/simulate.py --check RUN ...` compares the simulation with other finished runs of train.py.
-    `python bench/simulate.py --record RUN ...` keeps the times of finished runs in docs/simulate.json.
+    `python bench/simulate.py --record RUN ...` stores the durations of finished runs in docs/simulate.json.
 
 The script is a discrete-event simulation in virtual time. A queue holds the next event of each server and of the
 trainer. The clock jumps from event to event. The classes of a real run make all decisions: StalenessManager
@@ -160,8 +160,8 @@ class WindowState(DispatchState[Task, Versions]):
 class Result:
     """The measurements of a simulation."""
 
-    # Each step has four times: the trainer begins to wait, begins to train, begins the weight update, and ends the
-    # weight update.
+    # Each step has four points in time: the trainer begins to wait, begins to train, begins the weight update, and
+    # ends the weight update.
     steps: list[list[float]] = field(default_factory=list)
     batches: list[Versions] = field(default_factory=list)  # number of trained tokens of each step, by version
     groups: dict[int, list[float]] = field(default_factory=dict)  # the times at which each group starts and finishes
@@ -397,7 +397,7 @@ def record(folder: Path) -> dict[str, Any]:
     pauses = list(zip(begins["sync"], ends["sync"]))
 
     def worked(begin: float, end: float) -> float:
-        """Return the seconds between two times, without the seconds of the weight updates."""
+        """Return the seconds between two points in time, without the seconds of the weight updates."""
         return end - begin - sum(max(0.0, min(end, b) - max(begin, a)) for a, b in pauses)
 
     return {

@@ -15,7 +15,7 @@ from RUN. The figures show the following:
 Two other scripts draw more figures: docs/structure.py draws structure.svg, and docs/terminal.py draws terminal.svg and
 terminal-wide.svg.
 
-All figures show a policy version in the same colour. Each figure has light and dark colours, and the browser chooses
+A policy version has the same colour in all figures. Each figure has light and dark colours, and the browser chooses
 between them.
 """
 
