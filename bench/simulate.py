@@ -1,15 +1,15 @@
 """Claim: the simulated duration of a run differs from the measured duration by at most 10 %.
 
-    python bench/simulate.py                        compare with the runs of docs/simulate.json, and write the table
-    python bench/simulate.py --check RUN ...        compare the simulation with other finished runs of train.py
-    python bench/simulate.py --record RUN ...       keep the times of finished runs in docs/simulate.json
+    `python bench/simulate.py` compares the simulation with the runs of docs/simulate.json, and writes the table.
+    `python bench/simulate.py --check RUN ...` compares the simulation with other finished runs of train.py.
+    `python bench/simulate.py --record RUN ...` stores the durations of finished runs in docs/simulate.json.
 
 The script is a discrete-event simulation in virtual time. A queue holds the next event of each server and of the
 trainer. The clock jumps from event to event. The classes of a real run make all decisions: StalenessManager
 (staleness.py) says how many groups may start, and DispatchState (rollout/dispatcher.py) chooses the groups that start,
-forms the batches, and decides which tokens are too old for the loss. The simulation replaces only the durations.
-bench/clusters.py simulates clusters of GPUs, and compares the rules by which a training step chooses its groups.
-docs/simulate.md explains the results.
+forms the batches, and decides which tokens are too old for the loss. The simulation runs no model: answers,
+training steps and weight updates only take virtual time. bench/clusters.py simulates clusters of GPUs, and compares the
+rules by which a training step chooses its groups. docs/simulate.md explains the results.
 
 **Servers.** A server generates one token for each of its n running sequences in `a + b n` seconds. At most `slots`
 sequences run on a server, and all other sequences wait in order of arrival. Each sequence has a length in tokens. A
@@ -20,10 +20,10 @@ update stops each server for `update` seconds. After the update, the server's ru
 `interrupt`, each server lets its running sequences finish, starts no new sequences, and then loads the weights. A step
 ends when the last server has loaded the weights.
 
-**A finished run** can supply the lengths of sequences and the times of steps. The length of a sequence is then its
-duration in the finished run, in seconds, and a server runs any number of sequences (a = 1, b = 0). The length of group
-k is drawn from the lengths of groups near k, because lengths change during a run. The training time and the time of the
-weight update of step k are drawn from the times of steps near k.
+**A finished run** can supply the lengths of sequences and the times of steps. Each simulated group has one sequence,
+whose length is the duration of a group in the finished run, in seconds. The server runs any number of sequences (a = 1,
+b = 0). The length of group k is drawn from the lengths of groups near k, because lengths change during a run. The
+training time and the time of the weight update of step k are drawn from the times of steps near k.
 """
 
 import argparse
@@ -68,11 +68,11 @@ class Setup:
     slots: float = math.inf  # largest number of sequences that run on a server at once
     a: float = 1.0  # n running sequences generate one token each in a + b n seconds
     b: float = 0.0
-    stale: str = "wait"  # wait, mask, drop, unbounded (order of finish) or window (order of start with slack)
+    stale: str = "wait"  # wait, window, drop, mask or unbounded; docs/simulate.md explains the five values
     interrupt: bool = True
     concurrent: int | None = None  # max_concurrent_rollouts, or None for (eta + 1) B
     steps: int = 24
-    skipped: int = 0  # number of first steps that the results leave out
+    skipped: int = 0  # the results exclude this number of steps at the start of the run
 
 
 class Task:
@@ -88,8 +88,8 @@ class Server:
     def __init__(self, setup: Setup) -> None:
         self.s = setup
         self.ticks, self.since = 0.0, 0.0  # the server has made `ticks` decoding steps at the time `since`
-        self.running: list[tuple[float, int, float, Task]] = []  # a heap of (last tick, number, first tick, group)
-        self.waiting: deque[tuple[int, float, Task]] = deque()  # (number, length, group)
+        self.running: list[tuple[float, int, float, Task]] = []  # heap of (last tick, serial number, first tick, group)
+        self.waiting: deque[tuple[int, float, Task]] = deque()  # (serial number, length, group)
         self.begins = [0.0]  # the tick at which each version begins
         self.stopped = self.draining = False  # draining: the server will load weights when no sequence runs
         self.busy = 0.0  # seconds in which at least one sequence ran
@@ -134,11 +134,11 @@ class WindowState(DispatchState[Task, Versions]):
     unfinished groups to later steps.
 
     The deadline of a group is the version at its start plus eta. A step at version v may take its groups only if later
-    steps can consume all other groups before their deadlines. For each version D from v on, at most (D - v) B of the
-    other groups may have a deadline of D or less.
+    steps can consume all other groups before their deadlines. Of the groups that a step at version v does not
+    take, at most (D - v) B may have a deadline of D or less, for each version D from v on.
     """
 
-    slack: int = 0  # number of versions by which the limit of the gate is below eta
+    slack: int = 0  # eta minus the staleness limit of the gate, in versions
     deadlines: dict[int, int] = field(default_factory=dict)
 
     def start(self) -> list[Task]:
@@ -160,12 +160,12 @@ class WindowState(DispatchState[Task, Versions]):
 class Result:
     """The measurements of a simulation."""
 
-    # Each step has four times: the trainer begins to wait, begins to train, begins the weight update, and ends the
-    # weight update.
+    # Each step has four points in time: the trainer begins to wait, begins to train, begins the weight update, and
+    # ends the weight update.
     steps: list[list[float]] = field(default_factory=list)
-    batches: list[Versions] = field(default_factory=list)  # numbers of trained tokens of each step
+    batches: list[Versions] = field(default_factory=list)  # number of trained tokens of each step, by version
     groups: dict[int, list[float]] = field(default_factory=dict)  # the times at which each group starts and finishes
-    masked: float = 0.0  # number of tokens that `mask` left out of the loss
+    masked: float = 0.0  # number of tokens that `mask` excluded from the loss
     dropped: int = 0
     busy: float = 0.0  # share of the time in which a server generates, averaged over the servers
 
@@ -197,7 +197,7 @@ class Simulation:
         self.servers = [Server(setup) for _ in range(setup.servers)]
         self.next_server = cycle(self.servers)
         self.numbers, self.task_ids = count(), count()
-        self.events: list[tuple[float, int, Any, int]] = []  # (time, number, server or action, server.stamp)
+        self.events: list[tuple[float, int, Any, int]] = []  # (time, serial number, server or action, stamp)
         self.outdated: set[Server] = set()  # servers without the newest weights
         self.training, self.changed = False, False
         self.result = Result(steps=[[0.0]])
@@ -331,7 +331,7 @@ class Simulation:
                 subject()
             elif stamp == subject.stamp:
                 self.finish_sequences(subject)
-            if self.changed:  # a group or a step has ended
+            if self.changed:  # `changed` means that a group or a step has just ended
                 self.changed = False
                 if not self.training:
                     self.take_batch()
@@ -348,11 +348,13 @@ def simulate(make: Callable[..., Setup], *args: Any, seeds: Iterable[int] = (0,)
 
     The returned dictionary has these keys:
 
-        step_s, total_s              seconds of a step, and seconds of all steps
-        tokens_s                     number of trained tokens a second
-        servers_busy, trainer_busy   shares of the time in which the servers generate and the trainer works
-        lag_mean, lag_max            mean and largest lag of the trained tokens
-        masked, dropped              share of the tokens that `mask` leaves out, number of dropped groups
+        `step_s` and `total_s` are the seconds of one step and of all steps.
+        `tokens_s` is the number of trained tokens per second.
+        `servers_busy` is the share of the time in which a server generates, averaged over the servers.
+        `trainer_busy` is the share of the time in which the trainer does not wait for a batch.
+        `lag_mean` and `lag_max` are the mean and the largest lag of the trained tokens.
+        `masked` is the share of the tokens that `mask` excludes from the loss.
+        `dropped` is the number of dropped groups.
     """
     setup = make(*args)
     results = [Simulation(make(*args), seed).run() for seed in seeds]
@@ -395,7 +397,7 @@ def record(folder: Path) -> dict[str, Any]:
     pauses = list(zip(begins["sync"], ends["sync"]))
 
     def worked(begin: float, end: float) -> float:
-        """Return the seconds between two times, without the seconds of the weight updates."""
+        """Return the seconds between two points in time, without the seconds of the weight updates."""
         return end - begin - sum(max(0.0, min(end, b) - max(begin, a)) for a, b in pauses)
 
     return {
@@ -416,7 +418,7 @@ def record(folder: Path) -> dict[str, Any]:
 
 
 def blocks(values: list[float], size: int, width: int = 2) -> Draw:
-    """Return a function that draws a value for group or step k: a block bootstrap of `values`.
+    """Return a function that draws a value for group or step k from `values` by a block bootstrap.
 
     A block has `size` values. The value for k is drawn from a block at most `width` blocks away from the block of k.
     The groups of one batch run at the same time on the same machine, so their times are similar. If the times were
@@ -479,7 +481,7 @@ def write(tables: dict[str, list[str]]) -> None:
     page = PAGE.read_text()
     for name, lines in tables.items():
         before, mark, rest = page.partition(f"<!-- {name} -->\n")
-        if not mark:  # docs/simulate.md does not contain every table
+        if not mark:  # skip a table that docs/simulate.md does not contain
             continue
         page = before + mark + "\n".join(lines) + "\n\n" + rest.partition("\n\n")[2]
     PAGE.write_text(page.rstrip() + "\n")

@@ -1,21 +1,21 @@
 """Draw the figures of the pages, docs/*.svg, from numbers that the repository keeps.
 
-    python docs/figures.py                  draw every figure again
-    python docs/figures.py --run RUN        read the times of a run's first steps, then draw every figure
-    python docs/figures.py --answers RUN    read a run's answers that weight updates interrupted, then draw every figure
+    `python docs/figures.py` draws every figure again.
+    `python docs/figures.py --run RUN` first reads the times of the first steps of a run.
+    `python docs/figures.py --answers RUN` first reads answers of a run that weight updates interrupted.
 
 RUN is the folder of a finished run of configs/maze.yaml. The file docs/figures.json keeps the numbers that were read
 from RUN. The figures show the following:
 
-    front.svg, straddle.svg      numbers from docs/figures.json
-    timelines.svg                two runs that bench/simulate.py simulates with the measured times of a finished run
-    rewards.svg                  rewards that the InteractionCache of cache.py computes
-    orders.svg, clusters.svg     numbers from docs/clusters.csv
+    `front.svg` and `straddle.svg` show numbers from docs/figures.json.
+    `timelines.svg` shows two runs that bench/simulate.py simulates with the measured times of a finished run.
+    `rewards.svg` shows rewards that the InteractionCache of cache.py computes.
+    `orders.svg` and `clusters.svg` show numbers from docs/clusters.csv.
 
 Two other scripts draw more figures: docs/structure.py draws structure.svg, and docs/terminal.py draws terminal.svg and
 terminal-wide.svg.
 
-All figures show a policy version in the same colour. Each figure has light and dark colours, and the browser chooses
+A policy version has the same colour in all figures. Each figure has light and dark colours, and the browser chooses
 between them.
 """
 
@@ -102,11 +102,11 @@ def read_answers(run: Path, count: int) -> list[list[Any]]:
 def read_run(run: Path, steps: int) -> Run:
     """Return the times of the first steps of a finished run, in seconds after the start of the first group.
 
-    groups     [begin, end] of each prompt group
-    waits      for each step, [begin, end] of the wait for a batch
-    trains     for each step, [begin, end] of the training
-    updates    for each step, [begin, end] of the weight update
-    trained    for each step, {version: number of the sampled tokens in the batch that have this version}
+    `groups` has [begin, end] of each prompt group.
+    `waits` has, for each step, [begin, end] of the wait for a batch.
+    `trains` has, for each step, [begin, end] of the training.
+    `updates` has, for each step, [begin, end] of the weight update.
+    `trained` has, for each step, {version: number of the sampled tokens in the batch that have this version}.
     """
     from safetensors.torch import load_file
 
@@ -352,8 +352,7 @@ def read_clusters() -> dict[tuple[str, str, str, str], dict[str, str]]:
 
 
 def draw_orders(sigma: str = "1.0") -> str:
-    """Draw the duration of 24 steps in seconds, with one line for each order in which steps may consume groups
-    (bench/simulate.py)."""
+    """Draw how long 24 steps take, with one line for each order of consumption in docs/simulate.md."""
     rows, etas = read_clusters(), ["1", "2", "4", "8", "16"]
     names = {"wait": "wait", "window": "window", "drop": "drop", "mask": "mask"}
     lines = [

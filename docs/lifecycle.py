@@ -1,10 +1,10 @@
-"""Print docs/lifecycle.md with the numbers of a new run (docs/tour.py), or write these numbers into the page.
+"""Print docs/lifecycle.md with the numbers of a new run (docs/tour.py), or write these numbers into docs/lifecycle.md.
 
-    make tour                               print docs/lifecycle.md with the numbers of a new run
-    python docs/lifecycle.py --write        write the numbers of a new run into docs/lifecycle.md
+    `make tour` prints docs/lifecycle.md with the numbers of a new run.
+    `python docs/lifecycle.py --write` writes the numbers of a new run into docs/lifecycle.md.
 
 docs/lifecycle.md ("the page") holds the text of the tour. Each block of the page that begins with ```text holds numbers
-of a run. The functions in MAKERS make these blocks, in the order of the page. The page also states the hash of the base
+of a run. The functions in MAKERS make the blocks, in the order of the page. The page also states the hash of the base
 model, because a run with another base model gives other numbers.
 """
 
@@ -44,7 +44,7 @@ def tokens(tour: Tour) -> str:
 
 
 def gate(tour: Tour) -> list[str]:
-    """Return the state of the gate at three times: at first, after two groups have started, and after the update."""
+    """Return the gate's state at the start of the run, after two groups have started, and after the weight update."""
     states = zip(("at first", "started", "updated"), tour["gates"])
     return [line("", list(tour["gates"][0])), *(line(when, list(state.values())) for when, state in states)]
 

@@ -41,7 +41,8 @@ class Box:
 def place_boxes() -> dict[str, Box]:
     """Return the boxes by name: one box for each row of the table in docs/structure.md."""
     boxes = {}
-    tops = {True: GAP, False: GAP}  # y of the next box in the column of folders (True) and of files (False)
+    # In `tops`, True stands for the column of folders, and False for the column of files.
+    tops = {True: GAP, False: GAP}  # y coordinate of the next box in each column
     for name in re.findall(r"^\| `([\w/.]+)` \|", (ROOT / "docs/structure.md").read_text(), re.MULTILINE):
         is_folder = not name.endswith(".py")
         paths = ROOT.glob(f"{name}/[!_]*.py" if is_folder else name)
