@@ -3,13 +3,13 @@
     python bench/loss.py            # make all three measurements
     python bench/loss.py --small    # measure memory with V = 20,000 and T = 1,024, on a machine with less than 16 GB
 
-**Time of the advantages.** The benchmark computes the advantages of 64 rows of 2,048 tokens. The target for the
-advantages is at most a tenth of the time that AReaL takes.
+**Time of the advantages.** The benchmark computes the advantages of 64 rows of 2,048 tokens. The
+computation should take at most a tenth of the time that AReaL takes.
 
 **Time of the loss.** The benchmark computes the loss and its metrics for 64 rows of 2,048 tokens, without the backward
-pass. The target for the loss is at most the time that AReaL's loss takes for the same objective. The printed times of
-advantages and loss are medians of `--repeat` rounds. Each round runs every function once, in the same process. If
-`areal` cannot be imported, the benchmark prints "peer absent".
+pass. The loss should take no longer than AReaL's loss for the same objective. The printed times of advantages and loss
+are medians of `--repeat` rounds. Each round runs every function once, in the same process. If `areal` cannot be
+imported, the benchmark prints "peer absent".
 
 **Memory.** The benchmark computes log-probabilities, entropy and the backward pass with T = 4,096 tokens, a vocabulary
 of V = 151,936 and hidden size 256. The plain way to compute log-probabilities keeps all logits in memory. The chunked

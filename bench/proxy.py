@@ -4,9 +4,9 @@
 
 The proxy runs in a process of its own. The proxy's inference engine is replaced by a class that answers at once with 24
 tokens. The rest of the proxy does its full work: it parses requests, builds the tree, renders the chat template,
-tokenises and replies. The tokenizer is a byte-pair encoding of 4,096 tokens, which the benchmark trains on the modules
-of this repository when it starts. The benchmark sends the requests over raw sockets, so the times do not include a
-client library.
+tokenises and replies. When the benchmark starts, it trains a tokenizer on the modules of this repository: a byte-pair
+encoding of 4,096 tokens. The benchmark sends the requests over raw sockets, so the times do not include a client
+library.
 
 The benchmark prints a table and two lines. The rows `whole` and `streamed` show the calls per second and the proxy's
 CPU time per call, for whole replies and for streamed replies. The load is 200 concurrent sessions of 10 turns, and

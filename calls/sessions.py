@@ -1,8 +1,8 @@
 """Keep the table of a proxy's sessions: start sessions, find sessions by id, and forget old sessions.
 
-Each episode has one session, and each session needs one grant to start. The dispatcher decides when an episode may
-start, and a grant passes this decision to the proxy. If a session fails to start, its grant stays valid for the next
-attempt. An unused grant lapses after GRANT_SECONDS.
+Each episode has one session, and each session needs one grant to start. When the dispatcher lets an episode start, the
+trainer sends a grant to the proxy. If a session fails to start, its grant stays valid for the next attempt. An unused
+grant lapses after GRANT_SECONDS.
 
     state      | meaning
     -----------+-----------------------------------------------------------------------------

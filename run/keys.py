@@ -77,7 +77,7 @@ class ServerConfig:
     colocate: bool | None = None  # true: servers share the trainer's GPUs; default: true if there are too few GPUs
     port: Annotated[int, "[0, 65535]"] = 0  # port of the first server; others use the next ports; 0: any free ports
     mem_fraction: Annotated[float, "(0, 1)"] | None = None  # share of GPU memory; default: 0.85, or 0.6 on a shared GPU
-    fp32_head: bool = True  # true: SGLang on GPUs computes logits in float32, as the trainer does; false: in bfloat16
+    fp32_head: bool = True  # true: SGLang computes logits on GPUs in float32, as the trainer does; false: bfloat16
     command: str = ""  # command that starts SGLang; default: the run's Python with -m sglang.launch_server
     args: list[str] = field(default_factory=list)  # further command-line arguments for every server
     release_memory: bool = False  # true: during a training step, servers free their GPU memory and generate nothing

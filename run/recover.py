@@ -152,8 +152,8 @@ class GroupLog:
         write_whole(self.path(task_id), save({k: v.contiguous().clone() for k, v in group.items()}))
 
     def read(self, task_ids: Any, version: int) -> dict[int, Trajectory]:
-        """Read the groups `task_ids`, in the order of `task_ids`. Skip groups without a file or with tokens newer than
-        `version`."""
+        """Read the groups `task_ids`, in the order of `task_ids`. Skip a group if it has no file, or if a
+        token is newer than `version`."""
         groups = {i: complete(load_file(self.path(i)), i) for i in task_ids if self.path(i).exists()}
         return {i: group for i, group in groups.items() if (tail_version(group) or 0) <= version}
 

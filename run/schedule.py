@@ -2,7 +2,8 @@
 
 **Why an asynchronous run can be repeated.** Two runs with the same configuration and the same seed differ, because
 their results depend on the times of events. For example, a weight update interrupts a completion at token 57 in one
-run, and at token 61 in the other run. Everything except the times of events is fixed, for four reasons:
+run, and at token 61 in the other run. Only the times of events differ from run to run. The following four parts of a
+run are deterministic:
 
 (1) The seed determines the order of the prompts, and therefore the prompt of each task number (DataCursor in
 rollout/executor.py).

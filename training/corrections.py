@@ -13,7 +13,7 @@ which pi_prox and pi_behav differ too much:
 
     `geometric mean`   exp(mean log w) of the row is outside 1/c .. c. The geometric mean does not grow with the length
                        of the row, so c must be close to 1, such as 1.01. With c = 5 almost no row would be dropped.
-    `max k2`           One token has (log w)^2 / 2 above a bound: pi_prox and pi_behav differ much at this token.
+    `max k2`           For at least one token, (log w)^2 / 2 is above a bound: pi_prox and pi_behav differ much.
     `veto`             One token has w below a bound such as 1e-4: this token is very unlikely under pi_prox.
 
 **A row's weight.** The exact weight of a row is the product of its tokens' w. A cap on the product drops mostly long

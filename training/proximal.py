@@ -73,7 +73,7 @@ def guess_errors(prox_logp: Tensor, old_logp: Tensor, theta_logp: Tensor, alpha:
     """
 
     def quantities(prox: Tensor) -> dict[str, Tensor]:
-        """Return log pi_prox, w and u for one guess. The clamp keeps w and u finite."""
+        """Return log pi_prox, w and u for a value of log pi_prox. The clamp keeps w and u finite."""
         w, u = (x.clamp(-20, 20).exp() for x in (prox - old_logp, theta_logp - prox))
         return {"logp": prox, "behave_weight": w, "ratio": u}
 

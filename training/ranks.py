@@ -10,7 +10,7 @@ for hours. With gloo, the waiting ranks get an error only at their next collecti
 **The solution.** When a rank's work is over, the rank sends its peers a small message, called a farewell. The peers of
 rank 0 are all other ranks. Each rank except rank 0 has only one peer, which is rank 0. For each peer, a rank has one
 thread that waits for the peer's farewell. If the connection closes before the farewell has arrived, the peer has died.
-If a peer has died, the thread that waited for its farewell prints a line and ends its own process.
+A thread whose peer has died prints a line and ends its process.
 
 **Example.** Rank 2 of 3 ranks raises an error and dies. The connection between ranks 0 and 2 closes, so rank 0 ends
 within moments. The end of rank 0 closes the connection between ranks 0 and 1, so rank 1 ends too. The error that rank 2

@@ -266,8 +266,8 @@ def test_a_server_that_died_unseen_is_caught_by_its_tokens() -> None:
 
 
 def test_a_version_above_the_trainers_is_refused_wherever_it_is_read() -> None:
-    """A server counts as lost if its tokens or its label have a newer version than the trainer. After `set_version(v)`,
-    an engine refuses tokens of versions above v."""
+    """A server counts as lost if it reports a version that is newer than the trainer's version, for its tokens or for
+    its weights. After `set_version(v)`, an engine refuses tokens of versions above v."""
     machines, (first, second) = Machines(a=7, b=7), home()
     engine = machines.engine(A, B)
     engine.set_version(7)

@@ -207,7 +207,7 @@ def test_maze_is_perfect() -> None:
 
 
 def test_instances() -> None:
-    """The maze has 286 prompts. The shortest way home has 1 to 108 moves, and between 50 and 60 moves on average."""
+    """The maze has 286 prompts. The shortest ways home have 1 to 108 moves. Their mean is between 50 and 60 moves."""
     instances = maze.dataset()
     lengths = [maze.distances(d["home"])[maze.CELLS[d["start"]]] for d in instances]
     assert len(instances) == len({d["messages"][0]["content"] for d in instances}) == 286

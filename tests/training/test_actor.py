@@ -502,8 +502,8 @@ def test_every_aggregation_is_the_same_however_it_is_cut(make_actor, plain, how)
     ],
 )
 def test_corrections_of_whole_rows_are_the_same_however_a_batch_is_cut(make_actor, keys):
-    """A row is never split between pieces. Ratios, behaviour weights and rejections of whole rows give the same loss
-    for all sizes of pieces and all layouts."""
+    """A row is never split between pieces. With ratios, behaviour weights or rejections for whole rows, the loss does
+    not depend on the size of the pieces or on the layout."""
     cuts: tuple[dict[str, Any], ...] = ({}, {"mb_tokens": 40}, {"layout": "packed"}, {"enable_tree_training": True})
     stats = []
     for cut in cuts:
