@@ -30,7 +30,7 @@ from run.mismatch import Canary, compare_scores
 from training.actor import FSDPPPOActor
 from training.config import PPOActorConfig
 
-CONFIG = load([])  # the demo's settings: eta 1, 20 members in a group, float32
+CONFIG = load(["gconfig.n_samples=20"])  # the demo with eta 1, float32, and 20 members in a group
 HEALTHY: dict[str, Any] = {
     "success": 0.5,
     "reward": 0.5,
