@@ -100,14 +100,14 @@ def cluster(gpus: int, eta: int | None, stale: str = "wait", model: Model = SMAL
 
 
 def faster_training(factor: float, *args: Any) -> Setup:
-    """Return the setup of a cluster whose training time is multiplied by `factor`. With a factor below 1, generation
+    """Return the setup of a cluster whose training time is multiplied by `factor`. If `factor` is below 1, generation
     limits the speed of the run."""
     setup = cluster(*args)
     return replace(setup, train=lambda rng, step, tokens: factor * setup.train(rng, step, tokens))
 
 
 def simulate_all() -> Iterator[dict[str, Any]]:
-    """First simulate each order of consumption with each sigma. Then simulate each cluster and the settings of AReaL's
+    """Yield the rows of docs/clusters.csv: the orders of consumption, the clusters, and the settings of AReaL's
     paper."""
     for sigma in SIGMAS:
         for eta in ETAS[1:]:
