@@ -73,7 +73,7 @@ TRAIN_FLOPS, PREFILL_FLOPS = 3e14, 4e14  # useful FLOP/s of one GPU in training 
 def cluster(gpus: int, eta: int | None, stale: str = "wait", model: Model = SMALL, interrupt: bool = True) -> Setup:
     """Return the setup of a cluster. With eta None training is synchronous: every GPU first generates and then trains.
 
-    After an interruption, a server computes the KV cache of its running sequences again. At time 0 a run starts eta + 1
+    After an interruption, a server recomputes the KV cache of its running sequences. At time 0 a run starts eta + 1
     batches at once, and later one batch per step. The first steps differ from later steps, so the results exclude the
     first 2 (eta + 1) steps. With eta = 0 the results exclude the first 3 steps.
     """

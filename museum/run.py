@@ -33,7 +33,7 @@ alarm ends such a run. An alarm in the second table is a false alarm, because th
 RUN = re.compile(r"^python train\.py(.*)$", re.MULTILINE)  # a command in exhibit.md
 LEFT_OUT = shutil.ignore_patterns(".*", "runs", "__pycache__", "*.egg-info", "*.png")
 EXHIBITS = sorted(path.parent.name for path in ROOT.glob("museum/*/bug.patch"))
-HEALTHY = ("", "--config configs/maze.yaml")  # healthy runs 0, 2, ... run the demo; 1, 3, ... run the maze
+HEALTHY = ("", "--config configs/maze.yaml")  # healthy runs 1, 3, ... run the maze; 2, 4, ... run the demo
 
 
 def make_copy(name: str, folder: str) -> Path:
@@ -95,7 +95,8 @@ def findings(folder: Path) -> dict[str, int]:
 
 
 def run_unit_tests(names: list[str]) -> dict[str, int]:
-    """Run the unit test of each exhibit in a patched copy. Return pytest's exit codes, which are 1 if the test fails.
+    """Run the unit test of each exhibit in a patched copy. Return pytest's exit code for each test. The exit code 1
+    means that the test fails.
 
     This process imports the large packages once. Each test runs in a fork of this process.
     """
