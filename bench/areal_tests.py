@@ -10,8 +10,7 @@ names in the two projects, a small adapter in this file translates the name. The
 checkout and copies nothing of AReaL. For each file the script prints how many tests pass and how many fail. Some tests
 fail because this project differs from AReaL on purpose. The script groups the failed tests by the difference that
 explains the failure. If no known difference explains a failure, the script prints NOT EXPLAINED and exits with status
-1. The script does not run the tests of objects that only AReaL has, such as its configuration classes, and prints the
-number of these tests.
+1. Tests of objects that only AReaL has, such as configuration classes, do not run, and the script prints their number.
 """
 
 import importlib.util
@@ -217,8 +216,8 @@ def compute_prox_logp_approximations(
 ) -> dict[str, Tensor]:
     """Estimate pi_prox with this project's functions.
 
-    AReaL estimates pi_prox as if all mini-batches of the step were done, so the third argument of `interpolation`, the
-    share of mini-batches that are done, is 1.
+    AReaL estimates pi_prox as if all mini-batches of the step were done. The argument 1.0 of `interpolation` means that
+    all mini-batches are done.
     """
     alpha = interpolation(versions, current_version - 1, 1.0)
     guesses = {guess.__name__: guess(old_logp, logprobs, alpha) for guess in (loglinear, linear, rollout)}

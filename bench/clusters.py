@@ -73,7 +73,7 @@ TRAIN_FLOPS, PREFILL_FLOPS = 3e14, 4e14  # useful FLOP/s of one GPU in training 
 def cluster(gpus: int, eta: int | None, stale: str = "wait", model: Model = SMALL, interrupt: bool = True) -> Setup:
     """Return the setup of a cluster. With eta None training is synchronous: every GPU first generates and then trains.
 
-    After an interruption, a server computes the KV cache of its running sequences again. At time 0 a run starts eta + 1
+    After an interruption, a server recomputes the KV cache of its running sequences. At time 0 a run starts eta + 1
     batches at once, and later one batch per step. The first steps differ from later steps, so the results exclude the
     first 2 (eta + 1) steps. With eta = 0 the results exclude the first 3 steps.
     """
@@ -100,14 +100,14 @@ def cluster(gpus: int, eta: int | None, stale: str = "wait", model: Model = SMAL
 
 
 def faster_training(factor: float, *args: Any) -> Setup:
-    """Return the setup of a cluster whose training time is multiplied by `factor`. With a factor below 1, generation
+    """Return the setup of a cluster whose training time is multiplied by `factor`. If `factor` is below 1, generation
     limits the speed of the run."""
     setup = cluster(*args)
     return replace(setup, train=lambda rng, step, tokens: factor * setup.train(rng, step, tokens))
 
 
 def simulate_all() -> Iterator[dict[str, Any]]:
-    """First simulate each order of consumption with each sigma. Then simulate each cluster and the settings of AReaL's
+    """Yield the rows of docs/clusters.csv: the orders of consumption, the clusters, and the settings of AReaL's
     paper."""
     for sigma in SIGMAS:
         for eta in ETAS[1:]:

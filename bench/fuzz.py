@@ -11,13 +11,14 @@ part, and sometimes closes its half of the connection. Most requests have the ri
 key.
 
 Each complete request must get a reply within 60 seconds, and the status of each reply must be below 500. An incomplete
-request must get a reply or a closed connection within 60 seconds. Valid sessions run during the whole test: they send
-only valid requests, and bench/load.py checks their tokens. At the end the server must have its initial version, have no
-running request, and give the same answer to one prompt as at the beginning.
+request must get a reply or a closed connection within 60 seconds. During the whole test, the script also runs sessions
+with only valid requests. The function `check` of bench/load.py checks the tokens of the valid sessions. At the end the
+server must have its initial version, have no running request, and give the same answer to one prompt as at the
+beginning.
 
 Requests that can change a server's state go to a second server and a second proxy, because such requests could break
-the valid sessions. The script never sends the right key to the two endpoints *_memory_occupation. A call of an endpoint
-*_memory_occupation at the wrong time ends the small server by design, as it ends SGLang.
+the valid sessions. The script never sends the right key to the two endpoints *_memory_occupation. If an endpoint
+*_memory_occupation is called at the wrong time, the small server ends, as SGLang does.
 """
 
 import argparse

@@ -47,8 +47,8 @@ SHAPES = {  # maps a name to (layers, hidden size, MLP size, heads, key-value he
     "1.5b": (28, 1536, 8960, 12, 2, 128, 151936),  # Qwen2.5-1.5B, with Qwen3's norms of queries and keys
     "tiny": (2, 64, 128, 4, 2, 16, 512),  # a model for the small server on the CPU
 }
-# MISMATCH is the largest allowed difference, in nats, between the log-probabilities of server and trainer. In bfloat16,
-# a log-probability near -12 is a multiple of 0.06.
+# MISMATCH is the largest allowed difference, in nats, between the log-probabilities of server and trainer. Near -12,
+# the distance between two successive bfloat16 numbers is 0.06.
 MISMATCH = 0.2
 GRACE_SECONDS = 10.0  # seconds between SIGTERM and SIGKILL
 TEMPLATE = (
@@ -122,7 +122,7 @@ def list_runs(machine: Machine, work: Path) -> list[Cell]:
 
 
 def make_run(name: str, own: list[str], machine: Machine, work: Path) -> Cell:
-    """Return the cell run-NAME, which runs train.py. `own` are the arguments that only this cell has."""
+    """Return the cell run-NAME, which runs train.py. `own` holds the arguments that only this cell has."""
     shape = name if name in SHAPES else "0.6b" if machine.has_sglang else "tiny"
     words = ["--config", "configs/gsm8k.yaml", f"model_path={work / f'model-{shape}'}"]
     words += ["train_dataset.path=tests/data/gsm8k.jsonl", "workflow=workflow.RLVRWorkflow"]
@@ -146,8 +146,8 @@ def make_run(name: str, own: list[str], machine: Machine, work: Path) -> Cell:
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of each descendant whose own parent has ended (Linux). The function `descendants`
-    can then find orphaned processes."""
+    """Make this process the parent of each descendant whose own parent has ended (Linux). After a call of
+    `adopt_orphans`, the function `descendants` also finds orphaned processes."""
     pr_set_child_subreaper = 36
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1, 0, 0, 0)
@@ -341,7 +341,7 @@ def describe(machine: Machine) -> str:
 
 
 def reward(prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], **_) -> float:
-    """Return the share of odd token ids as the reward. The share differs between the samples of a prompt, so their
+    """Return the share of odd token ids as the reward. The samples of one prompt have different rewards, so their
     advantages and the gradient are not zero."""
     return sum(i % 2 for i in completion_ids) / max(1, len(completion_ids))
 

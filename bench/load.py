@@ -67,7 +67,7 @@ def start_relay(url: str, cut: float) -> str:
     """Start a slow relay to a server, in a thread, and return the relay's URL.
 
     The relay delays every piece of data by up to 50 ms. With probability `cut` the relay sends only the beginning of a
-    piece and then closes the connection.
+    piece of data and then closes the connection.
     """
     rng, port, address = random.Random(1), free_port(), url.removeprefix("http://").split(":")
 

@@ -3,8 +3,8 @@
     python bench/loss.py            # make all three measurements
     python bench/loss.py --small    # measure memory with V = 20,000 and T = 1,024, on a machine with less than 16 GB
 
-**Time of the advantages.** The benchmark computes the advantages of 64 rows of 2,048 tokens. The
-computation should take at most a tenth of the time that AReaL takes.
+**Time of the advantages.** The benchmark computes the advantages of 64 rows of 2,048 tokens. The target is at most a
+tenth of the time that AReaL takes for the same advantages.
 
 **Time of the loss.** The benchmark computes the loss and its metrics for 64 rows of 2,048 tokens, without the backward
 pass. The loss should take no longer than AReaL's loss for the same objective. The printed times of advantages and loss

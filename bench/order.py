@@ -6,12 +6,12 @@
 The simulation bench/clusters.py measures the costs of wait, mask and drop in virtual time (docs/simulate.md). The
 benchmark bench/order.py measures the costs in real runs.
 
-Each run trains a model on the maze (configs/maze.yaml) for the same number of steps, and therefore on the same number
-of samples. In the maze, the time of an episode depends only on the length of its walk. A real agent also waits for
-tools and for people, so the benchmark adds a pause to each walk. Each walk pauses after its first 12 tokens, and all
-walks of a group pause for the same time. The pause has a lognormal distribution with sigma 1.5 and a mean of --pause
-seconds. The pause depends only on the group's number, so all runs have the same pauses. While a walk pauses, the
-trainer makes new policy versions. After the pause, a newer policy version samples the rest of the walk.
+Each run trains a model on the maze (configs/maze.yaml) for the same number of steps and on the same number of samples.
+In the maze, the time of an episode depends only on the length of its walk. A real agent also waits for tools and for
+people, so the benchmark adds a pause to each walk. Each walk pauses after its first 12 tokens, and all walks of a group
+pause for the same time. The pause has a lognormal distribution with sigma 1.5 and a mean of --pause seconds. The pause
+depends only on the group's number, so all runs have the same pauses. While a walk pauses, the trainer makes new policy
+versions. After the pause, a newer policy version samples the rest of the walk.
 
 The table shows the seconds up to the last step, and the seconds that the trainer waited. The table also shows the mean
 reward of the first ten steps and of the last ten steps. Three more columns show the share of masked tokens, the number

@@ -4,12 +4,12 @@
     python bench/overlap.py --seconds 200               start no run after 200 s; the next call makes the missing runs
     python bench/overlap.py --etas 0 2 --steps 60 --seeds 301
 
-Every run trains a model with configs/maze.yaml for the same number of steps, and therefore on the same number of
-samples. The trainer's process runs on one core, and the inference server on another core. The benchmark keeps each
-finished run in runs/overlap, and does not repeat it.
+Every run trains a model with configs/maze.yaml for the same number of steps and on the same number of samples. The
+trainer's process runs on one core, and the inference server on another core. The benchmark keeps each finished run in
+runs/overlap, and does not repeat it.
 
 The column `concurrent` shows rollout.max_concurrent_rollouts. With the first seed the benchmark tries several values of
-rollout.max_concurrent_rollouts. With every other seed, the benchmark uses only the value of
+rollout.max_concurrent_rollouts. With all later seeds, the benchmark uses only the value of
 rollout.max_concurrent_rollouts that was fastest with the first seed.
 
 The column `update` tells how new weights reach the server. With `interrupt`, an update interrupts the running walks,
@@ -20,18 +20,17 @@ mode.
 The remaining columns of the table come from the trace of each run (trace.json). All times are in seconds.
 
     `seconds`      time of the whole training, without the start of the processes.
-    `factor`       the speedup, `seconds` of the synchronous run with the same seed / `seconds`.
+    `factor`       the speedup: how many times as long the synchronous run with the same seed takes.
     `generation`   CPU time of the inference server.
     `training`     CPU time of the trainer's process, which also runs the episodes and the logger.
     `oldest`       time that the trainer waited for an older group, although B other groups had finished.
-    `ideal`        max(generation, training + oldest), the time if both cores always worked.
+    `ideal`        max(generation, training + oldest), the least possible time of the run.
     `share`        the quotient `ideal` / `seconds`.
     `reward`       mean reward in the last ten steps.
     `mixed`        share of the walks that an update interrupted.
 
-A step consumes the groups in order of start, so no overlap can avoid the time `oldest`. Each cell of the table is the
-median over the seeds. The value `ideal` of the synchronous run is the time that the run would take if its generation
-and its training overlapped perfectly.
+A step waits for the groups that started first, so `ideal` includes the time `oldest`. For the synchronous run, `ideal`
+is the time with a perfect overlap of generation and training. Each cell of the table is the median over the seeds.
 """
 
 import argparse
@@ -72,7 +71,7 @@ def train(update: str, words: list[str]) -> int:
     from train import TrainingLoop
 
     class Pinned(TrainingLoop):
-        """A loop that gives the server a core of its own, and writes CPU times to the trace."""
+        """A training loop that gives the server a core of its own, and writes CPU times to the trace."""
 
         def __init__(self, run: Any) -> None:
             super().__init__(run)
@@ -92,7 +91,7 @@ def train(update: str, words: list[str]) -> int:
             self.run.trace.mark("cpu", training=time.process_time(), generation=info["cpu_seconds"])
 
     class Drained(Pinned):
-        """A loop that lets all running groups finish before it sends new weights."""
+        """A training loop that lets all running groups finish before it sends new weights."""
 
         def push_weights(self, version: int) -> None:
             dispatcher = self.rollout.executor.dispatcher

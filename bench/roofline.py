@@ -17,8 +17,8 @@ only the bytes that the operation reads and writes, and no FLOPs. PyTorch runs e
 its own. SGLang fuses pointwise operations into other kernels, so the estimate of generation has no pointwise kernels.
 
 **FLOPs.** The formulas count the same FLOPs as torch.utils.flop_counter (tests/training/test_roofline.py). For
-attention torch.utils.flop_counter counts every pair of a query and a key. A causal kernel computes only half of the
-pairs, so the estimated time of attention counts only half of the FLOPs.
+attention, torch.utils.flop_counter counts every pair of a query and a key. A causal kernel computes only half of the
+pairs, so the estimate of attention's time counts only half of the FLOPs.
 
 **Not included.** The estimate leaves out kernel launches, the time of Python code, the network, idle time, padding, and
 the overlap of generation with training. Real kernels reach only a part of the peak, so the estimate is a lower bound of
@@ -189,8 +189,8 @@ def head_forward(s: Shape, n: float, b: int, chunk: int) -> Part:
     """Return the kernels of the last layer for n tokens (training/logprobs.py): logits, softmax and entropy in
     float32."""
     chunks = ceil(n / max(1, chunk // s.V))
-    # The terms are bytes per logit: logits in float32 instead of b bytes, divide, log_softmax (reads twice), exp,
-    # multiply, sum.
+    # `softmax` is a sum of bytes per logit: write logits of 4 bytes instead of b bytes, divide (8), log_softmax, which
+    # reads twice (12), exp (8), multiply (12), sum (4).
     softmax = (4 - b + 8 + 12 + 8 + 12 + 4) * n * s.V
     return [*product(n, s.H, s.V, b, chunks), Kernel(0, softmax)]
 
@@ -199,10 +199,10 @@ def head_backward(s: Shape, n: float, b: int, chunk: int) -> Part:
     """Return the kernels that recompute the logits, and compute the gradients of the hidden states and of the last
     layer."""
     chunks = ceil(n / max(1, chunk // s.V))
-    # The terms are bytes per logit: logits in float32 instead of b bytes, divide, log_softmax, exp, multiply by -g,
-    # divide, convert.
+    # `softmax` is a sum of bytes per logit: write logits of 4 bytes instead of b bytes, divide (8), log_softmax (12),
+    # exp (8), multiply by -g (8), divide (8), and convert if b < 4 (b + 4).
     softmax = (4 - b + 8 + 12 + 8 + 8 + 8 + (b + 4) * (b < 4)) * n * s.V
-    added = (b + 8) * chunks * s.V * s.H  # the gradient of each chunk is added to the whole gradient in float32
+    added = (b + 8) * chunks * s.V * s.H  # bytes to add each chunk's gradient to a float32 sum
     return [*(3 * product(n, s.H, s.V, b, chunks)), Kernel(0, softmax + added)]
 
 
@@ -238,7 +238,7 @@ def step_parts(s: Shape, w: Work) -> dict[str, Part]:
 
 
 def divide(part: Part, ranks: int) -> Part:
-    """Return one rank's share of a part that `ranks` ranks compute together."""
+    """Return the kernels of one rank, if `ranks` ranks share the work of `part` equally."""
     return [Kernel(kernel.flops / ranks, kernel.bytes / ranks, kernel.share) for kernel in part]
 
 
@@ -274,8 +274,8 @@ def describe(s: Shape, w: Work, peak: float, bandwidth: float) -> str:
 
 
 def least(actions: dict[str, Callable[[], Any]], rounds: int = 12) -> dict[str, float]:
-    """Call every action once in each round, and return the shortest time of each action in seconds. A longer time may
-    come from other programs on the machine."""
+    """Call every action once in each round, and return the shortest time of each action in seconds. Other programs on
+    the machine can only make an action slower."""
     import torch
 
     found: dict[str, list[float]] = {name: [] for name in actions}

@@ -5,11 +5,11 @@
     `python bench/simulate.py --record RUN ...` stores the durations of finished runs in docs/simulate.json.
 
 The script is a discrete-event simulation in virtual time. A queue holds the next event of each server and of the
-trainer. The clock jumps from event to event. The classes of a real run make all decisions: StalenessManager
+trainer. The clock jumps from event to event. Two classes of a real run make the decisions. StalenessManager
 (staleness.py) says how many groups may start, and DispatchState (rollout/dispatcher.py) chooses the groups that start,
-forms the batches, and decides which tokens are too old for the loss. The simulation runs no model: answers,
-training steps and weight updates only take virtual time. bench/clusters.py simulates clusters of GPUs, and compares the
-rules by which a training step chooses its groups. docs/simulate.md explains the results.
+forms the batches, and decides which tokens are too old for the loss. The simulation runs no model: answers, training
+steps and weight updates only take virtual time. bench/clusters.py simulates clusters of GPUs, and compares the rules by
+which a training step chooses its groups. docs/simulate.md explains the results.
 
 **Servers.** A server generates one token for each of its n running sequences in `a + b n` seconds. At most `slots`
 sequences run on a server, and all other sequences wait in order of arrival. Each sequence has a length in tokens. A
@@ -20,10 +20,10 @@ update stops each server for `update` seconds. After the update, the server's ru
 `interrupt`, each server lets its running sequences finish, starts no new sequences, and then loads the weights. A step
 ends when the last server has loaded the weights.
 
-**A finished run** can supply the lengths of sequences and the times of steps. Each simulated group has one sequence,
-whose length is the duration of a group in the finished run, in seconds. The server runs any number of sequences (a = 1,
-b = 0). The length of group k is drawn from the lengths of groups near k, because lengths change during a run. The
-training time and the time of the weight update of step k are drawn from the times of steps near k.
+**A finished run** can supply the lengths of sequences and the times of steps. Each simulated group has one sequence.
+The length of the sequence is the duration of one group of the finished run, in seconds. The server runs any number of
+sequences (a = 1, b = 0). The length of group k is drawn from the lengths of groups near k, because lengths change
+during a run. The training time and the time of the weight update of step k are drawn from the times of steps near k.
 """
 
 import argparse
@@ -134,8 +134,8 @@ class WindowState(DispatchState[Task, Versions]):
     unfinished groups to later steps.
 
     The deadline of a group is the version at its start plus eta. A step at version v may take its groups only if later
-    steps can consume all other groups before their deadlines. Of the groups that a step at version v does not
-    take, at most (D - v) B may have a deadline of D or less, for each version D from v on.
+    steps can consume all other groups before their deadlines. For each version D >= v, at most (D - v) B groups outside
+    the step's batch may have a deadline of D or less.
     """
 
     slack: int = 0  # eta minus the staleness limit of the gate, in versions
@@ -421,9 +421,8 @@ def blocks(values: list[float], size: int, width: int = 2) -> Draw:
     """Return a function that draws a value for group or step k from `values` by a block bootstrap.
 
     A block has `size` values. The value for k is drawn from a block at most `width` blocks away from the block of k.
-    The groups of one batch run at the same time on the same machine, so their times are similar. If the times were
-    drawn independently, the longest of B times would be too long. A block bootstrap keeps the times of a block
-    together.
+    The groups of one batch run at the same time on the same machine, so their times are similar. With independent
+    draws, the longest of B times is longer than in a real batch. A block bootstrap keeps the times of a block together.
     """
     shifts: dict[int, int] = {}
     most = max(0, len(values) // size - 1)  # index of the last complete block of values
@@ -477,7 +476,8 @@ def check(runs: list[dict[str, Any]]) -> list[str]:
 
 
 def write(tables: dict[str, list[str]]) -> None:
-    """Replace the tables of docs/simulate.md. Each table follows a comment with the table's name."""
+    """Replace the tables of docs/simulate.md. In docs/simulate.md, a comment with a table's name stands before the
+    table."""
     page = PAGE.read_text()
     for name, lines in tables.items():
         before, mark, rest = page.partition(f"<!-- {name} -->\n")

@@ -12,8 +12,8 @@ the run. The printed seed determines every random choice.
 At the end the script makes six checks of the metrics and of the trained samples (tokens/*.safetensors). The metrics
 must contain every step exactly once. Every step must train on 6 prompt groups (the batch size), and each group must
 occur in at most one step. Each of the first (steps - eta - 1) * 6 groups must occur in a step. The numbers of the
-trained groups must be below (steps + eta + 1) * 6. In every step, the age of each group must be at most eta. The
-version of each token must be at most the version that its step trains.
+trained groups must be below (steps + eta + 1) * 6. In every step, the age of each group must be at most eta. In every
+step, the version of each token must be at most the trainer's version.
 
 Whenever the run has ended, the script also checks that no process of the run is left.
 """
@@ -36,7 +36,7 @@ from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = {"trainer": r"train\.py", "proxy": r"(-m| run\.early) proxy\b", "server": r"inference\.tiny\.server\b"}
-BATCH, ETA, GAMES = 6, 2, 20  # prompt groups of a step, largest age of a group, games of a group
+BATCH, ETA, GAMES = 6, 2, 20  # prompt groups in a step; largest allowed age of a group; games in a group
 
 
 def pids(run: subprocess.Popen) -> dict[str, int]:

@@ -1,16 +1,17 @@
-"""Measure how fast the demo learns: seconds of training until the mean success of five steps in a row is .95.
+"""Measure how fast the demo learns: seconds of training until the mean success of five successive steps is .95.
 
     python bench/speedrun.py 401 402 403                       one run of this checkout for each seed
-    python bench/speedrun.py --against 39d5181 1 2 3           for each seed, a run of an earlier revision before it
+    python bench/speedrun.py --against 39d5181 1 2 3           for each seed, first 39d5181 and then this checkout
 
 Each run is the whole demo (train.py with the recipe of its own revision) in new processes. The table shows three
 durations, in seconds. `start` is the time from the command to the end of the first training step. `to .95` is the time
-from the begin of training until the mean success reaches .95; bench/seeds.py shows the same time. `whole` is the time
-of the whole command. The base models of the seeds are made before the measurement. `load` is the machine's one-minute
-load average before a run.
+from the start of training until the mean success reaches .95 (`seconds_to` in bench/seeds.py). `whole` is the time of
+the whole command. The base models of the seeds are made before the measurement. `load` is the machine's one-minute load
+average before a run.
 
-The last lines show the medians and the largest time. With `--against` they also show the median ratio of the times of a
-pair of runs. A run that does not reach .95 counts as infinitely slow.
+At the end the benchmark prints the medians of the three times, and the largest `to .95`. With `--against` the benchmark
+also divides each run's times by the times of the earlier revision, and prints the medians of these ratios. A run that
+does not reach .95 counts as infinitely slow.
 """
 
 import argparse

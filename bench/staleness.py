@@ -22,11 +22,11 @@ computes pi_prox by a forward pass. "loglinear" is decoupled PPO that interpolat
 pi_theta.
 
 **Recipe.** The recipe is configs/demo.yaml with one pass over each batch instead of two. An entropy bonus replaces the
-KL penalty, because the KL penalty itself would hold the policy near an old policy. The learning rate is 1e-3 after ten
-steps of warm-up, and gradients are clipped at a norm of 0.3, as in an earlier recipe of the demo. A step has four
-mini-batches, so the policy changes much within a few versions. With a learning rate of 1e-4, a lag has no
-effect, because the policy changes too little in 64 steps. Training computes shared prefixes only once
-(training/tree_attention.py). Sharing prefixes affects the speed and not the result.
+KL penalty, because the KL penalty holds the policy near an old policy. The learning rate is 1e-3 after ten steps of
+warm-up, and gradients are clipped at a norm of 0.3, as in an earlier recipe of the demo. A step has four mini-batches,
+so the policy changes much within a few versions. With a learning rate of 1e-4, a lag has no effect, because the policy
+changes too little in 64 steps. Training computes shared prefixes only once (training/tree_attention.py). Sharing
+prefixes affects the speed and not the result.
 
 **Success is exact.** Success is the probability that the policy finds the secret. The benchmark computes success
 exactly: it sums the probabilities of all games that find the secret. The computation of success adds no noise, so the
@@ -185,7 +185,7 @@ def success(model: Any, script: Script) -> float:
     found, reached = 0.0, [(script.start, {secret: 1 / len(guess.SECRETS) for secret in guess.SECRETS})]
     for _ in range(guess.GUESSES):
         said = [([*ids, token], number, weights) for ids, weights in reached for token, number in script.number.items()]
-        rows = torch.tensor([ids for ids, _, _ in said])  # (n, t): in each turn all games have the same length
+        rows = torch.tensor([ids for ids, _, _ in said])  # shape (n, t): each of the n rows has t tokens
         log_p = torch.log_softmax(model(input_ids=rows, use_cache=False).logits[:, -2:], -1)  # (n, 2, V)
         p = (log_p[:, 0].gather(1, rows[:, -1:])[:, 0] + log_p[:, 1, script.end]).exp().tolist()
         reached = []

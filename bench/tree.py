@@ -137,7 +137,7 @@ def measure(width: int, length: int, share: float, rounds: int) -> str:
     for _ in range(rounds):
         for name, way in ways(model, rows, share).items():
             if rows.numel() > 8192 and name in ("hf", "dense"):
-                continue  # with long rows, a pass with an N x N mask would take a minute
+                continue  # with long rows, a pass with an N x N mask takes a minute
             model.zero_grad()
             began = time.process_time()
             way().backward()

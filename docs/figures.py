@@ -34,7 +34,7 @@ from typing import Any
 DOCS = Path(__file__).resolve().parent
 sys.path.insert(0, str(DOCS.parent))
 
-# A palette by Paul Tol, whose colours colour-blind readers can tell apart.
+# Colour-blind readers can distinguish the colours of this palette by Paul Tol.
 COLOURS = "#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377"
 STYLE = """text { font: 15px system-ui, sans-serif; fill: #1f2328 } .small { font-size: 12px } .faint { fill: #59636e }
 .paper { fill: #ffffff } .box { fill: #f6f8fa; stroke: #818b98 } .line { stroke: #818b98; fill: none }
@@ -291,7 +291,8 @@ def compute_rewards() -> dict[str, float]:
 
 
 def draw_tree() -> str:
-    """Draw the conversation tree of CALLS. The arrows point from children to the parents that receive their rewards."""
+    """Draw the conversation tree of CALLS. An arrow points from a child to its parent, and the parent receives the
+    child's reward."""
     parts = [
         '<defs><marker id="tip" markerWidth="8" markerHeight="8" refX="6" refY="4" orient="auto" markerUnits="userSpaceOnUse">'
     ]

@@ -2,9 +2,8 @@
 
     python docs/terminal.py RUN
 
-RUN is the folder of a run. The drawings show the live table of RUN after two thirds of its steps. The files of a
-run do not record the startup time, or what the trainer was doing after two thirds of the steps, so the clock and the
-last line of the drawings show invented values.
+RUN is the folder of a run. The drawings show the live table of RUN after two thirds of its steps. The clock and the
+last line of the drawings show invented values, because a run's files do not record the true values.
 """
 
 import io

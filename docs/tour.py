@@ -9,7 +9,7 @@ In an ordinary run, a weight update may arrive at any moment. In the tour, the w
 first turns of the second group, because PacedAgent delays two groups. The games of the first group do not end until the
 first turns of the second group have finished. The later turns of the second group do not start until the third group
 starts, which happens after the weight update. All seeds are fixed, so every tour on one machine shows the same numbers.
-Another machine may make a slightly different base model, which gives other numbers.
+On another machine the base model may be slightly different, and then the numbers also differ.
 """
 
 import asyncio

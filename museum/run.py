@@ -23,17 +23,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 SECONDS = 60.0  # time limit of an exhibit's run
-BUSY = 240.0  # time limit with --all; it is longer, because other programs may slow the exhibit down
+BUSY = 240.0  # longer time limit with --all, because other programs may slow an exhibit down
 NOTES = """
 The doctor checked each run after its end (`python -m run.doctor runs/museum/NAME`). If the column "rule" says "none",
-only the unit test finds the bug. The run of areal-1345 restarts after step 3. An exhibit had at most 240 s here instead
-of 60 s, because the cores were busy with other work. In the healthy runs the doctor was strict, so an alarm would have
-ended the run. Each alarm in the second table would be a false alarm of a rule.
+only the unit test finds the bug. The run of areal-1345 restarts after step 3. In these runs, an exhibit had at most
+240 s instead of 60 s, because the cores were busy with other work. The healthy runs were made with doctor=strict, so an
+alarm ends such a run. An alarm in the second table is a false alarm, because the runs of the second table have no bug.
 """
 RUN = re.compile(r"^python train\.py(.*)$", re.MULTILINE)  # a command in exhibit.md
 LEFT_OUT = shutil.ignore_patterns(".*", "runs", "__pycache__", "*.egg-info", "*.png")
 EXHIBITS = sorted(path.parent.name for path in ROOT.glob("museum/*/bug.patch"))
-HEALTHY = ("", "--config configs/maze.yaml")  # healthy runs with even numbers: the demo; with odd numbers: the maze
+HEALTHY = ("", "--config configs/maze.yaml")  # healthy runs 1, 3, ... run the maze; 2, 4, ... run the demo
 
 
 def make_copy(name: str, folder: str) -> Path:
@@ -80,7 +80,7 @@ def show(name: str, seconds: float = SECONDS) -> Path:
     with tempfile.TemporaryDirectory() as temporary:
         code = make_copy(name, temporary)
         plan = [sys.executable, "train.py", *commands[0].split(), "--dry-run"]
-        subprocess.run(plan, cwd=code, stdout=subprocess.DEVNULL, check=True)  # makes the base model if it is missing
+        subprocess.run(plan, cwd=code, stdout=subprocess.DEVNULL, check=True)  # the dry run makes a missing base model
         end = time.monotonic() + seconds
         for words in commands:
             train(code, words, name, end - time.monotonic())
@@ -95,7 +95,8 @@ def findings(folder: Path) -> dict[str, int]:
 
 
 def run_unit_tests(names: list[str]) -> dict[str, int]:
-    """Run the unit test of each exhibit in a patched copy. Return pytest's exit codes, which are 1 if the test fails.
+    """Run the unit test of each exhibit in a patched copy. Return pytest's exit code for each test. The exit code 1
+    means that the test fails.
 
     This process imports the large packages once. Each test runs in a fork of this process.
     """
