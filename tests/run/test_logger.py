@@ -24,7 +24,8 @@ from staleness import RolloutStat
 def logger(tmp_path: Path) -> Logger:
     """Return a logger whose last step is step 12 of 64. In step 12, one group was rejected, and 131 episodes of other
     groups failed."""
-    config = load([f"fileroot={tmp_path}", "experiment_name=e", "trial_name=t", "logger.live=false"])
+    words = ["experiment_name=e", "trial_name=t", "logger.live=false", "max_steps=64", "gconfig.n_samples=20"]
+    config = load([f"fileroot={tmp_path}", *words])
     config.run_dir.mkdir(parents=True)
     logger = Logger(config, SimpleNamespace(stats=RolloutStat(), ended=34))
     line = {key: 0 if text == "{:d}" else 0.5 for key, _, text in COLUMNS}
