@@ -270,8 +270,7 @@ async def test_a_tool_call_is_parsed_and_gone_on_from(start: Start, tiny_tokeniz
 @pytest.mark.parametrize("levels", range(193, 203))
 async def test_a_call_that_is_nested_deeply_has_a_reply(start: Start, levels: int) -> None:
     """However deeply the arguments of a tool call are nested, the proxy sends a reply. The tool call may be in a
-    request's history or in the model's answer. If the proxy sent an error instead of the reply, the turn would still be
-    trained."""
+    request's history or in the model's answer."""
     deep = '{"a": ' * levels + "1" + "}" * levels
     call = f'<tool_call>\n{{"name": "look", "arguments": {deep}}}\n</tool_call>'
     harness = start("one", call, "two")
@@ -414,7 +413,7 @@ async def test_what_is_not_stored_is_answered_and_not_trained(start: Start) -> N
 
 
 async def test_a_recipe_may_fix_the_sampling(start: Start) -> None:
-    """An agent cannot change the sampling fields that fixed_sampling lists. The agent can change all other sampling
+    """An agent cannot change the sampling fields that fixed_sampling lists, but can change all other sampling
     fields."""
     harness = start(sampling={"temperature": 0.7, "top_p": 0.9}, fixed_sampling=["temperature", "stop"])
     session = await harness.start()
@@ -508,9 +507,9 @@ async def test_models_are_listed(start: Start) -> None:
     ],
 )
 def test_which_turn_a_retry_belongs_to(states: str, says_so: bool, match: int | None) -> None:
-    """A request is a retry if an identical earlier request has a turn in the state UNREAD, FAILED or ABANDONED. With a
-    retry header, a request is also a retry if an identical turn is still running. If no identical turn is running, a
-    request with a retry header retries the newest identical turn whose connection is closed. In this test the state
+    """A request is a retry if an identical earlier request has a turn in the state UNREAD, FAILED or ABANDONED. A
+    request with a retry header is a retry even if the identical turn is still running. If no identical turn is running,
+    a request with a retry header retries the newest identical turn whose connection is closed. In this test the state
     "read" means a finished turn whose connection is open."""
     turns: list[Any] = []
     for name in states.split():

@@ -414,9 +414,9 @@ async def test_a_response_can_be_fetched(start: Start, stream: bool) -> None:
 
 
 async def test_the_input_of_a_response_can_be_listed(start: Start) -> None:
-    """GET /v1/responses/{id}/input_items lists the whole input of a response. The list contains instructions, earlier
-    turns that the client has named by an id, reasoning, tool calls and results. An SDK that reads the list in pages
-    gets every item."""
+    """GET /v1/responses/{id}/input_items lists the whole input of a response. A response's input includes instructions,
+    reasoning, tool calls, results, and the earlier turns that the client has named by an id. An SDK that reads the list
+    in pages gets every item."""
     harness = start(f"<think>hm</think>{CALL}", "21 degrees")
     session = await harness.start()
     async with sdk(harness, f"/{session}/v1") as client:

@@ -32,8 +32,8 @@ def python(code: str, *words: str) -> list[str]:
 
 
 def test_a_child_does_not_inherit_torchruns_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under torchrun, child processes do not inherit torchrun's environment variables. Child processes inherit all
-    other environment variables, and get the variables that are planned for them.
+    """Under torchrun, child processes inherit all environment variables except torchrun's. Child processes also get the
+    variables that are planned for them.
 
     SGLang connects its own processes to each other. If SGLang inherited torchrun's variables, SGLang would wait for
     torchrun's store (torch.distributed).

@@ -19,8 +19,7 @@ from runs import SMALL_GUESS, command
 from safetensors.torch import save_file
 
 KINDS = ("threads", "processes", "files")
-# Each planted error has four parts: the kind of thing that the error leaves, the file, the original code and the
-# changed code.
+# Each planted error has four parts: the kind of leftover, the file, the original code and the changed code.
 ERRORS = [
     ("threads", "rollout/runner.py", "self._loop.call_soon_threadsafe(self._stop.set)", "pass"),
     ("processes", "run/command.py", "stack.callback(fleet.close)", "pass"),

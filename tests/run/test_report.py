@@ -332,8 +332,8 @@ def test_a_report_that_fails_ends_no_run(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def draw(path: Path, tmp_path: Path, script: str = "") -> str:
-    """Run the page's script and then `script` in Chromium, and return the resulting document as HTML. An error in a
-    script raises an exception."""
+    """Run the page's script and then `script` in Chromium, and return the resulting document as HTML. An error in the
+    page's script or in `script` fails the test."""
     path.write_text(path.read_text().replace("</body>", f"<script>{script}</script></body>"))
     flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--window-size=1200,900"]
     command = [CHROMIUM, *flags, f"--user-data-dir={tmp_path / 'chrome'}", "--virtual-time-budget=5000", "--dump-dom"]
