@@ -568,7 +568,7 @@ async def test_a_retry_whose_reply_was_lost_gets_the_same_reply(start: Start) ->
 def test_a_retry_whose_first_try_never_arrived_gets_its_own_answer(proxy: Any, is_read: bool) -> None:
     """In this test, a retry arrives after the session has finished an identical call. If the connection of the finished
     call is still open, the client has read the reply, so the retry counts as a new call. If the connection of the
-    finished call is closed, the reply may have been lost, so the retry gets the same reply."""
+    finished call is closed, the reply may have been lost, so the retry gets the reply of the finished call."""
     admin, body = {"authorization": f"Bearer {proxy.admin_key}"}, json.dumps(CHAT | {"max_tokens": 4})
     started = httpx.post(f"{proxy.proxy_addr}/rl/start_session", headers=admin, json={"task_id": "t", "grant": True})
     path, host = f"/{started.json()['session_id']}/v1/chat/completions", httpx.URL(proxy.proxy_addr).netloc.decode()
@@ -650,8 +650,8 @@ async def test_a_retry_after_a_failure_is_a_new_turn(start: Start) -> None:
 
 @pytest.mark.parametrize("together", [True, False])
 async def test_two_equal_requests_on_purpose_stay_two(start: Start, together: bool) -> None:
-    """Two identical requests without a retry header make two turns. If both requests are retried, each retry gets the
-    reply of a different turn."""
+    """Two identical requests without a retry header make two turns. If a client retries two identical requests, the two
+    retries get the replies of two different turns."""
     harness = start("one", "two")
     session = await harness.start()
     path = f"/{session}/v1/chat/completions"

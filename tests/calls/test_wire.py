@@ -86,9 +86,9 @@ def tool_tokenizer(tiny_tokenizer: Any) -> Any:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("later", ["no tools", "other tools", "other order"])
 async def test_a_client_may_change_its_tools(tool_tokenizer: Any, name: str, later: str) -> None:
-    """A client may change its tools in the middle of a conversation. The turns of the conversation still form a single
-    path of the conversation tree. The reward of the last turn reaches the first turn, and every sampled token is
-    trained once."""
+    """If a client changes its tools in the middle of a conversation, the turns of the conversation form a single path
+    of the conversation tree. The reward of the last turn reaches the first turn, and every sampled token is trained
+    once."""
     harness = Harness(tool_tokenizer, CALL, "21 degrees", "bye")
     session, items = await harness.start(), [user()]
     first, second = offer(name), offer(name, "g")
