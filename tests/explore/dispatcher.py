@@ -10,8 +10,8 @@ properties:
     `gate`        When a group starts, accepted + running <= (eta + version + 1) * B.
     `counters`    Each counter has the correct value. The counters obey the equation
                   submitted = enqueued + running + accepted + rejected + dropped + withdrawn.
-    `starvation`  No group waits more than eta versions for its step. A group's wait begins at the group's start in
-                  mode wait, and at the group's end in the modes mask and drop.
+    `starvation`  No group waits more than eta versions for its step. In mode `wait`, the waiting time begins at the
+                  group's start. In the modes `mask` and `drop`, the waiting time begins at the group's end.
     `lost`        No group is dropped in the modes wait and mask.
     `deadlock`    From every state the trainer can reach the last version.
 

@@ -15,8 +15,8 @@ in turns.py, a state is the list of the events that lead to this state. The prop
                 asks for.
     `kept`      A token that the engine has passed to its caller is never changed or removed.
     `has`       When the gate gets a new version, every server that the trainer counts as living has the weights of this
-                version. The only exception is a restarted server that has not yet received weights. If a server's label
-                is a version, the server has the weights of this version.
+                version. The property does not hold for a restarted server that has not yet received weights. If a
+                server's label is a version, the server has the weights of this version.
     `paused`    After the trainer's end, no reachable server is paused.
     `deadlock`  From every state, the request and the trainer can end.
 """

@@ -301,8 +301,8 @@ def test_training_goes_on_while_a_checkpoint_is_written(tiny_model_dir: Path, tm
 
 
 def test_the_saver_keeps_the_newest_of_its_own(tmp_path: Path) -> None:
-    """save_model keeps the newest `keep` checkpoints and deletes checkpoints of lost steps. save_model deletes no
-    folder that is not named like a checkpoint."""
+    """save_model keeps the newest `keep` checkpoints and deletes checkpoints of lost steps. Only folders that are named
+    like checkpoints are deleted."""
 
     class Actor:
         rank = 0
