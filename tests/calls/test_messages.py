@@ -558,8 +558,8 @@ def test_what_is_nested_too_deeply_is_refused_by_name() -> None:
 
 
 def finished(prefix: str, messages: list[Message], parsed: Parsed) -> InteractionWithTokenLogpReward:
-    """Return a finished interaction. The interaction's id is the prefix followed by "ab". The id's prefix also
-    determines the protocol."""
+    """Return a finished interaction. The interaction's id is the prefix followed by "ab". The prefix "resp_" selects
+    the Responses protocol, and any other prefix selects Anthropic's Messages protocol."""
     name = "responses" if prefix == "resp_" else "messages"
     answer = Answer(f"{prefix}ab", ModelResponse([1], [2], [-1.0], [0], "stop"), parsed)
     found = InteractionWithTokenLogpReward(messages, tools=[TOOL], output_message_list=[answer.message])

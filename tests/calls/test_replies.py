@@ -134,7 +134,7 @@ def test_a_stream_is_the_whole_reply(name: str, parsed: Parsed, stop_reason: str
 @settings(deadline=None)
 @given(st.sampled_from(NAMES), PARSES)
 def test_a_reply_sent_back_is_the_message_that_was_kept(name: str, parsed: Parsed) -> None:
-    """In every protocol the client sends back a message with the same canonical form as the message in the conversation
+    """In every protocol, the message that a client sends back has the canonical form of the message in the conversation
     tree."""
     answer = answer_of(name, parsed)
     again = sent_back(name, whole(name, answer))

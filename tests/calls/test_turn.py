@@ -270,8 +270,7 @@ async def test_a_tool_call_is_parsed_and_gone_on_from(start: Start, tiny_tokeniz
 @pytest.mark.parametrize("levels", range(193, 203))
 async def test_a_call_that_is_nested_deeply_has_a_reply(start: Start, levels: int) -> None:
     """However deeply the arguments of a tool call are nested, the proxy sends a reply. The tool call may be in a
-    request's history or in the model's answer. If the proxy sent an error instead of the reply, the turn would still be
-    trained."""
+    request's history or in the model's answer."""
     deep = '{"a": ' * levels + "1" + "}" * levels
     call = f'<tool_call>\n{{"name": "look", "arguments": {deep}}}\n</tool_call>'
     harness = start("one", call, "two")
@@ -414,7 +413,7 @@ async def test_what_is_not_stored_is_answered_and_not_trained(start: Start) -> N
 
 
 async def test_a_recipe_may_fix_the_sampling(start: Start) -> None:
-    """An agent cannot change the sampling fields that fixed_sampling lists. The agent can change all other sampling
+    """An agent cannot change the sampling fields that fixed_sampling lists, but can change all other sampling
     fields."""
     harness = start(sampling={"temperature": 0.7, "top_p": 0.9}, fixed_sampling=["temperature", "stop"])
     session = await harness.start()
@@ -508,9 +507,9 @@ async def test_models_are_listed(start: Start) -> None:
     ],
 )
 def test_which_turn_a_retry_belongs_to(states: str, says_so: bool, match: int | None) -> None:
-    """A request is a retry if an identical earlier request has a turn in the state UNREAD, FAILED or ABANDONED. With a
-    retry header, a request is also a retry if an identical turn is still running. If no identical turn is running, a
-    request with a retry header retries the newest identical turn whose connection is closed. In this test the state
+    """A request is a retry if an identical earlier request has a turn in the state UNREAD, FAILED or ABANDONED. A
+    request with a retry header is a retry even if the identical turn is still running. If no identical turn is running,
+    a request with a retry header retries the newest identical turn whose connection is closed. In this test the state
     "read" means a finished turn whose connection is open."""
     turns: list[Any] = []
     for name in states.split():
@@ -569,7 +568,7 @@ async def test_a_retry_whose_reply_was_lost_gets_the_same_reply(start: Start) ->
 def test_a_retry_whose_first_try_never_arrived_gets_its_own_answer(proxy: Any, is_read: bool) -> None:
     """In this test, a retry arrives after the session has finished an identical call. If the connection of the finished
     call is still open, the client has read the reply, so the retry counts as a new call. If the connection of the
-    finished call is closed, the reply may have been lost, so the retry gets the same reply."""
+    finished call is closed, the reply may have been lost, so the retry gets the reply of the finished call."""
     admin, body = {"authorization": f"Bearer {proxy.admin_key}"}, json.dumps(CHAT | {"max_tokens": 4})
     started = httpx.post(f"{proxy.proxy_addr}/rl/start_session", headers=admin, json={"task_id": "t", "grant": True})
     path, host = f"/{started.json()['session_id']}/v1/chat/completions", httpx.URL(proxy.proxy_addr).netloc.decode()
@@ -651,8 +650,8 @@ async def test_a_retry_after_a_failure_is_a_new_turn(start: Start) -> None:
 
 @pytest.mark.parametrize("together", [True, False])
 async def test_two_equal_requests_on_purpose_stay_two(start: Start, together: bool) -> None:
-    """Two identical requests without a retry header make two turns. If both requests are retried, each retry gets the
-    reply of a different turn."""
+    """Two identical requests without a retry header make two turns. If a client retries two identical requests, the two
+    retries get the replies of two different turns."""
     harness = start("one", "two")
     session = await harness.start()
     path = f"/{session}/v1/chat/completions"

@@ -86,9 +86,9 @@ def tool_tokenizer(tiny_tokenizer: Any) -> Any:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("later", ["no tools", "other tools", "other order"])
 async def test_a_client_may_change_its_tools(tool_tokenizer: Any, name: str, later: str) -> None:
-    """A client may change its tools in the middle of a conversation. The turns of the conversation still form a single
-    path of the conversation tree. The reward of the last turn reaches the first turn, and every sampled token is
-    trained once."""
+    """If a client changes its tools in the middle of a conversation, the turns of the conversation form a single path
+    of the conversation tree. The reward of the last turn reaches the first turn, and every sampled token is trained
+    once."""
     harness = Harness(tool_tokenizer, CALL, "21 degrees", "bye")
     session, items = await harness.start(), [user()]
     first, second = offer(name), offer(name, "g")
@@ -414,9 +414,9 @@ async def test_a_response_can_be_fetched(start: Start, stream: bool) -> None:
 
 
 async def test_the_input_of_a_response_can_be_listed(start: Start) -> None:
-    """GET /v1/responses/{id}/input_items lists the whole input of a response. The list contains instructions, earlier
-    turns that the client has named by an id, reasoning, tool calls and results. An SDK that reads the list in pages
-    gets every item."""
+    """GET /v1/responses/{id}/input_items lists the whole input of a response. A response's input includes instructions,
+    reasoning, tool calls, results, and the earlier turns that the client has named by an id. An SDK that reads the list
+    in pages gets every item."""
     harness = start(f"<think>hm</think>{CALL}", "21 degrees")
     session = await harness.start()
     async with sdk(harness, f"/{session}/v1") as client:

@@ -9,7 +9,7 @@ The following examples show records of a trace and the events that the state mac
     For `finish 1` and `accept 1`, the machine executes `end 1`, so group 1 is finished.
     For `finish 0` and `accept 0`, the machine executes `end 0`, so group 0 is finished.
     For `consume 0` and `consume 1`, the machine executes `take`, whose batch has groups 0 and 1 in this order.
-    For `start 2` at version 1, the machine executes `version` and `start`, so the gate admits group 2.
+    For `start 2` at version 1, the machine executes `version` and then `start`, so group 2 runs.
 
 The trace records a new version only after the gate has begun to use the version. `conform` also reads the file
 schedule.jsonl, because this file shows between which two events each version began. `conform` does not support a run

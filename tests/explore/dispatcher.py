@@ -10,8 +10,8 @@ properties:
     `gate`        When a group starts, accepted + running <= (eta + version + 1) * B.
     `counters`    Each counter has the correct value. The counters obey the equation
                   submitted = enqueued + running + accepted + rejected + dropped + withdrawn.
-    `starvation`  No group waits longer than eta versions. In mode wait, the wait begins when the group starts.
-                  In the modes mask and drop, the wait begins when the group ends.
+    `starvation`  No group waits more than eta versions for its step. In mode `wait`, the waiting time begins at the
+                  group's start. In the modes `mask` and `drop`, the waiting time begins at the group's end.
     `lost`        No group is dropped in the modes wait and mask.
     `deadlock`    From every state the trainer can reach the last version.
 
@@ -107,7 +107,7 @@ class DispatchMachine:
 
     mode: str  # rollout.stale
     bounds: Bounds
-    dispatcher: ModuleType = rollout.dispatcher  # module with DispatchState, or a copy of it with a planted error
+    dispatcher: ModuleType = rollout.dispatcher  # module with DispatchState, or its copy with a planted error
     staleness: ModuleType = staleness
     executor: ModuleType = rollout.executor
 
@@ -219,8 +219,8 @@ class DispatchMachine:
 
     @cached_property
     def load_state_dict(self) -> Callable[..., None]:
-        """Return WorkflowExecutor.load_state_dict in a form that works with the state machine's groups, which have no
-        tensors."""
+        """Return a copy of WorkflowExecutor.load_state_dict that reads a group's versions from `oldest` and `newest`.
+        The groups of the state machine have no tensors."""
         code = self.executor.WorkflowExecutor.load_state_dict.__code__
         versions = {"head_version": lambda group: group.oldest, "tail_version": lambda group: group.newest}
         return FunctionType(code, vars(self.executor) | versions)
@@ -282,7 +282,7 @@ LARGE = (
     Bounds(eta=1, batch=2, concurrent=3, versions=3, rejections=1, withdrawals=2),
     Bounds(eta=2, batch=2, concurrent=4, versions=5, rejections=2),
 )
-# Two of the cases limit the number of rejected groups, so that enough finished groups wait for a step and become old.
+# The last two cases of FAR allow few rejected groups, so that enough finished groups wait for a step and become old.
 FAR = (
     Bounds(eta=3, batch=4, concurrent=9, versions=10**6, rejections=10**6),
     Bounds(eta=2, batch=2, concurrent=9, versions=10**6, rejections=20),

@@ -18,7 +18,8 @@ class StillLoop(asyncio.BaseEventLoop):
     def __init__(self) -> None:
         super().__init__()
         self._selector = self
-        self.threads: list[tuple[asyncio.Future, Callable[[], Any]]] = []  # waiting functions and their futures
+        # functions that wait for `run_thread`, and their futures
+        self.threads: list[tuple[asyncio.Future, Callable[[], Any]]] = []
 
     def select(self, timeout: float | None) -> list[Any]:
         return []

@@ -115,7 +115,7 @@ class Graph:
     came_by: list[Way] = field(default_factory=list)  # for each state, the last event of the shortest path to the state
     sources: array = field(default_factory=lambda: array("I"))  # number of the state before each transition
     targets: array = field(default_factory=lambda: array("I"))  # number of the state after each transition
-    goals: bytearray = field(default_factory=bytearray)  # 1 for each goal, 0 for each other state
+    goals: bytearray = field(default_factory=bytearray)  # for each state, 1 if the state is a goal, or else 0
     seconds: float = 0.0
 
     def __len__(self) -> int:
@@ -169,7 +169,8 @@ def stuck(graph: Graph) -> list[int]:
     """Return the states from which no goal can be reached, in the order of the search."""
     alive, before = bytearray(graph.goals), -1
     while before != (before := sum(alive)):
-        # Most transitions lead to a state with a higher number, so a backward loop needs fewer rounds.
+        # A loop from the last transition to the first needs fewer rounds, because most transitions lead to a state with
+        # a higher number.
         for k in range(len(graph.sources) - 1, -1, -1):
             if alive[graph.targets[k]]:
                 alive[graph.sources[k]] = 1

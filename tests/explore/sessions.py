@@ -8,8 +8,8 @@ turns can end. The properties:
     `grants`   A session starts if and only if an unexpired grant is left.
     `expiry`   An export or a discard removes a session from the table. When the table looks for idle sessions, the
                table removes exactly the sessions that have been idle for 60 seconds.
-    `ended`    An open session accepts calls. A call to an ended session gets status 410, and a call to a removed
-               session gets status 404.
+    `ended`    A session accepts calls until the session ends. A call to an ended session gets status 410, and a call to
+               a removed session gets status 404.
     `stopped`  When a session ends or is removed, all of its turns are told to stop.
     `access`   A request with the id of a session reaches this session.
     `limit`    A session never has more answers in flight than its limit.
@@ -89,7 +89,7 @@ class SessionMachine:
         return [world]
 
     def start_proxy(self, world: World) -> None:
-        """Make the empty table of a proxy that has just started. The sessions of an earlier proxy are lost."""
+        """Make the empty table of a proxy that has just started."""
         world.table = self.module.SessionTable(TIMEOUT, lambda: world.now)
         world.table.limits.answers = self.bounds.answers
         world.used, world.lapses, world.ended = {}, (), frozenset(range(len(world.sessions)))

@@ -70,7 +70,7 @@ class Generation:
     on_tokens: Any
     response: ModelResponse
     news: asyncio.Future
-    state: str = "runs"  # "runs"; "stops" while the engine aborts the generation; "over" at the end
+    state: str = "runs"  # "runs", "stops" (the engine aborts the generation) or "over"
 
 
 @dataclass(eq=False)

@@ -5,9 +5,9 @@ UpdateMachine makes two engines from the real classes. The trainer's engine push
 processes a request during the updates. Between two calls of the trainer, a server may generate a token, die, or restart
 with its first weights. A connection may break, and an answer may be lost. The proxy may end a wait and send its request
 again. The trainer may die together with its proxy. After the trainer's death, a new trainer and a new proxy use the
-same servers (`take_over` in run/start.py). The new trainer continues from the last version that the gate got. Only the
-servers are stand-ins. The id of a token is the version of the weights that computed the token. As in turns.py, a state
-is the list of the events that lead to this state. The properties:
+same servers (`take_over` in run/start.py). The new trainer continues from the newest version that the gate used before
+the death. Only the servers are stand-ins. The id of a token is the version of the weights that computed the token. As
+in turns.py, a state is the list of the events that lead to this state. The properties:
 
     `label`     Every token has the version of the weights that computed the token.
     `falls`     Versions never decrease along a completion.
@@ -15,8 +15,8 @@ is the list of the events that lead to this state. The properties:
                 asks for.
     `kept`      A token that the engine has passed to its caller is never changed or removed.
     `has`       When the gate gets a new version, every server that the trainer counts as living has the weights of this
-                version. A server may lack the weights of the new version only if the server has restarted and got no
-                weights since. If a server's label is a version, the server has the weights of this version.
+                version. The property does not hold for a restarted server that has not yet received weights. If a
+                server's label is a version, the server has the weights of this version.
     `paused`    After the trainer's end, no reachable server is paused.
     `deadlock`  From every state, the request and the trainer can end.
 """
@@ -91,7 +91,7 @@ class Server:
     alive: bool = True
     label: str = "0"
     weights: int = 0
-    restarted: bool = False  # whether the server has restarted and got no weights since
+    restarted: bool = False  # true after a restart, until the server receives weights
     paused: bool = False
     running: dict[str, Generation] = field(default_factory=dict)
 
@@ -149,7 +149,7 @@ class Wires:
 
     def __init__(self, world: "World", of_trainer: bool) -> None:
         self.world, self.of_trainer = world, of_trainer
-        self.dead = False  # whether the trainer or the proxy that uses this object has died
+        self.dead = False  # whether the process (trainer or proxy) that uses this object has died
 
     async def call(self, url: str, body: Any = None, timeout: float = 0.0) -> dict[str, Any]:
         if self.dead:
@@ -210,10 +210,11 @@ class World:
         self.trainer_ended = self.failed = False
         self.waits: list[asyncio.Future] = []
         self.request: asyncio.Task | None = None
-        self.passed: list[tuple[int, int]] = []  # (token, version) of each token that the engine has passed on
+        self.passed: list[tuple[int, int]] = []  # (token, version) of each token that the engine's caller has
         self.broken: Broken | None = None
         self.deaths = bounds.deaths
-        # After a trainer's death, labels may be wrong and `claiming` is above 0 until a new trainer labels the servers.
+        # `claiming` is above 0 from a trainer's death until a new trainer labels the servers. While `claiming` is above
+        # 0, the labels may be wrong.
         self.claiming = 0
         self.starting = False  # true while a new trainer has not yet pushed weights; in this time no agent runs
         self.make_processes()
@@ -324,7 +325,7 @@ class World:
         """Apply events of the path until an event decides how the trainer's next call ends, and return the name of this
         event."""
         self.claiming += bool(self.claiming)
-        self.loop.run()  # the proxy reacts to the trainer's previous call
+        self.loop.run()  # lets the proxy react to the trainer's previous call
         self.look_at_request()
         self.pending = None if self.trainer_ended else (url, body)
         for event in self.path:

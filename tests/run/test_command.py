@@ -73,9 +73,8 @@ class InterruptedWriter(FileSystemWriter):
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_ctrl_c_during_a_checkpoint_ends_the_run_as_usual(tmp_path: Path) -> None:
     """If Ctrl-C arrives while torch writes a checkpoint, torch raises CheckpointException instead of KeyboardInterrupt.
-    CheckpointException would end the run with a traceback and exit code 1. `unwrapped` replaces CheckpointException
-    with KeyboardInterrupt, so the run ends with exit code 130. Any other exception during the write of a checkpoint is
-    raised unchanged."""
+    After Ctrl-C, `unwrapped` replaces CheckpointException with KeyboardInterrupt, so the run ends with exit code 130.
+    If an error interrupts the write of a checkpoint, `unwrapped` does not replace the CheckpointException."""
 
     def full() -> None:
         raise OSError("No space left on device")

@@ -275,7 +275,7 @@ def test_a_number_outside_its_interval_is_refused(name: str, value: str, tmp_pat
         assert value in MAY_BE_NEGATIVE[name]
 
 
-ZERO_IS_PLAIN = {  # for some keys, words of the help that describe the value 0
+ZERO_IS_PLAIN = {  # some keys, and words of each key's help text that say what the value 0 does
     "gconfig.frequency_penalty": "subtracted from",
     "gconfig.presence_penalty": "subtracted from",
     "gconfig.seed": "seed of the sampling",
@@ -359,9 +359,8 @@ def test_derived_values_are_written_back() -> None:
 
 
 def test_the_servers_key_is_made_and_never_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A run that starts its own servers generates a new server key, unless the user gives one. `changed`, which
-    compares a run with its earlier config.yaml, does not report the server key, because config.yaml does not contain
-    the key."""
+    """A run that starts its own servers generates a new server key, unless the user gives one. `changed` does not
+    report a new server key, because config.yaml contains no server key."""
     monkeypatch.delenv("NANO_AREAL_SERVER_KEY", raising=False)
     new, other = load([]), load([])
     assert len(new.rollout.server_key) > 16

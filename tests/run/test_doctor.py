@@ -292,7 +292,7 @@ def test_scores_of_the_canary() -> None:
     scores. If all servers have the new weights, both the number of unchanged servers and the largest difference are
     0."""
     old, new = torch.tensor([0.0, -1.0]), torch.tensor([0.0, -1.5])
-    before = torch.stack([old, old, old])  # the scores of the trainer and of two servers
+    before = torch.stack([old, old, old])  # one row of scores from the trainer, and one row from each of two servers
     assert compare_scores(before, torch.stack([new, new, new])) == {"canary_mismatch": 0.0, "canary_unchanged": 0}
     assert compare_scores(before, torch.stack([new, new, old])) == {"canary_mismatch": 0.5, "canary_unchanged": 1}
     assert compare_scores(before, before)["canary_unchanged"] == 0  # the trainer's scores have not changed
@@ -302,8 +302,8 @@ def test_scores_of_the_canary() -> None:
 
 
 def test_the_trainer_does_not_wait_for_the_canary(start_tiny_server: Any, tiny_model_dir: Path) -> None:
-    """Canary.start returns at once even if a server is paused. Threads wait for the server's answer, which comes after
-    the pause. If a server has died, Canary.finish returns {}. If a thread fails for a reason other than a dead server,
+    """Canary.start returns at once even if a server is paused. The canary's threads wait until the server resumes and
+    answers. If a server has died, Canary.finish returns {}. If a thread fails for a reason other than a dead server,
     Canary.finish raises the thread's exception."""
     actor = FSDPPPOActor(PPOActorConfig(), tiny_model_dir)
     actor.create_process_group()

@@ -36,7 +36,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def started(module: str, folder: Path, gpus: list[str]) -> tuple[int, str]:
-    """Start the module as a child of a run. Return the exit code of the child and its log."""
+    """Start `module` as a child of a run. Return the child's exit code and log."""
     fleet = Fleet(folder)
     child = fleet.start(Planned("x", [sys.executable, "-P", "-m", module, "--a", "b c"], gpus, 7, keys=("secret",)))
     code = child.process.wait(timeout=60)

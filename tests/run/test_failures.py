@@ -44,8 +44,8 @@ def test_a_text_that_is_no_unicode_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The text of an exception may contain a lone surrogate (a half of a UTF-16 pair). The terminal and the log show
-    the surrogate as an escape sequence, and the report of the failure raises no exception. Pytest's output capture
-    accepts only valid UTF-8. A terminal with the live table also accepts only valid UTF-8."""
+    the surrogate as an escape sequence, and the report of the failure raises no exception. Pytest's output capture and
+    a terminal with the live table accept only valid UTF-8."""
     monkeypatch.setattr(logging.getLogger("nano_areal"), "propagate", False)  # pytest-xdist cannot send a surrogate
     logger, log = logging.getLogger("nano_areal.test"), tmp_path / "logs" / "failures.log"
     failures, error = Failures(log), raised(ValueError("bad \ud800 name"))

@@ -36,8 +36,8 @@ def cells_of(machine: str, work: Path) -> dict[str, Any]:
 def test_every_run_of_the_check_has_a_plan_that_fits(
     machine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each cell that runs train.py passes the checks of `--dry-run`. The configuration is valid, the mode of the weight
-    update fits the GPUs, and 80 GiB of memory on each GPU are sufficient."""
+    """Each cell that runs train.py passes the checks of `--dry-run`. `--dry-run` checks that the configuration is
+    valid, that the update mode fits the GPUs, and that 80 GiB of memory on each GPU are sufficient."""
     for shape in bench.SHAPES:
         bench.make_config(shape, 1, 2).save_pretrained(tmp_path / f"model-{shape}")
     gpus = MACHINES[machine].gpus

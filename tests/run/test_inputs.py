@@ -49,7 +49,7 @@ def test_own_modules_beside_an_agent(tmp_path: Path, tiny_model_dir: Path) -> No
 @pytest.mark.parametrize("name", ["cache", "engine"])
 def test_a_name_of_the_seven_is_taken(tmp_path: Path, tiny_model_dir: Path, name: str) -> None:
     """If a user's module has the name of one of the seven modules in this project's top folder, Python imports the
-    project's module instead. A warning asks the user to rename the module."""
+    project's module instead. A warning asks the user to rename the user's module."""
     done = dry_run(tmp_path, tiny_model_dir, [name])
     assert done.returncode == 2
     assert f"`import {name}` finds this project's module first; rename your module" in done.stderr

@@ -32,8 +32,8 @@ def python(code: str, *words: str) -> list[str]:
 
 
 def test_a_child_does_not_inherit_torchruns_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under torchrun, child processes do not inherit torchrun's environment variables. Child processes inherit all
-    other environment variables, and get the variables that are planned for them.
+    """Under torchrun, child processes inherit all environment variables except torchrun's. Child processes also get the
+    variables that are planned for them.
 
     SGLang connects its own processes to each other. If SGLang inherited torchrun's variables, SGLang would wait for
     torchrun's store (torch.distributed).
@@ -176,9 +176,9 @@ def test_one_of_several_servers_may_die(tmp_path: Path, caplog: pytest.LogCaptur
 
 
 def test_which_process_is_started_again(tmp_path: Path) -> None:
-    """A dead inference server is started again on its old port, at most `max_restarts` times. The version label of the
-    new server is not a number. A proxy is never started again, because a new proxy would not have the dead proxy's
-    sessions."""
+    """A dead inference server is started again on its old port, at most `max_restarts` times. The version label of a
+    server that is started again is not a number. A proxy is never started again, because a new proxy would not have the
+    dead proxy's sessions."""
 
     def dead(name: str, restarts: int) -> Child:
         planned = Planned(name, ["serve", "--weight-version", "0"], ["3"], keys=("secret",), restarts=restarts)
@@ -251,9 +251,9 @@ def test_a_run_starts_its_only_server_again(tmp_path: Path, mode: str) -> None:
 @pytest.mark.runs
 @pytest.mark.parametrize("mode", ["disk", "tensor"])
 def test_a_run_releases_the_servers_memory(tmp_path: Path, mode: str) -> None:
-    """With server.release_memory the server loses its weights in every training step. Training steps also interrupt the
-    long answers of the maze task. The run loses no token, and the trainer's log-probabilities agree with the
-    server's."""
+    """With server.release_memory the server loses its weights in every training step. In this test, training steps
+    interrupt the long answers of the maze task. The run loses no token, and the trainer's log-probabilities agree with
+    the server's."""
     words = [*STRADDLING_MAZE, "max_steps=3", "server.release_memory=true", f"weight_update.mode={mode}"]
     metrics = run(tmp_path, *words)
     check_metrics(metrics, eta=1)

@@ -19,8 +19,7 @@ from runs import SMALL_GUESS, command
 from safetensors.torch import save_file
 
 KINDS = ("threads", "processes", "files")
-# Each planted error has four parts: the kind of thing that the error leaves, the file, the original code and the
-# changed code.
+# Each planted error has four parts: the kind of leftover, the file, the original code and the changed code.
 ERRORS = [
     ("threads", "rollout/runner.py", "self._loop.call_soon_threadsafe(self._stop.set)", "pass"),
     ("processes", "run/command.py", "stack.callback(fleet.close)", "pass"),
@@ -67,7 +66,7 @@ def test_a_planted_error_changes_one_place(kind: str, file: str, line: str, chan
     assert (ROOT / file).read_text().count(line) == 1
 
 
-# Each wrong result has two parts: the change that makes the result wrong, and words of the check's error message.
+# Each entry of WRONG has a function that makes the run's steps wrong, and words of the error message of bench/soak.py.
 Steps = list[dict[str, Any]]
 WRONG: list[tuple[Callable[[Steps], Any], str]] = [
     (lambda steps: steps.pop(3), "every step once"),
@@ -85,8 +84,8 @@ def test_a_lost_or_repeated_group_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Steps], Any], words: str | None
 ) -> None:
     """The check of bench/soak.py accepts a run that trained each step and each group once. The check refuses a run in
-    which a step or a group is missing or repeated. The check also refuses a run with a group that is too old or a token
-    that is too new."""
+    which a step or a group is missing or repeated. The check refuses a run with a group that is too old or a token that
+    is too new."""
     monkeypatch.syspath_prepend(ROOT / "bench")
     soak = importlib.import_module("soak")
     steps: Steps = [

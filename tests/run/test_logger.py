@@ -116,8 +116,8 @@ def test_what_a_client_sends_unasked_is_counted_and_said_once(
 
 
 def test_a_mismatch_of_no_token_is_a_hyphen() -> None:
-    """If a batch has no token of the current version, the metric `logp_mismatch` compares no tokens and is 0. The
-    terminal shows "-" instead of "0e+00", which would look like a perfect match."""
+    """If a batch has no token of the current version, the metric `logp_mismatch` compares no tokens and is 0. For a
+    `logp_mismatch` of 0 the terminal shows "-", because "0e+00" would look like a perfect match."""
     assert as_text({"logp_mismatch": 0.0}, "logp_mismatch", "{:.0e}") == "-"
     assert as_text({"logp_mismatch": 3e-6}, "logp_mismatch", "{:.0e}") == "3e-06"
     assert as_text({"failed": 0}, "failed", "{:d}") == "0"

@@ -172,7 +172,7 @@ def test_the_plan_on_the_page(
     given = ["--config", "gsm8k", f"model_path={tmp_path}", *words, "--dry-run", "--gpus", str(gpus)]
     servers, text = plan_run(load([*given, "--gpu-memory", "64"]))
     assert all("sglang.launch_server" in server.command for server in servers)
-    # The page shows the plan without the column of commands.
+    # docs/gpu.md shows the plan without the column of commands.
     shown = re.sub(r"(?m)^(?=process|rank|server|proxy)(.{34}).*", r"\1", text)
     print(shown)  # if docs/gpu.md is out of date, copy this text to the page
     assert shown in (ROOT / "docs/gpu.md").read_text()
@@ -214,7 +214,7 @@ def test_the_plan_counts_the_host_memory_of_offload(tmp_path: Path, monkeypatch:
 
 def test_a_released_server_is_counted_between_the_steps(tmp_path: Path) -> None:
     """The plan of configs/gsm8k.yaml needs 47 GiB on one GPU. With server.release_memory, 43 GiB are sufficient,
-    because the server has its memory only between two steps, when the trainer has no activations."""
+    because most of the server's memory and the trainer's activations are needed at different times."""
     AutoConfig.for_model("qwen2", **QWEN).save_pretrained(tmp_path)
     given = ["--config", "gsm8k", f"model_path={tmp_path}", "--dry-run", "--gpus", "1", "--gpu-memory", "43"]
     with pytest.raises(ConfigError, match="about 47 GiB are needed"):
@@ -233,8 +233,8 @@ def test_the_plan_says_how_many_steps_stay_on_the_disk(tiny_model_dir: Path) -> 
 
 
 def test_ranks_share_what_they_keep(tiny_model_dir: Path) -> None:
-    """Each of four ranks keeps a quarter of the parameters, gradients and moments. A server keeps its weights and its
-    cache."""
+    """Each of four ranks keeps a quarter of the parameters, gradients and moments. The estimate for a server is the sum
+    of the weights and the KV cache."""
     given = load(["--config", "gsm8k", f"model_path={tiny_model_dir}", "server.max_total_tokens=5000"])
     n = AutoModelForCausalLM.from_pretrained(tiny_model_dir).num_parameters()
     (alone, kept, server, counted), (shared, *_) = (estimate_memory(given, ranks, on_gpus=False) for ranks in (1, 4))

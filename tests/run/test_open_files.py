@@ -139,8 +139,8 @@ def test_without_free_descriptors_no_call_is_lost(logged: tuple[str, str, list[i
 
         with httpx.Client(base_url=proxy, timeout=200) as client:
             assert client.get("/health").status_code == 200  # this connection stays open
-            # The proxy requests 32 of the 128 answers at the same time, and keeps at most 10 idle connections to the
-            # server.
+            # The proxy requests at most 32 of the 128 answers at the same time. The proxy keeps at most 10 idle
+            # connections to the server.
             resource.prlimit(pids[1], resource.RLIMIT_NOFILE, (12, limits[1][1]))
             path, messages = f"/{session}/v1/chat/completions", [{"role": "user", "content": "last"}]
             last = pool.submit(client.post, path, json={"messages": messages, "max_tokens": 4, "n": 128})

@@ -110,8 +110,8 @@ def test_a_server_that_releases_its_memory() -> None:
 
     The key server.release_memory is refused together with rollout.pause_mode=in_place, because a server that is paused
     in this mode keeps its KV cache. The key server.release_memory is refused together with server.max_restarts, because
-    a restarted server could need memory that the trainer is using. If no server shares a GPU with the trainer, the key
-    is refused, because releasing memory would only cost time.
+    a restarted server could need memory that the trainer is using. If no server shares a GPU with the trainer,
+    server.release_memory is refused, because a release would only cost time.
     """
     given = ["server.backend=sglang", "server.command=sglang", "server.release_memory=true"]
     [process] = plan_servers(config("DIR", *given), ["0"], 1)

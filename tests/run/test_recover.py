@@ -158,8 +158,8 @@ def test_data_order_and_gate_go_on_where_they_were(make_executor, tmp_path: Path
 def test_a_run_goes_on_with_another_eta_or_batch(
     make_executor, tmp_path: Path, eta: int, batch: int, kept: int
 ) -> None:
-    """A restart may change eta or the batch size. Groups that would become too old under the new values are generated
-    again, and no step fails."""
+    """A restart may change eta or the batch size. Groups that would become too old with the changed setting are
+    generated again, and no step fails."""
     log, samples = GroupLog(tmp_path / "groups"), [{"n": n} for n in range(40)]
     first, data = make_executor(eta=2, batch=2, keep=log.write), loader(samples)
     for version in (1, 2, 3):
@@ -301,8 +301,8 @@ def test_training_goes_on_while_a_checkpoint_is_written(tiny_model_dir: Path, tm
 
 
 def test_the_saver_keeps_the_newest_of_its_own(tmp_path: Path) -> None:
-    """save_model keeps the newest `keep` checkpoints and deletes checkpoints of lost steps. Folders with other names
-    are not deleted."""
+    """save_model keeps the newest `keep` checkpoints and deletes checkpoints of lost steps. Only folders that are named
+    like checkpoints are deleted."""
 
     class Actor:
         rank = 0

@@ -39,7 +39,7 @@ def call(name: str, spans: list[Any], prompt: list[int] = PROMPT, **more: Any) -
 
 
 def write(path: Path, *facts: dict[str, Any]) -> Path:
-    """Write a schedule with these facts, and return its path."""
+    """Write a schedule with one line for each of `facts`, and return the schedule's path."""
     path.write_bytes(b"".join(orjson.dumps(fact) + b"\n" for fact in ({"run": CODE, "step": 0}, *facts)))
     return path
 
@@ -74,7 +74,7 @@ def test_a_restart_cancels_what_was_lost(tmp_path: Path) -> None:
 
 def test_an_incomplete_line_is_read_later(tmp_path: Path) -> None:
     """The method `read` skips an incomplete last line. When the line is complete, a later call of `read` reads the
-    line. No line is read twice."""
+    line. No call of `read` reads a line that an earlier call has read."""
     path = write(tmp_path / FILE, {"consume": 4, "version": 0})
     with path.open("ab", buffering=0) as file:
         file.write(b'{"consume":5,"ver')
@@ -119,8 +119,8 @@ class Servers:
 
 @pytest.fixture
 def follow(tmp_path: Path) -> Callable[..., tuple[ScheduledEngine, Servers]]:
-    """Return a function that makes an engine and its servers. The engine follows a schedule with the facts that the
-    function gets."""
+    """Return a function make(*facts) that makes an engine and its servers. The engine follows a schedule with one line
+    for each of `facts`."""
 
     def make(*facts: dict[str, Any]) -> tuple[ScheduledEngine, Servers]:
         write(tmp_path / FILE, {"start": 7, "version": 0}, *facts)
@@ -217,7 +217,7 @@ async def test_a_task_without_a_group_is_recorded(follow: Any) -> None:
 
 def executor(tmp_path: Path, *own: dict[str, Any]) -> ReplayExecutor:
     """Return the executor of a replay. The recorded schedule has one call of task 7, which step 3 consumed. The
-    replay's own schedule contains the start of task 7 and the lines `own`."""
+    schedule that the replay writes contains the start of task 7, and one line for each of `own`."""
     recorded = write(tmp_path / FILE, {"start": 7, "version": 0}, RECORDED, {"consume": 7, "version": 2})
     made = object.__new__(ReplayExecutor)
     made.recorded, made.step_of = Schedule(recorded).read(), {7: 3}
@@ -305,8 +305,9 @@ def hash_of(run: Path, step: int) -> str:
 @pytest.mark.runs
 def test_a_run_with_everything_is_repeated_bit_by_bit(tmp_path: Path) -> None:
     """The recorded run has eta = 4, interrupted completions and rejected groups. The recorded run is killed, loses the
-    end of its schedule, and continues. The replay makes the same models without a restart. A replay with --replay-until
-    ends earlier and starts no group of a later step. A replay with another configuration is refused."""
+    end of its schedule, and continues. The replay runs without a kill, and makes the batches and models of the recorded
+    run. A replay with --replay-until ends earlier and starts no group of a later step. A replay with another
+    configuration is refused."""
     words = [*MAZE, "trial_name=t", "max_steps=12", "recover_interval=5", "saver.interval=6"]
     words += ["should_accept_fn=walkers.has_signal"]
     assert train(tmp_path, *words, dies_at="step 8 ").returncode == -signal.SIGKILL

@@ -158,8 +158,8 @@ def test_every_token_has_its_version_and_its_numbers(folder: Path) -> None:
 
 
 def test_a_shared_turn_is_shown_once_with_its_final_reward(folder: Path) -> None:
-    """Both rows of group 7 contain turn `a`, but the page has this turn once, with two children. The turn's reward is
-    half the mean of the children's rewards."""
+    """Both rows of group 7 contain turn `a`, but the page has this turn once, with two children. The reward of turn `a`
+    is half the mean of the rewards of its two children."""
     [run] = read_page(make_page([folder]))
     a, b, c = (turn for turn in run["steps"][-1]["turns"] if turn["task"] == 7)
     places = {id(turn): k for k, turn in enumerate(run["steps"][-1]["turns"])}
@@ -332,8 +332,8 @@ def test_a_report_that_fails_ends_no_run(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def draw(path: Path, tmp_path: Path, script: str = "") -> str:
-    """Run the page's script and then `script` in Chromium, and return the resulting document as HTML. An error in a
-    script raises an exception."""
+    """Run the page's script and then `script` in Chromium, and return the resulting document as HTML. An error in the
+    page's script or in `script` fails the test."""
     path.write_text(path.read_text().replace("</body>", f"<script>{script}</script></body>"))
     flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--window-size=1200,900"]
     command = [CHROMIUM, *flags, f"--user-data-dir={tmp_path / 'chrome'}", "--virtual-time-budget=5000", "--dump-dom"]

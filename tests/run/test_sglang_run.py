@@ -145,8 +145,8 @@ print("CUMEM", os.environ["NCCL_CUMEM_ENABLE"])
 
 @pytest.mark.parametrize(("inherited", "value"), [({}, "0"), ({"NCCL_CUMEM_ENABLE": "1"}, "1")])
 def test_sglang_configures_nccl_like_the_trainer(model_dir: Path, inherited: dict[str, str], value: str) -> None:
-    """If the environment does not set NCCL_CUMEM_ENABLE, SGLang sets it to 0. The trainer (training/ranks.py) also uses
-    0 as the default. If SGLang and the trainer have different values, the NCCL group of the update mode distributed may
+    """If the environment does not set NCCL_CUMEM_ENABLE, SGLang and the trainer (training/ranks.py) set it to 0. If
+    SGLang and the trainer have different values of NCCL_CUMEM_ENABLE, the NCCL group of the update mode distributed may
     hang."""
     here = {name: text for name, text in os.environ.items() if name != "NCCL_CUMEM_ENABLE"}
     here |= {"PYTHONPATH": str(ROOT / "tests/sglang_cpu"), **inherited}
