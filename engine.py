@@ -25,8 +25,8 @@ that one POST /generate produces. The pause mode decides how a weight update int
   single version gives this probability.
 
 **Versions.** Each token gets its version from the server's answer, because the engine's version may change while a
-request runs. SGLang 0.5.16 to 0.5.18 reports no spans, but reports the version at the end of each segment. If a server
-reports no spans, `initialize` changes the pause mode to `abort`, so that every segment has one version.
+request runs. SGLang 0.5.16 to 0.5.18 reports no `weight_versions`, but reports the version at the end of each segment.
+If a server reports no `weight_versions`, `initialize` sets the pause mode to `abort`, so each segment has one version.
 
 **Failures.** If a server fails in the middle of a segment, the engine keeps the tokens that the server has streamed.
 After a failure the engine waits, and then requests the missing tokens from a server that is alive
@@ -91,7 +91,7 @@ class RemoteInfEngine:
     """The client of all inference servers of a run. Raises ValueError if the addresses or the pause mode are wrong."""
 
     addresses: list[str]  # base URLs of the servers, or of routers in front of them
-    pause_mode: str = "retract"  # `retract`, `abort` or `in_place`; becomes `abort` if a server reports no spans
+    pause_mode: str = "retract"  # `retract`, `abort` or `in_place`; `initialize` may replace it by `abort`
     request_timeout: float = 3600.0  # a segment fails if its server sends nothing for this number of seconds
     request_retries: int = 3  # number of retries of a request after a connection error, a timeout or a 5xx status
     key: str = ""  # API key of the servers
@@ -192,7 +192,7 @@ class RemoteInfEngine:
             await self._abort(server, rid)
             raise
 
-        # 2. Return if the segment is complete. A failure that comes after the last token of the segment is ignored.
+        # 2. If the segment is complete, return. A failure that comes after the last token of the segment is ignored.
         if response.stop_reason or response.output_len >= g.max_new_tokens:
             return
 
@@ -273,8 +273,8 @@ class RemoteInfEngine:
         """Read the limits of every server, and test every server by a request for one token.
 
         The test finds three errors before the run starts: a version that is not a number, an answer without logprobs,
-        and a server that an earlier run left paused. If an answer has no spans, the pause mode becomes `abort`. Raises
-        EngineError if a server cannot be reached or fails the test.
+        and a server that an earlier run left paused. If an answer has no `weight_versions`, the pause mode becomes
+        `abort`. Raises EngineError if a server cannot be reached or fails the test.
         """
         self.servers.refresh()
         infos = self.servers.post_all("/server_info")
@@ -380,9 +380,9 @@ class RemoteInfEngine:
     def score(self, ids: list[int]) -> list[list[float]]:
         """Return one list for each living server: log p(token | earlier tokens) of each token at temperature 1.
 
-        Each list begins with 0, because no token comes before the first token. If `ids` fills the context window, the
-        last token of `ids` gets no log-probability, because a server needs room to generate one token. Raises
-        EngineError if a server's answer lacks a log-probability.
+        The first entry of each list is 0, because the first token has no earlier tokens. If `ids` fills the context
+        window, the last token of `ids` is not scored, because the request must leave room for one generated token.
+        Raises EngineError if a server's answer lacks a log-probability.
         """
         ids = ids[: self.context_length - 1] if self.context_length else ids
         self._check_ids(ids)

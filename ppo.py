@@ -167,7 +167,8 @@ def aggregation_weights(lengths: Tensor, how: str, constant: int | None) -> Tens
 
     `lengths` (B,) holds n_i, the number of trained tokens of sequence i. `lengths` holds all sequences of the
     mini-batch, including those of other ranks. S is the number of sequences with n_i > 0, and C is `constant`. The loss
-    of a token is proportional to its advantage, so the caller multiplies the advantages by the weights.
+    of a token is proportional to its advantage, so the caller multiplies each advantage by the weight of the token's
+    sequence.
     """
     if how == "token":
         return torch.ones(lengths.shape)

@@ -25,14 +25,14 @@ The example shows how a call becomes a prompt. The model answered "Hi!" in the f
                   {"role": "user", "content": "more"}], "temperature": 0.7}
 
     (1) calls/messages.py reads three messages and the temperature 0.7 from the body.
-    (2) calls/turn.py adds the call to the conversation tree (cache.py). The call's parent is the turn with "Hi!".
+    (2) calls/turn.py adds the call to the conversation tree (cache.py). The second call's parent is the "Hi!" turn.
     (3) calls/prompts.py adds \n<|im_start|>user\nmore<|im_end|>\n and the start of an answer to the parent's tokens.
     (4) `Proxy.gconfig` collects the sampling parameters from the body, the session and the option `sampling`.
     (5) engine.py requests the tokens from a server, and calls/replies.py writes the reply, whole or as a stream.
 
 Sampling. The option `sampling` gives default values of the sampling parameters. An evaluation may have other default
-values than training. An agent can override each default value, unless the key `fixed_sampling` names the parameter. If
-an agent sets top_p or a penalty, training cannot reproduce the probabilities, so the loss excludes the turn.
+values than training. An agent can override the default value of every parameter that the key `fixed_sampling` does not
+list. If an agent sets top_p or a penalty, training cannot reproduce the probabilities, so the loss excludes the turn.
 
 Errors. The proxy answers an agent's mistake with a 4xx status and an error in the agent's protocol. SDKs retry a
 request after status 409, 429 or 500, so an agent's mistake never gets status 409 or 500. If a session asks for too many
@@ -278,7 +278,7 @@ class Proxy:
             raise Refusal("session_id: the session is still open; POST /{session_id}/rl/end_session first")
         style = body.get("style", "individual")
         check_style(style)  # `check_style` raises Refusal before `apply_reward_discount` changes the rewards
-        rewarded = session.rewarded_count  # rewards are counted before parents get rewards from their children
+        rewarded = session.rewarded_count  # count the rewards before `apply_reward_discount` adds rewards to parents
         session.cache.apply_reward_discount(body.get("discount", 1.0))
         interactions = {key: exported_form(i) for key, i in session.cache.export_interactions(style).items()}
         self.sessions.forget(session)

@@ -22,15 +22,15 @@ while a slow group runs. In an example with eta = 1 and B = 2, a slow group reac
 `rollout.stale` chooses one of three rules that limit the lag of every trained token to eta:
 
 - **wait** consumes the groups that started first, so batches wait for slow groups. *Proof:* in order of start, number
-  the groups that are not rejected. A group that starts at version s gets a number p <= (eta + s + 1) * B, because the
-  gate counted groups 1 to p. If an earlier group is rejected, p decreases. Step ceil(p / B) consumes group p at version
-  ceil(p / B) - 1 <= eta + s. No token of group p is older than version s, so the group's age is at most eta.
+  the groups that are not rejected. If group p starts at version s, then p <= (eta + s + 1) * B, because the gate
+  counted groups 1 to p. If an earlier group is rejected, the number p becomes smaller. Step ceil(p / B) consumes group
+  p at version ceil(p / B) - 1 <= eta + s. All its tokens have version s or newer, so the group's age is at most eta.
 
 - **mask** consumes the groups that finished first. The loss excludes tokens whose lag is above eta. The first tokens of
   long answers are masked most often, because they are the oldest. With `mask`, no step waits for a slow group. A group
-  is dropped if all its tokens are too old. *Proof:* number the accepted groups in order of finish. A group that
-  finishes at version s gets a number p <= (eta + s + 1) * B. As in the proof of `wait`, a step consumes group p at a
-  version <= eta + s. If the group's last tokens have version s, their lag is at most eta, so a step trains on them.
+  is dropped if all its tokens are too old. *Proof:* number the accepted groups in order of finish. If group p finishes
+  at version s, then p <= (eta + s + 1) * B. As in the proof of `wait`, a step consumes group p at a version <= eta + s.
+  If the last tokens of group p have version s, the lag of these tokens is at most eta, so the step trains on them.
 
 - **drop** consumes the groups that finished first, and drops groups whose age is above eta. Long episodes are dropped
   most often. *Proof:* a step checks each group's age before it trains on the group. A dropped group frees its place.
@@ -98,7 +98,7 @@ class StalenessManager:
     # ---- queries
 
     def get_capacity(self) -> int:
-        """Return how many prompt groups may start now. If the number is zero or negative, no group may start.
+        """Return how many prompt groups may start now. If the returned number is zero or negative, no group may start.
 
         capacity = min(max_concurrent - running, (eta + v + 1) * B - (accepted + running))    (write-up, section 1.2.1)
         """

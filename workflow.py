@@ -5,8 +5,8 @@ train on. The executor decides when an episode starts and what happens to its re
 
 **Results.** A workflow returns one of three results (AReaL's document Rollout Workflow, "Return Types"). A dict of
 tensors is a trajectory (rollout/trajectory.py). A dict of interactions has the calls of an agent, with their tokens and
-rewards (cache.py). None rejects the sample. If the workflow of a sample raises an exception, the sample's group is
-rejected and also counted as failed.
+rewards (cache.py). If the result is None, the sample is rejected. If the workflow of a sample raises an exception, the
+sample's group is rejected and also counted as failed.
 
 **The workflows here:**
 

@@ -253,7 +253,7 @@ def broadcast(group: Any, bucket: Bucket, body: dict[str, Any], post_all: PostAl
 def update_from_tensor(meta: WeightUpdateMeta, post_all: PostAll, buckets: Iterable[Bucket]) -> None:
     """Send every bucket to all servers. The servers copy the tensors.
 
-    Each GPU of each server gets its own handles, because CUDA counts how often a handle is opened.
+    Each GPU of each server gets its own handles, because torch counts one receiver for each handle.
     """
     infos = post_all("/server_info")
     with update_session(infos, post_all):
@@ -283,8 +283,8 @@ def update_session(infos: list[dict[str, Any]], post_all: PostAll) -> Iterator[N
 def serialise(bucket: Bucket, device: str = "cpu") -> str:
     """Return a bucket as base64 text in the format of SGLang's MultiprocessingSerializer.
 
-    For a server with device "cuda", tensors on a GPU become handles. For any other tensor, the text contains the
-    tensor's bytes.
+    If the server has device "cuda", the text contains a handle of each tensor on a GPU. For any other tensor, the text
+    contains the tensor's bytes.
     """
     if device == "cuda" and any(tensor.is_cuda for _, tensor in bucket):
         import torch

@@ -1,5 +1,5 @@
-"""FastForward is a hand-written forward pass for Llama models. FastForward computes the logits with a small number of
-large tensor operations.
+"""FastForward is a hand-written forward pass for Llama, Qwen2 and Qwen3. FastForward computes the logits with a small
+number of large tensor operations.
 
 **The rule.** The hidden state x has one vector of D numbers for each token. Each layer adds two terms to the hidden
 state x:
@@ -20,7 +20,7 @@ F.rms_norm took about twice as long as this module's `rms_norm`.
 **The weights.** `fuse` joins several weight matrices of the model into one fused matrix, and the model's own weights
 become views of this matrix. No weight is stored twice, and a weight update of the model also changes the fused matrix.
 If a model with D = 64 has 4 query heads, 2 key heads and 2 value heads of size d = 16, the fused matrix for q, k and v
-has the shape (128, 64). Rows 64 to 95 of this matrix are the weight of k_proj.
+has the shape (128, 64). In this example, rows 64 to 95 of the fused matrix are the weight of k_proj.
 
 **Not promised.** For every architecture except Llama, Qwen2 and Qwen3, `fits` returns False, and transformers computes
 the logits. The logits of FastForward agree with the logits of transformers to about 1e-6, but not bit by bit. Nothing
@@ -49,8 +49,8 @@ def fuse(*parts: Any) -> Any:
     """Concatenate parameters of shape (out, in) or (out,) along `out` into one tensor. Each parameter becomes a view of
     the joined tensor.
 
-    A fused matrix is stored in column-major order (model.py, "Bits"). If a layer has no biases, the parameters and the
-    result are None.
+    A fused matrix is stored in column-major order (model.py, "Bits"). If the parameters are None because the layer has
+    no biases, the result is None.
     """
     if parts[0] is None:
         return None

@@ -4,8 +4,8 @@
 last token. Prefill, decoding and the next turn of a conversation differ only in how many tokens are cached already.
 
 **The parts.** `SlotCache` stores keys and values. `TinyModel` computes the logits of a batch, with `FastForward`
-(fast.py) for Llama models and with transformers for all others. `sample` draws tokens. `run_step` makes a step. **Three
-coordinates** locate a token:
+(fast.py) for Llama, Qwen2 and Qwen3, and with transformers for all other models. `sample` draws tokens. `run_step`
+plans and computes one step. **Three coordinates** locate a token:
 
     slot      the row of the cache that belongs to the token's sequence
     row       the row of the batch that feeds the token; row r belongs to slot first_slot + r
@@ -34,7 +34,7 @@ The three rules come from measurements (docs/results.md). On a CPU that was not 
 only to about 1e-6. Padding to eight rows costs time, so the rules for rows and keys apply only in deterministic mode.
 
 **Randomness.** Each token is sampled with one random number: a hash of (s, p) for position p of a request with seed s.
-If a client sends an aborted request with its partial output, the new request continues with the same random numbers.
+If a client sends an aborted request again with its partial output, sampling continues with the same random numbers.
 **Logprobs** are log_softmax(logits / T) after penalties, but before top_p and top_k. For T = 0, the logprobs use T = 1.
 
 **Not supported** are sliding windows, recurrent layers, soft-capped attention, paged memory, and types except float32.
@@ -65,7 +65,8 @@ MAX_TOKENS = 128  # largest number of rows of a matrix product in deterministic 
 
 
 class ModelError(ValueError):
-    """Raised if a model folder or a set of weights cannot be used. The message is one line and gives the reason."""
+    """Raised if a model folder or a set of weights cannot be used. The error message is one line and gives the
+    reason."""
 
 
 # The cache, and the attention function that reads it
@@ -100,8 +101,8 @@ def slot_attention(_: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tens
     rows = stacked.shape[2]
     if q > 1:
         mask = mask.repeat(1, 1, rows // q, 1)
-    # Decoding one token may give fewer rows than `min_rows`. Repeat the query rows, and drop the copies after the
-    # attention.
+    # In a decoding step, `stacked` can have fewer than `min_rows` rows. Repeat the query rows, and drop the copies
+    # after the attention.
     elif rows < min_rows:
         stacked = stacked.repeat(1, 1, -(-min_rows // rows), 1)
     out = F.scaled_dot_product_attention(stacked, key, value, mask, scale=kwargs.get("scaling"))
@@ -116,8 +117,8 @@ class SlotCache:
     """The keys and values of all slots, in one tensor `kv` (layers, 2, slots + 8, groups, positions, d).
 
     In deterministic mode every matrix product has at least eight rows (module docstring, "Bits"), so a batch of fewer
-    sequences gets additional rows. The eight spare slots store the keys and values of the additional rows. The keys and
-    values of padding are written to the last spare slot, `discard`.
+    than eight sequences gets additional rows. The eight spare slots store the keys and values of rows that belong to no
+    sequence. The keys and values of padding are written to the last spare slot, `discard`.
     """
 
     def __init__(self, layers: int, slots: int, groups: int, d: int) -> None:
@@ -222,7 +223,8 @@ class TinyModel:
         feeds, cached = feeds + [[]] * (rows - n), cached + [0] * (rows - n)
         ids = torch.tensor([[0] * (columns - len(feed)) + feed for feed in feeds])  # (rows, columns)
 
-        # 2. Positions: in each row, positions increase up to the last token in the last column. Padding has position 0.
+        # 2. Positions: the position increases by one per column, and each row's last token is in the last column.
+        # Padding has position 0.
         ends = [done + len(feed) for done, feed in zip(cached, feeds, strict=True)]
         positions = torch.tensor(ends)[:, None] + torch.arange(-columns, 0)  # (rows, columns)
 

@@ -94,8 +94,9 @@ class Protocol:
         """Return the body of a reply with all tokens that the sequence has so far.
 
         The engine's thread (server.py) may extend the sequence while `answer` reads the sequence. The thread appends
-        first to `tokens` and then to `logprobs`, so a reply has as many tokens as there are logprobs. The thread sets
-        `finish` last and `answer` reads `finish` first, so a reply with a finish reason has all tokens.
+        each token to `tokens` before it appends the token's logprob to `logprobs`. The reply contains the tokens that
+        have a logprob. The thread sets `finish` after the last token, and `answer` reads `finish` before the tokens, so
+        a reply with a finish reason has all tokens.
         """
         finish, n = sequence.finish, len(sequence.logprobs)
         ids = sequence.output[:n]

@@ -93,7 +93,8 @@ class Sequence:
     prompt_logprobs: list[float | None] = field(default_factory=list)
     retractions: int = 0  # how often a pause took the sequence out of its slot
     reused_tokens: int = 0  # number of tokens whose keys were in the cache when the sequence started
-    # This event is set when the sequence has finished. If `stream` is True, the event is also set at every token.
+    # The event `changed` is set when the sequence has finished. If `stream` is True, `changed` is also set at every
+    # token.
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
@@ -130,8 +131,8 @@ class Slot:
 
 @dataclass
 class Step:
-    """One forward pass: sequences[i] occupies slot first_slot + i. `sequences`, `cached` and `feeds` have the same
-    length."""
+    """The sequences and the tokens of one forward pass. `sequences[i]` occupies slot first_slot + i. `sequences`,
+    `cached` and `feeds` have the same length."""
 
     first_slot: int
     sequences: list[Sequence]
@@ -161,7 +162,7 @@ class Scheduler:
         self.moves: list[tuple[int, int]] = []  # pairs of slots that the cache must exchange before the next step.
         # Queue of functions that load new weights and call `renew`. No sequence starts while an update is in the queue.
         self.updates: deque[Callable[[], None]] = deque()
-        self.finished: list[Sequence] = []  # finished sequences whose HTTP routes have not been woken yet
+        self.finished: list[Sequence] = []  # finished sequences whose HTTP routes still wait
         self.steps = 0  # steps computed so far
 
     def __repr__(self) -> str:
@@ -214,8 +215,8 @@ class Scheduler:
 
     def set_released(self, released: bool) -> None:
         """Release the memory of weights and cache if `released` is true, and allocate this memory if `released` is
-        false. As in SGLang, two errors end the server process: a second call with the same value, and a release while
-        the server is not idle."""
+        false. As in SGLang, the server process ends if the memory is already in the requested state, or if the server
+        is not idle at a release."""
         is_idle = not self.running and (self.paused or not self.waiting)
         assert is_idle or not released, "release_memory_occupation should be called only when the server is idle"
         assert released != self.released, "the memory is in this state already"

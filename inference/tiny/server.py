@@ -15,7 +15,7 @@ puts the next step into the queue, after the events that arrived during the step
 one thread handles both events and steps.
 
 **The files.** scheduler.py chooses the sequences of the next step, model.py computes the step, and protocol.py
-translates the bodies of requests and replies. The file fast.py is the forward pass of the most common architecture.
+translates the bodies of requests and replies. The file fast.py is the forward pass of the most common architectures.
 
     POST /generate                     generates tokens for the prompts in `input_ids`; `stream` for server-sent events
     POST /abort_request                {"rid"}
@@ -116,8 +116,8 @@ class Engine:
     # Methods that run in the engine's thread
 
     def set_released(self, released: bool) -> None:
-        """Release or allocate the memory of weights and cache. The release and the allocation both set the weights to
-        NaN, because released memory keeps no weights."""
+        """Release or allocate the memory of weights and cache. Released memory loses its weights, so the method
+        overwrites all weights with NaN."""
         self.scheduler.set_released(released)
         self.model.lose_weights()
 
@@ -175,8 +175,8 @@ class Server:
         async def lifespan(_: FastAPI) -> AsyncIterator[None]:
             self.engine.loop = asyncio.get_running_loop()
             yield
-            # At shutdown, a pause prevents further steps. A pause would also start the waiting weight updates, so the
-            # queue of updates is emptied first.
+            # At shutdown, a pause prevents further steps. The queue of weight updates is emptied first, because a pause
+            # starts all updates in the queue.
             self.engine.call(self.scheduler.updates.clear)
             paused = self.engine.call(self.scheduler.pause, "in_place")
             await asyncio.wait({paused}, timeout=10)
@@ -290,7 +290,7 @@ class Server:
                 if self.scheduler.released:
                     raise RuntimeError("the memory is released: /resume_memory_occupation comes before an update")
                 self.engine.model.replace_weights(read(), whole)
-            # Reading new weights may raise any error, but only before a weight changes.
+            # `read` can raise errors of any type. Each error comes before the first weight changes.
             except Exception as error:
                 problem = f"The old weights stay: {type(error).__name__}: {error}"
             else:
@@ -315,7 +315,7 @@ class Server:
         try:
             self.groups[name] = await asyncio.to_thread(join_group, address, port, rank, world, name, "gloo")
         except asyncio.CancelledError:
-            # The server is shutting down, and the thread of join_group would keep the process alive.
+            # The server is shutting down, but the thread of `join_group` still waits and keeps the process alive.
             os._exit(1)
         except Exception as error:  # torch raises errors of any type for a bad port or a missing peer
             return outcome(f"the process group was not formed: {error}")
