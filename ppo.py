@@ -22,7 +22,7 @@ and J is the objective of standard PPO. With use_decoupled_loss=false, one old p
 Example: a token with the probabilities pi_behav = 0.2, pi_prox = 0.3 and pi_theta = 0.45 has the behaviour weight 1.5,
 and u is also 1.5. With eps = 0.2 and A = 1, the clip lowers u to 1.2, so the token's term in J is 1.5 * 1.2 = 1.8.
 
-Three guards limit the influence of a single token on the loss:
+Three options change the influence of a single token on the loss:
   `cap`           A token whose behaviour weight exceeds behave_imp_weight_cap counts as 0 in J. J is a mean over all
                   trained tokens, so the gradient of J is small if many tokens exceed the cap.
   `clip higher`   The key eps_clip_higher raises the upper bound of u, so that a step can make rare tokens likelier.

@@ -126,7 +126,7 @@ class Proxy:
     # Endpoints that an agent calls
 
     async def complete(self, protocol: Protocol, request: Request) -> Response:
-        """Answer one call. A new call starts a new turn; a retry may be answered with the reply of an earlier turn."""
+        """Answer one call. A new call starts a new turn; a retry can be answered with the reply of an earlier turn."""
         session = self.sessions.open(session_id_of(request))
         raw = await self.read_body(request)
         key = hashlib.blake2b(raw + protocol.id_prefix.encode()).digest()
