@@ -25,7 +25,7 @@ The example shows how a call becomes a prompt. The model answered "Hi!" in the f
                   {"role": "user", "content": "more"}], "temperature": 0.7}
 
     (1) calls/messages.py reads three messages and the temperature 0.7 from the body.
-    (2) calls/turn.py adds the call to the conversation tree (cache.py). The second call's parent is the "Hi!" turn.
+    (2) calls/turn.py adds the call to the conversation tree (cache.py). The second call's parent is the first turn.
     (3) calls/prompts.py adds \n<|im_start|>user\nmore<|im_end|>\n and the start of an answer to the parent's tokens.
     (4) `Proxy.gconfig` collects the sampling parameters from the body, the session and the option `sampling`.
     (5) engine.py requests the tokens from a server, and calls/replies.py writes the reply, whole or as a stream.

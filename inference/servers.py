@@ -16,7 +16,7 @@ servers. If a request has no group, the ranking depends on its session.
 A lost server may have stopped, may have restarted with its initial weights, or may still run. Three rules exclude
 tokens of old weights:
 
-- Before each weight update, the trainer calls all lost servers. A lost server that answers is updated with the others.
+- Before each weight update, the trainer calls all lost servers. Each lost server that answers also gets the update.
 
 - Every few seconds, each process requests the version of its lost servers. A process that has received tokens of
   version 7 uses a lost server again only when this server reports version 7 or newer.

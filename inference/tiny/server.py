@@ -290,7 +290,7 @@ class Server:
                 if self.scheduler.released:
                     raise RuntimeError("the memory is released: /resume_memory_occupation comes before an update")
                 self.engine.model.replace_weights(read(), whole)
-            # `read` can raise errors of any type. Each error comes before the first weight changes.
+            # `read` can raise errors of any type. An error of `read` leaves all weights unchanged.
             except Exception as error:
                 problem = f"The old weights stay: {type(error).__name__}: {error}"
             else:
