@@ -249,8 +249,8 @@ def ppo_actor_loss_fn(
     `sequence_ids`   the row of each token, for ratios of a whole sequence. By default, the row of a token is its index
                      on the first axis.
     `denominator`    the number that divides the loss and the metrics. By default, the denominator is the number of
-                     trained tokens in loss_mask. If a mini-batch is divided into pieces, give the number of trained
-                     tokens of the whole mini-batch: the losses of the pieces then add up to the mini-batch's loss.
+                     trained tokens in loss_mask. If a mini-batch is divided into pieces, pass the number of trained
+                     tokens of the whole mini-batch, so that the sum of the pieces' losses is the mini-batch's loss.
     """
     mask = loss_mask.bool()
     denominator = mask.sum().clamp(min=1) if denominator is None else denominator
