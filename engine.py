@@ -26,8 +26,7 @@ that one POST /generate produces. The pause mode decides how a weight update int
 
 **Versions.** Each token gets its version from the server's answer, because the engine's version may change while a
 request runs. SGLang 0.5.16 to 0.5.18 reports no `weight_versions`, but reports the version at the end of each segment.
-If a server reports no `weight_versions`, `initialize` changes the pause mode to `abort`, so that every segment has one
-version.
+If a server reports no `weight_versions`, `initialize` sets the pause mode to `abort`, so each segment has one version.
 
 **Failures.** If a server fails in the middle of a segment, the engine keeps the tokens that the server has streamed.
 After a failure the engine waits, and then requests the missing tokens from a server that is alive
@@ -92,7 +91,7 @@ class RemoteInfEngine:
     """The client of all inference servers of a run. Raises ValueError if the addresses or the pause mode are wrong."""
 
     addresses: list[str]  # base URLs of the servers, or of routers in front of them
-    pause_mode: str = "retract"  # `retract`, `abort` or `in_place`; `abort` if a server has no `weight_versions`
+    pause_mode: str = "retract"  # `retract`, `abort` or `in_place`; `initialize` may replace it by `abort`
     request_timeout: float = 3600.0  # a segment fails if its server sends nothing for this number of seconds
     request_retries: int = 3  # number of retries of a request after a connection error, a timeout or a 5xx status
     key: str = ""  # API key of the servers

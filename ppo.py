@@ -22,7 +22,7 @@ and J is the objective of standard PPO. With use_decoupled_loss=false, one old p
 Example: a token with the probabilities pi_behav = 0.2, pi_prox = 0.3 and pi_theta = 0.45 has the behaviour weight 1.5,
 and u is also 1.5. With eps = 0.2 and A = 1, the clip lowers u to 1.2, so the token's term in J is 1.5 * 1.2 = 1.8.
 
-Three guards limit the influence of a single token on the loss:
+Three options change the influence of a single token on the loss:
   `cap`           A token whose behaviour weight exceeds behave_imp_weight_cap counts as 0 in J. J is a mean over all
                   trained tokens, so the gradient of J is small if many tokens exceed the cap.
   `clip higher`   The key eps_clip_higher raises the upper bound of u, so that a step can make rare tokens likelier.
@@ -249,8 +249,8 @@ def ppo_actor_loss_fn(
     `sequence_ids`   the row of each token, for ratios of a whole sequence. By default, the row of a token is its index
                      on the first axis.
     `denominator`    the number that divides the loss and the metrics. By default, the denominator is the number of
-                     trained tokens in loss_mask. If a mini-batch is divided into pieces, give the number of trained
-                     tokens of the whole mini-batch: the losses of the pieces then add up to the mini-batch's loss.
+                     trained tokens in loss_mask. If a mini-batch is divided into pieces, pass the number of trained
+                     tokens of the whole mini-batch, so that the sum of the pieces' losses is the mini-batch's loss.
     """
     mask = loss_mask.bool()
     denominator = mask.sum().clamp(min=1) if denominator is None else denominator

@@ -24,11 +24,11 @@ The example shows how a call becomes a prompt. The model answered "Hi!" in the f
     {"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "Hi!"},
                   {"role": "user", "content": "more"}], "temperature": 0.7}
 
-    (1) calls/messages.py reads three messages and the temperature 0.7 from the body. (2) calls/turn.py adds the call to
-    the conversation tree (cache.py). The second call's parent is the turn with "Hi!". (3) calls/prompts.py adds
-    \n<|im_start|>user\nmore<|im_end|>\n and the start of an answer to the parent's tokens. (4) `Proxy.gconfig` collects
-    the sampling parameters from the body, the session and the option `sampling`. (5) engine.py requests the tokens from
-    a server, and calls/replies.py writes the reply, whole or as a stream.
+    (1) calls/messages.py reads three messages and the temperature 0.7 from the body.
+    (2) calls/turn.py adds the call to the conversation tree (cache.py). The second call's parent is the first turn.
+    (3) calls/prompts.py adds \n<|im_start|>user\nmore<|im_end|>\n and the start of an answer to the parent's tokens.
+    (4) `Proxy.gconfig` collects the sampling parameters from the body, the session and the option `sampling`.
+    (5) engine.py requests the tokens from a server, and calls/replies.py writes the reply, whole or as a stream.
 
 Sampling. The option `sampling` gives default values of the sampling parameters. An evaluation may have other default
 values than training. An agent can override the default value of every parameter that the key `fixed_sampling` does not
@@ -126,7 +126,7 @@ class Proxy:
     # Endpoints that an agent calls
 
     async def complete(self, protocol: Protocol, request: Request) -> Response:
-        """Answer one call. A new call starts a new turn; a retry may be answered with the reply of an earlier turn."""
+        """Answer one call. A new call starts a new turn; a retry can be answered with the reply of an earlier turn."""
         session = self.sessions.open(session_id_of(request))
         raw = await self.read_body(request)
         key = hashlib.blake2b(raw + protocol.id_prefix.encode()).digest()
@@ -278,7 +278,7 @@ class Proxy:
             raise Refusal("session_id: the session is still open; POST /{session_id}/rl/end_session first")
         style = body.get("style", "individual")
         check_style(style)  # `check_style` raises Refusal before `apply_reward_discount` changes the rewards
-        rewarded = session.rewarded_count  # count only rewards that were set, before discounting adds more
+        rewarded = session.rewarded_count  # count the rewards before `apply_reward_discount` adds rewards to parents
         session.cache.apply_reward_discount(body.get("discount", 1.0))
         interactions = {key: exported_form(i) for key, i in session.cache.export_interactions(style).items()}
         self.sessions.forget(session)

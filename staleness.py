@@ -23,9 +23,8 @@ while a slow group runs. In an example with eta = 1 and B = 2, a slow group reac
 
 - **wait** consumes the groups that started first, so batches wait for slow groups. *Proof:* in order of start, number
   the groups that are not rejected. If group p starts at version s, then p <= (eta + s + 1) * B, because the gate
-  counted groups 1 to p. If an earlier group is rejected, group p gets a smaller number. Step ceil(p / B) consumes group
-  p at version ceil(p / B) - 1 <= eta + s. All tokens of group p have version s or a newer version, so the group's age
-  is at most eta.
+  counted groups 1 to p. If an earlier group is rejected, the number p becomes smaller. Step ceil(p / B) consumes group
+  p at version ceil(p / B) - 1 <= eta + s. Every token of group p has a version >= s, so the group's age is at most eta.
 
 - **mask** consumes the groups that finished first. The loss excludes tokens whose lag is above eta. The first tokens of
   long answers are masked most often, because they are the oldest. With `mask`, no step waits for a slow group. A group

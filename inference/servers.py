@@ -16,7 +16,7 @@ servers. If a request has no group, the ranking depends on its session.
 A lost server may have stopped, may have restarted with its initial weights, or may still run. Three rules exclude
 tokens of old weights:
 
-- Before each weight update, the trainer calls all lost servers. A lost server that answers gets the update, too.
+- Before each weight update, the trainer calls all lost servers. Each lost server that answers also gets the update.
 
 - Every few seconds, each process requests the version of its lost servers. A process that has received tokens of
   version 7 uses a lost server again only when this server reports version 7 or newer.
@@ -148,8 +148,8 @@ class Servers:
         return min(ranking, key=lambda url: self._look_at[url])
 
     async def _look(self, url: str) -> bool:
-        """Return True if a lost server answers and has current weights. Call a server at most once in LOOK_AGAIN
-        seconds."""
+        """Return True if a lost server answers and has current weights. The method calls each server at most once in
+        LOOK_AGAIN seconds."""
         if time.monotonic() < self._look_at[url]:
             return False
         self._look_at[url] = time.monotonic() + LOOK_AGAIN

@@ -19,10 +19,10 @@
     set_version(7)                 the staleness gate admits rollouts that start with version 7
     resume                         the servers continue (if the trainer fails earlier, `destroy` lets them continue)
 
-In pause mode `in_place` the servers keep the KV cache (`flush_cache` is off), because their running requests use it.
+In pause mode `in_place` the servers keep the KV cache, because running requests use it (`flush_cache` is off).
 
-**If the update to version 7 fails** half way, a server may have weights of both version 6 and version 7. Without the
-label "7-incomplete", SGLang would still report version 6. An engine refuses tokens whose label is not a number.
+**If the update to version 7 fails** half way, a server may have weights of both versions. A failed update does not
+change SGLang's label 6, so `send` first sets the label "7-incomplete". An engine refuses a label that is not a number.
 
 **Files.** The trainer writes a directory under a temporary name, and renames the directory when all files are complete,
 so no server can read an incomplete directory. After a crash, the next write deletes the incomplete directory. After all

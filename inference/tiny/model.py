@@ -34,9 +34,8 @@ The three rules come from measurements (docs/results.md). On a CPU that was not 
 only to about 1e-6. Padding to eight rows costs time, so the rules for rows and keys apply only in deterministic mode.
 
 **Randomness.** Each token is sampled with one random number: a hash of (s, p) for position p of a request with seed s.
-If a client sends an aborted request a second time with its partial output, sampling continues with the same random
-numbers. **Logprobs** are log_softmax(logits / T) after penalties, but before top_p and top_k. For T = 0, the logprobs
-use T = 1.
+If a client resends an aborted request with its partial output, sampling continues with the same random numbers.
+**Logprobs** are log_softmax(logits / T) after penalties, but before top_p and top_k. For T = 0, the logprobs use T = 1.
 
 **Not supported** are sliding windows, recurrent layers, soft-capped attention, paged memory, and types except float32.
 """
@@ -229,7 +228,7 @@ class TinyModel:
         ends = [done + len(feed) for done, feed in zip(cached, feeds, strict=True)]
         positions = torch.tensor(ends)[:, None] + torch.arange(-columns, 0)  # (rows, columns)
 
-        # 3. Slots: fed tokens are written to the row's own slot, and padding to the discard slot.
+        # 3. Slots: a fed token is stored in its row's own slot, and padding is stored in the discard slot.
         read = slice(first_slot, first_slot + rows)
         slots = torch.arange(read.start, read.stop)[:, None].expand_as(positions)  # (rows, columns)
         if min(map(len, feeds)) < columns:

@@ -113,7 +113,7 @@ class Sequence:
     def spans(self, n: int) -> list[dict[str, Any]]:
         """Return SGLang's weight_versions for the first n output tokens.
 
-        Each entry names the version that computed the output tokens start to end - 1.
+        Each entry names the version that computed the output tokens `start` to `end` - 1.
         """
         starts = [(version, start) for version, start in self.version_starts if start < n]
         bounds = pairwise([*starts, ("", n)])
@@ -326,8 +326,8 @@ class Scheduler:
         if token in sequence.stop_ids:
             return {"type": "stop", "matched": token}
         if params.stop:
-            # A stop string of n bytes spans at most n tokens, because a token has at least one byte. A decoder may
-            # change the first characters of a text, so eight earlier tokens are decoded too.
+            # A stop string of n bytes spans at most n tokens, because a token has at least one byte. A decoder can
+            # change the first characters of a text, so the method decodes n + 8 tokens.
             tail = max(len(stop.encode()) for stop in params.stop) + 8
             text = self.decode(sequence.output[-tail:])
             for stop in params.stop:

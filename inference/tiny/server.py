@@ -15,7 +15,7 @@ puts the next step into the queue, after the events that arrived during the step
 one thread handles both events and steps.
 
 **The files.** scheduler.py chooses the sequences of the next step, model.py computes the step, and protocol.py
-translates the bodies of requests and replies. The file fast.py is the forward pass of the most common architecture.
+translates the bodies of requests and replies. The file fast.py is the forward pass of the most common architectures.
 
     POST /generate                     generates tokens for the prompts in `input_ids`; `stream` for server-sent events
     POST /abort_request                {"rid"}
@@ -290,7 +290,7 @@ class Server:
                 if self.scheduler.released:
                     raise RuntimeError("the memory is released: /resume_memory_occupation comes before an update")
                 self.engine.model.replace_weights(read(), whole)
-            # `read` can raise errors of any type. Each error comes before the first weight changes.
+            # `read` can raise errors of any type. An error of `read` leaves all weights unchanged.
             except Exception as error:
                 problem = f"The old weights stay: {type(error).__name__}: {error}"
             else:
