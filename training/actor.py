@@ -153,8 +153,8 @@ class FSDPEngine:
     def shard(self, model: Any, layers: list[Any]) -> None:
         """Shard each decoder layer of the model, and then the rest of the model, over all ranks.
 
-        A single rank avoids FSDP where possible: for a small model, FSDP's hooks would take a sixth of a step's time
-        (docs/log.md).
+        A single rank uses FSDP only if the configuration requires it. For a small model, FSDP's hooks take a sixth of a
+        step's time (docs/log.md).
         """
         if not self.config.is_sharded(dist.get_world_size()):
             return
@@ -323,9 +323,9 @@ class FSDPPPOActor(FSDPEngine):
         """Make ppo_epochs * ppo_n_minibatches optimizer steps and return the metrics of the training step.
 
         Writes batch["theta_logp"] (B, T): log pi_theta of each trained token, from the last training pass over the
-        token's row. Writes batch["step_fraction"] (B,): the share of this training step's mini-batches that were done
-        before the last training pass over the row. Raises ValueError if the batch lacks a key or has no trained token.
-        Raises FloatingPointError before the optimizer step of a mini-batch whose loss or gradient is not finite.
+        token's row. Writes batch["step_fraction"] (B,): the share of the training step's mini-batches that come before
+        the row's last training pass. Raises ValueError if the batch lacks a key or has no trained token. Raises
+        FloatingPointError before the optimizer step of a mini-batch whose loss or gradient is not finite.
         """
         needed = {"advantages", *self.policies()}
         if self.guesses:

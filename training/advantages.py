@@ -8,7 +8,7 @@ order:
     `overlong_penalty`        The return of a turn near its length limit is lowered (DAPO, arXiv 2503.14476).
     `kl_estimate`             The return of a turn is lowered by the KL divergence from a reference model.
     `leave_one_out_mean`      The baseline is the mean of the other turns in the cell (RLOO, arXiv 2402.14740).
-    `generalised_advantage`   Earlier tokens of a turn get a smaller share of its advantage (GAE, arXiv 1506.02438).
+    `generalised_advantage`   A token near the end of a turn gets more of the turn's advantage (GAE, arXiv 1506.02438).
 
 **Example.** Let a group have three members with the returns 1, 0 and 2. With the group's mean as baseline the
 advantages are 0, -1 and 1. With the leave-one-out mean the advantages are 1 - 1 = 0, 0 - 1.5 = -1.5 and 2 - 0.5 = 1.5.

@@ -23,10 +23,10 @@ padding. A packed piece of the rows [a b c] and [d e] has only the hidden states
 the padded and in the packed piece, hidden state 0 predicts b, hidden state 1 predicts c, and hidden state 3 predicts e.
 
 **Why packed rows need an attention function.** In a packed row, position_ids start at 0 again in each sequence. Some
-attention kernels separate the sequences by their position_ids. With kernels that ignore position_ids, tokens would
-attend to tokens of other sequences, and no error would be raised. A dense attention mask would be correct, but for a
-row of t tokens most of the mask's t * t numbers would be zero. The attention function `attend_apart` needs no mask to
-separate the sequences.
+attention kernels separate the sequences by their position_ids. Kernels that ignore position_ids let tokens attend to
+tokens of other sequences, and raise no error. A dense attention mask also separates the sequences, but for a row of t
+tokens most of the mask's t * t numbers are zero. The attention function `attend_apart` needs no mask to separate the
+sequences.
 
 **The kernel** torch.nn.attention.varlen requires bfloat16 or float16 inputs. The kernel needs heads whose size is a
 multiple of 8 and at most 256, and a GPU of the generation Ampere or newer.

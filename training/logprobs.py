@@ -2,9 +2,9 @@
 
 **The problem.** The last layer of a language model turns the hidden state of each token into logits, one number per
 word of the vocabulary. The logits of N tokens and a vocabulary of V words are an (N, V) matrix. With N = 16,384, V =
-151,936 and 4 bytes per number the logits take 9.3 GiB. The softmax of the logits takes another 9.3 GiB, and so does the
-gradient of the logits. But training needs only two numbers per token: the log-probability of the sampled token, and the
-entropy of the distribution.
+151,936 and 4 bytes per number the logits take 9.3 GiB. The softmax of the logits and the gradient of the logits take
+9.3 GiB each. But training needs only two numbers per token: the log-probability of the sampled token, and the entropy
+of the distribution.
 
 **The idea.** The logits of one token do not depend on other tokens. The last layer can process one chunk of tokens
 after another. The forward pass keeps the log-probability and the entropy of each token and discards the chunk's logits.

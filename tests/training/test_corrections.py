@@ -175,7 +175,7 @@ def test_gspo_clips_the_geometric_mean_of_a_whole_answer():
 
 def test_cispo_clips_the_weight_and_keeps_the_gradient():
     """CISPO's objective, with the behaviour weight w, is J = mean of w stop_gradient(clip(u)) A log pi_theta. A token
-    that the clip changes has the gradient w clip(u) A, divided by the number of tokens, and not the gradient 0."""
+    whose ratio u is clipped has the gradient w clip(u) A, divided by the number of tokens, and not the gradient 0."""
     theta, prox, behav, A, mask = random_tokens(9)
     eps, higher = 0.4, 0.6
     total, gradient, hits = 0.0, torch.zeros_like(theta), Counter[str]()
