@@ -12,7 +12,7 @@ usual bound on w, but pi_prox would generate the row 1.05^100 = 131 times as oft
 rows on which pi_prox and pi_behav differ too much:
 
     `geometric mean`   exp(mean log w) of the row is outside 1/c .. c. The geometric mean does not grow with the length
-                       of the row, so the bound c must be close to 1, such as 1.01. A bound of 5 drops almost no row.
+                       of the row, so the bound c must be close to 1, such as 1.01. A bound c of 5 drops almost no row.
     `max k2`           For at least one token, (log w)^2 / 2 is above a bound: pi_prox and pi_behav differ much.
     `veto`             One token has w below a bound such as 1e-4: this token is very unlikely under pi_prox.
 

@@ -146,7 +146,7 @@ class TokenLogprobs(torch.autograd.Function):
             # d loss / d W = sum over tokens of (d loss / d z) h^T / tau
             grad_weight += grad_z.t() @ hidden[part]  # (V, c) @ (c, D) -> (V, D)
             del grad_z  # free this matrix before the next chunk needs memory
-        # PyTorch expects one gradient for each argument of forward: None for all arguments except hidden and weight.
+        # PyTorch expects one gradient for each argument of forward, and None for an argument without a gradient.
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
 
 
