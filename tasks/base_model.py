@@ -55,8 +55,8 @@ def render(tokenizer: PreTrainedTokenizerFast, messages: list[dict]) -> list[int
 def make_qwen3(tokenizer: PreTrainedTokenizerFast, layers: int, context: int, seed: int) -> Qwen3ForCausalLM:
     """Return a Qwen3 of width 64 with random weights.
 
-    The standard deviation of the weights is 0.06, three times the usual 0.02. In a model of width 64 the usual 0.02
-    makes attention nearly uniform, and training stalls.
+    The standard deviation of the weights is 0.06, three times the usual 0.02. In a model of width 64, a standard
+    deviation of 0.02 makes attention nearly uniform, and training stalls.
     """
     shape: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": layers}
     shape |= {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16, "max_position_embeddings": context}

@@ -83,8 +83,9 @@ def share_of_peak(gpu: str, tflops: float) -> dict[str, float]:
 def lr_factor(step: int, config: OptimizerConfig, max_steps: int) -> float:
     """Return the learning rate of training step `step`, counted from 0, as a share of the peak learning rate.
 
-    During the warm-up the share rises linearly to 1. After the warm-up, the schedule "constant" keeps the share at 1.
-    The schedules "linear" and "cosine" lower the share to min_lr_ratio at step max_steps.
+    During the warm-up the learning rate rises linearly to the peak. After the warm-up, the schedule "constant" keeps
+    the learning rate at the peak. The schedules "linear" and "cosine" lower the learning rate to min_lr_ratio times the
+    peak at step max_steps.
     """
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps
@@ -152,8 +153,8 @@ class FSDPEngine:
     def shard(self, model: Any, layers: list[Any]) -> None:
         """Shard each decoder layer of the model, and then the rest of the model, over all ranks.
 
-        A single rank avoids FSDP where possible: for a small model, FSDP's hooks would take a sixth of a step's time
-        (docs/log.md).
+        A single rank uses FSDP only if the configuration requires it. For a small model, FSDP's hooks take a sixth of a
+        step's time (docs/log.md).
         """
         if not self.config.is_sharded(dist.get_world_size()):
             return
@@ -169,7 +170,7 @@ class FSDPEngine:
         if self.rank == 0:
             whole: Any = AutoModelForCausalLM.from_pretrained(self.model_path, dtype=torch.float32)
             state, buffers = whole.state_dict(), dict(whole.named_buffers())
-            # For some models, transformers converts the tensors of the files when it loads them. The weight update
+            # For some models, transformers converts the tensors of the files when it loads them, and the weight update
             # (inference/weights.py) reverses the conversions, one tensor at a time. The weight update cannot reverse a
             # conversion that splits one tensor of the files into several.
             model._weight_conversions = whole._weight_conversions
@@ -268,7 +269,7 @@ class FSDPPPOActor(FSDPEngine):
         super().__init__(config, model_path)
         # True if pi_prox is guessed from versions (`proximal.py`), for the loss or only for the metrics.
         self.guesses = config.use_decoupled_loss and config.prox_logp_method != "recompute"
-        # All mutable state of the policy, in addition to the model.
+        # All mutable state that FSDPPPOActor adds to the state of FSDPEngine.
         self.optimizer: Any = None
         self.steps, self.max_steps = 0, 1  # number of finished training steps, and of all training steps of the run
         self.version = 0
@@ -322,9 +323,9 @@ class FSDPPPOActor(FSDPEngine):
         """Make ppo_epochs * ppo_n_minibatches optimizer steps and return the metrics of the training step.
 
         Writes batch["theta_logp"] (B, T): log pi_theta of each trained token, from the last training pass over the
-        token's row. Writes batch["step_fraction"] (B,): the share of this training step's mini-batches that were done
-        before the last training pass over the row. Raises ValueError if the batch lacks a key or has no trained token.
-        Raises FloatingPointError before the optimizer step of a mini-batch whose loss or gradient is not finite.
+        token's row. Writes batch["step_fraction"] (B,): the share of the training step's mini-batches that come before
+        the row's last training pass. Raises ValueError if the batch lacks a key or has no trained token. Raises
+        FloatingPointError before the optimizer step of a mini-batch whose loss or gradient is not finite.
         """
         needed = {"advantages", *self.policies()}
         if self.guesses:
@@ -375,8 +376,8 @@ class FSDPPPOActor(FSDPEngine):
         batch["step_fraction"][rows] = fraction
         shares = aggregation_weights(trained, c.loss_aggregation, c.max_new_tokens)  # (B,)
 
-        # 1. Add up the gradients of all pieces. FSDP averages the gradients over the ranks. Multiplying the loss by the
-        #    number of ranks turns the average into a sum.
+        # 1. Add up the gradients of all pieces. FSDP averages the gradients over the ranks, so the loss is
+        #    multiplied by the number of ranks to get the sum of the gradients.
         self.optimizer.zero_grad()
         parts = []
         for piece in pieces:

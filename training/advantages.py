@@ -8,7 +8,7 @@ order:
     `overlong_penalty`        The return of a turn near its length limit is lowered (DAPO, arXiv 2503.14476).
     `kl_estimate`             The return of a turn is lowered by the KL divergence from a reference model.
     `leave_one_out_mean`      The baseline is the mean of the other turns in the cell (RLOO, arXiv 2402.14740).
-    `generalised_advantage`   Earlier tokens of a turn get a smaller share of its advantage (GAE, arXiv 1506.02438).
+    `generalised_advantage`   A token near the end of a turn gets more of the turn's advantage (GAE, arXiv 1506.02438).
 
 **Example.** Let a group have three members with the returns 1, 0 and 2. With the group's mean as baseline the
 advantages are 0, -1 and 1. With the leave-one-out mean the advantages are 1 - 1 = 0, 0 - 1.5 = -1.5 and 2 - 0.5 = 1.5.
@@ -19,18 +19,18 @@ these rewards would count twice.
 
 **The bound of k3.** The estimator k3 of the KL divergence contains pi_ref / pi, which can be huge for a single token.
 For a token with log (pi / pi_ref) = -8, k3 is 2,972. With kl_ctl = .001, a token with a k3 of 2,972 lowers the return
-of its turn by 3, and most rewards are smaller than 3. AReaL, slime and this module bound k3 by 10. With the bound and
-kl_ctl = .001, a token lowers the return by at most .01. The estimators k1 and k2 are not bounded, because they grow
+of its turn by 3, and most rewards are smaller than 3. AReaL, slime and this module bound k3 by 10. With the bound 10
+and kl_ctl = .001, a token lowers the return by at most .01. This module does not bound k1 and k2, because they grow
 more slowly than k3. If k2 had a bound, a token above the bound would have no gradient.
 
 **KL of the whole turn.** With kl_placement=reward, the KL of all tokens of a turn is subtracted from the turn's return
 before the baseline is subtracted. AReaL subtracts the KL-to-go: after the baseline is subtracted, the advantage of
 token t is lowered by the KL of token t and of all later tokens. In expectation, the KL of the whole turn and the
 KL-to-go give the same gradient, because the KL of the tokens before t does not depend on token t. This module uses the
-KL of the whole turn for two reasons. First, one turn is one action, as in RLOO, so all tokens of a turn have the same
-advantage. Second, the baseline cancels the KL that all members of a group have in common. With the KL-to-go, late
-tokens would get a higher advantage, because the KL-to-go shrinks towards the end of a turn. The KL of the whole turn
-makes advantages noisier: a token's advantage also contains the KL of earlier tokens.
+KL of the whole turn, so that one turn is one action, as in RLOO, and all tokens of a turn have the same advantage. The
+KL of the whole turn also lets the baseline cancel the KL that all members of a group have in common. The KL-to-go
+shrinks towards the end of a turn, so it gives late tokens a higher advantage than early tokens. The KL of the whole
+turn makes advantages noisier than the KL-to-go does, because an advantage also contains the KL of earlier tokens.
 
 **Filter.** If all members of a group earned the same reward, every advantage is 0, so training on the group changes
 nothing. `informative` is a filter that rejects groups whose advantages are all 0, like the dynamic sampling of DAPO.
@@ -94,7 +94,7 @@ def generalised_advantage(advantages: Tensor, turn_of: Tensor, gamma: float, lam
     turn_of (M,) is the number of each token's turn. Tokens of different turns may be interleaved.
     """
     # GAE is A_t = delta_t + gamma lambda A_(t+1). Without a critic, delta_t is A at the turn's last token and 0 at all
-    # other tokens. Therefore A_t = (gamma lambda)^(last - t) A, where `last` is the turn's last token.
+    # other tokens. Without a critic, A_t = (gamma lambda)^(last - t) A, where `last` is the turn's last token.
     order = torch.argsort(turn_of, stable=True)  # (M,) tokens sorted by turn; tokens of a turn keep their order
     ends = torch.bincount(turn_of, minlength=len(advantages)).cumsum(0)  # (N,) end of each turn in `order`
     to_end = torch.empty_like(turn_of)  # (M,) last - t

@@ -7,12 +7,12 @@ pi_prox. Except for the cap of w, all corrections are off by default.
 and sometimes too small. A cap alone drops only tokens with a large w, so the mean weight falls below 1 and the gradient
 is biased. IcePop drops the tokens whose w is too large or too small.
 
-**Tests of whole rows.** Bounds on w test each token alone. A row of 100 tokens that all have w = 1.05 exceeds no usual
-bound on w, but pi_prox would generate the row 1.05^100 = 131 times as often as pi_behav. Three tests drop the rows on
-which pi_prox and pi_behav differ too much:
+**Tests of whole rows.** A bound on w tests each token separately. A row of 100 tokens that all have w = 1.05 exceeds no
+usual bound on w, but pi_prox would generate the row 1.05^100 = 131 times as often as pi_behav. Three tests drop the
+rows on which pi_prox and pi_behav differ too much:
 
     `geometric mean`   exp(mean log w) of the row is outside 1/c .. c. The geometric mean does not grow with the length
-                       of the row, so c must be close to 1, such as 1.01. With c = 5 almost no row would be dropped.
+                       of the row, so the bound c must be close to 1, such as 1.01. A bound c of 5 drops almost no row.
     `max k2`           For at least one token, (log w)^2 / 2 is above a bound: pi_prox and pi_behav differ much.
     `veto`             One token has w below a bound such as 1e-4: this token is very unlikely under pi_prox.
 
@@ -20,9 +20,9 @@ which pi_prox and pi_behav differ too much:
 rows, because a product of many factors is often far from 1. The geometric mean of all w stays near 1 in long rows, but
 it is not the exact weight. The key `behave_imp_weight_level` chooses the kind of weight.
 
-**A row's ratio.** PPO clips the ratio u of each token alone. GSPO clips the geometric mean of u, so all tokens of an
-answer keep or lose their gradient together. The geometric mean of u is much closer to 1 than the u of a single token,
-so GSPO's bounds are close to 1: 3e-4 below 1 and 4e-4 above 1.
+**A row's ratio.** PPO clips the ratio u of each token separately. GSPO clips the geometric mean of u, so all tokens of
+an answer keep or lose their gradient together. The geometric mean of u is much closer to 1 than the u of a single
+token, so GSPO's bounds are close to 1: 3e-4 below 1 and 4e-4 above 1.
 
 **A clip that keeps the gradient.** A token that PPO clips has no gradient, so a rare but useful word may never become
 likelier. CISPO uses the clipped u only as a constant factor of log pi_theta. In CISPO a clipped token keeps a gradient,

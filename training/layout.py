@@ -1,8 +1,8 @@
 """A layout turns the rows of a batch into the inputs of forward passes.
 
-A layout distributes rows over pieces. A piece holds the input of one forward pass, and an index. The index gives for
-each token the hidden state that predicts the token. The actor (`actor.py`) runs the model on the input, picks the
-hidden states that predict trained tokens, and computes log-probabilities from these states.
+A layout distributes rows over pieces. A piece holds the input of one forward pass, and an index that gives for each
+token the hidden state that predicts the token. The actor (`actor.py`) runs the model on the input, picks the hidden
+states that predict trained tokens, and computes log-probabilities from these states.
 
 **The rule.** In every layout a token gets the log-probability that it would get if its row went through the model
 alone. The choice of layout affects only time and memory.
@@ -23,10 +23,10 @@ padding. A packed piece of the rows [a b c] and [d e] has only the hidden states
 the padded and in the packed piece, hidden state 0 predicts b, hidden state 1 predicts c, and hidden state 3 predicts e.
 
 **Why packed rows need an attention function.** In a packed row, position_ids start at 0 again in each sequence. Some
-attention kernels separate the sequences by their position_ids. With kernels that ignore position_ids, tokens would
-attend to tokens of other sequences, and no error would be raised. A dense attention mask would be correct, but for a
-row of t tokens most of the mask's t * t numbers would be zero. The attention function `attend_apart` needs no mask to
-separate the sequences.
+attention kernels separate the sequences by their position_ids. Kernels that ignore position_ids let tokens attend to
+tokens of other sequences, and raise no error. A dense attention mask also separates the sequences, but for a row of t
+tokens most of the mask's t * t numbers are zero. The attention function `attend_apart` needs no mask to separate the
+sequences.
 
 **The kernel** torch.nn.attention.varlen requires bfloat16 or float16 inputs. The kernel needs heads whose size is a
 multiple of 8 and at most 256, and a GPU of the generation Ampere or newer.
@@ -64,7 +64,7 @@ class Piece(NamedTuple):
     inputs: dict[str, Any]  # the model's arguments: input_ids (b, t) int64, and what the attention function needs
     row: Tensor  # (n,) the row of each token in the batch
     column: Tensor  # (n,) the column of each token in the batch
-    predicted_by: Tensor  # (n,) the number of the hidden state that predicts each token, from 0 to b * t - 1
+    predicted_by: Tensor  # (n,) the index of the hidden state that predicts each token, from 0 to b * t - 1
 
     def select(self, mask: Tensor) -> tuple[TokenIndex, Tensor]:
         """Return the index of the N tokens whose `mask` (B, T) is set, and the hidden states that predict them."""
@@ -144,7 +144,7 @@ def cut_padded(batch: Batch, rows: Sequence[int], mb_tokens: int) -> list[Piece]
     for part in split_microbatches(rows, row_lengths(batch), mb_tokens):
         real = batch["attention_mask"][part].bool()  # (b, T)
         t = int(real.sum(1).max())
-        row, previous = real[:, 1:t].nonzero(as_tuple=True)  # (n,), (n,): row of each token, and its column - 1
+        row, previous = real[:, 1:t].nonzero(as_tuple=True)  # (n,), (n,): each token's row, and its column minus 1
         inputs = {"input_ids": batch["input_ids"][part, :t].long()}  # (b, t)
         pieces.append(Piece(inputs, torch.tensor(part)[row], previous + 1, predicted_by=row * t + previous))
     return pieces
@@ -159,9 +159,9 @@ def cut_packed(batch: Batch, rows: Sequence[int], mb_tokens: int) -> list[Piece]
         row, column = (x.clone() for x in real.nonzero(as_tuple=True))  # (t,), (t,): row and column of each token
         ids = batch["input_ids"][part][real].long()[None]  # (1, t)
         lengths = real.sum(1)  # (b,)
-        bounds = F.pad(lengths.cumsum(0), (1, 0)).int()  # (b + 1,) the start of each sequence, and t at the end
+        bounds = F.pad(lengths.cumsum(0), (1, 0)).int()  # (b + 1,) start of each sequence, and t as last element
         inputs = {"input_ids": ids, "position_ids": column[None], "bounds": bounds, "longest": int(lengths.max())}
-        later = column.nonzero()[:, 0]  # (n,) positions in the long row; each row's first token is left out
+        later = column.nonzero()[:, 0]  # (n,) positions of the predictable tokens in the long row
         pieces.append(Piece(inputs, torch.tensor(part)[row[later]], column[later], predicted_by=later - 1))
     return pieces
 

@@ -2,9 +2,9 @@
 
 **The problem.** The last layer of a language model turns the hidden state of each token into logits, one number per
 word of the vocabulary. The logits of N tokens and a vocabulary of V words are an (N, V) matrix. With N = 16,384, V =
-151,936 and 4 bytes per number the logits take 9.3 GiB. The softmax of the logits takes another 9.3 GiB, and so does the
-gradient of the logits. But training needs only two numbers per token: the log-probability of the sampled token, and the
-entropy of the distribution.
+151,936 and 4 bytes per number the logits take 9.3 GiB. The softmax of the logits and the gradient of the logits take
+9.3 GiB each. But training needs only two numbers per token: the log-probability of the sampled token, and the entropy
+of the distribution.
 
 **The idea.** The logits of one token do not depend on other tokens. The last layer can process one chunk of tokens
 after another. The forward pass keeps the log-probability and the entropy of each token and discards the chunk's logits.
@@ -146,7 +146,7 @@ class TokenLogprobs(torch.autograd.Function):
             # d loss / d W = sum over tokens of (d loss / d z) h^T / tau
             grad_weight += grad_z.t() @ hidden[part]  # (V, c) @ (c, D) -> (V, D)
             del grad_z  # free this matrix before the next chunk needs memory
-        # PyTorch expects one gradient for each argument of forward. All arguments except hidden and weight get None.
+        # PyTorch expects one gradient for each argument of forward, and None for an argument without a gradient.
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
 
 

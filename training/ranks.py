@@ -14,7 +14,7 @@ A thread whose peer has died prints a line and ends its process.
 
 **Example.** Rank 2 of 3 ranks raises an error and dies. The connection between ranks 0 and 2 closes, so rank 0 ends
 within moments. The end of rank 0 closes the connection between ranks 0 and 1, so rank 1 ends too. The error that rank 2
-printed shows the cause.
+printed shows why the run ended.
 
 **Not promised.** If a machine disappears from the network without closing its connections, the other ranks end only
 when an operation times out.
@@ -34,7 +34,7 @@ import torch.distributed as dist
 LIFETIME = timedelta(days=365)  # timeout for the farewell of a peer, longer than any run
 PATIENCE = timedelta(hours=2)  # timeout of all operations except farewells, such as the wait for a batch
 
-_group: Any = None  # the process group of the farewells
+_group: Any = None  # the process group for the farewell messages
 _waiting: dict[int, threading.Thread] = {}  # for each peer, the thread that waits for its farewell
 
 
@@ -92,8 +92,8 @@ def leave_ranks() -> None:
     for thread in _waiting.values():
         thread.join()
     _waiting.clear()
-    # The assignment removes the last reference to the group, so the group's threads end before the interpreter shuts
-    # down.
+    # `_group = None` removes the last reference to the process group, so the threads of the process group end before
+    # the interpreter shuts down.
     _group = None
     dist.destroy_process_group()
 
@@ -117,7 +117,7 @@ def _await_farewells() -> None:
             dist.recv(torch.empty(1), peer, _group)
         except RuntimeError:
             print(f"rank {rank} ends: rank {peer} has ended before it; see its error", file=sys.stderr, flush=True)
-            # An exception in this thread would not end the main thread, which may hang in a collective operation.
+            # `os._exit` ends the whole process, even if the main thread hangs in a collective operation.
             os._exit(1)
 
     for peer in range(1, dist.get_world_size()) if rank == 0 else [0]:

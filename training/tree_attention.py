@@ -62,7 +62,7 @@ class PackedTree:
     """A tree of rows, stored as one sequence of N tokens in depth-first order."""
 
     rows: list[int]  # the indices of the tree's rows in the argument of build_trees, in sorted order
-    paths: list[Tensor]  # one tensor per row: the index in the tree of each token of the row, (length,) int64
+    paths: list[Tensor]  # for each row, an int64 tensor (length,): the indices of the row's tokens in the tree
     input_ids: Tensor  # (1, N) int64
     position_ids: Tensor  # (1, N) int64: the depth of each token
     subtree_end: Tensor  # (N,) int64: the first index after the token's subtree
@@ -105,20 +105,20 @@ def cheapest_runs(lengths: np.ndarray, shared: np.ndarray, max_tokens: int) -> l
     lengths[i] - shared[i] tokens of each later row i.
     """
     # The run i..j-1 has tokens(i, j) = shared[i] + sum over rows i..j-1 of (lengths - shared) tokens.
-    # At least waste[j] = min over i with tokens(i, j) <= max_tokens of (waste[i] + shared[i]) tokens of rows 0..j-1 are
-    # computed twice.
+    # Let waste[j] be the minimum number of tokens of rows 0..j-1 that are computed twice.
+    # The recursion is waste[j] = min (waste[i] + shared[i]) over all i with tokens(i, j) <= max_tokens.
     added = np.concatenate([[0], np.cumsum(lengths - shared)])  # (n + 1,)
-    if added[-1] <= max_tokens:  # shared[0] is 0, so a single run computes no token twice
+    if added[-1] <= max_tokens:  # one run of all rows computes no token twice
         return [(0, len(lengths), int(added[-1]))]
-    waste = np.zeros(len(lengths) + 1)  # (n + 1,) waste[j]: minimum number of tokens of rows 0..j-1 computed twice
-    start = np.zeros(len(lengths) + 1, dtype=np.int64)  # (n + 1,) start[j]: first row of the last run of rows 0..j-1
+    waste = np.zeros(len(lengths) + 1)  # (n + 1,)
+    start = np.zeros(len(lengths) + 1, dtype=np.int64)  # (n + 1,) start[j]: first row of the run that ends before row j
     for j in range(1, len(waste)):
-        low = int(np.searchsorted(added, added[j] - max_tokens))  # a run i..j-1 with i < low is too large
+        low = int(np.searchsorted(added, added[j] - max_tokens))  # rows i..j-1 with i < low have too many tokens
         fits = shared[low:j] + added[j] - added[low:j] <= max_tokens  # (j - low,)
         costs = np.where(fits, waste[low:j] + shared[low:j], np.inf)  # (j - low,)
         start[j] = low + int(costs.argmin())  # if costs are equal, argmin returns the longest run
         waste[j] = costs.min()
-    # Follow `start` from the last run back to the first run.
+    # Collect the runs from the last to the first: the run that ends before row j begins with row start[j].
     runs, j = [], len(lengths)
     while j > 0:
         i = int(start[j])
@@ -133,7 +133,7 @@ def lay_out(rows: list[int], sequences: list[np.ndarray], shared: Sequence[int])
     ids, depth, subtree_end = (np.empty(size, dtype=np.int64) for _ in range(3))  # (N,), (N,), (N,)
     path, paths, end = np.empty(0, dtype=np.int64), [], 0  # path of the latest row, paths of all rows, number of tokens
     for row, common in zip(rows, shared):
-        subtree_end[path[common:]] = end  # the rows are sorted, so no later row continues these tokens
+        subtree_end[path[common:]] = end  # no later row contains path[common:], because the rows are sorted
         fresh = np.arange(end, end + len(sequences[row]) - common)  # indices of the tokens that this row adds
         path = np.concatenate([path[:common], fresh])
         ids[fresh], depth[fresh] = sequences[row][common:], np.arange(common, len(path))
@@ -171,7 +171,7 @@ def cut_trees(batch: Batch, rows: Sequence[int], mb_tokens: int) -> list[Piece]:
     lengths, pieces, ids = row_lengths(batch), [], batch["input_ids"].numpy()  # (B, T)
     for tree in build_trees([ids[row, : lengths[row]] for row in rows], mb_tokens):
         inputs = {"input_ids": tree.input_ids, "position_ids": tree.position_ids, "tree": tree}
-        counts = torch.tensor([len(path) - 1 for path in tree.paths])  # each row's first token is left out
+        counts = torch.tensor([len(path) - 1 for path in tree.paths])  # number of predicted tokens of each row
         row = torch.tensor([rows[i] for i in tree.rows]).repeat_interleave(counts)  # (n,)
         column = tree.position_ids[0, torch.cat([path[1:] for path in tree.paths])]  # (n,)
         pieces.append(Piece(inputs, row, column, predicted_by=torch.cat([path[:-1] for path in tree.paths])))
@@ -188,8 +188,9 @@ def block_mask(tree: PackedTree, device: torch.device) -> BlockMask:
     end = F.pad(tree.subtree_end.to(device), (0, n * BLOCK - length))  # (n * BLOCK,)
     key = torch.arange(n, device=device)  # (n,) blocks of keys
     query = key[:, None]  # (n, 1) blocks of queries
-    # `some`: at least one query attends to a key, because the largest subtree_end of the keys is after the first query.
-    # `full`: every query attends to every key, because the smallest subtree_end of the keys is after the last query.
+    # In the blocks of `some`, the largest subtree_end of the keys is above the index of the first query, so at least
+    # one query attends to a key. In the blocks of `full`, the smallest subtree_end of the keys is above the index of
+    # the last query, so every query attends to every key.
     some = (key <= query) & (end.view(n, BLOCK).amax(1) > query * BLOCK)  # (n, n)
     full = (key < query) & (end.view(n, BLOCK).amin(1) >= (query + 1) * BLOCK)  # (n, n)
 

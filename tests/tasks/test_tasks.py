@@ -112,8 +112,8 @@ def test_only_answers_are_imitated(tokenizer: Any) -> None:
 def test_three_guesses_find_one_of_six() -> None:
     """Binary search finds each of the six secrets, with 2.33 guesses on average.
 
-    No strategy needs fewer guesses on average: the first guess finds at most one secret, the second at most two, and
-    the third at most four.
+    No strategy that finds all six secrets needs fewer than 2.33 guesses on average: the first guess finds at most one
+    secret, the second at most two, and the third at most four.
     """
     found: list[int] = []
     guess.explore(guess.binary_search, found)
@@ -207,7 +207,8 @@ def test_maze_is_perfect() -> None:
 
 
 def test_instances() -> None:
-    """The maze has 286 prompts. The shortest ways home have 1 to 108 moves. Their mean is between 50 and 60 moves."""
+    """The maze has 286 prompts. The shortest ways home have 1 to 108 moves. The shortest ways home have between 50 and
+    60 moves on average."""
     instances = maze.dataset()
     lengths = [maze.distances(d["home"])[maze.CELLS[d["start"]]] for d in instances]
     assert len(instances) == len({d["messages"][0]["content"] for d in instances}) == 286

@@ -250,7 +250,7 @@ def test_every_epoch_uses_the_same_pieces(make_actor, monkeypatch, trees):
 
 
 def test_the_first_update_on_fresh_data_is_the_policy_gradient(make_actor, plain):
-    """If the current weights sampled the data, the gradient of the loss is the gradient of -mean(A log pi)."""
+    """If the current policy sampled the data, the gradient of the loss is the gradient of -mean(A log pi)."""
     actor = make_actor()
     batch = prepare(actor, make_batch(), drift=0.0)
     stats = actor.ppo_update(batch)

@@ -71,9 +71,9 @@ def check_same(path: Path, batches: list[Any], **changes: Any) -> int:
 
 
 def test_padded_rows_have_four_graphs(tiny_model_dir):
-    """All layers share four graphs, because a layer runs on one row or several rows, and with or without gradients. No
-    layer has a graph break. Inputs with new shapes need no new graph. The number of graphs is also four with gradient
-    checkpointing, and if FSDP wraps each layer (offload=True)."""
+    """All layers share four graphs: for one row and for several rows, each with and without gradients. No layer has a
+    graph break. Inputs with new shapes need no new graph. The number of graphs is four even with gradient checkpointing
+    and with an FSDP wrapper around each layer (offload=True)."""
     assert check_same(tiny_model_dir, make_batches(4), gradient_checkpointing=True, offload=True) == 4
     assert not counters["graph_break"]
 

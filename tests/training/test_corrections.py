@@ -1,5 +1,5 @@
 """Each test compares a correction with a slow loop in the notation of the correction's paper. The test inputs exercise
-every branch of each loop."""
+every branch of each slow loop."""
 
 import math
 from collections import Counter
@@ -92,7 +92,7 @@ TESTS = {"reject_geometric_mean": 1.2, "reject_max_k2": 0.7, "reject_veto": 0.35
 @pytest.mark.parametrize("level", ["token", "geometric"])
 def test_a_rejected_row_leaves_the_sum_whatever_weight_its_tokens_have(keys, level):
     """A row is left out of the loss if the geometric mean of its weights, its largest k2 or its smallest weight fails
-    the configured test. The configured test does not change the weights of the rows that pass it."""
+    the configured test. A row that passes the configured tests keeps its weights."""
     theta, prox, behav, A, mask = random_tokens(5, shape=(20, 40), spread=0.45)
     prox = prox + torch.linspace(-0.3, 0.3, 20, dtype=torch.float64)[:, None]
     mask[4] = 0
@@ -175,7 +175,7 @@ def test_gspo_clips_the_geometric_mean_of_a_whole_answer():
 
 def test_cispo_clips_the_weight_and_keeps_the_gradient():
     """CISPO's objective, with the behaviour weight w, is J = mean of w stop_gradient(clip(u)) A log pi_theta. A token
-    that the clip changes has the gradient w clip(u) A, divided by the number of tokens, and not the gradient 0."""
+    whose ratio u is clipped has the gradient w clip(u) A, divided by the number of tokens, and not the gradient 0."""
     theta, prox, behav, A, mask = random_tokens(9)
     eps, higher = 0.4, 0.6
     total, gradient, hits = 0.0, torch.zeros_like(theta), Counter[str]()
@@ -244,8 +244,8 @@ def test_a_truncated_turn_is_not_trained():
 
 
 def test_a_truncated_turn_has_no_say_in_the_baseline():
-    """The second row has the reward 0 only because its turn is truncated. When the truncated turn is removed from the
-    loss, the baseline of the first turns is the mean over the other three rows."""
+    """The second row has the reward 0 only because its turn is truncated. If the second row's turn is removed from the
+    loss, the baseline of the first turns is the mean over the remaining three rows."""
     batch = truncated_batch()
     config = make_config(adv_norm=NormConfig(std_level="none"))
     before = compute_advantages(batch, config)

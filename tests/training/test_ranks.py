@@ -104,7 +104,8 @@ def work_memory(model_dir: Path, out: Path) -> None:
 
 def work_wait(model_dir: Path, out: Path) -> None:
     """Let rank 0 wait outside of any collective operation, and rank 1 in a collective operation. If the environment
-    variable RAISE is set, rank 2 raises an error. If RAISE is not set, rank 2 waits as rank 0 does."""
+    variable RAISE is set, rank 2 raises an error. If RAISE is not set, rank 2 waits outside of any collective
+    operation."""
     actor = FSDPPPOActor(make_config(), model_dir)
     actor.create_process_group()
     actor.initialize(max_steps=1)
@@ -355,7 +356,7 @@ def test_two_nodes_train_and_come_back(tmp_path: Path) -> None:
     finally:
         for node in nodes:
             kill_node(node)
-    # The run has made step 3, so the checkpoint of step 1 is complete. The checkpoint of step 2 may be half written.
+    # After step 3 the checkpoint of step 1 is complete, but the checkpoint of step 2 may be half written.
     assert re.search("continuing after step [12]", "".join(log.read_text() for log in logs))
     assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == list(range(1, 7))
 

@@ -28,8 +28,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama": {"hidden_size": 128, "intermediate_size": 320, "num_attention_heads": 8, "num_key_value_heads": 8},
 }
 ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-# PyTorch counts the FLOPs of its attention kernels for GPUs. The table ON_A_CPU applies the formulas of the GPU kernels
-# to PyTorch's attention kernel for CPUs.
+# PyTorch counts the FLOPs of its attention kernels for GPUs. With the table ON_A_CPU, PyTorch also counts the
+# FLOPs of its attention kernel for CPUs.
 ON_A_CPU = {
     ATTENTION: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda grad, q, k, v, *_, **__: (

@@ -254,8 +254,8 @@ def test_long_rows_cross_many_blocks(model: Any) -> None:
 @given(st.integers(0, 10**6), st.integers(1, 12))
 @settings(max_examples=60, deadline=None)
 def test_the_block_mask_is_the_mask(seed: int, n: int) -> None:
-    """The block mask lists a block if and only if one of the block's queries attends to one of its keys. In a block
-    that the mask lists as full, every query attends to every key."""
+    """The block mask lists a block if and only if at least one query of the block attends to at least one key of the
+    block. In a block that the mask lists as full, every query attends to every key."""
     [tree] = build_trees(make_rows(seed, n, longest=2 * BLOCK), 10**6)
     mask, N = dense_mask(tree), len(tree.subtree_end)
     blocks = -(-N // BLOCK)
@@ -410,7 +410,8 @@ def make_batch(seed: int = 0) -> dict[str, Tensor]:
 
 
 def one_update(path: Path, trees: bool, **changes: Any) -> tuple[dict[str, float], dict[str, Tensor]]:
-    """Return metrics and weights (on rank 0) after one training step with pieces of 128 tokens."""
+    """Return the metrics and the weights after one training step with pieces of 128 tokens. Only rank 0 returns
+    weights."""
     optimizer = OptimizerConfig(lr=1e-3, eps=1e-4)
     config = PPOActorConfig(
         enable_tree_training=trees,
@@ -430,7 +431,7 @@ def one_update(path: Path, trees: bool, **changes: Any) -> tuple[dict[str, float
     actor.compute_advantages(batch)
     stats = actor.ppo_update(batch)
     weights = actor.full_state()
-    torch.distributed.barrier()  # all ranks wait, because the end of a rank closes the other ranks' connections
+    torch.distributed.barrier()  # wait, because a rank that ends closes its connections to the other ranks
     actor.destroy()
     return stats | {"logp": float(batch["prox_logp"].sum())}, weights
 
