@@ -544,8 +544,8 @@ def test_the_order_of_a_weight_update(tmp_path: Path):
 
 def test_released_memory_comes_back_before_the_weights(tmp_path: Path):
     """`release_memory` pauses the servers first. After `release_memory`, the next weight update makes the servers
-    allocate their memory, and then sends the weights. The update does not pause the servers a second time. The engine
-    never resumes a server that has no weights."""
+    allocate their memory, and then sends the weights. The weight update does not pause servers that `release_memory`
+    has paused. The engine never resumes a server that has no weights."""
     (tmp_path / "v1").mkdir()
     script = Script(generated([1]))
     engine = script.engine(A)

@@ -447,7 +447,7 @@ async def test_a_session_that_floods_leaves_room_for_the_others(start: Start) ->
 def test_a_call_waits_for_few_answers_of_other_sessions(tiny_tokenizer: Any, calls: list[tuple[int, int]]) -> None:
     """Three sessions send calls in any order, each call asks for any number n of answers, and no answer ever finishes.
     A call of a fourth session still reaches the engine immediately, although the engine already generates up to
-    `limits.running` answers for each of the three sessions."""
+    `limits.running` answers for each of three other sessions."""
 
     async def run() -> None:
         harness = Harness(tiny_tokenizer, limits=Limits(running=3))

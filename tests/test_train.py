@@ -114,8 +114,8 @@ def test_maze_staleness(tmp_path: Path, eta: int) -> None:
 def test_synchronous_runs_repeat(guess_run) -> None:
     """Two runs with eta = 0 and the same seed have the same metrics, except for the metric `accepted`.
 
-    A step pushes its weights to the servers before it writes its metrics, so `accepted` may already
-    count groups of the next batch.
+    A step pushes its weights to the servers before it writes its metrics, so the metric `accepted` sometimes counts
+    groups of the next batch, too.
     """
     (_, first), (_, second) = guess_run(0), guess_run(0, "again")
     exact = ("reward", "success", "tokens", "staleness_max", "rejected")

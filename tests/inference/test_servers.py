@@ -159,8 +159,8 @@ def test_requests_wait_for_a_server_that_is_started_again() -> None:
 
 def test_an_update_waits_for_a_server_that_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If all servers are down when an update begins, the update waits until a server is started again, or until the run
-    has stopped. If the engine has already sent a version, a second update to this version raises an error, unless
-    `forget_sent` is called between the two updates."""
+    has stopped. If the engine has already sent version v, a second update to version v raises an error. After a call of
+    `forget_sent`, the engine can send version v a second time."""
     machines = Machines(a=0)
     engine = machines.engine(A)
     engine.wait_for_servers = True

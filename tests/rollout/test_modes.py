@@ -417,8 +417,8 @@ async def test_a_limit_tells_its_own_timeout_from_another() -> None:
 
 @pytest.mark.anyio
 async def test_an_error_that_nobody_waits_for_prints_nothing() -> None:
-    """If the caller of `within` is cancelled and the awaited coroutine then raises an exception, asyncio does not
-    report this exception as never retrieved."""
+    """If the caller of `within` is cancelled, asyncio does not report an exception that the awaited coroutine raises
+    afterwards."""
     reported: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: reported.append(context))
 

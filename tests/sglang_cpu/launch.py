@@ -112,7 +112,7 @@ def main(argv: list[str]) -> None:
     if "--exit-with-parent" in argv:
         argv.remove("--exit-with-parent")
         if os.getpgrp() != os.getpid():
-            os.setpgid(0, 0)  # in its own process group, this process can end all its workers with killpg
+            os.setpgid(0, 0)  # killpg can end this process and its workers, because they form a group
         threading.Thread(target=end_with_parent, daemon=True).start()
     for name, value in DEFAULTS.items():
         if name not in argv:
