@@ -203,8 +203,8 @@ def run_sglang(model_dir: Path, log: Path, *extra: str) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def tiny_server(start_tiny_server: StartServer) -> str:
-    """The URL of a tiny server process that all tests share. A test must not stop the process or change its
-    weights."""
+    """The URL of a tiny server process that all tests share. A test must not stop the shared server or change the
+    server's weights."""
     return start_tiny_server()
 
 

@@ -152,8 +152,8 @@ class Connection:
 
 
 def client_options(path: str, api_key: str) -> dict[str, Any]:
-    """Return options for the clients of OpenAI's and Anthropic's SDKs. With these options a client does not retry. If a
-    reply does not have the type that the SDK declares, the client raises an error."""
+    """Return options with which a client of OpenAI's or Anthropic's SDK does not retry. A client with the returned
+    options raises an error if a reply does not have the type that the SDK declares."""
     base_url = f"http://proxy{path}"
     return {"base_url": base_url, "api_key": api_key, "max_retries": 0, "_strict_response_validation": True}
 

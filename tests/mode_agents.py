@@ -1,5 +1,5 @@
-"""Agents for tests/rollout/test_modes.py. Worker processes import this module, so the module imports neither torch
-nor pytest."""
+"""Agents for tests/rollout/test_modes.py. This module imports neither torch nor pytest, so that a worker process
+imports it quickly."""
 
 import os
 import signal

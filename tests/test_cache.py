@@ -184,8 +184,8 @@ def test_concat_trains_every_sampled_token_once(session: list[Call]) -> None:
 
 @given(calls)
 def test_a_row_of_concat_continues_the_row_that_trains_its_parent(session: list[Call]) -> None:
-    """In an export in style concat, a row's parent is the row that trains the turn before the row's first trained turn.
-    If the first trained turn of a row is a root, the row has no parent."""
+    """In an export in style concat, row A is the parent of row B if A trains the turn before B's first trained turn. If
+    the first trained turn of a row is a root, the row has no parent."""
     cache = play(session)
     rows = cache.export_interactions("concat")
     row_of = {turn: row for row in rows.values() for turn, is_trained in row.row_turns if is_trained}
@@ -227,8 +227,8 @@ def test_real_clients_turns_are_chained(pair: dict[str, Any]) -> None:
 
 def test_a_turn_with_other_tools_stays_in_the_tree() -> None:
     """An agent may omit the tools when it asks for a final answer. A final call without tools is still a child of the
-    previous turn, so its reward reaches the earlier turns. Without the tools, the final call's prompt has different
-    tokens, so the final call and the previous turn become two rows."""
+    previous turn, so the final call's reward reaches the earlier turns. Without the tools, the final call's prompt has
+    different tokens, so the final call and the previous turn become two rows."""
     cache = InteractionCache()
     cache.enter("work", turn([user("hi")], "ok", [1], [2], template_key="tools"))
     cache.enter("answer", turn([user("hi"), said("ok"), user("now answer")], "42", [8, 9], [3]))
@@ -283,13 +283,13 @@ def test_finding_a_parent_costs_messages_not_interactions() -> None:
     cache = InteractionCache()
     for k in range(800):
         cache.enter(str(k), turn(list(shared), str(k)))
-    assert Counted.looks == 800 * 200 + 1  # the 1 counts a second read of the first message
+    assert Counted.looks == 800 * 200 + 1  # + 1 for a second read of the first message
 
 
 def test_a_turn_reads_its_new_messages_only() -> None:
     """In a chain of 100 turns, the cache reads each new question twice, for the search and for the insertion. The cache
-    reads each answer once. The cache does not read the older messages one by one: it compares them all at once with the
-    newest conversation."""
+    reads each answer once. The cache does not read the messages of earlier turns one by one: it compares all of them at
+    once with the newest conversation."""
     Counted.looks = 0
     cache, messages = InteractionCache(), [user("0")]
     for k in range(100):
@@ -437,8 +437,8 @@ def test_what_comes_later_is_no_side_conversation() -> None:
 
 
 def test_an_orphan_leaves_no_trace() -> None:
-    """If a client retries a request because it never read the reply, the turn of the first attempt is removed. The turn
-    of the first attempt is kept if another turn continues the conversation from it."""
+    """If a client retries a request because it never read the reply, the turn of the unread reply is removed. A turn
+    with an unread reply is kept if it is the parent of another turn."""
     cache = chain(2)
     for name in ("0", "1", "unknown"):
         cache.drop_orphan(name)

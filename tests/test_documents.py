@@ -1,6 +1,6 @@
 """These tests run the examples in AReaL's documents (docs/companion.md) with as few changes as possible.
 
-The environment variable AREAL_DOCS names a folder with the texts of the four documents. Without this variable, the
+The environment variable AREAL_DOCS names a folder with the texts of the four documents. If AREAL_DOCS is not set, the
 tests that read a document are skipped.
 
 The function `block` cuts an example out of a document and makes three changes to the example. `block` replaces imports
@@ -146,7 +146,7 @@ BLOCKS = {
     "one turn": Block(WRITE_UP, "class CustomWorkflow", "unsqueeze(0),\n        }"),
 }
 
-# The blocks that no test can run, and the reasons.
+# Each entry names a code block that no test can run, and says why no test can run the block.
 EXCEPTIONS = {
     "resolution": "not Python: an argument `...` follows keyword arguments",
     "dispatcher": "AReaL's threads and locks; this project decides without threads (rollout/dispatcher.py)",
@@ -231,8 +231,7 @@ CODE = re.compile(
 
 @pytest.mark.parametrize("document", [AGENT, ROLLOUT, OPENAI, WRITE_UP])
 def test_every_block_is_listed(document: str) -> None:
-    """Every line of code of a document belongs to a block of BLOCKS. At most five blocks are exceptions that no test
-    runs."""
+    """Every line of code of a document belongs to a block of BLOCKS. EXCEPTIONS contains at most five blocks."""
     text = read(document)
     for start, end in reversed(spans(document).values()):
         text = text[:start] + text[end:]
@@ -391,7 +390,7 @@ async def test_the_client_and_its_rewards(real_engine: RemoteInfEngine, tiny_tok
     assert turn.reward == 0.5
     names = await execute("reward", client=client, completion=completion, reward_value=2.0)
     assert names["completions_with_rewards"][completion.id].reward == 2.0
-    client.cache._discounted = False  # only after this reset can another example discount the rewards
+    client.cache._discounted = False  # the cache discounts the rewards only if `_discounted` is False
     names = await execute("export", client=client)
     assert names["reward"] == 2.0
     check_trajectory_format(names["tensor_dict"])

@@ -178,8 +178,8 @@ async def test_version_is_the_servers_not_the_clocks():
 
 @pytest.mark.anyio
 async def test_empty_aborts_are_no_storm():
-    """After each aborted answer without a new token, the engine waits. The waits grow from 0.05 seconds to a maximum of
-    one second."""
+    """The engine waits longer after each aborted answer without a new token: from 0.05 seconds up to a maximum of one
+    second."""
     script = Script(*[generated([], "abort")] * 40, generated([9]))
     response = await script.engine().agenerate(request())
     assert response.output_tokens == [9]
@@ -544,8 +544,8 @@ def test_the_order_of_a_weight_update(tmp_path: Path):
 
 def test_released_memory_comes_back_before_the_weights(tmp_path: Path):
     """`release_memory` pauses the servers first. After `release_memory`, the next weight update makes the servers
-    allocate their memory, and then sends the weights. The update does not pause the servers a second time. The engine
-    never resumes a server that has no weights."""
+    allocate their memory, and then sends the weights. The weight update does not pause servers that `release_memory`
+    has paused. The engine never resumes a server that has no weights."""
     (tmp_path / "v1").mkdir()
     script = Script(generated([1]))
     engine = script.engine(A)
@@ -777,7 +777,7 @@ def test_every_logprob_is_that_of_the_weights_it_names(
             asyncio.create_task(real_engine.agenerate(ModelRequest(prompt, gconfig=gconfig))) for prompt in prompts
         ]
         first = ModelRequest([1, 2], gconfig=GenerationHyperparameters(max_new_tokens=8))
-        await real_engine.agenerate(first)  # when this request ends, the requests of `tasks` are running
+        await real_engine.agenerate(first)  # when the request `first` ends, the requests of `tasks` are running
         await asyncio.to_thread(update, real_engine, 1)
         return await asyncio.gather(*tasks)
 
@@ -881,7 +881,7 @@ def test_a_stream_may_break_anywhere(end: str, data: st.DataObject, failure: Exc
 
     async def rest() -> httpx.Response:
         tokens = [4, 5, 6][len(script.sent()[-1]["input_ids"]) - 3 :]
-        return streamed(generated(tokens or [7, 8], end))  # if the engine asks after the last token, it gets 7 and 8
+        return streamed(generated(tokens or [7, 8], end))  # a request after the last token gets the tokens 7 and 8
 
     script = Script(answered(content, failure), rest)
     heard: list[list[int]] = []

@@ -3,7 +3,8 @@
 `make agents` installs the frameworks into .venv-agents and runs this file there with AGENTS=1. If an agent's framework
 is not installed, the agent's test is skipped. With AGENTS=1, a test whose framework is missing fails instead of being
 skipped. Frameworks that need node are an exception: if `make agents` cannot install them, their tests are skipped. The
-function `make_model` of examples/calculator.py writes the model. The inference server and the proxy are real processes.
+function `make_model` of examples/calculator.py writes the inference server's model. The inference server and the proxy
+are real processes.
 """
 
 import asyncio
@@ -159,9 +160,9 @@ def test_an_agent_of_another_framework_trains(
 def test_an_agent_that_changes_its_tools_or_stores_nothing_trains(
     module: str, servers: dict[str, str], engine: RemoteInfEngine
 ) -> None:
-    """AutoGen with reflection and Vercel's AI SDK ask for the last answer without tools. Codex and opencode send
-    `store: false`, and opencode asks for a title. The agent's three turns are one path of the tree, and all three turns
-    have the same reward. Each token is trained once. A turn's prompt begins with the tokens of the previous turn,
+    """AutoGen with reflection and Vercel's AI SDK omit the tools when they ask for the last answer. Codex and opencode
+    send `store: false`, and opencode asks for a title. The agent's three turns are one path of the tree, and all three
+    turns have the same reward. Each token is trained once. A turn's prompt begins with the tokens of the previous turn,
     unless the tools have changed. The call that asks for a title is not trained."""
     style = {"export_style": "individual", "episode_timeout": 300}
     (exported,) = episodes(module, servers["proxy"], [1], **style)

@@ -129,7 +129,7 @@ def mutant(module: ModuleType, line: str = "", changed: str = "") -> ModuleType:
 
 def find_error(machine: Any, name: str) -> str:
     """Explore a state machine whose modules have a planted error, and return the list of events that leads to the
-    error. The error must break the property `name`."""
+    error. The planted error must break the property `name`."""
     with pytest.raises(Broken) as caught:
         explore(machine, keep=False)
     assert caught.value.name == name, caught.value
@@ -310,7 +310,7 @@ def test_a_planted_error_of_an_update_is_found_by_name(
     name: str, bounds: UpdateBounds, module: ModuleType, line: str, changed: str
 ) -> None:
     """The search finds each error that is planted in the engine, in the list of servers or in the order of the calls of
-    a weight update. The search names the property that the error breaks."""
+    a weight update. For each planted error the search names the broken property."""
     servers, _, wrong_engine, wrong_start, wrong_train = with_mutant(UPDATE, module, line, changed)
     modules = {"servers": servers, "engine": wrong_engine, "start": wrong_start, "train": wrong_train}
     find_error(UpdateMachine(bounds, modules), name)
@@ -390,8 +390,8 @@ def test_the_trace_of_a_run_is_a_walk_of_the_machine(tmp_path: Path, mode: str, 
 
 def test_a_falling_version_is_found_in_a_schedule() -> None:
     """The versions of a call never fall, and they lie between the version at the start of its group and the version at
-    which the group is consumed. `check_calls` raises Broken if the versions of a call fall, or if one of them is
-    outside the range of the call's group."""
+    which the group is consumed. `check_calls` raises Broken if the versions of a call fall, or if a version of a call
+    is outside the range of the call's group."""
     for spans, begin, consumed in (([[2, 5, ""], [1, 9, ""]], 0, 3), ([[1, 5, ""]], 2, 3), ([[4, 5, ""]], 2, 3)):
         schedule = Schedule("", starts={7: begin}, calls={7: {"7-0.0": {"spans": spans}}})
         with pytest.raises(Broken, match="is consumed in"):

@@ -55,8 +55,8 @@ def test_every_figure_is_on_a_page(pictures: dict[str, str]) -> None:
 
 
 def test_the_tree_shows_the_rewards_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The figure of the tree shows the rewards that cache.py computes: B has 0.5 * mean(1, 0) = 0.25, and A has 0.5 *
-    mean(0.25, 0.5) = 0.1875."""
+    """The figure of the tree shows the rewards that cache.py computes. In this tree turn B has the reward
+    0.5 * mean(1, 0) = 0.25, and turn A has the reward 0.5 * mean(0.25, 0.5) = 0.1875."""
     assert figures.compute_rewards() == {"A": 0.1875, "B": 0.25, "C": 0.5, "D": 1.0, "E": 0.0}
     before = figures.draw_tree()
     monkeypatch.setattr(InteractionCache, "apply_reward_discount", lambda self, discount: None)

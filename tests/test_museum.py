@@ -56,8 +56,8 @@ def test_every_exhibit_has_its_pages(name: str) -> None:
 
 
 def test_every_bug_breaks_its_unit_test() -> None:
-    """If a copy of the project has the exhibit's bug, the unit test that the solution names fails. Without the bug the
-    test passes, because it is part of the test suite."""
+    """The unit test that an exhibit's solution names passes in the test suite, and fails in a copy of the project that
+    has the exhibit's bug."""
     command = [sys.executable, "museum/run.py", "--tests"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert json.loads(done.stdout) == dict.fromkeys(EXHIBITS, 1), done.stderr

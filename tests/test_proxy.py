@@ -347,7 +347,7 @@ async def test_x_api_key_serves_too(start: Start) -> None:
 async def test_a_body_is_json_whatever_it_says_it_is(
     start: Start, content: bytes, status: int, content_type: str
 ) -> None:
-    """The proxy reads every request body as JSON and ignores the content type. For example, `curl -d` sends JSON with
+    """The proxy reads every request body as JSON and ignores the content type. The command `curl -d` sends JSON with
     the content type of a form. A body that is not JSON gets a 400."""
     harness = start()
     session = await harness.start()
@@ -419,7 +419,8 @@ async def test_a_request_beyond_the_limits_is_refused(start: Start, body: dict[s
 
 async def test_a_session_that_floods_leaves_room_for_the_others(start: Start) -> None:
     """At most `limits.running` answers of a session are generated at the same time. A session has at most
-    `limits.answers` answers that are being generated or that wait. The calls of other sessions continue."""
+    `limits.answers` answers that are being generated or that wait. When a session reaches a limit, the calls of all
+    other sessions continue."""
     harness = start(limits=Limits(running=3, answers=8))
     flood, other = await harness.start(), await harness.start()
     harness.engine.hold = asyncio.Event()
@@ -446,7 +447,7 @@ async def test_a_session_that_floods_leaves_room_for_the_others(start: Start) ->
 def test_a_call_waits_for_few_answers_of_other_sessions(tiny_tokenizer: Any, calls: list[tuple[int, int]]) -> None:
     """Three sessions send calls in any order, each call asks for any number n of answers, and no answer ever finishes.
     A call of a fourth session still reaches the engine immediately, although the engine already generates up to
-    `limits.running` answers for each of the three sessions."""
+    `limits.running` answers for each of three other sessions."""
 
     async def run() -> None:
         harness = Harness(tiny_tokenizer, limits=Limits(running=3))
@@ -513,7 +514,7 @@ async def test_without_a_session_no_body_is_read(start: Start, path: str) -> Non
 
 
 def nested(levels: int) -> Any:
-    """Return an empty list that is nested in this number of lists."""
+    """Return an empty list inside `levels` nested lists."""
     return [nested(levels - 1)] if levels else []
 
 
@@ -576,8 +577,8 @@ async def test_management_needs_the_admin_key(start: Start, path: str) -> None:
 
 
 async def test_one_grant_starts_one_session(start: Start) -> None:
-    """Without a grant, a request to start a session gets a 429. If the start of a session fails, the grant is kept for
-    the next start of a session. An unused grant expires after a timeout."""
+    """If the proxy has no unused grant, a request to start a session gets a 429. If a session fails to start, its grant
+    stays valid for the next attempt. An unused grant expires after a timeout."""
     harness = start()
     begin: Any = {"path": "/rl/start_session", "body": {"task_id": "t"}, "headers": ADMIN}
     assert (await harness.post(**begin)).status_code == 429
@@ -806,7 +807,8 @@ def test_only_an_admin_key_that_was_made_up_is_printed(tiny_model_dir: Any, tiny
 
 
 async def test_a_proxy_started_by_hand_offers_a_session(tiny_model_dir: Any, tiny_server: str) -> None:
-    """A proxy that is started by hand prints the URL of an open session. An SDK can use this URL with any API key."""
+    """A proxy that is started by hand prints the URL of an open session. An SDK can use the session's URL with any API
+    key."""
     command = [sys.executable, "proxy.py", "--server", tiny_server, "--model-path", str(tiny_model_dir), "--port", "0"]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None

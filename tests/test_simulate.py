@@ -27,7 +27,8 @@ def constant(eta: int, **changes: object) -> simulate.Setup:
 
 
 def test_synchronous_steps_take_the_sum_of_their_parts() -> None:
-    """With eta = 0 a step takes the time of generation, training and update, and no token has a lag."""
+    """With eta = 0 the duration of a step is the sum of the durations of generation, training and update, and no token
+    has a lag."""
     result = simulate.Simulation(constant(0)).run()
     assert result.ends == pytest.approx([3.5 * k for k in range(1, 11)])
     assert set(result.lags) == {(0.0, 0)}
@@ -67,8 +68,8 @@ def test_the_bound_holds_for_every_order(order: str) -> None:
 
 
 def test_the_gate_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The simulation uses the gate of staleness.py: if the test lets this gate admit too many groups, a group becomes
-    too old."""
+    """The simulation uses the gate of staleness.py. If a test changes the gate so that the gate admits too many groups,
+    the simulation raises StalenessError."""
     shipped = StalenessManager.get_capacity
     monkeypatch.setattr(StalenessManager, "get_capacity", lambda self: shipped(self) + 16)
     with pytest.raises(StalenessError):

@@ -171,7 +171,8 @@ def test_recovery_restores_what_was_consumed():
 
 
 def test_recovery_counts_what_runs():
-    """Groups that are running when the version is recovered reduce the gate's capacity."""
+    """If groups are running when a run recovers its version, each of these groups reduces the gate's capacity by
+    one."""
     manager = make_manager(eta=1, batch=4, version=3)
     run(manager, 5)
     manager.on_version_recovered(3)
@@ -294,9 +295,9 @@ def test_dropping_never_ends_in_a_deadlock(eta, batch, concurrent, data):
 def largest_age(eta: int, batch: int, late: int, in_order_of_start: bool) -> int:
     """Simulate training in which group 0 is much slower than all other groups, and return the largest age of a group.
 
-    All other groups end as soon as they have started. If groups are consumed in order of start, the first batch waits
-    for group 0. If groups are consumed in order of finish, group 0 ends when the version is `late`. The gate is a real
-    StalenessManager.
+    Every group except group 0 ends as soon as it has started. If groups are consumed in order of start, the first batch
+    waits for group 0. If groups are consumed in order of finish, no batch waits for group 0, and group 0 ends when the
+    version is `late`. The gate is a real StalenessManager.
     """
     clock = Version()
     manager = StalenessManager(clock, 100, batch, eta)

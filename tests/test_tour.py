@@ -24,8 +24,8 @@ def blocks(page: str) -> list[list[str]]:
 
 
 def test_the_page_is_the_output_of_the_tour(tour: str) -> None:
-    """The page docs/lifecycle.md is identical to the output of a new run of the tour. If the machine makes a different
-    base model, only the numbers of the page may differ."""
+    """The page docs/lifecycle.md is identical to the output of a new run of the tour. On a machine that makes a
+    different base model, docs/lifecycle.md and the new output differ only in their numbers."""
     page = PAGE.read_text()
     model, committed = (re.findall(r"has the hash `(\w+)`", text) for text in (tour, page))
     if model == committed:

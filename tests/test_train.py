@@ -78,7 +78,8 @@ def test_evaluation_is_greedy_and_training_samples(guess_run) -> None:
 
 
 def test_a_tracker_gets_the_metrics(guess_run) -> None:
-    """A tracker gets the configuration without the servers' key, the numbers of each step, and the end of the run."""
+    """A tracker gets the configuration, the numbers of each step, and the end of the run. The tracker does not get the
+    servers' key."""
     folder, metrics = guess_run(0)
     calls = [json.loads(line) for line in (folder / CALLS).read_text().splitlines()]
     assert [call[:-1] for call in calls] == [["init", "e", "t", "allow"], *(["log", k] for k in range(1, 6)), []]
@@ -111,10 +112,10 @@ def test_maze_staleness(tmp_path: Path, eta: int) -> None:
 
 @pytest.mark.runs
 def test_synchronous_runs_repeat(guess_run) -> None:
-    """Two runs with eta = 0 and the same seed have the same metrics.
+    """Two runs with eta = 0 and the same seed have the same metrics, except for the metric `accepted`.
 
-    Only the metric `accepted` may differ. A step pushes its weights to the servers before it writes its metrics, so
-    `accepted` may already count groups of the next batch.
+    A step pushes its weights to the servers before it writes its metrics, so the metric `accepted` sometimes counts
+    groups of the next batch, too.
     """
     (_, first), (_, second) = guess_run(0), guess_run(0, "again")
     exact = ("reward", "success", "tokens", "staleness_max", "rejected")
@@ -131,7 +132,8 @@ def test_decoupled_is_standard_where_the_data_is_fresh(guess_run) -> None:
     trainer.
 
     With eta = 0 pi_behav and pi_prox are the same policy, but the server computes log pi_behav and the trainer computes
-    log pi_prox. For each token the two losses differ by at most |log pi_prox - log pi_behav| * (1 + eps) * |A|.
+    log pi_prox. For each token the decoupled and the standard loss differ by at most
+    |log pi_prox - log pi_behav| * (1 + eps) * |A|.
     """
     folder, metrics = guess_run(0)
     decoupled = PPOActorConfig(eps_clip=0.2, eps_clip_higher=0.28, c_clip=2.0)
@@ -174,7 +176,7 @@ def test_what_a_run_writes(guess_run) -> None:
 
 def test_talk_to_the_trained_model(guess_run) -> None:
     """`python -m run.chat` answers each line of the input with the checkpoint of the run. An empty line begins a new
-    conversation, and so does a conversation that becomes too long."""
+    conversation. If a conversation becomes too long, a new conversation begins."""
     folder = guess_run(0)[0] / "e" / "t"
     words = [sys.executable, "-m", "run.chat", str(folder)]
     talk = "guess a number\nhigher\n\nguess a number\n" + "higher " * 100 + "\nguess a number\n"

@@ -18,10 +18,10 @@ from workflow import EpisodeResult, RLVRWorkflow, workflow_context
 class WalkUntilUpdated(RLVRWorkflow):
     """RLVRWorkflow with one change: an episode repeats its completion until the next step needs the episode's group.
 
-    Step s trains on the groups (s - 1) * batch_size to s * batch_size - 1, and then updates the weights. A group of a
-    later step repeats its completion until the weight update of step s is over. The last completion of a group of a
-    later step begins before the update of step s and ends after it. With eta = 0 the gate admits only groups of the
-    next step, so no episode repeats its completion.
+    Step s trains on the groups (s - 1) * batch_size to s * batch_size - 1, and then updates the weights. If a group of
+    step s + 1 starts before the weight update of step s, the update interrupts a completion of the group, and the group
+    repeats its completion until the update is over. With eta = 0 the gate admits only groups of the next step, so no
+    episode repeats its completion.
     """
 
     batch_size: int

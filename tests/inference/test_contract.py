@@ -328,8 +328,9 @@ def test_a_retracted_request_goes_to_the_end_of_the_queue(server: Server) -> Non
     """After a pause, a request that was waiting starts before the requests that had been running.
 
     The waiting request is answered before any of the interrupted requests is complete. On a busy machine, the running
-    requests may finish before the test checks them, so the test retries up to twenty times. If a server put retracted
-    requests at the head of the queue, every attempt would fail, because all interrupted requests would finish first.
+    requests may finish before the test checks them, so the test retries up to twenty times. A server that puts
+    retracted requests at the head of the queue fails the test in every attempt, because it finishes all interrupted
+    requests before the waiting request.
     """
     for _ in range(20):
         running = server.send(LONG // 2, [PROMPT] * SLOTS)
@@ -386,8 +387,8 @@ def test_spans_say_which_version_computed_which_token(server: Server, mode: str)
 
 def test_a_request_outlives_released_memory(server: Server) -> None:
     """A server that has released its memory keeps its requests. If a pause in mode `retract` interrupts a request, the
-    request continues after its last token when the next weight update is over. A request that arrived during the pause
-    is answered as well."""
+    request continues after its last token when the next weight update is over. If a request arrives after the release
+    of memory, it is answered when the next weight update is over."""
     if server.http.delete("/release_memory_occupation").status_code == 404:
         pytest.skip("this server has no route /release_memory_occupation")
     waiting = []
@@ -525,8 +526,8 @@ class Other:
                 parameter.mul_(1 + 0.3 * torch.randn_like(parameter))
 
     def send(self, mode: str, model: Any, version: str, pause_mode: str = "retract", fail: bool = False) -> None:
-        """Update the server's weights in the same way as the trainer. If `fail` is true, an error ends the update after
-        the first bucket."""
+        """Update the server's weights as the trainer does. If `fail` is true, an error ends the update after the first
+        bucket."""
         engine = RemoteInfEngine([self.server.url], pause_mode=pause_mode)
         meta = WeightUpdateMeta(mode=mode, path=str(self.folder), version=int(version), bucket_mb=0.1)
         if mode == "disk":

@@ -159,8 +159,8 @@ def test_requests_wait_for_a_server_that_is_started_again() -> None:
 
 def test_an_update_waits_for_a_server_that_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If all servers are down when an update begins, the update waits until a server is started again, or until the run
-    has stopped. If the engine has already sent a version, a second update to this version raises an error, unless
-    `forget_sent` is called between the two updates."""
+    has stopped. If the engine has already sent version v, a second update to version v raises an error. After a call of
+    `forget_sent`, the engine can send version v a second time."""
     machines = Machines(a=0)
     engine = machines.engine(A)
     engine.wait_for_servers = True
@@ -239,8 +239,8 @@ def test_who_returns_takes_part_in_the_next_update(tmp_path: Path) -> None:
 
 
 def test_a_process_that_is_told_nothing_waits_for_the_version(tmp_path: Path) -> None:
-    """A proxy uses a lost server again when the server's version is at least the newest version that the proxy has
-    seen."""
+    """A proxy uses a lost server again when the server's version is at least the newest version among all tokens that
+    the proxy has received."""
     machines, (first, _) = Machines(a=3, b=3), home()
     proxy = machines.engine(A, B)
     machines.dead.add(first)
@@ -266,8 +266,8 @@ def test_a_server_that_died_unseen_is_caught_by_its_tokens() -> None:
 
 
 def test_a_version_above_the_trainers_is_refused_wherever_it_is_read() -> None:
-    """A server counts as lost if it reports a version that is newer than the trainer's version, for its tokens or for
-    its weights. After `set_version(v)`, an engine refuses tokens of versions above v."""
+    """A server counts as lost if it reports tokens or weights that are newer than the trainer's version. After
+    `set_version(v)`, an engine refuses tokens of versions above v."""
     machines, (first, second) = Machines(a=7, b=7), home()
     engine = machines.engine(A, B)
     engine.set_version(7)
@@ -380,7 +380,7 @@ def test_any_order_of_deaths_returns_and_updates(tmp_path_factory: pytest.TempPa
             update(trainer, folder, version)
             assert machines.paused <= machines.dead
             assert ask(trainer) == [version]
-            # The proxy recognises old tokens only after it has seen a token of the new version.
+            # The proxy recognises old tokens only after it has received a token of the new version.
             survivor = next(h for h in "abc" if h not in machines.dead and machines.versions[h] == version)
             proxy.servers.check_age(survivor, [version], 0)
         else:

@@ -236,7 +236,7 @@ def test_sessions_where_the_version_has_them(version: str, wanted: bool):
 
 
 def test_a_server_that_refuses_the_group_is_named():
-    """If a server refuses to join the group, the error contains the server's message."""
+    """If a server refuses to join the process group for weight updates, the error contains the server's message."""
 
     def post_all(path: str, body: Any = None, timeout: float = 0.0) -> list[dict[str, Any]]:
         if path == "/init_weights_update_group":
@@ -292,8 +292,8 @@ def test_files_are_written_in_the_servers_dtype_before_the_pause(tiny_model_dir:
 
 @pytest.mark.runs
 def test_the_folder_of_new_weights_can_be_set(tmp_path: Path):
-    """If weight_update.path is set, a run writes its new weights to a folder under this path, and deletes the folder at
-    its end."""
+    """If weight_update.path is set, a run writes its new weights to a folder under this path, and deletes the folder
+    when the run ends."""
     other = tmp_path / "memory/another-run"
     other.mkdir(parents=True)
     words = [*SMALL_GUESS, "max_steps=2", f"weight_update.path={tmp_path / 'memory'}"]
@@ -312,7 +312,7 @@ class Meeting:
     NCCL."""
 
     def __init__(self, servers: int) -> None:
-        self.barrier = threading.Barrier(1 + servers, timeout=10)  # wait() raises an error if a member is missing
+        self.barrier = threading.Barrier(1 + servers, timeout=10)  # wait() raises an error if a group member is missing
         self.pool = ThreadPoolExecutor(servers)
         self.servers = servers
         self.done: list[str] = []  # names of the collective operations that all members have entered
@@ -348,8 +348,8 @@ class Meeting:
 
 
 def test_collectives_that_block_until_every_side_has_entered(monkeypatch: pytest.MonkeyPatch):
-    """The trainer and two servers all take part in creating the group, in the broadcast of each tensor, and in ending
-    the group."""
+    """The trainer and two servers create a process group together, all take part in the broadcast of each tensor, and
+    end the process group together."""
     meeting = Meeting(servers=2)
     monkeypatch.setattr(weights, "join_group", meeting.join)
     buckets = [[("a", torch.ones(2)), ("b", torch.ones(3))], [("c", torch.ones(1))]]

@@ -218,7 +218,7 @@ def test_a_new_version_alone_wakes_the_producer(make_stage):
 
 def test_a_waiting_trainer_is_woken_by_a_new_version(make_stage, log):
     """If the gate admits no group, a trainer that waits for a batch keeps waiting until the version rises. The
-    dispatcher logs this wait."""
+    dispatcher logs that the trainer waits."""
     stage = make_stage(eta=0, batch=1)
     stage.submit(0, 1)
     stage.finish(0, 1)

@@ -356,7 +356,7 @@ def test_a_failure_outside_ends_every_call(make: Make) -> None:
 
 
 def test_destroy_may_be_repeated(make: Make) -> None:
-    """A second destroy() has no effect. All other calls after destroy() raise an error."""
+    """A second destroy() has no effect. After destroy(), every call except destroy() raises an error."""
     executor = make()
     executor.submit(SAMPLES[0], Waits(1))
     executor.destroy()
@@ -379,8 +379,8 @@ class Bad(RolloutWorkflow):
 def test_a_malformed_trajectory_is_a_failure_that_is_explained(
     make: Make, caplog: pytest.LogCaptureFixture, group_size: int
 ) -> None:
-    """A task fails if its trajectory is malformed or has other keys than earlier trajectories. The log contains the
-    reason."""
+    """A task fails if its trajectory is malformed or has other keys than earlier trajectories. The log says why the
+    task failed."""
     executor = make(config={"consumer_batch_size": 9})
     good = {"input_ids": torch.ones(1, 2), "attention_mask": torch.ones(1, 2)}
     flat = {key: value[0] for key, value in good.items()}
@@ -575,7 +575,8 @@ def test_a_conversation_is_one_row_in_style_concat(run_agent: Any) -> None:
 
 
 def test_a_dict_rewards_the_completions_it_names(run_agent: Any) -> None:
-    """An agent may return a dict that maps completion ids to rewards. If an id is unknown, the episode fails."""
+    """An agent may return a dict that maps completion ids to rewards. An episode fails if its agent returns a dict with
+    an unknown completion id."""
     group, _ = run_agent(Talks(lambda ids: {ids[0]: 3, ids[1]: np.float32(1)}), export_style="individual")
     assert group["rewards"].tolist() == [4.0, 1.0]
     assert run_agent(Talks(lambda ids: {"nobody": 1.0})) == (None, RolloutStat(rejected=1, failed=1))
@@ -599,7 +600,7 @@ def test_none_means_what_the_agent_set_itself(run_agent: Any) -> None:
 
 def test_what_is_no_reward_fails_the_episode_and_is_named(run_agent: Any, caplog: pytest.LogCaptureFixture) -> None:
     """An episode fails if the agent returns a string, returns a reward without a completion, or raises an exception.
-    The log contains the reason."""
+    The log says why the episode failed."""
     failed = (None, RolloutStat(rejected=1, failed=1))
     assert run_agent(Talks(lambda ids: "1.0")) == failed
     assert "a reward is a number, not str" in caplog.text

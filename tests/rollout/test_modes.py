@@ -161,7 +161,7 @@ def test_every_episode_has_a_process_of_its_own(run_agent: Run) -> None:
 
 def test_an_agent_that_forks_has_one_result(run_agent: Run) -> None:
     """If an agent forks the worker process, and both processes return a reward, only the reward of the original process
-    counts. The reward of the forked process does not become the result of the next episode."""
+    counts. The reward that a forked process returns does not become the result of the next episode."""
     groups, stats = run_agent(mode_agents.Talks, {"then": "returns_twice"}, {}, subproc_max_workers=1)
     assert [group["rewards"].tolist() for group in groups] == [[1.0], [1.0]]
     assert stats == RolloutStat(withdrawn=2)
@@ -178,7 +178,7 @@ def fifo(tmp_path: Path) -> Iterator[TextIO]:
 
 @pytest.fixture
 def limit_passes(fifo: TextIO, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the first time limit of 200 s end as soon as the agent has written to the named pipe."""
+    """End the first time limit of 200 s as soon as the agent has written to the named pipe."""
     wait = asyncio.wait
 
     async def wait_for_pipe(tasks: Any, timeout: float | None = None) -> Any:
@@ -391,8 +391,8 @@ async def test_a_result_runs_no_code_in_the_trainer(tmp_path: Path) -> None:
 
 @pytest.mark.anyio
 async def test_a_result_that_is_too_long_is_not_read() -> None:
-    """The parent process refuses a worker's result that is longer than MOST_BYTES. The next call runs in a new worker
-    process."""
+    """The parent process refuses a worker's result that is longer than MOST_BYTES. After a refused result, the next
+    call runs in a new worker process."""
     pool = WorkerPool(1)
     async with pool.worker() as worker:
         with pytest.raises(RuntimeError, match="at most 16,777,216 are allowed"):
@@ -417,8 +417,8 @@ async def test_a_limit_tells_its_own_timeout_from_another() -> None:
 
 @pytest.mark.anyio
 async def test_an_error_that_nobody_waits_for_prints_nothing() -> None:
-    """If the caller of `within` is cancelled and the awaited coroutine then raises an exception, asyncio does not
-    report this exception as never retrieved."""
+    """If the caller of `within` is cancelled, asyncio does not report an exception that the awaited coroutine raises
+    afterwards."""
     reported: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: reported.append(context))
 

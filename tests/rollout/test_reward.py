@@ -207,8 +207,8 @@ async def test_a_cancelled_episode_takes_its_reward_with_it(rewards: ModuleType,
 @pytest.mark.anyio
 @pytest.mark.parametrize("generations", [1, 2])
 async def test_a_death_is_noticed_whoever_lives_on(rewards: ModuleType, fifo: str, generations: int) -> None:
-    """If a worker ends, its call raises WorkerDied, even if a process that the worker forked is still running. The
-    forked process is ended, too."""
+    """If a worker ends, its call raises WorkerDied, even if a process that the worker forked is still running. After a
+    worker's end, every process that the worker forked is ended."""
     reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
     with pytest.raises(WorkerDied, match="forks_and_dies ended with code 7"):
         await AsyncRewardWrapper(rewards.forks_and_dies, timeout_seconds=60)(fifo, generations)

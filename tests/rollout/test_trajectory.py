@@ -90,8 +90,8 @@ def test_complete_keeps_what_the_workflow_said() -> None:
 
 
 def test_unknown_versions_are_those_of_the_episodes_start() -> None:
-    """If the versions are missing, `complete` sets them to the version at the episode's start. Because the version at
-    the episode's start is used, a group never seems younger than it is."""
+    """If the versions are missing, `complete` sets them to the version at the episode's start. The version at the
+    episode's start is the oldest version that a token can have, so a group never counts as younger than it is."""
     given = documented()
     del given["versions"]
     traj = complete(given, task_id=0, version=4)
@@ -121,8 +121,8 @@ def test_head_version_counts_turns_that_are_not_trained() -> None:
 
 
 def test_old_tokens_leave_the_loss_and_are_counted() -> None:
-    """`without_older` masks the trained tokens of old versions and counts them. The function changes no other
-    tensor."""
+    """`without_older` masks the trained tokens of old versions and counts them. `without_older` changes only the
+    tensors `loss_mask` and `masked`."""
     traj = complete(two_turns(), task_id=0)
     assert (head_version(traj), oldest_trained(traj)) == (3, 3)
     young = without_older(traj, 5)
@@ -187,8 +187,7 @@ def test_concat_knows_features_from_tokens(lengths: list[int], width: int, more:
     """concat_padded_tensors pads a user's tensor only if its second dimension equals the row length in every
     trajectory.
 
-    If the width of a feature tensor happens to equal the row length of one trajectory but not of all, the tensor is not
-    padded.
+    A feature tensor is not padded if its width equals the row length of only some of the trajectories.
     """
     trajectories = []
     for length in lengths:

@@ -1,7 +1,7 @@
 """Run the unmodified SGLang server on a machine without a GPU: `python launch.py --model-path DIR --port 30000 ...`.
 
-SGLang can compute with torch alone (torch_native attention, pytorch sampling). However, SGLang imports three packages
-that have no build for a plain CPU: torchvision, triton and sgl_kernel.
+SGLang can compute with torch alone (torch_native attention, pytorch sampling). SGLang imports three packages that have
+no build for a plain CPU: torchvision, triton and sgl_kernel.
 
 - SGLang's configurations of vision models import torchvision. The wheel of torchvision is compiled for a CUDA build of
   torch.
@@ -112,7 +112,7 @@ def main(argv: list[str]) -> None:
     if "--exit-with-parent" in argv:
         argv.remove("--exit-with-parent")
         if os.getpgrp() != os.getpid():
-            os.setpgid(0, 0)  # in its own process group, this process can end all its workers with killpg
+            os.setpgid(0, 0)  # killpg can end this process and its workers, because they form a group
         threading.Thread(target=end_with_parent, daemon=True).start()
     for name, value in DEFAULTS.items():
         if name not in argv:

@@ -146,8 +146,9 @@ def test_a_released_server_computes_nothing_before_an_update(
 ) -> None:
     """A server whose memory is released has lost its weights. Without weights, the server computes no sequence, even
     after the end of the pause. After a weight update, a retracted sequence continues, and its earlier tokens keep their
-    version labels. If memory is released while a sequence runs, or resumed without a release, the scheduler raises an
-    error (an SGLang server would end)."""
+    version labels. If memory is released while a sequence runs, the scheduler raises an error. If memory that was not
+    released is resumed, the scheduler raises an error. (In SGLang an error of the scheduler ends the server
+    process.)"""
     scheduler, one = make_scheduler(tiny.slots), sequence("a", [3, 4, 5], 12)
     scheduler.submit(one)
     for _ in range(5):
@@ -173,9 +174,9 @@ def test_a_released_server_computes_nothing_before_an_update(
 
 
 def test_in_place_equals_no_forward_pass(tiny: TinyModel, tiny_model_dir: Path, tmp_path: Path) -> None:
-    """After a weight update in pause mode `in_place`, new queries attend to old keys, so the logprobs differ from those
-    of every forward pass. If every weight changes by about 1 %, the error of the logprobs is larger than a rounding
-    error and less than 0.5 nats."""
+    """After a weight update in pause mode `in_place`, new queries attend to old keys, so a token's logprob differs from
+    that of a forward pass with the weights of the token's version. If every weight changes by about 1 %, the error of
+    the logprobs is larger than a rounding error and less than 0.5 nats."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
     torch.manual_seed(0)
     with torch.no_grad():
@@ -543,8 +544,8 @@ def test_a_stop_string_ends_the_text_where_it_is_complete(
     ("name", "value"), [("top_k", 2**63), ("top_k", 2**31), ("max_new_tokens", 2**31), ("temperature", 2**63)]
 )
 def test_a_number_that_no_tensor_holds_is_refused(name: str, value: int) -> None:
-    """The server refuses a number that is too large for a tensor, because the number would crash the server. The error
-    names the field."""
+    """If a field of a request has a number that is too large for a tensor, the server refuses the request, and the
+    error names the field. A number that is too large for a tensor would crash the server."""
     with pytest.raises(Refusal, match=f"^{name}"):
         parse_params({name: value}, 0)
 
@@ -558,9 +559,9 @@ def test_any_integer_is_a_seed(seed: int) -> None:
 
 
 def overtaken(last: int) -> dict[str, Any]:
-    """Return the result of Protocol.answer for a sequence whose last token arrives while Protocol.answer runs. The
-    token arrives just before Protocol.answer reads an attribute of the sequence for the `last`-th time (counted from
-    0)."""
+    """Return the result of Protocol.answer for a sequence whose last token arrives while Protocol.answer runs.
+    Protocol.answer reads attributes of the sequence, and the last token arrives just before read number `last` (counted
+    from 0)."""
     scheduler, looks = make_scheduler(slots=1), itertools.count()
     one = Sequence("a", [7], SamplingParams(), stop_ids=frozenset({2}), return_logprob=True)
     scheduler.submit(one)
@@ -820,8 +821,8 @@ def test_the_server_ends_when_told(tiny_model_dir: Path, how: str) -> None:
     long = {"input_ids": PROMPT, "stream": True, "sampling_params": {"max_new_tokens": 2000, "ignore_eos": True}}
     state = ""
     with ExitStack() as stack:
-        # If `how` is "update", the update must wait while a request runs. If the request ends before the test has seen
-        # the waiting update, the test sends the request and the update again.
+        # If `how` is "update", the update must wait while a request runs. If the request ends before the server reports
+        # that the update waits, the test sends the request and the update again.
         while not state or (how == "update" and "updates=1" not in state):
             response = stack.enter_context(httpx.stream("POST", url + "/generate", json=long, timeout=60))
             next(response.iter_lines())
