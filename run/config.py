@@ -50,7 +50,7 @@ class Key(NamedTuple):
     group: str  # heading of the key's group: the prefix of the keys' names, and what the keys configure
 
 
-source_of = functools.cache(inspect.getsource)  # cached, because reading the source of all dataclasses takes a second
+source_of = functools.cache(inspect.getsource)  # reading the source of all dataclasses takes a second
 
 
 def list_keys(cls: type = TrainConfig, prefix: str = "") -> list[Key]:
@@ -105,8 +105,8 @@ def set_keys(config: DictConfig, given: Any, source: str) -> dict[str, str]:
     recipe's path or the command line.
 
     Return a dict from each given key without effect to the key's unmet condition (a row of NEEDS in run/keys.py). A
-    later recipe may still meet an unmet condition. Raises ConfigError for an unknown key, and the message suggests the
-    nearest known key.
+    recipe that is read later can still fulfil an unmet condition. Raises ConfigError for an unknown key, and the
+    message suggests the nearest known key.
     """
     given.pop("revision", None)  # a run's config.yaml also has the code's git revision, which is no key
     known, names = [key.name for key in list_keys()], []

@@ -39,7 +39,7 @@ from training.config import PPOActorConfig
 from training.proximal import interpolation, loglinear
 
 MAX_STEPS, MAX_TOKENS, MAX_GROUPS = 24, 60_000, 4000  # maximum numbers of steps, tokens and groups on a page
-FILES = ("metrics.jsonl", "trace.json", "tokens")  # the folder of a run contains at least one of these
+FILES = ("metrics.jsonl", "trace.json", "tokens")  # every run's folder contains at least one of FILES
 # The names of the (B, T) tensors of a batch that the page shows.
 COLUMNS = "input_ids versions turn_ids turn_rewards logprobs prox_logp theta_logp advantages states"
 TEMPLATE = Path(__file__).with_suffix(".html")
