@@ -140,7 +140,7 @@ class TrainingLoop:
             if self.ref is not None:
                 batch["ref_logp"] = self.ref.compute_logp(batch)
             metrics["logp_mismatch"] = logp_mismatch(batch, version)
-            # 4. Compute the advantages, (N, T): A = (R - mean of R in the group) / (std of R in the group).
+            # 4. Compute the advantages A = (R - mean) / std from the returns R of each group, (N, T).
             actor.compute_advantages(batch)
             # 5. Minimise the mean of -pi_prox / pi_behav * min(u A, clip(u) A), where u = pi_theta / pi_prox.
             metrics |= actor.ppo_update(batch)

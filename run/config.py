@@ -84,7 +84,7 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def without_effect(config: Any, names: list[str]) -> dict[str, str]:
-    """Return a dict from each key without effect to the key's unmet condition (a row of NEEDS in run/keys.py).
+    """Return a dict that maps each key without effect to the key's unmet condition (a row of NEEDS in run/keys.py).
 
     The function checks only the keys in `names` whose values in `config` differ from their defaults.
     """
@@ -104,8 +104,8 @@ def set_keys(config: DictConfig, given: Any, source: str) -> dict[str, str]:
     """Write the given keys into `config`. Error messages contain `source`, which says where the keys come from: a
     recipe's path or the command line.
 
-    Return a dict from each given key without effect to the key's unmet condition (a row of NEEDS in run/keys.py). A
-    recipe that is read later can still fulfil an unmet condition. Raises ConfigError for an unknown key, and the
+    Return a dict that maps each given key without effect to the key's unmet condition (a row of NEEDS in run/keys.py).
+    A recipe that is read later can still fulfil an unmet condition. Raises ConfigError for an unknown key, and the
     message suggests the nearest known key.
     """
     given.pop("revision", None)  # a run's config.yaml also has the code's git revision, which is no key

@@ -88,7 +88,7 @@ def claim(run_dir: Path) -> TextIO:
 
 
 def folders_of_steps(folder: Path) -> dict[int, Path]:
-    """Return a dict from each step to its folder (step00040 and so on). Folders with other names are ignored."""
+    """Return a dict that maps each step to its folder (step00040 and so on). Folders with other names are ignored."""
     named = {path.name.removeprefix("step"): path for path in folder.glob("step*")}
     return {int(step): path for step, path in named.items() if step.isdecimal()}
 

@@ -78,8 +78,8 @@ class BoundedProtocol(HttpToolsProtocol):
     The connection class of uvicorn has neither limit.
 
     The connection also refuses a request that arrives before the previous request is answered. The connection class of
-    uvicorn accepts several open requests. If the client disconnects, this class notifies only the handler of the newest
-    request. The server continues with the older requests, and generates tokens that no client reads.
+    uvicorn accepts several open requests, but if the client disconnects, the class notifies only the handler of the
+    newest request. The handlers of the older requests continue, so the server generates tokens that no client reads.
     """
 
     header_bytes: ClassVar[int] = 2**16  # `serve` sets both limits of the class
@@ -108,7 +108,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self.unparsed = 0
         self.stop_timer()
         if self.cycle and not self.cycle.response_complete:
-            raise ValueError("this request arrived before the previous one was answered")  # this error gives status 400
+            # uvicorn answers a request with status 400 if this method raises an error.
+            raise ValueError("this request arrived before the previous one was answered")
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:

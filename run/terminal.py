@@ -34,7 +34,7 @@ BEGIN = monotonic()
 class Terminal(Console):
     """A rich console with live displays. Only one thread at a time may print a line or refresh a display.
 
-    To print a line, rich first computes how many screen lines of the displays to overwrite, and later writes the line.
+    To print a line, rich first computes how many screen lines it must overwrite, and later writes the line.
     If a display changes before rich writes the line, rich overwrites a printed line or leaves a part of an old display.
     """
 

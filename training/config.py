@@ -54,7 +54,7 @@ class PPOActorConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"  # number format of forward passes; parameters are float32
     ppo_n_minibatches: Count = 4  # number of optimizer steps in each pass over the batch
     ppo_epochs: Count = 1  # number of passes over the batch in a training step
-    mb_tokens: Count = 16384  # maximum number of tokens and padding per forward pass; larger mini-batches are split
+    mb_tokens: Count = 16384  # maximum number of tokens with padding per forward pass; larger mini-batches are split
     layout: Literal["auto", "padded", "packed"] = "auto"  # padded: one row per sequence; packed: sequences end to end
     compile: bool | None = None  # true: torch.compile fuses the operations of each layer; default: true on a GPU
     gradient_checkpointing: bool = False  # true: recompute layers in the backward pass, which saves memory
