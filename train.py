@@ -140,15 +140,15 @@ class TrainingLoop:
             if self.ref is not None:
                 batch["ref_logp"] = self.ref.compute_logp(batch)
             metrics["logp_mismatch"] = logp_mismatch(batch, version)
-            # 4. Compute the advantages A = (R - mean R of the group) / spread, (N, T).
+            # 4. Compute the advantages A = (R - mean) / std from the returns R of each group, (N, T).
             actor.compute_advantages(batch)
             # 5. Minimise the mean of -pi_prox / pi_behav * min(u A, clip(u) A), where u = pi_theta / pi_prox.
             metrics |= actor.ppo_update(batch)
             actor.step_lr_scheduler()
 
         # 6. Push the new weights into the servers. The canary (run/mismatch.py) then asks the servers for
-        #    log-probabilities, which show whether the servers have the new weights. The next step reads the canary's
-        #    log-probabilities before its own push of weights.
+        #    log-probabilities, which show whether the servers have the new weights. The next step reads the
+        #    canary's log-probabilities before it pushes weights.
         metrics |= self.canary.finish()
         with trace.span("sync", seconds):
             if config.server.release_memory:

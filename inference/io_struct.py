@@ -11,7 +11,7 @@ and the version of this policy. If an answer lacks the id, the log-probability o
 
     output_ids               [17, 4, 9]
     output_token_logprobs    [[-0.2, 17, null], [-1.1, 4, null], [-0.4, 9, null]]     logprob, token id, text
-    weight_versions          [{"version": "3", "start": 0, "end": 2}, {"version": "4", "start": 2, "end": 3}]
+    weight_versions          [{"version":"3","start":0,"end":2}, {"version":"4","start":2,"end":3}]
 
 In the example, version 3 of the weights computed the tokens 17 and 4, and version 4 computed the token 9. SGLang before
 0.5.19 reports only `weight_version`, the version of the weights at the end of the answer.
@@ -47,7 +47,7 @@ class GenerationHyperparameters:
     top_k: Annotated[int, "[-1, -1] or [1, inf)"] = -1  # number of likeliest tokens to sample from; -1: all tokens
     stop: list[str] = field(default_factory=list)  # strings that end a turn; the completion includes them
     stop_token_ids: list[int] = field(default_factory=list)  # token ids that end a turn, in addition to the model's own
-    frequency_penalty: Annotated[float, "[-2, 2]"] = 0.0  # number subtracted from a token's logit for each earlier use
+    frequency_penalty: Annotated[float, "[-2, 2]"] = 0.0  # number subtracted from a token's logit for each occurrence
     presence_penalty: Annotated[float, "[-2, 2]"] = 0.0  # number subtracted from a token's logit after its first use
     greedy: bool = False  # true: always sample the likeliest token, as at temperature 0
     seed: Annotated[int, "[0, 4294967295]"] | None = None  # seed of the sampling; null: the run's seed, or random
@@ -154,7 +154,7 @@ def sampling_params(gconfig: GenerationHyperparameters, offset: int = 0) -> dict
         "presence_penalty": gconfig.presence_penalty,
         "repetition_penalty": 1.0,
         "stop_token_ids": list(gconfig.stop_token_ids),
-        "stop": list(gconfig.stop) or None,  # a server without a tokenizer refuses even an empty list
+        "stop": list(gconfig.stop) or None,  # a server without a tokenizer refuses `stop`, even an empty list
         "json_schema": gconfig.json_schema,
         "sampling_seed": None if gconfig.seed is None else gconfig.seed % 2**63,  # SGLang accepts 63 bits per seed
     }

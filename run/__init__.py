@@ -11,5 +11,6 @@ The proxy and the small inference server use `serve.py` and `fields.py`. `leash.
 the process of train.py ends.
 
 The modules of run/ may import from every other package of the project. The other packages may import only `keys.py`,
-`fields.py` and `serve.py` from run/. The module proxy.py may also import `schedule.py`.
+`fields.py` and `serve.py` from run/. The module proxy.py may import `keys.py`, `fields.py`, `serve.py` and
+`schedule.py`.
 """

@@ -5,7 +5,7 @@ The function `main` reads the command line, and then trains or evaluates. `main`
     `join_ranks` connects the ranks of torchrun. Without torchrun, this process is the only rank.
     `agree` reads the configuration on rank 0, and gives it to all ranks.
     `open_run` loads the inputs, plans the servers and locks the run's folder, on rank 0.
-        `PPOTrainer.train` (train.py) trains, or `evaluate_run` evaluates.
+        In mode=train `PPOTrainer.train` (train.py) runs, and in mode=eval `evaluate_run` runs.
         `ExitStack` ends every part that was started, in the reverse order of the starts.
     `leave_ranks` disconnects the ranks.
 
@@ -16,8 +16,8 @@ command that continues the run.
 
 If Ctrl-C arrives during training, the current step runs to its end, and then the run writes a checkpoint
 (`interruptible`). If the step waits for a batch, Ctrl-C ends the wait at once. A second Ctrl-C ends the process at
-once, and the end of the process also ends the child processes. With several ranks, Ctrl-C writes no checkpoint. A
-checkpoint would be possible only if all ranks stopped after the same step.
+once, and the end of the process also ends the child processes. With several ranks, Ctrl-C writes no checkpoint, because
+the ranks may stop after different steps.
 """
 
 import os
@@ -127,8 +127,8 @@ def read_run(config: TrainConfig, *agent: Any) -> tuple[Inputs, list[Planned], s
     """Set the run's name if it is not set, and check the run's folder. Return the inputs, the servers to start, and the
     plan as text.
 
-    A workflow in `agent`, and the arguments after it, replace the workflow and the arguments of the configuration.
-    Raises ConfigError.
+    If `agent` holds a workflow and arguments, they replace the workflow and the arguments of the configuration. Raises
+    ConfigError.
     """
     # A replay is a new run with a folder of its own.
     if config.trial_name == "auto" or (config.replay and config.run_dir.exists()):
@@ -145,8 +145,8 @@ def read_run(config: TrainConfig, *agent: Any) -> tuple[Inputs, list[Planned], s
 def open_run(config: TrainConfig, *agent: Any) -> Iterator[Run]:
     """Start a run on every rank. When the `with` block ends, end every part that the run has started.
 
-    A workflow in `agent`, and the arguments after it, replace the workflow and the arguments of the configuration.
-    Raises ConfigError.
+    If `agent` holds a workflow and arguments, they replace the workflow and the arguments of the configuration. Raises
+    ConfigError.
     """
     joined = join_ranks()
     with ExitStack() as stack:

@@ -50,7 +50,7 @@ class Key(NamedTuple):
     group: str  # heading of the key's group: the prefix of the keys' names, and what the keys configure
 
 
-source_of = functools.cache(inspect.getsource)  # cached, because reading the source of all dataclasses takes a second
+source_of = functools.cache(inspect.getsource)  # reading the source of all dataclasses takes a second
 
 
 def list_keys(cls: type = TrainConfig, prefix: str = "") -> list[Key]:
@@ -84,7 +84,7 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def without_effect(config: Any, names: list[str]) -> dict[str, str]:
-    """Return a dict from each key without effect to the key's unmet condition (a row of NEEDS in run/keys.py).
+    """Return a dict that maps each key without effect to the key's unmet condition (a row of NEEDS in run/keys.py).
 
     The function checks only the keys in `names` whose values in `config` differ from their defaults.
     """
@@ -104,9 +104,9 @@ def set_keys(config: DictConfig, given: Any, source: str) -> dict[str, str]:
     """Write the given keys into `config`. Error messages contain `source`, which says where the keys come from: a
     recipe's path or the command line.
 
-    Return a dict from each given key without effect to the key's unmet condition (a row of NEEDS in run/keys.py). A
-    later recipe may still meet an unmet condition. Raises ConfigError for an unknown key, and the message suggests the
-    nearest known key.
+    Return a dict that maps each given key without effect to the key's unmet condition (a row of NEEDS in run/keys.py).
+    A recipe that is read later can still fulfil an unmet condition. Raises ConfigError for an unknown key, and the
+    message suggests the nearest known key.
     """
     given.pop("revision", None)  # a run's config.yaml also has the code's git revision, which is no key
     known, names = [key.name for key in list_keys()], []

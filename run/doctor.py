@@ -196,8 +196,8 @@ class Doctor:
                     step, before = self.step, executor.stats
                 counts = {k: getattr(executor.stats, k) - getattr(before, k) for k in ("accepted", "rejected")}
                 if counts["rejected"] >= REJECTED_BATCHES * self.config.train_dataset.batch_size:
-                    # At the end of a run, cancelled tasks count as rejected. `check_alive` raises RuntimeError at the
-                    # end of a run, so the doctor does not report the cancelled tasks.
+                    # At the end of a run, cancelled tasks count as rejected. If the run is ending, `check_alive` raises
+                    # RuntimeError, and the doctor's thread ends without a report on the cancelled tasks.
                     executor.dispatcher.check_alive()
                     self.report(examine([{"step": step + 1, **counts}] * 3, self.config))
             except Unhealthy as error:

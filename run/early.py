@@ -1,10 +1,10 @@
 """Start child processes early: a server and a proxy import their modules while train.py imports torch.
 
-train.py, the small server and the proxy each spend seconds on imports. Without this module the imports would run one
-after the other, because train.py starts a child only after it has imported torch and read the configuration. An early
-process is a Python process that imports one module, and then waits for an order on its standard input. The order is one
-line of JSON with the words of the module's command line and the path of the log file. After it has read the order, the
-early process does what `python -m MODULE WORDS` does.
+train.py, the small server and the proxy each spend seconds on imports. An ordinary child process starts its imports
+only after train.py has imported torch and read the configuration. An early process is a Python process that imports one
+module, and then waits for an order on its standard input. The order is one line of JSON with the words of the module's
+command line and the path of the log file. After it has read the order, the early process does what `python -m MODULE
+WORDS` does.
 
 `prepare` starts the early processes. When run/launch.py starts a child, it calls `take`, which sends the order to the
 module's early process. If there is no early process, run/launch.py starts an ordinary process. An early process that

@@ -6,8 +6,8 @@ The command starts a proxy and an inference server with the model. With --server
 and uses the inference server at this URL. The command runs `MyAgent().run(data)`, as training does, and prints the
 conversation tree. Each call is printed below its parent call, with its number of tokens and its final reward.
 
-If the command prints one conversation as two trees, the agent's framework has rewritten earlier messages. The page
-docs/agents.md describes the remedy.
+If the command prints one conversation as two trees, the agent's framework has rewritten earlier messages. The entry
+"Two roots" in docs/agents.md says what to do about two trees.
 """
 
 import argparse

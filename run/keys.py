@@ -27,8 +27,8 @@ from training.config import PPOActorConfig
 
 @dataclass
 class OpenAIConfig:
-    """How agents run, and how their calls become training rows. AReaL's documents name these two topics Execution
-    Modes and Export Styles."""
+    """How agents run ("Execution Modes" in AReaL's documents), and how their calls become training rows ("Export
+    Styles")."""
 
     mode: Literal["inline", "subproc"] = "inline"  # an agent runs in the trainer (inline) or in a worker (subproc)
     subproc_max_workers: Count = 4  # maximum number of worker processes in which agents run, if mode=subproc
@@ -51,7 +51,7 @@ class RolloutConfig:
     """How many episodes run, and how stale their data may become (AReaL's InferenceEngineConfig)."""
 
     max_head_offpolicyness: CountOrZero = 2  # eta, the maximum age of a group in versions; 0: synchronous training
-    max_concurrent_rollouts: Count | None = None  # maximum number of running groups; default: (eta + 1) * batch size
+    max_concurrent_rollouts: Count | None = None  # maximum number of running groups; default: batch size * (eta + 1)
     consumer_batch_size: Count | None = None  # number of prompt groups in a step; default: train_dataset.batch_size
     queue_size: Count | None = None  # limit of running and of waiting groups; default: 16 * max_concurrent_rollouts
     group_size: Count | None = None  # number of episodes per prompt; another name for gconfig.n_samples
@@ -77,7 +77,7 @@ class ServerConfig:
     colocate: bool | None = None  # true: servers share the trainer's GPUs; default: true if there are too few GPUs
     port: Annotated[int, "[0, 65535]"] = 0  # port of the first server; others use the next ports; 0: any free ports
     mem_fraction: Annotated[float, "(0, 1)"] | None = None  # share of GPU memory; default: 0.85, or 0.6 on a shared GPU
-    fp32_head: bool = True  # true: SGLang computes logits on GPUs in float32, as the trainer does; false: bfloat16
+    fp32_head: bool = True  # true: on GPUs, SGLang computes logits in float32, as the trainer does; false: bfloat16
     command: str = ""  # command that starts SGLang; default: the run's Python with -m sglang.launch_server
     args: list[str] = field(default_factory=list)  # further command-line arguments for every server
     release_memory: bool = False  # true: during a training step, servers free their GPU memory and generate nothing

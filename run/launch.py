@@ -35,7 +35,7 @@ logger = logging.getLogger("nano_areal.launch")
 
 START_SECONDS = 1800.0  # maximum time until a server's first reply; loading a large model may take minutes
 GRACE_SECONDS = 5.0  # time for a child to end by itself before it is killed
-DEATH_SECONDS = 0.5  # maximum time between the moment when a killed process closes its connections and its end
+DEATH_SECONDS = 0.5  # maximum time between the closing of a killed process's connections and the process's end
 # The executor waits HOLD_SECONDS before it counts an episode as failed (rollout/executor.py). A server or a proxy ends
 # within 2 s after a signal (serve.py). A failed episode does not count if the run stops within HOLD_SECONDS because a
 # server or a proxy has ended.
@@ -182,8 +182,8 @@ class Fleet:
     def raise_death(self, error: BaseException) -> None:
         """Raise ProcessDied if a child that the run needs has ended. `error` becomes the `__cause__` of the
         ProcessDied."""
-        # `raise_death` waits until a killed process has ended, because the process closes its connections a moment
-        # earlier.
+        # A killed process closes its connections a moment before it ends, so `raise_death` waits before it looks for
+        # ended processes.
         time.sleep(DEATH_SECONDS)
         dead = [child for child in self.children if child.process.poll() is not None]
         if lost := [child.last_words() for child in dead if not self.replacements(child)]:

@@ -282,7 +282,7 @@ class Logger:
         width, shown = Console().width, []
         for key, title, text in COLUMNS:
             width -= max(len(title), len(text.format(0))) + 2
-            # The last column needs two characters less, because no space follows it.
+            # The last column is not followed by two spaces, so it fits even if `width` is -2.
             if width >= -2:
                 shown.append((key, text))
                 table.add_column(title, justify="right", no_wrap=True)

@@ -2,15 +2,16 @@
 
 A server and the trainer should have the same weights. The server and the trainer are different programs, so their
 log-probabilities differ by rounding (about 1e-6 in float32, 0.05 in bfloat16). A difference above the rounding error
-means that the server and the trainer use different weights or different masks. All importance weights of the run are
-wrong if the weights or the masks differ.
+means that the server and the trainer use different weights or different masks. Different model weights or masks make
+all importance weights of the run wrong.
 
-Two checks look for a difference above the rounding error. The first check, `logp_mismatch`, compares the
-log-probabilities of those tokens in a batch that the current version sampled. A batch may contain no token of the
-current version. The second check is the canary, two short sequences of tokens. After each weight update, the trainer
-and every server compute the scores of the canary, which are the log-probabilities of its tokens. A busy server scores
-the canary only after all earlier requests have started. The trainer continues without waiting for the servers' scores,
-and reads the scores before the next update.
+Two checks look for log-probabilities that differ by more than the rounding error. The first check, `logp_mismatch`,
+compares the server's log-probabilities with the trainer's log-probabilities. The first check uses only those tokens of
+a batch that the current version sampled. A batch may contain no token of the current version. The second check is the
+canary, two short sequences of tokens. After each weight update, the trainer and every server compute the scores of the
+canary, which are the log-probabilities of its tokens. A busy server scores the canary only after all earlier requests
+have started. The trainer continues without waiting for the servers' scores, and reads the scores before the next
+update.
 """
 
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -43,8 +44,8 @@ class Canary:
     """Two short sequences that every server and the trainer score after each weight update.
 
     Two signs reveal a server without the new weights: the server's score differs from the trainer's score, or the
-    update did not change the server's score in any bit. An unchanged score also reveals a missing update whose effect
-    would be smaller than the rounding of bfloat16.
+    update did not change the server's score in any bit. An unchanged score reveals a missed update even if the update
+    changes the trainer's score by less than the rounding error of bfloat16.
     """
 
     def __init__(self, actor: FSDPPPOActor, rollout: RemoteInfEngine | NoRollout, trace: Trace) -> None:

@@ -179,8 +179,8 @@ def check_update_mode(config: TrainConfig, planned: list[Planned], gpus: list[st
     GPU.
 
     In mode "distributed", NCCL refuses two processes on one GPU, and all processes need the same version of NCCL. In
-    mode "tensor", a server reads the weights from the memory of rank 0's GPU. The limits of the modes "distributed" and
-    "tensor" do not hold for the small server.
+    mode "tensor", a server reads the weights from the memory of rank 0's GPU. The GPU checks do not concern the small
+    server, because the small server computes on the CPU.
     """
     mode, on_gpus = config.weight_update.mode, servers_on_gpus(planned)
     others = [url for url in config.rollout.server_addrs if httpx.URL(url).host not in LOOPBACK]

@@ -28,10 +28,10 @@ example, the checkpoint has version 40 and the run was killed at version 42. Aft
 again and may have different weights. A group with a token from the lost version 41 is generated again.
 
 **Ages.** The upper bound on the age of groups (staleness.py) also holds after a restart. After a restart, the steps
-consume the restored groups first and in their old order. The old order ensures that a restored group does not become
-older than it would be without the restart. After a restart at version v with batch size B, the gate counts v * B
-consumed groups as accepted, and also all restored groups. If eta or B is reduced at the restart, groups that would
-become too old are generated again.
+consume the restored groups first and in their old order. With the old order, a restart does not raise the age at which
+a step consumes a restored group. After a restart at version v with batch size B, the gate counts v * B consumed groups
+as accepted, and also all restored groups. If eta or B is reduced at the restart, groups that would become too old are
+generated again.
 
 **Limits.** In an asynchronous run, a restart may change the order in which groups start. In a power failure, files that
 the operating system has not written to the disk may be lost. Groups that were submitted outside prepare_batch are not
@@ -88,7 +88,7 @@ def claim(run_dir: Path) -> TextIO:
 
 
 def folders_of_steps(folder: Path) -> dict[int, Path]:
-    """Return a dict from each step to its folder (step00040 and so on). Folders with other names are ignored."""
+    """Return a dict that maps each step to its folder (step00040 and so on). Folders with other names are ignored."""
     named = {path.name.removeprefix("step"): path for path in folder.glob("step*")}
     return {int(step): path for step, path in named.items() if step.isdecimal()}
 
@@ -237,8 +237,8 @@ class Recovery:
         self.writing = self.thread.submit(self.complete, saved, target, pickle.dumps(state), rollout)
 
     def complete(self, saved: Future[Any], target: Path, state: bytes, rollout: dict[str, Any]) -> None:
-        """Wait until every rank has written its part. Then, on rank 0, make the checkpoint valid and delete older
-        checkpoints."""
+        """Wait until every rank has written its part of the checkpoint. Then, on rank 0, make the checkpoint valid and
+        delete older checkpoints."""
         try:
             saved.result()
         except CheckpointException as error:  # CheckpointException is no subclass of Exception

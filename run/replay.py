@@ -15,8 +15,8 @@ which a weight update interrupts groups 3 and 4:
 `ScheduledEngine` generates each token with the recorded version. For example, the engine requests the first 57 tokens
 of a completion at version 2, waits for version 3, and requests the next 63 tokens. At each version,
 `ReplayExecutor.prepare_batch` starts the groups that the recorded run started at this version. Next, `prepare_batch`
-waits until all tokens that were recorded at the version are generated. Finally, `prepare_batch` returns the recorded
-groups in their recorded order.
+waits until the servers have generated all tokens that the schedule records for the current version. Finally,
+`prepare_batch` returns the recorded groups in their recorded order.
 
 A step depends only on the groups that it consumes. A replay does not generate groups that no step consumed, for example
 rejected groups. The replay reads from the schedule when each group starts and which groups each batch contains.

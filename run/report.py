@@ -16,8 +16,7 @@ crashed. Each file gives a part of the report:
 This module turns the files of a run into one JSON object. The template run/report.html contains the script that draws
 this object in the browser. The report holds at most MAX_TOKENS tokens, from at most MAX_STEPS steps, so that the page
 stays small. The page may show only some rows of a prompt group. The rewards of a group are computed from all of its
-rows, even from rows that the page does not show. The report also checks all rows of a group for an advantage other than
-0.
+rows. All rows of a group also decide whether the group has an advantage other than 0.
 """
 
 import json
@@ -39,7 +38,7 @@ from training.config import PPOActorConfig
 from training.proximal import interpolation, loglinear
 
 MAX_STEPS, MAX_TOKENS, MAX_GROUPS = 24, 60_000, 4000  # maximum numbers of steps, tokens and groups on a page
-FILES = ("metrics.jsonl", "trace.json", "tokens")  # the folder of a run contains at least one of these
+FILES = ("metrics.jsonl", "trace.json", "tokens")  # every run's folder contains at least one of FILES
 # The names of the (B, T) tensors of a batch that the page shows.
 COLUMNS = "input_ids versions turn_ids turn_rewards logprobs prox_logp theta_logp advantages states"
 TEMPLATE = Path(__file__).with_suffix(".html")

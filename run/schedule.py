@@ -86,7 +86,7 @@ class Schedule:
     size: int = 0  # number of bytes that `read` has read
     runs: list[Fact] = field(default_factory=list)  # each start of the run: code revision, torch version, ranks
     starts: dict[int, int] = field(default_factory=dict)  # for each task, the version at which it started
-    calls: dict[int, dict[str, Fact]] = field(default_factory=dict)  # for each task and call, the line of the call
+    calls: dict[int, dict[str, Fact]] = field(default_factory=dict)  # for each task and call, the call's recorded line
     ended: set[int] = field(default_factory=set)  # the tasks whose episodes have ended
     steps: dict[int, list[int]] = field(default_factory=dict)  # for each version v, the tasks that step v + 1 consumed
 

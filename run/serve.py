@@ -33,14 +33,15 @@ def read_secret(word: str) -> str:
     """Return the key that a command-line argument contains. If the argument is "-", read the key from the next line of
     standard input.
 
-    Only this process can read its standard input. Every process on the machine can read an argument, and other
-    processes of the user can read an environment variable.
+    No other process can read the standard input of this process. Every process on the machine can read this process's
+    arguments, and other processes of the user can read its environment variables.
     """
     return sys.stdin.readline().strip() if word == "-" else word
 
 
 def raise_open_files() -> int:
-    """Raise this process's soft limit of open files and return the limit. Child processes inherit the limit.
+    """Raise this process's soft limit of open files and return the limit. Child processes inherit the limit of open
+    files.
 
     Each connection counts as an open file. Many systems set the soft limit to 1,024 and the hard limit much higher.
     """
@@ -76,9 +77,9 @@ class BoundedProtocol(HttpToolsProtocol):
     """An HTTP connection with two limits: the length of a request header, and the time until the header is complete.
     The connection class of uvicorn has neither limit.
 
-    The connection also refuses a request that arrives before the previous request is answered. If a client with several
-    open requests disconnected, uvicorn would notify only the handler of the newest request. The server would continue
-    with the client's older requests, and would generate tokens that no client reads.
+    The connection also refuses a request that arrives before the previous request is answered. The connection class of
+    uvicorn accepts several open requests, but if the client disconnects, the class notifies only the handler of the
+    newest request. The handlers of the older requests continue, so the server generates tokens that no client reads.
     """
 
     header_bytes: ClassVar[int] = 2**16  # `serve` sets both limits of the class
@@ -107,7 +108,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self.unparsed = 0
         self.stop_timer()
         if self.cycle and not self.cycle.response_complete:
-            raise ValueError("this request arrived before the previous one was answered")  # the client gets status 400
+            # uvicorn answers a request with status 400 if this method raises an error.
+            raise ValueError("this request arrived before the previous one was answered")
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:

@@ -11,8 +11,8 @@ to left. Only rank 0 has a rollout side; the other ranks have a `NoRollout`.
 
 Servers that were running before the run began (rollout.server_addrs) may be paused or may have the weights of another
 run. A training run resumes the servers in rollout.server_addrs, aborts their running generations, and gives their
-weights a label that no engine accepts. The trainer's first push replaces the weights and the label. An evaluation
-changes neither the servers nor their weights.
+weights a label that no engine accepts. The trainer's first push gives the servers the trainer's weights and a valid
+version. An evaluation changes neither the servers nor their weights.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Print the summary at the end of a run: the success rate, the staleness and a drawing of what the trained policy does.
 
-The task's function `summary` makes the drawing. For the drawing, `summary` may send prompts to the inference server,
-which answers with the trained policy at temperature 0.
+The task's function `summary` draws what the trained policy does. For the drawing, `summary` may send prompts to the
+inference server, which answers with the trained policy at temperature 0.
 """
 
 import asyncio

@@ -34,9 +34,8 @@ BEGIN = monotonic()
 class Terminal(Console):
     """A rich console with live displays. Only one thread at a time may print a line or refresh a display.
 
-    To print a line, rich first computes how many screen lines of the displays to overwrite, and later writes the line.
-    If a display were refreshed between the computation and the output of the line, the computed number could be wrong.
-    With a wrong number, rich would overwrite a printed line or leave a part of an old display.
+    To print a line, rich first computes how many screen lines it must overwrite, and later writes the line.
+    If a display changes before rich writes the line, rich overwrites a printed line or leaves a part of an old display.
     """
 
     def __enter__(self) -> Console:
@@ -80,7 +79,7 @@ def greet(words: list[str]) -> None:
         print("nano-areal: importing torch and transformers", flush=True)
     if terminal.is_terminal:
         clock.start()
-        before_results.callback(clock.stop)  # `clock.stop` also shows the cursor
+        before_results.callback(clock.stop)  # `clock.stop` removes the clock and shows the cursor
         atexit.register(before_results.close)  # `close` removes the clock if an error ends the process
 
 

@@ -22,10 +22,10 @@ def can_compile() -> bool:
 
 @dataclass
 class NormConfig:
-    """The mean and the standard deviation in the advantage A = (R - mean) / std of a return R (AReaL: NormConfig)."""
+    """The mean and the standard deviation in the advantage A = (R - mean) / std of a return R (AReaL's NormConfig)."""
 
     mean_level: Literal["group", "batch", "none"] = "group"  # turns whose mean return is the baseline; none: baseline 0
-    std_level: Literal["group", "batch", "constant", "none"] = "group"  # turns whose standard deviation is the divisor
+    std_level: Literal["group", "batch", "constant", "none"] = "group"  # divisor: std of returns in the group or batch
     mean_leave1out: bool = False  # true: a turn's baseline does not include the turn itself (RLOO)
     std_constant: Positive = 1.0  # divisor of the advantages if std_level=constant
     per_turn: bool = True  # true: compare a turn only with turns that have the same number in their conversations
@@ -54,7 +54,7 @@ class PPOActorConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"  # number format of forward passes; parameters are float32
     ppo_n_minibatches: Count = 4  # number of optimizer steps in each pass over the batch
     ppo_epochs: Count = 1  # number of passes over the batch in a training step
-    mb_tokens: Count = 16384  # maximum number of tokens and padding per forward pass; larger mini-batches are split
+    mb_tokens: Count = 16384  # maximum number of tokens with padding per forward pass; larger mini-batches are split
     layout: Literal["auto", "padded", "packed"] = "auto"  # padded: one row per sequence; packed: sequences end to end
     compile: bool | None = None  # true: torch.compile fuses the operations of each layer; default: true on a GPU
     gradient_checkpointing: bool = False  # true: recompute layers in the backward pass, which saves memory
@@ -71,11 +71,11 @@ class PPOActorConfig:
     behave_imp_weight_cap: Annotated[float, "[1, inf)"] | None = 5.0  # maximum weight pi_prox / pi_behav; null: no cap
     behave_imp_weight_floor: Annotated[float, "(0, 1]"] | None = None  # minimum behaviour weight (IcePop); null: none
     # A row's weight is the product of its tokens' weights (sequence) or the geometric mean of the weights (geometric).
-    behave_imp_weight_level: Literal["token", "sequence", "geometric"] = "token"  # weight of each token, or of each row
-    behave_imp_weight_action: Literal["mask", "clamp"] = "mask"  # set weights beyond floor or cap to 0, or to the bound
+    behave_imp_weight_level: Literal["token", "sequence", "geometric"] = "token"  # behaviour weight of a token or a row
+    behave_imp_weight_action: Literal["mask", "clamp"] = "mask"  # weights out of bounds: 0 (mask) or the bound (clamp)
     reject_geometric_mean: Annotated[float, "(1, inf)"] | None = None  # c: drop rows with a mean weight < 1/c or > c
-    reject_max_k2: Positive | None = None  # drop rows in which (log weight)^2 / 2 of a token is above this number
-    reject_veto: Annotated[float, "(0, 1)"] | None = None  # drop rows in which a token's weight is below this number
+    reject_max_k2: Positive | None = None  # drop rows in which a token's (log behaviour weight)^2 / 2 is above this
+    reject_veto: Annotated[float, "(0, 1)"] | None = None  # drop rows in which a behaviour weight is below this number
     ess_lr_power: NonNegative = 0.0  # lr is multiplied by behave_ess^ess_lr_power (VCPO: 0.5 for AdamW); 0: no change
     mask_truncated: bool = False  # true: do not train on a turn that reached its token limit
     loss_aggregation: Literal["token", "sequence", "constant"] = "token"  # how the loss averages over tokens (ppo.py)
@@ -85,9 +85,9 @@ class PPOActorConfig:
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"  # formula for the KL of one token (training/advantages.py)
     kl_placement: Literal["reward", "loss"] = "reward"  # subtract KL from the rewards, or add KL (k2, k3) to the loss
     anneal: bool = False  # true: entropy_coeff and kl_ctl fall linearly to 0 over max_steps
-    overlong_tokens: Count | None = None  # a penalty grows over this number of tokens before the limit; null: none
+    overlong_tokens: Count | None = None  # number of tokens before max_new_tokens in which a penalty grows; null: none
     overlong_penalty_factor: NonNegative = 1.0  # length penalty of a turn with max_new_tokens tokens; 0: no penalty
-    gamma: Annotated[float, "(0, 1]"] = 1.0  # the advantage shrinks by this factor per token before the turn's end
+    gamma: Annotated[float, "(0, 1]"] = 1.0  # discount of the advantage per token of distance from the turn's end
     gae_lambda: Share = 1.0  # factor of the discount gamma * gae_lambda; 0: only a turn's last token has an advantage
     reward_bias: Annotated[float, "(-inf, inf)"] = 0.0  # number that is added to every reward; 0: nothing is added
     reward_scaling: Positive = 1.0  # factor that multiplies every reward after the bias is added
