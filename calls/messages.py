@@ -170,8 +170,8 @@ def _tool_call(raw: Any, where: str) -> Json:
     elif not isinstance(arguments, str):  # an object becomes text first, so that `read_json` turns 2.0 into 2
         arguments = write_json(arguments, where)
     with contextlib.suppress(ValueError):  # a model may write arguments that are not JSON
-        # A message may have LEVELS levels of nesting, and its arguments may have LEVELS - 4. The list of tool calls
-        # adds 3 levels around the arguments, and `write_json` may miscount by one level.
+        # A message has at most LEVELS levels of nesting. The list of tool calls adds 3 levels around the arguments, and
+        # `write_json` may miscount by one level, so the arguments have at most LEVELS - 4 levels.
         arguments = read_json(arguments, LEVELS - 4)
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 

@@ -32,9 +32,9 @@ proxy does not constrain sampling with a grammar, so the model may still write b
 Other forms. If the tokenizer has a response template (a feature of transformers), this template parses the text. If
 `tool_call_parser` is not in `HERMES`, it is the name of a parser of SGLang, and SGLang must be installed. SGLang's
 parser is used only if the agent offers tools. With a response template or SGLang's parser, a call cannot be forced, and
-`certain` returns an empty text. A response template parses every answer as if the answer followed the conversation's
-first message. If the model ends its turn with a token that is not the tokenizer's eos_token, stop_token_ids must
-contain this token.
+`certain` returns an empty text. A response template also reads the prompt, and always receives the prompt of a
+conversation with one message. If the model ends its turn with a token that is not the tokenizer's eos_token,
+stop_token_ids must contain this token.
 
 The parser does not repair mistakes in a model's text.
 """

@@ -204,7 +204,7 @@ class DispatchState(Generic[TInput, TResult]):
     def take_task(self, task_id: int) -> list[TResult | None]:
         """Return [result] for a finished task, [None] for a rejected task, and [] for a task that has not ended.
 
-        The call also removes a finished or rejected task from the state. Raises ValueError if the task was never
+        The method also removes a finished or rejected task from the state. Raises ValueError if the task was never
         submitted, or if its result was already taken.
         """
         if task_id in self.rejected:
@@ -273,7 +273,7 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
         """Wait for the next `count` results, and return them in order (DispatchState.next_groups).
 
         Raises TimeoutError after `timeout` seconds; None means no limit. Raises StalenessError if a result is too old
-        (DispatchState.take). If the call raises an exception, it consumes no result.
+        (DispatchState.take). If the method raises an exception, it consumes no result.
         """
         if count < 1:
             raise ValueError(f"count must be 1 or more, not {count}")

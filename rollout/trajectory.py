@@ -149,7 +149,7 @@ def complete(traj: Trajectory, task_id: int, version: int = 0) -> Trajectory:
 
     If `versions` is missing, every generated token gets `version`. `version` is the version at which the episode
     started. The version that computed a token may be newer than `version`, but not older. If `logprobs` is missing, the
-    function fills it with zeros. These zeros are correct only for an objective that recomputes the old
+    function fills it with zeros. Zeros in `logprobs` are correct only for an objective that recomputes the old
     log-probabilities.
     """
     rows, shape = len(traj["input_ids"]), traj["input_ids"].shape

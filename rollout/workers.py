@@ -90,8 +90,8 @@ async def within(seconds: float, work: Coroutine[Any, Any, Any], words: str) -> 
     If the work ignores its cancellation for ABANDON_SECONDS, the function logs an error and stops waiting for the work.
     """
     task = asyncio.ensure_future(without_exit(work))
-    # If `work` raises an exception after the caller was cancelled, only this callback reads the exception. asyncio
-    # prints the traceback of an exception that no code reads.
+    # If `work` raises an exception after the caller was cancelled, only this callback reads the exception. The library
+    # asyncio prints the traceback of an exception that no code reads.
     task.add_done_callback(lambda task: task.cancelled() or task.exception())
     try:
         if not (await asyncio.wait({task}, timeout=seconds))[0]:
