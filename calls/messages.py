@@ -25,7 +25,7 @@ The comparison ignores `name`, reasoning, annotations, cache markers, message id
 changes the text of an earlier message, the client's request starts a new conversation. The prompt reuses the parent's
 sampled tokens, because two messages that count as equal can have different tokens.
 
-References. Some clients send an id in place of the history: `previous_response_id`, `item_reference`, or Anthropic's
+References. In place of the history, some clients send an id as `previous_response_id`, `item_reference` or Anthropic's
 `thread`. The function `find` returns the finished interaction that an id names, and messages of this interaction
 replace the id. Instructions in the request replace the instructions in the history. If a request continues a thread and
 has no tools, the parser uses the tools of the parent. `previous_response_id` and `thread` name the parent of the
@@ -36,8 +36,8 @@ the text PLACEHOLDER. The metric `placeholders` counts the replaced images and f
 
 Parameters. If a parameter can change the answer, the parser uses the parameter or raises a `Refusal` that names it.
 `NEUTRAL` lists the unsupported parameters. An unsupported parameter is accepted only if its value has no effect. The
-parser ignores unknown keys, such as `user` and `metadata`. The parser also ignores hints that a model need not follow:
-`thinking`, `strict` and `parallel_tool_calls`. The chat template receives the reasoning effort as a variable.
+parser ignores unknown keys, such as `user` and `metadata`. The parser also ignores the hints `thinking`, `strict` and
+`parallel_tool_calls`. The chat template receives the reasoning effort as a variable.
 """
 
 import contextlib
@@ -89,7 +89,7 @@ NUMBERS: dict[str, tuple[type, float, float]] = {  # type, minimum and maximum o
 class AgentRequest:
     """One request of an agent, in a form that does not depend on the protocol."""
 
-    messages: list[Message]  # the whole conversation in normal form, with messages in place of their ids
+    messages: list[Message]  # the whole conversation in normal form, including messages that the client named by id
     model: str = "default"
     sampling: Json = field(default_factory=dict)  # the fields of GenerationHyperparameters that the agent set
     tools: list[Json] = field(default_factory=list)  # the client's functions, in the form of chat completions
@@ -170,8 +170,8 @@ def _tool_call(raw: Any, where: str) -> Json:
     elif not isinstance(arguments, str):  # an object becomes text first, so that `read_json` turns 2.0 into 2
         arguments = write_json(arguments, where)
     with contextlib.suppress(ValueError):  # a model may write arguments that are not JSON
-        # A message may have LEVELS levels of nesting, and its arguments may have LEVELS - 4. The list of tool calls
-        # adds 3 levels around the arguments, and `write_json` may miscount by one level.
+        # A message has at most LEVELS levels of nesting. The list of tool calls adds 3 levels around the arguments, and
+        # `write_json` may miscount by one level, so the arguments have at most LEVELS - 4 levels.
         arguments = read_json(arguments, LEVELS - 4)
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
@@ -193,8 +193,8 @@ def _text(raw: Json, name: str, where: str = "") -> str:
 
 
 def _is_text_part(part: Any) -> bool:
-    """Return whether `part`, an element of a content list, is a text part, such as {"type": "input_text", "text":
-    "hello"}."""
+    """Return whether an element of a content list is a text part: its `type` is absent or in TEXTS, and its `text` is a
+    string."""
     return isinstance(part, dict) and part.get("type", "text") in TEXTS and isinstance(part.get("text"), str)
 
 
@@ -335,10 +335,9 @@ def _schema(form: Json) -> dict[str, str]:
 def _tools(body: Json, tool_type: str) -> list[Json]:
     """Return the body's tools that are functions, in the form of chat completions.
 
-    `tool_type` is the value of the key `type` that marks a function in the protocol: "function" or "custom". In
-    Responses and Messages, the keys of a function are in the tool itself, as in {"name": "f", "input_schema": {}}. In
-    chat completions, the keys of a function are one level deeper, in {"function": {...}}. Raises Refusal if a tool has
-    no name.
+    A tool is a function if its key `type` is absent or equals `tool_type`, which is "function" or "custom". In
+    Responses and Messages, the keys of a function, such as `name`, are in the tool itself. In chat completions, the
+    keys of a function are one level deeper, in {"function": {...}}. Raises Refusal if a tool has no name.
     """
     tools = []
     for raw, where in _objects(body, "tools"):
@@ -404,8 +403,8 @@ def _item(raw: Json, where: str, find: Find) -> Message:
 def _join_items(pieces: list[Message]) -> list[Message]:
     """Join the items of each reply (reasoning, then text, then tool calls) into one message.
 
-    An assistant's item is joined to the assistant's item before it in two cases: the item contains only tool calls, or
-    only reasoning comes before the item.
+    Two consecutive items of the assistant become one message if the first contains only reasoning, or if the second
+    contains only tool calls.
     """
     messages: list[Message] = []
     for piece in pieces:

@@ -92,7 +92,7 @@ class PromptBuilder:
         same_start = parent and canonical(parent.messages[0]) == canonical(ask.messages[0])
         if parent and same_start and self.splices and parent.template_key == ask.template_key:
             known = len(parent.conversation)
-            with contextlib.suppress(Refusal):  # the template may refuse the stub, but accept the whole conversation
+            with contextlib.suppress(Refusal):  # if the template refuses the stub, the method renders all messages
                 tail = self._tail(ask.messages[known:], variables)
                 said = parent.tokens.output_tokens
                 return parent.tokens.input_tokens + said + self._without_sampled_marks(tail, said)
@@ -141,7 +141,7 @@ class PromptBuilder:
         context, tokens = self._context_length or len(text), []
         for begin in range(0, len(text), PART) if len(text) > 4 * context else ():
             tokens += self._tokenizer.encode(text[begin : begin + PART], add_special_tokens=False)
-            if len(tokens) > 2 * context:  # without the cuts between parts, the prompt would also be too long
+            if len(tokens) > 2 * context:  # fewer than half of the tokens exist only because the text was cut
                 return tokens
         return self._tokenizer.encode(text, add_special_tokens=False)
 
@@ -254,8 +254,8 @@ class TextReader:
 def mend_byte_tokens(tokenizer: Any, tokens: list[int]) -> list[int]:
     """Replace every byte token that is not valid UTF-8 with the byte tokens of U+FFFD.
 
-    Some tokenizers have a token for each byte, like <0x0A>, and decode consecutive byte tokens as one text. A single
-    invalid byte would make the text of all consecutive byte tokens unreadable.
+    Some tokenizers have a token for each byte, like <0x0A>, and decode consecutive byte tokens as one text. If one of
+    several consecutive byte tokens is invalid, the text of all these byte tokens is unreadable.
     """
     pieces: list[str] = []
     known = filter(None, tokenizer.convert_ids_to_tokens(tokens))

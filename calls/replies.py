@@ -120,8 +120,8 @@ def without_empty(**fields: Any) -> dict[str, Any]:
 def event(data: dict[str, Any]) -> bytes:
     """Return a server-sent event, such as b'event: ping\\ndata: {...}\\n\\n' if `data` has the type "ping".
 
-    If `data` has no type, the event has no `event:` line. The JSON is ASCII, because some clients would take a
-    character such as U+2028 for the end of a line.
+    If `data` has no type, the event has no `event:` line. The JSON is ASCII, because some clients treat a character
+    such as U+2028 as the end of a line.
     """
     name = f"event: {data['type']}\n" if "type" in data else ""
     return f"{name}data: {json.dumps(data)}\n\n".encode()
@@ -447,7 +447,8 @@ class Protocol:
     id_prefix: str  # the prefix of each interaction's id, such as "chatcmpl-"
     parse: Callable[..., AgentRequest]  # function of (body, find) that returns the request
     render: Callable[[AgentRequest, list[Answer]], dict[str, Any]]  # function that returns the body of a whole reply
-    stream: Callable[[AgentRequest, str, int], Stream]  # function of (request, interaction's id, index of the answer)
+    # function of (request, interaction's id, index of the answer) that returns the answer's stream
+    stream: Callable[[AgentRequest, str, int], Stream]
     error: Callable[..., dict[str, Any]]  # function of (status, message, code) that returns the body of an error
 
 

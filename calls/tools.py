@@ -7,9 +7,9 @@ expects a text in the form of Qwen and Hermes:
 
 Tool calls. The parser reads the JSON between <tool_call> and the next </tool_call>. The JSON is a call if it contains
 the name of an offered tool and if the arguments are an object. A call stays in the text in three cases: its JSON is
-broken, its end mark is missing, or its tool is unknown. A model's mistake never makes a request fail, because the agent
-receives the mistake as text. The parser drops white space around the reasoning and before a call. A text without calls
-is returned unchanged, so that the proxy recognises the text in the agent's next request.
+broken, its end mark is missing, or its tool is unknown. If the model writes a wrong call, the request still succeeds,
+and the agent receives the call as text. The parser drops white space around the reasoning and before a call. A text
+without calls is returned unchanged, so that the proxy recognises the text in the agent's next request.
 
 Streams. `certain` returns the part of an unfinished text that no continuation can change:
 
@@ -32,9 +32,9 @@ proxy does not constrain sampling with a grammar, so the model may still write b
 Other forms. If the tokenizer has a response template (a feature of transformers), this template parses the text. If
 `tool_call_parser` is not in `HERMES`, it is the name of a parser of SGLang, and SGLang must be installed. SGLang's
 parser is used only if the agent offers tools. With a response template or SGLang's parser, a call cannot be forced, and
-`certain` returns an empty text. A response template parses every answer as if the answer followed the conversation's
-first message. If the model ends its turn with a token that is not the tokenizer's eos_token, stop_token_ids must
-contain this token.
+`certain` returns an empty text. A response template also reads the prompt, and always receives the prompt of a
+conversation with one message. If the model ends its turn with a token that is not the tokenizer's eos_token,
+stop_token_ids must contain this token.
 
 The parser does not repair mistakes in a model's text.
 """
@@ -104,8 +104,8 @@ def split_calls(text: str, tools: Tools) -> tuple[str, list[Call]]:
     calls: list[Call] = []
     piece_begin = 0  # index at which the next piece of text begins
 
-    # The search ends at the last </tool_call>, because no call ends after the last </tool_call>. A search of the whole
-    # text would scan the rest of the text for each <tool_call> without an end mark.
+    # No call ends after the last </tool_call>. To save time if many calls have no end mark, the search ends at the last
+    # </tool_call>.
     last = text.rfind(END_OF_CALL) + len(END_OF_CALL)
     for pair in PAIR.finditer(text, 0, last):
         call = read_call(pair[1], names)
@@ -166,7 +166,7 @@ class OutputParser:
         return Parsed(rest, reasoning, calls)
 
     def certain(self, text: str, tools: Tools) -> Parsed:
-        """Return the text and reasoning that no continuation of `text` can change. The result contains no calls."""
+        """Return the text and reasoning that no continuation of `text` can change, and leave out the calls."""
         text = text.rstrip("\ufffd")  # a decoder writes U+FFFD for the bytes of an incomplete character
         if self.foreign(tools) or THINK.startswith(text.lstrip()):
             return Parsed("")

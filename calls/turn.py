@@ -29,15 +29,15 @@ Anthropic mark a repeated request with the header x-stainless-retry-count. `matc
 byte for byte, with the bodies of the session's earlier turns. The first rule that fits the request applies:
 
     (1) If a turn with the same body is unread, failed or abandoned, the request is a retry of this turn.
-    (2) If x-stainless-retry-count marks a retry, the request is a retry of a running turn with the same body. If no
-        turn with the same body is running, the request is a retry of the last such turn with a closed connection.
+    (2) If x-stainless-retry-count is above 0, the request is a retry of a running turn with the same body. If no turn
+        with the same body is running, the request is a retry of the last finished one with a closed connection.
     (3) If rules 1 and 2 do not apply, the request is a new call, even if an earlier turn has the same body.
 
-A client that gives up on a reply closes the connection, so rule 2 ignores finished turns with an open connection. A
+A client closes its connection before it retries a request, so rule 2 ignores finished turns with an open connection. A
 retry gets the reply of the turn that it repeats. A failed or abandoned turn has no reply, so a new turn replaces it.
 
 Example: an agent hangs up during a call and then sends the same request a second time. By rule 1, the second request is
-a retry: the abandoned turn becomes replaced, and the proxy generates a new turn. Only the new turn is trained.
+a retry: the abandoned turn becomes replaced, and the proxy generates a new turn. The replaced turn is not trained.
 """
 
 import asyncio
@@ -63,8 +63,8 @@ from inference.wire import EngineError
 
 PING_SECONDS = 15.0  # after this many seconds without events, a stream sends a comment as a keepalive
 
-# Four functions change a turn's state: `_run` (to finished or failed), `end_with_session` (to failed), `_listening` (to
-# abandoned or unread) and `earlier_turn` (to finished or replaced).
+# Only `_run` (to finished or failed), `end_with_session` (to failed), `_listening` (to abandoned or unread) and
+# `earlier_turn` (to finished or replaced) change a turn's state.
 State = Enum("State", "RUNNING FINISHED UNREAD FAILED ABANDONED REPLACED")
 
 

@@ -10,9 +10,9 @@ while it holds the lock, and carries out the decisions. AsyncTaskRunner (runner.
 the lock. Callers wait in `AsyncTaskRunner.wait_for`.
 
 **Producer and consumer.** In the write-up (docs/companion.md) the producer and the consumer are threads that poll. In
-this module, the methods `_produce` and `_consume` replace the threads. `_produce` starts the tasks that the gate
-admits. `_consume` records the result of a task. The dispatcher calls `_produce` at every event that may open the gate:
-a caller submits a task, a task ends, or the trainer sets a new version.
+this module, the producer is the method `_produce`, and the consumer is the method `_consume`. `_produce` starts the
+tasks that the gate admits. `_consume` records the result of a task. The dispatcher calls `_produce` at every event that
+may open the gate: a caller submits a task, a task ends, or the trainer sets a new version.
 
 **Which groups form a batch.** With rollout.stale=wait, a batch has the B unconsumed groups that started first. With
 rollout.stale=wait, a slow group delays its batch. With rollout.stale=mask or drop, a batch has the B unconsumed groups
@@ -22,10 +22,10 @@ max_head_offpolicyness versions old. The proof of this age bound is in staleness
 group. When a group is rejected, its place at the gate becomes free, and active_submit_and_wait draws a new task.
 
 **Failure.** A task that returns None is rejected. A task that raises an exception is rejected and also counted as
-failed. The run stops if max_failures tasks in a row raise an exception. The run also stops if a caller calls fail(),
+failed. The run stops if max_failures consecutive tasks raise an exception. The run also stops if a caller calls fail(),
 for example because a server ended, or if the dispatcher's own code raises an exception. After a stop, calls that submit
 tasks, wait for results or read `in_flight` raise RuntimeError from the first exception. Methods such as pause still
-work after a stop. If max_failures tasks in a row are rejected without an exception, the run continues and the
+work after a stop. If max_failures consecutive tasks are rejected without an exception, the run continues and the
 dispatcher logs a warning.
 
 **Locks.** The runner's lock, which is re-entrant, guards the dispatcher's state. The dispatcher holds the lock while it
@@ -82,10 +82,10 @@ class DispatchState(Generic[TInput, TResult]):
 
     manager: StalenessManager
     head_version: Callable[[TResult], int | None]  # oldest version in a result, or None if the result has no tokens
-    max_queue_size: int  # largest number of tasks that run at once
+    max_queue_size: int  # maximum number of running tasks
     stale: Literal["wait", "mask", "drop"] = "wait"  # how take() keeps the age bound (staleness.py)
     without_older: Callable[[TResult, int], TResult | None] = untouched  # function that masks tokens that are too old
-    max_failures: int = 0  # number of failures in a row that stops the run; 0 means max(8, 2 * consumer_batch_size)
+    max_failures: int = 0  # number of consecutive failures that stops the run; 0 means max(8, 2 * consumer_batch_size)
     trace: Callable[..., None] = untraced  # function of (name of an event, task id)
 
     # Mutable state of the dispatcher:
@@ -125,8 +125,8 @@ class DispatchState(Generic[TInput, TResult]):
     def next_groups(self, count: int) -> dict[int, TResult]:
         """Return the `count` groups to consume next as {task id: result}, or {} if one of them is not finished.
 
-        With stale=wait, the next groups are the groups that started first. With stale=mask or drop, the next groups are
-        the groups that finished first.
+        With stale=wait, the groups that started first are consumed first. With stale=mask or drop, the groups that
+        finished first are consumed first.
         """
         finished = [(task_id, data) for task_id, data in self.order.items() if data is not None]
         turn = islice(self.order.items(), count) if self.stale == "wait" else finished[:count]
@@ -204,7 +204,7 @@ class DispatchState(Generic[TInput, TResult]):
     def take_task(self, task_id: int) -> list[TResult | None]:
         """Return [result] for a finished task, [None] for a rejected task, and [] for a task that has not ended.
 
-        The call also removes a finished or rejected task from the state. Raises ValueError if the task was never
+        The method also removes a finished or rejected task from the state. Raises ValueError if the task was never
         submitted, or if its result was already taken.
         """
         if task_id in self.rejected:
@@ -225,7 +225,8 @@ class DispatchState(Generic[TInput, TResult]):
         self.failure = self.failure or (message, cause)
 
     def _count_in_a_row(self, result: TimedResult[TResult]) -> None:
-        """Stop the run after max_failures errors in a row. Log a warning after max_failures rejections in a row."""
+        """Stop the run after max_failures consecutive errors. Log a warning after max_failures consecutive
+        rejections."""
         if result.error is None:
             self.errors_in_a_row, self.first_error = 0, None
         else:
@@ -272,14 +273,14 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
         """Wait for the next `count` results, and return them in order (DispatchState.next_groups).
 
         Raises TimeoutError after `timeout` seconds; None means no limit. Raises StalenessError if a result is too old
-        (DispatchState.take). If the call raises an exception, it consumes no result.
+        (DispatchState.take). If the method raises an exception, it consumes no result.
         """
         if count < 1:
             raise ValueError(f"count must be 1 or more, not {count}")
         return self._wait(f"the next {count} tasks", lambda: self._state.take(count), timeout)
 
     def wait_for_task(self, task_id: int, timeout: float | None = None) -> TResult | None:
-        """Wait for one task and return its result, or None if it was rejected.
+        """Wait for one task. Return the task's result, or None if the task was rejected.
 
         No batch will contain this result, and the task's place at the gate becomes free. The age of the result is not
         checked, because no step trains on the result. Raises ValueError if the id is unknown, and TimeoutError after
@@ -294,7 +295,7 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
         while not batch:
             # 1. Draw tasks, so that the producer can start them.
             self._top_up(task_generator)
-            # 2. Wait until the next groups are finished. If no task is pending, stop waiting and draw more tasks.
+            # 2. Wait until `next_groups` returns a batch. If no task is pending, stop waiting and draw more tasks.
             self._wait("a batch", lambda: self._state.next_groups(batch_size) or not self._state.pending)
             # 3. Take the groups. The batch is empty if the next groups are not finished, or if too many groups were
             #    dropped for their age.
@@ -321,14 +322,16 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
     def restore(self, results: dict[int, TResult]) -> None:
         """Add the finished results of an earlier process. `results` maps task ids to results, in order of start.
 
-        Call `restore` before any task is submitted. Also call the staleness manager's on_version_recovered.
+        Call `restore` before any task is submitted. The caller of `restore` must also call `on_version_recovered` of
+        the staleness manager.
         """
         with self.runner.lock:
             assert not self._state.in_flight(), f"restore results before any task is submitted: {self._state}"
             self._state.order.update(results)
 
     def pause(self) -> None:
-        """Start no more tasks. Running tasks continue, and callers can still take finished results."""
+        """Let no task start until `resume` is called. Running tasks continue, and callers can still take finished
+        results."""
         with self.runner.lock:
             self._state.paused = True
 
@@ -353,8 +356,8 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
             self.runner.lock.notify_all()
 
     def fail(self, error: BaseException, message: str = "") -> None:
-        """Stop the run. After `fail`, calls that submit, wait or read `in_flight` raise RuntimeError(message) from
-        `error`."""
+        """Stop the run. After `fail`, methods that submit tasks, wait for results or read `in_flight` raise
+        RuntimeError(message) from `error`."""
         with self.runner.lock:
             self._state.fail(message or f"the rollout cannot go on: {error!r}", error)
             self.runner.lock.notify_all()
@@ -362,7 +365,7 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
     def destroy(self) -> None:
         """Stop the run, cancel the running tasks, let them clean up, and join the thread.
 
-        A second call does nothing.
+        A second call of `destroy` does nothing.
         """
         reason = "the dispatcher is destroyed"
         self.fail(RuntimeError(reason), reason)

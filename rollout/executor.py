@@ -18,10 +18,10 @@ Each prompt group goes through these steps:
      {dump_dir}/{rollout|eval-rollout}/{newest version in the group}/{task_id}.jsonl.
  (8) `keep` writes an accepted group to a file, so that the group survives a crash. The group counts as accepted after
      `keep` has returned.
- (9) prepare_batch returns the group as soon as it is one of the next B groups to consume.
+ (9) If the group is not too old, prepare_batch returns a batch that contains the group.
 
 If a workflow returns None, its group is rejected, and another sample is drawn instead. If one of the steps 3 to 8
-raises an exception, the group is rejected and also counted as failed. Many failures in a row stop the run
+raises an exception, the group is rejected and also counted as failed. Many consecutive failures stop the run
 (dispatcher.py).
 
 **Arguments.** Each call of prepare_batch draws new samples. A sample runs with the workflow and the should_accept_fn of
@@ -36,8 +36,8 @@ run/recover.py).
 **Evaluation.** `for_evaluation()` makes a second executor that uses the same engine and proxy. The second executor has
 no staleness gate, counts its task ids from 0, and may sample differently than training, for example greedily.
 
-**What is not promised.** On an executor with a gate, rollout_batch may wait for ever, because groups of earlier calls
-may hold all places at the gate. For an evaluation, use the executor that for_evaluation() returns.
+**What is not promised.** On an executor with a gate, rollout_batch can wait for ever: if groups of earlier calls hold
+all places at the gate, no further group starts. For an evaluation, use the executor that for_evaluation() returns.
 """
 
 import asyncio
@@ -68,7 +68,7 @@ from staleness import RolloutStat, StalenessError, StalenessManager
 
 logger = logging.getLogger("nano_areal.executor")
 
-NO_LIMIT = 10**12  # a limit that is never reached; evaluations use it for ages and for failures in a row
+NO_LIMIT = 10**12  # a limit that no evaluation reaches, for ages and for consecutive failures
 AcceptFn = Callable[[Trajectory], bool]
 Sample = dict[str, Any]
 T = TypeVar("T")
@@ -102,8 +102,8 @@ class DataCursor:
     checkpoint. New samples get the ids `next_id`, `next_id` + 1, and so on.
 
     Example: the samples of tasks 0 to 7 were drawn, tasks 0 to 3 were trained on, and task 5 is finished. The
-    checkpoint holds next_id = 8, drawn = 8 and the samples of tasks 4 to 7. After a crash tasks 4, 6 and 7 start again.
-    After tasks 4, 6 and 7, the ninth sample of the dataloader starts as task 8.
+    checkpoint holds next_id = 8, drawn = 8 and the samples of tasks 4 to 7. After a crash tasks 4, 6 and 7 start again,
+    followed by the ninth sample of the dataloader as task 8.
     """
 
     next_id: int = 0  # the task id of the next new sample
@@ -138,8 +138,7 @@ class DataCursor:
             raise
 
     def forget_closed(self, in_flight: set[int]) -> None:
-        """Keep the samples of the tasks that are in flight or must start again. Forget the samples of all other
-        tasks."""
+        """Keep only the samples of the tasks that are in flight or must start again."""
         still_open = in_flight.union(self.restart)
         self.open = {task_id: sample for task_id, sample in self.open.items() if task_id in still_open}
 
@@ -221,7 +220,8 @@ class WorkflowExecutor:
         return concat_padded_tensors(self.dispatcher.wait_results(count, timeout))
 
     def wait_for_task(self, task_id: int, timeout: float | None = None) -> Trajectory | None:
-        """Wait for one task and return its group, or None if it was rejected. No batch contains the returned group."""
+        """Wait for one task. Return the task's group, or None if the task was rejected. No batch contains the returned
+        group."""
         return self.dispatcher.wait_for_task(task_id, timeout)
 
     def rollout_batch(self, data: Iterable[Sample], *args: Any, **kwargs: Any) -> Trajectory:
@@ -234,8 +234,8 @@ class WorkflowExecutor:
         return concat_padded_tensors(groups)
 
     def rollout_each(self, data: Iterable[Sample], *args: Any, **kwargs: Any) -> list[Trajectory | None]:
-        """Run all prompts of `data`. Return a list with one entry for each prompt: its group, or None if it was
-        rejected.
+        """Run all prompts of `data`. Return a list with one entry for each prompt: the prompt's group, or None if the
+        group was rejected.
 
         The arguments after `data` are passed to `make_tasks`.
         """
@@ -350,7 +350,8 @@ class WorkflowExecutor:
     # ---- the end
 
     def destroy(self) -> None:
-        """Cancel the running groups, join the thread, and detach from the engine. A second call does nothing."""
+        """Cancel the running groups, join the thread, and detach from the engine. A second call of `destroy` does
+        nothing."""
         self.dispatcher.destroy()
         if self.engine.executor is self:
             self.engine.executor = None
@@ -413,9 +414,8 @@ class WorkflowExecutor:
         """Wait `hold_failures` seconds before a failure is counted. Raises RuntimeError if the run has stopped during
         the wait.
 
-        If the proxy or a server dies, every running episode fails at once. The wait gives the watcher of the processes
-        time to stop the run. Without the wait, all running samples would count as failed, and new samples would replace
-        them.
+        If the proxy or a server crashes, all running episodes fail. The wait gives the watcher of the processes time to
+        stop the run. Once the run has stopped, no failure is counted and no new sample starts.
         """
         await asyncio.sleep(self.hold_failures)
         self.dispatcher.check_alive()

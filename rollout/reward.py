@@ -11,8 +11,8 @@ a coroutine function takes too long, it is cancelled. The time limit of a plain 
 call, so the time in the queue does not count. Example: with timeout_seconds=15 and four workers, the fifth call waits
 until a worker is free, and then has 15 seconds. If an episode is cancelled, its reward computation ends as well.
 
-If a reward function raises an exception or takes too long, its episode fails. The failed episode gets no reward. If a
-failed episode got a reward of 0, the policy would learn from a wrong reward.
+If a reward function raises an exception or takes too long, its episode fails. A failed episode gets no reward, because
+the policy would learn from a reward of 0.
 """
 
 import inspect

@@ -46,15 +46,15 @@ def join_turns(finished: Sequence[Any]) -> list[Any]:
     leaf's row.
 
     `finished` are all finished interactions of a session, in the order of their requests. If several rows contain a
-    turn, only the first of these rows trains the turn. If t is the first turn that a row trains, the row's attribute
-    `parent` is the row that trains the parent of t.
+    turn, only the first of these rows trains the turn. If the first turn that a row trains has the parent p, the row's
+    attribute `parent` is the row that trains p.
     """
     joined = {turn: turn.parent for turn in finished if turn.parent and turn.continues(turn.parent)}
     inner = set(joined.values())
     rows = []
     row_of: dict[Any, Any] = {}  # turn -> the row that trains the turn
     for leaf in (turn for turn in finished if turn not in inner):
-        path = [leaf]  # turns from the leaf back to the first turn of its row
+        path = [leaf]  # turns from the leaf back to the first turn of the leaf's row
         while path[-1] in joined:
             path.append(joined[path[-1]])
         row = copy.copy(leaf)

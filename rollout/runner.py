@@ -1,7 +1,7 @@
 """AsyncTaskRunner runs all episodes in one thread, with one event loop and one lock.
 
-Episodes are coroutines, and hundreds of episodes wait for tokens at once. One event loop in one daemon thread runs all
-episodes.
+Episodes are coroutines, and hundreds of episodes wait for tokens at the same time. One event loop in one daemon thread
+runs all episodes.
 
     runner.submit(async_fn, *args, task_id=7)   starts async_fn(*args) in the loop
     runner.on_done(result)                      is called in the loop's thread when the task has ended
@@ -17,7 +17,7 @@ tests replace the runner with a subclass that has a virtual clock (tests/rollout
 the runner raises an exception in the thread, the runner calls `on_failure`, and the dispatcher then stops the run. The
 method destroy() cancels the running tasks, lets them clean up, and joins the thread.
 
-**What is not promised.** If a task blocks the event loop, all other tasks stop as well. If a task ignores its
+**What is not promised.** If a task blocks the event loop, no other task can continue. If a task ignores its
 cancellation, it continues after destroy(), and destroy() writes the task's id to the log.
 """
 
@@ -97,7 +97,7 @@ class AsyncTaskRunner:
 
         The method calls attempt() immediately, and again after each `lock.notify_all()`. After `timeout` seconds (None:
         no limit), the method returns the last result even if it is false. If attempt() raises an exception, the method
-        raises it. Ctrl-C ends a wait of the main thread at once.
+        raises it. Ctrl-C ends a wait of the main thread immediately.
         """
         with self.lock:
             return self.lock.wait_for(attempt, timeout)
@@ -128,7 +128,7 @@ class AsyncTaskRunner:
         return f"{ours[-1].name} ({ours[-1].filename}:{ours[-1].lineno})"
 
     def destroy(self, timeout: float = 10.0) -> None:
-        """Cancel the running tasks, let them clean up, and join the thread. A second call does nothing."""
+        """Cancel the running tasks, let them clean up, and join the thread. A second call of `destroy` does nothing."""
         with suppress(RuntimeError):  # the loop is already closed
             self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(timeout)

@@ -2,7 +2,7 @@
 
 A row is one sequence. B rows are padded to L tokens. **Position t of every [B, L] tensor describes token t.** For
 example, versions[b, t] is the version that computed the token input_ids[b, t]. The labels of a language model are often
-shifted by one position. In a trajectory, no tensor is shifted.
+shifted by one position. In a trajectory, no tensor is shifted by one position.
 
 | key | type, shape | meaning | padding |
 |---|---|---|---|
@@ -133,9 +133,9 @@ def check_trajectory_format(traj: Any, expected_keys: frozenset[str] | None = No
 
 
 def number_turns(loss_mask: Tensor) -> Tensor:
-    """Number the sequences of consecutive ones in each row, beginning with 0.
+    """Number the unbroken sequences of trained tokens in each row: 0, 1, and so on.
 
-    Return for each position (B, L) the number of its sequence, or -1 at a zero.
+    Return a tensor (B, L) with the number of the token's sequence at each trained token, and -1 at other positions.
     """
     trained = loss_mask > 0  # (B, L)
     starts = trained.clone()
@@ -149,7 +149,7 @@ def complete(traj: Trajectory, task_id: int, version: int = 0) -> Trajectory:
 
     If `versions` is missing, every generated token gets `version`. `version` is the version at which the episode
     started. The version that computed a token may be newer than `version`, but not older. If `logprobs` is missing, the
-    function fills it with zeros. These zeros are correct only for an objective that recomputes the old
+    function fills it with zeros. Zeros in `logprobs` are correct only for an objective that recomputes the old
     log-probabilities.
     """
     rows, shape = len(traj["input_ids"]), traj["input_ids"].shape

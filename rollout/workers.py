@@ -18,8 +18,8 @@ ends, the trainer closes the socket, or the trainer ends (even by kill -9). When
 guard kills the user's process and all descendants of this process. On Linux the guard is the subreaper of all its
 descendants: if a descendant's parent ends, the guard becomes the new parent. As the subreaper, the guard also kills a
 descendant that has a process session of its own (`setsid`). Processes that the user's code starts do not inherit the
-socket. When the guard and its child have ended, the socket closes, and the trainer detects this at once. The signal of
-Ctrl-C reaches only the trainer, because each worker has a process group of its own.
+socket. When the guard and its child have ended, the socket closes, so the trainer immediately detects the worker's end.
+The signal of Ctrl-C reaches only the trainer, because each worker has a process group of its own.
 
 **Messages.** A call goes through the socket as a pickle. The pickle contains the function's name and not its code, so
 the worker imports the function's module. The worker does not import the main script, because the script would import
@@ -90,8 +90,8 @@ async def within(seconds: float, work: Coroutine[Any, Any, Any], words: str) -> 
     If the work ignores its cancellation for ABANDON_SECONDS, the function logs an error and stops waiting for the work.
     """
     task = asyncio.ensure_future(without_exit(work))
-    # The callback reads the exception of `work`. Without the callback, asyncio would print the traceback of an
-    # exception that `work` raises after the caller was cancelled.
+    # If `work` raises an exception after the caller was cancelled, only this callback reads the exception. The library
+    # asyncio prints the traceback of an exception that no code reads.
     task.add_done_callback(lambda task: task.cancelled() or task.exception())
     try:
         if not (await asyncio.wait({task}, timeout=seconds))[0]:
@@ -118,12 +118,12 @@ class Worker:
 
     def __init__(self, process: subprocess.Popen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._process, self._reader, self._writer = process, reader, writer
-        self._busy = False  # True from the sending of a call until the call has returned
+        self._busy = False  # whether a call was sent and has not returned yet
 
     @classmethod
     async def start(cls, prefix: Sequence[str] = ()) -> "Worker":
-        """Start a process that runs `serve`. `prefix` is a command, such as `env`, that runs the command given as its
-        arguments."""
+        """Start a process that runs `serve`. The words of `prefix`, such as "env", precede the words of the process's
+        command."""
         ours, theirs = socket.socketpair()
         with theirs:
             streams = await asyncio.open_unix_connection(sock=ours)
@@ -225,7 +225,7 @@ def guard(channel: socket.socket) -> None:
         ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
     child = os.fork()
     if not child:
-        os.setpgid(0, 0)  # a signal to the child's group does not reach the guard
+        os.setpgid(0, 0)  # a signal to the child's process group does not reach the guard
         return
 
     def follow_trainer() -> None:
@@ -264,8 +264,8 @@ def serve(fd: int) -> None:
     channel.set_inheritable(False)
     guard(channel)
     # A process that the user's code forks must close its copy of the socket. As long as one copy of the socket is open,
-    # the trainer cannot detect the end of the worker. The forked process calls SocketType.close, because
-    # socket.socket.close would leave the socket open while `listen` has a stream of the socket.
+    # the trainer cannot detect the end of the worker. While the stream of `listen` exists, socket.socket.close leaves
+    # the socket open, so the forked process calls SocketType.close.
     os.register_at_fork(after_in_child=functools.partial(socket.SocketType.close, channel))
     calls: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
@@ -291,8 +291,8 @@ def outcome_of(payload: bytes) -> bytes:
         return json.dumps({"error": f"{type(error).__name__}: {error}", "note": note}).encode()
 
 
-# `_runner()` returns the Runner of this worker's only event loop. The loop is never closed, because a close would wait
-# for tasks of the agent that ignore their cancellation. The end of the worker's process ends all its tasks.
+# `_runner()` returns the Runner of this worker's only event loop. The loop is never closed, because `Runner.close` also
+# waits for tasks that ignore their cancellation. When the worker's process ends, the loop's tasks end as well.
 _runner = functools.cache(asyncio.Runner)
 
 
@@ -316,7 +316,7 @@ def run_agent(agent: Any, data: dict[str, Any], base_url: str, api_key: str, our
     os.environ |= {
         "OPENAI_BASE_URL": base_url,
         "OPENAI_API_KEY": api_key,
-        "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),  # the Anthropic SDK appends /v1/messages
+        "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),  # the Anthropic SDK appends /v1/messages to this URL
         "ANTHROPIC_API_KEY": api_key,
         "NO_PROXY": no_proxy,
         "no_proxy": no_proxy,
