@@ -246,7 +246,8 @@ def direct(tiny_tokenizer: Any) -> Any:
 
 
 async def test_the_direct_approach_of_agent_workflow(direct: Any) -> None:
-    """The steps of the "Direct Approach" example from AReaL's page Agent Workflow work: calls, rewards and export."""
+    """ArealOpenAI supports the example "Direct Approach" from AReaL's page Agent Workflow: calls, rewards and
+    export."""
     client, engine = direct("five", "four")
     first = await say(client, "2+2?")
     second = await say(client, "2+2?", first.choices[0].message.content, "wrong")
@@ -379,8 +380,8 @@ async def test_a_failed_call_leaves_nothing_in_the_tree(direct: Any) -> None:
 
 
 async def test_a_prompt_that_is_too_long_is_a_400(real_engine: RemoteInfEngine, tiny_tokenizer: Any) -> None:
-    """If a prompt is too long, the client raises an error with status 400 and the engine's message. The refused call
-    does not change the conversation tree."""
+    """If a prompt is too long, the client raises an error with status 400 and the engine's message. A call that is
+    refused because of its long prompt adds nothing to the conversation tree."""
     client = ArealOpenAI(real_engine, tiny_tokenizer)
     with pytest.raises(openai.BadRequestError, match="prompt is too long"):
         await say(client, "x" * 3000)

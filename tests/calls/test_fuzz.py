@@ -145,8 +145,8 @@ raws = st.one_of((bodies | conversations).filter(representable).map(as_json), br
 
 
 async def ask(tokenizer: Any, path: str, raw: bytes) -> int:
-    """Send this body and return the status of its reply. Also check that the session answers a valid request after this
-    body."""
+    """Send this body and return the status of its reply. After the reply, check that the session answers a valid
+    request."""
     harness = Harness(tokenizer)
     async with harness.http:
         session = await harness.start()

@@ -112,7 +112,8 @@ def places(value: Any, path: tuple = ()) -> list[tuple]:
 
 
 def echoed(pair: dict[str, Any]) -> tuple[list, int, int]:
-    """Return the items of the pair's second request, and the indices at which the first reply begins and ends."""
+    """Return the items of the second request in a recorded pair, and the range of indices at which these items repeat
+    the reply to the first request."""
     key = "input" if pair["path"] == "responses" else "messages"
     items, begin = pair["child"][key], len(pair["parent"][key])
     end = begin + 1
@@ -170,8 +171,8 @@ def test_null_empty_absent_and_parts_are_one_text(text: str, parts: list[str]) -
 
 
 def test_a_tools_result_is_the_result_of_its_call() -> None:
-    """Tool results with the same text but different call ids count as different messages. The call id may be in the key
-    `tool_call_id` or `id`."""
+    """Tool results with the same text but different call ids count as different messages. A tool result has its call id
+    in the key `tool_call_id` or `id`."""
     result = {"role": "tool", "content": "2", "tool_call_id": "a"}
     assert canonical(result) == canonical({"role": "tool", "content": "2", "id": "a", "name": "f"})
     assert canonical(result) != canonical(result | {"tool_call_id": "b"})
@@ -265,8 +266,8 @@ def test_two_replies_in_a_row_stay_two() -> None:
 
 
 def test_tools_are_one_form() -> None:
-    """Tools from all three protocols are converted to the same form. The converted list contains only functions,
-    without hints such as `strict`."""
+    """Tools from all three protocols are converted to the same form. The converted list of tools contains only
+    functions. A converted function has no hint such as `strict`."""
     flat = {"name": "f", "description": "", "parameters": {"type": "object"}, "strict": True}
     other = [{"type": "web_search"}, {"type": "namespace", "tools": []}, {"type": "web_search_20250305", "name": "w"}]
     chat = parse_chat(body_of(parse_chat, tools=[TOOL, {"type": "custom", "custom": {"name": "x"}}]))
@@ -451,8 +452,8 @@ def test_nothing_but_a_bad_request_is_raised(parse: Any, body: dict[str, Any], i
 
 
 def test_neutral_values_and_unknown_keys_are_accepted() -> None:
-    """Frameworks send unknown keys, and also send the default values of unsupported parameters. Unknown keys and
-    default values do not change the parsed request."""
+    """Frameworks send unknown keys, and also send the default values of unsupported parameters. The parser ignores
+    unknown keys, and ignores unsupported parameters that have their default values."""
     body: dict[str, Any] = {
         "stream": False,
         "n": 1,
@@ -605,7 +606,7 @@ def test_a_thread_keeps_its_tools() -> None:
 
 def test_references_to_items_are_put_in() -> None:
     """A client's next request can contain references to a reply's items instead of the items. The parser replaces each
-    reference with its item."""
+    reference with the item that the reference names."""
     call = {"type": "function_call", "call_id": "call_ab_0", "name": "f", "arguments": '{"a": 1}'}
     last = {"type": "item_reference", "id": "fc_ab_1"}
     for thought in ({"type": "item_reference", "id": "rs_ab"}, {"type": "reasoning", "summary": []}):

@@ -196,9 +196,9 @@ IDS = "{% if m.role == 'tool' and m.tool_call_id | length != 9 %}{{ raise_except
     ],
 )
 def test_calls_are_given_as_a_template_wants_them(tiny_tokenizer: Any, wants: str, says: str | None) -> None:
-    """If a template refuses the tool calls, PromptBuilder tries two other forms of the tool calls. In the first form,
-    the ids of tool calls have nine letters or digits, as Mistral's template requires. In the second form, the arguments
-    of tool calls are text, as DeepSeek's template requires. A tool call and its result always have the same id."""
+    """If a template refuses the tool calls, PromptBuilder tries two other forms of the tool calls. For Mistral's
+    template, the ids of tool calls have nine letters or digits. For DeepSeek's template, the arguments of tool calls
+    are text. A tool call and its result always have the same id."""
     prompts = PromptBuilder(tokenizer_with(tiny_tokenizer, HEAD + wants + "{{ m.content }}<|im_end|>\n" + TAIL))
     call = {"id": "call_ab12_0", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
     messages = [
@@ -276,8 +276,9 @@ def tokenizer_of(kind: str, of_bytes: Any) -> Any:
     st.lists(st.text("ab ", min_size=1, max_size=3), max_size=2),
 )
 def test_a_stream_never_takes_anything_back(tiny_tokenizer: Any, data: Any, kind: str, stop: list[str]) -> None:
-    """Each text that `read` returns is a prefix of the later texts and of the whole text. The tokens, the stop strings
-    and the number of tokens per call are random."""
+    """Each text that `read` returns for an answer is a prefix of the texts that later calls of `read` return, and of
+    the answer's whole text. The tokens, the stop strings and the number of new tokens for each call of `read` are
+    random."""
     tokenizer = tokenizer_of(kind, tiny_tokenizer)
     if kind == "bytes":
         raw = data.draw(st.one_of(st.text(max_size=40).map(str.encode), st.binary(max_size=90)))

@@ -101,8 +101,8 @@ def test_a_rewarded_title_is_trained() -> None:
 
 
 def test_the_key_turns_the_rule_off() -> None:
-    """With rollout.openai.side_conversations=[] a call that asks for a title is treated like any other call. The last
-    call gets the reward, even if it asks for a title."""
+    """With rollout.openai.side_conversations=[] a call that asks for a title is treated like any other call. For
+    example, a call that asks for a title gets the reward if it is the last call of its session."""
     cache = session(*agent_of_two_turns(), turn([TITLE, user("hello")]), side_patterns=())
     assert left_out(cache) == []
     assert cache["2"].reward == 1.0

@@ -79,7 +79,7 @@ BROKEN = [
 
 @pytest.mark.parametrize("text", BROKEN)
 def test_a_malformed_call_stays_text(text: str) -> None:
-    """A malformed call stays text. The parser still finds a valid call after the malformed call."""
+    """A malformed call stays text. If a valid call follows a malformed call, the parser finds the valid call."""
     assert PARSER.parse(text, TOOLS) == Parsed(text)
     if text.endswith("</tool_call>"):
         assert PARSER.parse(text + call("g"), TOOLS) == Parsed(text, calls=[Call("g", "{}")])
@@ -101,8 +101,8 @@ PIECES = st.sampled_from(
 @settings(deadline=None)
 @given(st.lists(PIECES, max_size=8).map("".join), st.booleans())
 def test_what_is_certain_is_never_taken_back(text: str, offered: bool) -> None:
-    """While a text grows, the part that `certain` returns never becomes shorter, and is always a prefix of the final
-    reply."""
+    """While a text grows, the text and reasoning that `certain` returns never become shorter. The returned text and
+    reasoning are always prefixes of the final text and reasoning."""
     tools = TOOLS if offered else []
     whole, before = PARSER.parse(text, tools), Parsed("")
     for end in range(len(text) + 1):
@@ -181,7 +181,7 @@ def test_the_beginning_of_a_mark_is_held_back(text: str, marks: list[str]) -> No
 )
 def test_a_forced_call_is_begun_for_the_model(prompt: str, begun: str, choice: str, tools: list, written: str) -> None:
     """To force a call, the proxy writes the beginning of the call into the prompt, and the model writes the rest. If
-    the prompt ends inside the reasoning, the proxy first adds </think>."""
+    the prompt ends with <think>, the proxy writes </think> before the beginning of the call."""
     assert PARSER.begun(prompt) == begun
     opening = PARSER.opening(choice, tools, begun)
     assert (begun + opening).count("</think>") == bool(begun)

@@ -269,8 +269,8 @@ async def test_a_tool_call_is_parsed_and_gone_on_from(start: Start, tiny_tokeniz
 
 @pytest.mark.parametrize("levels", range(193, 203))
 async def test_a_call_that_is_nested_deeply_has_a_reply(start: Start, levels: int) -> None:
-    """However deeply the arguments of a tool call are nested, the proxy sends a reply. The tool call may be in a
-    request's history or in the model's answer."""
+    """However deeply the arguments of a tool call are nested, the proxy sends a reply. The test puts deeply nested tool
+    calls into a request's history and into the model's answer."""
     deep = '{"a": ' * levels + "1" + "}" * levels
     call = f'<tool_call>\n{{"name": "look", "arguments": {deep}}}\n</tool_call>'
     harness = start("one", call, "two")
@@ -372,8 +372,8 @@ async def test_n_answers_are_read_together_or_not_at_all(start: Start, streams: 
 
 
 async def test_an_agents_seed_gives_n_different_answers(start: Start) -> None:
-    """With seed=5 and n=2 the two answers have the seeds 5 and 6. An identical second request also uses the seeds 5 and
-    6."""
+    """With seed=5 and n=2 the two answers have the seeds 5 and 6. If the agent repeats a request with seed=5 and n=2,
+    the second request uses the seeds 5 and 6 too."""
     harness = start()
     session = await harness.start()
     for _ in range(2):
@@ -875,8 +875,8 @@ async def test_a_stream_through_processes_and_the_agents_own_transport(
 
 @pytest.mark.parametrize("where", ["parse", "certain"])
 async def test_a_mistake_of_ours_is_an_event_too(start: Start, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
-    """If an unexpected error occurs in the middle of a stream, the client gets the error as an event. The proxy also
-    raises the error, so that the log shows the error."""
+    """If an unexpected error occurs in the middle of a stream, the client gets the error as an event. The proxy raises
+    the error after it has sent the event, so that the log shows the error."""
 
     def broken(*_: Any) -> Any:
         raise ZeroDivisionError("our mistake")

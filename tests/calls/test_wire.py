@@ -297,8 +297,8 @@ async def test_a_full_context_is_said_in_each_vendors_way(limited: Harness, name
 async def test_a_huge_tool_output_is_refused_early(
     limited: Harness, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """A tool output of 8 MB is refused as soon as its first part has been tokenised. The turn before the tool output
-    stays in the tree."""
+    """A tool output of 8 MB is refused as soon as its first part has been tokenised. A refused tool output does not
+    remove the earlier turn from the conversation tree."""
     session, encode, encoded = await limited.start(), tiny_tokenizer.encode, []
 
     def counting(text: str, **options: Any) -> list[int]:
@@ -317,7 +317,8 @@ async def test_a_huge_tool_output_is_refused_early(
 
 
 def test_a_long_text_that_fits_is_tokenised_as_a_whole(tiny_tokenizer: Any) -> None:
-    """A long text is cut into parts before it is tokenised. The prompt's tokens do not depend on where the cuts are."""
+    """PromptBuilder first tokenises a long text in parts, to find out whether the text is too long for the context. If
+    the text is not too long, PromptBuilder returns the tokens of the uncut text."""
     from calls.prompts import PromptBuilder
 
     class Wide:
@@ -442,8 +443,9 @@ async def test_the_input_of_a_response_can_be_listed(start: Start) -> None:
 
 
 async def test_management_names_the_wrong_field(start: Start) -> None:
-    """The proxy refuses to start a session if the caller chooses the session's API key. The proxy also refuses an
-    export without a session id. Each error names the wrong or missing field."""
+    """The proxy refuses to start a session if the caller chooses the session's API key. The proxy refuses an export
+    without a session id. The error for the API key names the field `api_key`, and the error for the export names the
+    field `session_id`."""
     harness = start()
     await harness.post("/grant_capacity", headers=ADMIN)
     answer = await harness.post("/rl/start_session", {"task_id": "t", "api_key": "sk-mine"}, headers=ADMIN)

@@ -34,7 +34,7 @@ from .search import Broken, Event
 
 
 def clone(thing: Any) -> Any:
-    """Return a shallow copy of an object. This function is faster than copy.copy."""
+    """Return a shallow copy of an object. `clone` is faster than copy.copy."""
     new = object.__new__(type(thing))
     new.__dict__.update(thing.__dict__)
     return new
@@ -107,7 +107,7 @@ class DispatchMachine:
 
     mode: str  # rollout.stale
     bounds: Bounds
-    dispatcher: ModuleType = rollout.dispatcher  # module with DispatchState, or its copy with a planted error
+    dispatcher: ModuleType = rollout.dispatcher  # module with DispatchState, or a copy with a planted error
     staleness: ModuleType = staleness
     executor: ModuleType = rollout.executor
 
@@ -282,7 +282,8 @@ LARGE = (
     Bounds(eta=1, batch=2, concurrent=3, versions=3, rejections=1, withdrawals=2),
     Bounds(eta=2, batch=2, concurrent=4, versions=5, rejections=2),
 )
-# The last two cases of FAR allow few rejected groups, so that enough finished groups wait for a step and become old.
+# The last two cases of FAR limit the number of rejected groups, so that many finished groups wait for a step and become
+# old.
 FAR = (
     Bounds(eta=3, batch=4, concurrent=9, versions=10**6, rejections=10**6),
     Bounds(eta=2, batch=2, concurrent=9, versions=10**6, rejections=20),

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 S = TypeVar("S")
 Event = tuple[Any, ...]  # the name of an event and its arguments
-Way = tuple[int, Event] | None  # number of the previous state and the event after it; None for an initial state
+Way = tuple[int, Event] | None  # number of a state and an event that happens in this state; None for an initial state
 
 
 class Machine(Protocol[S]):
@@ -158,7 +158,8 @@ def explore(machine: Machine[S], keep: bool = True) -> Graph:
     if lost := stuck(graph):
         moves = {source for source, target in zip(graph.sources, graph.targets) if source != target}
         ends = [number for number in lost if number not in moves]
-        # `ends` contains the states that no event changes. If `ends` is not empty, the error shows a state of `ends`.
+        # No event leads from a state in `ends` to a different state. If `ends` is not empty, the error shows the events
+        # that lead to a state in `ends`.
         events = events_to(graph, graph.came_by[(ends or lost)[0]])
         raise Broken("deadlock", f"no goal can be reached after these events:\n{story(machine, events)}")
     graph.seconds = time.monotonic() - began
@@ -169,8 +170,8 @@ def stuck(graph: Graph) -> list[int]:
     """Return the states from which no goal can be reached, in the order of the search."""
     alive, before = bytearray(graph.goals), -1
     while before != (before := sum(alive)):
-        # A loop from the last transition to the first needs fewer rounds, because most transitions lead to a state with
-        # a higher number.
+        # The loop goes from the last transition to the first, because this order needs fewer rounds: most transitions
+        # lead to a state with a higher number.
         for k in range(len(graph.sources) - 1, -1, -1):
             if alive[graph.targets[k]]:
                 alive[graph.sources[k]] = 1
@@ -189,7 +190,7 @@ def events_to(graph: Graph, way: Way) -> list[Event]:
 def story(machine: Machine[Any], events: Sequence[Event]) -> str:
     """Return the events as text, one on each line, with the state before each event.
 
-    The first event happens in the first of the state machine's initial states.
+    If the state machine has several initial states, the text begins in the first of them.
     """
     state, lines = next(iter(machine.initial())), []
     for number, event in enumerate(events, start=1):

@@ -4,10 +4,10 @@ the conversation tree (cache.py).
 TurnMachine calls the real endpoints of the proxy in a separate event loop (loop.py). Clients connect, hang up and
 retry. After a client hangs up, some time passes before the proxy detects the hang-up. The engine generates tokens,
 finishes or fails. The engine needs some time to abort a generation. The trainer sets a reward, ends the session and
-exports the session. Only the tokenizer and the engine are stand-ins. A token is a letter, and each generation has its
-own letter, version and log-probabilities. The search (search.py) cannot copy a running coroutine, so a state is the
-list of the events that lead to the state. To apply an event, the state machine replays all earlier events and then this
-event. The properties:
+exports the session. Only the tokenizer and the engine are stand-ins. In this state machine a token is a letter. Each
+generation has its own letter, version and log-probabilities. The search (search.py) cannot copy a running coroutine, so
+a state is the list of the events that lead to the state. To apply an event, the state machine replays all earlier
+events and then this event. The properties:
 
     `once`      A call and its retries become at most one exported turn.
     `read`      If a client reads a whole reply before the session ends, the export contains the reply.
@@ -166,7 +166,7 @@ class World:
             self.loop.run_thread()
         elif name in ("token", "finishes", "fails", "stopped"):
             self.engine.generations[args[0]].news.set_result(name)
-        elif name == "noticed as it finishes":  # the proxy gets the hang-up and the last token together
+        elif name == "noticed as it finishes":  # the hang-up and the last token reach the proxy at the same time
             self.clients[args[0]].hangup.set_result(None)
             self.engine.generations[args[1]].news.set_result("finishes")
         else:

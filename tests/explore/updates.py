@@ -3,11 +3,12 @@ Servers (inference/servers.py) and send (inference/weights.py).
 
 UpdateMachine makes two engines from the real classes. The trainer's engine pushes new versions, and the proxy's engine
 processes a request during the updates. Between two calls of the trainer, a server may generate a token, die, or restart
-with its first weights. A connection may break, and an answer may be lost. The proxy may end a wait and send its request
-again. The trainer may die together with its proxy. After the trainer's death, a new trainer and a new proxy use the
-same servers (`take_over` in run/start.py). The new trainer continues from the newest version that the gate used before
-the death. Only the servers are stand-ins. The id of a token is the version of the weights that computed the token. As
-in turns.py, a state is the list of the events that lead to this state. The properties:
+with its first weights. A connection may break, and an answer may be lost. After a failed attempt, the proxy waits, and
+may then send its request again. The trainer may die together with its proxy. After the trainer's death, a new trainer
+and a new proxy use the same servers (`take_over` in run/start.py). The new trainer continues from the newest version
+that the gate of the dead trainer used. Only the servers are stand-ins. A stand-in server uses the version of its
+weights as the id of each token that it generates. As in turns.py, a state is the list of the events that lead to this
+state. The properties:
 
     `label`     Every token has the version of the weights that computed the token.
     `falls`     Versions never decrease along a completion.
@@ -145,7 +146,7 @@ class Server:
 
 class Wires:
     """Replaces inference.wire.Wire. An event of the state machine decides when a call of the trainer arrives and how
-    the call ends. A call of the proxy arrives immediately."""
+    the call ends. A call that the proxy makes arrives immediately."""
 
     def __init__(self, world: "World", of_trainer: bool) -> None:
         self.world, self.of_trainer = world, of_trainer
@@ -214,7 +215,7 @@ class World:
         self.broken: Broken | None = None
         self.deaths = bounds.deaths
         # `claiming` is above 0 from a trainer's death until a new trainer labels the servers. While `claiming` is above
-        # 0, the labels may be wrong.
+        # 0, the servers' labels may be wrong.
         self.claiming = 0
         self.starting = False  # true while a new trainer has not yet pushed weights; in this time no agent runs
         self.make_processes()
@@ -294,7 +295,7 @@ class World:
         except (EngineError, ValueError) as error:
             self.failed = True
             if self.request is not None:
-                self.request.cancel()  # the end of the run also ends the proxy
+                self.request.cancel()  # the proxy ends together with the run
                 self.loop.run()
             if isinstance(error, ValueError):
                 self.fail("has", str(error))
@@ -325,7 +326,7 @@ class World:
         """Apply events of the path until an event decides how the trainer's next call ends, and return the name of this
         event."""
         self.claiming += bool(self.claiming)
-        self.loop.run()  # lets the proxy react to the trainer's previous call
+        self.loop.run()  # the proxy reacts to the trainer's previous call
         self.look_at_request()
         self.pending = None if self.trainer_ended else (url, body)
         for event in self.path:
@@ -453,7 +454,8 @@ class World:
     @property
     def is_goal(self) -> bool:
         answered = self.request is not None and self.request.done()
-        return self.trainer_ended and (answered or self.starting)  # a run that cannot start has no request
+        # If a new trainer ends before its first push, there is no request.
+        return self.trainer_ended and (answered or self.starting)
 
 
 @dataclass(eq=False)
@@ -467,7 +469,8 @@ class UpdateMachine(PathMachine):
 
     @cached_property
     def folder(self) -> str:
-        """Return a new folder for the weights. The folder is deleted together with the state machine."""
+        """Return a new folder for the weights. When Python deletes the UpdateMachine, the folder of the weights is
+        deleted."""
         folder = tempfile.mkdtemp()
         weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         return folder

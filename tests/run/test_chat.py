@@ -1,5 +1,5 @@
-"""Tests of `python -m run.chat` without a model, and of the option --help. Another test, in tests/test_train.py, chats
-with a trained model."""
+"""Tests of `python -m run.chat` without a model, and of the option --help. A test in tests/test_train.py chats with a
+trained model."""
 
 from pathlib import Path
 from typing import Any

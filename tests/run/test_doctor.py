@@ -1,8 +1,9 @@
 """Tests of the doctor's rules. Each rule fires on the metrics of a faulty run, and does not fire on similar metrics of
 a healthy run.
 
-Other tests check the command line, the canary and the search for a function that blocks the event loop. The canary
-detects servers that do not have the trainer's weights. The last tests start real runs.
+The file has further tests for the command `python -m run.doctor`, for the canary, and for `find_blocker`, which names a
+function that blocks the event loop. The canary detects servers that do not have the trainer's weights. The last tests
+start real runs.
 """
 
 import json
@@ -208,8 +209,8 @@ def test_a_finding_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_strict_ends_the_run_and_off_is_silent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With doctor=strict a finding raises Unhealthy with the rule's text. The rule `waiting`, which fires on a slow
-    run, raises nothing. With doctor=off the doctor prints nothing."""
+    """With doctor=strict a finding raises Unhealthy with the rule's text. The rule `waiting` fires on a slow run and
+    does not raise an error, even with doctor=strict. With doctor=off the doctor prints nothing."""
     with pytest.raises(Unhealthy, match="the staleness gate"):
         doctor_of(tmp_path / "strict", "strict").check(lines_of(1, staleness_max=9.0))
     doctor_of(tmp_path / "slow", "strict").check(lines_of(10, rollout_wait_s=2.0))
@@ -289,8 +290,8 @@ def test_standard_ppo_and_other_baselines_raise_nothing() -> None:
 
 def test_scores_of_the_canary() -> None:
     """compare_scores counts servers with unchanged scores, and returns the largest difference from the trainer's
-    scores. If all servers have the new weights, both the number of unchanged servers and the largest difference are
-    0."""
+    scores. If all servers have the new weights, compare_scores returns 0 for the number of servers and 0 for the
+    largest difference."""
     old, new = torch.tensor([0.0, -1.0]), torch.tensor([0.0, -1.5])
     before = torch.stack([old, old, old])  # one row of scores from the trainer, and one row from each of two servers
     assert compare_scores(before, torch.stack([new, new, new])) == {"canary_mismatch": 0.0, "canary_unchanged": 0}

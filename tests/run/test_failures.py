@@ -12,7 +12,7 @@ from run.failures import Failures, report
 
 
 def raised(error: Exception) -> Exception:
-    """Return the exception with a traceback, which Python adds when the exception is raised."""
+    """Raise the exception, so that Python adds a traceback, and return the exception."""
     try:
         raise error
     except Exception as caught:
@@ -88,8 +88,9 @@ def test_a_failing_run_says_what_to_do(tmp_path: Path, agent: str, reason: str, 
 
 
 def test_a_log_that_cannot_be_written_hides_no_reason(tmp_path: Path) -> None:
-    """If the disk is full, the traceback cannot be written into the log. The terminal still shows the reason of the
-    failure and the remedy. In this test the path of the log's folder is a file, so the log cannot be written."""
+    """If the disk is full, the traceback cannot be written into the log. Even if the log cannot be written, the
+    terminal shows the reason of the failure and the remedy. In this test the path of the log's folder is a file, so the
+    log cannot be written."""
     (tmp_path / "logs").write_text("")
     text = report(OSError(28, "No space left on device"), tmp_path / "logs" / "failures.log")
     assert "No space left on device" in text

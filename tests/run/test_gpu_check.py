@@ -92,7 +92,7 @@ print(gpu_check.check(cells, work, float(sys.argv[3]), lambda cell: None, "Measu
 
 def check(work: Path, cells: list[Any], seconds: float = 600) -> tuple[int, dict[str, str]]:
     """Run cells (name, command, limit) with gpu_check.check in another process. Return how many cells failed, and the
-    rows of the page that the check writes."""
+    rows of the page gpu.md that gpu_check.check writes."""
     command = [sys.executable, "-c", DRIVER, str(work), json.dumps(cells), str(seconds)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "bench")}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=100)
@@ -102,10 +102,11 @@ def check(work: Path, cells: list[Any], seconds: float = 600) -> tuple[int, dict
 
 
 def test_a_cell_that_hangs_is_ended_with_its_processes(tmp_path: Path) -> None:
-    """A cell that exceeds its time limit is killed with all its processes. Even an orphaned process in another process
-    session is killed. On the page of results, the row of a killed cell names the time limit. After a cell that fails or
-    cannot start, the next cell still runs. When the time limit for all cells is reached, each remaining cell gets a row
-    with the words "not started". A second run of the script repeats only the cells that have not succeeded."""
+    """A cell that exceeds its time limit is killed with all its processes. When a cell is killed, the orphaned
+    processes that the cell started in other process sessions are killed. On the page of results, the row of a killed
+    cell names the time limit. After a cell that fails or cannot start, the next cell still runs. When the time limit
+    for all cells is reached, each remaining cell gets a row with the words "not started". A second run of the script
+    repeats only the cells that have not succeeded."""
     script, pids = tmp_path / "stubborn.py", tmp_path / "pids"
     script.write_text(STUBBORN)
     count = f"open({str(tmp_path / 'count')!r}, 'a').write('x'); print('fine')"

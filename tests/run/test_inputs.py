@@ -26,7 +26,8 @@ class Agent:
 
 
 def dry_run(folder: Path, model: Path, names: list[str]) -> subprocess.CompletedProcess[str]:
-    """Run train.py --dry-run with an agent that imports modules with these names from its own folder."""
+    """Write an agent and modules with the given names into `folder`, and run train.py --dry-run. The agent imports the
+    modules from `folder`."""
     for name in names:
         (folder / f"{name}.py").write_text("MINE = True\n")
     imports = "\n".join(f"import {name}; assert {name}.MINE" for name in names)

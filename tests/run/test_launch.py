@@ -32,11 +32,11 @@ def python(code: str, *words: str) -> list[str]:
 
 
 def test_a_child_does_not_inherit_torchruns_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under torchrun, child processes inherit all environment variables except torchrun's. Child processes also get the
-    variables that are planned for them.
+    """Under torchrun, child processes inherit all environment variables except torchrun's. The plan can add environment
+    variables for a child process (Planned.variables).
 
-    SGLang connects its own processes to each other. If SGLang inherited torchrun's variables, SGLang would wait for
-    torchrun's store (torch.distributed).
+    SGLang consists of several processes, which connect to each other with torch.distributed. A process of SGLang that
+    inherits torchrun's variables waits for torchrun's store.
     """
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python", sys.executable, "-c"]
     show = "import json, os; print(json.dumps(dict(os.environ)))"
@@ -151,8 +151,8 @@ def test_a_leash_hands_on_the_exit_code() -> None:
 
 
 def test_one_of_several_servers_may_die(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """If one of two servers dies and restarts are forbidden, the log shows the dead server's last output. If the second
-    server dies too, the run ends."""
+    """If one of two servers dies and restarts are forbidden, the log shows the dead server's last output. If both
+    servers of a run have died, the run ends."""
     fleet = Fleet(tmp_path)
     speak = "import sys; print('my last words', flush=True); sys.stdin.read()"
     first, second = (fleet.start(Planned(f"server-{k}", python(speak))) for k in (0, 1))
@@ -176,8 +176,8 @@ def test_one_of_several_servers_may_die(tmp_path: Path, caplog: pytest.LogCaptur
 
 
 def test_which_process_is_started_again(tmp_path: Path) -> None:
-    """A dead inference server is started again on its old port, at most `max_restarts` times. The version label of a
-    server that is started again is not a number. A proxy is never started again, because a new proxy would not have the
+    """A dead inference server is started again on its old port, at most `max_restarts` times. A server that is started
+    again has the version label "0-incomplete". A proxy is never started again, because a new proxy would not have the
     dead proxy's sessions."""
 
     def dead(name: str, restarts: int) -> Child:

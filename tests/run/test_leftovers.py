@@ -66,7 +66,8 @@ def test_a_planted_error_changes_one_place(kind: str, file: str, line: str, chan
     assert (ROOT / file).read_text().count(line) == 1
 
 
-# Each entry of WRONG has a function that makes the run's steps wrong, and words of the error message of bench/soak.py.
+# Each entry of WRONG has a function that puts an error into a list of steps, and words of the message that
+# bench/soak.py raises for this error.
 Steps = list[dict[str, Any]]
 WRONG: list[tuple[Callable[[Steps], Any], str]] = [
     (lambda steps: steps.pop(3), "every step once"),
@@ -83,9 +84,9 @@ WRONG: list[tuple[Callable[[Steps], Any], str]] = [
 def test_a_lost_or_repeated_group_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Steps], Any], words: str | None
 ) -> None:
-    """The check of bench/soak.py accepts a run that trained each step and each group once. The check refuses a run in
-    which a step or a group is missing or repeated. The check refuses a run with a group that is too old or a token that
-    is too new."""
+    """The check of bench/soak.py accepts a run that trained each step and each group once. The check of bench/soak.py
+    refuses a run in which a step or a group is missing or repeated. The check of bench/soak.py refuses a run in which a
+    group is too old, or in which a token has a higher version than the policy that the step trains."""
     monkeypatch.syspath_prepend(ROOT / "bench")
     soak = importlib.import_module("soak")
     steps: Steps = [

@@ -60,7 +60,7 @@ def bytes_saved(config: Any, dtype: torch.dtype, tokens: int) -> int:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         output = model.base_model(input_ids=torch.zeros(1, tokens, dtype=torch.int64), use_cache=False)
-        assert output.last_hidden_state.grad_fn is not None  # this line keeps the graph and its tensors alive
+        assert output.last_hidden_state.grad_fn is not None  # `output` keeps the graph and its saved tensors in memory
     return sum(saved.values())
 
 
@@ -80,7 +80,7 @@ def test_the_estimate_of_saved_activations(family: str, dtype: torch.dtype) -> N
 
 
 class LiveBytes(TorchDispatchMode):
-    """Measures the largest total size, in bytes, of the tensors that exist at the same time."""
+    """A context manager whose `peak` is the largest number of bytes that tensors have occupied at the same time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,8 +163,8 @@ QWEN = {"vocab_size": 151936, "num_hidden_layers": 28, "tie_word_embeddings": Tr
 def test_the_plan_on_the_page(
     gpus: int, ranks: int, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """docs/gpu.md shows the plans of configs/gsm8k.yaml for 1, 2 and 8 GPUs of 80 GiB. The plans leave a fifth of the
-    memory free."""
+    """docs/gpu.md shows the plans of configs/gsm8k.yaml for 1, 2 and 8 GPUs of 80 GiB. Each plan uses at most 64 GiB of
+    each GPU."""
     AutoConfig.for_model("qwen2", **QWEN).save_pretrained(tmp_path)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
@@ -201,8 +201,8 @@ def test_the_plan_names_idle_gpus(tmp_path: Path) -> None:
 
 
 def test_the_plan_counts_the_host_memory_of_offload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With actor.offload, the host needs 16 bytes of memory for each parameter, and 12 more bytes for each parameter
-    while a checkpoint is written. A machine that runs 2 of 4 ranks needs half of the memory that 4 ranks need."""
+    """With actor.offload, each parameter needs 16 bytes of host memory. While a checkpoint is written, each parameter
+    needs 12 more bytes of host memory. A machine that runs 2 of 4 ranks needs half of the memory that 4 ranks need."""
     AutoConfig.for_model("qwen2", **QWEN).save_pretrained(tmp_path)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setenv("WORLD_SIZE", "4")
@@ -213,8 +213,8 @@ def test_the_plan_counts_the_host_memory_of_offload(tmp_path: Path, monkeypatch:
 
 
 def test_a_released_server_is_counted_between_the_steps(tmp_path: Path) -> None:
-    """The plan of configs/gsm8k.yaml needs 47 GiB on one GPU. With server.release_memory, 43 GiB are sufficient,
-    because most of the server's memory and the trainer's activations are needed at different times."""
+    """The plan of configs/gsm8k.yaml needs 47 GiB on one GPU. With server.release_memory, the plan needs at most 43
+    GiB, because most of the server's memory and the trainer's activations are needed at different times."""
     AutoConfig.for_model("qwen2", **QWEN).save_pretrained(tmp_path)
     given = ["--config", "gsm8k", f"model_path={tmp_path}", "--dry-run", "--gpus", "1", "--gpu-memory", "43"]
     with pytest.raises(ConfigError, match="about 47 GiB are needed"):
@@ -245,7 +245,7 @@ def test_ranks_share_what_they_keep(tiny_model_dir: Path) -> None:
 
 
 def test_gpus_that_are_not_there_need_a_dry_run() -> None:
-    """The option `--gpus` needs `--dry-run`, because a run cannot start on GPUs that do not exist. The error names the
-    option that is missing."""
+    """The option `--gpus` needs `--dry-run`, because a run cannot start on GPUs that do not exist. If `--gpus` is given
+    without `--dry-run`, the error names `dry_run=true`."""
     with pytest.raises(ConfigError, match="gpus=8 has no effect here: omit it, or set dry_run=true"):
         load(["--gpus", "8"])

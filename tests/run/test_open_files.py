@@ -29,15 +29,16 @@ REQUESTS, SESSIONS = 2000, 80  # 25 requests for each session, fewer than `Limit
 
 
 def limited(flag: str, files: int, command: list[str]) -> list[str]:
-    """Return a command that runs `command` with a limit of `files` open files. The flag -Sn sets the soft limit, and
-    -Hn sets both limits."""
+    """Return a command that runs `command` with a limit of `files` open files. The argument `flag` is a flag of
+    `ulimit`: -Sn sets the soft limit, and -Hn sets the soft and the hard limit."""
     lower = f'ulimit -Sn {files}; ulimit {flag} {files}; exec "$@"'
     return ["bash", "-c", lower, "bash", *command]
 
 
 @pytest.fixture
 def addresses(tiny_model_dir: Path) -> Iterator[tuple[str, str]]:
-    """Yield the URLs of a small server and of its proxy. Both processes start with a soft limit of 1,024 open files."""
+    """Yield the URLs of a small server and of its proxy. The server and the proxy start with a soft limit of 1,024 open
+    files each."""
     ports = [free_port(), free_port()]
     server, proxy = (f"http://127.0.0.1:{port}" for port in ports)
     modules = ["inference.tiny.server"], ["proxy", "--server", server, "--admin-key", "secret"]
@@ -109,10 +110,11 @@ def wait_for(log: Path, words: str) -> None:
 
 @pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="prlimit is a call of Linux")
 def test_without_free_descriptors_no_call_is_lost(logged: tuple[str, str, list[int], Path]) -> None:
-    """First, the connections of an attacker use nearly all file descriptors of the server and of the proxy. Later, the
-    test lowers the proxy's limit of open files, so that the proxy has no free file descriptor. While file descriptors
-    are missing, the agents' calls wait. All calls are answered as soon as file descriptors are free again. The proxy
-    does not count the server as lost."""
+    """In the first part of the test, the connections of an attacker use nearly all file descriptors of the server and
+    of the proxy. In the second part of the test, the proxy's limit of open files is lowered, so that the proxy has no
+    free file descriptor. While a process has no free file descriptor, the agents' calls wait. All calls are answered as
+    soon as file descriptors are free again. Even without free file descriptors, the proxy does not count the server as
+    lost."""
     server, proxy, pids, log = logged
     admin = {"authorization": "Bearer secret"}
     body = {"task_id": "1", "grant": True}

@@ -83,8 +83,8 @@ def test_the_small_server_refuses_several_gpus() -> None:
 
 
 def test_the_command_of_sglang() -> None:
-    """SGLang's command begins with run/leash.py and sets version 0 and a share of the GPU memory. The user's arguments
-    come last in the command."""
+    """SGLang's command begins with run/leash.py and sets version 0 and a share of the GPU memory. The arguments in
+    server.args are at the end of SGLang's command."""
     given = ["server.backend=sglang", "server.command='PY -m it'", "server.args=[--tool-call-parser,qwen]"]
     [split] = plan_servers(config("DIR", *given), ["0", "1"], 1)
     text = " ".join(split.command)
@@ -111,7 +111,7 @@ def test_a_server_that_releases_its_memory() -> None:
     The key server.release_memory is refused together with rollout.pause_mode=in_place, because a server that is paused
     in this mode keeps its KV cache. The key server.release_memory is refused together with server.max_restarts, because
     a restarted server could need memory that the trainer is using. If no server shares a GPU with the trainer,
-    server.release_memory is refused, because a release would only cost time.
+    server.release_memory is refused, because the trainer cannot use the memory that the server releases.
     """
     given = ["server.backend=sglang", "server.command=sglang", "server.release_memory=true"]
     [process] = plan_servers(config("DIR", *given), ["0"], 1)
@@ -124,8 +124,8 @@ def test_a_server_that_releases_its_memory() -> None:
 
 
 def test_sglang_on_a_gpu_computes_float32_logits() -> None:
-    """On a GPU, SGLang gets --enable-fp32-lm-head, because the trainer computes float32 logits on a GPU. With
-    server.fp32_head=false, and on a CPU, SGLang does not get --enable-fp32-lm-head."""
+    """On a GPU, SGLang gets --enable-fp32-lm-head, because the trainer computes float32 logits on a GPU. SGLang does
+    not get --enable-fp32-lm-head on a CPU or with server.fp32_head=false."""
     given = ["server.backend=sglang", "server.command=sglang"]
     for gpus, words, has_flag in ((["0"], [], True), (["0"], ["server.fp32_head=false"], False), ([], [], False)):
         [process] = plan_servers(config("DIR", *given, *words), gpus, 1)
@@ -146,7 +146,8 @@ def test_the_recipe_for_ones_own_model_fits_gpus() -> None:
 
 
 def make_python(folder: Path, nccl: str) -> str:
-    """Write a program that replaces the server's Python and prints this NCCL version. Return the program's path."""
+    """Write a program that prints the NCCL version `nccl`, and return the program's path. The tests use the program
+    instead of the server's Python."""
     path = folder / "python"
     path.write_text(f"#!/bin/sh\necho '{nccl}'\n")
     path.chmod(0o755)
@@ -181,7 +182,8 @@ def test_a_mode_of_the_update_that_the_gpus_rule_out_is_refused(
     gpus: int, ranks: int, words: list[str], says: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The update mode distributed is refused if two processes share a GPU, because NCCL does not support shared GPUs.
-    The mode tensor is refused if a server does not use rank 0's GPU. The error suggests an update mode that works."""
+    The mode tensor is refused if a server does not use rank 0's GPU. If check_update_mode refuses an update mode, the
+    error suggests an update mode that works."""
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 5))
     names, given = [str(k) for k in range(gpus)], config("DIR", *SGLANG_WORDS[: 2 if gpus else 0], *words)
     given.server.command = given.server.command.replace("PY", make_python(tmp_path, "(2, 27, 5)"))

@@ -1,8 +1,8 @@
 """Tests of the restart of a run after `kill -9`. The restarted run makes every step once, trains on every group once,
 and uses no token from weights that were lost.
 
-The first tests check single parts: metrics.jsonl, the group files, the position in the data, and the gate. Later tests
-kill real runs and start these runs again.
+The first tests check single parts: metrics.jsonl, the group files, the position in the data, and the gate. The tests in
+the section `real runs` kill runs and start the killed runs again.
 """
 
 import json
@@ -112,8 +112,8 @@ def make_executor(tiny_tokenizer):
 
 
 def test_data_order_and_gate_go_on_where_they_were(make_executor, tmp_path: Path) -> None:
-    """After a restart no sample is lost or repeated. The gate starts no more groups than it would have started without
-    the restart, and groups from before the restart are consumed first.
+    """After a restart no sample is lost or repeated. A restarted run first consumes the groups that started before the
+    restart. The gate counts these groups, so the gate starts no additional groups after a restart.
 
     AReaL's issue #1388 reports that the gate lets too many groups start after a restart.
     """
@@ -158,8 +158,8 @@ def test_data_order_and_gate_go_on_where_they_were(make_executor, tmp_path: Path
 def test_a_run_goes_on_with_another_eta_or_batch(
     make_executor, tmp_path: Path, eta: int, batch: int, kept: int
 ) -> None:
-    """A restart may change eta or the batch size. Groups that would become too old with the changed setting are
-    generated again, and no step fails."""
+    """A restart may change eta or the batch size. If a finished group is too old for the new eta or the new batch size,
+    the group is generated again, and no step fails."""
     log, samples = GroupLog(tmp_path / "groups"), [{"n": n} for n in range(40)]
     first, data = make_executor(eta=2, batch=2, keep=log.write), loader(samples)
     for version in (1, 2, 3):
@@ -566,12 +566,12 @@ def test_a_trace_goes_on(tmp_path: Path, cut: int) -> None:
         whole = path.read_bytes()
         events = json.loads(whole)
         path.write_bytes(whole[: len(whole) - cut])
-    assert len(events) >= 5  # 3 records of the second process, 2 or more of the first process
+    assert len(events) >= 5  # the second process wrote 3 records, and at least 2 records of the first process are left
 
 
 def test_agents_are_evaluated_on_any_endpoint(tmp_path: Path, proxy: ProxyAddress) -> None:
-    """With evaluator.base_url, agents can be evaluated on any OpenAI-compatible endpoint. In this test the endpoint is
-    a session of a proxy."""
+    """With evaluator.base_url, agents can be evaluated on any OpenAI-compatible endpoint. In this test,
+    evaluator.base_url is the URL of a session in a proxy."""
     key = {"Authorization": f"Bearer {proxy.admin_key}"}
     httpx.post(f"{proxy.proxy_addr}/grant_capacity", headers=key)
     started = httpx.post(f"{proxy.proxy_addr}/rl/start_session", headers=key, json={"task_id": "t"}).json()

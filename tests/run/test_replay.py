@@ -34,7 +34,7 @@ CODE = {"revision": "r", "torch": "t", "ranks": 1}
 
 
 def call(name: str, spans: list[Any], prompt: list[int] = PROMPT, **more: Any) -> dict[str, Any]:
-    """Return a schedule's line for a call."""
+    """Return the line that a schedule has for a call."""
     return {"call": name, "prompt": digest(prompt), "spans": spans, **more}
 
 
@@ -73,8 +73,8 @@ def test_a_restart_cancels_what_was_lost(tmp_path: Path) -> None:
 
 
 def test_an_incomplete_line_is_read_later(tmp_path: Path) -> None:
-    """The method `read` skips an incomplete last line. When the line is complete, a later call of `read` reads the
-    line. No call of `read` reads a line that an earlier call has read."""
+    """The method `read` skips an incomplete last line. After the rest of an incomplete line has been written, the next
+    call of `read` reads the line. No call of `read` reads a line that an earlier call has read."""
     path = write(tmp_path / FILE, {"consume": 4, "version": 0})
     with path.open("ab", buffering=0) as file:
         file.write(b'{"consume":5,"ver')
@@ -216,8 +216,8 @@ async def test_a_task_without_a_group_is_recorded(follow: Any) -> None:
 
 
 def executor(tmp_path: Path, *own: dict[str, Any]) -> ReplayExecutor:
-    """Return the executor of a replay. The recorded schedule has one call of task 7, which step 3 consumed. The
-    schedule that the replay writes contains the start of task 7, and one line for each of `own`."""
+    """Return the executor of a replay. The recorded schedule has one call of task 7, and step 3 consumed task 7. The
+    schedule that the replay writes begins with the start of task 7 and continues with the lines `own`."""
     recorded = write(tmp_path / FILE, {"start": 7, "version": 0}, RECORDED, {"consume": 7, "version": 2})
     made = object.__new__(ReplayExecutor)
     made.recorded, made.step_of = Schedule(recorded).read(), {7: 3}
@@ -227,7 +227,7 @@ def executor(tmp_path: Path, *own: dict[str, Any]) -> ReplayExecutor:
 
 def test_a_version_is_over_when_its_tokens_are_there(tmp_path: Path) -> None:
     """`missing_calls` lists a call if the call lacks recorded tokens of the given version or of an older version.
-    Missing tokens of later versions do not count."""
+    `missing_calls` ignores missing tokens of later versions."""
     assert executor(tmp_path).missing_calls(7, 0) == ["7-0.0"]
     half = executor(tmp_path, call("7-0.0", RECORDED["spans"][:1]))
     assert (half.missing_calls(7, 0), half.missing_calls(7, 1)) == ([], ["7-0.0"])
@@ -305,8 +305,8 @@ def hash_of(run: Path, step: int) -> str:
 @pytest.mark.runs
 def test_a_run_with_everything_is_repeated_bit_by_bit(tmp_path: Path) -> None:
     """The recorded run has eta = 4, interrupted completions and rejected groups. The recorded run is killed, loses the
-    end of its schedule, and continues. The replay runs without a kill, and makes the batches and models of the recorded
-    run. A replay with --replay-until ends earlier and starts no group of a later step. A replay with another
+    end of its schedule, and continues. The replay is not killed, and its batches and models are equal to those of the
+    recorded run. A replay with --replay-until ends earlier and starts no group of a later step. A replay with another
     configuration is refused."""
     words = [*MAZE, "trial_name=t", "max_steps=12", "recover_interval=5", "saver.interval=6"]
     words += ["should_accept_fn=walkers.has_signal"]

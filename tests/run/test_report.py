@@ -209,7 +209,7 @@ def test_a_page_is_small(folder: Path) -> None:
 
 
 def test_the_trace_is_json_after_every_record(tmp_path: Path) -> None:
-    """trace.json can be parsed while the run writes it, so a kill leaves a valid file."""
+    """trace.json is valid JSON after every record, so the file of a killed run can be parsed."""
     trace = Trace(tmp_path / "trace.json")
     for task in range(3):
         trace.event("start", task)
@@ -282,8 +282,8 @@ def test_the_curves_are_the_metrics(folder: Path) -> None:
 
 @pytest.mark.parametrize("gone", ["config.yaml", "metrics.jsonl", "trace.json", "tokens", "cut"])
 def test_a_crashed_run_has_a_report(folder: Path, gone: str) -> None:
-    """A report is written even if one of the run's files is missing. A report is also written if a kill has cut off the
-    ends of the metrics, the trace and a batch."""
+    """A report is written even if one of the run's files is missing. A report is written even if the ends of
+    metrics.jsonl, of trace.json and of a batch's file are missing, for example because the run was killed."""
     if gone == "cut":
         for path in (folder / "metrics.jsonl", folder / "trace.json", folder / "tokens" / "00005.safetensors"):
             path.write_bytes(path.read_bytes()[:-40])
@@ -313,8 +313,8 @@ def test_no_folder_is_one_line() -> None:
 
 
 def test_two_runs_are_on_one_page(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The report of two run folders contains the data of both runs. The report's file is named after the second
-    folder."""
+    """The report of two run folders contains the data of both runs. If the second folder is named `other`, the report's
+    file is beside-other.html in the first folder."""
     other = shutil.copytree(folder, tmp_path / "other")
     assert main([str(folder), str(other)]) == 0
     path = folder / "beside-other.html"
@@ -383,7 +383,8 @@ def test_keys_and_the_pointer_choose_a_token(folder: Path, tmp_path: Path) -> No
 
 @pytest.mark.skipif(not CHROMIUM, reason="needs Chromium: the page's script is not run without it")
 def test_a_browser_draws_two_runs(folder: Path, tmp_path: Path) -> None:
-    """Chromium draws two curves in one chart, and a timeline for each run."""
+    """For a report of two runs, Chromium draws the reward curves of both runs in one chart, and a timeline for each
+    run."""
     shutil.copytree(folder, tmp_path / "other")
     main([str(folder), str(tmp_path / "other")])
     page = draw(folder / "beside-other.html", tmp_path)

@@ -78,8 +78,8 @@ def read_until(connection: socket.socket, end: bytes) -> bytes:
     ids=["first", "second", "trailer"],
 )
 def test_a_header_without_end_is_refused(connect: Connect, start: bytes) -> None:
-    """In this test a client sends 32 MB of a header that does not end. The server refuses the header and closes the
-    connection."""
+    """In this test a client sends 32 MB of a header that does not end. The server closes the connection before the
+    client has sent all 32 MB."""
     with connect() as connection, pytest.raises(ConnectionError):
         connection.sendall(start + b"x" * 2**25)
 

@@ -140,8 +140,8 @@ def test_steps_get_their_gpus_and_cores_and_a_job_near_its_end_is_requeued(
 @pytest.mark.parametrize("file", ["examples/slurm/train.sbatch", "docs/cluster.md"])
 def test_servers_of_a_cluster_get_the_options_of_train_py(file: str) -> None:
     """The commands for a cluster start SGLang with the same options --enable-fp32-lm-head, --max-running-requests and
-    --mem-fraction-static as train.py. The option --max-total-tokens may differ, because a server on a cluster shares
-    its GPU with no other process."""
+    --mem-fraction-static as train.py. The commands for a cluster need no --max-total-tokens: a server on a cluster
+    shares its GPU with no other process, so its KV cache can fill the GPU."""
     given = ["--config", "configs/gsm8k.yaml", "model_path=DIR", "server.backend=sglang", "server.command=sglang"]
     [server] = plan_servers(load(given), ["0", "1"], 1)
     own = " ".join(server.command)

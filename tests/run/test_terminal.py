@@ -86,11 +86,11 @@ def test_a_refresh_and_a_print_leave_both_on_the_screen() -> None:
 
     class Line:
         def __rich_console__(self, *_: Any) -> Iterator[str]:
-            # Rich first counts the lines of the old table that it will erase, and then calls this method.
+            # Rich calls `__rich_console__` after it has counted the lines of the old table that it will erase.
             rows.append("row 2")
             refreshes.append(Thread(target=table.refresh))
             refreshes[0].start()
-            refreshes[0].join(0.3)  # without a lock, the refresh would end within 0.3 s
+            refreshes[0].join(0.3)  # if the terminal has no lock, the refresh ends within 0.3 s
             yield "a printed line"
 
     with terminal.show(lambda: "\n".join(rows)) as table:
@@ -129,7 +129,7 @@ def test_a_ready_part_names_the_time_of_the_clock(
 
 
 def test_silence_ends_with_the_results(capsys: pytest.CaptureFixture[str]) -> None:
-    """A quiet run discards its standard output until the results are printed. Warnings are printed at once."""
+    """A quiet run discards its standard output until the results are printed. A quiet run prints a warning at once."""
     from run.terminal import before_results, hush
 
     hush()
