@@ -168,8 +168,8 @@ async def ask(tokenizer: Any, path: str, raw: bytes) -> int:
 @settings(max_examples=200, deadline=None)
 @given(st.sampled_from(PATHS), raws)
 def test_no_body_is_a_server_error(tiny_tokenizer: Any, path: str, raw: bytes) -> None:
-    """The status of the reply to any body is 200 or 4xx. The status is never one that makes an SDK retry, such as 409,
-    429 or 500."""
+    """The status of the reply to any body is 200 or 4xx. No body gets a status after which an SDK repeats the request,
+    for example 409, 429 or 500."""
     status = asyncio.run(ask(tiny_tokenizer, path, raw))
     assert status == 200 or (400 <= status < 500 and status not in (408, 409, 429)), raw
 

@@ -317,7 +317,7 @@ def test_logprobs_of_the_sampled_tokens() -> None:
     assert [entry["bytes"] for entry in halves.logprobs] == [
         [],
         [],
-    ]  # the decoder turns half of é into U+FFFD, so the bytes are unknown
+    ]  # the decoder turns half of é into U+FFFD, so the token's bytes are unknown
     response = answer_of("responses", Parsed("hi"), token_texts=["h", "i", ""])
     assert whole("responses", response)["output"][0]["content"][0]["logprobs"][0] == content[0]
     assert said(accumulated("responses", streamed("responses", response, []))) == said(whole("responses", response))

@@ -373,7 +373,7 @@ async def test_n_answers_are_read_together_or_not_at_all(start: Start, streams: 
 
 async def test_an_agents_seed_gives_n_different_answers(start: Start) -> None:
     """With seed=5 and n=2 the two answers have the seeds 5 and 6. If the agent repeats a request with seed=5 and n=2,
-    the second request uses the seeds 5 and 6 too."""
+    the second request uses the seeds 5 and 6, like the first request."""
     harness = start()
     session = await harness.start()
     for _ in range(2):
@@ -875,8 +875,8 @@ async def test_a_stream_through_processes_and_the_agents_own_transport(
 
 @pytest.mark.parametrize("where", ["parse", "certain"])
 async def test_a_mistake_of_ours_is_an_event_too(start: Start, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
-    """If an unexpected error occurs in the middle of a stream, the client gets the error as an event. The proxy raises
-    the error after it has sent the event, so that the log shows the error."""
+    """If an unexpected error occurs in the middle of a stream, the client gets the error as an event. After the proxy
+    has sent an unexpected error as an event, the proxy raises the error, so that the log shows the error."""
 
     def broken(*_: Any) -> Any:
         raise ZeroDivisionError("our mistake")

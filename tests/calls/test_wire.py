@@ -318,7 +318,7 @@ async def test_a_huge_tool_output_is_refused_early(
 
 def test_a_long_text_that_fits_is_tokenised_as_a_whole(tiny_tokenizer: Any) -> None:
     """PromptBuilder first tokenises a long text in parts, to find out whether the text is too long for the context. If
-    the text is not too long, PromptBuilder returns the tokens of the uncut text."""
+    a long text fits into the context, PromptBuilder returns the tokens of the uncut text."""
     from calls.prompts import PromptBuilder
 
     class Wide:

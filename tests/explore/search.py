@@ -190,7 +190,7 @@ def events_to(graph: Graph, way: Way) -> list[Event]:
 def story(machine: Machine[Any], events: Sequence[Event]) -> str:
     """Return the events as text, one on each line, with the state before each event.
 
-    If the state machine has several initial states, the text begins in the first of them.
+    If the state machine has several initial states, the text begins with the first initial state.
     """
     state, lines = next(iter(machine.initial())), []
     for number, event in enumerate(events, start=1):

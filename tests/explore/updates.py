@@ -2,13 +2,13 @@
 Servers (inference/servers.py) and send (inference/weights.py).
 
 UpdateMachine makes two engines from the real classes. The trainer's engine pushes new versions, and the proxy's engine
-processes a request during the updates. Between two calls of the trainer, a server may generate a token, die, or restart
-with its first weights. A connection may break, and an answer may be lost. After a failed attempt, the proxy waits, and
-may then send its request again. The trainer may die together with its proxy. After the trainer's death, a new trainer
-and a new proxy use the same servers (`take_over` in run/start.py). The new trainer continues from the newest version
-that the gate of the dead trainer used. Only the servers are stand-ins. A stand-in server uses the version of its
-weights as the id of each token that it generates. As in turns.py, a state is the list of the events that lead to this
-state. The properties:
+processes a request during the updates. Between two calls that the trainer makes, a server may generate a token, die, or
+restart with its first weights. A connection may break, and an answer may be lost. After a failed attempt, the proxy
+waits, and may then send its request again. The trainer may die together with its proxy. After the trainer's death, a
+new trainer and a new proxy use the same servers (`take_over` in run/start.py). The new trainer continues from the
+newest version that the gate of the dead trainer used. Only the servers are stand-ins. A stand-in server uses the
+version of its weights as the id of each token that it generates. As in turns.py, a state is the list of the events that
+lead to this state. The properties:
 
     `label`     Every token has the version of the weights that computed the token.
     `falls`     Versions never decrease along a completion.
@@ -145,8 +145,8 @@ class Server:
 
 
 class Wires:
-    """Replaces inference.wire.Wire. An event of the state machine decides when a call of the trainer arrives and how
-    the call ends. A call that the proxy makes arrives immediately."""
+    """Replaces inference.wire.Wire. An event of the state machine decides when a call that the trainer makes arrives
+    and how the call ends. A call that the proxy makes arrives immediately."""
 
     def __init__(self, world: "World", of_trainer: bool) -> None:
         self.world, self.of_trainer = world, of_trainer

@@ -126,8 +126,8 @@ NEEDY = [(key.name, need) for need, pattern in NEEDS.items() for key in list_key
 @pytest.mark.parametrize(("name", "need"), NEEDY)
 def test_a_key_without_effect_is_refused(name: str, need: str, tmp_path: Path) -> None:
     """If a key has no effect because of another key's value, the error is one line that names both keys. A key whose
-    effect depends on a second key is accepted if the second key has a suitable value. A key on the command line may
-    remove the effect of a recipe's key without an error."""
+    effect depends on a second key is accepted if the second key has a suitable value. If a key on the command line
+    removes the effect of a key in the recipe, no error is raised."""
     (tmp_path / "empty.yaml").write_text("gconfig: {n_samples: 2}")
     base, conditions = ["--config", str(tmp_path / "empty.yaml")], need.split(" or ")
     base += ["mode=eval"] * ("gconfig." in name)  # in mode=train most keys of gconfig are refused

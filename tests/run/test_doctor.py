@@ -1,7 +1,7 @@
 """Tests of the doctor's rules. Each rule fires on the metrics of a faulty run, and does not fire on similar metrics of
 a healthy run.
 
-The file has further tests for the command `python -m run.doctor`, for the canary, and for `find_blocker`, which names a
+Further tests in this file check the command `python -m run.doctor`, the canary, and `find_blocker`, which names a
 function that blocks the event loop. The canary detects servers that do not have the trainer's weights. The last tests
 start real runs.
 """
@@ -61,8 +61,9 @@ HEALTHY: dict[str, Any] = {
 
 
 def lines_of(count: int, **last: Any) -> list[dict[str, Any]]:
-    """Return `count` lines of metrics of a healthy run, with the values in `last`. A list in `last` replaces a metric's
-    values in the last lines, and a number replaces a metric's value in every line."""
+    """Return `count` lines of metrics of a healthy run, in which the values in `last` replace the healthy values. A
+    list in `last` replaces a metric's values in the last lines, and a number replaces a metric's value in every
+    line."""
     lines = [{"step": 1 + k, **HEALTHY} for k in range(count)]
     for name, value in last.items():
         values = value if isinstance(value, list) else [value] * count
@@ -290,8 +291,8 @@ def test_standard_ppo_and_other_baselines_raise_nothing() -> None:
 
 def test_scores_of_the_canary() -> None:
     """compare_scores counts servers with unchanged scores, and returns the largest difference from the trainer's
-    scores. If all servers have the new weights, compare_scores returns 0 for the number of servers and 0 for the
-    largest difference."""
+    scores. If all servers have the new weights, compare_scores returns 0 for the number of unchanged servers and 0 for
+    the largest difference."""
     old, new = torch.tensor([0.0, -1.0]), torch.tensor([0.0, -1.5])
     before = torch.stack([old, old, old])  # one row of scores from the trainer, and one row from each of two servers
     assert compare_scores(before, torch.stack([new, new, new])) == {"canary_mismatch": 0.0, "canary_unchanged": 0}

@@ -12,7 +12,7 @@ from run.failures import Failures, report
 
 
 def raised(error: Exception) -> Exception:
-    """Raise the exception, so that Python adds a traceback, and return the exception."""
+    """Raise `error`, so that Python adds a traceback, and return `error`."""
     try:
         raise error
     except Exception as caught:

@@ -102,8 +102,8 @@ def test_keys_reach_the_processes_by_a_pipe() -> None:
 def test_a_leash_passes_a_key_that_begins_with_a_hyphen() -> None:
     """run/leash.py reads the server's key from its standard input. The server's argument parser accepts any key.
 
-    One random key in 64 begins with "-". If the key were a separate argument, argparse would read a key with "-" as an
-    option.
+    One random key in 64 begins with "-". The script run/leash.py writes --api-key and the key into one argument,
+    because argparse reads a separate argument that begins with "-" as an option.
     """
     parse = "import argparse; p = argparse.ArgumentParser(); p.add_argument('--api-key'); print(p.parse_args().api_key)"
     command = [sys.executable, "run/leash.py", "--api-key", *python(parse)]

@@ -193,7 +193,7 @@ def test_the_heads_of_the_model_limit_the_gpus_of_a_server(tmp_path: Path) -> No
 
 def test_the_plan_names_idle_gpus(tmp_path: Path) -> None:
     """With 8 GPUs, configs/gsm8k.yaml uses the first GPU and the last GPU. The plan names the idle GPUs, and the
-    settings that would use these GPUs."""
+    settings that a user must raise to use these GPUs."""
     AutoConfig.for_model("qwen2", **QWEN).save_pretrained(tmp_path)
     _, text = plan_run(load(["--config", "gsm8k", f"model_path={tmp_path}", "--dry-run", "--gpus", "8"]))
     says = "GPUs 1,2,3,4,5,6 are idle; to use them, raise server.count or torchrun --nproc-per-node"
@@ -213,8 +213,9 @@ def test_the_plan_counts_the_host_memory_of_offload(tmp_path: Path, monkeypatch:
 
 
 def test_a_released_server_is_counted_between_the_steps(tmp_path: Path) -> None:
-    """The plan of configs/gsm8k.yaml needs 47 GiB on one GPU. With server.release_memory, the plan needs at most 43
-    GiB, because most of the server's memory and the trainer's activations are needed at different times."""
+    """The plan of configs/gsm8k.yaml needs 47 GiB on one GPU. With server.release_memory, the plan of
+    configs/gsm8k.yaml needs at most 43 GiB, because most of the server's memory and the trainer's activations are
+    needed at different times."""
     AutoConfig.for_model("qwen2", **QWEN).save_pretrained(tmp_path)
     given = ["--config", "gsm8k", f"model_path={tmp_path}", "--dry-run", "--gpus", "1", "--gpu-memory", "43"]
     with pytest.raises(ConfigError, match="about 47 GiB are needed"):

@@ -71,7 +71,8 @@ def test_too_few_gpus_are_refused(gpus: int, ranks: int, words: list[str]) -> No
 
 @pytest.mark.parametrize("words", [[], ["rollout.server_addrs=[http://up]", "server.backend=auto"]])
 def test_more_ranks_than_gpus_are_refused(words: list[str]) -> None:
-    """Each rank needs a GPU of its own, whether the run starts its servers or the servers are already running."""
+    """Each rank needs a GPU of its own. Four ranks on two GPUs are refused, even if the servers were started before the
+    run."""
     with pytest.raises(ConfigError, match=r"4 trainers .* need one GPU each, but there are 2: .*--nproc-per-node=2"):
         gpus_of(2, 4, *words)
 
@@ -146,8 +147,8 @@ def test_the_recipe_for_ones_own_model_fits_gpus() -> None:
 
 
 def make_python(folder: Path, nccl: str) -> str:
-    """Write a program that prints the NCCL version `nccl`, and return the program's path. The tests use the program
-    instead of the server's Python."""
+    """Write a program that the tests use instead of the server's Python, and return the program's path. The program
+    prints the NCCL version `nccl`."""
     path = folder / "python"
     path.write_text(f"#!/bin/sh\necho '{nccl}'\n")
     path.chmod(0o755)
@@ -310,8 +311,8 @@ def test_a_server_elsewhere_needs_a_key() -> None:
     [(set(), "", False), ({"/health"}, "", False), ({"/model_info"}, "", True), ({"/workers"}, "/", True)],
 )
 def test_a_server_of_another_kind_is_refused(routes: set[str], end: str, fits: bool) -> None:
-    """A URL in rollout.server_addrs is refused if the server at this URL is not an inference server. A router is
-    accepted, because a router answers GET /workers."""
+    """A URL in rollout.server_addrs is refused if the server at this URL is not an inference server. A router's URL in
+    rollout.server_addrs is accepted, because a router answers GET /workers."""
 
     class Answers(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

@@ -113,7 +113,8 @@ def make_executor(tiny_tokenizer):
 
 def test_data_order_and_gate_go_on_where_they_were(make_executor, tmp_path: Path) -> None:
     """After a restart no sample is lost or repeated. A restarted run first consumes the groups that started before the
-    restart. The gate counts these groups, so the gate starts no additional groups after a restart.
+    restart. The gate counts the groups that started before the restart, so that the restarted run does not start too
+    many groups.
 
     AReaL's issue #1388 reports that the gate lets too many groups start after a restart.
     """

@@ -162,8 +162,8 @@ async def test_each_span_waits_for_its_version(follow: Any) -> None:
 
 @pytest.mark.anyio
 async def test_after_other_tokens_a_task_is_free(follow: Any) -> None:
-    """If the server generates other tokens than in the recorded run, the replay generates the later calls of the task
-    without the recorded schedule."""
+    """If the server generates other tokens than in the recorded run, the replay generates the later calls of the same
+    task without the recorded schedule."""
     engine, _ = follow(call("7-0.0", [[0, 2, "other"]], stop="stop"))
     await engine.agenerate(request())
     assert (await engine.agenerate(request("7-0.1", [9]))).output_len == 50
@@ -305,9 +305,9 @@ def hash_of(run: Path, step: int) -> str:
 @pytest.mark.runs
 def test_a_run_with_everything_is_repeated_bit_by_bit(tmp_path: Path) -> None:
     """The recorded run has eta = 4, interrupted completions and rejected groups. The recorded run is killed, loses the
-    end of its schedule, and continues. The replay is not killed, and its batches and models are equal to those of the
-    recorded run. A replay with --replay-until ends earlier and starts no group of a later step. A replay with another
-    configuration is refused."""
+    end of its schedule, and continues. The replay is not killed. The replay's batches and models are equal to the
+    batches and models of the recorded run. A replay with --replay-until ends earlier and starts no group of a later
+    step. A replay with another configuration is refused."""
     words = [*MAZE, "trial_name=t", "max_steps=12", "recover_interval=5", "saver.interval=6"]
     words += ["should_accept_fn=walkers.has_signal"]
     assert train(tmp_path, *words, dies_at="step 8 ").returncode == -signal.SIGKILL

@@ -1,5 +1,5 @@
-"""A server closes a connection if a request header is too long or arrives too slowly. A server also closes a connection
-if the client sends a request before the previous request is answered."""
+"""A server closes a connection if a request header is too long or arrives too slowly. A server closes a connection if
+the client sends a request before the server has answered the previous request."""
 
 import http.client
 import itertools
@@ -79,7 +79,7 @@ def read_until(connection: socket.socket, end: bytes) -> bytes:
 )
 def test_a_header_without_end_is_refused(connect: Connect, start: bytes) -> None:
     """In this test a client sends 32 MB of a header that does not end. The server closes the connection before the
-    client has sent all 32 MB."""
+    client has sent all 32 MB of the header."""
     with connect() as connection, pytest.raises(ConnectionError):
         connection.sendall(start + b"x" * 2**25)
 
