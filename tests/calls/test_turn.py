@@ -742,8 +742,8 @@ async def real(tiny_tokenizer: Any, tiny_server: str) -> AsyncIterator[Harness]:
 
 
 async def assert_equal_rows(harness: Harness, sessions: list[str]) -> None:
-    """Check that two sessions export the same rows. The last bits of the log-probabilities may differ, because the
-    server batches requests."""
+    """Check that two sessions export the same rows. The last bits of the log-probabilities may differ, because rounding
+    depends on the other requests in the server's batch."""
     one, other = [i["tensors"] for s in sessions for i in (await harness.export(s)).values()]
     assert one.pop("logprobs") == pytest.approx(other.pop("logprobs"), abs=1e-4)
     assert one == other

@@ -5,7 +5,7 @@ state, and the properties that every state must have. `explore` visits all state
 same key count as one state. If two orders of events lead to states with the same key, the search continues from only
 one of these states. If a state violates a property, the error shows the shortest series of events that leads to such a
 state. After the search, `explore` checks that a goal can be reached from every state. A state from which no goal can be
-reached is a deadlock, or belongs to a loop that no event leaves.
+reached is a deadlock, or belongs to a set of states that no event leaves.
 
 `walk` follows random events and checks each state that it reaches. `walk` also works with systems that have too many
 states for `explore`.

@@ -85,7 +85,7 @@ def test_the_first_sample_is_tried_before_anything_starts(
     workflow: type, sample: dict[str, Any], problem: str | None, tmp_path: Path, tiny_model_dir: Path
 ) -> None:
     """Before a run starts a process, it checks the first sample. The run ends with a one-line error if the sample lacks
-    a column or if the prompt is longer than the model's context. The run also ends with a one-line error if the agent's
+    a column or if the prompt is longer than the model's context. The run ends with a one-line error if the agent's
     `run` has wrong parameters."""
     data = tmp_path / "mine.jsonl"
     data.write_text(json.dumps(sample) + "\n")

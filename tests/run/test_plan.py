@@ -135,8 +135,8 @@ def test_sglang_on_a_gpu_computes_float32_logits() -> None:
 
 def test_the_recipe_for_ones_own_model_fits_gpus() -> None:
     """configs/own.yaml sets the same answer length and the same server keys as configs/gsm8k.yaml, and turns on
-    gradient checkpointing. With the default server.max_total_tokens of 16,384, a server would decode only about 14
-    answers of the maximum length at a time."""
+    gradient checkpointing. With the default server.max_total_tokens of 16,384, a server decodes only about 14 answers
+    of the maximum length at a time."""
     own = load(["--config", "own", "model_path=DIR", "train_dataset.path=DATA", "workflow=MODULE.AGENT"])
     assert own.gconfig.max_new_tokens == config().gconfig.max_new_tokens
     assert own.server == config().server

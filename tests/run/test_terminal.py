@@ -119,8 +119,8 @@ def test_quiet_starts_without_a_word() -> None:
 def test_a_ready_part_names_the_time_of_the_clock(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """When a server is ready, train.py prints a line with the seconds since the start of train.py. The seconds include
-    the time for imports."""
+    """When a server is ready, train.py prints a line with the seconds since the start of train.py. The seconds since
+    the start of train.py include the time for imports."""
     from run import start
 
     monkeypatch.setattr(start, "BEGIN", start.time.monotonic() - 100)
