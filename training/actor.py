@@ -14,8 +14,8 @@ is the policy: an FSDPEngine that also has an optimizer, a learning rate schedul
 the servers.
 
 **A batch is divided twice.** First the B rows of the batch are distributed over mini-batches, one for each optimizer
-step. Rows are distributed by length, so that all mini-batches have about the same number of tokens. Then the rows of a
-mini-batch are distributed over pieces of at most `mb_tokens` tokens, and each piece goes through one forward and one
+step. Rows are distributed by length, so that all mini-batches have about the same number of tokens. Second, the rows of
+a mini-batch are distributed over pieces of at most `mb_tokens` tokens, and each piece goes through one forward and one
 backward pass. The loss of each piece is divided by the mini-batch's number of trained tokens, counted over all ranks.
 The gradients of the pieces add up to the gradient of the mini-batch. The size of the pieces affects only time and
 memory. Example: 64 rows of 1,000 tokens, 4 mini-batches and mb_tokens=4096 give 4 optimizer steps, each with 16 rows in
@@ -346,7 +346,7 @@ class FSDPPPOActor(FSDPEngine):
         cuts = [(rows, self.passes(batch, rows)) for rows in split_minibatches(lengths, self.config.ppo_n_minibatches)]
         steps = len(cuts) * self.config.ppo_epochs
         parts = [self.minibatch_step(batch, *cuts[k % len(cuts)], k / steps, lr) for k in range(steps)]
-        parts = [part for part in parts if part]  # a mini-batch without a trained token makes no optimizer step
+        parts = [part for part in parts if part]  # a mini-batch without a trained token has no optimizer step
         self.all_reduce(batch["theta_logp"])
         if not parts:
             hint = "requests that say store: false, or sample with top_p, penalties or temperature 0, are not trained, "

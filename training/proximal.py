@@ -30,8 +30,8 @@ newer than the trainer is treated as fresh, and the metric versions_ahead counts
 guess `loglinear` interpolates log-probabilities, the guess `linear` interpolates probabilities, and the guess `rollout`
 is pi_behav.
 
-**Limit.** The guess may be poor for old tokens. If v_b is far below v, alpha is close to 1, so the guess is close to
-pi_theta.
+**Limit.** The guess can be poor for tokens of old versions. If v_b is far below v, alpha is close to 1, so the guess is
+close to pi_theta.
 """
 
 import torch

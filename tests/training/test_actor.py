@@ -234,8 +234,8 @@ def test_a_single_rank_uses_fsdp_only_if_it_must(make_actor, changes, units):
 
 @pytest.mark.parametrize("trees", [False, True])
 def test_every_epoch_uses_the_same_pieces(make_actor, monkeypatch, trees):
-    """Dividing a mini-batch into pieces takes time. The actor divides each mini-batch once and uses the pieces in all
-    epochs."""
+    """Dividing a mini-batch into pieces takes time. The actor divides each mini-batch into pieces only once, and uses
+    these pieces in all epochs."""
     actor = make_actor(ppo_epochs=3, ppo_n_minibatches=2, enable_tree_training=trees)
     batch, original = prepare(actor, make_batch()), actor.layout
     cut: list[Any] = []
