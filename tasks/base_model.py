@@ -4,11 +4,11 @@ This module writes an ordinary Hugging Face directory. The other parts of the pr
 `AutoModelForCausalLM` and `AutoTokenizer`, in the same way as any other model. A run uses the same code for the tiny
 model and for a large model.
 
-**The tokenizer** has one token per word, and blanks separate words. A sampled sequence is readable text. The chat
-template writes every message as `<role> content <end>`. The tokens of a message do not depend on other messages. The
-tokens of a conversation are the concatenated tokens of its messages. For example, the conversation "guess a number",
-"3", "higher" consists of three parts: the prompt of the first turn, the sampled tokens `3 <end>`, and the tokens of the
-new message. The proxy needs a chat template in which a message's tokens do not depend on other messages.
+**The tokenizer** has one token per word, and blanks separate words. The chat template writes every message as `<role>
+content <end>`. The tokens of a message do not depend on other messages. The tokens of a conversation are the
+concatenated tokens of its messages. For example, the conversation "guess a number", "3", "higher" consists of three
+parts: the prompt of the first turn, the sampled tokens `3 <end>`, and the tokens of the new message. The proxy needs a
+chat template in which a message's tokens do not depend on other messages.
 
 **The model** starts with random weights and is then trained to imitate a weak player of the task. Reinforcement
 learning needs a policy that answers in the right form and sometimes succeeds. A model with random weights gives no

@@ -7,18 +7,18 @@ about half of the secrets, and binary search finds all six.
 **The agent** below is an ordinary program that uses the unmodified OpenAI SDK. The agent's code contains nothing about
 training, tokens or versions. The agent is given a `base_url`, plays a game, and returns the reward.
 
-**Why six numbers.** With seven numbers, 1 to 7, the only best first guess would be 4. With seven numbers, however,
-games that begin with 4 would earn the lowest reward early in training. After a wrong guess of 4, three numbers would
-still be possible. Two more guesses find each of the three numbers only if the second guess is the middle number. Early
-in training, the model has not yet learnt to guess the middle number. The model learns the first guess before the later
-guesses, because every game has a first guess. With seven numbers and most seeds, the model would stay in a local
-optimum with a wrong first guess. With six numbers, 3 and 4 are both best first guesses. A first guess of 3 or 4 leaves
-two numbers on one side of the guess and three on the other side. With six numbers a weaker local optimum remains: an
-agent that begins with 2 or 5 can find five of the six secrets. A penalty on the distance to the base model
-(configs/demo.yaml) keeps every first guess likely until the model has learnt the later guesses.
+**Why six numbers.** With the numbers 1 to 7, exactly one first guess is best: 4. With seven numbers, games that begin
+with the guess 4 earn the lowest reward early in training. With seven numbers, a wrong first guess of 4 leaves three
+possible numbers. To find each of three possible numbers with two guesses, the agent must guess the middle number first.
+Early in training, the model has not yet learnt to guess the middle number. The model learns the first guess before the
+later guesses, because every game has a first guess. With seven numbers and most random seeds, training ends in a local
+optimum with a wrong first guess. With six numbers, 3 and 4 are equally good first guesses. A first guess of 3 or 4
+leaves two numbers on one side of the guess and three on the other side. With six numbers, a first guess of 2 or 5 is a
+local optimum, because an agent that begins with 2 or 5 can find five of the six secrets. A penalty on the distance to
+the base model (configs/demo.yaml) keeps every first guess likely until the model has learnt the later guesses.
 
-**Several strategies find every secret.** The trained model's greedy policy may therefore make different guesses than
-binary search. `summary` counts the secrets that the learnt strategy finds, and draws the learnt strategy next to binary
+**Several strategies find every secret.** The trained model's greedy policy can make different guesses than binary
+search. `summary` counts the secrets that the learnt strategy finds, and draws the learnt strategy next to binary
 search. Binary search needs the fewest guesses on average.
 """
 

@@ -7,14 +7,14 @@ navigation: the length of the shortest way, divided by the length of the walk. I
 not end at the home, the reward is 0. A walk of 72 moves earns 0.75 if the shortest way has 54 moves.
 
 **Why this task.** The length of an answer varies tenfold and depends on the policy. A policy that walks like a drunk
-can wander until the length limit, and a policy that takes the shortest way needs 54 moves on average. Some walks are
-unfinished when new weights arrive. The maze allows measurements of interruptions, staleness, and the overlap of
-generation and training. In a training step, generating the walks takes about as long as training on them.
+can reach the length limit. A policy that takes the shortest way needs 54 moves on average. Some walks are unfinished
+when new weights arrive. The maze is used to measure interruptions, staleness, and how much generation and training
+overlap. In a training step, generating the walks takes about as long as training on them.
 
 **The base model** imitates a drunk. Each move of the drunk is a step on the shortest way with probability 0.4, and
 otherwise a step in a random open direction. The imitated walks are cut off after 64 moves. A policy that walks exactly
-like the drunk, for at most 240 tokens, has a mean SPL of 0.36. An SPL above 0.36 is the result of reinforcement
-learning.
+like the drunk, for at most 240 tokens, has a mean SPL of 0.36. A mean SPL above 0.36 shows that reinforcement learning
+has improved the policy.
 
 **No generalisation.** Every split has the same 286 prompts, so the model learns this one maze by heart.
 """

@@ -14,8 +14,8 @@ is the policy: an FSDPEngine that also has an optimizer, a learning rate schedul
 the servers.
 
 **A batch is divided twice.** First the B rows of the batch are distributed over mini-batches, one for each optimizer
-step. Rows are distributed by length, so that all mini-batches have about the same number of tokens. Then the rows of a
-mini-batch are distributed over pieces of at most `mb_tokens` tokens, and each piece goes through one forward and one
+step. Rows are distributed by length, so that all mini-batches have about the same number of tokens. Second, the rows of
+a mini-batch are distributed over pieces of at most `mb_tokens` tokens, and each piece goes through one forward and one
 backward pass. The loss of each piece is divided by the mini-batch's number of trained tokens, counted over all ranks.
 The gradients of the pieces add up to the gradient of the mini-batch. The size of the pieces affects only time and
 memory. Example: 64 rows of 1,000 tokens, 4 mini-batches and mb_tokens=4096 give 4 optimizer steps, each with 16 rows in
@@ -68,8 +68,8 @@ from training.proximal import guess_errors, interpolation, loglinear
 from training.ranks import join_ranks, leave_ranks, share
 from training.tree_attention import TREES
 
-# TFLOP/s of dense matrix products in bfloat16, from NVIDIA's data sheets. The first key that occurs in a GPU's name
-# gives the value for this GPU.
+# TFLOP/s of dense matrix products in bfloat16, from NVIDIA's data sheets. The value for a GPU belongs to the first key
+# that occurs in the GPU's name.
 PEAK_TFLOPS = {"A100": 312.0, "H100 PCIe": 756.0, "H100": 989.0, "H200": 989.0, "B200": 2250.0}
 
 
@@ -111,7 +111,7 @@ class FSDPEngine:
         self.dtype: torch.dtype = getattr(torch, config.dtype)
         self.device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu")
         self.is_compiled = config.is_compiled(self.device.type)
-        # All mutable state: the model and its layout, and whether this object made the process group and must end it.
+        # All mutable state: the model, its layout, and whether `destroy` must end the process group.
         self.model: Any = None
         self.layout = LAYOUTS["padded"]  # `initialize` sets the layout of this run (pick_layout)
         self.owns_process_group = False
@@ -170,9 +170,9 @@ class FSDPEngine:
         if self.rank == 0:
             whole: Any = AutoModelForCausalLM.from_pretrained(self.model_path, dtype=torch.float32)
             state, buffers = whole.state_dict(), dict(whole.named_buffers())
-            # For some models, transformers converts the tensors of the files when it loads them, and the weight update
-            # (inference/weights.py) reverses the conversions, one tensor at a time. The weight update cannot reverse a
-            # conversion that splits one tensor of the files into several.
+            # When transformers loads some models, it converts the tensors of the files. The weight update
+            # (inference/weights.py) reverses each conversion for one tensor at a time. The weight update cannot reverse
+            # a conversion that splits one tensor of the files into several.
             model._weight_conversions = whole._weight_conversions
             if any(len(conversion.target_patterns) > 1 for conversion in whole._weight_conversions):
                 raise ValueError(f"{type(model).__name__} splits its files' tensors, which cannot be undone")
@@ -182,7 +182,8 @@ class FSDPEngine:
         model.to_empty(device="cpu" if offload else self.device).tie_weights()
         options = sharded.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=offload)
         sharded.set_model_state_dict(model, state, options=options)
-        # The files do not hold all buffers (rotary frequencies, for example), so rank 0 sends its buffers as well.
+        # Some buffers, such as the rotary frequencies, are not in the files, so rank 0 sends all its buffers to the
+        # other ranks.
         buffers = share(buffers)
         for name, buffer in model.named_buffers():
             buffer.data = buffers[name].to(self.device)
@@ -229,7 +230,7 @@ class FSDPEngine:
         this rank.
 
         In FSDP all ranks take part in gathering each layer, so all ranks must make the same number of forward passes. A
-        rank with fewer pieces than other ranks repeats a piece and does not use the result.
+        rank with fewer pieces than other ranks makes extra forward passes and does not use their results.
         """
         lengths = row_lengths(batch)
         shares = split_minibatches([lengths[row] for row in rows], dist.get_world_size())
@@ -243,7 +244,7 @@ class FSDPEngine:
 
     def full_state(self, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
         """Return the whole model on the CPU of rank 0, and {} on all other ranks. All ranks call this method."""
-        buckets = weights.named_buckets(self.model, dtype, bucket_mb=0)  # each bucket has one tensor
+        buckets = weights.named_buckets(self.model, dtype, bucket_mb=0)  # with bucket_mb=0 each bucket has one tensor
         return {name: tensor.cpu() for bucket in buckets for name, tensor in bucket if self.rank == 0}
 
     def save(self, path: str | Path, dtype: torch.dtype = torch.float32) -> None:
@@ -271,7 +272,7 @@ class FSDPPPOActor(FSDPEngine):
         self.guesses = config.use_decoupled_loss and config.prox_logp_method != "recompute"
         # All mutable state that FSDPPPOActor adds to the state of FSDPEngine.
         self.optimizer: Any = None
-        self.steps, self.max_steps = 0, 1  # number of finished training steps, and of all training steps of the run
+        self.steps, self.max_steps = 0, 1  # number of finished training steps, number of training steps of the run
         self.version = 0
         self.rollout: Any = None  # the rollout engine, which only rank 0 uses
         self.weight_update_meta = weights.WeightUpdateMeta()
@@ -298,8 +299,8 @@ class FSDPPPOActor(FSDPEngine):
         """Return the keys of the batch that hold log pi_prox and log pi_behav.
 
         In standard PPO one old policy is both pi_prox and pi_behav, so the key of its log-probabilities is returned
-        twice. With prox_logp_method=loglinear the batch does not hold log pi_prox, so the key of log pi_behav is
-        returned twice.
+        twice. With prox_logp_method=loglinear the actor guesses log pi_prox from log pi_behav and log pi_theta, so the
+        key of log pi_behav is returned twice.
         """
         if self.config.use_decoupled_loss:
             return "logprobs" if self.config.prox_logp_method == "loglinear" else "prox_logp", "logprobs"
@@ -323,8 +324,8 @@ class FSDPPPOActor(FSDPEngine):
         """Make ppo_epochs * ppo_n_minibatches optimizer steps and return the metrics of the training step.
 
         Writes batch["theta_logp"] (B, T): log pi_theta of each trained token, from the last training pass over the
-        token's row. Writes batch["step_fraction"] (B,): the share of the training step's mini-batches that come before
-        the row's last training pass. Raises ValueError if the batch lacks a key or has no trained token. Raises
+        token's row. Writes batch["step_fraction"] (B,): the share of the step's mini-batches that were done before the
+        row's last training pass. Raises ValueError if the batch lacks a key or has no trained token. Raises
         FloatingPointError before the optimizer step of a mini-batch whose loss or gradient is not finite.
         """
         needed = {"advantages", *self.policies()}
@@ -345,7 +346,7 @@ class FSDPPPOActor(FSDPEngine):
         cuts = [(rows, self.passes(batch, rows)) for rows in split_minibatches(lengths, self.config.ppo_n_minibatches)]
         steps = len(cuts) * self.config.ppo_epochs
         parts = [self.minibatch_step(batch, *cuts[k % len(cuts)], k / steps, lr) for k in range(steps)]
-        parts = [part for part in parts if part]  # a mini-batch without a trained token makes no optimizer step
+        parts = [part for part in parts if part]  # a mini-batch without a trained token has no optimizer step
         self.all_reduce(batch["theta_logp"])
         if not parts:
             hint = "requests that say store: false, or sample with top_p, penalties or temperature 0, are not trained, "
@@ -402,16 +403,16 @@ class FSDPPPOActor(FSDPEngine):
         # 3. Make the optimizer step. VCPO (corrections.py): lr <- lr * (effective sample size / number of tokens)^p
         #    with p = ess_lr_power.
         lr *= effective_sample_size(stats) ** c.ess_lr_power
-        self.optimizer.param_groups[0]["lr"] = lr  # this AdamW has a single parameter group
+        self.optimizer.param_groups[0]["lr"] = lr  # the optimizer has a single parameter group
         self.optimizer.step()
         return stats | {"grad_norm": grad_norm, "lr": lr, "tokens": tokens}
 
     def piece_loss(self, batch: Batch, piece: Piece, tokens: int, shares: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss of a piece, with a graph for the backward pass, and the metrics of the piece.
 
-        The mini-batch has `tokens` trained tokens, N of them in this piece. `shares` (B,) are the aggregation weights
-        of the rows. The loss and the metrics are divided by `tokens`, so that their sums over all pieces are means over
-        the mini-batch.
+        `tokens` is the number of trained tokens in the whole mini-batch, and N is the number of trained tokens in the
+        piece. `shares` (B,) are the aggregation weights of the rows. The loss and the metrics are divided by `tokens`,
+        so that their sums over all pieces are means over the mini-batch.
         """
         c = self.config
         # 1. pi_theta
@@ -467,7 +468,8 @@ class FSDPPPOActor(FSDPEngine):
         self.steps += 1
 
     def save_state(self, path: Path, group: Any = None) -> Future[Any]:
-        """Copy model and optimizer to host memory, and write the copy as a torch.distributed.checkpoint in a thread.
+        """Copy model and optimizer to host memory, and start a thread that writes the copy to `path` with
+        torch.distributed.checkpoint.
 
         Each rank writes its own shards. The ranks communicate in the process group `group`. The returned future is done
         when all ranks have written their shards.
@@ -487,7 +489,7 @@ class FSDPPPOActor(FSDPEngine):
         sharded.set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
 
     def write_weights(self, meta: weights.WeightUpdateMeta) -> None:
-        """If meta.mode is "disk", write the files that the servers will load. The servers may generate while the files
+        """If meta.mode is "disk", write the files that the servers will load. The servers can generate while the files
         are written."""
         if meta.mode == "disk":
             self.save(meta.directory, self.dtype)

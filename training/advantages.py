@@ -1,9 +1,9 @@
 """Variants of the advantage: length penalty, KL penalty, leave-one-out baseline, GAE, and a filter of groups.
 
-ppo.py compares the return of a turn with the other returns of its cell. By default, the turns of a group with the same
-turn number form one cell. Each function below implements one published variant of the computation of advantages. Each
-variant has a configuration key that switches it on. `compute_advantages` in ppo.py calls four of the functions in this
-order:
+ppo.py compares the return of a turn with the other returns of its cell. By default, a cell contains the turns of one
+group that have the same turn number. Each function below implements one published variant of the computation of
+advantages. Each variant has a configuration key that switches it on. `compute_advantages` in ppo.py calls four of the
+functions in this order:
 
     `overlong_penalty`        The return of a turn near its length limit is lowered (DAPO, arXiv 2503.14476).
     `kl_estimate`             The return of a turn is lowered by the KL divergence from a reference model.
@@ -14,23 +14,24 @@ order:
 advantages are 0, -1 and 1. With the leave-one-out mean the advantages are 1 - 1 = 0, 0 - 1.5 = -1.5 and 2 - 0.5 = 1.5.
 
 **One turn is one action.** A turn gets its reward at its last token. The module cache.py has already added the rewards
-of later turns to earlier turns, so GAE is computed within a single turn. If GAE also added rewards of later turns,
-these rewards would count twice.
+of later turns to earlier turns. GAE is computed within a single turn, because GAE over several turns would add the
+rewards of later turns a second time.
 
 **The bound of k3.** The estimator k3 of the KL divergence contains pi_ref / pi, which can be huge for a single token.
 For a token with log (pi / pi_ref) = -8, k3 is 2,972. With kl_ctl = .001, a token with a k3 of 2,972 lowers the return
-of its turn by 3, and most rewards are smaller than 3. AReaL, slime and this module bound k3 by 10. With the bound 10
-and kl_ctl = .001, a token lowers the return by at most .01. This module does not bound k1 and k2, because they grow
-more slowly than k3. If k2 had a bound, a token above the bound would have no gradient.
+of its turn by 3, which is more than most rewards. AReaL, slime and this module bound k3 by 10. With the bound 10 and
+kl_ctl = .001, a token lowers the return by at most .01. This module does not bound k1 and k2, because they grow more
+slowly than k3. If k2 had a bound, a token above the bound would have no gradient.
 
 **KL of the whole turn.** With kl_placement=reward, the KL of all tokens of a turn is subtracted from the turn's return
 before the baseline is subtracted. AReaL subtracts the KL-to-go: after the baseline is subtracted, the advantage of
 token t is lowered by the KL of token t and of all later tokens. In expectation, the KL of the whole turn and the
-KL-to-go give the same gradient, because the KL of the tokens before t does not depend on token t. This module uses the
-KL of the whole turn, so that one turn is one action, as in RLOO, and all tokens of a turn have the same advantage. The
-KL of the whole turn also lets the baseline cancel the KL that all members of a group have in common. The KL-to-go
-shrinks towards the end of a turn, so it gives late tokens a higher advantage than early tokens. The KL of the whole
-turn makes advantages noisier than the KL-to-go does, because an advantage also contains the KL of earlier tokens.
+KL-to-go give the same gradient, because the KL of the tokens before t does not depend on token t. As in RLOO, this
+module treats a turn as one action: with the KL of the whole turn, all tokens of a turn have the same advantage. The KL
+of the whole turn is part of the return, so the baseline removes the KL that all members of a group have in common. The
+KL-to-go shrinks towards the end of a turn, so it gives late tokens a higher advantage than early tokens. With the KL of
+the whole turn, the advantage of a token includes the KL of earlier tokens, so the advantage is noisier than with the
+KL-to-go.
 
 **Filter.** If all members of a group earned the same reward, every advantage is 0, so training on the group changes
 nothing. `informative` is a filter that rejects groups whose advantages are all 0, like the dynamic sampling of DAPO.
@@ -97,7 +98,7 @@ def generalised_advantage(advantages: Tensor, turn_of: Tensor, gamma: float, lam
     # other tokens. Without a critic, A_t = (gamma lambda)^(last - t) A, where `last` is the turn's last token.
     order = torch.argsort(turn_of, stable=True)  # (M,) tokens sorted by turn; tokens of a turn keep their order
     ends = torch.bincount(turn_of, minlength=len(advantages)).cumsum(0)  # (N,) end of each turn in `order`
-    to_end = torch.empty_like(turn_of)  # (M,) last - t
+    to_end = torch.empty_like(turn_of)  # (M,) number of later tokens in the token's turn
     to_end[order] = ends[turn_of[order]] - 1 - torch.arange(len(turn_of))
     return advantages[turn_of] * (gamma * lam) ** to_end
 

@@ -4,8 +4,8 @@ ppo.py multiplies each token's objective by the behaviour weight w = pi_prox / p
 pi_prox. Except for the cap of w, all corrections are off by default.
 
 **The weight w needs two bounds.** Server and trainer never agree exactly on pi_behav, so log w is sometimes too large
-and sometimes too small. A cap alone drops only tokens with a large w, so the mean weight falls below 1 and the gradient
-is biased. IcePop drops the tokens whose w is too large or too small.
+and sometimes too small. If only tokens with a large w are dropped, the mean of w falls below 1 and the gradient is
+biased. IcePop drops the tokens whose w is too large or too small.
 
 **Tests of whole rows.** A bound on w tests each token separately. A row of 100 tokens that all have w = 1.05 exceeds no
 usual bound on w, but pi_prox would generate the row 1.05^100 = 131 times as often as pi_behav. Three tests drop the
@@ -25,13 +25,13 @@ an answer keep or lose their gradient together. The geometric mean of u is much 
 token, so GSPO's bounds are close to 1: 3e-4 below 1 and 4e-4 above 1.
 
 **A clip that keeps the gradient.** A token that PPO clips has no gradient, so a rare but useful word may never become
-likelier. CISPO uses the clipped u only as a constant factor of log pi_theta. In CISPO a clipped token keeps a gradient,
-whose factor u is at most 1 + eps_higher. CISPO is usually run without a lower bound of u.
+likelier. CISPO uses the clipped u only as a constant factor of log pi_theta. In CISPO a clipped token keeps its
+gradient, and the factor u of the gradient is at most 1 + eps_higher. CISPO is usually run without a lower bound of u.
 
-**A smaller step for a smaller sample.** If a few weights are much too large, the gradient is as noisy as the gradient
+**Effective sample size.** If the weight w of a few tokens is much too large, the gradient is as noisy as the gradient
 of a small batch. The effective sample size (ESS) is (sum w)^2 / sum w^2. The gradient of a batch is as noisy as the
 gradient of ESS tokens with equal weights. VCPO (`ess_lr_power=0.5`) multiplies AdamW's learning rate by sqrt(ESS / M),
-where M is the number of tokens. Scaling the gradient would have no effect, because AdamW normalises gradients.
+where M is the number of tokens. VCPO scales the learning rate and not the gradient, because AdamW normalises gradients.
 
 **Truncated answers.** An answer that was cut at its token limit might have succeeded with more tokens, so its reward is
 unknown. `without_truncated` removes truncated turns from the loss and from every baseline.

@@ -1,8 +1,8 @@
 """A layout turns the rows of a batch into the inputs of forward passes.
 
-A layout distributes rows over pieces. A piece holds the input of one forward pass, and an index that gives for each
-token the hidden state that predicts the token. The actor (`actor.py`) runs the model on the input, picks the hidden
-states that predict trained tokens, and computes log-probabilities from these states.
+A layout distributes rows over pieces. A piece has two parts: the input of one forward pass, and, for each token, the
+index of the hidden state that predicts it. The actor (`actor.py`) runs the model on the input, picks the hidden states
+that predict trained tokens, and computes log-probabilities from these states.
 
 **The rule.** In every layout a token gets the log-probability that it would get if its row went through the model
 alone. The choice of layout affects only time and memory.
@@ -24,9 +24,8 @@ the padded and in the packed piece, hidden state 0 predicts b, hidden state 1 pr
 
 **Why packed rows need an attention function.** In a packed row, position_ids start at 0 again in each sequence. Some
 attention kernels separate the sequences by their position_ids. Kernels that ignore position_ids let tokens attend to
-tokens of other sequences, and raise no error. A dense attention mask also separates the sequences, but for a row of t
-tokens most of the mask's t * t numbers are zero. The attention function `attend_apart` needs no mask to separate the
-sequences.
+tokens of other sequences, and raise no error. A dense attention mask could separate the sequences, but it would need
+t^2 numbers for a packed row of t tokens. The attention function `attend_apart` needs no mask to separate the sequences.
 
 **The kernel** torch.nn.attention.varlen requires bfloat16 or float16 inputs. The kernel needs heads whose size is a
 multiple of 8 and at most 256, and a GPU of the generation Ampere or newer.
@@ -144,7 +143,7 @@ def cut_padded(batch: Batch, rows: Sequence[int], mb_tokens: int) -> list[Piece]
     for part in split_microbatches(rows, row_lengths(batch), mb_tokens):
         real = batch["attention_mask"][part].bool()  # (b, T)
         t = int(real.sum(1).max())
-        row, previous = real[:, 1:t].nonzero(as_tuple=True)  # (n,), (n,): each token's row, and its column minus 1
+        row, previous = real[:, 1:t].nonzero(as_tuple=True)  # (n,), (n,): each token's row, and the previous column
         inputs = {"input_ids": batch["input_ids"][part, :t].long()}  # (b, t)
         pieces.append(Piece(inputs, torch.tensor(part)[row], previous + 1, predicted_by=row * t + previous))
     return pieces
@@ -203,7 +202,8 @@ def has_kernel(query: Tensor) -> bool:
 
 
 def pick_layout(actor: PPOActorConfig, device: str, shape: Any) -> tuple[str, str]:
-    """Return the name of the trainer's layout, and the reason. By default the layout depends on the type of `device`.
+    """Return the name of the trainer's layout, and the reason why this layout is used. By default the layout depends on
+    the type of `device`.
 
     `shape` is the model's text configuration. The default layout always supports the model.
     """
@@ -252,7 +252,8 @@ def attend_one_by_one(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor,
 
 
 AttentionInterface.register("packed", attend_apart)
-# cuDNN's attention would be slow: it makes a new plan for every new shape, and nearly every batch has a new shape.
+# Switch off cuDNN's attention. For every new shape cuDNN prepares an execution plan, which takes time. Nearly every
+# batch has a new shape.
 torch.backends.cuda.enable_cudnn_sdp(False)
 
 LAYOUTS = {"padded": Layout("sdpa", cut_padded), "packed": Layout("packed", cut_packed)}

@@ -3,8 +3,8 @@
 **The problem.** The last layer of a language model turns the hidden state of each token into logits, one number per
 word of the vocabulary. The logits of N tokens and a vocabulary of V words are an (N, V) matrix. With N = 16,384, V =
 151,936 and 4 bytes per number the logits take 9.3 GiB. The softmax of the logits and the gradient of the logits take
-9.3 GiB each. But training needs only two numbers per token: the log-probability of the sampled token, and the entropy
-of the distribution.
+9.3 GiB each. Training needs only two numbers per token: the log-probability of the sampled token, and the entropy of
+the distribution.
 
 **The idea.** The logits of one token do not depend on other tokens. The last layer can process one chunk of tokens
 after another. The forward pass keeps the log-probability and the entropy of each token and discards the chunk's logits.
@@ -18,8 +18,8 @@ batch has many tokens.
     logp       = log p_id
     entropy    = - sum_j p_j log p_j
 
-Dividing the logits by tau gives the distribution that the server sampled from. At temperature 0 the server took the
-likeliest token and did not sample. A token sampled at temperature 0 gets tau = 1, and should not be trained.
+The division by tau makes p the distribution that the server sampled from. At temperature 0 the server chooses the
+likeliest token. A token that was chosen at temperature 0 gets tau = 1, and should not be trained.
 
 **Backward pass.** Let g be the gradient of the loss with respect to logp, and e the gradient with respect to entropy.
 Then
@@ -33,11 +33,11 @@ The symbol [j = id] is 1 for the sampled token and 0 for all other words.
 **Costs and limits.** On a CPU the logits of a chunk take at most 128 MiB in float32. With V = 151,936, a chunk of 128
 MiB has 220 tokens. For each chunk the backward pass reads and writes the whole gradient of W, so a pass with fewer
 chunks is faster. On a GPU a chunk is four times as large as on a CPU. The backward pass holds three matrices of the
-size of a chunk's logits: log p, p and the gradient. A bfloat16 model also needs a copy of the gradient in bfloat16. A
-chunk needs up to 448 MiB on a CPU. The gradient of W is not cut into chunks. With N = 4,096, the two passes need 545
-MiB with chunks and 11,740 MiB without (`python bench/loss.py`). With chunks, the last layer needs four matrix products
-instead of three, because the backward pass repeats the matrix product of the forward pass. `add_read_hidden` refuses
-models that scale, cap or shift their logits.
+size of a chunk's logits: log p, p and the gradient. For a bfloat16 model, the backward pass holds a copy of the
+gradient in bfloat16 as a fourth matrix. A chunk needs up to 448 MiB on a CPU. The gradient of W is not cut into chunks.
+With N = 4,096, the two passes need 545 MiB with chunks and 11,740 MiB without (`python bench/loss.py`). With chunks,
+the last layer needs four matrix products instead of three, because the backward pass repeats the matrix product of the
+forward pass. `add_read_hidden` refuses models that scale, cap or shift their logits.
 """
 
 from collections.abc import Callable

@@ -2,9 +2,9 @@
 
 FSDP2 shards each weight, gradient and moment over the ranks. A sharded tensor is a DTensor, and every rank holds one
 shard of it. AdamW updates each element of a weight independently, so each rank can update its own shard without the
-other ranks. PyTorch checks and unpacks the DTensors in every operation. For small tensors, the checks take longer than
-the arithmetic, so the optimizer computes with the shards as plain tensors. The optimizer's state consists of DTensors,
-so that a checkpoint can be loaded with a different number of ranks.
+other ranks. PyTorch checks and unpacks the DTensors in every operation. For small tensors, checking and unpacking a
+DTensor takes longer than the arithmetic, so the optimizer computes with the shards as plain tensors. The optimizer's
+state consists of DTensors, so that a checkpoint can be loaded with a different number of ranks.
 """
 
 from typing import Any

@@ -19,18 +19,19 @@ The interpolation weight alpha is between 0 and 1. If v = v_b, alpha is 0.
 (f = 0.5). The weight of pi_theta in the interpolation is alpha = 2 / 2.5 = 0.8. With log pi_behav = -2.0 and log
 pi_theta = -1.5 the guess is -2.0 + 0.8 * 0.5 = -1.6.
 
-**The guess is exact in two cases.** In the first mini-batch f is 0, so pi_theta is pi_prox, and alpha is 1 for stale
-tokens. A fresh token has v_b = v, so pi_behav is pi_prox, alpha is 0, and the objective equals that of standard PPO.
-For a stale token in a later mini-batch, the interpolated log pi_prox is only approximate. The guessed log pi_prox is a
-constant: no gradient flows through it. After a recovery from an older checkpoint a token can be newer than the trainer
-(v_b > v). A token that is newer than the trainer is treated as fresh, and the metric versions_ahead counts these
-tokens.
+**The guess is exact in two cases.** In the first mini-batch, f is 0 and pi_theta is still equal to pi_prox. For a stale
+token, f = 0 gives alpha = 1, so the guess is pi_theta. For a fresh token, v_b = v gives alpha = 0, so the guess is
+pi_behav, which is pi_prox. For fresh tokens, the objective equals that of standard PPO. For a stale token in a later
+mini-batch, the interpolated log pi_prox is only approximate. The guessed log pi_prox is a constant: no gradient flows
+through it. After a recovery from an older checkpoint a token can be newer than the trainer (v_b > v). A token that is
+newer than the trainer is treated as fresh, and the metric versions_ahead counts these tokens.
 
-**Comparison.** prox_logp_method=metrics trains with the recomputed pi_prox and logs the errors of three guesses:
-loglinear, linear (the same interpolation of probabilities instead of log-probabilities) and rollout (pi_behav itself).
+**Comparison.** prox_logp_method=metrics trains with the recomputed pi_prox and logs the errors of three guesses. The
+guess `loglinear` interpolates log-probabilities, the guess `linear` interpolates probabilities, and the guess `rollout`
+is pi_behav.
 
-**Limit.** The guess may be poor for old tokens. If v_b is far below v, alpha is close to 1, so the guess is close to
-pi_theta.
+**Limit.** The guess can be poor for tokens of old versions. If v_b is far below v, alpha is close to 1, so the guess is
+close to pi_theta.
 """
 
 import torch

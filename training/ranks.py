@@ -1,20 +1,20 @@
 """Ranks are the processes that train together. This module lets ranks join, share data, and end together.
 
 `torchrun --nproc-per-node=N train.py ...` starts N ranks, each of which runs the same program. Rank 0 runs the rollouts
-and also trains. All ranks except rank 0 only train. In a collective operation, such as a sum of gradients, every rank
-waits for all other ranks.
+and trains, and all other ranks only train. In a collective operation, such as a sum of gradients, every rank waits for
+all other ranks.
 
 **The problem.** If a rank dies, the ranks that wait for the dead rank may hang. With NCCL the waiting ranks may hang
 for hours. With gloo, the waiting ranks get an error only at their next collective operation.
 
 **The solution.** When a rank's work is over, the rank sends its peers a small message, called a farewell. The peers of
 rank 0 are all other ranks. Each rank except rank 0 has only one peer, which is rank 0. For each peer, a rank has one
-thread that waits for the peer's farewell. If the connection closes before the farewell has arrived, the peer has died.
-A thread whose peer has died prints a line and ends its process.
+thread that waits for the peer's farewell. If the connection to a peer closes before the peer's farewell has arrived,
+the peer has died. The thread that waits for the farewell of a dead peer prints a line and ends its own rank.
 
-**Example.** Rank 2 of 3 ranks raises an error and dies. The connection between ranks 0 and 2 closes, so rank 0 ends
-within moments. The end of rank 0 closes the connection between ranks 0 and 1, so rank 1 ends too. The error that rank 2
-printed shows why the run ended.
+**Example.** If rank 2 of 3 ranks raises an error and dies, its connection to rank 0 closes, and rank 0 ends within
+moments. When rank 0 ends, its connection to rank 1 closes, so rank 1 ends too. The error that rank 2 printed shows why
+the run ended.
 
 **Not promised.** If a machine disappears from the network without closing its connections, the other ranks end only
 when an operation times out.

@@ -17,19 +17,20 @@ Token q may attend to token k if k is q itself or an ancestor of q. Two comparis
 
     q attends to k   if and only if   k <= q < subtree_end[k]
 
-For example, token e (index 4) may attend to a, b and itself, whose subtree_end is above 4, but not to c and d, whose
-subtree_end is 4. Every token attends to itself and to the tokens before it in its row, and to no other token. If
-several rows train the same token of the tree, the gradients of the rows add up.
+For example, token e (index 4) attends to a, b and e, because their subtree_end is above 4. Token e does not attend to c
+and d, whose subtree_end is 4. Every token attends to itself and to the tokens before it in its row, and to no other
+token. If several rows train the same token of the tree, the gradients of the rows add up.
 
 **Packing.** One tree holds at most `max_tokens` tokens, so the sorted rows are cut into runs: consecutive rows that fit
 into one tree. Row i shares shared[i] tokens with the row before it. A cut between row i and the row before it makes the
-model compute shared[i] tokens twice. `cheapest_runs` chooses the cuts so that as few tokens as possible are computed
+model compute shared[i] tokens twice. The function `cheapest_runs` cuts the rows so that the fewest tokens are computed
 twice. First-fit packing puts several small runs into one tree.
 
-**Attention.** The N x N mask is nearly empty, so it is never built. On a CPU, each block of 128 queries attends only to
-the keys that at least one of these queries needs. On a GPU, FlexAttention skips each block of 128 queries and 128 keys
-in which no query attends to a key. The tests compare the implementations for CPUs and GPUs with attention under a dense
-mask. In transformers, `tree_attention` has the name "tree". Tree attention does not change the model's own code.
+**Attention.** The code never builds the attention mask of a tree as an N x N matrix, because nearly all entries would
+be False. On a CPU, each block of 128 queries attends only to the keys that at least one of these queries needs. On a
+GPU, FlexAttention skips each block of 128 queries and 128 keys in which no query attends to a key. The tests compare
+the implementations for CPUs and GPUs with attention under a dense mask. In transformers, `tree_attention` has the name
+"tree". Tree attention does not change the model's own code.
 
 **Limits.** A tree and separate rows add floating-point numbers in different orders. The losses of a tree and of
 separate rows agree to 1e-6 and the gradients to 1e-5, not bit for bit. The metric `tree_token_ratio` is the number of
@@ -69,7 +70,7 @@ class PackedTree:
 
     @cached_property
     def blocks(self) -> list[tuple[slice, Tensor, Tensor]]:
-        """Return three things for each block of b queries: its slice, the keys (m,) that at least one of its queries
+        """Return for each block of b queries the slice of the queries, the keys (m,) that at least one of the queries
         attends to, and the mask (b, m)."""
         found = []
         for start in range(0, len(self.subtree_end), BLOCK):
@@ -84,9 +85,10 @@ class PackedTree:
 
 
 def sort_rows(sequences: list[np.ndarray]) -> tuple[list[int], np.ndarray]:
-    """Return the n rows sorted by their tokens, and how many tokens each row shares with the row before it.
+    """Return the order that sorts n rows by their tokens, and how many tokens each sorted row shares with the row
+    before it.
 
-    The first result contains the row numbers in sorted order. The second result has shape (n,) and starts with 0.
+    The first result lists the rows as indices of `sequences`. The second result has shape (n,) and starts with 0.
     """
     # Sorting rows by their big-endian bytes gives the same order as sorting them by token ids.
     order = sorted(range(len(sequences)), key=lambda row: sequences[row].astype(">u4").tobytes())
@@ -108,15 +110,15 @@ def cheapest_runs(lengths: np.ndarray, shared: np.ndarray, max_tokens: int) -> l
     # Let waste[j] be the minimum number of tokens of rows 0..j-1 that are computed twice.
     # The recursion is waste[j] = min (waste[i] + shared[i]) over all i with tokens(i, j) <= max_tokens.
     added = np.concatenate([[0], np.cumsum(lengths - shared)])  # (n + 1,)
-    if added[-1] <= max_tokens:  # one run of all rows computes no token twice
+    if added[-1] <= max_tokens:  # all rows fit into one run
         return [(0, len(lengths), int(added[-1]))]
     waste = np.zeros(len(lengths) + 1)  # (n + 1,)
     start = np.zeros(len(lengths) + 1, dtype=np.int64)  # (n + 1,) start[j]: first row of the run that ends before row j
     for j in range(1, len(waste)):
-        low = int(np.searchsorted(added, added[j] - max_tokens))  # rows i..j-1 with i < low have too many tokens
+        low = int(np.searchsorted(added, added[j] - max_tokens))  # if i < low, the run i..j-1 exceeds max_tokens
         fits = shared[low:j] + added[j] - added[low:j] <= max_tokens  # (j - low,)
         costs = np.where(fits, waste[low:j] + shared[low:j], np.inf)  # (j - low,)
-        start[j] = low + int(costs.argmin())  # if costs are equal, argmin returns the longest run
+        start[j] = low + int(costs.argmin())  # of several equal costs, argmin returns the one with the longest run
         waste[j] = costs.min()
     # Collect the runs from the last to the first: the run that ends before row j begins with row start[j].
     runs, j = [], len(lengths)
@@ -159,7 +161,7 @@ def build_trees(sequences: Sequence[Any], max_tokens: int) -> list[PackedTree]:
     trees = []
     for part in split_packs(range(len(runs)), [size for _, _, size in runs], max_tokens):
         places = [i for first, last, _ in sorted(runs[k] for k in part) for i in range(first, last)]
-        # The sorted rows a and b, with a < b, begin with the same min(shared[a + 1], ..., shared[b]) tokens.
+        # For a < b, the sorted rows a and b share their first min(shared[a + 1], ..., shared[b]) tokens.
         common = [0] + [int(shared[a + 1 : b + 1].min()) for a, b in pairwise(places)]
         trees.append(lay_out([order[i] for i in places], arrays, common))
     return trees
@@ -186,11 +188,10 @@ def block_mask(tree: PackedTree, device: torch.device) -> BlockMask:
     n = -(-length // BLOCK)  # number of blocks, rounded up
     # No query attends to the padding at the end, because the padding's subtree_end is 0.
     end = F.pad(tree.subtree_end.to(device), (0, n * BLOCK - length))  # (n * BLOCK,)
-    key = torch.arange(n, device=device)  # (n,) blocks of keys
-    query = key[:, None]  # (n, 1) blocks of queries
-    # In the blocks of `some`, the largest subtree_end of the keys is above the index of the first query, so at least
-    # one query attends to a key. In the blocks of `full`, the smallest subtree_end of the keys is above the index of
-    # the last query, so every query attends to every key.
+    key = torch.arange(n, device=device)  # (n,) indices of the blocks of keys
+    query = key[:, None]  # (n, 1) indices of the blocks of queries
+    # `some` is True if at least one query of the query block attends to a key of the key block. `full` is True if every
+    # query of the query block attends to every key of the key block.
     some = (key <= query) & (end.view(n, BLOCK).amax(1) > query * BLOCK)  # (n, n)
     full = (key < query) & (end.view(n, BLOCK).amin(1) >= (query + 1) * BLOCK)  # (n, n)
 

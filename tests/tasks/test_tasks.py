@@ -112,8 +112,8 @@ def test_only_answers_are_imitated(tokenizer: Any) -> None:
 def test_three_guesses_find_one_of_six() -> None:
     """Binary search finds each of the six secrets, with 2.33 guesses on average.
 
-    No strategy that finds all six secrets needs fewer than 2.33 guesses on average: the first guess finds at most one
-    secret, the second at most two, and the third at most four.
+    Every strategy that finds all six secrets needs at least 2.33 guesses on average. The first guess of a strategy
+    finds at most one secret, the second guess at most two, and the third guess at most four.
     """
     found: list[int] = []
     guess.explore(guess.binary_search, found)

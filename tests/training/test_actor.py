@@ -179,7 +179,7 @@ def test_a_model_that_splits_the_tensors_of_its_files_is_refused(make_actor, tmp
         make_actor(make_family(tmp_path, "hrm_text"))
 
 
-@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # FSDP2 gives this warning for every OPT model
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # FSDP2 warns about every OPT model
 @pytest.mark.parametrize("name", ["opt", "falcon"])
 def test_a_checkpointed_layer_drops_nothing_out(make_actor, tmp_path, name):
     """With gradient checkpointing no dropout is applied, even in model families whose layers call dropout functions."""
@@ -234,8 +234,8 @@ def test_a_single_rank_uses_fsdp_only_if_it_must(make_actor, changes, units):
 
 @pytest.mark.parametrize("trees", [False, True])
 def test_every_epoch_uses_the_same_pieces(make_actor, monkeypatch, trees):
-    """A mini-batch is divided into pieces once, and all epochs use these pieces, because building trees from rows takes
-    time."""
+    """Dividing a mini-batch into pieces takes time. The actor divides each mini-batch into pieces only once, and uses
+    these pieces in all epochs."""
     actor = make_actor(ppo_epochs=3, ppo_n_minibatches=2, enable_tree_training=trees)
     batch, original = prepare(actor, make_batch()), actor.layout
     cut: list[Any] = []
@@ -456,9 +456,9 @@ def test_the_effective_sample_size_is_that_of_the_weights(make_actor):
 
 
 def test_a_small_effective_sample_makes_a_small_step(make_actor):
-    """With ess_lr_power=p the learning rate of a mini-batch is multiplied by ESS^p, where ESS is the mini-batch's
-    effective sample size (behave_ess). The weights change ESS^p times as much as with p=0. The metric lr includes the
-    factor ESS^p."""
+    """The metric behave_ess of a mini-batch is the effective sample size divided by the number of trained tokens. With
+    ess_lr_power=p, the learning rate and the change of the weights are behave_ess^p times as large as with
+    ess_lr_power=0. The metric lr includes the factor behave_ess^p."""
     steps, stats = {}, {}
     for power in (0.0, 0.5, 2.0):
         actor = make_actor(behave_imp_weight_cap=None, ppo_n_minibatches=1, ess_lr_power=power)
@@ -502,8 +502,8 @@ def test_every_aggregation_is_the_same_however_it_is_cut(make_actor, plain, how)
     ],
 )
 def test_corrections_of_whole_rows_are_the_same_however_a_batch_is_cut(make_actor, keys):
-    """A row is never split between pieces. With ratios, behaviour weights or rejections for whole rows, the loss does
-    not depend on the size of the pieces or on the layout."""
+    """A row is never split between pieces. If ratios, behaviour weights or rejections are computed for whole rows, the
+    loss does not depend on the size of the pieces or on the layout."""
     cuts: tuple[dict[str, Any], ...] = ({}, {"mb_tokens": 40}, {"layout": "packed"}, {"enable_tree_training": True})
     stats = []
     for cut in cuts:

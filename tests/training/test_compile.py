@@ -1,4 +1,5 @@
-"""Compiled layers compute the same numbers as uncompiled layers, in a bounded number of graphs. No test needs a GPU.
+"""Compiled layers compute the same numbers as uncompiled layers, and the compiler makes a bounded number of graphs. No
+test needs a GPU.
 
 Most tests count the graphs that the compiler makes of the Python code. The graphs run with the backend "eager", which
 computes every operation as uncompiled PyTorch does. For packed rows, the tests use the kernel for CPUs that
@@ -42,7 +43,7 @@ def forget(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def train(path: Path, batches: list[Any], **changes: Any) -> tuple[list[float], dict[str, Tensor]]:
-    """Train an actor on the batches. Return the losses and the gradients of the last step."""
+    """Train an actor on the batches. Return the loss of every training step, and the gradients of the last step."""
     actor = FSDPPPOActor(make_config(mb_tokens=40, **changes), path)
     actor.create_process_group()
     actor.initialize(max_steps=10)
@@ -79,18 +80,17 @@ def test_padded_rows_have_four_graphs(tiny_model_dir):
 
 
 def test_packed_rows_have_two_graphs(gpu_kernel, tiny_model_dir):  # noqa: F811
-    """With the attention kernel, all layers share two graphs, one with gradients and one without, because a packed
-    piece is always one row. A piece with more sequences or a longer sequence needs no new graph."""
+    """With the attention kernel, all layers share two graphs, one with gradients and one without. A packed piece is
+    always one row. A piece with more sequences or a longer sequence needs no new graph."""
     assert check_same(tiny_model_dir, make_batches(4), layout="packed", dtype="bfloat16") == 2
     assert not counters["graph_break"]
 
 
 @pytest.mark.parametrize("changes", [{"layout": "packed"}, {"enable_tree_training": True}], ids=str)
 def test_attention_outside_the_graphs(tiny_model_dir, changes):
-    """For trees, and for packed rows without the kernel, the attention runs outside the compiled graphs. The rest of a
-    layer has four graphs with gradients and four graphs without. If two dimensions of the first piece happen to have
-    the same size, the compiler assumes that their sizes are always equal. If the two sizes differ in a later piece, the
-    compiler makes a new graph."""
+    """For trees, and for packed rows without the kernel, the attention runs outside the compiled graphs. All parts of a
+    layer except the attention are compiled to eight graphs, four with gradients and four without. If two dimensions
+    have the same size in the first piece and different sizes in a later piece, the compiler makes a new graph."""
     assert 8 <= check_same(tiny_model_dir, make_batches(4), **changes) <= 12
     [reason] = counters["graph_break"]
     assert "torch.compiler.disable" in reason

@@ -174,8 +174,9 @@ def test_gspo_clips_the_geometric_mean_of_a_whole_answer():
 
 
 def test_cispo_clips_the_weight_and_keeps_the_gradient():
-    """CISPO's objective, with the behaviour weight w, is J = mean of w stop_gradient(clip(u)) A log pi_theta. A token
-    whose ratio u is clipped has the gradient w clip(u) A, divided by the number of tokens, and not the gradient 0."""
+    """CISPO's objective, with the behaviour weight w, is J = mean of w stop_gradient(clip(u)) A log pi_theta. In a
+    batch of n tokens, the gradient of J with respect to a token's log pi_theta is w clip(u) A / n, even if u is
+    clipped."""
     theta, prox, behav, A, mask = random_tokens(9)
     eps, higher = 0.4, 0.6
     total, gradient, hits = 0.0, torch.zeros_like(theta), Counter[str]()
@@ -205,7 +206,7 @@ def test_cispo_clips_the_weight_and_keeps_the_gradient():
 @pytest.mark.parametrize("keys", [{"use_cispo_loss": True}, {"importance_sampling_level": "sequence"}, TESTS])
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 def test_untrained_tokens_change_no_correction(keys, poison):
-    """NaN and infinity at untrained tokens change neither the loss nor a gradient of any correction."""
+    """With every correction, NaN or infinity at untrained tokens changes neither the loss nor the gradient."""
     *clean, mask = random_tokens(1)
     results = []
     for tensors in (clean, [x.masked_fill(mask == 0, poison) for x in clean]):
@@ -230,8 +231,8 @@ def truncated_batch() -> dict[str, torch.Tensor]:
 
 
 def test_a_truncated_turn_is_not_trained():
-    """The last turn of each truncated row is removed from the loss mask. The earlier turns of truncated rows stay in
-    the loss mask, and so do all rows that are not truncated."""
+    """The last turn of each truncated row is removed from the loss mask. All other turns of the batch stay in the loss
+    mask."""
     batch = truncated_batch()
     slow = batch["loss_mask"].clone()
     for i in range(4):
@@ -244,8 +245,8 @@ def test_a_truncated_turn_is_not_trained():
 
 
 def test_a_truncated_turn_has_no_say_in_the_baseline():
-    """The second row has the reward 0 only because its turn is truncated. If the second row's turn is removed from the
-    loss, the baseline of the first turns is the mean over the remaining three rows."""
+    """`without_truncated` removes a truncated turn from the baseline. In a group of four rows with one truncated first
+    turn, the baseline of the first turns is the mean over the other three rows."""
     batch = truncated_batch()
     config = make_config(adv_norm=NormConfig(std_level="none"))
     before = compute_advantages(batch, config)

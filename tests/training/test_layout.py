@@ -1,10 +1,10 @@
 """On a GPU, one kernel computes the attention of a packed row. These tests run on a CPU.
 
 PyTorch calls the kernel through the operators of torch.nn.attention.varlen, one for the forward pass and one for the
-backward pass. PyTorch has kernels of these operators only for GPUs, so this file registers two kernels for CPUs,
-written in plain PyTorch. A CPU kernel computes the numbers that the GPU's kernel computes, and refuses the inputs that
-the GPU's kernel refuses. All other code of the operators, such as the checks of shapes and the rule for gradients, is
-the same code as on a GPU.
+backward pass. PyTorch has kernels for the operators of torch.nn.attention.varlen only on GPUs, so this file registers
+two kernels for CPUs, written in plain PyTorch. A CPU kernel computes the numbers that the GPU's kernel computes, and
+refuses the inputs that the GPU's kernel refuses. The operators' other code, such as checks of shapes and the rule for
+gradients, is the same on a CPU and on a GPU.
 """
 
 from collections.abc import Iterator
@@ -145,7 +145,7 @@ def test_one_kernel_computes_what_the_sequences_alone_give(calls: list[int], gro
     for of_gpu in (True, False):
         monkeypatch.setattr(layout, "has_kernel", lambda _, of_gpu=of_gpu: of_gpu)
         inputs = [x.clone().requires_grad_() for x in leaves]
-        q, k, v = (x.transpose(1, 2) for x in inputs)  # the library transformers also passes transposed views
+        q, k, v = (x.transpose(1, 2) for x in inputs)  # transformers passes transposed views to attend_apart
         out, _ = attend_apart(None, q, k, v, None, 0.3, **piece.inputs)
         (out.float() * torch.linspace(-1, 1, 16)).sum().backward()
         results.append((out, *(x.grad for x in inputs)))
@@ -194,8 +194,8 @@ def test_the_kernel_gets_only_what_it_can_compute(device: str, dtype: torch.dtyp
     """The attention kernel is used only for 16-bit numbers on a GPU, and only if a head's width is a multiple of 8 and
     at most 256.
 
-    The tensors of this test have no values, so the test needs no GPU. The operator accepts tensors without values and
-    returns an output of the right shape.
+    The test needs no GPU, because its tensors have a shape, a data type and a device, but no values (FakeTensorMode).
+    If the kernel is used, the output has the right shape, data type and device.
     """
     with FakeTensorMode():
         made = [torch.empty(1, 10, heads, d, device=device, dtype=dtype) for heads in (4, 2, 2)]
@@ -209,8 +209,7 @@ def test_the_kernel_gets_only_what_it_can_compute(device: str, dtype: torch.dtyp
 
 @pytest.mark.parametrize("name", ["padded", "packed"])
 def test_cudnn_computes_no_attention(make_actor: Any, name: str) -> None:
-    """In each call of scaled_dot_product_attention, cuDNN's attention is switched off, because cuDNN makes a new plan
-    for every new shape."""
+    """In each call of scaled_dot_product_attention, cuDNN's attention is switched off."""
     allowed = []
 
     class Calls(TorchFunctionMode):

@@ -86,8 +86,8 @@ def test_half_precision_weights_get_gradients_of_their_type():
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.runs)])
 def test_compiled_chunks_change_neither_values_nor_gradients(monkeypatch, backend):
-    """Compiled and uncompiled pointwise operations give the same values and gradients in float32, with and without the
-    gradient of the entropy. All chunks of more than one token share the same compiled graphs."""
+    """Compiled and uncompiled pointwise operations give the same values and gradients in float32, whether or not the
+    loss contains the entropy. All chunks of more than one token share the same compiled graphs."""
     if backend == "inductor" and not shutil.which("g++"):
         pytest.skip("needs a C++ compiler")
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
@@ -130,8 +130,8 @@ class Products(TorchDispatchMode):
 
 @pytest.mark.parametrize(("device", "logits"), [("cpu", torch.bfloat16), ("cuda", torch.float32)])
 def test_a_gpu_computes_float32_logits(device, logits):
-    """With bfloat16 weights, the matrix product of the logits returns float32 on a GPU. The test uses tensors without
-    values, so it needs no GPU."""
+    """With bfloat16 weights, the matrix product of the logits returns float32 on a GPU. The test needs no GPU, because
+    its tensors have shapes but no values (FakeTensorMode)."""
     with FakeTensorMode(), Products() as products:
         hidden, weight = (torch.empty(n, 8, device=device, dtype=torch.bfloat16) for n in (5, 29))
         z = chunk_logits(hidden, weight)
@@ -140,8 +140,8 @@ def test_a_gpu_computes_float32_logits(device, logits):
 
 
 def test_a_chunk_has_at_most_the_logits_of_its_device(monkeypatch):
-    """If the caller gives no chunk size, a chunk has as many tokens as fit into CHUNK_ELEMENTS logits, a limit that
-    depends on the device."""
+    """If the caller gives no chunk size, a chunk has as many tokens as fit into CHUNK_ELEMENTS logits. The value of
+    CHUNK_ELEMENTS for a GPU is four times the value for a CPU."""
     assert CHUNK_ELEMENTS["cuda"] == 4 * CHUNK_ELEMENTS["cpu"]
     monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", 5 * 29)
     with Products() as products:

@@ -121,8 +121,8 @@ def work_wait(model_dir: Path, out: Path) -> None:
 
 def work_checkpoint(model_dir: Path, out: Path) -> None:
     """Let rank 1 write its part of a checkpoint only after the next training step. Each rank writes three results into
-    a file: the newest checkpoint before rank 1 writes, the newest checkpoint after rank 1 has written, and whether the
-    checkpoint's weights are right."""
+    a file: the newest checkpoint before and after rank 1 writes, and whether the loaded weights equal the saved
+    weights."""
     actor = FSDPPPOActor(make_config(), model_dir)
     actor.create_process_group()
     actor.initialize(max_steps=4)
@@ -177,8 +177,8 @@ def test_a_rank_chooses_its_gpu_before_it_joins(
 
 @pytest.fixture(scope="module")
 def numbers(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[dict, dict]]:
-    """Return a function numbers(n, program) that returns the tensors and metrics that the program writes with n
-    ranks."""
+    """Return a function numbers(n, program) that runs a program on n ranks and returns the tensors and metrics that the
+    program writes."""
 
     @functools.cache
     def run(n: int, program: str = "work_numbers") -> tuple[dict, dict]:
@@ -230,8 +230,8 @@ def test_two_ranks_train_while_one_writes_its_part_of_a_checkpoint(tiny_model_di
     """Both ranks make the next training step before rank 1 has written its part of the checkpoint. The checkpoint is
     not valid until rank 1 has written its part.
 
-    The thread that writes the checkpoint has a process group of its own. If the thread used the main thread's process
-    group, the collective operations of the checkpoint and of the training step would be mixed up.
+    The thread that writes the checkpoint has a process group of its own, so the collective operations of the checkpoint
+    are not mixed up with the collective operations of the training step.
     """
     process = start(2, __file__, "work_checkpoint", str(tiny_model_dir), str(tmp_path))
     output = rest_of(process, 200)
@@ -281,7 +281,7 @@ def test_one_rank_ends_all(tiny_model_dir: Path, tmp_path: Path, how: str) -> No
     while len(pids) < 3:
         lines.append(process.stdout.readline())
         assert lines[-1], "".join(lines)
-        found = re.findall(r"ready (\d+) (\d+)(?=\D)", "".join(lines))  # two ranks may print into one line
+        found = re.findall(r"ready (\d+) (\d+)(?=\D)", "".join(lines))  # one line can hold the output of two ranks
         pids = {int(rank): int(pid) for rank, pid in found}
     if how == "killed":
         os.kill(pids[2], signal.SIGKILL)

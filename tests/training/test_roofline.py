@@ -44,7 +44,7 @@ def test_the_table_on_the_page() -> None:
     peak, bandwidth = roofline.DEVICES["h100"]
     text = roofline.describe(roofline.SHAPES["1.5b"], roofline.Work(), 1e12 * peak, 1e9 * bandwidth)
     page = (ROOT / "docs/gpu.md").read_text()
-    print(text)  # if the page is out of date, copy this text to the page
+    print(text)  # if docs/gpu.md is out of date, copy this text into it
     assert text.partition("\n\n")[0] in page
     assert "**This section is a roofline estimate, and not a measurement.**" in page
 

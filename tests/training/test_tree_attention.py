@@ -203,8 +203,8 @@ def test_interleaved_groups_find_each_other(seed: int) -> None:
 
 
 def test_a_conversation_of_5000_turns_with_a_branch_each() -> None:
-    """One tree of 10,000 tokens is built from 5,000 rows without recursion. Each row branches off one token later than
-    the previous row."""
+    """The function build_trees builds one tree of 10,000 tokens from 5,000 rows, and needs no recursion. Each row
+    branches off one token later than the previous row."""
     trunk = np.arange(5000) % 1000
     rows = [np.append(trunk[: i + 1], 1000) for i in range(5000)]
     [tree] = build_trees(rows, 10_000)
@@ -431,7 +431,7 @@ def one_update(path: Path, trees: bool, **changes: Any) -> tuple[dict[str, float
     actor.compute_advantages(batch)
     stats = actor.ppo_update(batch)
     weights = actor.full_state()
-    torch.distributed.barrier()  # wait, because a rank that ends closes its connections to the other ranks
+    torch.distributed.barrier()  # all ranks wait for each other, because the first rank to end closes its connections
     actor.destroy()
     return stats | {"logp": float(batch["prox_logp"].sum())}, weights
 
