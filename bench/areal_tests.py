@@ -82,8 +82,8 @@ def apply_rejection_sampling(
     cu_seqlens: Tensor | None,
     config: RejectionSamplingConfig,
 ) -> SimpleNamespace:
-    """Correct for stale tokens with this project's functions. Return the behaviour weights, the loss mask of the tokens
-    that are kept, and the share of dropped tokens."""
+    """Compute the correction for stale tokens with this project's functions. Return the behaviour weights, the loss
+    mask of the tokens that are kept, and the share of dropped tokens."""
     keys, mask = weight_keys(config), loss_mask > 0
     ids, zero = sequence_ids(loss_mask, cu_seqlens), torch.zeros_like(proximal_logprobs)
     weight, _, _, dropped = ppo.token_objectives(
@@ -216,8 +216,8 @@ def compute_prox_logp_approximations(
 ) -> dict[str, Tensor]:
     """Estimate pi_prox with this project's functions.
 
-    AReaL estimates pi_prox as if all mini-batches of the step were done. The argument 1.0 of `interpolation` means that
-    all mini-batches are done.
+    AReaL's estimate of pi_prox assumes that all mini-batches of the step are done, so `interpolation` gets 1.0 as the
+    share of mini-batches that are done.
     """
     alpha = interpolation(versions, current_version - 1, 1.0)
     guesses = {guess.__name__: guess(old_logp, logprobs, alpha) for guess in (loglinear, linear, rollout)}
@@ -233,9 +233,9 @@ FILES = (
     "tests/test_adv_norm_config.py",
     "tests/test_reward_norm_variable_group.py",
 )
-# Each key of DIFFERENCES is a part of a failed test's name or error message. Each value of DIFFERENCES is the
-# difference between the two projects that explains the failure. The page docs/differences.md explains the differences
-# in more detail.
+# Each key of DIFFERENCES is a piece of text from the name or the error message of a failed test. Each value of
+# DIFFERENCES is the difference between the two projects that explains the failure. The page docs/differences.md
+# explains the differences in more detail.
 DIFFERENCES = {
     "test_accept_without_submit_is_invalid": "an event that is impossible in the current state raises RuntimeError",
     "test_concurrent_mixed_operations": "an event that is impossible in the current state raises RuntimeError",

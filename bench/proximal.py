@@ -6,7 +6,7 @@ The benchmark trains a model on the maze asynchronously (train.py, eta = 4) with
 `metrics` the trainer recomputes pi_prox, so the true log pi_prox is known for every trained token. The run writes its
 tokens to tokens/*.safetensors. The lag of a token is v - v_b, where version v is trained on the token and version v_b
 sampled the token. For each lag and each of three estimates, the benchmark prints the mean error |estimate - log
-pi_prox|. An estimate is log pi_behav + alpha (log pi_theta - log pi_behav). The three estimates differ in alpha.
+pi_prox|. Each of the three estimates is log pi_behav + alpha (log pi_theta - log pi_behav), with an alpha of its own.
 
 `loglinear` uses alpha = (v - v_b) / (v + f - v_b), as in training/proximal.py, where f is the share of the step's
 mini-batches that are done. `AReaL` uses alpha = (v - 1 - v_b) / (v - v_b), where v_b is the version of the previous

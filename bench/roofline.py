@@ -108,7 +108,7 @@ class Work:
 
     @property
     def passes(self) -> int:
-        """The number of forward passes in which a step processes all of its rows once."""
+        """The number of forward passes that a step needs to process each of its rows once."""
         return self.minibatches * ceil(self.rows * self.length / self.minibatches / self.mb_tokens)
 
 
@@ -141,8 +141,8 @@ def flops(part: Part) -> float:
 
 
 def product(t: float, i: int, o: int, b: int, times: int = 1) -> Part:
-    """Return the kernel that multiplies t tokens of size i by a matrix (i, o). Each of `times` passes reads the
-    matrix."""
+    """Return the kernel that multiplies t tokens of size i by a matrix (i, o). The kernel reads the matrix `times`
+    times, once for each pass."""
     return [Kernel(2 * t * i * o, b * (t * i + t * o + times * i * o))]
 
 
@@ -202,7 +202,7 @@ def head_backward(s: Shape, n: float, b: int, chunk: int) -> Part:
     # `softmax` is a sum of bytes per logit: write logits of 4 bytes instead of b bytes, divide (8), log_softmax (12),
     # exp (8), multiply by -g (8), divide (8), and convert if b < 4 (b + 4).
     softmax = (4 - b + 8 + 12 + 8 + 8 + 8 + (b + 4) * (b < 4)) * n * s.V
-    added = (b + 8) * chunks * s.V * s.H  # bytes to add each chunk's gradient to a float32 sum
+    added = (b + 8) * chunks * s.V * s.H  # bytes moved to add the gradient of every chunk to a float32 sum
     return [*(3 * product(n, s.H, s.V, b, chunks)), Kernel(0, softmax + added)]
 
 

@@ -5,11 +5,11 @@
     `python bench/simulate.py --record RUN ...` stores the durations of finished runs in docs/simulate.json.
 
 The script is a discrete-event simulation in virtual time. A queue holds the next event of each server and of the
-trainer. The clock jumps from event to event. Two classes of a real run make the decisions. StalenessManager
-(staleness.py) says how many groups may start, and DispatchState (rollout/dispatcher.py) chooses the groups that start,
-forms the batches, and decides which tokens are too old for the loss. The simulation runs no model: answers, training
-steps and weight updates only take virtual time. bench/clusters.py simulates clusters of GPUs, and compares the rules by
-which a training step chooses its groups. docs/simulate.md explains the results.
+trainer. The clock jumps from event to event. The simulation uses two classes of a real run. StalenessManager
+(staleness.py) limits the number of groups that may start. DispatchState (rollout/dispatcher.py) chooses the groups that
+start, forms the batches, and decides which tokens are too old for the loss. The simulation runs no model: answers,
+training steps and weight updates only take virtual time. The script bench/clusters.py simulates clusters of GPUs, and
+compares the rules by which a training step chooses its groups. The page docs/simulate.md explains the results.
 
 **Servers.** A server generates one token for each of its n running sequences in `a + b n` seconds. At most `slots`
 sequences run on a server, and all other sequences wait in order of arrival. Each sequence has a length in tokens. A
@@ -20,10 +20,11 @@ update stops each server for `update` seconds. After the update, the server's ru
 `interrupt`, each server lets its running sequences finish, starts no new sequences, and then loads the weights. A step
 ends when the last server has loaded the weights.
 
-**A finished run** can supply the lengths of sequences and the times of steps. Each simulated group has one sequence.
-The length of the sequence is the duration of one group of the finished run, in seconds. The server runs any number of
-sequences (a = 1, b = 0). The length of group k is drawn from the lengths of groups near k, because lengths change
-during a run. The training time and the time of the weight update of step k are drawn from the times of steps near k.
+**A finished run** can supply the lengths of sequences and the times of steps. The simulation of a finished run has one
+sequence per group. The length of a sequence in tokens is the duration of a group of the finished run in seconds. A
+server generates one token of each sequence per second, for any number of sequences (a = 1, b = 0). The length of group
+k is drawn from the lengths of groups near k, because lengths change during a run. The training time and the update time
+of step k are drawn from the times of steps near k.
 """
 
 import argparse
@@ -91,7 +92,7 @@ class Server:
         self.running: list[tuple[float, int, float, Task]] = []  # heap of (last tick, serial number, first tick, group)
         self.waiting: deque[tuple[int, float, Task]] = deque()  # (serial number, length, group)
         self.begins = [0.0]  # the tick at which each version begins
-        self.stopped = self.draining = False  # draining: the server will load weights when no sequence runs
+        self.stopped = self.draining = False  # `draining`: the server finishes its sequences before it loads weights
         self.busy = 0.0  # seconds in which at least one sequence ran
         self.stamp = 0  # the simulation ignores events that were scheduled with another stamp
 
@@ -133,12 +134,12 @@ class WindowState(DispatchState[Task, Versions]):
     """The dispatcher's state for the order `window`. A step takes the finished groups that started first, and leaves
     unfinished groups to later steps.
 
-    The deadline of a group is the version at its start plus eta. A step at version v may take its groups only if later
-    steps can consume all other groups before their deadlines. For each version D >= v, at most (D - v) B groups outside
-    the step's batch may have a deadline of D or less.
+    The deadline of a group is the version at its start plus eta. A step at version v takes a batch only if later steps
+    can consume every remaining group by its deadline. For every D >= v, at most (D - v) B remaining groups may have a
+    deadline of D or less, because the steps at versions v + 1 to D consume (D - v) B groups.
     """
 
-    slack: int = 0  # eta minus the staleness limit of the gate, in versions
+    slack: int = 0  # number of versions by which eta exceeds the gate's staleness limit
     deadlines: dict[int, int] = field(default_factory=dict)
 
     def start(self) -> list[Task]:
@@ -250,7 +251,7 @@ class Simulation:
     def take_batch(self) -> None:
         """If a batch is ready, start a training step.
 
-        `take` is called only if a batch may be ready, because a call of `take` is slow.
+        The function calls the slow `take` only if a batch may be ready.
         """
         finished = self.manager.get_stats().accepted - self.version * self.s.batch
         head = next(iter(self.state.order.values()), None)

@@ -11,11 +11,11 @@ docs/staleness.csv already has the line of a run, the benchmark does not repeat 
 shows the results, and the page docs/staleness.md explains them.
 
 **A fixed lag.** On a small machine, generation is as fast as training, so a real run has little lag. In this benchmark
-generation and training alternate in one process, so the benchmark can choose the lag. Steps are counted from 0. Version
-max(s - eta, 0) samples all tokens of step s, so the lag is the largest lag that the gate (staleness.py) allows. With
-eta = inf there is no gate. Without a gate, the sampler generates two batches while the trainer consumes one batch, so
-version s // 2 samples the batch of step s. Every run trains on 64 batches of 120 games. The CSV file contains the
-measured lag: the trainer's version minus the version that sampled the token.
+generation and training alternate in one process, so the benchmark can choose the lag. Steps are counted from 0. All
+tokens of step s come from version max(s - eta, 0), the oldest version that the gate (staleness.py) allows in step s.
+With eta = inf there is no gate. Without a gate, every version samples two batches, so version s // 2 samples the batch
+of step s. Every run trains on 64 batches of 120 games. The CSV file contains the measured lag: the trainer's version
+minus the version that sampled the token.
 
 **Methods.** "naive" is standard PPO whose old policy is the behaviour policy. "decoupled" is decoupled PPO that
 computes pi_prox by a forward pass. "loglinear" is decoupled PPO that interpolates pi_prox between pi_behav and
@@ -394,7 +394,8 @@ def main() -> None:
     transformers_logging.disable_progress_bar()
     recipe = load_recipe()
     done = {(line["eta"], line["method"], line["seed"]) for line in read()}
-    # The outer loop is over the seeds, so that the results of some seeds are complete if the benchmark is stopped.
+    # All runs of one seed come before the runs of the next seed, so a benchmark that is stopped has complete results
+    # for some seeds.
     for seed in [] if args.draw else args.seeds or sorted(set().union(*seeds.values())):
         base = BASES / f"base-{seed}"
         if not base.exists():

@@ -68,7 +68,8 @@ def read_gate(rollout: Any) -> dict[str, int]:
 
 
 def take_tour() -> dict[str, Any]:
-    """Train two steps. Return the states of the gate, and the tensors of the second group and of its longest game."""
+    """Train two steps. Return the states of the gate, the tensors of the second group, and the tensors of the longest
+    game in the second group."""
     with tempfile.TemporaryDirectory() as folder:
         config = load([*KEYS.split(), f"fileroot={folder}"])
         agent = PacedAgent(import_string(f"{config.task}.WORKFLOW")())
