@@ -136,7 +136,7 @@ class NormConfig:
 
 class Normalization:
     """This class has the interface of AReaL's class Normalization, and normalises with this project's `ppo.normalise`.
-    Each number whose mask is 1 is normalised like the reward of one turn."""
+    The class passes every number whose mask is 1 to `ppo.normalise` as the reward of one turn."""
 
     def __init__(self, config: NormConfig) -> None:
         if not config.std_unbiased and config.std_level:
@@ -318,7 +318,8 @@ def provide(checkout: Path) -> None:
 
 
 class Absent:
-    """A stand-in for a part of AReaL that this project does not have. A test that uses the stand-in fails."""
+    """A stand-in for a class or a function of AReaL that is missing in this project. A test that uses the stand-in
+    fails."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -333,7 +334,7 @@ class Absent:
 
 
 def absent(name: str) -> Absent:
-    """Return a stand-in for a name of AReaL that the adapters in this file do not define."""
+    """Return a stand-in for a name of AReaL, if the adapters in this file do not define the name."""
     if name.startswith("__"):
         raise AttributeError(name)
     return Absent(name)

@@ -13,9 +13,9 @@ episode with k turns has weight k.
 The command `train` repeats runs of bench/staleness.py at eta = 1 and changes only the baseline. The command `signal`
 reads the batches that a run wrote to its folder tokens/ and computes the advantages with each baseline. `signal` counts
 the turns with advantage 0. If all members of a group have the same reward, all advantages of the group are 0 with both
-baselines, so `signal` does not count the turns of the group. The share of turns with advantage 0 depends on the group
-size. Therefore `signal` prints the share of turns with advantage 0 for the first 4 members of each group, for the first
-8 members, and for all members. The results are in docs/algorithm.md.
+baselines, so `signal` does not count the turns of the group. `signal` prints the share of turns with advantage 0 for
+three group sizes, because the share depends on the group size. The three group sizes are the first 4 members, the first
+8 members and all members of a group. The results are in docs/algorithm.md.
 """
 
 import argparse

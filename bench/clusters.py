@@ -100,8 +100,8 @@ def cluster(gpus: int, eta: int | None, stale: str = "wait", model: Model = SMAL
 
 
 def faster_training(factor: float, *args: Any) -> Setup:
-    """Return the setup of a cluster whose training time is multiplied by `factor`. If `factor` is below 1, generation
-    limits the speed of the run."""
+    """Return the setup of a cluster whose training time is multiplied by `factor`. A small `factor` makes training so
+    fast that generation limits the speed of the run."""
     setup = cluster(*args)
     return replace(setup, train=lambda rng, step, tokens: factor * setup.train(rng, step, tokens))
 

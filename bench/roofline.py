@@ -137,7 +137,8 @@ def flops(part: Part) -> float:
     return sum(kernel.flops for kernel in part)
 
 
-# The kernels of the model process `rows` rows of `length` tokens in `passes` forward passes. A number has b bytes.
+# In the functions below, the model processes `rows` rows of `length` tokens in `passes` forward passes, and each number
+# takes b bytes.
 
 
 def product(t: float, i: int, o: int, b: int, times: int = 1) -> Part:
@@ -217,7 +218,7 @@ def step_parts(s: Shape, w: Work) -> dict[str, Part]:
     decode = layers_forward(s, w.slots, 1, b, 1, fused=True) + product(w.slots, s.H, s.V, b)
     decode.append(Kernel(4 * s.layers * s.Q * w.slots * context, 2 * b * s.layers * s.K * w.slots * context))
     own = s.n / w.ranks  # number of parameters that a rank keeps
-    gather = Kernel(0, m * (4 + b) * s.n)  # FSDP converts the parameters to b bytes for each pass
+    gather = Kernel(0, m * (4 + b) * s.n)  # in each pass, FSDP converts every parameter from 4 to b bytes
     parts = {
         "generation: prefill": layers_forward(s, w.rows, w.prompt, b, ceil(tokens / 16384), fused=True),
         "generation: decode": [Kernel(steps * k.flops, steps * k.bytes, k.share) for k in decode],
@@ -380,13 +381,13 @@ def compare(s: Shape, w: Work, found: dict[str, float], peak: float, bandwidth: 
     """Return a table of the estimated and the measured seconds of each part.
 
     Generation is measured with transformers, and transformers does not fuse kernels. `peak` is in FLOP/s. `bandwidth`,
-    `few` and `disk` are in bytes per second. `few` is the bandwidth of a product of few rows with a large matrix. A
-    decode step consists of products of few rows with large matrices. On a CPU, `few` is below `bandwidth`, because the
-    CPU's library rearranges the matrix before the product.
+    `few` and `disk` are in bytes per second. `few` is the measured speed of reading a large matrix that is multiplied
+    by a few rows. A decode step consists of products of a few rows with large matrices. On a CPU, `few` is below
+    `bandwidth`, because the CPU's library rearranges the matrix before the product.
     """
     b, rows = w.b, w.rows
     parts = step_parts(s, w) | {"new weights: disk": [Kernel(0, b * s.n)]}
-    parts["generation: decode"] = divide(parts["generation: decode"], w.answer)  # the measurement is one decode step
+    parts["generation: decode"] = divide(parts["generation: decode"], w.answer)  # only one decode step is measured
     for name, t in {"generation: prefill": rows * w.prompt, "generation: decode": rows}.items():
         parts[name] = [*parts[name], Kernel(0, t * s.layers * pointwise(s, b))]
     lines = [["part", "GFLOP", "GB", "estimate ms", "measured ms", "measured / estimate"]]

@@ -77,14 +77,15 @@ class Setup:
 
 
 class Task:
-    """A group, with the number of its unfinished sequences (`left`) and the number of its tokens of each version."""
+    """A simulated group: `left` is the number of unfinished sequences, and `tokens` counts the tokens by version."""
 
     def __init__(self, task_id: int, members: int) -> None:
         self.task_id, self.left, self.tokens = task_id, members, Versions()
 
 
 class Server:
-    """A server, which counts its decoding steps (`ticks`). In one tick each running sequence generates one token."""
+    """A simulated server with a counter `ticks` of its decoding steps. In one tick each running sequence generates one
+    token."""
 
     def __init__(self, setup: Setup) -> None:
         self.s = setup
@@ -94,7 +95,7 @@ class Server:
         self.begins = [0.0]  # the tick at which each version begins
         self.stopped = self.draining = False  # `draining`: the server finishes its sequences before it loads weights
         self.busy = 0.0  # seconds in which at least one sequence ran
-        self.stamp = 0  # the simulation ignores events that were scheduled with another stamp
+        self.stamp = 0  # raised by `plan` and `load`; the simulation ignores an event with an older stamp
 
     def advance(self, now: float) -> None:
         """Advance the tick counter to the current virtual time."""
@@ -114,7 +115,8 @@ class Server:
         return max(0.0, self.running[0][0] - self.ticks) * (self.s.a + self.s.b * len(self.running))
 
     def finish(self) -> list[Task]:
-        """Finish the sequences that have reached their last tick, and return the groups that are then complete."""
+        """Finish the sequences that have generated all their tokens, and return the groups whose last sequence has
+        finished."""
         complete = []
         while self.running and self.running[0][0] <= self.ticks + 1e-6:  # allows for rounding
             last, _, first, task = heapq.heappop(self.running)
@@ -164,7 +166,7 @@ class Result:
     # Each step has four points in time: the trainer begins to wait, begins to train, begins the weight update, and
     # ends the weight update.
     steps: list[list[float]] = field(default_factory=list)
-    batches: list[Versions] = field(default_factory=list)  # number of trained tokens of each step, by version
+    batches: list[Versions] = field(default_factory=list)  # for each step, the number of trained tokens of each version
     groups: dict[int, list[float]] = field(default_factory=dict)  # the times at which each group starts and finishes
     masked: float = 0.0  # number of tokens that `mask` excluded from the loss
     dropped: int = 0
@@ -190,7 +192,7 @@ class Result:
 
 
 class Simulation:
-    """A simulated run in virtual time. The staleness gate asks this object for the current version (`get_version`)."""
+    """A simulated run in virtual time. The staleness gate reads the current version from the method `get_version`."""
 
     def __init__(self, setup: Setup, seed: int = 0) -> None:
         self.s, self.rng, self.now, self.version = setup, random.Random(seed), 0.0, 0
@@ -277,7 +279,7 @@ class Simulation:
         """Stop a server, and let it load the new weights."""
         server.advance(self.now)
         server.draining, server.stopped = False, True
-        server.stamp += 1  # no sequence finishes while the server is stopped
+        server.stamp += 1  # cancels the next event: no sequence finishes while the server is stopped
         self.at(self.s.update(self.rng, self.version, len(server.running)), lambda: self.loaded(server))
 
     def loaded(self, server: Server) -> None:
@@ -398,7 +400,7 @@ def record(folder: Path) -> dict[str, Any]:
     pauses = list(zip(begins["sync"], ends["sync"]))
 
     def worked(begin: float, end: float) -> float:
-        """Return the seconds between two points in time, without the seconds of the weight updates."""
+        """Return the seconds from `begin` to `end`, minus the seconds of the weight updates between them."""
         return end - begin - sum(max(0.0, min(end, b) - max(begin, a)) for a, b in pauses)
 
     return {
@@ -421,9 +423,10 @@ def record(folder: Path) -> dict[str, Any]:
 def blocks(values: list[float], size: int, width: int = 2) -> Draw:
     """Return a function that draws a value for group or step k from `values` by a block bootstrap.
 
-    A block has `size` values. The value for k is drawn from a block at most `width` blocks away from the block of k.
-    The groups of one batch run at the same time on the same machine, so their times are similar. With independent
-    draws, the longest of B times is longer than in a real batch. A block bootstrap keeps the times of a block together.
+    A block has `size` successive values. The bootstrap replaces each block by a random block that is at most `width`
+    blocks away. The groups of one batch run at the same time on the same machine, so their times are similar.
+    Independent draws would make the longest time of a simulated batch too long. A block bootstrap keeps the times of
+    one block together.
     """
     shifts: dict[int, int] = {}
     most = max(0, len(values) // size - 1)  # index of the last complete block of values
@@ -437,7 +440,7 @@ def blocks(values: list[float], size: int, width: int = 2) -> Draw:
 
 
 def replay(run: dict[str, Any]) -> Setup:
-    """Return a setup whose lengths and times are drawn from those of a finished run."""
+    """Return a setup that draws its lengths and times from the recorded durations of a finished run."""
     train, update = blocks(run["train"], 1), blocks(run["update"], 1)
     return Setup(
         batch=run["batch"],

@@ -47,7 +47,7 @@ from training import layout  # noqa: F401  # registers the attention of packed r
 from training.tree_attention import PackedTree, build_trees
 
 ROWS, LAYERS, VOCABULARY = 16, 4, 4096
-CASES = [  # each case is (hidden size, tokens per row, share of each row that all rows have in common)
+CASES = [  # each case is (hidden size, tokens per row, length of the common prefix divided by the length of a row)
     (384, 256, 0.75),
     (64, 256, 0.75),
     (768, 256, 0.75),

@@ -41,7 +41,7 @@ class Box:
 def place_boxes() -> dict[str, Box]:
     """Return the boxes by name: one box for each row of the table in docs/structure.md."""
     boxes = {}
-    # In `tops`, True stands for the column of folders, and False for the column of files.
+    # The key True of `tops` is the column of folders, and the key False is the column of files.
     tops = {True: GAP, False: GAP}  # y coordinate of the next box in each column
     for name in re.findall(r"^\| `([\w/.]+)` \|", (ROOT / "docs/structure.md").read_text(), re.MULTILINE):
         is_folder = not name.endswith(".py")

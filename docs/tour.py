@@ -7,9 +7,9 @@ the second group, on which step 2 trains.
 
 In an ordinary run, a weight update may arrive at any moment. In the tour, the weight update always arrives after the
 first turns of the second group, because PacedAgent delays two groups. The games of the first group do not end until the
-first turns of the second group have finished. The later turns of the second group do not start until the third group
-starts, which happens after the weight update. All seeds are fixed, so every tour on one machine shows the same numbers.
-On another machine the base model may be slightly different, and then the numbers also differ.
+first turns of the second group have finished. The later turns of the second group wait for the start of the third
+group, and the third group starts after the weight update. All seeds are fixed, so every tour on one machine shows the
+same numbers. On another machine the base model may be slightly different, and then the numbers also differ.
 """
 
 import asyncio
@@ -47,8 +47,8 @@ class PacedAgent:
         return reward
 
     async def pace(self, is_later: bool, is_over: bool) -> None:
-        """Delay a request or the end of a game. `is_later` is true if the request belongs to a later turn than the
-        first turn of its game."""
+        """Delay a request, or the end of a game if `is_over` is true. `is_later` is true if the request belongs to a
+        later turn than the first turn of its game."""
         group = workflow_context.get().task_id
         if group == 0 and is_over:
             await self.arrived.acquire()
