@@ -71,7 +71,8 @@ TRAIN_FLOPS, PREFILL_FLOPS = 3e14, 4e14  # useful FLOP/s of one GPU in training 
 
 
 def cluster(gpus: int, eta: int | None, stale: str = "wait", model: Model = SMALL, interrupt: bool = True) -> Setup:
-    """Return the setup of a cluster. With eta None training is synchronous: every GPU first generates and then trains.
+    """Return the setup of a cluster. If eta is None, training is synchronous: every GPU first generates and then
+    trains.
 
     After an interruption, a server recomputes the KV cache of its running sequences. At time 0 a run starts the groups
     of eta + 1 batches. After time 0 the run starts the groups of one batch per step. The first steps differ from later

@@ -347,8 +347,8 @@ def reward(prompt: str, completion: str, prompt_ids: list[int], completion_ids: 
 
 
 def make_model(path: Path, shape: str) -> None:
-    """Write a Qwen3 model with random weights, and a tokenizer that makes each byte one token. Most token ids have no
-    text."""
+    """Write a Qwen3 model with random weights, and a tokenizer that makes each byte one token. The model has more token
+    ids than the tokenizer uses, so many token ids have no text."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM

@@ -168,9 +168,11 @@ def pointwise(s: Shape, b: int) -> float:
 def layers_forward(
     s: Shape, rows: float, length: int, b: int, passes: int, fused: bool = False, again: bool = False
 ) -> Part:
-    """Return the kernels of a forward pass through all layers. With `fused` the pointwise operations cost nothing.
+    """Return the kernels of a forward pass through all layers. If `fused` is true, the list has no kernels of pointwise
+    operations.
 
-    With `again` the kernels recompute the layers for gradient checkpointing, without the last product of each layer.
+    If `again` is true, the kernels recompute the layers for gradient checkpointing, without the last product of each
+    layer.
     """
     t, products = rows * length, s.products[:-1] if again else s.products
     one = [kernel for i, o in products for kernel in product(t, i, o, b, passes)] + attention(s, rows, length, b)

@@ -21,7 +21,7 @@ update stops each server for `update` seconds. After the update, the server's ru
 ends when the last server has loaded the weights.
 
 **A finished run** can supply the lengths of sequences and the times of steps. The simulation of a finished run has one
-sequence per group. The length of a sequence in tokens is the duration of a group of the finished run in seconds. A
+sequence per group. The length of a sequence in tokens equals the duration of a group of the finished run in seconds. A
 server generates one token of each sequence per second, for any number of sequences (a = 1, b = 0). The length of group
 k is drawn from the lengths of groups near k, because lengths change during a run. The training time and the update time
 of step k are drawn from the times of steps near k.
@@ -95,7 +95,7 @@ class Server:
         self.begins = [0.0]  # the tick at which each version begins
         self.stopped = self.draining = False  # `draining`: the server finishes its sequences before it loads weights
         self.busy = 0.0  # seconds in which at least one sequence ran
-        self.stamp = 0  # raised by `plan` and `load`; the simulation ignores an event with an older stamp
+        self.stamp = 0  # increased by `plan` and `load`; the simulation ignores an event with an older stamp
 
     def advance(self, now: float) -> None:
         """Advance the tick counter to the current virtual time."""

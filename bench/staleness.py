@@ -300,7 +300,8 @@ def largest_fall(line: dict[str, Any]) -> float:
 
 
 def print_stability(lines: list[dict[str, Any]]) -> None:
-    """Print the median and the range of the final success, and in how many runs the success fell by more than 0.1.
+    """Print the median and the range of the final success, and the number of runs in which the success fell by more
+    than 0.1.
 
     For each correction, the table has one row for each of three ranges of seeds: 200 to 299, 300 to 399 and 500 to 599.
     If a correction was changed or its runs were repeated, the new runs have new seeds.
@@ -318,8 +319,8 @@ def print_stability(lines: list[dict[str, Any]]) -> None:
 
 
 def draw_stability(lines: list[dict[str, Any]]) -> None:
-    """Draw the success during training for the last two corrections, with one curve for each run that has eta > 0. A
-    curve is red if the success of the run fell by more than 0.1."""
+    """Draw the success during training for the last two entries of CORRECTIONS, with one curve for each run that has
+    eta > 0. A curve is red if the success of the run fell by more than 0.1."""
     import matplotlib
 
     matplotlib.use("Agg")

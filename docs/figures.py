@@ -270,7 +270,7 @@ CALLS = {  # name: (parent, the new message, the answer, the turn's own reward, 
 
 
 def compute_rewards() -> dict[str, float]:
-    """Return the final reward of each call in CALLS, which the InteractionCache of cache.py computes."""
+    """Return the final reward of each call in CALLS. The InteractionCache of cache.py computes the rewards."""
     from cache import InteractionCache, InteractionWithTokenLogpReward
     from inference.io_struct import ModelResponse
 

@@ -84,7 +84,7 @@ def take_tour() -> dict[str, Any]:
                 gates.append(read_gate(trainer.rollout))
             group = load_file(config.run_dir / "tokens" / "00002.safetensors")  # tensors of shape (4, T) or (4,)
     turns = group["turn_ids"]
-    # From the games with the most turns, take a game that found the secret.
+    # From the games with the most turns, take a game in which the secret was found.
     longest = int((turns.amax(1) + group["rewards"]).argmax())
     game = {key: x[longest][turns[longest] >= 0] for key, x in group.items() if x.shape == turns.shape}  # (n,)
     policies = game["theta_logp"], game["prox_logp"], game["logprobs"]
