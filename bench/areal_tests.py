@@ -82,8 +82,8 @@ def apply_rejection_sampling(
     cu_seqlens: Tensor | None,
     config: RejectionSamplingConfig,
 ) -> SimpleNamespace:
-    """Correct for stale tokens with this project's functions. Return the behaviour weights, the loss mask of the tokens
-    that are kept, and the share of dropped tokens."""
+    """Compute the correction for stale tokens with this project's functions. Return the behaviour weights, the loss
+    mask of the tokens that are kept, and the share of dropped tokens."""
     keys, mask = weight_keys(config), loss_mask > 0
     ids, zero = sequence_ids(loss_mask, cu_seqlens), torch.zeros_like(proximal_logprobs)
     weight, _, _, dropped = ppo.token_objectives(
@@ -136,7 +136,7 @@ class NormConfig:
 
 class Normalization:
     """This class has the interface of AReaL's class Normalization, and normalises with this project's `ppo.normalise`.
-    Each number whose mask is 1 is normalised like the reward of one turn."""
+    The class passes every number whose mask is 1 to `ppo.normalise` as the reward of one turn."""
 
     def __init__(self, config: NormConfig) -> None:
         if not config.std_unbiased and config.std_level:
@@ -216,8 +216,8 @@ def compute_prox_logp_approximations(
 ) -> dict[str, Tensor]:
     """Estimate pi_prox with this project's functions.
 
-    AReaL estimates pi_prox as if all mini-batches of the step were done. The argument 1.0 of `interpolation` means that
-    all mini-batches are done.
+    AReaL's estimate of pi_prox assumes that all mini-batches of the step are done, so `interpolation` gets 1.0 as the
+    share of mini-batches that are done.
     """
     alpha = interpolation(versions, current_version - 1, 1.0)
     guesses = {guess.__name__: guess(old_logp, logprobs, alpha) for guess in (loglinear, linear, rollout)}
@@ -233,9 +233,9 @@ FILES = (
     "tests/test_adv_norm_config.py",
     "tests/test_reward_norm_variable_group.py",
 )
-# Each key of DIFFERENCES is a part of a failed test's name or error message. Each value of DIFFERENCES is the
-# difference between the two projects that explains the failure. The page docs/differences.md explains the differences
-# in more detail.
+# Each key of DIFFERENCES is a piece of text from the name or the error message of a failed test. Each value of
+# DIFFERENCES is the difference between the two projects that explains the failure. The page docs/differences.md
+# explains the differences in more detail.
 DIFFERENCES = {
     "test_accept_without_submit_is_invalid": "an event that is impossible in the current state raises RuntimeError",
     "test_concurrent_mixed_operations": "an event that is impossible in the current state raises RuntimeError",
@@ -318,7 +318,8 @@ def provide(checkout: Path) -> None:
 
 
 class Absent:
-    """A stand-in for a part of AReaL that this project does not have. A test that uses the stand-in fails."""
+    """A stand-in for a class or a function of AReaL that is missing in this project. A test that uses the stand-in
+    fails."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -333,7 +334,7 @@ class Absent:
 
 
 def absent(name: str) -> Absent:
-    """Return a stand-in for a name of AReaL that the adapters in this file do not define."""
+    """Return a stand-in for a name of AReaL, if the adapters in this file do not define the name."""
     if name.startswith("__"):
         raise AttributeError(name)
     return Absent(name)

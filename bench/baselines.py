@@ -5,7 +5,7 @@
 
 `actor.adv_norm.per_turn=true` compares the k-th turn of a game with the k-th turns of the other games in its group.
 Games differ in length, so some late turns have no other turn to be compared with. A turn that is compared with no other
-turn has advantage 0 and teaches nothing. The advantage is also 0 if all compared turns have the same final reward.
+turn has advantage 0 and teaches nothing. If all compared turns have the same final reward, their advantages are 0.
 `per_turn=false` compares a turn with all turns of its group. In the demo and in the maze, every turn of an episode has
 the episode's reward. With `per_turn=false` the baseline is a weighted mean of the rewards of the group's episodes: an
 episode with k turns has weight k.
@@ -13,9 +13,9 @@ episode with k turns has weight k.
 The command `train` repeats runs of bench/staleness.py at eta = 1 and changes only the baseline. The command `signal`
 reads the batches that a run wrote to its folder tokens/ and computes the advantages with each baseline. `signal` counts
 the turns with advantage 0. If all members of a group have the same reward, all advantages of the group are 0 with both
-baselines, so `signal` does not count the turns of the group. The share of turns with advantage 0 depends on the group
-size, so `signal` prints the share for three group sizes: the first 4 members of each group, the first 8 members, and
-all members. The results are in docs/algorithm.md.
+baselines, so `signal` does not count the turns of the group. `signal` prints the share of turns with advantage 0 for
+three group sizes, because the share depends on the group size. The three group sizes are the first 4 members, the first
+8 members and all members of a group. The results are in docs/algorithm.md.
 """
 
 import argparse

@@ -10,10 +10,10 @@ messages in a turn.
 The second part of the benchmark measures the processor time of this project's cache and of AReaL's cache. The two
 caches run alternately, three times each, and the benchmark prints the smallest time of each cache. The second part
 measures the three operations `chain`, `siblings` and `export`. `chain` adds the 400 turns of one conversation to the
-cache. The target of `chain` is at most 1.2 times AReaL's time. `siblings` adds 800 turns to the cache, and each turn
-has the same 200 input messages. The target of `siblings` is at most a quarter of AReaL's time. `export` discounts the
-rewards of 512 conversations of 4 turns, exports their rows and makes tensors. The target of `export` is at most AReaL's
-time.
+cache. `chain` should take at most 1.2 times as long as in AReaL. `siblings` adds 800 turns to the cache, and each turn
+has the same 200 input messages. `siblings` should take at most a quarter of AReaL's time. `export` discounts the
+rewards of 512 conversations of 4 turns, exports their rows and makes tensors. `export` should take no longer than in
+AReaL.
 """
 
 import gc

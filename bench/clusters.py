@@ -71,15 +71,16 @@ TRAIN_FLOPS, PREFILL_FLOPS = 3e14, 4e14  # useful FLOP/s of one GPU in training 
 
 
 def cluster(gpus: int, eta: int | None, stale: str = "wait", model: Model = SMALL, interrupt: bool = True) -> Setup:
-    """Return the setup of a cluster. With eta None training is synchronous: every GPU first generates and then trains.
+    """Return the setup of a cluster. If eta is None, training is synchronous: every GPU first generates and then
+    trains.
 
-    After an interruption, a server recomputes the KV cache of its running sequences. At time 0 a run starts eta + 1
-    batches at once, and later one batch per step. The first steps differ from later steps, so the results exclude the
-    first 2 (eta + 1) steps. With eta = 0 the results exclude the first 3 steps.
+    After an interruption, a server recomputes the KV cache of its running sequences. At time 0 a run starts the groups
+    of eta + 1 batches. After time 0 the run starts the groups of one batch per step. The first steps differ from later
+    steps, so the results exclude the first 2 (eta + 1) steps. With eta = 0 the results exclude the first 3 steps.
     """
     share = 1.0 if eta is None else 0.75
     servers, trainers = max(1, round(share * gpus)), gpus * (1 - share) or gpus
-    slow = servers / (share * gpus)  # `slow` is above 1 if generation has less than one GPU
+    slow = servers / (share * gpus)  # factor on the decoding times, above 1 if generation has less than one GPU
     again = 5000 * 2 * model.parameters / PREFILL_FLOPS  # seconds to compute the KV cache of 5,000 tokens
     return Setup(
         batch=512,
@@ -100,8 +101,8 @@ def cluster(gpus: int, eta: int | None, stale: str = "wait", model: Model = SMAL
 
 
 def faster_training(factor: float, *args: Any) -> Setup:
-    """Return the setup of a cluster whose training time is multiplied by `factor`. If `factor` is below 1, generation
-    limits the speed of the run."""
+    """Return the setup of a cluster whose training time is multiplied by `factor`. A small `factor` makes training so
+    fast that generation limits the speed of the run."""
     setup = cluster(*args)
     return replace(setup, train=lambda rng, step, tokens: factor * setup.train(rng, step, tokens))
 

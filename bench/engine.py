@@ -3,9 +3,9 @@
     python bench/engine.py [--quick] [--models 0.13M 3.3M 15.7M]
 
 The benchmark generates 128 new tokens for random prompts of 64 tokens, with 1, 16 and 64 concurrent requests. The unit
-is tokens per second of CPU time, because wall time would also measure other programs on the machine. The benchmark
-measures four ways to generate with the same Qwen3 model, in float32 on one thread. `generate` calls model.generate on
-one batch and samples at temperature 1. `engine` calls the scheduler and the slot cache in this process, and returns the
+is tokens per second of CPU time, because other programs on the machine lengthen the wall time. The benchmark measures
+four ways to generate with the same Qwen3 model, in float32 on one thread. `generate` calls model.generate on one batch
+and samples at temperature 1. `engine` calls the scheduler and the slot cache in this process, and returns the
 log-probability of every token. `http` sends the requests to POST /generate of a server process, and counts only the
 server's CPU time. `--seed` is `engine` in deterministic mode, the mode of a server with the option --seed.
 

@@ -17,8 +17,8 @@ server must have its initial version, have no running request, and give the same
 beginning.
 
 Requests that can change a server's state go to a second server and a second proxy, because such requests could break
-the valid sessions. The script never sends the right key to the two endpoints *_memory_occupation. If an endpoint
-*_memory_occupation is called at the wrong time, the small server ends, as SGLang does.
+the valid sessions. The script never sends the right key to the two endpoints *_memory_occupation. A request to an
+endpoint *_memory_occupation at the wrong time ends the process of the small server, as in SGLang.
 """
 
 import argparse
@@ -51,7 +51,7 @@ KEY, SECONDS, WORKERS = "key", 60, 24
 TOOL = {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
 CHAT = {"max_tokens": 4, "temperature": 1.0, "top_p": 0.9, "stream": False, "stop": ["x"], "metadata": {}}
-HONEST: dict[str, Any] = {  # maps the last part of a path to a valid body; other paths get {}
+HONEST: dict[str, Any] = {  # maps the last part of a URL path to a valid request body; unlisted paths get {}
     "completions": {
         "messages": [
             {"role": "user", "content": "hello"},

@@ -9,11 +9,11 @@
 
 A cell is one process that checks one part of the project, and the page of results has one row for each cell. `probe`
 measures the GPU's peak speed: the FLOP/s of a large matrix product, and the bytes per second of a copy. `head` measures
-how precise log-probabilities are if the last layer computes in bfloat16 or in float32. `train-...` trains on random
-rows without an inference server, so it needs only torch and transformers. `test-...` runs the tests for code that
-behaves differently on a GPU, such as FlexAttention. `run-...` is a whole run of train.py. The run's server is SGLang if
-SGLang is installed in this Python environment. Without SGLang the server is the small server on the CPU, with a small
-model.
+how precise log-probabilities are if the last layer computes in bfloat16 or in float32. A cell `train-...` trains on
+random rows without an inference server, so the cell needs only torch and transformers. `test-...` runs the tests for
+code that behaves differently on a GPU, such as FlexAttention. `run-...` is a whole run of train.py. The run's server is
+SGLang if SGLang is installed in this Python environment. Without SGLang the server is the small server on the CPU, with
+a small model.
 
 The models have random weights, so the check does not test whether a model learns. If a cell takes longer than its
 limit, the script ends all processes of the cell. If a cell fails, the next cell still runs. The script writes the page
@@ -47,8 +47,8 @@ SHAPES = {  # maps a name to (layers, hidden size, MLP size, heads, key-value he
     "1.5b": (28, 1536, 8960, 12, 2, 128, 151936),  # Qwen2.5-1.5B, with Qwen3's norms of queries and keys
     "tiny": (2, 64, 128, 4, 2, 16, 512),  # a model for the small server on the CPU
 }
-# MISMATCH is the largest allowed difference, in nats, between the log-probabilities of server and trainer. Near -12,
-# the distance between two successive bfloat16 numbers is 0.06.
+# MISMATCH is the largest allowed difference, in nats, between the log-probabilities of server and trainer. For
+# comparison: two successive bfloat16 numbers near -12 differ by 0.06.
 MISMATCH = 0.2
 GRACE_SECONDS = 10.0  # seconds between SIGTERM and SIGKILL
 TEMPLATE = (
@@ -183,7 +183,7 @@ def end(process: subprocess.Popen[bytes]) -> int:
         time.sleep(0.1)
     process.wait()
     for pid in killed - {process.pid}:
-        with suppress(ChildProcessError):  # the parent of the killed process has already waited for it
+        with suppress(ChildProcessError):  # the killed process's own parent has already read its exit status
             os.waitpid(pid, 0)
     return len(killed)
 
@@ -255,7 +255,7 @@ def try_cell(cell: Cell, folder: Path, deadline: float, prepare: Callable[[Cell]
             prepare(cell)
         if (left := deadline - time.monotonic()) > 0:
             result = run_cell(cell, folder, min(cell.limit, left))
-    except Exception as error:  # a cell that fails does not end the check
+    except Exception as error:  # if a cell raises an exception, the next cell still runs
         (folder / "log").write_text(f"{type(error).__name__}: {error}\n")
         result["code"] = 1
     for name in ("checkpoints", "recover", "weights", "tokens"):
@@ -267,7 +267,7 @@ def try_cell(cell: Cell, folder: Path, deadline: float, prepare: Callable[[Cell]
 
 
 def row(name: str, result: dict[str, Any], folder: Path) -> list[str]:
-    """Return the table row of one cell. The first step of a run is slower, so the means exclude it."""
+    """Return the table row of one cell. The first step of a run is slower, so the means exclude the first step."""
     log = folder / "log"
     words = [w for w in log.read_text(errors="replace").splitlines() if w.strip()] if log.exists() else []
     last, seconds = (words or ["no output"])[-1], f"{result['seconds']:.0f}"
@@ -341,14 +341,14 @@ def describe(machine: Machine) -> str:
 
 
 def reward(prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], **_) -> float:
-    """Return the share of odd token ids as the reward. The samples of one prompt have different rewards, so their
+    """Return the share of odd token ids as the reward. The samples of one prompt get different rewards, so the
     advantages and the gradient are not zero."""
     return sum(i % 2 for i in completion_ids) / max(1, len(completion_ids))
 
 
 def make_model(path: Path, shape: str) -> None:
-    """Write a Qwen3 model with random weights, and a tokenizer that makes each byte one token. Most token ids have no
-    text."""
+    """Write a Qwen3 model with random weights, and a tokenizer that makes each byte one token. The model has more token
+    ids than the tokenizer uses, so many token ids have no text."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
@@ -566,7 +566,7 @@ def main() -> int:
             print(f"{cell.name} (at most {cell.limit} s)\n    {shlex.join(cell.command)}")
         return 0
     work.mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # on SIGTERM the script also ends the running cell
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # on SIGTERM, the script ends the running cell and exits
     prepare = lambda cell: make_model(work / f"model-{cell.shape}", cell.shape) if cell.shape else None  # noqa: E731
     failed = check(cells, work, 60 * args.minutes, prepare, describe(machine))
     print(f"{failed} of {len(cells)} cells failed; the page is {work / 'gpu.md'}, the logs are in {work}")

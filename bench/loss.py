@@ -3,8 +3,8 @@
     python bench/loss.py            # make all three measurements
     python bench/loss.py --small    # measure memory with V = 20,000 and T = 1,024, on a machine with less than 16 GB
 
-**Time of the advantages.** The benchmark computes the advantages of 64 rows of 2,048 tokens. The target is at most a
-tenth of the time that AReaL takes for the same advantages.
+**Time of the advantages.** The benchmark computes the advantages of 64 rows of 2,048 tokens. This project should need
+at most a tenth of AReaL's time for the same advantages.
 
 **Time of the loss.** The benchmark computes the loss and its metrics for 64 rows of 2,048 tokens, without the backward
 pass. The loss should take no longer than AReaL's loss for the same objective. The printed times of advantages and loss
@@ -36,7 +36,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-try:  # areal is imported before transformers, because the other order makes areal's imports circular
+try:  # import areal before transformers: if transformers is imported first, areal's imports are circular
     import areal  # noqa: F401
     from areal.utils.functional import ppo_actor_loss_fn as peer_loss
 except ImportError:
@@ -86,8 +86,8 @@ def make_batch(B: int = 64, T: int = 2048) -> dict[str, torch.Tensor]:
 def peer_advantages() -> Callable[[dict[str, torch.Tensor]], Any] | None:
     """Return AReaL's function that computes advantages, or None if AReaL's function cannot run.
 
-    AReaL's function subtracts a group's mean and divides by its standard deviation, as compute_advantages does in
-    `bench_times`. If the result is None, this function also prints the reason.
+    AReaL's function normalises with the mean and the standard deviation of each group, as compute_advantages does in
+    `bench_times`. If AReaL's function cannot run, this function prints the reason.
     """
     try:
         from areal.api.cli_args import NormConfig as PeerNorm

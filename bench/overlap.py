@@ -14,8 +14,8 @@ rollout.max_concurrent_rollouts that was fastest with the first seed.
 
 The column `update` tells how new weights reach the server. With `interrupt`, an update interrupts the running walks,
 which then continue with the new weights. With `drain`, the trainer starts no new group before an update, and waits
-until all running groups have finished. The class `Drained` implements the mode `drain`, because train.py has no such
-mode.
+until all running groups have finished. The class `Drained` in this file implements the mode `drain`, which train.py
+does not have.
 
 The remaining columns of the table come from the trace of each run (trace.json). All times are in seconds.
 
@@ -29,8 +29,9 @@ The remaining columns of the table come from the trace of each run (trace.json).
     `reward`       mean reward in the last ten steps.
     `mixed`        share of the walks that an update interrupted.
 
-A step waits for the groups that started first, so `ideal` includes the time `oldest`. For the synchronous run, `ideal`
-is the time with a perfect overlap of generation and training. Each cell of the table is the median over the seeds.
+`ideal` includes the time `oldest`, because a step waits for its oldest group even if enough other groups have finished.
+For the synchronous run, `ideal` is the time with a perfect overlap of generation and training. Each cell of the table
+is the median over the seeds.
 """
 
 import argparse
@@ -154,7 +155,7 @@ def main() -> int:
     start = time.monotonic()
 
     def run(mode: Mode, concurrent: int, seed: int) -> dict[str, float]:
-        """Return the numbers of a run. If the run has not been made yet, make it first."""
+        """Return the numbers that the table shows for a run. If the run has not been made yet, make the run first."""
         folder = folder_of(args.fileroot, mode, concurrent, seed, args.steps)
         if not (folder / "done").exists():
             if time.monotonic() - start > args.seconds:

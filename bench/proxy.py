@@ -12,10 +12,11 @@ The benchmark prints a table and two lines. The rows `whole` and `streamed` show
 CPU time per call, for whole replies and for streamed replies. The load is 200 concurrent sessions of 10 turns, and
 every turn sends its whole history. The target of `whole` is 500 calls per second on one core. The row `LiteLLM` shows
 the calls per second of LiteLLM's proxy, which also runs on one core. LiteLLM's proxy returns a constant text
-(mock_response) and does not render, tokenise or store anything. The line `one by one` shows two median times: of a
-single call to the proxy, and of a call to an empty handler with a body of similar size. `added` is the difference of
-the two medians. The line `history` shows the times of three successive calls with 1,000 messages of 2 kB. The first
-call renders and tokenises all messages, and the next calls render and tokenise only new messages.
+(mock_response) and does not render, tokenise or store anything. The line `one by one` shows two median times: the time
+of a single call to the proxy, and the time of an empty handler for a request of similar size. `added` is the median
+time of the proxy minus the median time of the empty handler. The line `history` shows the times of three successive
+calls with 1,000 messages of 2 kB. The first call renders and tokenises all messages, and the next calls render and
+tokenise only new messages.
 """
 
 import argparse

@@ -108,7 +108,7 @@ class Work:
 
     @property
     def passes(self) -> int:
-        """The number of forward passes in which a step processes all of its rows once."""
+        """The number of forward passes that a step needs to process each of its rows once."""
         return self.minibatches * ceil(self.rows * self.length / self.minibatches / self.mb_tokens)
 
 
@@ -137,12 +137,13 @@ def flops(part: Part) -> float:
     return sum(kernel.flops for kernel in part)
 
 
-# The kernels of the model process `rows` rows of `length` tokens in `passes` forward passes. A number has b bytes.
+# In the functions below, the model processes `rows` rows of `length` tokens in `passes` forward passes, and each number
+# takes b bytes.
 
 
 def product(t: float, i: int, o: int, b: int, times: int = 1) -> Part:
-    """Return the kernel that multiplies t tokens of size i by a matrix (i, o). Each of `times` passes reads the
-    matrix."""
+    """Return the kernel that multiplies t tokens of size i by a matrix (i, o). The kernel reads the matrix `times`
+    times, once for each pass."""
     return [Kernel(2 * t * i * o, b * (t * i + t * o + times * i * o))]
 
 
@@ -167,9 +168,11 @@ def pointwise(s: Shape, b: int) -> float:
 def layers_forward(
     s: Shape, rows: float, length: int, b: int, passes: int, fused: bool = False, again: bool = False
 ) -> Part:
-    """Return the kernels of a forward pass through all layers. With `fused` the pointwise operations cost nothing.
+    """Return the kernels of a forward pass through all layers. If `fused` is true, the list has no kernels of pointwise
+    operations.
 
-    With `again` the kernels recompute the layers for gradient checkpointing, without the last product of each layer.
+    If `again` is true, the kernels recompute the layers for gradient checkpointing, without the last product of each
+    layer.
     """
     t, products = rows * length, s.products[:-1] if again else s.products
     one = [kernel for i, o in products for kernel in product(t, i, o, b, passes)] + attention(s, rows, length, b)
@@ -202,7 +205,7 @@ def head_backward(s: Shape, n: float, b: int, chunk: int) -> Part:
     # `softmax` is a sum of bytes per logit: write logits of 4 bytes instead of b bytes, divide (8), log_softmax (12),
     # exp (8), multiply by -g (8), divide (8), and convert if b < 4 (b + 4).
     softmax = (4 - b + 8 + 12 + 8 + 8 + 8 + (b + 4) * (b < 4)) * n * s.V
-    added = (b + 8) * chunks * s.V * s.H  # bytes to add each chunk's gradient to a float32 sum
+    added = (b + 8) * chunks * s.V * s.H  # bytes moved to add the gradient of every chunk to a float32 sum
     return [*(3 * product(n, s.H, s.V, b, chunks)), Kernel(0, softmax + added)]
 
 
@@ -217,7 +220,7 @@ def step_parts(s: Shape, w: Work) -> dict[str, Part]:
     decode = layers_forward(s, w.slots, 1, b, 1, fused=True) + product(w.slots, s.H, s.V, b)
     decode.append(Kernel(4 * s.layers * s.Q * w.slots * context, 2 * b * s.layers * s.K * w.slots * context))
     own = s.n / w.ranks  # number of parameters that a rank keeps
-    gather = Kernel(0, m * (4 + b) * s.n)  # FSDP converts the parameters to b bytes for each pass
+    gather = Kernel(0, m * (4 + b) * s.n)  # in each pass, FSDP converts every parameter from 4 to b bytes
     parts = {
         "generation: prefill": layers_forward(s, w.rows, w.prompt, b, ceil(tokens / 16384), fused=True),
         "generation: decode": [Kernel(steps * k.flops, steps * k.bytes, k.share) for k in decode],
@@ -380,13 +383,13 @@ def compare(s: Shape, w: Work, found: dict[str, float], peak: float, bandwidth: 
     """Return a table of the estimated and the measured seconds of each part.
 
     Generation is measured with transformers, and transformers does not fuse kernels. `peak` is in FLOP/s. `bandwidth`,
-    `few` and `disk` are in bytes per second. `few` is the bandwidth of a product of few rows with a large matrix. A
-    decode step consists of products of few rows with large matrices. On a CPU, `few` is below `bandwidth`, because the
-    CPU's library rearranges the matrix before the product.
+    `few` and `disk` are in bytes per second. `few` is the measured speed of reading a large matrix that is multiplied
+    by a few rows. A decode step consists of products of a few rows with large matrices. On a CPU, `few` is below
+    `bandwidth`, because the CPU's library rearranges the matrix before the product.
     """
     b, rows = w.b, w.rows
     parts = step_parts(s, w) | {"new weights: disk": [Kernel(0, b * s.n)]}
-    parts["generation: decode"] = divide(parts["generation: decode"], w.answer)  # the measurement is one decode step
+    parts["generation: decode"] = divide(parts["generation: decode"], w.answer)  # only one decode step is measured
     for name, t in {"generation: prefill": rows * w.prompt, "generation: decode": rows}.items():
         parts[name] = [*parts[name], Kernel(0, t * s.layers * pointwise(s, b))]
     lines = [["part", "GFLOP", "GB", "estimate ms", "measured ms", "measured / estimate"]]

@@ -5,11 +5,11 @@
     `python bench/simulate.py --record RUN ...` stores the durations of finished runs in docs/simulate.json.
 
 The script is a discrete-event simulation in virtual time. A queue holds the next event of each server and of the
-trainer. The clock jumps from event to event. Two classes of a real run make the decisions. StalenessManager
-(staleness.py) says how many groups may start, and DispatchState (rollout/dispatcher.py) chooses the groups that start,
-forms the batches, and decides which tokens are too old for the loss. The simulation runs no model: answers, training
-steps and weight updates only take virtual time. bench/clusters.py simulates clusters of GPUs, and compares the rules by
-which a training step chooses its groups. docs/simulate.md explains the results.
+trainer. The clock jumps from event to event. The simulation uses two classes of a real run. StalenessManager
+(staleness.py) limits the number of groups that may start. DispatchState (rollout/dispatcher.py) chooses the groups that
+start, forms the batches, and decides which tokens are too old for the loss. The simulation runs no model: answers,
+training steps and weight updates only take virtual time. The script bench/clusters.py simulates clusters of GPUs, and
+compares the rules by which a training step chooses its groups. The page docs/simulate.md explains the results.
 
 **Servers.** A server generates one token for each of its n running sequences in `a + b n` seconds. At most `slots`
 sequences run on a server, and all other sequences wait in order of arrival. Each sequence has a length in tokens. A
@@ -20,10 +20,11 @@ update stops each server for `update` seconds. After the update, the server's ru
 `interrupt`, each server lets its running sequences finish, starts no new sequences, and then loads the weights. A step
 ends when the last server has loaded the weights.
 
-**A finished run** can supply the lengths of sequences and the times of steps. Each simulated group has one sequence.
-The length of the sequence is the duration of one group of the finished run, in seconds. The server runs any number of
-sequences (a = 1, b = 0). The length of group k is drawn from the lengths of groups near k, because lengths change
-during a run. The training time and the time of the weight update of step k are drawn from the times of steps near k.
+**A finished run** can supply the lengths of sequences and the times of steps. The simulation of a finished run has one
+sequence per group. The length of a sequence in tokens equals the duration of a group of the finished run in seconds. A
+server generates one token of each sequence per second, for any number of sequences (a = 1, b = 0). The length of group
+k is drawn from the lengths of groups near k, because lengths change during a run. The training time and the update time
+of step k are drawn from the times of steps near k.
 """
 
 import argparse
@@ -76,14 +77,15 @@ class Setup:
 
 
 class Task:
-    """A group, with the number of its unfinished sequences (`left`) and the number of its tokens of each version."""
+    """A simulated group: `left` is the number of unfinished sequences, and `tokens` counts the tokens by version."""
 
     def __init__(self, task_id: int, members: int) -> None:
         self.task_id, self.left, self.tokens = task_id, members, Versions()
 
 
 class Server:
-    """A server, which counts its decoding steps (`ticks`). In one tick each running sequence generates one token."""
+    """A simulated server with a counter `ticks` of its decoding steps. In one tick each running sequence generates one
+    token."""
 
     def __init__(self, setup: Setup) -> None:
         self.s = setup
@@ -91,9 +93,9 @@ class Server:
         self.running: list[tuple[float, int, float, Task]] = []  # heap of (last tick, serial number, first tick, group)
         self.waiting: deque[tuple[int, float, Task]] = deque()  # (serial number, length, group)
         self.begins = [0.0]  # the tick at which each version begins
-        self.stopped = self.draining = False  # draining: the server will load weights when no sequence runs
+        self.stopped = self.draining = False  # `draining`: the server finishes its sequences before it loads weights
         self.busy = 0.0  # seconds in which at least one sequence ran
-        self.stamp = 0  # the simulation ignores events that were scheduled with another stamp
+        self.stamp = 0  # increased by `plan` and `load`; the simulation ignores an event with an older stamp
 
     def advance(self, now: float) -> None:
         """Advance the tick counter to the current virtual time."""
@@ -113,7 +115,8 @@ class Server:
         return max(0.0, self.running[0][0] - self.ticks) * (self.s.a + self.s.b * len(self.running))
 
     def finish(self) -> list[Task]:
-        """Finish the sequences that have reached their last tick, and return the groups that are then complete."""
+        """Finish the sequences that have generated all their tokens, and return the groups whose last sequence has
+        finished."""
         complete = []
         while self.running and self.running[0][0] <= self.ticks + 1e-6:  # allows for rounding
             last, _, first, task = heapq.heappop(self.running)
@@ -133,12 +136,12 @@ class WindowState(DispatchState[Task, Versions]):
     """The dispatcher's state for the order `window`. A step takes the finished groups that started first, and leaves
     unfinished groups to later steps.
 
-    The deadline of a group is the version at its start plus eta. A step at version v may take its groups only if later
-    steps can consume all other groups before their deadlines. For each version D >= v, at most (D - v) B groups outside
-    the step's batch may have a deadline of D or less.
+    The deadline of a group is the version at its start plus eta. A step at version v takes a batch only if later steps
+    can consume every remaining group by its deadline. For every D >= v, at most (D - v) B remaining groups may have a
+    deadline of D or less, because the steps at versions v + 1 to D consume (D - v) B groups.
     """
 
-    slack: int = 0  # eta minus the staleness limit of the gate, in versions
+    slack: int = 0  # number of versions by which eta exceeds the gate's staleness limit
     deadlines: dict[int, int] = field(default_factory=dict)
 
     def start(self) -> list[Task]:
@@ -163,7 +166,7 @@ class Result:
     # Each step has four points in time: the trainer begins to wait, begins to train, begins the weight update, and
     # ends the weight update.
     steps: list[list[float]] = field(default_factory=list)
-    batches: list[Versions] = field(default_factory=list)  # number of trained tokens of each step, by version
+    batches: list[Versions] = field(default_factory=list)  # for each step, the number of trained tokens of each version
     groups: dict[int, list[float]] = field(default_factory=dict)  # the times at which each group starts and finishes
     masked: float = 0.0  # number of tokens that `mask` excluded from the loss
     dropped: int = 0
@@ -189,7 +192,7 @@ class Result:
 
 
 class Simulation:
-    """A simulated run in virtual time. The staleness gate asks this object for the current version (`get_version`)."""
+    """A simulated run in virtual time. The staleness gate reads the current version from the method `get_version`."""
 
     def __init__(self, setup: Setup, seed: int = 0) -> None:
         self.s, self.rng, self.now, self.version = setup, random.Random(seed), 0.0, 0
@@ -250,7 +253,7 @@ class Simulation:
     def take_batch(self) -> None:
         """If a batch is ready, start a training step.
 
-        `take` is called only if a batch may be ready, because a call of `take` is slow.
+        The function calls the slow `take` only if a batch may be ready.
         """
         finished = self.manager.get_stats().accepted - self.version * self.s.batch
         head = next(iter(self.state.order.values()), None)
@@ -276,7 +279,7 @@ class Simulation:
         """Stop a server, and let it load the new weights."""
         server.advance(self.now)
         server.draining, server.stopped = False, True
-        server.stamp += 1  # no sequence finishes while the server is stopped
+        server.stamp += 1  # cancels the next event: no sequence finishes while the server is stopped
         self.at(self.s.update(self.rng, self.version, len(server.running)), lambda: self.loaded(server))
 
     def loaded(self, server: Server) -> None:
@@ -397,7 +400,7 @@ def record(folder: Path) -> dict[str, Any]:
     pauses = list(zip(begins["sync"], ends["sync"]))
 
     def worked(begin: float, end: float) -> float:
-        """Return the seconds between two points in time, without the seconds of the weight updates."""
+        """Return the seconds from `begin` to `end`, minus the seconds of the weight updates between them."""
         return end - begin - sum(max(0.0, min(end, b) - max(begin, a)) for a, b in pauses)
 
     return {
@@ -420,9 +423,10 @@ def record(folder: Path) -> dict[str, Any]:
 def blocks(values: list[float], size: int, width: int = 2) -> Draw:
     """Return a function that draws a value for group or step k from `values` by a block bootstrap.
 
-    A block has `size` values. The value for k is drawn from a block at most `width` blocks away from the block of k.
-    The groups of one batch run at the same time on the same machine, so their times are similar. With independent
-    draws, the longest of B times is longer than in a real batch. A block bootstrap keeps the times of a block together.
+    A block has `size` successive values. The bootstrap replaces each block by a random block that is at most `width`
+    blocks away. The groups of one batch run at the same time on the same machine, so their times are similar.
+    Independent draws would make the longest time of a simulated batch too long. A block bootstrap keeps the times of
+    one block together.
     """
     shifts: dict[int, int] = {}
     most = max(0, len(values) // size - 1)  # index of the last complete block of values
@@ -436,7 +440,7 @@ def blocks(values: list[float], size: int, width: int = 2) -> Draw:
 
 
 def replay(run: dict[str, Any]) -> Setup:
-    """Return a setup whose lengths and times are drawn from those of a finished run."""
+    """Return a setup that draws its lengths and times from the recorded durations of a finished run."""
     train, update = blocks(run["train"], 1), blocks(run["update"], 1)
     return Setup(
         batch=run["batch"],

@@ -6,14 +6,14 @@
     python bench/soak.py --steps 170 --usage docs/episodes   # kill none, and measure memory over 20,400 episodes
 
 After a random number of steps, or during the startup, the script kills the trainer, the proxy or the server (kill -9).
-If the kill ends the run, the script starts the run again with an identical command. A kill of the server does not end
-the run. The printed seed determines every random choice.
+If the run ends because a process was killed, the script starts the run again with an identical command. If the server
+is killed, the run starts a new server and continues. The printed seed determines every random choice.
 
 At the end the script makes six checks of the metrics and of the trained samples (tokens/*.safetensors). The metrics
 must contain every step exactly once. Every step must train on 6 prompt groups (the batch size), and each group must
-occur in at most one step. Each of the first (steps - eta - 1) * 6 groups must occur in a step. The numbers of the
-trained groups must be below (steps + eta + 1) * 6. In every step, the age of each group must be at most eta. In every
-step, the version of each token must be at most the trainer's version.
+occur in at most one step. Each of the first (steps - eta - 1) * 6 groups must occur in a step. Each trained group must
+have a number below (steps + eta + 1) * 6. In every step, the age of each group must be at most eta. In every step, the
+version of each token must be at most the trainer's version.
 
 Whenever the run has ended, the script also checks that no process of the run is left.
 """
@@ -74,8 +74,8 @@ def kill(command: list[str], rng: random.Random, kills: int, run_dir: Path) -> N
     """Kill random processes of the run, and start the run again whenever it has ended. After the last kill, let the run
     finish.
 
-    A kill of the trainer ends the run. A kill of the proxy ends the run if the run already uses the proxy. After a kill
-    of the server, the run itself starts a new server, at most server.max_restarts times.
+    If the trainer is killed, the run ends. If the proxy is killed after the run has begun to use the proxy, the run
+    ends. If the server is killed, the run itself starts a new server, at most server.max_restarts times.
     """
     with (run_dir / "soak.log").open("a") as log:
         run, up, done = start(command, log), set[int](), 0
@@ -112,8 +112,8 @@ def kill(command: list[str], rng: random.Random, kills: int, run_dir: Path) -> N
 
 
 def freeze(command: list[str], rng: random.Random, freezes: int, log: Path) -> None:
-    """Run the command to its end. From step 1 on, suspend a random process of the run for up to 10 seconds after each
-    line of output. Suspend processes at most `freezes` times."""
+    """Run the command to its end. After each line of output from step 1 on, suspend one random process of the run for
+    up to 10 seconds. Suspend a process at most `freezes` times."""
     with log.open("a") as out, start(command, out) as run:
         assert run.stdout is not None
         seen, steps = 0, 0

@@ -33,7 +33,7 @@ from bench.seeds import seconds_to  # noqa: E402
 
 
 class Times(NamedTuple):
-    """The times of one run in seconds, and how many steps it needed to reach .95."""
+    """The times of one run in seconds, and the number of steps until the mean success reached .95."""
 
     start: float
     to_goal: float
@@ -49,7 +49,7 @@ def command(config: str, seed: int, *words: str) -> list[str]:
 def train(tree: Path, config: str, seed: int, folder: Path) -> Times:
     """Run the demo of a source tree in a new folder, and return its times."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tree)}
-    # The dry run makes the base model, unless it exists.
+    # If the base model does not exist yet, the dry run makes the base model.
     subprocess.run(command(config, seed, "--dry-run"), cwd=tree, env=environment, capture_output=True, check=True)
     begin, start = time.monotonic(), math.nan
     words = command(config, seed, f"fileroot={folder}", "experiment_name=speedrun", f"trial_name={seed}")

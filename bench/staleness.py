@@ -10,26 +10,26 @@ Training uses training/actor.py and ppo.py, as in a real run. Each run writes on
 docs/staleness.csv already has the line of a run, the benchmark does not repeat the run. The figure docs/staleness.png
 shows the results, and the page docs/staleness.md explains them.
 
-**A fixed lag.** On a small machine, generation is as fast as training, so a real run has little lag. In this benchmark
-generation and training alternate in one process, so the benchmark can choose the lag. Steps are counted from 0. Version
-max(s - eta, 0) samples all tokens of step s, so the lag is the largest lag that the gate (staleness.py) allows. With
-eta = inf there is no gate. Without a gate, the sampler generates two batches while the trainer consumes one batch, so
-version s // 2 samples the batch of step s. Every run trains on 64 batches of 120 games. The CSV file contains the
-measured lag: the trainer's version minus the version that sampled the token.
+**A fixed lag.** A real run on a small machine has little lag, because generation is only as fast as training and few
+batches wait for the trainer. In this benchmark generation and training alternate in one process, so the benchmark can
+choose the lag. Steps are counted from 0. All tokens of step s come from version max(s - eta, 0), the oldest version
+that the gate (staleness.py) allows in step s. With eta = inf there is no gate. Without a gate, every version samples
+two batches, so version s // 2 samples the batch of step s. Every run trains on 64 batches of 120 games. The CSV file
+contains the measured lag: the trainer's version minus the version that sampled the token.
 
 **Methods.** "naive" is standard PPO whose old policy is the behaviour policy. "decoupled" is decoupled PPO that
 computes pi_prox by a forward pass. "loglinear" is decoupled PPO that interpolates pi_prox between pi_behav and
 pi_theta.
 
 **Recipe.** The recipe is configs/demo.yaml with one pass over each batch instead of two. An entropy bonus replaces the
-KL penalty, because the KL penalty holds the policy near an old policy. The learning rate is 1e-3 after ten steps of
-warm-up, and gradients are clipped at a norm of 0.3, as in an earlier recipe of the demo. A step has four mini-batches,
-so the policy changes much within a few versions. With a learning rate of 1e-4, a lag has no effect, because the policy
-changes too little in 64 steps. Training computes shared prefixes only once (training/tree_attention.py). Sharing
-prefixes affects the speed and not the result.
+KL penalty, because the KL penalty keeps the policy near the base model and could hide the effect of the lag. The
+learning rate is 1e-3 after ten steps of warm-up, and gradients are clipped at a norm of 0.3, as in an earlier recipe of
+the demo. Each step makes four optimizer steps, one per mini-batch, so the policy changes much within a few versions.
+With a learning rate of 1e-4, a lag has no effect, because the policy changes too little in 64 steps. Training computes
+shared prefixes only once (training/tree_attention.py). Sharing prefixes affects the speed and not the result.
 
 **Success is exact.** Success is the probability that the policy finds the secret. The benchmark computes success
-exactly: it sums the probabilities of all games that find the secret. The computation of success adds no noise, so the
+exactly: it sums the probabilities of all games that find the secret. Success is computed without sampling, so the
 differences between seeds in docs/staleness.png come only from training.
 """
 
@@ -79,7 +79,7 @@ STABILITY_ETAS = ["0", "4", "8"]
 # 101 to 104.
 SIX = [201, 202, 204, 205, 214, 215]
 STABILITY_SEEDS = {"decoupled": SIX, "truncated": SIX, "ESS": [*range(201, 221)], "KL": [*range(301, 321)]}
-STEPS, GAMES, EVERY = 64, 20, 8  # number of steps; games per secret in a batch; steps between points of the curve
+STEPS, GAMES, EVERY = 64, 20, 8  # steps of a run; games per secret in a batch; steps between two points of the curve
 MAX_NEW_TOKENS = 4
 MEASURED = ("clip_frac", "behave_weight_mean", "dropped_share", "kl", "entropy")  # metrics averaged over a run's steps
 CURVE = [f"success_{step}" for step in range(0, STEPS + 1, EVERY)]
@@ -118,7 +118,7 @@ class Transcript:
         self.over = False
 
     def hear(self, token: int, logp: float) -> None:
-        """Add a sampled token. At the end of a turn, also add the game's reply, as GuessAgent does."""
+        """Add a sampled token. If the token ends a turn, add the game's reply, as GuessAgent does."""
         self.ids.append(token)
         self.logp.append(logp)
         self.turns.append(self.turn)
@@ -202,7 +202,7 @@ def success(model: Any, script: Script) -> float:
 
 
 def sampled_at(step: int, eta: str) -> int:
-    """Return the version that samples the batch of step `step`, counted from 0."""
+    """Return the version that samples the batch of step `step`. The first step has the number 0."""
     return step // 2 if eta == "inf" else max(step - int(eta), 0)
 
 
@@ -293,14 +293,15 @@ def print_table(lines: list[dict[str, Any]]) -> None:
 
 
 def largest_fall(line: dict[str, Any]) -> float:
-    """Return the largest fall of a run's success curve. The fall at a point is its distance below the highest earlier
-    point."""
+    """Return the largest fall of a run's success curve. The fall at a point of the curve is the highest earlier success
+    minus the success at this point."""
     curve = [line[name] for name in CURVE]
     return max(max(curve[: i + 1]) - point for i, point in enumerate(curve))
 
 
 def print_stability(lines: list[dict[str, Any]]) -> None:
-    """Print the median and the range of the final success, and in how many runs the success fell by more than 0.1.
+    """Print the median and the range of the final success, and the number of runs in which the success fell by more
+    than 0.1.
 
     For each correction, the table has one row for each of three ranges of seeds: 200 to 299, 300 to 399 and 500 to 599.
     If a correction was changed or its runs were repeated, the new runs have new seeds.
@@ -318,8 +319,8 @@ def print_stability(lines: list[dict[str, Any]]) -> None:
 
 
 def draw_stability(lines: list[dict[str, Any]]) -> None:
-    """Draw the success during training for the last two corrections, with one curve for each run that has eta > 0. A
-    curve is red if the success of the run fell by more than 0.1."""
+    """Draw the success during training for the last two entries of CORRECTIONS, with one curve for each run that has
+    eta > 0. A curve is red if the success of the run fell by more than 0.1."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -394,7 +395,8 @@ def main() -> None:
     transformers_logging.disable_progress_bar()
     recipe = load_recipe()
     done = {(line["eta"], line["method"], line["seed"]) for line in read()}
-    # The outer loop is over the seeds, so that the results of some seeds are complete if the benchmark is stopped.
+    # All runs of one seed come before the runs of the next seed, so a benchmark that is stopped has complete results
+    # for some seeds.
     for seed in [] if args.draw else args.seeds or sorted(set().union(*seeds.values())):
         base = BASES / f"base-{seed}"
         if not base.exists():

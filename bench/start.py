@@ -4,7 +4,8 @@
 
 For comparison, the script also measures the time of `python -c 'import torch'`. Each round measures all commands once.
 The run is the demo with two steps, on a pseudo-terminal (pty) of 80 columns. A silence is the time between two
-successive outputs of the run. The first run also makes a base model. The later runs find their base model in the cache.
+successive outputs of the run. The first run also makes a base model. The later runs load an existing base model from
+the cache.
 """
 
 import argparse
@@ -57,8 +58,8 @@ def main() -> None:
     rows, runs = [], Path(tempfile.mkdtemp())
     for k in range(args.repeats):
         imported, helped = time_of("-c", "import torch"), time_of("train.py", "--help")
-        # Only this script uses the seed 1,000,007. An old base model of the seed 1,000,007 is deleted, because the
-        # first run must make the base model.
+        # Only this script uses the seed 1,000,007. The script deletes an old base model of the seed 1,000,007, so that
+        # the first run has to make the base model.
         shutil.rmtree(next((ROOT / ".cache").glob("tasks.guess-1000007-*"), runs / "none"), ignore_errors=True)
         seed = "seed=1000007" if k == 0 else "seed=1"
         words = ("train.py", "max_steps=2", f"fileroot={runs}", f"trial_name={k}", seed)

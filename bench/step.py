@@ -3,12 +3,12 @@
     python train.py max_steps=8 trial_name=short              # make a run, which keeps its batches in tokens/
     python bench/step.py runs/guess/short --against 7827978   # compare with revision 7827978
 
-The script compares two source trees: this checkout and the earlier revision. Each source tree trains the newest model
-of the run on the newest batch of the run. Each source tree uses its own version of the recipe file. Each pair of
-measurements runs one process of each source tree, one after the other. A process makes several steps and reports the
-median CPU time of its training thread. The table shows medians over the pairs, in milliseconds. The last line shows the
-largest difference between the gradients of the two source trees. The gradients are computed with the whole batch as one
-mini-batch.
+The script compares two source trees: this checkout and the earlier revision. The code of each source tree trains the
+newest model of a finished run on the newest batch of this run. Each source tree uses its own version of the recipe
+file. Each pair of measurements runs one process of each source tree, one after the other. A process makes several steps
+and reports the median CPU time of its training thread. The table shows medians over the pairs, in milliseconds. The
+last line shows the largest difference between the gradients of the two source trees. The gradients are computed with
+the whole batch as one mini-batch.
 """
 
 import argparse

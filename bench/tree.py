@@ -10,10 +10,11 @@ attention and without a mask. `packed` concatenates the rows, and each token att
 an N x N mask. `dense` computes the tree with an N x N mask. `tree` computes the tree with the blocks of
 training/tree_attention.py, and its time includes building the tree.
 
-The benchmark repeats the five ways in turn and prints the smallest CPU time of each way, because wall time would also
-measure other programs. `gain` is the time of `packed` or `padded`, whichever is smaller, divided by the time of `tree`.
-`ratio` is the number of tokens in the tree, divided by the number of tokens in the rows. `gain` is at most 1 / `ratio`.
-The target is a `gain` of 2 at hidden size 384, for rows of 256 tokens that share 3/4 of their tokens.
+The benchmark repeats the five ways in turn and prints the smallest CPU time of each way. The benchmark measures CPU
+time, because other programs on the machine lengthen the wall time. `gain` is the smaller of the times of `packed` and
+`padded`, divided by the time of `tree`. `ratio` is the number of tokens in the tree, divided by the number of tokens in
+the rows. `gain` is at most 1 / `ratio`. The target is a `gain` of 2 at hidden size 384, for rows of 256 tokens that
+share 3/4 of their tokens.
 
 **Building.** The benchmark measures the time to build the tree of 16 rows of 2,500 tokens. If `areal` can be imported
 (areal 1.0.4, in a separate venv), AReaL's `_greedy_build_tries` builds a tree of the same rows for comparison.
@@ -32,7 +33,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "disabled")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-try:  # areal is imported before transformers, because the other order makes areal's imports circular
+try:  # import areal before transformers: if transformers is imported first, areal's imports are circular
     import areal  # noqa: F401
     from areal.models.tree_attn.tree import _greedy_build_tries
 except ImportError:
@@ -46,7 +47,7 @@ from training import layout  # noqa: F401  # registers the attention of packed r
 from training.tree_attention import PackedTree, build_trees
 
 ROWS, LAYERS, VOCABULARY = 16, 4, 4096
-CASES = [  # each case is (hidden size, tokens per row, share of each row that all rows have in common)
+CASES = [  # each case is (hidden size, tokens per row, length of the common prefix divided by the length of a row)
     (384, 256, 0.75),
     (64, 256, 0.75),
     (768, 256, 0.75),

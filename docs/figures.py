@@ -106,7 +106,7 @@ def read_run(run: Path, steps: int) -> Run:
     `waits` has, for each step, [begin, end] of the wait for a batch.
     `trains` has, for each step, [begin, end] of the training.
     `updates` has, for each step, [begin, end] of the weight update.
-    `trained` has, for each step, {version: number of the sampled tokens in the batch that have this version}.
+    `trained` has, for each step, {version: number of tokens in the batch that this version sampled}.
     """
     from safetensors.torch import load_file
 
@@ -270,7 +270,7 @@ CALLS = {  # name: (parent, the new message, the answer, the turn's own reward, 
 
 
 def compute_rewards() -> dict[str, float]:
-    """Return the final reward of each call in CALLS, which the InteractionCache of cache.py computes."""
+    """Return the final reward of each call in CALLS. The InteractionCache of cache.py computes the rewards."""
     from cache import InteractionCache, InteractionWithTokenLogpReward
     from inference.io_struct import ModelResponse
 
@@ -353,7 +353,8 @@ def read_clusters() -> dict[tuple[str, str, str, str], dict[str, str]]:
 
 
 def draw_orders(sigma: str = "1.0") -> str:
-    """Draw how long 24 steps take, with one line for each order of consumption in docs/simulate.md."""
+    """Draw the duration of 24 steps as a function of eta, with one line for each order of consumption in
+    docs/simulate.md."""
     rows, etas = read_clusters(), ["1", "2", "4", "8", "16"]
     names = {"wait": "wait", "window": "window", "drop": "drop", "mask": "mask"}
     lines = [

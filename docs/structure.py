@@ -16,9 +16,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 WIDTH, LINE, GAP = 704, 20, 14  # pixels: width of the picture, height of a line of text, space between two folders
-# Left column, in pixels: x of the files' boxes, their width and height, and the space between them.
+# Boxes of the left column, in pixels: x coordinate, width, height, and the space between two boxes.
 FILE_X, FILE_WIDTH, FILE_HEIGHT, FILE_GAP = 60, 124, 84, 43
-# Right column, in pixels: x of the folders' boxes, their width, and the width of a module's name.
+# Boxes of the right column, in pixels: x coordinate, width, and the width of a module's name.
 FOLDER_X, FOLDER_WIDTH, MODULE_WIDTH = 344, 290, 128
 STYLE = """.paper, .box { fill: #ffffff } .box { stroke: #8c959f } text { font: 15px system-ui, sans-serif; fill: #1f2328 }
 .name { font-weight: 600 } path { fill: none; stroke-width: 1.4 } path:hover { stroke-width: 4 }
@@ -41,7 +41,7 @@ class Box:
 def place_boxes() -> dict[str, Box]:
     """Return the boxes by name: one box for each row of the table in docs/structure.md."""
     boxes = {}
-    # In `tops`, True stands for the column of folders, and False for the column of files.
+    # The key True of `tops` is the column of folders, and the key False is the column of files.
     tops = {True: GAP, False: GAP}  # y coordinate of the next box in each column
     for name in re.findall(r"^\| `([\w/.]+)` \|", (ROOT / "docs/structure.md").read_text(), re.MULTILINE):
         is_folder = not name.endswith(".py")
@@ -78,8 +78,8 @@ def place_ends(boxes: dict[str, Box], arrows: dict[Arrow, list[str]]) -> dict[tu
     """Return the y coordinates of both ends of each arrow. A key is a pair: the name of a box, and an arrow that
     begins or ends at this box.
 
-    The arrows at one side of a box are evenly spaced, and sorted by the vertical position of the boxes at their other
-    ends.
+    The arrows at one side of a box are evenly spaced. An arrow meets the box higher if the box at the arrow's other end
+    is higher.
     """
     sides: dict[tuple[str, bool], list[tuple[int, Arrow]]] = {}
     for arrow in arrows:

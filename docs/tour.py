@@ -7,9 +7,9 @@ the second group, on which step 2 trains.
 
 In an ordinary run, a weight update may arrive at any moment. In the tour, the weight update always arrives after the
 first turns of the second group, because PacedAgent delays two groups. The games of the first group do not end until the
-first turns of the second group have finished. The later turns of the second group do not start until the third group
-starts, which happens after the weight update. All seeds are fixed, so every tour on one machine shows the same numbers.
-On another machine the base model may be slightly different, and then the numbers also differ.
+first turns of the second group have finished. The later turns of the second group wait for the start of the third
+group, and the third group starts after the weight update. All seeds are fixed, so every tour on one machine shows the
+same numbers. On another machine the base model may be slightly different, and then the numbers also differ.
 """
 
 import asyncio
@@ -47,8 +47,8 @@ class PacedAgent:
         return reward
 
     async def pace(self, is_later: bool, is_over: bool) -> None:
-        """Delay a request or the end of a game. `is_later` is true if the request belongs to a later turn than the
-        first turn of its game."""
+        """Delay a request, or the end of a game if `is_over` is true. `is_later` is true if the request belongs to a
+        later turn than the first turn of its game."""
         group = workflow_context.get().task_id
         if group == 0 and is_over:
             await self.arrived.acquire()
@@ -68,7 +68,8 @@ def read_gate(rollout: Any) -> dict[str, int]:
 
 
 def take_tour() -> dict[str, Any]:
-    """Train two steps. Return the states of the gate, and the tensors of the second group and of its longest game."""
+    """Train two steps. Return the states of the gate, the tensors of the second group, and the tensors of the longest
+    game in the second group."""
     with tempfile.TemporaryDirectory() as folder:
         config = load([*KEYS.split(), f"fileroot={folder}"])
         agent = PacedAgent(import_string(f"{config.task}.WORKFLOW")())
@@ -83,7 +84,7 @@ def take_tour() -> dict[str, Any]:
                 gates.append(read_gate(trainer.rollout))
             group = load_file(config.run_dir / "tokens" / "00002.safetensors")  # tensors of shape (4, T) or (4,)
     turns = group["turn_ids"]
-    # From the games with the most turns, take a game that found the secret.
+    # From the games with the most turns, take a game in which the secret was found.
     longest = int((turns.amax(1) + group["rewards"]).argmax())
     game = {key: x[longest][turns[longest] >= 0] for key, x in group.items() if x.shape == turns.shape}  # (n,)
     policies = game["theta_logp"], game["prox_logp"], game["logprobs"]

@@ -54,9 +54,9 @@ def conversation(sample: dict, noise: random.Random, shell: str = "") -> list[di
 
     The conversation has a system prompt with probability 1/2. A coding agent's conversation begins with a list of
     tools: the shell, and up to 12 times the word "unknown" for other tools. In the conversation of a coding agent, a
-    user message of unknown words may come before the question. Unknown words may also stand around the question and
-    before each tool result. If `shell` is empty, half of the conversations list no tools, because some agents send
-    requests without tools.
+    user message of unknown words may come before the question. In a coding agent's conversation, unknown words may also
+    stand before and after the question, and before each tool result. If `shell` is empty, half of the conversations
+    list no tools, because some agents send requests without tools.
     """
     a, b, c = sample["numbers"]
     calls = CALL.format("add", a, b), CALL.format("multiply", a + b, c)

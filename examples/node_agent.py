@@ -1,7 +1,7 @@
 """Run an agent that is a program, such as a coding agent, in a process of its own.
 
 `make agents` installs the programs of the examples into the folder examples/node. Each process has a new, empty home
-directory, so that it does not find your own settings or the files of another episode.
+directory, so that the agent uses neither your own settings nor the files of another episode.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ async def run_process(*command, **variables):
         process = await asyncio.create_subprocess_exec(*command, cwd=home, env=env, **pipes, start_new_session=True)
         try:
             said, complaint = await process.communicate()
-        finally:  # the program is also killed if the episode is cancelled
+        finally:  # kill the program even if the episode is cancelled
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
     if process.returncode:

@@ -33,7 +33,7 @@ alarm ends such a run. An alarm in the second table is a false alarm, because th
 RUN = re.compile(r"^python train\.py(.*)$", re.MULTILINE)  # a command in exhibit.md
 LEFT_OUT = shutil.ignore_patterns(".*", "runs", "__pycache__", "*.egg-info", "*.png")
 EXHIBITS = sorted(path.parent.name for path in ROOT.glob("museum/*/bug.patch"))
-HEALTHY = ("", "--config configs/maze.yaml")  # healthy runs 1, 3, ... run the maze; 2, 4, ... run the demo
+HEALTHY = ("", "--config configs/maze.yaml")  # maze for healthy runs 1, 3, ...; demo for healthy runs 2, 4, ...
 
 
 def make_copy(name: str, folder: str) -> Path:
