@@ -46,8 +46,8 @@ def join_turns(finished: Sequence[Any]) -> list[Any]:
     leaf's row.
 
     `finished` are all finished interactions of a session, in the order of their requests. If several rows contain a
-    turn, only the first of these rows trains the turn. If the first turn that a row trains has the parent p, the row's
-    attribute `parent` is the row that trains p.
+    turn, only the first of these rows trains the turn. If t is the first turn that a row trains, the row's attribute
+    `parent` is the row that trains the parent of t.
     """
     joined = {turn: turn.parent for turn in finished if turn.parent and turn.continues(turn.parent)}
     inner = set(joined.values())
