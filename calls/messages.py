@@ -23,8 +23,8 @@ compares only four fields of a message, which the function `canonical` returns:
 
 The comparison ignores `name`, reasoning, annotations, cache markers, message ids and all unknown keys. If a client
 changes the text of an earlier message, the client's request starts a new conversation. A message that counts as equal
-to the parent's answer can have other tokens than the answer. The prompt therefore contains the tokens that the model
-sampled for the answer.
+to the parent's answer can have other tokens than the answer. The prompt contains the tokens that the model sampled for
+the parent's answer.
 
 References. In place of the history, some clients send an id as `previous_response_id`, `item_reference` or Anthropic's
 `thread`. The function `find` returns the finished interaction that an id names, and messages of this interaction
@@ -171,8 +171,8 @@ def _tool_call(raw: Any, where: str) -> Json:
     elif not isinstance(arguments, str):  # an object becomes text for `read_json`, which turns 2.0 into 2
         arguments = write_json(arguments, where)
     with contextlib.suppress(ValueError):  # a model may write arguments that are not JSON
-        # A message has at most LEVELS levels of nesting. The list of tool calls adds 3 levels around the arguments, and
-        # `write_json` may miscount by one level, so the arguments have at most LEVELS - 4 levels.
+        # A message has at most LEVELS levels of nesting. The list of tool calls adds 3 levels around the arguments.
+        # `write_json` may count one level too many. The arguments have at most LEVELS - 4 levels.
         arguments = read_json(arguments, LEVELS - 4)
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 

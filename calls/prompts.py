@@ -135,7 +135,7 @@ class PromptBuilder:
         """Return the tokens of a text, without the special token that some tokenizers put at the beginning.
 
         A text that probably exceeds the context is tokenised in parts. Tokenisation stops when the number of tokens
-        exceeds twice the context length. The engine refuses a prompt of this length.
+        exceeds twice the context length. The engine refuses a prompt that exceeds the context.
         """
         context, tokens = self._context_length or len(text), []
         for begin in range(0, len(text), PART) if len(text) > 4 * context else ():
@@ -195,7 +195,7 @@ class TextReader:
         return text[:end]
 
     def read(self, tokens: list[int]) -> str:
-        """Return the part of the text of `tokens` that no later token can change.
+        """Decode `tokens`, and return the part of the text that no later token can change.
 
         `tokens` must contain all tokens of the answer so far: the tokens of the previous call, then the new tokens.
         """

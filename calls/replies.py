@@ -25,9 +25,9 @@ id. The tool calls of chatcmpl-<x> have the ids call_<x>_0 and call_<x>_1. The i
 msg_<x> (text) and fc_<x>_0 (tool call).
 
 Strict clients. A reply has the keys role, index, usage and created_at if its protocol defines them, because some
-clients fail without these keys. Some clients fail if a key is null, so keys without a value are left out. The only key
-that may be null is `content`, in a chat message with tool calls and without text. Anthropic's clients need an `event:`
-line, so every event of Anthropic's protocol has this line.
+clients fail without these keys. Some clients fail if a key is null, so keys without a value are left out. Only the key
+`content` of a chat message with tool calls and without text is null. Anthropic's clients need an `event:` line, so
+every event of Anthropic's protocol has this line.
 
 Annotations, citations, refusals and counts of cached tokens are not supported: these fields are empty or 0. The
 signature of a reasoning block is the interaction's id.

@@ -32,9 +32,9 @@ proxy does not constrain sampling with a grammar, so the model may still write b
 Other forms. If the tokenizer has a response template (a feature of transformers), this template parses the text. If
 `tool_call_parser` is not in `HERMES`, it is the name of a parser of SGLang, and SGLang must be installed. SGLang's
 parser is used only if the agent offers tools. With a response template or SGLang's parser, a call cannot be forced, and
-`certain` returns an empty text. A response template also reads the end of the prompt. In place of the real prompt, the
-template always gets the prompt of a conversation with one message. If the model ends its turn with a token that is not
-the tokenizer's eos_token, stop_token_ids must contain this token.
+`certain` returns an empty text. A response template parses the text together with the end of a prompt. In place of the
+real prompt, the template always gets the prompt of a conversation with one message. If the model ends its turn with a
+token that is not the tokenizer's eos_token, stop_token_ids must contain this token.
 
 The parser does not repair mistakes in a model's text.
 """
@@ -117,7 +117,7 @@ def split_calls(text: str, tools: Tools) -> tuple[str, list[Call]]:
     return "".join(pieces), calls
 
 
-# At each new token, a stream parses its whole text. The cache stores each call, so its JSON is decoded only once.
+# At each new token, a stream parses its whole text. With the cache, the JSON of a call is decoded only once.
 @functools.lru_cache(4096)
 def read_call(body: str, names: frozenset[str]) -> Call | None:
     """Return the call that `body` contains, or None if `body` is not a valid call of a tool in `names`."""

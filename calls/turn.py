@@ -22,7 +22,7 @@ States. Each turn runs as an asyncio task. A connection that waits for a turn's 
 The state of a turn decides whether the turn stays in the tree. A finished or unread turn stays in the tree. A failed
 turn is removed from the tree. When a turn is abandoned, the server stops generating. The tokens that an abandoned turn
 has already streamed stay in the tree, because the client has read them. A replaced turn stays in the tree only if a
-later turn continues its conversation.
+later turn continues the replaced turn's conversation.
 
 Retries. A client repeats a request if the connection times out or the reply has a 5xx status. The SDKs of OpenAI and
 Anthropic mark a repeated request with the header x-stainless-retry-count. `match_retry` compares the body of a request,
@@ -64,8 +64,8 @@ from inference.wire import EngineError
 
 PING_SECONDS = 15.0  # after this many seconds without events, a stream sends a comment as a keepalive
 
-# Four functions change a turn's state: `_run` (to finished or failed), `end_with_session` (to failed), `_listening` (to
-# abandoned or unread) and `earlier_turn` (to finished or replaced).
+# `_run` changes a turn's state to finished or failed, `end_with_session` to failed, `_listening` to abandoned or
+# unread, and `earlier_turn` to finished or replaced.
 State = Enum("State", "RUNNING FINISHED UNREAD FAILED ABANDONED REPLACED")
 
 
@@ -297,7 +297,7 @@ def earlier_turn(session: Session, body: bytes, says_so: bool) -> Turn | None:
 
 
 class EventStream(StreamingResponse):
-    """Sends server-sent events, and closes the generator of the events when sending ends for any reason.
+    """Sends server-sent events. When sending ends for any reason, `EventStream` closes the generator of the events.
 
     Starlette's StreamingResponse cancels the generator when the client hangs up. `EventStream` does not cancel the
     generator, because `Turn.events` detects that the client has hung up and ends by itself.

@@ -349,8 +349,8 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
             self.runner.lock.notify_all()
 
     def interrupt(self, error: type[BaseException]) -> None:
-        """Raise `error` in the caller that waits now or, if no caller waits, in the next caller that waits. Tasks
-        continue to run."""
+        """Raise `error` in the caller that waits now or, if no caller waits, in the next caller that waits. The running
+        tasks continue."""
         with self.runner.lock:
             self._state.interrupts.add(error)
             self.runner.lock.notify_all()

@@ -132,7 +132,7 @@ class DataCursor:
                 self.drawn += 1
                 self.open[task_id] = sample
                 yield task_id, sample
-        except (Exception, KeyboardInterrupt):  # the dataloader failed; the next call makes a new iterator
+        except (Exception, KeyboardInterrupt):  # the iterator has ended, so the next `draw` makes a new one
             del self.streams[dataloader]
             raise
 
@@ -312,10 +312,10 @@ class WorkflowExecutor:
         """Return a task for each sample. All tasks share one workflow object.
 
         `workflow` and `workflow_kwargs` describe the workflow or agent, in any form that `resolve_workflow`
-        (workflow.py) accepts. `should_accept_fn` is a function of a group, or its import path. If `should_accept_fn`
-        returns False, the group is rejected. `group_size` is the number of episodes of each sample. The default of
-        `group_size` is rollout.group_size or, if this key is not set, gconfig.n_samples. If `is_eval` is true, the
-        episodes are named, counted and dumped as an evaluation.
+        (workflow.py) accepts. `should_accept_fn` is a function of a group, or the function's import path. If
+        `should_accept_fn` returns False, the group is rejected. `group_size` is the number of episodes of each sample.
+        The default of `group_size` is rollout.group_size or, if this key is not set, gconfig.n_samples. If `is_eval` is
+        true, the episodes are named, counted and dumped as an evaluation.
         """
         n_samples = self.gconfig.n_samples
         group_size = group_size or self.config.group_size or n_samples

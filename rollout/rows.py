@@ -16,7 +16,7 @@ the turn's prompt begins with exactly the parent's tokens. If the prompt begins 
 the agent offers other tools, the turn starts a new row. If the rows of several leaves contain the same turn, only one
 of these rows trains the turn.
 
-A row trains each of its turns except in four cases, in which the turn's tokens are only context for other turns:
+In four cases, a row does not train one of its turns, and the turn's tokens are only context for other turns:
 
     (1) Another row already trains on the turn.
     (2) The agent asked the proxy not to store the call, and rollout.openai.store is honour.

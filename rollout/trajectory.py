@@ -29,9 +29,9 @@ In this example, a row has two prompt tokens, two answer tokens of the versions 
 
     input_ids 10 11 12 13 0    loss_mask 0 0 1 1 0    versions -1 -1 3 4 -1    turn_ids -1 -1 0 0 -1
 
-A workflow must return the first two keys of the table (input_ids and attention_mask), and may also return any other
-key. If a trajectory is malformed, `check_trajectory_format` raises an error that says what is wrong. `complete` adds
-the missing keys with default values. If `loss_mask` is missing, no token is trained. If `turn_ids` is missing, each
+A workflow must return the first two keys of the table (input_ids and attention_mask), and may return any other key. If
+a trajectory is malformed, `check_trajectory_format` raises an error that says what is wrong. `complete` adds the
+missing keys with default values. If `loss_mask` is missing, no token is trained. If `turn_ids` is missing, each
 unbroken sequence of trained tokens counts as one turn. If `temperatures` is missing, every token has temperature 1. A
 completed trajectory has every key, so completed trajectories can be concatenated.
 """

@@ -271,7 +271,8 @@ def serve(fd: int) -> None:
         with channel.makefile("rb") as stream, suppress(ConnectionError):
             while head := stream.read(8):
                 calls.put(stream.read(int.from_bytes(head, "big")))
-        # The trainer's socket is closed, so the child kills its own process group. The guard kills the other processes.
+        # The trainer's socket is closed, so the child kills its own process group. The guard kills the worker's other
+        # processes.
         os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=listen, name="parent", daemon=True).start()
