@@ -23,8 +23,7 @@ compares only four fields of a message, which the function `canonical` returns:
 
 The comparison ignores `name`, reasoning, annotations, cache markers, message ids and all unknown keys. If a client
 changes the text of an earlier message, the client's request starts a new conversation. A message that counts as equal
-to the parent's answer can have other tokens than the answer. The prompt contains the tokens that the model sampled for
-the parent's answer.
+to the parent's answer can have other tokens. The prompt contains the tokens that the model sampled.
 
 References. In place of the history, some clients send an id as `previous_response_id`, `item_reference` or Anthropic's
 `thread`. The function `find` returns the finished interaction that an id names, and messages of this interaction
