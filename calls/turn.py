@@ -36,9 +36,8 @@ byte for byte, with the bodies of the session's earlier turns. The first rule th
 Rule 2 ignores a finished turn whose connection is still open, because a client closes its connection before it retries.
 A retry gets the reply of the turn that it repeats. A failed or abandoned turn has no reply, so a new turn replaces it.
 
-Example: an agent hangs up during a call and then sends the same request a second time. By rule 1, the second request is
-a retry. The state of the abandoned turn changes to replaced, and the proxy starts a new turn. The replaced turn is not
-trained.
+Example: an agent hangs up during a call and then repeats the request. By rule 1, the second request is a retry. The
+state of the abandoned turn changes to replaced, and the proxy starts a new turn. The replaced turn is not trained.
 """
 
 import asyncio
