@@ -10,8 +10,8 @@
            await client.set_last_reward(reward)
        interactions = await client.export_interactions(discount=0.9, style="concat")
 
-   In the first example the client sends five requests to the proxy. In the second example the client sends only two
-   requests, which saves CPU time in the trainer:
+   Without `grant=True` and `finish`, the client sends five requests to the proxy. With `grant=True` and `finish`, the
+   client sends only two requests, so the trainer needs less CPU time:
 
        async with OpenAIProxyClient(transport, base_url, admin_key, task_id, grant=True) as client:
            reward = await agent.run(data, base_url=client.session_url, api_key=client.api_key)
@@ -136,8 +136,8 @@ class OpenAIProxyClient:
         """Return the interactions of the session with their discounted rewards. After the export, the proxy forgets the
         session.
 
-        If an interaction's parent is not exported, the interaction's attribute `parent` is None. With the style
-        "individual" every parent is exported, because this style exports every finished interaction.
+        If an interaction's parent is not exported, the interaction's attribute `parent` is None. The style "individual"
+        exports every finished interaction and therefore every parent.
         """
         return await self._export(discount=discount, style=style)
 

@@ -22,8 +22,8 @@ compares only four fields of a message, which the function `canonical` returns:
     `tool_call_id`: in a tool's result, the id of the tool call; some clients call this key `id`.
 
 The comparison ignores `name`, reasoning, annotations, cache markers, message ids and all unknown keys. If a client
-changes the text of an earlier message, the client's request starts a new conversation. The prompt reuses the parent's
-sampled tokens, because two messages that count as equal can have different tokens.
+changes the text of an earlier message, the client's request starts a new conversation. A message that counts as equal
+to the parent's answer can have other tokens. The prompt contains the tokens that the model sampled.
 
 References. In place of the history, some clients send an id as `previous_response_id`, `item_reference` or Anthropic's
 `thread`. The function `find` returns the finished interaction that an id names, and messages of this interaction
@@ -36,7 +36,7 @@ the text PLACEHOLDER. The metric `placeholders` counts the replaced images and f
 
 Parameters. If a parameter can change the answer, the parser uses the parameter or raises a `Refusal` that names it.
 `NEUTRAL` lists the unsupported parameters. An unsupported parameter is accepted only if its value has no effect. The
-parser ignores unknown keys, such as `user` and `metadata`. The parser also ignores the hints `thinking`, `strict` and
+parser ignores unknown keys, such as `user` and `metadata`, and the hints `thinking`, `strict` and
 `parallel_tool_calls`. The chat template receives the reasoning effort as a variable.
 """
 
@@ -142,8 +142,8 @@ def normalise(raw: Any, where: str = "message") -> Message:
 def canonical(message: Message) -> tuple:
     """Return the four fields of a message that the conversation tree compares, as a hashable tuple.
 
-    The conversation tree calls `canonical` for every message of every request. To save time, `canonical` does not
-    normalise a message that is already in normal form. Raises Refusal if the role, text or tool calls are not valid.
+    To save time, `canonical` does not normalise a message that is already in normal form. Raises Refusal if the role,
+    text or tool calls are not valid.
     """
     calls = message.get("tool_calls") or ()
     has_objects = all(isinstance(call["function"].get("arguments"), dict) for call in calls)
@@ -167,11 +167,11 @@ def _tool_call(raw: Any, where: str) -> Json:
         raise Refusal(f"{where}: a call has an id and the name of a function, both strings")
     if arguments is None or arguments == "":
         arguments = "{}"
-    elif not isinstance(arguments, str):  # an object becomes text first, so that `read_json` turns 2.0 into 2
+    elif not isinstance(arguments, str):  # an object becomes text for `read_json`, which turns 2.0 into 2
         arguments = write_json(arguments, where)
     with contextlib.suppress(ValueError):  # a model may write arguments that are not JSON
-        # A message has at most LEVELS levels of nesting. The list of tool calls adds 3 levels around the arguments, and
-        # `write_json` may miscount by one level, so the arguments have at most LEVELS - 4 levels.
+        # A message has at most LEVELS levels of nesting. The list of tool calls adds 3 levels around the arguments.
+        # `write_json` may count one level too many. The arguments have at most LEVELS - 4 levels.
         arguments = read_json(arguments, LEVELS - 4)
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
@@ -212,7 +212,7 @@ def _objects(body: Json, name: str) -> list[tuple[Json, str]]:
 def parse_chat(body: Json, find: Find = NOTHING) -> AgentRequest:
     """Read the body of POST /v1/chat/completions. Raises Refusal if the body is not valid.
 
-    The body always contains the whole history, so `find` is not used.
+    `find` is not used, because a request for a chat completion contains the whole history.
     """
     messages = [normalise(raw, where) for raw, where in _objects(body, "messages")]
     form, effort = get(body, "response_format", dict, {}), get(body, "reasoning_effort", str)
@@ -295,7 +295,8 @@ def _shared(body: Json, tools: list[Json], form: Json, effort: str | None, most_
 
 
 def _sampling(body: Json) -> Json:
-    """Return the body's sampling parameters, as fields of GenerationHyperparameters, and the number of answers as `n`.
+    """Return the body's sampling parameters as fields of GenerationHyperparameters. The key `n` is the number of
+    answers.
 
     Raises Refusal if a parameter is not valid.
     """
@@ -328,7 +329,7 @@ def _schema(form: Json) -> dict[str, str]:
     if kind not in ("json_object", "json_schema") or not isinstance(schema, dict):
         raise Refusal("response_format: type text, json_object, or json_schema with a schema is needed")
     write_json(schema, "response_format.schema")  # `write_json` raises Refusal if the schema is nested too deeply
-    # `write_json` would sort the keys, but the model's JSON must have the order of the schema's keys.
+    # `json.dumps` keeps the order of the schema's keys, which the model's JSON must follow. `write_json` sorts keys.
     return {"json_schema": json.dumps(schema)}
 
 
@@ -356,9 +357,10 @@ def _tools(body: Json, tool_type: str) -> list[Json]:
 def _tool_choice(raw: Any, tools: list[Json]) -> tuple[str, list[Json]]:
     """Return the tool choice ("auto", "none", "required" or a tool's name), and the tools that the reply may call.
 
-    Examples of `raw` are "auto", {"type": "any"}, {"type": "tool", "name": "f"}, {"type": "function", "function":
-    {"name": "f"}} and {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]}. Raises
-    Refusal if a chosen tool is not in `tools`.
+    Raises Refusal if a chosen tool is not in `tools`. Examples of `raw`:
+
+        "auto"   {"type": "any"}   {"type": "tool", "name": "f"}   {"type": "function", "function": {"name": "f"}}
+        {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]}
     """
     choice = "auto" if raw is None else raw
     if isinstance(raw, dict) and raw.get("type") in ("auto", "none", "any"):

@@ -59,8 +59,8 @@ SENTINEL = "\u27e6the assistant's text\u27e7"
 STUB: list[Message] = [{"role": "user", "content": "x"}, {"role": "assistant", "content": SENTINEL}]
 REFUSES = (TemplateError, LookupError, TypeError, ValueError, RecursionError)  # errors that templates raise
 PART = 2**16  # number of characters in each part of a text that is much longer than the context
-INCOMPLETE = 3  # an incomplete character has at most 3 bytes, 3 tokens and 3 characters U+FFFD
-WITHOUT_TEXT = 16  # if more than 16 pending tokens have no text, they count as special tokens
+INCOMPLETE = 3  # an incomplete character has at most 3 bytes, so at most 3 tokens, and is decoded to at most 3 U+FFFD
+WITHOUT_TEXT = 16  # more than 16 pending tokens without text are settled as special tokens
 
 
 class PromptBuilder:
@@ -74,8 +74,7 @@ class PromptBuilder:
         self.splices = chat_template_type == "concat" and self._is_local()  # whether prompts reuse the parent's tokens
 
     def _is_local(self) -> bool:
-        """Return whether the text that the template writes after an assistant's answer depends on the new messages
-        alone."""
+        """Return whether the tail depends only on the new messages, and not on the earlier conversation."""
         new: list[Message] = [{"role": "user", "content": "c"}]
         longer: list[Message] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         with contextlib.suppress(Refusal):
@@ -88,7 +87,7 @@ class PromptBuilder:
             names = ", ".join(sorted(taken))
             raise Refusal(f"chat_template_kwargs: {names} cannot be set; only variables of the template can")
         variables = ask.template_kwargs | ({"tools": ask.tools} if ask.tools else {})
-        # If the client named the parent by id, the first messages of the call and of the parent may differ.
+        # If the client named the parent by id, the call's first message may differ from the parent's first message.
         same_start = parent and canonical(parent.messages[0]) == canonical(ask.messages[0])
         if parent and same_start and self.splices and parent.template_key == ask.template_key:
             known = len(parent.conversation)
@@ -101,7 +100,7 @@ class PromptBuilder:
     def _tail(self, new: list[Message], variables: dict[str, Any], before: Iterable[Message] = ()) -> list[int]:
         """Return the tokens that the template writes between an assistant's answer and the next answer.
 
-        `new` holds the messages between the two answers. `before` holds messages to render before the stub. Raises
+        `new` holds the messages between the two answers, and `before` holds messages to render before the stub. Raises
         Refusal if the template does not accept the messages.
         """
         _, found, tail = self._render([*before, *STUB, *new], variables).partition(SENTINEL)
@@ -121,7 +120,7 @@ class PromptBuilder:
     def _render(self, messages: list[Message], variables: dict[str, Any]) -> str:
         """Return the text that the template makes from the messages.
 
-        Raises Refusal if the template refuses the messages and also their `other_forms`.
+        Raises Refusal if the template refuses the messages and each form that `other_forms` returns.
         """
         options = {"tokenize": False, "add_generation_prompt": True} | variables
         try:
@@ -136,12 +135,14 @@ class PromptBuilder:
         """Return the tokens of a text, without the special token that some tokenizers put at the beginning.
 
         A text that probably exceeds the context is tokenised in parts. Tokenisation stops when the number of tokens
-        exceeds twice the context length: the prompt is then certainly too long, and the engine refuses it.
+        exceeds twice the context length. The engine refuses a prompt that exceeds the context.
         """
         context, tokens = self._context_length or len(text), []
         for begin in range(0, len(text), PART) if len(text) > 4 * context else ():
             tokens += self._tokenizer.encode(text[begin : begin + PART], add_special_tokens=False)
-            if len(tokens) > 2 * context:  # fewer than half of the tokens exist only because the text was cut
+            # Cutting a text into parts adds fewer than half of the tokens. If the parts have more than 2 * context
+            # tokens, the uncut text has more than `context` tokens.
+            if len(tokens) > 2 * context:
                 return tokens
         return self._tokenizer.encode(text, add_special_tokens=False)
 
@@ -169,10 +170,10 @@ class TextReader:
         tokens      a  b  c | d  e  f | g  h
                       context         ^ settled
 
-    The text of the tokens before the position `settled` can no longer change. All later tokens are pending. Tokens
-    become settled in blocks. The context is the last block of settled tokens whose text is not empty. Every `read`
-    decodes the context and the pending tokens together. The decoder writes U+FFFD for the bytes of an incomplete
-    character.
+    The text of the tokens before the position `settled` can no longer change. The tokens after `settled` are pending.
+    Each call of `read` settles a block of pending tokens or no token. The context is the last settled block that has
+    text. Every `read` decodes the context and the pending tokens together. The decoder writes U+FFFD for the bytes of
+    an incomplete character.
     """
 
     def __init__(self, tokenizer: Any, gconfig: Any, opening: str = "", special_tokens: bool = False) -> None:
@@ -194,7 +195,7 @@ class TextReader:
         return text[:end]
 
     def read(self, tokens: list[int]) -> str:
-        """Return the part of the text of `tokens` that no later token can change.
+        """Decode `tokens`, and return the part of the text that no later token can change.
 
         `tokens` must contain all tokens of the answer so far: the tokens of the previous call, then the new tokens.
         """
@@ -206,7 +207,7 @@ class TextReader:
     def _text_so_far(self, tokens: list[int]) -> str:
         """Return the opening and the text of `tokens`, without an incomplete character at the end.
 
-        The method also settles the pending tokens, if their text can no longer change.
+        If no later token can change the text of the pending tokens, the method settles them.
         """
         pending = tokens[self._settled :]
         fresh = self._text_behind_context(pending)

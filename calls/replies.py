@@ -2,8 +2,8 @@
 
 An `Answer` holds the sampled tokens of one answer, and the text, reasoning and tool calls that the tokens contain. For
 each protocol, a function `render_...` returns the body of a whole reply. A subclass of `Stream` returns the events of a
-streamed reply. If the official SDKs build a whole reply from the events of a stream, this reply equals the reply to a
-request without a stream. The three protocols define these events, in this order:
+streamed reply. From the events of a stream, the official SDKs build a reply that equals the reply to a request without
+a stream. The three protocols define these events, in this order:
 
     Chat completions: a chunk with the role; chunks with reasoning and text; a chunk for each call; a chunk with
         finish_reason; a chunk with the token counts, if the agent requested them; [DONE].
@@ -25,9 +25,9 @@ id. The tool calls of chatcmpl-<x> have the ids call_<x>_0 and call_<x>_1. The i
 msg_<x> (text) and fc_<x>_0 (tool call).
 
 Strict clients. A reply has the keys role, index, usage and created_at if its protocol defines them, because some
-clients fail without these keys. Some clients fail if a key is null, so keys without a value are left out. The only key
-that may be null is `content`, in a chat message with tool calls and without text. Anthropic's clients need an `event:`
-line, so every event of Anthropic's protocol has this line.
+clients fail without these keys. Some clients fail if a key is null, so keys without a value are left out. Only the key
+`content` of a chat message with tool calls and without text is null. Anthropic's clients need an `event:` line, so
+every event of Anthropic's protocol has this line.
 
 Annotations, citations, refusals and counts of cached tokens are not supported: these fields are empty or 0. The
 signature of a reasoning block is the interaction's id.
@@ -69,7 +69,10 @@ class Answer:
 
     @property
     def message(self) -> Message:
-        """Return the message in normal form. The conversation tree compares this message with later requests."""
+        """Return the answer's message in normal form.
+
+        The conversation tree compares the message of an answer with the messages of later requests.
+        """
         said = {"content": self.parsed.text, "reasoning_content": self.parsed.reasoning, "tool_calls": self.tool_calls}
         return normalise({"role": "assistant", **said})
 
@@ -108,7 +111,7 @@ def parts_of(parsed: Parsed) -> list[Part]:
 
 
 def suffix_of(item_id: str) -> str:
-    """Return an id without its prefix: "ab_0" for "call_ab_0", "ab" for "chatcmpl-ab" and "resp_ab"."""
+    """Return an id without its prefix, such as "ab_0" for "call_ab_0", or "ab" for "chatcmpl-ab" and "resp_ab"."""
     return item_id.replace("-", "_", 1).partition("_")[2]
 
 
@@ -267,7 +270,7 @@ class ChatStream(Stream):
 
 
 def render_responses(ask: AgentRequest, answers: list[Answer]) -> dict[str, Any]:
-    """Return the body of a response, which has one answer."""
+    """Return the body of a whole reply in the Responses protocol. The reply has exactly one answer."""
     (answer,) = answers
     read, written = answer.response.input_len, answer.response.output_len
     usage = {"input_tokens": read, "output_tokens": written, "total_tokens": read + written}
@@ -283,7 +286,7 @@ def render_responses(ask: AgentRequest, answers: list[Answer]) -> dict[str, Any]
 def response_head(ask: AgentRequest, interaction_id: str, status: str) -> dict[str, Any]:
     """Return the body of a response with an empty output.
 
-    The field `tools` stays empty to keep the body short, because a stream sends the body three times.
+    A stream sends the body three times. To keep the body short, the field `tools` stays empty.
     """
     function = {"type": "function", "name": ask.tool_choice}
     choice: Any = ask.tool_choice if ask.tool_choice in ("auto", "none", "required") else function

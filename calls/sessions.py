@@ -39,8 +39,8 @@ GRANT_SECONDS = 60.0  # seconds until an unused grant lapses
 
 @dataclass
 class Limits:
-    """Limits on the requests and answers of one session (SECURITY.md). Answers above the limit `running` wait. A
-    well-behaved agent reaches only the limit `running`."""
+    """Limits on the requests and answers of one session (SECURITY.md). If a session requests more answers than
+    `running`, the surplus answers wait. A well-behaved agent reaches only the limit `running`."""
 
     running: Count = 32  # maximum number of a session's answers that are generated at the same time; others wait
     answers: Count = 2048  # maximum number of a session's running and waiting answers; a further call gets status 429
@@ -69,9 +69,9 @@ class Session:
 
     session_id: str
     task_id: str
-    last_used: float  # time at which the session's timeout last started, in seconds of `clock`
+    last_used: float  # value of `clock` when the session's timeout last started
     cache: InteractionCache
-    places: asyncio.Semaphore  # one place for each answer that may be generated at once (`Limits.running`)
+    places: asyncio.Semaphore  # one place for each answer that may be generated at the same time (`Limits.running`)
     sampling: dict[str, Any] = field(default_factory=dict)  # default sampling parameters of this session
     calls: int = 0  # number of answers that the agent has requested
     running: set[Any] = field(default_factory=set)  # turns (turn.py) that are being generated

@@ -1,8 +1,8 @@
 """Find side conversations: calls that a client program makes for its own purposes while an agent works on the task.
 
 For example, Claude Code and opencode ask the model for a title of the conversation. A side conversation belongs to the
-agent's session, but its output does not help to solve the task. If a request for a title is the last call of the
-session, the session's reward must not go to this request.
+agent's session, but does not help to solve the task. If a request for a title is the last call of the session, the
+session's reward must not go to this request.
 
 The rule. A finished interaction is a *suspect* if conditions 1 and 2 hold:
 
@@ -15,14 +15,13 @@ A suspect is a side conversation if condition 3 also holds:
         message.
 
 The rule does not depend on the order of the calls, so a title request may come before, between or after the agent's
-calls. Two kinds of calls resemble a title request, but are not side conversations. First, some agents offer no tools in
-their final call. The final call has the same first message as the agent's earlier calls, so condition 3 does not hold.
-Second, a session can contain a second agent that makes only one call. The prompt of an agent with only one call
-describes a task and requests no title, so condition 1 does not hold.
+calls. The rule excludes two kinds of calls that resemble a title request. If an agent offers no tools in its final
+call, this call has the same first message as the agent's earlier calls, so condition 3 does not hold. If a second agent
+makes only one call, the prompt of this call describes a task and requests no title, so condition 1 does not hold.
 
 The configuration key rollout.openai.side_conversations contains the patterns, which are regular expressions. The
-patterns match both upper and lower case. If the list of patterns is empty, the rule is off. If the title requests of a
-client match no pattern, add a pattern to the list.
+patterns ignore the difference between upper and lower case. If the list of patterns is empty, the rule is off. If the
+title requests of a client match no pattern, add a pattern to the list.
 
 A side conversation is not trained, and gets none of the session's reward. If the agent itself sets a reward for the id
 of a side conversation, this side conversation is trained. The metric side_conversations counts the side conversations.
@@ -58,7 +57,7 @@ def find_side_conversations(finished: Iterable[Any], matches: Callable[[str], bo
     `matches` tells whether one of the patterns matches a text (`make_matcher`).
     """
     suspects = []
-    openings = set()  # first messages of all interactions that are not suspects
+    openings = set()  # the first message of each interaction that is not a suspect
     for interaction in finished:
         opening = canonical(interaction.messages[0])  # a tuple (role, text, tool calls, id of a tool result)
         is_single = not (interaction.tools or interaction.parent or interaction.children)

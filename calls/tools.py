@@ -1,7 +1,7 @@
 """Split the text of a model into reasoning, text for the user, and tool calls.
 
-A model writes one text. An agent needs a message with separate reasoning, text and `tool_calls`. By default, the parser
-expects a text in the form of Qwen and Hermes:
+A model writes reasoning, text and tool calls as one text. An agent needs a message with separate reasoning, text and
+`tool_calls`. By default, the parser expects a text in the form of Qwen and Hermes:
 
     <think>reasoning</think>text<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>
 
@@ -32,9 +32,9 @@ proxy does not constrain sampling with a grammar, so the model may still write b
 Other forms. If the tokenizer has a response template (a feature of transformers), this template parses the text. If
 `tool_call_parser` is not in `HERMES`, it is the name of a parser of SGLang, and SGLang must be installed. SGLang's
 parser is used only if the agent offers tools. With a response template or SGLang's parser, a call cannot be forced, and
-`certain` returns an empty text. A response template also reads the prompt, and always receives the prompt of a
-conversation with one message. If the model ends its turn with a token that is not the tokenizer's eos_token,
-stop_token_ids must contain this token.
+`certain` returns an empty text. A response template parses the text together with the end of a prompt. In place of the
+real prompt, the template always gets the prompt of a conversation with one message. If the model ends its turn with a
+token that is not the tokenizer's eos_token, stop_token_ids must contain this token.
 
 The parser does not repair mistakes in a model's text.
 """
@@ -117,7 +117,7 @@ def split_calls(text: str, tools: Tools) -> tuple[str, list[Call]]:
     return "".join(pieces), calls
 
 
-# A stream parses its whole text at each new token. With the cache, the JSON of a call is decoded only once.
+# At each new token, a stream parses its whole text. With the cache, the JSON of a call is decoded only once.
 @functools.lru_cache(4096)
 def read_call(body: str, names: frozenset[str]) -> Call | None:
     """Return the call that `body` contains, or None if `body` is not a valid call of a tool in `names`."""
@@ -191,9 +191,12 @@ class OutputParser:
     def opening(self, tool_choice: str, tools: Tools, begun: str) -> str:
         """Return the first words of a forced call, or "" if tool_choice forces no call.
 
-        For the tool f, the first words are '<tool_call>\\n{"name": "f", "arguments": '. The text for `parse` consists
-        of the text that `begun` returns, the opening and the model's text, in this order. Raises Refusal if a tool call
-        cannot be forced in the form that this model uses.
+        Example of the first words, for a tool with the name f:
+
+            '<tool_call>\\n{"name": "f", "arguments": '
+
+        The text for `parse` consists of the text that `begun` returns, the opening and the model's text, in this order.
+        Raises Refusal if a tool call cannot be forced in the form that this model uses.
         """
         if tool_choice in ("auto", "none"):
             return ""
@@ -201,8 +204,8 @@ class OutputParser:
             raise Refusal("tool_choice: this model's form of tool calls cannot be forced; use auto")
         names = [tool["function"]["name"] for tool in tools] if tool_choice == "required" else [tool_choice]
         end_of_reasoning = f"{END_OF_THINK}\n\n" if begun else ""
-        # If only one tool can be called, the opening contains its name. If there are several tools, the model writes
-        # the name.
+        # If only one tool can be called, the opening contains the tool's name. With several tools, the model writes the
+        # tool's name.
         name = f'{json.dumps(names[0])}, "arguments": ' if len(names) == 1 else '"'
         return f'{end_of_reasoning}{CALL}\n{{"name": {name}'
 

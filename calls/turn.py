@@ -22,7 +22,7 @@ States. Each turn runs as an asyncio task. A connection that waits for a turn's 
 The state of a turn decides whether the turn stays in the tree. A finished or unread turn stays in the tree. A failed
 turn is removed from the tree. When a turn is abandoned, the server stops generating. The tokens that an abandoned turn
 has already streamed stay in the tree, because the client has read them. A replaced turn stays in the tree only if a
-later turn continues its conversation.
+later turn continues the replaced turn's conversation.
 
 Retries. A client repeats a request if the connection times out or the reply has a 5xx status. The SDKs of OpenAI and
 Anthropic mark a repeated request with the header x-stainless-retry-count. `match_retry` compares the body of a request,
@@ -33,11 +33,11 @@ byte for byte, with the bodies of the session's earlier turns. The first rule th
         with the same body is running, the request is a retry of the last finished one with a closed connection.
     (3) If rules 1 and 2 do not apply, the request is a new call, even if an earlier turn has the same body.
 
-A client closes its connection before it retries a request, so rule 2 ignores finished turns with an open connection. A
-retry gets the reply of the turn that it repeats. A failed or abandoned turn has no reply, so a new turn replaces it.
+Rule 2 ignores a finished turn whose connection is still open, because a client closes its connection before it retries.
+A retry gets the reply of the turn that it repeats. A failed or abandoned turn has no reply, so a new turn replaces it.
 
-Example: an agent hangs up during a call and then sends the same request a second time. By rule 1, the second request is
-a retry: the abandoned turn becomes replaced, and the proxy generates a new turn. The replaced turn is not trained.
+Example: an agent hangs up during a call and then repeats the request. By rule 1, the second request is a retry. The
+state of the abandoned turn changes to replaced, and the proxy starts a new turn. The replaced turn is not trained.
 """
 
 import asyncio
@@ -63,8 +63,8 @@ from inference.wire import EngineError
 
 PING_SECONDS = 15.0  # after this many seconds without events, a stream sends a comment as a keepalive
 
-# Only `_run` (to finished or failed), `end_with_session` (to failed), `_listening` (to abandoned or unread) and
-# `earlier_turn` (to finished or replaced) change a turn's state.
+# `_run` changes a turn's state to finished or failed, `end_with_session` to failed, `_listening` to abandoned or
+# unread, and `earlier_turn` to finished or replaced.
 State = Enum("State", "RUNNING FINISHED UNREAD FAILED ABANDONED REPLACED")
 
 
@@ -101,7 +101,7 @@ class Turn:
         self.task.add_done_callback(self._clean_up)
 
     def end_with_session(self) -> None:
-        """Stop the generation because the session ends. The turn's unfinished interactions leave the tree."""
+        """Stop the generation of a turn whose session ends. The turn's unfinished interactions leave the tree."""
         self.state = State.FAILED
         self.task.cancel()
 
@@ -119,7 +119,7 @@ class Turn:
         self.session.running.discard(self)
         self.forget()
         if not task.cancelled():
-            task.exception()  # asyncio would log a warning if no code read the task's exception
+            task.exception()  # the exception is read, so that asyncio logs no warning about it
 
     # Generation
 
@@ -152,7 +152,7 @@ class Turn:
     async def _generate(self, engine: Any, k: int, call: ModelRequest) -> ModelResponse:
         """Return the engine's k-th answer.
 
-        In a stream, each arrival of tokens updates `so_far` and completes the future `news`.
+        For a stream, `on_tokens` stores the answer so far in `so_far` and completes the future `news`.
         """
 
         def on_tokens(response: ModelResponse) -> None:
@@ -243,8 +243,8 @@ class Turn:
                     raise  # an unexpected error also goes to the log of the proxy
 
     def _new_events(self, streams: list[Stream], readers: list[TextReader]) -> bytes:
-        """Return the events for the new part of the text that no later token can change, or b"" if there is no new
-        part."""
+        """Return the events that send new text, or b"" if there is no new text. The events leave out text that a later
+        token can change."""
         frames = b""
         for stream, reader, response in zip(streams, readers, self.so_far):
             if response is not None and response.output_len != reader.tokens_read:
@@ -296,7 +296,7 @@ def earlier_turn(session: Session, body: bytes, says_so: bool) -> Turn | None:
 
 
 class EventStream(StreamingResponse):
-    """Sends server-sent events, and closes the generator of the events when sending ends for any reason.
+    """Sends server-sent events. When sending ends for any reason, `EventStream` closes the generator of the events.
 
     Starlette's StreamingResponse cancels the generator when the client hangs up. `EventStream` does not cancel the
     generator, because `Turn.events` detects that the client has hung up and ends by itself.

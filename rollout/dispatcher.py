@@ -1,6 +1,6 @@
 """The dispatcher decides which prompt group starts next, and which groups form the next batch.
 
-A training step needs B finished prompt groups, and an episode takes seconds to minutes. BatchTaskDispatcher keeps as
+A training step needs B finished prompt groups. An episode takes seconds to minutes, so BatchTaskDispatcher keeps as
 many groups running as the staleness gate allows.
 
 **Three parts.** DispatchState makes all decisions. DispatchState records which tasks are pending, running and finished.
@@ -119,7 +119,7 @@ class DispatchState(Generic[TInput, TResult]):
         return not (self.manager.get_stats().running or self.paused or self.failure)
 
     def in_flight(self) -> set[int]:
-        """Return the ids of the pending, running and finished tasks. A later step may consume these tasks."""
+        """Return the ids of the tasks that a later step may consume: the pending, running and finished tasks."""
         return {*self.pending, *self.order}
 
     def next_groups(self, count: int) -> dict[int, TResult]:
@@ -204,8 +204,8 @@ class DispatchState(Generic[TInput, TResult]):
     def take_task(self, task_id: int) -> list[TResult | None]:
         """Return [result] for a finished task, [None] for a rejected task, and [] for a task that has not ended.
 
-        The method also removes a finished or rejected task from the state. Raises ValueError if the task was never
-        submitted, or if its result was already taken.
+        If the task is finished or rejected, the method removes the task from the state. Raises ValueError if the task
+        was never submitted, or if its result was already taken.
         """
         if task_id in self.rejected:
             self.rejected.remove(task_id)
@@ -349,8 +349,8 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
             self.runner.lock.notify_all()
 
     def interrupt(self, error: type[BaseException]) -> None:
-        """Raise `error` in the caller that waits now or, if no caller waits, in the next caller that waits. Tasks
-        continue to run."""
+        """Raise `error` in the caller that waits now or, if no caller waits, in the next caller that waits. The running
+        tasks continue."""
         with self.runner.lock:
             self._state.interrupts.add(error)
             self.runner.lock.notify_all()
@@ -388,9 +388,9 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
     def _top_up(self, task_generator: Iterator[TInput]) -> None:
         """Submit tasks from the generator, so that up to (eta + 1) * B tasks are pending.
 
-        The number of tasks is computed before the loop. A loop that counts the pending tasks in each pass might never
-        end, because pending tasks can start during the loop. The method does not hold the lock, because the generator
-        may be slow. Raises RuntimeError if the generator ends.
+        The method first computes how many tasks it submits. A loop that waits for enough pending tasks might never end,
+        because a submitted task can start at once. The method does not hold the lock, because the generator may be
+        slow. Raises RuntimeError if the generator ends.
         """
         limit = min(self._state.manager.get_pending_limit(), self._state.max_queue_size)
         for _ in range(limit - len(self._state.pending)):

@@ -1,10 +1,10 @@
 """WorkflowExecutor connects the dataloader, the workflows, the staleness gate and the training step.
 
 `prepare_batch` returns the next B accepted prompt groups as one padded dict of tensors (trajectory.py). The dispatcher
-decides which groups come next. With rollout.stale=wait, prepare_batch returns the groups in the order in which they
-started, across batches and within each batch. While the trainer trains on one batch, groups of later batches run. The
-staleness gate limits how many groups run. Example: with B = 4 and eta = 1, eight groups start at version 0. The first
-call of prepare_batch returns four of the eight groups, and the other four groups are left for later calls.
+decides which groups come next. With rollout.stale=wait, prepare_batch returns the accepted groups of a run in the order
+in which they started. While the trainer trains on one batch, groups of later batches run. The staleness gate limits how
+many groups run. Example: with B = 4 and eta = 1, eight groups start at version 0. The first call of prepare_batch
+returns four of the eight groups, and the other four groups are left for later calls.
 
 Each prompt group goes through these steps:
 
@@ -14,10 +14,9 @@ Each prompt group goes through these steps:
  (4) Interactions become tensors, and check_trajectory_format checks these tensors.
  (5) `complete` adds the tensors that the workflow left out.
  (6) should_accept_fn accepts or rejects the group.
- (7) With dump_to_file each row of an accepted or rejected group becomes one line of the file
-     {dump_dir}/{rollout|eval-rollout}/{newest version in the group}/{task_id}.jsonl.
- (8) `keep` writes an accepted group to a file, so that the group survives a crash. The group counts as accepted after
-     `keep` has returned.
+ (7) With dump_to_file, each row of an accepted or rejected group becomes one line of this file:
+     {dump_dir}/{rollout|eval-rollout}/{newest version in the group}/{task_id}.jsonl
+ (8) `keep` writes an accepted group to a file for recovery. The group counts as accepted when `keep` has returned.
  (9) If the group is not too old, prepare_batch returns a batch that contains the group.
 
 If a workflow returns None, its group is rejected, and another sample is drawn instead. If one of the steps 3 to 8
@@ -68,7 +67,7 @@ from staleness import RolloutStat, StalenessError, StalenessManager
 
 logger = logging.getLogger("nano_areal.executor")
 
-NO_LIMIT = 10**12  # a limit that no evaluation reaches, for ages and for consecutive failures
+NO_LIMIT = 10**12  # an evaluation's maximum age and maximum number of consecutive failures, too large to be reached
 AcceptFn = Callable[[Trajectory], bool]
 Sample = dict[str, Any]
 T = TypeVar("T")
@@ -133,7 +132,7 @@ class DataCursor:
                 self.drawn += 1
                 self.open[task_id] = sample
                 yield task_id, sample
-        except (Exception, KeyboardInterrupt):  # the dataloader failed; the next call makes a new iterator
+        except (Exception, KeyboardInterrupt):  # the iterator has ended, so the next `draw` makes a new one
             del self.streams[dataloader]
             raise
 
@@ -157,8 +156,8 @@ class WorkflowExecutor:
     proxy: ProxyAddress | None = None  # needed for agents
     dump_dir: Path | None = None  # the run's folder for dumps; None means no dumps
     trace: Callable[..., None] = untraced  # function of (event, task_id); the event "reward" has more arguments
-    keep: Callable[[int, Trajectory], None] | None = None  # function that saves a group before it counts as accepted
-    hold_failures: float = 0.0  # seconds that a task waits after its exception before it counts as failed
+    keep: Callable[[int, Trajectory], None] | None = None  # saves a group before the group counts as accepted
+    hold_failures: float = 0.0  # seconds between a task's exception and the moment when the task counts as failed
     evaluation: bool = False  # whether to run without a staleness gate
 
     def __post_init__(self) -> None:
@@ -176,7 +175,7 @@ class WorkflowExecutor:
             gate, oldest, max_queue, config.stale, without_older, max_failures, self.trace
         )
         self.dispatcher = BatchTaskDispatcher(self._run_episode, state)
-        # The engine calls `pause`, `resume` and `on_new_version`. The watcher of the processes calls `fail`.
+        # The engine calls `pause`, `resume` and `on_new_version`. `Fleet.watch` (run/launch.py) calls `fail`.
         self.pause, self.resume = self.dispatcher.pause, self.dispatcher.resume
         self.on_new_version, self.fail = self.dispatcher.on_new_version, self.dispatcher.fail
         # Mutable state of this object, besides the state of the dispatcher and of the staleness manager:
@@ -286,7 +285,7 @@ class WorkflowExecutor:
 
         `version` is the policy version at which `state` was saved. `finished` maps ids of open tasks to the groups that
         an earlier process had finished. The finished groups are consumed first, and all other open tasks start again
-        under their ids. If a finished group would be too old when a step consumes it, the group's task also starts
+        under their ids. If a finished group will be too old for its step, the group is discarded and its task starts
         again. A finished group can be too old if eta or the batch size is smaller than before the crash. Recovery
         supports only one dataloader.
         """
@@ -313,10 +312,10 @@ class WorkflowExecutor:
         """Return a task for each sample. All tasks share one workflow object.
 
         `workflow` and `workflow_kwargs` describe the workflow or agent, in any form that `resolve_workflow`
-        (workflow.py) accepts. `should_accept_fn` is a function of a group, or its import path. If `should_accept_fn`
-        returns False, the group is rejected. `group_size` is the number of episodes of each sample. The default is
-        rollout.group_size or, if this key is not set, gconfig.n_samples. If `is_eval` is true, the episodes are named,
-        counted and dumped as an evaluation.
+        (workflow.py) accepts. `should_accept_fn` is a function of a group, or the function's import path. If
+        `should_accept_fn` returns False, the group is rejected. `group_size` is the number of episodes of each sample.
+        The default of `group_size` is rollout.group_size or, if this key is not set, gconfig.n_samples. If `is_eval` is
+        true, the episodes are named, counted and dumped as an evaluation.
         """
         n_samples = self.gconfig.n_samples
         group_size = group_size or self.config.group_size or n_samples
@@ -414,7 +413,7 @@ class WorkflowExecutor:
         """Wait `hold_failures` seconds before a failure is counted. Raises RuntimeError if the run has stopped during
         the wait.
 
-        If the proxy or a server crashes, all running episodes fail. The wait gives the watcher of the processes time to
+        If the proxy or a server crashes, all running episodes fail. During the wait, `Fleet.watch` (run/launch.py) can
         stop the run. Once the run has stopped, no failure is counted and no new sample starts.
         """
         await asyncio.sleep(self.hold_failures)

@@ -26,13 +26,13 @@ class InteractionWithTokenLogpReward:
     messages: list[Message]
     interaction_id: str = ""
     template_key: str = ""  # tools and template arguments as one text (`AgentRequest.template_key`)
-    unstored: str = ""  # rollout.openai.store if the agent sent `store: false`, else ""
+    unstored: str = ""  # value of the key rollout.openai.store if the agent sent `store: false`, else ""
     tools: list[dict[str, Any]] = field(default_factory=list)  # tools offered to the model, in chat-completions format
     model_response: ModelResponse | None = None
     output_message_list: list[Message] = field(default_factory=list)
     reply: dict[str, Any] | None = None  # the reply as the agent received it
     reward: float | None = None  # the turn's own reward; apply_reward_discount replaces it with the final reward
-    parent: "InteractionWithTokenLogpReward | None" = None  # parent that the client named or InteractionCache found
+    parent: "InteractionWithTokenLogpReward | None" = None  # parent, named by the client or found by InteractionCache
 
     # InteractionCache sets the following fields:
     turn: int = 0  # number of ancestors in the tree
@@ -70,7 +70,7 @@ class InteractionWithTokenLogpReward:
     def conversation(self) -> list[Message]:
         """Return the messages of the call, followed by the messages of its output.
 
-        The messages of every child begin with the returned list.
+        The messages of each child of this interaction begin with the returned list.
         """
         return self.messages + self.output_message_list
 

@@ -11,8 +11,8 @@ a coroutine function takes too long, it is cancelled. The time limit of a plain 
 call, so the time in the queue does not count. Example: with timeout_seconds=15 and four workers, the fifth call waits
 until a worker is free, and then has 15 seconds. If an episode is cancelled, its reward computation ends as well.
 
-If a reward function raises an exception or takes too long, its episode fails. A failed episode gets no reward, because
-the policy would learn from a reward of 0.
+If a reward function raises an exception or takes too long, its episode fails. The policy does not learn from a failed
+episode, because a failed episode gets no reward, not even 0.
 """
 
 import inspect
@@ -52,7 +52,7 @@ _pool = PerLoop(lambda: WorkerPool(min(4, os.cpu_count() or 1)))  # all wrappers
 
 
 class AsyncRewardWrapper:
-    """Makes a reward function awaitable: `await wrapper(prompt, completion, prompt_ids, completion_ids, **data)`.
+    """Makes a reward function awaitable with `await wrapper(prompt, completion, prompt_ids, completion_ids, **data)`.
 
     If a coroutine function raises an exception, the call raises the same exception. If a plain function raises an
     exception, the call raises a RuntimeError (workers.py). If a call takes longer than `timeout_seconds`, it raises

@@ -16,7 +16,7 @@ the turn's prompt begins with exactly the parent's tokens. If the prompt begins 
 the agent offers other tools, the turn starts a new row. If the rows of several leaves contain the same turn, only one
 of these rows trains the turn.
 
-A row trains each of its turns except in four cases, in which the turn's tokens are only context for other turns:
+In four cases, a row does not train one of its turns, and the turn's tokens are only context for other turns:
 
     (1) Another row already trains on the turn.
     (2) The agent asked the proxy not to store the call, and rollout.openai.store is honour.
@@ -46,8 +46,8 @@ def join_turns(finished: Sequence[Any]) -> list[Any]:
     leaf's row.
 
     `finished` are all finished interactions of a session, in the order of their requests. If several rows contain a
-    turn, only the first of these rows trains the turn. If the first turn that a row trains has the parent p, the row's
-    attribute `parent` is the row that trains p.
+    turn, only the first of these rows trains the turn. If t is the first turn that a row trains, the row's attribute
+    `parent` is the row that trains the parent of t.
     """
     joined = {turn: turn.parent for turn in finished if turn.parent and turn.continues(turn.parent)}
     inner = set(joined.values())

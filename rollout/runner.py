@@ -123,7 +123,7 @@ class AsyncTaskRunner:
             return None
         stack = traceback.extract_stack(sys._current_frames().get(self._thread.ident or 0))
         ours = own_frames(stack)
-        if not ours or ours[-1].name == "_thread_main":  # the loop waits for events
+        if not ours or ours[-1].name == "_thread_main":  # the loop is not blocked: it waits for events
             return None
         return f"{ours[-1].name} ({ours[-1].filename}:{ours[-1].lineno})"
 

@@ -1,8 +1,8 @@
 """A trajectory is a dict of tensors that the rollout side passes to the trainer.
 
-A row is one sequence. B rows are padded to L tokens. **Position t of every [B, L] tensor describes token t.** For
-example, versions[b, t] is the version that computed the token input_ids[b, t]. The labels of a language model are often
-shifted by one position. In a trajectory, no tensor is shifted by one position.
+A row is one sequence of tokens. B rows are padded to L tokens. **Position t of every [B, L] tensor describes token t.**
+For example, versions[b, t] is the version that computed the token input_ids[b, t]. The labels of a language model are
+often shifted by one position. In a trajectory, no tensor is shifted by one position.
 
 | key | type, shape | meaning | padding |
 |---|---|---|---|
@@ -29,9 +29,9 @@ In this example, a row has two prompt tokens, two answer tokens of the versions 
 
     input_ids 10 11 12 13 0    loss_mask 0 0 1 1 0    versions -1 -1 3 4 -1    turn_ids -1 -1 0 0 -1
 
-A workflow must return the first two keys of the table (input_ids and attention_mask), and may also return any other
-key. If a trajectory is malformed, `check_trajectory_format` raises an error that says what is wrong. `complete` adds
-the missing keys with default values. If `loss_mask` is missing, no token is trained. If `turn_ids` is missing, each
+A workflow must return the first two keys of the table (input_ids and attention_mask), and may return any other key. If
+a trajectory is malformed, `check_trajectory_format` raises an error that says what is wrong. `complete` adds the
+missing keys with default values. If `loss_mask` is missing, no token is trained. If `turn_ids` is missing, each
 unbroken sequence of trained tokens counts as one turn. If `temperatures` is missing, every token has temperature 1. A
 completed trajectory has every key, so completed trajectories can be concatenated.
 """
@@ -44,8 +44,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-# The keys that training reads. Each key has a dtype and a fill value. The fill value is used for padding and for tokens
-# that the policy did not generate.
+# The keys that training reads. Each key has a dtype and a fill value. The fill value stands at positions that have no
+# value of their own, such as padding.
 TOKEN_KEYS: dict[str, tuple[torch.dtype, float]] = {  # [B, L]
     "input_ids": (torch.int32, 0),
     "attention_mask": (torch.bool, 0),
@@ -100,7 +100,7 @@ def without_older(traj: Trajectory, oldest: int) -> Trajectory | None:
 
 
 def check_trajectory_format(traj: Any, expected_keys: frozenset[str] | None = None) -> None:
-    """Raise ValueError if the trajectory is malformed. The message says which key is wrong, and what is needed.
+    """Raise ValueError if the trajectory is malformed. The error's message names the wrong key and says what is needed.
 
     `expected_keys` are the keys of this workflow's earlier trajectories, or None if this trajectory is the first.
     """
@@ -135,7 +135,7 @@ def check_trajectory_format(traj: Any, expected_keys: frozenset[str] | None = No
 def number_turns(loss_mask: Tensor) -> Tensor:
     """Number the unbroken sequences of trained tokens in each row: 0, 1, and so on.
 
-    Return a tensor (B, L) with the number of the token's sequence at each trained token, and -1 at other positions.
+    In the returned tensor (B, L), each trained token has the number of its sequence, and all other positions have -1.
     """
     trained = loss_mask > 0  # (B, L)
     starts = trained.clone()
@@ -147,10 +147,10 @@ def complete(traj: Trajectory, task_id: int, version: int = 0) -> Trajectory:
     """Return a trajectory with every key of the table, in the dtype of the table. Keys that are not in the table are
     kept.
 
-    If `versions` is missing, every generated token gets `version`. `version` is the version at which the episode
-    started. The version that computed a token may be newer than `version`, but not older. If `logprobs` is missing, the
-    function fills it with zeros. Zeros in `logprobs` are correct only for an objective that recomputes the old
-    log-probabilities.
+    If `versions` is missing, every generated token gets `version`. `version` is the policy version at which the episode
+    started. The servers may get new weights during an episode, so a token's true version can be newer than `version`.
+    If `logprobs` is missing, the function fills it with zeros. Zeros in `logprobs` are correct only for an objective
+    that recomputes the old log-probabilities.
     """
     rows, shape = len(traj["input_ids"]), traj["input_ids"].shape
     full = {key: torch.full(shape, fill, dtype=dtype) for key, (dtype, fill) in TOKEN_KEYS.items()}
@@ -196,9 +196,9 @@ def concat_padded_tensors(trajectories: list[Trajectory]) -> Trajectory:
 def dump_lines(traj: Trajectory, task_id: int, tokenizer: Any) -> list[dict[str, Any]]:
     """Return one record per row of a completed trajectory (AReaL's document Rollout Workflow, "Trajectory Dumping").
 
-    sample_idx is the index of the row in the task. prompt_len is the number of tokens before the first generated token.
-    The completion of a record begins with the row's first generated token, and includes the messages between the turns.
-    head_version and tail_version are null for a row without generated tokens.
+    `sample_idx` is the index of the row in the task. `prompt_len` is the number of tokens before the first generated
+    token. The completion of a record begins with the row's first generated token, and includes the messages between the
+    turns. `head_version` and `tail_version` are null for a row without generated tokens.
     """
     lines = []
     for i, sampled in enumerate(generated(traj)):

@@ -13,13 +13,12 @@ cancellation or a time limit ends an `async with` block before its call has retu
 pool starts a new worker for a later call. If a worker crashes, only the call that ran in this worker fails.
 
 **How a worker ends.** A worker is a pair of processes, a guard and its child. The user's code runs in the child. A
-socket connects the guard and its child with the trainer. The guard waits for one of three events: the user's process
-ends, the trainer closes the socket, or the trainer ends (even by kill -9). When one of the three events happens, the
-guard kills the user's process and all descendants of this process. On Linux the guard is the subreaper of all its
-descendants: if a descendant's parent ends, the guard becomes the new parent. As the subreaper, the guard also kills a
-descendant that has a process session of its own (`setsid`). Processes that the user's code starts do not inherit the
-socket. When the guard and its child have ended, the socket closes, so the trainer immediately detects the worker's end.
-The signal of Ctrl-C reaches only the trainer, because each worker has a process group of its own.
+socket connects the guard and its child with the trainer. The guard kills all other processes of the worker when the
+user's process ends, the trainer closes the socket, or the trainer ends (even by kill -9). On Linux the guard is the
+subreaper of all its descendants: if a descendant's parent ends, the guard becomes the new parent. On Linux the guard
+kills even a descendant that has a process session of its own (`setsid`). Processes that the user's code starts do not
+inherit the socket. When the guard and its child have ended, the socket closes, so the trainer immediately detects the
+worker's end. The signal of Ctrl-C reaches only the trainer, because each worker has a process group of its own.
 
 **Messages.** A call goes through the socket as a pickle. The pickle contains the function's name and not its code, so
 the worker imports the function's module. The worker does not import the main script, because the script would import
@@ -122,8 +121,8 @@ class Worker:
 
     @classmethod
     async def start(cls, prefix: Sequence[str] = ()) -> "Worker":
-        """Start a process that runs `serve`. The words of `prefix`, such as "env", precede the words of the process's
-        command."""
+        """Start a process that runs `serve`. The process's command line begins with the words of `prefix`, such as
+        "env"."""
         ours, theirs = socket.socketpair()
         with theirs:
             streams = await asyncio.open_unix_connection(sock=ours)
@@ -219,13 +218,12 @@ class WorkerPool:
 
 
 def guard(channel: socket.socket) -> None:
-    """Fork this process into a guard and its child. Only the child returns from this function. The parent becomes the
-    guard."""
+    """Fork this process. The parent becomes the guard, and only the child returns from this function."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
     child = os.fork()
     if not child:
-        os.setpgid(0, 0)  # a signal to the child's process group does not reach the guard
+        os.setpgid(0, 0)  # the child gets its own process group, so a signal to this group does not reach the guard
         return
 
     def follow_trainer() -> None:
@@ -264,8 +262,8 @@ def serve(fd: int) -> None:
     channel.set_inheritable(False)
     guard(channel)
     # A process that the user's code forks must close its copy of the socket. As long as one copy of the socket is open,
-    # the trainer cannot detect the end of the worker. While the stream of `listen` exists, socket.socket.close leaves
-    # the socket open, so the forked process calls SocketType.close.
+    # the trainer cannot detect the end of the worker. `socket.socket.close` leaves the socket open while the stream of
+    # `listen` exists, so the forked process calls `SocketType.close`.
     os.register_at_fork(after_in_child=functools.partial(socket.SocketType.close, channel))
     calls: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
@@ -273,7 +271,9 @@ def serve(fd: int) -> None:
         with channel.makefile("rb") as stream, suppress(ConnectionError):
             while head := stream.read(8):
                 calls.put(stream.read(int.from_bytes(head, "big")))
-        os.killpg(0, signal.SIGKILL)  # the trainer has ended; the guard ends the processes in other process groups
+        # The trainer's socket is closed, so the child kills its own process group. The guard kills the worker's other
+        # processes.
+        os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=listen, name="parent", daemon=True).start()
     while True:
@@ -282,17 +282,18 @@ def serve(fd: int) -> None:
 
 
 def outcome_of(payload: bytes) -> bytes:
-    """Run a pickled call. Return its outcome as JSON, because a pickle could run code in the trainer."""
+    """Run a pickled call, and return the call's outcome as JSON. Unlike a pickle, JSON cannot run code in the
+    trainer."""
     try:
         function, args, kwargs = pickle.loads(payload)
         return json.dumps({"value": function(*args, **kwargs)}, default=lambda scalar: scalar.item()).encode()
-    except BaseException as error:  # user code may also call sys.exit()
+    except BaseException as error:  # BaseException includes the SystemExit of sys.exit() in user code
         note = "in a worker process:\n" + "".join(traceback.format_exception(error))
         return json.dumps({"error": f"{type(error).__name__}: {error}", "note": note}).encode()
 
 
-# `_runner()` returns the Runner of this worker's only event loop. The loop is never closed, because `Runner.close` also
-# waits for tasks that ignore their cancellation. When the worker's process ends, the loop's tasks end as well.
+# `_runner()` returns the Runner of this worker's only event loop. The loop is never closed, because `Runner.close`
+# waits for tasks even if they ignore their cancellation. When the worker's process ends, the loop's tasks end as well.
 _runner = functools.cache(asyncio.Runner)
 
 
