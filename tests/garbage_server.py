@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 Json = dict[str, Any]
-NEVER = b"never"  # this item of an answer means that the server pauses for ever
+NEVER = b"never"  # at this item of an answer, the server stops sending and keeps the connection open
 
 
 def http(body: bytes, status: str = "200 OK", length: int | None = None, *headers: str) -> bytes:

@@ -5,8 +5,8 @@ tests that read a document are skipped.
 
 The function `block` cuts an example out of a document and makes three changes to the example. `block` replaces imports
 of AReaL by imports of this project. `block` replaces `{...}`, which stands for the reader's own arguments, by `{}`.
-`block` also restores lost indentation. A test executes the example, and supplies only the names that the example uses
-but does not define.
+`block` restores indentation that the text of the document has lost. A test executes an example, and supplies only those
+names that the example uses without defining them.
 """
 
 import __future__
@@ -80,8 +80,8 @@ SHORT = GenerationHyperparameters(max_new_tokens=4)
 
 
 class Block(NamedTuple):
-    """The place of an example: its document, the beginning of its first line, its last words, and the indentation of
-    its lines."""
+    """The place of an example: the document, the beginning of the example's first line, the example's last words, and
+    the indentation of the example's lines."""
 
     document: str
     first: str
@@ -358,7 +358,7 @@ def test_the_page_names_the_routes_and_the_body_of_an_export() -> None:
     assert fields == inspect.signature(OpenAIProxyClient.export_interactions).parameters.keys() - {"self"}
 
 
-# ---------------------------------------------------------------- the direct approach
+# ---------------------------------------------------------------- AReaL's examples of the direct approach
 
 
 async def test_the_public_names(tiny_tokenizer: Any) -> None:
@@ -400,7 +400,7 @@ async def test_the_client_and_its_rewards(real_engine: RemoteInfEngine, tiny_tok
 
 
 async def test_tools(real_engine: RemoteInfEngine, tiny_tokenizer: Any) -> None:
-    """AReaL's example with a tool gets an answer."""
+    """In AReaL's example of a call with a tool, the client gets an answer from the model."""
     client = ArealOpenAI(real_engine, tiny_tokenizer, sampling={"max_new_tokens": 4})
     names = await execute("tools", client=client, messages=QUESTION["messages"])
     assert names["completion"].choices

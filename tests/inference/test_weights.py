@@ -87,7 +87,7 @@ def test_a_crash_half_way_is_never_seen(
     state: dict, tiny_model_dir: Path, tmp_path: Path, step: str, monkeypatch: pytest.MonkeyPatch
 ):
     """If a crash interrupts the writing of version 1, the folder v1 does not exist. The next write deletes the
-    unfinished folder of the interrupted write."""
+    unfinished folder that the crash has left."""
 
     def crash(*args: Any, **kwargs: Any) -> Any:
         raise KeyboardInterrupt
@@ -362,7 +362,7 @@ def test_handles_name_the_gpu_by_its_uuid(monkeypatch: pytest.MonkeyPatch):
     """A handle of a tensor on a GPU contains the GPU's UUID, because the server may number the GPUs differently than
     the trainer does.
 
-    A server on a CPU gets the bytes of the tensor instead of a handle.
+    If a server runs on a CPU, the trainer sends the server the bytes of the tensor instead of a handle.
     """
     arguments = list(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
     assert arguments[6] == "storage_device"
@@ -473,7 +473,7 @@ def test_a_real_server_serves_what_was_written(tiny_server: str, state: dict, ti
     before = RemoteInfEngine([tiny_server]).score([5, 6, 7, 8])
     meta = WeightUpdateMeta(path=str(tmp_path))
     tokens = []
-    for version, change in ((1, 0.5), (0, 1.0)):  # the second update restores the weights
+    for version, change in ((1, 0.5), (0, 1.0)):  # the update to version 0 restores the original weights
         scaled = {name: tensor * change for name, tensor in state.items()}
         engine = RemoteInfEngine([tiny_server])  # an engine refuses a version below its own
         engine.initialize()
