@@ -317,7 +317,7 @@ async def test_an_interaction_of_the_proxy_has_the_documents_fields(agents: str,
     named = (await execute("interaction"))["InteractionWithTokenLogpReward"]
     hints = get_type_hints(named, {**NAMES, "ChatCompletion": ChatCompletion})
     for name, kind in hints.items():
-        options = [kind] if get_origin(kind) is list else get_args(kind) or [kind]  # `X | None` allows two types
+        options = [kind] if get_origin(kind) is list else get_args(kind) or [kind]  # X and None for the type `X | None`
         assert isinstance(getattr(turn, name), tuple(get_origin(option) or option for option in options)), name
     assert turn.completion.id == turn.interaction_id
     assert turn.model_response.output_tokens == turn.to_lists()["input_ids"][turn.model_response.input_len :]
@@ -601,8 +601,8 @@ async def test_a_response_without_arguments() -> None:
 
 
 async def test_the_listing_of_generation_gives_the_same_tokens(real_engine: RemoteInfEngine) -> None:
-    """The function agenerate from the write-up on AReaL and this project's engine get the same greedy tokens and
-    versions from a server."""
+    """For a greedy request, the function agenerate from the write-up on AReaL and this project's engine return the same
+    tokens and versions."""
     request = ModelRequest([5, 6, 7], gconfig=SHORT.new(greedy=True))
     ours = await real_engine.agenerate(request)
 

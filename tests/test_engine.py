@@ -820,7 +820,7 @@ def answered(content: bytes, failure: Exception | None = None) -> httpx.Response
     """Return a streamed answer with this body. If `failure` is given, the stream raises `failure` after the body."""
 
     async def body() -> Any:
-        for i in range(0, len(content), 7):  # the network may cut the body anywhere
+        for i in range(0, len(content), 7):  # the body arrives in pieces of 7 bytes, as a network may cut it anywhere
             yield content[i : i + 7]
         if failure:
             raise failure

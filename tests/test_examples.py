@@ -160,10 +160,10 @@ def test_an_agent_of_another_framework_trains(
 def test_an_agent_that_changes_its_tools_or_stores_nothing_trains(
     module: str, servers: dict[str, str], engine: RemoteInfEngine
 ) -> None:
-    """AutoGen with reflection and Vercel's AI SDK omit the tools when they ask for the last answer. Codex and opencode
-    send `store: false`, and opencode asks for a title. The agent's three turns are one path of the tree, and all three
-    turns have the same reward. Each token is trained once. A turn's prompt begins with the tokens of the previous turn,
-    unless the tools have changed. The call that asks for a title is not trained."""
+    """Vercel's AI SDK and AutoGen (with reflection) omit the tools when they ask for the last answer. Codex and
+    opencode send `store: false`, and opencode asks for a title. The agent's three turns are one path of the tree, and
+    all three turns have the same reward. Each token is trained once. A turn's prompt begins with the tokens of the
+    previous turn, unless the tools have changed. The call that asks for a title is not trained."""
     style = {"export_style": "individual", "episode_timeout": 300}
     (exported,) = episodes(module, servers["proxy"], [1], **style)
     rows = {turn: turn.to_lists() for turn in exported.values()}

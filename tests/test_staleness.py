@@ -351,7 +351,7 @@ def test_a_trainer_that_forgets_to_consume_is_caught():
     feed(state, 0, 0, started)
     for task_id in started:
         state.finish(TimedResult(task_id, 0, Group(task_id, 0)))
-    clock.version = 2  # the version rises twice, but no batch was consumed
+    clock.version = 2  # the version rises twice, and no batch is consumed
     with pytest.raises(StalenessError, match="version 0 is consumed at version 2"):
         state.take(2)
     assert len(state.next_groups(4)) == 4, "the failed check consumed a group"

@@ -3,8 +3,8 @@ r"""Each kind of inference server fulfils the contract that engine.py relies on.
 The tests run against inference/tiny/server.py. If NANO_AREAL_SGLANG is the path of a Python with SGLang (`make
 test-sglang`), the tests also run against the real SGLang on a CPU. The servers inference/tiny and SGLang compute in
 float32, and their logprobs must agree with a forward pass of transformers to 1e-4 nats. The command below tests a
-server that is already running, for example on a GPU. If a server computes in bfloat16, its logprobs may differ by up to
-0.25 nats from those of the forward pass.
+server that is already running, for example on a GPU. If a server computes in bfloat16, its logprobs may differ from the
+logprobs of the forward pass by up to 0.25 nats.
 
     NANO_AREAL_CONTRACT_URL=http://127.0.0.1:30000 NANO_AREAL_CONTRACT_MODEL=/path/to/model \
         pytest tests/inference/test_contract.py
@@ -43,7 +43,7 @@ from inference.weights import WeightUpdateMeta
 SERVERS = ["url"] if os.environ.get("NANO_AREAL_CONTRACT_URL") else ["tiny", *(["sglang"] if SGLANG else [])]
 PROMPT = [40, 41, 42, 43, 44, 45, 46]
 SLOTS = 16  # number of requests that a server under test runs at the same time
-LONG = 1000  # a request with this number of tokens still runs when a test interrupts it, even on a busy machine
+LONG = 1000  # number of tokens of a request that is still running when a test interrupts it
 
 
 class Server:
@@ -351,7 +351,8 @@ def test_a_retracted_request_goes_to_the_end_of_the_queue(server: Server) -> Non
 
 
 def test_pause_in_place_goes_on_with_its_keys(server: Server) -> None:
-    """A request keeps its KV cache during a pause in mode `in_place`, so the answer's `num_retractions` is 0."""
+    """During a pause in mode `in_place` a request keeps its KV cache and is not retracted: the answer's
+    `num_retractions` is 0."""
     answer = interrupted(server, "contract-in-place", "in_place", lambda: None)
     ids, logprobs = outputs(answer)
     assert len(ids) == LONG

@@ -72,7 +72,8 @@ def test_a_checkpoint_is_a_hugging_face_directory(state: dict, tiny_model_dir: P
 
 
 def test_own_dtype_and_layout(tiny_model_dir: Path, tmp_path: Path):
-    """A tensor in a checkpoint file has the dtype of the original tensor, and a strided tensor keeps its values."""
+    """A checkpoint file holds each tensor with its dtype and its values, even if the tensor is not contiguous in
+    memory."""
     half = torch.arange(6, dtype=torch.bfloat16).reshape(2, 3)
     tensors = {"half": half, "strided": torch.arange(6.0).reshape(2, 3).T}
     written = load_file(write_checkpoint(tensors, tiny_model_dir, tmp_path / "v0") / "model.safetensors")

@@ -142,7 +142,7 @@ def test_every_call_is_served_by_its_own_arguments(make: Make) -> None:
         rows.append(batch["input_ids"].tolist())
         next_version(executor)
     assert rows[0] == [[1, 0, 0], [2, 0, 0]]
-    assert rows[1] == [[3, 0, 0], [4, 0, 0]]  # the first call of prepare_batch drew these samples
+    assert rows[1] == [[3, 0, 0], [4, 0, 0]]  # prepare_batch took these samples from the dataloader in its first call
     assert rows[2] == [[5, 0, 1], [5, 1, 1], [1, 0, 1], [1, 1, 1]]
     assert rows[3] == [[2, i, 2] for i in range(3)] + [[3, i, 2] for i in range(3)]
 

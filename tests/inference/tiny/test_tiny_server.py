@@ -174,9 +174,9 @@ def test_a_released_server_computes_nothing_before_an_update(
 
 
 def test_in_place_equals_no_forward_pass(tiny: TinyModel, tiny_model_dir: Path, tmp_path: Path) -> None:
-    """After a weight update in pause mode `in_place`, new queries attend to old keys, so a token's logprob differs from
-    that of a forward pass with the weights of the token's version. If every weight changes by about 1 %, the error of
-    the logprobs is larger than a rounding error and less than 0.5 nats."""
+    """After a weight update in pause mode `in_place`, new queries attend to old keys. A later token's logprob therefore
+    differs from the logprob that a forward pass with the new weights computes. If every weight changes by about 1 %,
+    this difference is larger than a rounding error and less than 0.5 nats."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
     torch.manual_seed(0)
     with torch.no_grad():
@@ -285,7 +285,7 @@ def test_a_reused_prefix_equals_a_fresh_prefill(tiny: TinyModel) -> None:
     reused, fresh = sequence("turn 2", prompt, 12, seed=2), sequence("turn 2", prompt, 12, seed=2)
     run(tiny, reused, scheduler=scheduler)
     run(tiny, fresh)
-    assert reused.reused_tokens == len(turn.tokens) - 1  # the cache does not contain the last token
+    assert reused.reused_tokens == len(turn.tokens) - 1  # the cache does not contain the last token of turn 1
     assert fresh.reused_tokens == 0
     assert reused.tokens == fresh.tokens
     assert reused.logprobs == pytest.approx(fresh.logprobs, abs=1e-5)
