@@ -571,7 +571,7 @@ def test_an_inner_turns_reward_survives_concat() -> None:
 
 
 def test_a_shared_turn_is_trained_in_the_first_leaf_only() -> None:
-    """If two leaves of a conversation tree have one root, the root's tokens are trained in the first leaf's row. In the
+    """If two leaves of a conversation tree share a root, the root's tokens are trained in the first leaf's row. In the
     second leaf's row the root's tokens are context and are not trained."""
     cache = InteractionCache()
     cache.enter("root", turn([user("q")], "a", prompt=[1], tokens=[2, 3]))

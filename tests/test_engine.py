@@ -1,9 +1,9 @@
 """The engine loses no token when a server is interrupted or fails, and records which weight version computed each
 token.
 
-Most tests replace the network with servers that answer from a script (httpx.MockTransport). In tests with such servers,
-a list records the length of each sleep in seconds, and the engine continues immediately. The tests with `real_engine`
-talk to a real server process.
+Most tests replace the network with servers that answer from a script (httpx.MockTransport). In tests with scripted
+servers, a list records the length of each sleep in seconds, and the engine continues immediately. The tests with
+`real_engine` talk to a real server process.
 """
 
 import asyncio
@@ -820,7 +820,7 @@ def answered(content: bytes, failure: Exception | None = None) -> httpx.Response
     """Return a streamed answer with this body. If `failure` is given, the stream raises `failure` after the body."""
 
     async def body() -> Any:
-        for i in range(0, len(content), 7):  # the body arrives in pieces of 7 bytes, as a network may cut it anywhere
+        for i in range(0, len(content), 7):  # the body arrives in pieces of at most 7 bytes
             yield content[i : i + 7]
         if failure:
             raise failure

@@ -462,7 +462,7 @@ def test_weights_and_aggregation_by_the_loop(level, action, cap, how):
     """A loop over rows and tokens computes the same loss as ppo_actor_loss_fn, for all settings of the behaviour weight
     (level, action, cap) and of the aggregation."""
     theta, prox, behav, A, mask = random_tokens(11, spread=0.5)
-    prox = prox + torch.linspace(-0.6, 0.9, 6)[:, None]  # with these shifts some weights are above the cap
+    prox = prox + torch.linspace(-0.6, 0.9, 6)[:, None]  # the shifts put some behaviour weights above the cap
     eps, C = 0.2, 50
     mask[2] = 0  # a row without trained tokens
     total, capped, n_tokens, n_rows, weights = 0.0, 0, int(mask.sum()), 0, []

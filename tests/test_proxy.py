@@ -446,8 +446,8 @@ async def test_a_session_that_floods_leaves_room_for_the_others(start: Start) ->
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 9)), max_size=12))
 def test_a_call_waits_for_few_answers_of_other_sessions(tiny_tokenizer: Any, calls: list[tuple[int, int]]) -> None:
     """Three sessions send calls in any order, each call asks for any number n of answers, and no answer ever finishes.
-    The engine generates at most `limits.running` answers for each of the three sessions. A call of a fourth session
-    still reaches the engine immediately."""
+    The engine generates at most `limits.running` answers for each of the first three sessions. A call of a fourth
+    session still reaches the engine immediately."""
 
     async def run() -> None:
         harness = Harness(tiny_tokenizer, limits=Limits(running=3))

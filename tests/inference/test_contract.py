@@ -493,11 +493,11 @@ def test_the_engine_learns_what_it_may_send(server: Server) -> None:
 
 
 class Blocking:
-    """A gloo group in which `broadcast` waits until every server has received the tensor. With NCCL, the first
-    broadcast waits for all servers, too.
+    """A gloo group in which every `broadcast` waits, like NCCL's first broadcast, until all servers have received the
+    tensor.
 
     In gloo itself, `broadcast` returns a handle before the servers have received the tensor. The class Blocking waits
-    for this handle.
+    for gloo's handle.
     """
 
     def __init__(self, group: Any) -> None:

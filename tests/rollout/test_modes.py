@@ -152,8 +152,8 @@ def test_an_agent_that_exits_inline_ends_no_other_episode(run_agent: Run, caplog
 
 
 def test_every_episode_has_a_process_of_its_own(run_agent: Run) -> None:
-    """In mode `subproc`, no two episodes share a process. A thread that an agent leaves running therefore cannot read
-    the session key of the next episode."""
+    """In mode `subproc`, no two episodes share a process. A thread that an agent leaves running cannot read the session
+    key of a later episode."""
     samples = [{"then": "process_id"}] * 3
     groups, _ = run_agent(mode_agents.Talks, *samples, subproc_max_workers=1)
     assert len({group["rewards"].item() for group in groups}) == 3
