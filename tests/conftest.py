@@ -24,7 +24,7 @@ from hypothesis import HealthCheck, settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-# A property test must not fail because the machine is slow or busy.
+# Property tests must pass on a slow or busy machine, so this profile removes hypothesis's time limits.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
@@ -208,8 +208,9 @@ def tiny_server(start_tiny_server: StartServer) -> str:
     return start_tiny_server()
 
 
-# The example agents run in .venv-agents, an environment that lacks some packages of the project. The fixtures below
-# import the project's modules inside their functions, so pytest can load this file in .venv-agents.
+# The example agents run in .venv-agents, an environment that lacks some packages of the project. An import of the
+# project's modules at the top of this file could fail in .venv-agents, so the fixtures below import these modules
+# inside their functions.
 
 
 @pytest.fixture(scope="module")

@@ -4,10 +4,10 @@ healthy server.
     python tests/garbage_server.py --model-path DIR --port 30001
 
 When an engine starts, it sends one test request to each server. The garbage server answers the first POST /generate
-correctly, so that an engine can start. A trainer and a proxy each have an engine. If a trainer and a proxy both use the
-garbage server, start it with `--honest 2`. After its correct answers, the garbage server answers POST /generate with
-each entry of `KINDS` in turn, and then begins again with the first entry. A request to a path other than /generate gets
-a correct answer, so a health check of this server always succeeds. The server reports the version of the last weight
+correctly, so that an engine can start. If a trainer and a proxy use the garbage server, start it with `--honest 2`,
+because each of the two has an engine. After its correct answers, the garbage server answers POST /generate with each
+entry of `KINDS` in turn, and then begins again with the first entry. A request to a path other than /generate gets a
+correct answer, so a health check of this server always succeeds. The server reports the version of the last weight
 update. The field `seen` of GET /server_info is the number of requests that got garbage.
 """
 
@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 Json = dict[str, Any]
-NEVER = b"never"  # this item of an answer means that the server pauses for ever
+NEVER = b"never"  # at this item of an answer, the server stops sending and keeps the connection open
 
 
 def http(body: bytes, status: str = "200 OK", length: int | None = None, *headers: str) -> bytes:

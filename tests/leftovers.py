@@ -2,10 +2,10 @@
 
     python tests/leftovers.py run/command.py "stack.callback(fleet.close)" "pass" max_steps=1
 
-The first three arguments are a file, a piece of the file's code, and the code that replaces this piece. If the piece of
-code is empty, no error is planted. The remaining arguments are passed to train.py. The last line of the output is JSON,
-with the lists of the threads, processes and files that the run has left behind. Set TMPDIR to an empty folder before
-the run, so that the list of files contains only files of this run.
+The arguments of this script are a file, a piece of the file's code, the code that replaces this piece, and the
+arguments of train.py. If the second argument is empty, no error is planted. The last line of the output is JSON, with
+the lists of the threads, processes and files that the run has left behind. Set TMPDIR to an empty folder before the
+run, so that the list of files contains only files of this run.
 """
 
 import importlib.util
@@ -32,7 +32,7 @@ def plant(file: str, line: str, changed: str) -> None:
 
 
 def processes() -> list[str]:
-    """Return the command of every process that descends from this process, even if its parents have ended."""
+    """Return the commands of all processes that descend from this process, including those whose parents have ended."""
     mark, found = f"{MARK}={os.getpid()}\0".encode(), []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # the process may end while this code reads its files

@@ -146,7 +146,8 @@ def process_id(data: dict) -> float:
 
 
 def returns_twice(data: dict) -> float:
-    """Fork this process. The child process returns first, and then its parent."""
+    """Fork this process. The child process returns 7.0, and after the end of the child process this process returns
+    1.0."""
     if child := os.fork():
         os.waitpid(child, 0)
     return 1.0 if child else 7.0
@@ -167,8 +168,8 @@ def hangs(data: dict) -> float:
 
 
 def leaves_a_daemon(data: dict) -> float:
-    """Start a process that holds the named pipe open. The process has a process session of its own, and its parent has
-    ended."""
+    """Start a process, in a process session of its own, that holds the named pipe open. The parent of the started
+    process ends immediately."""
     if child := os.fork():
         os.waitpid(child, 0)
         return 1.0

@@ -28,8 +28,8 @@ def command(tmp_path: Path, *words: str) -> list[str]:
 
 
 def signalled(command: list[str], line: str, number: signal.Signals) -> list[str]:
-    """Return a run's command with a change: the run sends itself the signal `number` when it prints a line that begins
-    with `line`."""
+    """Return a run's command with one addition: when the run prints a line that begins with `line`, the run sends
+    itself the signal `number`."""
     python, unbuffered, *script = command
     return [python, unbuffered, "tests/signalled.py", line, str(int(number)), *script]
 
@@ -80,7 +80,7 @@ def children(pid: int) -> dict[str, int]:
     found = {}
     for child, parent, args in rows:
         if int(parent) == pid:
-            # A process that started early (run/early.py) has the module's name as the last word of its command line.
+            # If a process was started early (run/early.py), its command line ends with the name of its module.
             modules = ("inference.tiny.server", "proxy")
             script = next((name for name in modules if f"-m {name} " in args or args.endswith(f" {name}")), args)
             found[script] = int(child)

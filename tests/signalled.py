@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 def main() -> None:
-    """Run the script that the third argument names. The script gets the arguments that follow its name."""
+    """Run the script that the third argument names, and pass all later arguments to the script."""
     _, beginning, number, *sys.argv = sys.argv
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
     write = sys.stdout.write
@@ -27,7 +27,7 @@ def main() -> None:
             found = False
             os.kill(os.getpid(), int(number))
         if text.startswith(beginning):
-            found = True  # `print` writes the end of the line in a second call of `write`
+            found = True  # `print` calls `write` a second time for the end of the line
         return written
 
     sys.stdout.write = watched_write  # type: ignore[method-assign]

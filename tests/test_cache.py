@@ -67,8 +67,8 @@ def chain(length: int) -> InteractionCache:
 
 @dataclass
 class Call:
-    """One call of a random agent. `goes_on_from` chooses the earlier call that this call continues; None makes a
-    root."""
+    """A call of an agent that makes random calls. The number `goes_on_from` selects the earlier call that this call
+    continues. If `goes_on_from` is None, the call continues no earlier call."""
 
     goes_on_from: int | None
     question: str
@@ -152,9 +152,9 @@ def test_discounting_is_its_recursive_definition(session: list[Call], gamma: flo
 
 @given(calls)
 def test_concat_trains_every_sampled_token_once(session: list[Call]) -> None:
-    """In an export in style concat, each sampled token is trained in exactly one row. A token has the same preceding
-    tokens in its row as during sampling. The row holds the version, log-probability and temperature with which each
-    token was sampled, and the reward of the token's turn."""
+    """In an export in style concat, each sampled token is trained in exactly one row. In its row, each sampled token
+    follows exactly the tokens that preceded it when it was sampled. The row holds the version, log-probability and
+    temperature with which each token was sampled, and the reward of the token's turn."""
     cache = play(session)
     cache.apply_reward_discount(0.5)
     of_token = {t: i for i in cache.finished() for t in i.tokens.output_tokens}
@@ -184,8 +184,8 @@ def test_concat_trains_every_sampled_token_once(session: list[Call]) -> None:
 
 @given(calls)
 def test_a_row_of_concat_continues_the_row_that_trains_its_parent(session: list[Call]) -> None:
-    """In an export in style concat, row A is the parent of row B if A trains the turn before B's first trained turn. If
-    the first trained turn of a row is a root, the row has no parent."""
+    """In an export in style concat, row A is the parent of row B if the parent of B's first trained turn is trained in
+    A. If the first trained turn of a row is a root, the row has no parent."""
     cache = play(session)
     rows = cache.export_interactions("concat")
     row_of = {turn: row for row in rows.values() for turn, is_trained in row.row_turns if is_trained}
@@ -283,13 +283,13 @@ def test_finding_a_parent_costs_messages_not_interactions() -> None:
     cache = InteractionCache()
     for k in range(800):
         cache.enter(str(k), turn(list(shared), str(k)))
-    assert Counted.looks == 800 * 200 + 1  # + 1 for a second read of the first message
+    assert Counted.looks == 800 * 200 + 1  # + 1: for one request, the cache reads the first message twice
 
 
 def test_a_turn_reads_its_new_messages_only() -> None:
-    """In a chain of 100 turns, the cache reads each new question twice, for the search and for the insertion. The cache
-    reads each answer once. The cache does not read the messages of earlier turns one by one: it compares all of them at
-    once with the newest conversation."""
+    """In a chain of 100 turns, the cache reads each new question twice: once to find the parent, and once to add the
+    call to the tree. The cache reads each answer once. The cache does not read the messages of earlier turns one by
+    one: it compares all of them at once with the newest conversation."""
     Counted.looks = 0
     cache, messages = InteractionCache(), [user("0")]
     for k in range(100):
@@ -341,7 +341,7 @@ def test_a_message_that_cannot_be_compared_changes_nothing() -> None:
 
 def test_a_sibling_keeps_its_reward_to_itself() -> None:
     """If A has the children B (reward 1) and C (reward 2), and gamma is 0.9, then B keeps 1 and A gets 0.9 * 1.5 =
-    1.35. For the same tree and rewards, AReaL gives the child B the reward 2.8."""
+    1.35. For this test's tree and rewards, AReaL gives the child B the reward 2.8."""
     cache = InteractionCache()
     cache.enter("A", turn([user("q")], "a"))
     for name, reward in (("B", 1.0), ("C", 2.0)):
@@ -378,8 +378,8 @@ CODER = {"role": "system", "content": "You code."}
 
 
 def title_call(cache: InteractionCache, title_first: bool, turns: int) -> None:
-    """Make the calls that opencode makes: while the agent's first turn runs, a second call asks for a title. Only the
-    agent's calls have tools."""
+    """Make the calls that opencode makes: while the agent's first turn runs, a second call asks for a title. The
+    agent's calls have tools, and the call for a title has none."""
     title = InteractionWithTokenLogpReward([TITLE, user("hello")])
     agent = InteractionWithTokenLogpReward([CODER, user("hello")], tools=TOOLS)
     entered = {"title": title, "0": agent}
@@ -571,8 +571,8 @@ def test_an_inner_turns_reward_survives_concat() -> None:
 
 
 def test_a_shared_turn_is_trained_in_the_first_leaf_only() -> None:
-    """Two leaves of a conversation tree share their root. The root's tokens are trained in the first row and are
-    context in the second."""
+    """If two leaves of a conversation tree share a root, the root's tokens are trained in the first leaf's row. In the
+    second leaf's row the root's tokens are context and are not trained."""
     cache = InteractionCache()
     cache.enter("root", turn([user("q")], "a", prompt=[1], tokens=[2, 3]))
     for name in ("left", "right"):

@@ -5,8 +5,8 @@ tests that read a document are skipped.
 
 The function `block` cuts an example out of a document and makes three changes to the example. `block` replaces imports
 of AReaL by imports of this project. `block` replaces `{...}`, which stands for the reader's own arguments, by `{}`.
-`block` also restores lost indentation. A test executes the example, and supplies only the names that the example uses
-but does not define.
+`block` restores indentation that the text of the document has lost. A test executes an example, and supplies only those
+names that the example uses without defining them.
 """
 
 import __future__
@@ -80,8 +80,8 @@ SHORT = GenerationHyperparameters(max_new_tokens=4)
 
 
 class Block(NamedTuple):
-    """The place of an example: its document, the beginning of its first line, its last words, and the indentation of
-    its lines."""
+    """The place of an example: the document, the beginning of the example's first line, the example's last words, and
+    the indentation of the example's lines."""
 
     document: str
     first: str
@@ -317,7 +317,7 @@ async def test_an_interaction_of_the_proxy_has_the_documents_fields(agents: str,
     named = (await execute("interaction"))["InteractionWithTokenLogpReward"]
     hints = get_type_hints(named, {**NAMES, "ChatCompletion": ChatCompletion})
     for name, kind in hints.items():
-        options = [kind] if get_origin(kind) is list else get_args(kind) or [kind]  # `X | None` allows two types
+        options = [kind] if get_origin(kind) is list else get_args(kind) or [kind]  # X and None for the type `X | None`
         assert isinstance(getattr(turn, name), tuple(get_origin(option) or option for option in options)), name
     assert turn.completion.id == turn.interaction_id
     assert turn.model_response.output_tokens == turn.to_lists()["input_ids"][turn.model_response.input_len :]
@@ -358,7 +358,7 @@ def test_the_page_names_the_routes_and_the_body_of_an_export() -> None:
     assert fields == inspect.signature(OpenAIProxyClient.export_interactions).parameters.keys() - {"self"}
 
 
-# ---------------------------------------------------------------- the direct approach
+# ---------------------------------------------------------------- AReaL's examples of the direct approach
 
 
 async def test_the_public_names(tiny_tokenizer: Any) -> None:
@@ -400,7 +400,7 @@ async def test_the_client_and_its_rewards(real_engine: RemoteInfEngine, tiny_tok
 
 
 async def test_tools(real_engine: RemoteInfEngine, tiny_tokenizer: Any) -> None:
-    """AReaL's example with a tool gets an answer."""
+    """In AReaL's example of a call with a tool, the client gets an answer from the model."""
     client = ArealOpenAI(real_engine, tiny_tokenizer, sampling={"max_new_tokens": 4})
     names = await execute("tools", client=client, messages=QUESTION["messages"])
     assert names["completion"].choices
@@ -601,8 +601,8 @@ async def test_a_response_without_arguments() -> None:
 
 
 async def test_the_listing_of_generation_gives_the_same_tokens(real_engine: RemoteInfEngine) -> None:
-    """The function agenerate from the write-up on AReaL and this project's engine get the same greedy tokens and
-    versions from a server."""
+    """For a greedy request, the function agenerate from the write-up on AReaL and this project's engine return the same
+    tokens and versions."""
     request = ModelRequest([5, 6, 7], gconfig=SHORT.new(greedy=True))
     ours = await real_engine.agenerate(request)
 

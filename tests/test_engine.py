@@ -1,9 +1,9 @@
 """The engine loses no token when a server is interrupted or fails, and records which weight version computed each
 token.
 
-Most tests replace the network with servers that answer from a script (httpx.MockTransport). In these tests the engine
-never sleeps; a list records how many seconds each sleep would have taken. The tests with `real_engine` talk to a real
-server process.
+Most tests replace the network with servers that answer from a script (httpx.MockTransport). In tests with scripted
+servers, a list records the length of each sleep in seconds, and the engine continues immediately. The tests with
+`real_engine` talk to a real server process.
 """
 
 import asyncio
@@ -178,8 +178,8 @@ async def test_version_is_the_servers_not_the_clocks():
 
 @pytest.mark.anyio
 async def test_empty_aborts_are_no_storm():
-    """The engine waits longer after each aborted answer without a new token: from 0.05 seconds up to a maximum of one
-    second."""
+    """After each aborted answer without a new token, the engine waits longer than before: at first 0.05 s, and at most
+    1 s."""
     script = Script(*[generated([], "abort")] * 40, generated([9]))
     response = await script.engine().agenerate(request())
     assert response.output_tokens == [9]
@@ -422,7 +422,8 @@ def test_trains_exactly_means_pure_temperature_sampling():
 
 @pytest.mark.parametrize("seed", [0, 7, -1, 2**63, 10**30])
 def test_any_seed_is_one_that_servers_take(seed: int):
-    """A negative seed or a seed of more than 63 bits is reduced to 63 bits. All other seeds stay unchanged."""
+    """A negative seed or a seed of more than 63 bits is reduced to 63 bits. A seed from 0 to 2^63 - 1 stays
+    unchanged."""
     params = sampling_params(GenerationHyperparameters(seed=seed))
     assert params["sampling_seed"] == seed % 2**63
 
@@ -435,8 +436,8 @@ KEYS = st.text(min_size=1, max_size=8)
 
 @given(KEYS, st.sets(KEYS, min_size=2, max_size=8), st.data())
 def test_a_lost_server_moves_only_its_own_conversations(key: str, servers: set[str], data: st.DataObject):
-    """If one server is removed, only that server's conversations move to other servers. The keys of this test are not
-    numbers, because numbers are the keys of prompt groups (`test_groups_are_spread_evenly`)."""
+    """If one server is removed, only that server's conversations move to other servers. Keys that are numbers belong to
+    prompt groups; `test_groups_are_spread_evenly` tests these keys, and this test skips them."""
     assume(not key.isdecimal())
     order = rank_servers(sorted(servers), key)
     lost = data.draw(st.sampled_from(order))
@@ -509,7 +510,7 @@ async def test_a_dead_server_hands_over():
 
 
 class Executor:
-    """A fake WorkflowExecutor. The fake appends each call of the engine to `script.requests`."""
+    """A fake WorkflowExecutor that appends each of the engine's calls to `script.requests`."""
 
     def __init__(self, script: Script) -> None:
         self.script = script
@@ -543,9 +544,9 @@ def test_the_order_of_a_weight_update(tmp_path: Path):
 
 
 def test_released_memory_comes_back_before_the_weights(tmp_path: Path):
-    """`release_memory` pauses the servers first. After `release_memory`, the next weight update makes the servers
-    allocate their memory, and then sends the weights. The weight update does not pause servers that `release_memory`
-    has paused. The engine never resumes a server that has no weights."""
+    """`release_memory` pauses the servers before they release their memory. After `release_memory`, the next weight
+    update makes the servers allocate their memory, and then sends the weights. The weight update does not pause servers
+    that `release_memory` has paused. The engine never resumes a server that has no weights."""
     (tmp_path / "v1").mkdir()
     script = Script(generated([1]))
     engine = script.engine(A)
@@ -579,8 +580,8 @@ def test_a_server_without_spans_is_paused_by_abort(caplog: pytest.LogCaptureFixt
 
 @pytest.mark.anyio
 async def test_without_spans_a_segment_has_one_version():
-    """In pause mode `abort` a weight update ends every running segment. The segments before and after the update each
-    have one version, so the tokens' versions are right even without spans."""
+    """In pause mode `abort` a weight update ends every running segment. Each segment has tokens of only one version, so
+    the engine needs no spans to label the tokens correctly."""
     script = Script(without_spans([4, 5], "abort", 0), without_spans([6], "stop", 1))
     response = await script.engine(pause_mode="abort").agenerate(request())
     assert response.output_versions == [0, 0, 1]
@@ -721,7 +722,7 @@ def test_idle_connections_are_closed(monkeypatch: pytest.MonkeyPatch):
             async with asyncio.timeout(30):
                 while (
                     idle_connections(transport) or len(os.listdir("/dev/fd")) > before + 8
-                ):  # the server may not have closed its sockets yet
+                ):  # the server may need some time to close its sockets
                     await asyncio.sleep(0.01)
 
     asyncio.run(burst())
@@ -777,12 +778,12 @@ def test_every_logprob_is_that_of_the_weights_it_names(
             asyncio.create_task(real_engine.agenerate(ModelRequest(prompt, gconfig=gconfig))) for prompt in prompts
         ]
         first = ModelRequest([1, 2], gconfig=GenerationHyperparameters(max_new_tokens=8))
-        await real_engine.agenerate(first)  # when the request `first` ends, the requests of `tasks` are running
+        await real_engine.agenerate(first)  # all `tasks` are running when the answer to `first` arrives
         await asyncio.to_thread(update, real_engine, 1)
         return await asyncio.gather(*tasks)
 
     responses = asyncio.run(generate_through_an_update())
-    update(RemoteInfEngine(real_engine.addresses), 0)  # `real_engine` refuses a lower version
+    update(RemoteInfEngine(real_engine.addresses), 0)  # `real_engine` accepts no version below its own
     assert any(len(set(response.output_versions)) == 2 for response in responses)
     for response in responses:
         assert response.output_versions == sorted(response.output_versions)
@@ -819,7 +820,7 @@ def answered(content: bytes, failure: Exception | None = None) -> httpx.Response
     """Return a streamed answer with this body. If `failure` is given, the stream raises `failure` after the body."""
 
     async def body() -> Any:
-        for i in range(0, len(content), 7):  # the network may cut the body anywhere
+        for i in range(0, len(content), 7):  # the body arrives in pieces of at most 7 bytes
             yield content[i : i + 7]
         if failure:
             raise failure
@@ -881,7 +882,7 @@ def test_a_stream_may_break_anywhere(end: str, data: st.DataObject, failure: Exc
 
     async def rest() -> httpx.Response:
         tokens = [4, 5, 6][len(script.sent()[-1]["input_ids"]) - 3 :]
-        return streamed(generated(tokens or [7, 8], end))  # a request after the last token gets the tokens 7 and 8
+        return streamed(generated(tokens or [7, 8], end))  # a request for a fourth token gets the tokens 7 and 8
 
     script = Script(answered(content, failure), rest)
     heard: list[list[int]] = []
@@ -972,7 +973,7 @@ def test_streaming_is_not_streaming(real_engine: RemoteInfEngine):
     lengths: list[int] = []
 
     async def both() -> None:
-        await real_engine.agenerate(ask)  # the server has now cached the prompt, so a logprob's last bit may differ
+        await real_engine.agenerate(ask)  # the server caches the prompt, which may change a logprob's last bit
         whole = await real_engine.agenerate(ask)
         for _ in range(3):
             lengths.append(0)

@@ -1,8 +1,8 @@
 """Agents in ten frameworks call the proxy, and every token that the model samples is trained exactly once.
 
 `make agents` installs the frameworks into .venv-agents and runs this file there with AGENTS=1. If an agent's framework
-is not installed, the agent's test is skipped. With AGENTS=1, a test whose framework is missing fails instead of being
-skipped. Frameworks that need node are an exception: if `make agents` cannot install them, their tests are skipped. The
+is not installed, the agent's test is skipped. With AGENTS=1, a test whose Python framework is missing fails instead of
+being skipped. If `make agents` cannot install a framework that needs node, the framework's test is always skipped. The
 function `make_model` of examples/calculator.py writes the inference server's model. The inference server and the proxy
 are real processes.
 """
@@ -31,7 +31,7 @@ from workflow import WorkflowContext, is_interactions, resolve_workflow, workflo
 # The frameworks cause warnings about connections that are not closed and about deprecated names.
 NOT_OURS = ("ResourceWarning", "DeprecationWarning", "UserWarning", "pytest.PytestUnraisableExceptionWarning")
 pytestmark = [pytest.mark.runs, *(pytest.mark.filterwarnings(f"ignore::{kind}") for kind in NOT_OURS)]
-EXAMPLES = {  # agent's module -> package of its framework, prefix of the interaction ids
+EXAMPLES = {  # module of the agent -> (package of the agent's framework, prefix of the interaction ids)
     "openai_sdk": ("openai", "chatcmpl-"),
     "openai_agents_sdk": ("agents", "resp_"),
     "langgraph_agent": ("langgraph", "chatcmpl-"),
@@ -160,10 +160,10 @@ def test_an_agent_of_another_framework_trains(
 def test_an_agent_that_changes_its_tools_or_stores_nothing_trains(
     module: str, servers: dict[str, str], engine: RemoteInfEngine
 ) -> None:
-    """AutoGen with reflection and Vercel's AI SDK omit the tools when they ask for the last answer. Codex and opencode
-    send `store: false`, and opencode asks for a title. The agent's three turns are one path of the tree, and all three
-    turns have the same reward. Each token is trained once. A turn's prompt begins with the tokens of the previous turn,
-    unless the tools have changed. The call that asks for a title is not trained."""
+    """Vercel's AI SDK and AutoGen (with reflection) omit the tools when they ask for the last answer. Codex and
+    opencode send `store: false`, and opencode asks for a title. The agent's three turns are one path of the tree, and
+    all three turns have the same reward. Each token is trained once. A turn's prompt begins with the tokens of the
+    previous turn, unless the tools have changed. The call that asks for a title is not trained."""
     style = {"export_style": "individual", "episode_timeout": 300}
     (exported,) = episodes(module, servers["proxy"], [1], **style)
     rows = {turn: turn.to_lists() for turn in exported.values()}
@@ -215,7 +215,7 @@ def test_one_command_shows_an_episode(servers: dict[str, str], model_dir: Path) 
     assert rewards == ["reward 0.25", "reward 0.50", "reward 1.00"]
     assert 'assistant: add({"a": 1, "b": 1})' in lines
     assert "assistant: the answer is 2" in lines
-    assert "14 + 12 tokens, 12 trained, chatcmpl-" in shown.stdout  # the command does not print a temperature of 1
+    assert "14 + 12 tokens, 12 trained, chatcmpl-" in shown.stdout  # the command omits a temperature of 1
     silent = run("test_examples.Silent")
     assert (silent.returncode, silent.stdout) == (1, "")
     assert silent.stderr.startswith("error: Refusal: ")

@@ -46,8 +46,8 @@ from run.schedule import Schedule
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("bounds", dispatcher.SMALL, ids=str)
 def test_every_order_of_the_dispatchers_events_keeps_every_property(mode: str, bounds: Bounds) -> None:
-    """In every order of events, no group is too old, the counters agree, and neither tasks nor the trainer wait for
-    ever."""
+    """In every order of events, no group is too old, the counters agree, no task waits for ever, and the trainer does
+    not wait for ever."""
     graph = explore(DispatchMachine(mode, bounds))
     assert any(state.version == bounds.versions for state in graph.states)
     assert len(graph) > 30
@@ -64,8 +64,8 @@ def test_every_order_of_the_sessions_events_keeps_every_property(bounds: Session
 
 @pytest.mark.parametrize("bounds", turns.SMALL, ids=str)
 def test_every_order_of_a_calls_events_keeps_every_property(bounds: TurnBounds) -> None:
-    """In every order of calls, closed connections, retries, failures and ends of sessions, each call is trained at most
-    once. If no client waits for a generation any more, the engine ends the generation."""
+    """Each call is trained at most once, in whatever order calls, retries, failures, closed connections and ends of
+    sessions happen. If no client waits for a generation any more, the engine ends the generation."""
     graph = explore(TurnMachine(bounds))
     assert len(graph) > 300
     reached = {name for state in graph.states for name, *_ in state.seen[2]}
@@ -81,8 +81,8 @@ def test_every_order_of_an_updates_events_keeps_every_property(bounds: UpdateBou
 
 
 def test_a_server_that_restarts_in_an_update_does_not_claim_the_new_version() -> None:
-    """A server loads version 1 and then restarts with version 0 before the trainer's next call. After the trainer's
-    last call the server has the weights of version 0 and reports version 0."""
+    """A server loads version 1 during an update, and restarts with version 0 before the update is over. After the
+    update the server has the weights of version 0 and reports version 0."""
     on = (("trainer goes on",),)
     path = on * 5 + (("dies", 0), ("restarts", 0)) + on * 2
     state = UpdateMachine(UpdateBounds()).run(path)
@@ -164,7 +164,8 @@ MUTANTS = [
 def test_a_planted_error_of_the_dispatcher_is_found_by_name(
     name: str, mode: str, module: ModuleType, line: str, changed: str
 ) -> None:
-    """The search finds each planted error, names the broken property, and lists the events that lead to it."""
+    """For each planted error, the search names the broken property and lists the events after which the property is
+    broken."""
     wrong = {"dispatcher": DISPATCHER, "staleness": STALENESS, "executor": EXECUTOR}
     wrong[module.__name__.rpartition(".")[2]] = mutant(module, line, changed)
     kills = int("finished_untrained" in line or module is EXECUTOR)
@@ -236,8 +237,8 @@ UPDATE = inference.servers, inference.weights, engine, start, train
 
 
 def with_mutant(modules: Iterable[ModuleType], module: ModuleType, line: str, changed: str) -> list[ModuleType]:
-    """Copy the modules so that the copies import each other, and plant an error in the copy of `module`. `modules` must
-    list each module after all modules that it imports."""
+    """Copy the modules, and plant an error in the copy of `module`. Each copy uses the other copies in place of the
+    original modules. In the list `modules`, each module must come after all modules that it imports."""
     copies: dict[ModuleType, ModuleType] = {}
     for original in modules:
         copies[original] = copy = mutant(original, line, changed) if original is module else mutant(original)

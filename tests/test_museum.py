@@ -1,7 +1,7 @@
 """Tests of the museum's exhibits: every patch applies to this code, and the unit test that a solution names fails with
 the patch.
 
-Finding the bug from a run's report is an exercise for a person (museum/README.md).
+The reader's exercise is to find an exhibit's bug from a run's report (museum/README.md).
 """
 
 import json

@@ -1,6 +1,6 @@
 """The test writes the files that docs/own_task.md shows, and runs the commands of this page.
 
-The test runs in a new folder with this project's modules, so the folder has no file from an earlier run.
+The test runs in a new folder that contains this project's modules and no file from an earlier run.
 """
 
 import json

@@ -1,9 +1,9 @@
 """These tests compare the loss with a slow loop in the paper's notation, and the advantages with values computed by
 hand.
 
-The loop `paper_objective` uses no tensors. For every trained token the loop computes the ratio u and the behaviour
-weight w, and adds w min(u A, clip(u) A) to the sum. `test_the_loss_is_the_papers_objective` checks that its inputs
-cover every case: each clip, the cap, both signs of the advantage, and the mask.
+The loop `paper_objective` uses no tensors. For every trained token, `paper_objective` computes the ratio u and the
+behaviour weight w, and adds w min(u A, clip(u) A) to a sum. `test_the_loss_is_the_papers_objective` checks that its
+inputs cover every case: each clip, the cap, both signs of the advantage, and the mask.
 """
 
 import math
@@ -139,8 +139,8 @@ def test_stale_data_is_weighted_in_the_gradient_too():
 
 
 def test_the_write_ups_surrogate_is_another_objective():
-    """The code uses the paper's objective. The write-up on AReaL has a different objective: min((pi_theta / pi_behav)
-    A, clip(u) A)."""
+    """ppo.py computes the objective of the paper. The objective of the write-up on AReaL, min((pi_theta / pi_behav) A,
+    clip(u) A), gives a different loss."""
     theta, prox, behav, A, mask = random_tokens(0)
     u = (theta - prox).exp()
     surr1, surr2 = (theta - behav).exp() * A, u.clamp(0.8, 1.2) * A
@@ -262,8 +262,8 @@ def test_the_kl_statistic_is_k2_and_never_negative():
 
 
 def make_batch(*rows: tuple[int, list[tuple[float, int, bool]]]) -> dict[str, torch.Tensor]:
-    """Make a batch from rows (group id, turns). A turn is (reward, number of tokens, trained), and two prompt tokens
-    precede each turn."""
+    """Make a batch from rows, each given as a pair (group id, turns). A turn is given as a triple (reward, number of
+    tokens, true if the turn is trained). Two prompt tokens precede each turn."""
     width = max(sum(2 + n for _, n, _ in turns) for _, turns in rows) + 2
     shape = (len(rows), width)
     batch = {
@@ -285,13 +285,13 @@ def make_batch(*rows: tuple[int, list[tuple[float, int, bool]]]) -> dict[str, to
 
 
 def single(*rows: tuple[int, float]) -> dict[str, torch.Tensor]:
-    """Make a batch from rows (group id, reward), each with one trained turn of three tokens."""
+    """Make a batch from pairs (group id, reward). Each pair becomes a row with one trained turn of three tokens."""
     return make_batch(*((group, [(reward, 3, True)]) for group, reward in rows))
 
 
 def per_row(advantages: torch.Tensor, batch) -> list[float]:
-    """Return each row's advantage. Check that all trained tokens of a row have the same advantage, and that all its
-    other tokens have 0."""
+    """Return each row's advantage. Check that all trained tokens of a row have one advantage, and that all untrained
+    tokens have the advantage 0."""
     values = []
     for row, mask in zip(advantages, batch["loss_mask"].bool(), strict=True):
         assert len(set(row[mask].tolist())) == 1
@@ -313,8 +313,8 @@ def test_a_group_is_its_id_wherever_its_rows_are():
 
 
 def test_a_lost_member_does_not_move_the_others():
-    """If only one member of a group remains, its advantage is 0, and the advantages of the other groups do not
-    change."""
+    """If a group has lost all members except one, the remaining member has the advantage 0. A group's lost members do
+    not change the advantages of other groups."""
     batch = single((0, 1.0), (0, 0.0), (0, 1.0), (0, 0.0), (1, 1.0))
     advantages = per_row(compute_advantages(batch, config(std="group")), batch)
     assert advantages == pytest.approx([0.866, -0.866, 0.866, -0.866, 0.0], abs=1e-3)
@@ -462,7 +462,7 @@ def test_weights_and_aggregation_by_the_loop(level, action, cap, how):
     """A loop over rows and tokens computes the same loss as ppo_actor_loss_fn, for all settings of the behaviour weight
     (level, action, cap) and of the aggregation."""
     theta, prox, behav, A, mask = random_tokens(11, spread=0.5)
-    prox = prox + torch.linspace(-0.6, 0.9, 6)[:, None]  # these shifts push the weights of some rows above the cap
+    prox = prox + torch.linspace(-0.6, 0.9, 6)[:, None]  # the shifts put some behaviour weights above the cap
     eps, C = 0.2, 50
     mask[2] = 0  # a row without trained tokens
     total, capped, n_tokens, n_rows, weights = 0.0, 0, int(mask.sum()), 0, []

@@ -53,7 +53,7 @@ async def test_a_childs_prompt_is_its_parents_tokens_and_a_tail(start: Start, ti
     said = [*tiny_tokenizer.encode("two"), eos]
     assert third == second + said + tiny_tokenizer.encode(tail.format("third"))
     full = tiny_tokenizer.apply_chat_template(messages[:5], add_generation_prompt=True, return_dict=False)
-    assert third == full  # true for a tokenizer with only one encoding of each text
+    assert third == full  # holds because this tokenizer has only one encoding of each text
 
 
 async def test_a_turn_cut_by_length_gets_its_end_token_untrained(start: Start, tiny_tokenizer: Any) -> None:
@@ -121,8 +121,8 @@ async def test_a_template_that_looks_back_is_rendered_in_full(tiny_tokenizer: An
 
 @pytest.mark.parametrize("ends", [False, True])
 async def test_a_long_prompt_lets_others_by(start: Start, ends: bool) -> None:
-    """While a thread tokenises a long prompt, the proxy continues to answer other calls. If the session ends before the
-    thread is done, the proxy removes the call."""
+    """While a thread tokenises a long prompt, the proxy continues to answer other calls. If a session ends while a
+    thread tokenises the prompt of the session's call, the proxy removes this call."""
     harness = start()
     session, other = await harness.start(), await harness.start()
     prompts, go_on = harness.app.state.proxy.prompts, threading.Event()
@@ -271,7 +271,7 @@ async def test_the_same_run_asks_for_the_same_noise(start: Start) -> None:
     """The seed of a call depends only on the proxy's seed, the task's id, and the call's number in the session."""
 
     async def seeds(task_id: str) -> list[int | None]:
-        """Start a new proxy, make two calls for this task, and return the seeds of the calls."""
+        """Start a new proxy, make two calls for the task `task_id`, and return the seeds of the calls."""
         harness = start(seed=1)
         await harness.start("another")
         session = await harness.start(task_id)
@@ -418,9 +418,9 @@ async def test_a_request_beyond_the_limits_is_refused(start: Start, body: dict[s
 
 
 async def test_a_session_that_floods_leaves_room_for_the_others(start: Start) -> None:
-    """At most `limits.running` answers of a session are generated at the same time. A session has at most
-    `limits.answers` answers that are being generated or that wait. When a session reaches a limit, the calls of all
-    other sessions continue."""
+    """At most `limits.running` answers of a session are generated at the same time. The number of a session's answers
+    that are being generated or wait for generation is at most `limits.answers`. When a session reaches a limit, the
+    calls of all other sessions continue."""
     harness = start(limits=Limits(running=3, answers=8))
     flood, other = await harness.start(), await harness.start()
     harness.engine.hold = asyncio.Event()
@@ -446,8 +446,8 @@ async def test_a_session_that_floods_leaves_room_for_the_others(start: Start) ->
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 9)), max_size=12))
 def test_a_call_waits_for_few_answers_of_other_sessions(tiny_tokenizer: Any, calls: list[tuple[int, int]]) -> None:
     """Three sessions send calls in any order, each call asks for any number n of answers, and no answer ever finishes.
-    A call of a fourth session still reaches the engine immediately, although the engine already generates up to
-    `limits.running` answers for each of three other sessions."""
+    The engine generates at most `limits.running` answers for each of the first three sessions. A call of a fourth
+    session still reaches the engine immediately."""
 
     async def run() -> None:
         harness = Harness(tiny_tokenizer, limits=Limits(running=3))
@@ -795,7 +795,7 @@ def test_only_an_admin_key_that_was_made_up_is_printed(tiny_model_dir: Any, tiny
     """If the proxy generates the admin key itself, it prints the key. If the user gives the key, the proxy never prints
     the key, because the output may go to a log file."""
     command = [sys.executable, "proxy.py", "--server", tiny_server, "--model-path", str(tiny_model_dir), "--port", "0"]
-    # The proxy ends immediately, because its standard input is empty.
+    # With --exit-with-parent the proxy ends when its standard input ends. In this test the standard input is empty.
     command += ["--admin-key", "s3cret"] * (source == "option") + ["--exit-with-parent"]
     environment = {name: value for name, value in os.environ.items() if name != "NANO_AREAL_ADMIN_KEY"}
     environment |= {"NANO_AREAL_ADMIN_KEY": "s3cret"} if source == "environment" else {}

@@ -47,7 +47,7 @@ def run(manager: StalenessManager, count: int) -> None:
         manager.on_rollout_submitted()
 
 
-# ---- the formula and the life cycle
+# ---- the gate's capacity and the life cycle of a group
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def run(manager: StalenessManager, count: int) -> None:
         (0, 4, 100, 0, 4, 2, -2),
         (4, 4, 0, 0, 0, 0, 1),  # max_concurrent_rollouts=0 counts as 1
         (1, 0, 100, 0, 0, 0, 2),  # consumer_batch_size=0 counts as 1
-        (10**12, 4, 64, 0, 10**6, 0, 64),  # in an evaluation, only the concurrency limit counts
+        (10**12, 4, 64, 0, 10**6, 0, 64),  # in an evaluation, the capacity depends only on the concurrency limit
     ],
 )
 def test_capacity_is_the_smaller_of_two_limits(eta, batch, concurrent, version, accepted, running, capacity):
@@ -74,8 +74,8 @@ def test_capacity_is_the_smaller_of_two_limits(eta, batch, concurrent, version, 
 
 
 def test_a_rejected_rollout_gives_its_place_back():
-    """An accepted group keeps its place in the gate for ever. A rejected, dropped or withdrawn group gives its place
-    back."""
+    """If a running group is accepted, the gate's capacity stays unchanged. If a group is rejected, dropped or
+    withdrawn, the capacity rises by one."""
     manager = make_manager(eta=0, batch=4)
     run(manager, 4)
     assert manager.get_capacity() == 0
@@ -117,9 +117,9 @@ EVENTS = ["enqueued", "submitted", "accepted", "rejected", "dropped", "withdrawn
 @settings(deadline=None)
 @given(st.lists(st.sampled_from(EVENTS), max_size=40))
 def test_counters_are_never_negative_and_lose_nobody(events):
-    """For any sequence of events, possible or not, no counter is negative, and the sum of all counters is the number of
-    enqueued rollouts. The sum of the counters stays correct even after an error, for example when a group is started
-    while the gate is closed."""
+    """For any sequence of events, even an impossible one, no counter is negative, and the sum of all counters is the
+    number of enqueued rollouts. If an event raises an error, for example a start while the gate is closed, the sum of
+    the counters stays correct."""
     manager = make_manager()
     entered = 0
     for event in events:
@@ -161,7 +161,7 @@ def test_recovery_restores_what_was_consumed():
     """After a restart at version 10 the gate admits (eta + 1) * B groups, and not (eta + 11) * B. (AReaL's issue #1388
     describes the error that too many groups are admitted after a restart.)"""
     manager = make_manager(eta=2, batch=4, version=10)
-    assert manager.get_capacity() == 52  # the capacity is wrong before the call of on_version_recovered
+    assert manager.get_capacity() == 52  # the capacity is too large until on_version_recovered is called
     manager.on_version_recovered(10)
     assert manager.get_capacity() == 12
     manager.on_version_recovered(10, finished_untrained=3)
@@ -296,8 +296,8 @@ def largest_age(eta: int, batch: int, late: int, in_order_of_start: bool) -> int
     """Simulate training in which group 0 is much slower than all other groups, and return the largest age of a group.
 
     Every group except group 0 ends as soon as it has started. If groups are consumed in order of start, the first batch
-    waits for group 0. If groups are consumed in order of finish, no batch waits for group 0, and group 0 ends when the
-    version is `late`. The gate is a real StalenessManager.
+    waits for group 0. If groups are consumed in order of finish, no batch waits for group 0, which ends at version
+    `late`. The gate is a real StalenessManager.
     """
     clock = Version()
     manager = StalenessManager(clock, 100, batch, eta)
@@ -343,7 +343,7 @@ def test_rejections_are_not_remembered_for_ever():
 
 
 def test_a_trainer_that_forgets_to_consume_is_caught():
-    """If the trainer publishes a new version without consuming B groups, the age check raises an error."""
+    """If the version rises twice and no batch is consumed (eta = 1), `take` raises StalenessError."""
     clock = Version()
     manager = StalenessManager(clock, 100, 2, 1)
     state = make_state(manager)
@@ -351,7 +351,7 @@ def test_a_trainer_that_forgets_to_consume_is_caught():
     feed(state, 0, 0, started)
     for task_id in started:
         state.finish(TimedResult(task_id, 0, Group(task_id, 0)))
-    clock.version = 2  # the version rises twice, but no batch was consumed
+    clock.version = 2  # the version rises twice, and no batch is consumed
     with pytest.raises(StalenessError, match="version 0 is consumed at version 2"):
         state.take(2)
     assert len(state.next_groups(4)) == 4, "the failed check consumed a group"

@@ -95,13 +95,13 @@ def test_imports(path: Path) -> None:
     ],
 )
 def test_a_planted_import_is_found(name: str, statement: str) -> None:
-    """The check reports a forbidden import, at the top of a module and inside a function."""
+    """The function `forbidden` finds a forbidden import at the top of a module and inside a function."""
     source = (ROOT / f"{name.replace('.', '/')}.py").read_text()
     assert forbidden(name, f"{source}\n{statement}\n")
 
 
 def test_no_circles() -> None:
-    """No module imports itself through a chain of other modules. The check includes imports inside functions."""
+    """No module imports itself through a chain of other modules, even if imports inside functions are counted."""
     graph = {name_of(path): imports(path.read_text()) & NAMES for path in MODULES}
     TopologicalSorter(graph).prepare()
     with pytest.raises(ValueError, match="cycle"):

@@ -19,13 +19,13 @@ def tour() -> str:
 
 
 def blocks(page: str) -> list[list[str]]:
-    """Return the lines of each block of numbers."""
+    """Return a list of lines for each block of `page` that is marked as text."""
     return [block.splitlines() for block in re.findall(r"```text\n(.*?)```", page, re.DOTALL)]
 
 
 def test_the_page_is_the_output_of_the_tour(tour: str) -> None:
-    """The page docs/lifecycle.md is identical to the output of a new run of the tour. On a machine that makes a
-    different base model, docs/lifecycle.md and the new output differ only in their numbers."""
+    """The page docs/lifecycle.md is identical to the output of a new run of the tour. If the tour makes a different
+    base model on this machine, only the numbers of the new output differ from docs/lifecycle.md."""
     page = PAGE.read_text()
     model, committed = (re.findall(r"has the hash `(\w+)`", text) for text in (tour, page))
     if model == committed:

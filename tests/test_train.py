@@ -35,8 +35,8 @@ from training.config import PPOActorConfig
 
 @pytest.fixture(scope="module")
 def guess_run(tmp_path_factory: pytest.TempPathFactory):
-    """Return a function `get(eta, name)` that runs the demo and returns the run's folder and metrics. A second call
-    with the same arguments does not run the demo a second time."""
+    """Return a function `get(eta, name)` that runs the demo and returns the run's folder and metrics. `get` runs the
+    demo only once for each pair of arguments."""
     made: dict[tuple[int, str], tuple[Path, list[dict]]] = {}
 
     def get(eta: int, name: str = "") -> tuple[Path, list[dict]]:
@@ -68,7 +68,7 @@ def test_evaluation_is_greedy_and_training_samples(guess_run) -> None:
     folder, metrics = guess_run(0)
 
     def first_answers(kind: str) -> set[str]:
-        """Return the set of first answers of all episodes in the folder `kind`. The folder "rollout" has the episodes
+        """Return the first answer of each episode in the folder `kind`, as a set. The folder "rollout" has the episodes
         of training, and "eval-rollout" has those of evaluation."""
         lines = [line for path in (folder / "e/t" / kind).glob("*/*.jsonl") for line in path.read_text().splitlines()]
         return {json.loads(line)["completion"].partition("<end>")[0] for line in lines}
@@ -114,8 +114,8 @@ def test_maze_staleness(tmp_path: Path, eta: int) -> None:
 def test_synchronous_runs_repeat(guess_run) -> None:
     """Two runs with eta = 0 and the same seed have the same metrics, except for the metric `accepted`.
 
-    A step pushes its weights to the servers before it writes its metrics, so the metric `accepted` sometimes counts
-    groups of the next batch, too.
+    If groups of the next batch are accepted between a step's weight update and the writing of the step's metrics, the
+    step's metric `accepted` counts these groups.
     """
     (_, first), (_, second) = guess_run(0), guess_run(0, "again")
     exact = ("reward", "success", "tokens", "staleness_max", "rejected")
@@ -228,8 +228,8 @@ def test_sigterm_of_2000_tasks(tmp_path: Path) -> None:
     """SIGTERM ends a run that has 2,000 tasks in flight. After SIGTERM the run prints at most three short lines and no
     warning of the doctor. No process is left behind."""
     words = ["max_steps=10000", "rollout.max_concurrent_rollouts=2000", "rollout.max_head_offpolicyness=400"]
-    words += ["gconfig.n_samples=2"]  # the limit of open files allows the 4,000 episodes of 2,000 groups
-    words += ["workflow=walkers.FirstBatchAgent"]  # no task of a later batch ends before the signal
+    words += ["gconfig.n_samples=2"]  # 2,000 groups have 4,000 episodes, which the limit of open files allows
+    words += ["workflow=walkers.FirstBatchAgent"]  # no task after the first batch ends before SIGTERM
     process, pids = start_and_wait_for_step(tmp_path, *SMALL_GUESS, *words)
     process.send_signal(signal.SIGTERM)
     lines = rest_of(process, 60).splitlines()
@@ -246,8 +246,8 @@ def test_sigterm_of_2000_tasks(tmp_path: Path) -> None:
 @pytest.mark.runs
 @pytest.mark.parametrize("victim", ["inference.tiny.server", "proxy"])
 def test_killed_server(tmp_path: Path, victim: str) -> None:
-    """The run ends if the proxy's process ends. With one inference server and server.max_restarts=0, the run also ends
-    if the server's process ends. The run's last message names the process that ended and its exit code."""
+    """If the proxy's process ends, the run ends. If the process of the only inference server ends and
+    server.max_restarts is 0, the run ends. The run's last message contains the ended process's name and exit code."""
     process, pids = start_and_wait_for_step(tmp_path, *SMALL_GUESS, "max_steps=10000", "server.max_restarts=0")
     os.kill(pids[victim], signal.SIGKILL)
     output = rest_of(process, 30)

@@ -54,7 +54,7 @@ def interaction(*output: int, reward: float = 0.0) -> InteractionWithTokenLogpRe
 
 
 class Function(RolloutWorkflow):
-    """A workflow that returns function(workflow context, sample)."""
+    """A workflow whose episode returns the value of `function` for the episode's workflow context and sample."""
 
     def __init__(self, function: Callable[[WorkflowContext, dict], Any]) -> None:
         self.function = function
@@ -296,8 +296,8 @@ async def test_the_noise_of_a_request_depends_on_the_episode_and_on_nothing_else
 
 @pytest.mark.anyio
 async def test_one_failing_member_does_not_take_its_group_along(caplog: pytest.LogCaptureFixture) -> None:
-    """If one member raises an exception, the failure is counted and logged. The group keeps the other members in their
-    order. All four episodes of the test count as ended."""
+    """If one of four members raises an exception, the failure is counted and logged. The group contains the rows of the
+    three successful members in the order of their indices. All four episodes count as ended."""
     failed: list[int] = []
 
     async def on_failures(count: int) -> None:

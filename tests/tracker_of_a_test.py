@@ -1,5 +1,5 @@
-"""An experiment tracker with the interface that wandb and trackio share. Each call of a function of this tracker adds a
-line to a file in the folder of all runs."""
+"""An experiment tracker with the interface that wandb and trackio share. The functions `init`, `log` and `finish` each
+add a line to the file tracked.jsonl in the folder of all runs."""
 
 import json
 from pathlib import Path

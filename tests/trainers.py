@@ -35,8 +35,8 @@ def make_batch(lengths=(9, 14, 5, 21, 12, 17, 7, 16), seed=0) -> dict[str, Tenso
 def make_config(**changes) -> PPOActorConfig:
     """Make a configuration with one mini-batch. `changes` may contain any key of PPOActorConfig, and the optimizer's
     key `gradient_clipping`."""
-    # The tests give AdamW a larger eps than its default. With the default eps, the rounding error in a gradient near 0
-    # would move the weight by a full step.
+    # The tests use a larger eps than AdamW's default, so that a rounding error in a gradient near 0 does not move the
+    # weight by a full step.
     optimizer = OptimizerConfig(lr=1e-3, eps=1e-4, gradient_clipping=changes.pop("gradient_clipping", 1e9))
     defaults: dict[str, Any] = {
         "compile": False,

@@ -19,15 +19,16 @@ class WalkUntilUpdated(RLVRWorkflow):
     """RLVRWorkflow with one change: an episode repeats its completion until the next step needs the episode's group.
 
     Step s trains on the groups (s - 1) * batch_size to s * batch_size - 1, and then updates the weights. If a group of
-    step s + 1 starts before the weight update of step s, the update interrupts a completion of the group, and the group
-    repeats its completion until the update is over. With eta = 0 the gate admits only groups of the next step, so no
-    episode repeats its completion.
+    step s + 1 starts before the weight update of step s, the update interrupts a completion of the group. Each episode
+    of the interrupted group repeats its completion until the update is over. With eta = 0 the gate admits only groups
+    of the next step, so no episode repeats its completion.
     """
 
     batch_size: int
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> EpisodeResult:
-        """Repeat the completion until the next step needs this group, and return the last completion."""
+        """Repeat the completion until the next training step needs the episode's group, and return the last
+        completion."""
         task_id = workflow_context.get().task_id
         assert task_id is not None
         while True:

@@ -3,8 +3,8 @@ r"""Each kind of inference server fulfils the contract that engine.py relies on.
 The tests run against inference/tiny/server.py. If NANO_AREAL_SGLANG is the path of a Python with SGLang (`make
 test-sglang`), the tests also run against the real SGLang on a CPU. The servers inference/tiny and SGLang compute in
 float32, and their logprobs must agree with a forward pass of transformers to 1e-4 nats. The command below tests a
-server that is already running, for example on a GPU. If a server computes in bfloat16, its logprobs may differ by up to
-0.25 nats from those of the forward pass.
+server that is already running, for example on a GPU. If a server computes in bfloat16, its logprobs may differ from the
+logprobs of the forward pass by up to 0.25 nats.
 
     NANO_AREAL_CONTRACT_URL=http://127.0.0.1:30000 NANO_AREAL_CONTRACT_MODEL=/path/to/model \
         pytest tests/inference/test_contract.py
@@ -43,7 +43,7 @@ from inference.weights import WeightUpdateMeta
 SERVERS = ["url"] if os.environ.get("NANO_AREAL_CONTRACT_URL") else ["tiny", *(["sglang"] if SGLANG else [])]
 PROMPT = [40, 41, 42, 43, 44, 45, 46]
 SLOTS = 16  # number of requests that a server under test runs at the same time
-LONG = 1000  # a request with this number of tokens still runs when a test interrupts it, even on a busy machine
+LONG = 1000  # number of tokens of a request that is still running when a test interrupts it
 
 
 class Server:
@@ -56,7 +56,9 @@ class Server:
         self.pool = ThreadPoolExecutor(8)
         config = json.loads((Path(model_path) / "config.json").read_text())
         bf16 = "bfloat16" in (config.get("dtype"), config.get("torch_dtype"))
-        self.tolerance = 0.25 if bf16 else 1e-4  # in nats; the largest measured difference in bfloat16 is 0.10
+        # The tests allow two logprobs to differ by `tolerance` nats. The largest measured difference in bfloat16 is
+        # 0.10 nats.
+        self.tolerance = 0.25 if bf16 else 1e-4
         self.reference = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
 
     def post(self, path: str, body: dict[str, Any]) -> httpx.Response:
@@ -76,9 +78,9 @@ class Server:
         return response.json()
 
     def send(self, max_new_tokens: int, prompt: Any) -> Callable[[], Any]:
-        """Send a request, and return a function that waits for the answer. `send` calls `version()` after it has sent
-        the request. The server reads requests in order of arrival, so it has read the request of `send` when
-        `version()` returns."""
+        """Send a request, and return a function that waits for the answer. After the request, `send` calls `version()`
+        and waits for the version. The server reads requests in order of arrival, so the server has read the first
+        request when `send` returns."""
         sampling = {"temperature": 1.0, "ignore_eos": True, "max_new_tokens": max_new_tokens}
         connection = HTTPConnection(self.http.base_url.host, self.http.base_url.port or 80, timeout=60)
         body = json.dumps({"input_ids": prompt, "sampling_params": sampling})
@@ -133,7 +135,8 @@ class Server:
         return self.http.get("/model_info").json()["weight_version"]
 
     def next_version(self) -> str:
-        """Return the server's version plus 1, even if the server's last update failed."""
+        """Return the number in the server's version label plus 1. After a failed update the label is a number followed
+        by "-incomplete"."""
         return str(int(self.version().partition("-")[0]) + 1)
 
     def eventually(self, path: str, status: int) -> None:
@@ -325,12 +328,12 @@ def test_pause_retract_goes_on_where_it_was(server: Server) -> None:
 
 
 def test_a_retracted_request_goes_to_the_end_of_the_queue(server: Server) -> None:
-    """After a pause, a request that was waiting starts before the requests that had been running.
+    """After a pause, a request that was waiting starts before the requests that the pause interrupted.
 
-    The waiting request is answered before any of the interrupted requests is complete. On a busy machine, the running
-    requests may finish before the test checks them, so the test retries up to twenty times. A server that puts
-    retracted requests at the head of the queue fails the test in every attempt, because it finishes all interrupted
-    requests before the waiting request.
+    The test checks that the waiting request is answered while all interrupted requests are incomplete. On a busy
+    machine, the interrupted requests may be complete before the check, so the test makes up to twenty attempts. If a
+    server puts interrupted requests at the head of its queue, it completes them before the waiting request, and every
+    attempt fails.
     """
     for _ in range(20):
         running = server.send(LONG // 2, [PROMPT] * SLOTS)
@@ -348,7 +351,8 @@ def test_a_retracted_request_goes_to_the_end_of_the_queue(server: Server) -> Non
 
 
 def test_pause_in_place_goes_on_with_its_keys(server: Server) -> None:
-    """A request keeps its KV cache during a pause in mode `in_place`, so the answer's `num_retractions` is 0."""
+    """During a pause in mode `in_place` a request keeps its KV cache and is not retracted: the answer's
+    `num_retractions` is 0."""
     answer = interrupted(server, "contract-in-place", "in_place", lambda: None)
     ids, logprobs = outputs(answer)
     assert len(ids) == LONG
@@ -386,9 +390,9 @@ def test_spans_say_which_version_computed_which_token(server: Server, mode: str)
 
 
 def test_a_request_outlives_released_memory(server: Server) -> None:
-    """A server that has released its memory keeps its requests. If a pause in mode `retract` interrupts a request, the
-    request continues after its last token when the next weight update is over. If a request arrives after the release
-    of memory, it is answered when the next weight update is over."""
+    """A server that has released its memory keeps its requests. After the next weight update, a request that a pause in
+    mode `retract` has interrupted continues after its last token. If a request arrives while the memory is released,
+    the server answers the request after the next weight update."""
     if server.http.delete("/release_memory_occupation").status_code == 404:
         pytest.skip("this server has no route /release_memory_occupation")
     waiting = []
@@ -410,7 +414,7 @@ def test_a_request_outlives_released_memory(server: Server) -> None:
 
 def test_an_update_without_a_pause_waits(server: Server) -> None:
     """Without a pause, an update waits until the running requests have finished. With abort_all_requests, the update
-    aborts the running requests. The test sends abort_all_requests with flush_cache=False, because SGLang refuses to
+    aborts the running requests. With abort_all_requests the test sends flush_cache=False, because SGLang refuses to
     flush its cache while its scheduler still holds an aborted request."""
     old = server.version()
     body = {"model_path": server.model_path, "weight_version": server.next_version(), "flush_cache": True}
@@ -489,11 +493,11 @@ def test_the_engine_learns_what_it_may_send(server: Server) -> None:
 
 
 class Blocking:
-    """A gloo group whose broadcast returns only after every server has received the tensor, like NCCL's first
-    broadcast.
+    """A gloo group in which every `broadcast` waits, like NCCL's first broadcast, until all servers have received the
+    tensor.
 
-    The method `broadcast` of gloo returns a handle before the servers have received the tensor, so this class waits for
-    the handle.
+    In gloo itself, `broadcast` returns a handle before the servers have received the tensor. The class Blocking waits
+    for gloo's handle.
     """
 
     def __init__(self, group: Any) -> None:
@@ -554,8 +558,8 @@ def other(server: Server, tmp_path: Path) -> Iterator[Other]:
 
 
 def assert_serves(server: Server, model: Any, version: str) -> None:
-    """Check that the server uses the weights of `model` and reports `version`. The check sends a prompt that the server
-    has not cached."""
+    """Check that the server uses the weights of `model` and reports `version`. `assert_serves` sends a prompt that the
+    server has not cached."""
     prompt = [50 + int(version) % 50, *PROMPT]
     answer = server.generate(12, prompt=prompt, temperature=0.0)
     ids, logprobs = outputs(answer)
@@ -578,8 +582,8 @@ def test_new_weights_arrive_while_somebody_generates(server: Server, other: Othe
     """A weight update keeps the tokens of a running request. Each token's logprob agrees with the weights of the
     token's version.
 
-    In pause mode `in_place` the tokens after the update depend on both versions, so the test does not compare their
-    logprobs. Requests after the update are computed with the new weights.
+    In pause mode `in_place` a token after the update depends on the old and the new weights, so the test does not check
+    the token's logprob. Requests after the update are computed with the new weights.
     """
     old, new = server.version(), server.next_version()
     rid = f"contract-{mode}-{pause_mode}"
@@ -645,7 +649,8 @@ def test_weights_come_in_sessions(server: Server) -> None:
 
 
 def test_a_label_can_change_alone(server: Server) -> None:
-    """/update_weight_version changes only the version's label, and a running request continues."""
+    """A request to /update_weight_version changes the server's version label but not its weights, and running requests
+    continue."""
     old, new = server.version(), server.next_version()
     pending = server.start("contract-label")
     body = {"new_version": new, "abort_all_requests": False}

@@ -45,7 +45,7 @@ class Machines:
         self.versions: dict[str, Any] = dict(versions)
         self.dead: set[str] = set()
         self.paused: set[str] = set()
-        self.mute: dict[str, int] = {}  # for each host: number of control calls that get an answer before one is lost
+        self.mute: dict[str, int] = {}  # host -> number of control calls that it answers before an answer is lost
         # The URLs that host "router" reports as its workers. The router sends requests for tokens to host a.
         self.workers: list[Any] = []
         self.asked: list[tuple[str, str]] = []  # (host, path) of each request

@@ -72,7 +72,8 @@ def test_a_checkpoint_is_a_hugging_face_directory(state: dict, tiny_model_dir: P
 
 
 def test_own_dtype_and_layout(tiny_model_dir: Path, tmp_path: Path):
-    """A tensor in a checkpoint file has the dtype of the original tensor, and a strided tensor keeps its values."""
+    """A checkpoint file holds each tensor with its dtype and its values, even if the tensor is not contiguous in
+    memory."""
     half = torch.arange(6, dtype=torch.bfloat16).reshape(2, 3)
     tensors = {"half": half, "strided": torch.arange(6.0).reshape(2, 3).T}
     written = load_file(write_checkpoint(tensors, tiny_model_dir, tmp_path / "v0") / "model.safetensors")
@@ -87,7 +88,7 @@ def test_a_crash_half_way_is_never_seen(
     state: dict, tiny_model_dir: Path, tmp_path: Path, step: str, monkeypatch: pytest.MonkeyPatch
 ):
     """If a crash interrupts the writing of version 1, the folder v1 does not exist. The next write deletes the
-    unfinished folder of the interrupted write."""
+    unfinished folder that the crash has left."""
 
     def crash(*args: Any, **kwargs: Any) -> Any:
         raise KeyboardInterrupt
@@ -362,7 +363,7 @@ def test_handles_name_the_gpu_by_its_uuid(monkeypatch: pytest.MonkeyPatch):
     """A handle of a tensor on a GPU contains the GPU's UUID, because the server may number the GPUs differently than
     the trainer does.
 
-    A server on a CPU gets the bytes of the tensor instead of a handle.
+    If a server runs on a CPU, the trainer sends the server the bytes of the tensor instead of a handle.
     """
     arguments = list(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
     assert arguments[6] == "storage_device"
@@ -473,7 +474,7 @@ def test_a_real_server_serves_what_was_written(tiny_server: str, state: dict, ti
     before = RemoteInfEngine([tiny_server]).score([5, 6, 7, 8])
     meta = WeightUpdateMeta(path=str(tmp_path))
     tokens = []
-    for version, change in ((1, 0.5), (0, 1.0)):  # the second update restores the weights
+    for version, change in ((1, 0.5), (0, 1.0)):  # the update to version 0 restores the original weights
         scaled = {name: tensor * change for name, tensor in state.items()}
         engine = RemoteInfEngine([tiny_server])  # an engine refuses a version below its own
         engine.initialize()

@@ -2,7 +2,7 @@
 run.
 
 Each episode waits for a future that the test sets, so the test decides the order of all events. A test that hangs fails
-after a deadline of 10 s. The last tests run in virtual time.
+after a deadline of 10 s. The tests at the end of this file use a simulated clock (class VirtualRunner).
 """
 
 import asyncio
@@ -194,7 +194,8 @@ def test_a_straggler_holds_up_its_batch(make_stage):
 
 
 def test_a_timeout_consumes_nothing(make_stage):
-    """If `take` times out, it consumes no group. A later call of `take` returns all groups in order of start."""
+    """If `take` times out, it consumes no group, and the next successful `take` returns all groups in order of
+    start."""
     stage = make_stage(batch=2)
     stage.submit(0, 1)
     stage.finish(0)
@@ -207,7 +208,8 @@ def test_a_timeout_consumes_nothing(make_stage):
 
 
 def test_a_new_version_alone_wakes_the_producer(make_stage):
-    """After the version rises, the tasks that the gate newly admits start, even if no other event happens."""
+    """When the version rises, the dispatcher starts the tasks that the gate admits at the new version, and waits for no
+    other event."""
     stage = make_stage(eta=0, batch=2)
     stage.submit(0, 1, 2, 3)
     assert stage.started(2) == [0, 1]
@@ -230,8 +232,8 @@ def test_a_waiting_trainer_is_woken_by_a_new_version(make_stage, log):
 
 
 def test_waiting_for_what_was_never_submitted_is_logged(make_stage, log):
-    """If the trainer waits before any task is submitted, the dispatcher logs a warning. The trainer keeps waiting,
-    because another thread may submit a task."""
+    """If the trainer waits before any task is submitted, the dispatcher logs a warning. The trainer keeps waiting until
+    a different thread has submitted a task and the task's group has finished."""
     stage = make_stage()
     waiting = Background(lambda: stage.take(1, timeout=None))
     assert "waiting for a new task" in log.get(timeout=DEADLINE)
@@ -584,7 +586,7 @@ def test_ctrl_c_gets_through_to_a_waiting_trainer(make_stage):
     async def interrupt(task: Prompt) -> None:
         with lock:  # the main thread releases the lock when it begins to wait
             pass
-        while not through.is_set():  # the first signal may come before the wait, so the loop sends more signals
+        while not through.is_set():  # the first signal may come before the main thread waits, so the loop repeats it
             signal.pthread_kill(main_thread, signal.SIGINT)
             await asyncio.sleep(1)
         await asyncio.get_running_loop().create_future()
@@ -598,7 +600,7 @@ def test_ctrl_c_gets_through_to_a_waiting_trainer(make_stage):
 
 
 def test_repr_shows_the_state(make_stage):
-    """The repr of the state contains the numbers of pending and started groups."""
+    """The repr of a DispatchState contains the numbers of pending and started groups."""
     stage = make_stage(eta=0, batch=2)
     stage.submit(0, 1, 2)
     stage.started(2)
@@ -638,8 +640,8 @@ class VirtualRunner(AsyncTaskRunner):
 
 
 def virtual_training(eta: int, batch: int, durations: Callable[[int], float], steps: int, train_s: float):
-    """Train with the real dispatcher in virtual time. Return the ages of each step's groups, and the seconds that
-    passed."""
+    """Train with the real dispatcher in virtual time. Return the ages of each step's groups, and the duration of the
+    training in seconds of virtual time."""
     version = Version()
     runner = VirtualRunner(durations)
     state: DispatchState[Prompt, Group] = DispatchState(

@@ -142,7 +142,7 @@ def test_every_call_is_served_by_its_own_arguments(make: Make) -> None:
         rows.append(batch["input_ids"].tolist())
         next_version(executor)
     assert rows[0] == [[1, 0, 0], [2, 0, 0]]
-    assert rows[1] == [[3, 0, 0], [4, 0, 0]]  # the first call of prepare_batch drew these samples
+    assert rows[1] == [[3, 0, 0], [4, 0, 0]]  # prepare_batch took these samples from the dataloader in its first call
     assert rows[2] == [[5, 0, 1], [5, 1, 1], [1, 0, 1], [1, 1, 1]]
     assert rows[3] == [[2, i, 2] for i in range(3)] + [[3, i, 2] for i in range(3)]
 
@@ -213,8 +213,8 @@ def test_whatever_an_episode_raises_is_its_failure(
 
 @pytest.mark.parametrize("group_size", [1, 2])
 def test_a_failure_that_a_dead_process_caused_is_nobodys(make: Make, group_size: int) -> None:
-    """If the proxy's process ends, the run stops before any episode counts as failed. Every later call of state_dict
-    raises an error.
+    """If the proxy's process ends, the run stops before any episode counts as failed. After the end of the run, every
+    call of state_dict raises an error.
 
     A new prompt replaces the prompt of a failed episode, and the next checkpoint does not contain the replaced prompt.
     """
@@ -268,8 +268,8 @@ def test_group_size_and_n_samples_are_one_number(make: Make) -> None:
 
 
 def test_should_accept_fn_may_be_named_and_must_be_a_function(make: Make) -> None:
-    """should_accept_fn may be a function or an import path "module.function". Any other value of should_accept_fn
-    raises a TypeError."""
+    """should_accept_fn may be a function or an import path "module.function". A should_accept_fn that is neither a
+    function nor an import path raises a TypeError."""
     executor = make()
     batch = executor.prepare_batch(loader(SAMPLES), Echo(), should_accept_fn=f"{__name__}.is_even")
     assert batch["rewards"].tolist() == [0.0, 2.0]
@@ -307,7 +307,7 @@ def test_rollout_batch_keeps_the_order_of_the_data(make: Make) -> None:
 
 
 def test_evaluation_needs_no_new_version_and_leaves_the_engine_alone(make: Make, tmp_path: Path) -> None:
-    """The executor for evaluation has no staleness gate and does not replace the executor of training."""
+    """Evaluation has an executor of its own, which has no staleness gate. The engine keeps the executor of training."""
 
     class Sees(Echo):
         async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
@@ -505,7 +505,8 @@ def test_dumps_without_a_tokenizer_are_refused_at_the_start(make: Make, tmp_path
 
 
 class Talks:
-    """An agent that calls the model `turns` times in one conversation and returns result(ids of the completions)."""
+    """An agent that calls the model `turns` times in one conversation. The agent calls the function `result` with the
+    ids of the completions, and returns the function's value."""
 
     def __init__(self, result: Callable[[list[str]], Any], turns: int = 2) -> None:
         self.result, self.turns = result, turns

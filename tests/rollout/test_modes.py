@@ -41,8 +41,8 @@ Run = Callable[..., Any]
 
 @pytest.fixture
 def run_agent(proxy: ProxyAddress, tiny_server: str) -> Iterator[Run]:
-    """Return a function run_agent(agent, *samples, **openai) that returns (a group or None for each sample, the
-    executor's stats)."""
+    """Return a function run_agent(agent, *samples, **openai) that runs one group for each sample. `run_agent` returns a
+    list with a group or None for each sample, and the executor's stats."""
     engine = RemoteInfEngine([tiny_server])
     engine.initialize()
 
@@ -152,8 +152,8 @@ def test_an_agent_that_exits_inline_ends_no_other_episode(run_agent: Run, caplog
 
 
 def test_every_episode_has_a_process_of_its_own(run_agent: Run) -> None:
-    """In mode `subproc`, no two episodes share a process. If episodes shared a process, a thread that one agent has
-    left running could read the session key of the next agent."""
+    """In mode `subproc`, no two episodes share a process. A thread that an agent leaves running cannot read the session
+    key of a later episode."""
     samples = [{"then": "process_id"}] * 3
     groups, _ = run_agent(mode_agents.Talks, *samples, subproc_max_workers=1)
     assert len({group["rewards"].item() for group in groups}) == 3
@@ -161,7 +161,7 @@ def test_every_episode_has_a_process_of_its_own(run_agent: Run) -> None:
 
 def test_an_agent_that_forks_has_one_result(run_agent: Run) -> None:
     """If an agent forks the worker process, and both processes return a reward, only the reward of the original process
-    counts. The reward that a forked process returns does not become the result of the next episode."""
+    counts. The reward of the forked process is not used as the result of the next episode."""
     groups, stats = run_agent(mode_agents.Talks, {"then": "returns_twice"}, {}, subproc_max_workers=1)
     assert [group["rewards"].tolist() for group in groups] == [[1.0], [1.0]]
     assert stats == RolloutStat(withdrawn=2)
@@ -178,7 +178,7 @@ def fifo(tmp_path: Path) -> Iterator[TextIO]:
 
 @pytest.fixture
 def limit_passes(fifo: TextIO, monkeypatch: pytest.MonkeyPatch) -> None:
-    """End the first time limit of 200 s as soon as the agent has written to the named pipe."""
+    """Let the first time limit of 200 s expire as soon as the agent has written to the named pipe."""
     wait = asyncio.wait
 
     async def wait_for_pipe(tasks: Any, timeout: float | None = None) -> Any:
@@ -370,7 +370,8 @@ async def test_work_that_swallows_its_cancellation_is_abandoned(
 
 @pytest.mark.anyio
 async def test_a_worker_gets_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The environment of a worker contains no key of the run, even if the user has set a key in the environment."""
+    """A worker's environment does not contain the keys of the run, such as NANO_AREAL_SERVER_KEY, but contains the
+    user's other keys."""
     monkeypatch.setenv("NANO_AREAL_SERVER_KEY", "secret")
     monkeypatch.setenv("MY_TOOLS_KEY", "the agent's")
     async with contextlib.aclosing(WorkerPool(1)) as pool, pool.worker() as worker:

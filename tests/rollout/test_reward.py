@@ -185,7 +185,7 @@ async def test_a_timed_out_reward_has_ended(rewards: ModuleType, fifo: str) -> N
 
 @pytest.mark.anyio
 async def test_hanging_rewards_leave_the_pool_free(rewards: ModuleType) -> None:
-    """The pool serves the next call even if more calls hang than the pool has workers."""
+    """If more calls hang than the pool has workers, the pool still serves the next call."""
     hang = AsyncRewardWrapper(time.sleep, timeout_seconds=0.1)
     results = await asyncio.gather(*(hang(3600) for _ in range(6)), return_exceptions=True)
     assert {type(result) for result in results} == {TimeoutError}
@@ -239,8 +239,8 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("busy", ["hang", "compute", "hang_in_a_daemon"])
 def test_a_worker_does_not_outlive_a_killed_trainer(rewards: ModuleType, tmp_path: Path, fifo: str, busy: str) -> None:
-    """After kill -9 of the trainer, the trainer's workers end by themselves, even while they compute. Processes that
-    the workers have started end, too, even if they were started with `setsid`."""
+    """If the trainer is killed (kill -9), the trainer's workers end by themselves, even during a computation. All
+    processes that the workers have started end as well, including processes started with `setsid`."""
     (tmp_path / "trainer.py").write_text(TRAINER)
     paths = os.pathsep.join([str(ROOT), str(Path(rewards.__file__ or "").parent)])
     command = [sys.executable, str(tmp_path / "trainer.py"), busy, fifo]

@@ -172,7 +172,7 @@ def test_destroy_twice_is_once(runner):
 @pytest.mark.parametrize("count", [1, 2000])
 def test_tasks_that_ignore_their_cancellation_are_named(caplog, count):
     """destroy() stops waiting after its timeout. If tasks have ignored their cancellation, one short line of the log
-    says how many tasks did so, and gives the ids of the first five."""
+    gives the number of these tasks and the ids of the first five."""
     runner = AsyncTaskRunner(max_queue_size=count)
     began = threading.Semaphore(0)
     release: Future = Future()

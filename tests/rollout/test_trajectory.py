@@ -184,10 +184,10 @@ def test_concat_pads_to_the_longest_with_values_that_mean_nothing() -> None:
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.integers(1, 4), st.integers(0, 2))
 def test_concat_knows_features_from_tokens(lengths: list[int], width: int, more: int) -> None:
-    """concat_padded_tensors pads a user's tensor only if its second dimension equals the row length in every
-    trajectory.
+    """concat_padded_tensors pads a user's tensor only if, in every trajectory, the tensor's width (second dimension)
+    equals the row length.
 
-    A feature tensor is not padded if its width equals the row length of only some of the trajectories.
+    If a tensor's width equals the row length only in some trajectories, the tensor is not padded.
     """
     trajectories = []
     for length in lengths:

@@ -15,8 +15,7 @@ name in a stand-in is a class, and any other name is a decorator that returns it
 function of sgl_kernel, the stand-in raises an error instead of returning a wrong result. The import hook is installed
 at the top level of this module, because each worker of SGLang is a spawned process that imports this module.
 
-This script adds the flag --exit-with-parent. With this flag the server and all its workers end when standard input is
-closed.
+This script adds the flag --exit-with-parent, which ends the server and all its workers when standard input is closed.
 """
 
 import importlib.abc

@@ -260,8 +260,8 @@ def test_a_long_prompt_is_fed_in_parts(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_the_number_of_keys_covers_all_and_avoids_what_rounds_differently() -> None:
-    """Without deterministic mode, a step reads at most 15 keys more than it needs. In deterministic mode the number of
-    keys that a step reads is a multiple of 512, plus 0, 64, 128 or 192."""
+    """Without deterministic mode, `key_length` exceeds the number of required keys by at most 15. In deterministic
+    mode, `key_length` is a multiple of 512, plus 0, 64, 128 or 192."""
     for n in range(1, 3000):
         assert 0 <= key_length(n, False) - n < 16
         keys = key_length(n, True)

@@ -105,8 +105,8 @@ def update(tiny: TinyModel, scheduler: Scheduler, weights: Path, version: str) -
 
 
 def straddle(tiny: TinyModel, mode: str, new_weights: Path) -> list[Sequence]:
-    """Run three requests, pause after 5 steps, load new weights, and run to the end. If the pause aborts requests,
-    submit them again with their partial output."""
+    """Run three requests. After 5 steps, pause the scheduler, load new weights, and continue until all requests have
+    ended. If the pause aborts requests, submit each request again with its partial output."""
     scheduler = make_scheduler()
     requests = [sequence(str(i), PROMPT[i:], 12, seed=i) for i in range(3)]
     for one in requests:
@@ -146,9 +146,9 @@ def test_a_released_server_computes_nothing_before_an_update(
 ) -> None:
     """A server whose memory is released has lost its weights. Without weights, the server computes no sequence, even
     after the end of the pause. After a weight update, a retracted sequence continues, and its earlier tokens keep their
-    version labels. If memory is released while a sequence runs, the scheduler raises an error. If memory that was not
-    released is resumed, the scheduler raises an error. (In SGLang an error of the scheduler ends the server
-    process.)"""
+    version labels. If a server releases its memory while a sequence runs, the scheduler raises an error. If a server
+    resumes its memory without having released it, the scheduler raises an error. (In SGLang an error of the scheduler
+    ends the server process.)"""
     scheduler, one = make_scheduler(tiny.slots), sequence("a", [3, 4, 5], 12)
     scheduler.submit(one)
     for _ in range(5):
@@ -174,9 +174,9 @@ def test_a_released_server_computes_nothing_before_an_update(
 
 
 def test_in_place_equals_no_forward_pass(tiny: TinyModel, tiny_model_dir: Path, tmp_path: Path) -> None:
-    """After a weight update in pause mode `in_place`, new queries attend to old keys, so a token's logprob differs from
-    that of a forward pass with the weights of the token's version. If every weight changes by about 1 %, the error of
-    the logprobs is larger than a rounding error and less than 0.5 nats."""
+    """After a weight update in pause mode `in_place`, new queries attend to old keys. The logprob of a token after the
+    update differs from the logprob that a forward pass with the new weights computes. If every weight changes by about
+    1 %, the largest difference of the two logprobs is between 0.001 and 0.5 nats."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
     torch.manual_seed(0)
     with torch.no_grad():
@@ -285,7 +285,7 @@ def test_a_reused_prefix_equals_a_fresh_prefill(tiny: TinyModel) -> None:
     reused, fresh = sequence("turn 2", prompt, 12, seed=2), sequence("turn 2", prompt, 12, seed=2)
     run(tiny, reused, scheduler=scheduler)
     run(tiny, fresh)
-    assert reused.reused_tokens == len(turn.tokens) - 1  # the cache does not contain the last token
+    assert reused.reused_tokens == len(turn.tokens) - 1  # the cache does not contain the last token of turn 1
     assert fresh.reused_tokens == 0
     assert reused.tokens == fresh.tokens
     assert reused.logprobs == pytest.approx(fresh.logprobs, abs=1e-5)
@@ -552,7 +552,8 @@ def test_a_number_that_no_tensor_holds_is_refused(name: str, value: int) -> None
 
 @pytest.mark.parametrize("seed", [-1, 2**64, 10**30])
 def test_any_integer_is_a_seed(seed: int) -> None:
-    """Any integer, negative or huge, is a valid seed. The hash uses 64 bits of the seed."""
+    """Any integer, negative or huge, is a valid seed. The hash that makes the random numbers uses only 64 bits of the
+    seed."""
     params = parse_params({"sampling_seed": seed, "top_k": 2**31 - 1, "temperature": 2**31 - 1}, 0)
     tokens, _ = sample(torch.zeros(1, 8), [Sequence("a", [], params)])
     assert 0 <= tokens[0] < 8
@@ -560,8 +561,7 @@ def test_any_integer_is_a_seed(seed: int) -> None:
 
 def overtaken(last: int) -> dict[str, Any]:
     """Return the result of Protocol.answer for a sequence whose last token arrives while Protocol.answer runs.
-    Protocol.answer reads attributes of the sequence, and the last token arrives just before read number `last` (counted
-    from 0)."""
+    Protocol.answer reads attributes of the sequence `last` times before the last token arrives."""
     scheduler, looks = make_scheduler(slots=1), itertools.count()
     one = Sequence("a", [7], SamplingParams(), stop_ids=frozenset({2}), return_logprob=True)
     scheduler.submit(one)
@@ -821,15 +821,15 @@ def test_the_server_ends_when_told(tiny_model_dir: Path, how: str) -> None:
     long = {"input_ids": PROMPT, "stream": True, "sampling_params": {"max_new_tokens": 2000, "ignore_eos": True}}
     state = ""
     with ExitStack() as stack:
-        # If `how` is "update", the update must wait while a request runs. If the request ends before the server reports
-        # that the update waits, the test sends the request and the update again.
+        # If `how` is "update", the test needs an update that waits for a running request. If the request ends before
+        # the server reports `updates=1`, the test sends the request and the update again.
         while not state or (how == "update" and "updates=1" not in state):
             response = stack.enter_context(httpx.stream("POST", url + "/generate", json=long, timeout=60))
             next(response.iter_lines())
             state = "a request runs"
             if how == "update":
-                # The `with` block closes the connection of the update after the server has reported that the update
-                # waits.
+                # The update's connection stays open until the server reports `updates=1` (the update waits) or
+                # `running=0` (no request runs).
                 with socket.create_connection(("127.0.0.1", int(port))) as caller:
                     body = json.dumps({"model_path": str(tiny_model_dir)})
                     head = f"POST /update_weights_from_disk HTTP/1.1\r\nHost: server\r\nContent-Length: {len(body)}"
