@@ -2,8 +2,8 @@
 
     ModelRequest -> sampling_params -> POST /generate -> parse_segment -> ModelResponse
 
-**Requests.** A request contains every sampling parameter. If a parameter were missing, the server would take its value
-from the model's generation_config.json, a file that the trainer does not read.
+**Requests.** A request contains every sampling parameter. A server takes the value of a missing parameter from the
+model's generation_config.json, a file that the trainer does not read.
 
 **Answers.** Training needs three facts about each token: its id, its log-probability under the policy that sampled it,
 and the version of this policy. If an answer lacks the id, the log-probability or the version of a token,
@@ -200,7 +200,7 @@ def parse_segment(answer: dict[str, Any], vocab_size: int | None = None) -> Mode
     """
     try:
         meta, tokens = answer["meta_info"], answer["output_ids"]
-        finish = dict(meta["finish_reason"] or {})  # finish_reason is null before the last event of a stream
+        finish = dict(meta["finish_reason"] or {})  # only the last event of a stream has a finish_reason
         status = finish.get("status_code") or 0
         if status >= 400:
             raise EngineError(f"the server answered {status}: {finish['message']}", 400 if status < 500 else 503)

@@ -6,7 +6,7 @@ tasks are tasks/guess.py and tasks/gsm8k.py. Configuration keys can replace the 
 task.
 
 The run loads all inputs before it starts a process or writes a file into the run's folder. If the configuration is
-wrong, the run ends with a message of one line before any process starts.
+wrong, the run prints a message of one line and ends without starting a process.
 """
 
 import hashlib

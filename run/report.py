@@ -15,8 +15,8 @@ crashed. Each file gives a part of the report:
 
 This module turns the files of a run into one JSON object. The template run/report.html contains the script that draws
 this object in the browser. The report holds at most MAX_TOKENS tokens, from at most MAX_STEPS steps, so that the page
-stays small. The page may show only some rows of a prompt group. The rewards of a group are computed from all of its
-rows. All rows of a group also decide whether the group has an advantage other than 0.
+stays small. The page may show the tokens of only some rows of a prompt group. For each group the page shows the rewards
+of all rows, and whether any row has an advantage other than 0.
 """
 
 import json
@@ -213,10 +213,10 @@ def as_lists(x: Tensor) -> list:
 def add_turns(turns: list[Record], row: Record, above: list[int], names: Record) -> list[int]:
     """Append the turns of a row to `turns`, and return the positions of the row's turns in `turns`.
 
-    Each turn also gets the entries of the dict `names`. The row continues the conversation of its parent row. `above`
-    lists the positions of the parent row's turns in `turns`. A turn that a row shares with its parent row is in `turns`
-    only once. Each turn in `turns` holds only the tokens after the end of its parent turn: first the new messages of
-    the turn's prompt, then the sampled tokens.
+    Each appended turn contains the entries of the dict `names`. The row continues the conversation of its parent row.
+    `above` lists the positions of the parent row's turns in `turns`. If the row and its parent row share a turn,
+    `turns` contains the shared turn once. Each turn in `turns` holds only the tokens after the end of its parent turn:
+    first the new messages of the turn's prompt, then the sampled tokens.
     """
     ids, states = row["input_ids"], row["states"]
     path = [
@@ -228,8 +228,7 @@ def add_turns(turns: list[Record], row: Record, above: list[int], names: Record)
         at, end = places[0], places[-1] + 1
         if number < 0 or end <= begin:
             continue
-        # If the row does not begin with the tokens of any turn in `above`, the parent is the turn with the number
-        # `number` - 1.
+        # If `path` is empty, turn `number` - 1 of the parent row becomes the parent of turn `number`.
         earlier = path[-1:] or [i for i in above if turns[i]["turn"] == number - 1] or [-1]
         turn = names | {"turn": number, "parent": earlier[0], "reward": row["turn_rewards"][at], "ids": ids[begin:end]}
         turn |= {key: row[key][at:end] for key in ("versions", "advantages", "states")}
