@@ -43,7 +43,7 @@ from typing import Any
 from run.keys import TrainConfig
 from run.terminal import greet
 
-if __name__ == "__main__":  # the imports of torch and other modules take seconds, so `greet` first answers --help
+if __name__ == "__main__":  # `greet` answers --help before the slow imports of torch and other modules
     greet(sys.argv)
 
 import torch

@@ -195,8 +195,8 @@ def parse_segment(answer: dict[str, Any], vocab_size: int | None = None) -> Mode
 
     Raises EngineError with status 400 if the server reports that the request is wrong. Raises EngineError with status
     502 if the answer lacks ids, logprobs or versions, which training needs. Raises EngineError with status 503 if the
-    server reports another error, if the server's last weight update was not completed, or if the answer contradicts
-    itself.
+    server reports a status of 500 or more, if the server's last weight update was not completed, or if the answer
+    contradicts itself.
     """
     try:
         meta, tokens = answer["meta_info"], answer["output_ids"]

@@ -183,7 +183,7 @@ def open_run(config: TrainConfig, *agent: Any) -> Iterator[Run]:
             if isinstance(error.__cause__, Unhealthy):
                 raise error.__cause__ from None
             if isinstance(error, Exception):
-                fleet.raise_death(error)  # the death of a server process may have caused the error
+                fleet.raise_death(error)  # if a dead server or proxy caused the error, raise ProcessDied
             raise
     if joined:
         leave_ranks()

@@ -108,7 +108,7 @@ def set_keys(config: DictConfig, given: Any, source: str) -> dict[str, str]:
     A recipe that is read later can still fulfil an unmet condition. Raises ConfigError for an unknown key, and the
     message suggests the nearest known key.
     """
-    given.pop("revision", None)  # a run's config.yaml also has the code's git revision, which is no key
+    given.pop("revision", None)  # `revision` in a run's config.yaml is the git commit, not a key
     known, names = [key.name for key in list_keys()], []
     for name, value in flatten(OmegaConf.to_container(given)).items():
         names.append(name := ALIASES.get(name, name))

@@ -173,7 +173,7 @@ class Doctor:
                 with self.path.open("a") as file:
                     file.write(json.dumps(finding) + "\n")
                 print(finding["text"], file=sys.stderr, flush=True)
-                # The rule `waiting` never ends a run, because a slow run still trains correctly.
+                # The rule `waiting` ends no run, because a run that waits for generation trains correctly, but slowly.
                 if self.config.doctor == "strict" and finding["rule"] != "waiting":
                     raise Unhealthy(finding["text"])
 

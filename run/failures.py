@@ -75,8 +75,8 @@ class Failures(logging.Handler):
             print(f"failed: {describe(error)}; traceback: {self.log}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Stop handling warnings, and print the five most frequent failures with their counts. Leave out a failure that
-        occurred once."""
+        """Stop handling warnings, and print the five most frequent failures with their counts. Do not print a failure
+        that occurred once."""
         LOGGER.removeHandler(self)
         for kind, count in self.counts.most_common(5):
             if count > 1:

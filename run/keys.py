@@ -55,7 +55,7 @@ class RolloutConfig:
     consumer_batch_size: Count | None = None  # number of prompt groups in a step; default: train_dataset.batch_size
     queue_size: Count | None = None  # limit of running and of waiting groups; default: 16 * max_concurrent_rollouts
     group_size: Count | None = None  # number of episodes per prompt; another name for gconfig.n_samples
-    stale: Literal["wait", "mask", "drop"] = "wait"  # how to keep tokens older than eta out of training (staleness.py)
+    stale: Literal["wait", "mask", "drop"] = "wait"  # how to exclude tokens older than eta from training (staleness.py)
     pause_mode: Literal["retract", "abort", "in_place"] = "retract"  # how weight updates interrupt a server (engine.py)
     request_timeout: Positive = 3600.0  # seconds to wait for the reply to one generation request
     request_retries: CountOrZero = 3  # maximum number of retries after a lost connection or a 5xx status; 0: no retry

@@ -37,8 +37,8 @@ START_SECONDS = 1800.0  # maximum time until a server's first reply; loading a l
 GRACE_SECONDS = 5.0  # time for a child to end by itself before it is killed
 DEATH_SECONDS = 0.5  # maximum time between the closing of a killed process's connections and the process's end
 # The executor waits HOLD_SECONDS before it counts an episode as failed (rollout/executor.py). If the death of a server
-# or a proxy stops the run within HOLD_SECONDS, the episode does not count as failed. A server or a proxy ends within 2
-# s after a signal (serve.py), so HOLD_SECONDS is longer than 2 s.
+# or a proxy stops the run within HOLD_SECONDS, the failed episodes are not counted. A server or a proxy ends within 2 s
+# after a signal (serve.py), so HOLD_SECONDS is longer than 2 s.
 HOLD_SECONDS = 3.0
 
 
@@ -96,7 +96,7 @@ class Child:
             with suppress(httpx.TransportError):
                 if httpx.get(f"{self.url}/health", timeout=5, trust_env=False).status_code == 200:
                     return self.url
-            time.sleep(0.05)  # no event reports that the socket is open, so this loop polls
+            time.sleep(0.05)  # a process does not report that its socket is open, so `wait_ready` polls
         raise ProcessDied(self.last_words())
 
     def kill_session(self) -> None:

@@ -6,8 +6,8 @@ from start to finish, with the group's rewards and versions. The track "trainer"
 weight updates.
 
 The file tokens/{step}.safetensors contains the batch of a step: token ids, versions, log-probabilities under the
-behaviour, proximal and current policy, advantages, loss mask, turns, rewards and parents. The metadata of this
-safetensors file contains the texts of the tokens, so that the file can be read without the tokenizer.
+behaviour, proximal and current policy, advantages, loss mask, turns, rewards and parents. The file's metadata contains
+the texts of the tokens, so that a reader of the file needs no tokenizer.
 """
 
 import importlib
@@ -55,7 +55,7 @@ COLUMNS = (
     ("train_s", "train s", "{:.2f}"),
     ("sync_s", "sync s", "{:.2f}"),
 )
-# The names of the executor's counters of groups and of group members.
+# The executor counts groups under the first four names of COUNTS, and group members under the last name.
 COUNTS = ("accepted", "rejected", "failed", "dropped", "failed_members")
 NOTICES = {  # for each metric, the notice that is printed when the metric is above 0 for the first time
     "side_conversations": "side conversation, which is left out of training (rollout.openai.side_conversations)",

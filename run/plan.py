@@ -143,8 +143,8 @@ def check_addresses(config: TrainConfig, planned: list[Planned]) -> None:
 def check_open_files(config: TrainConfig, limit: int) -> None:
     """Raise ConfigError if a process may need more than `limit` open files. Each connection counts as an open file.
 
-    The proxy has two connections for a call of an agent, one to the agent and one to an inference server. The trainer
-    has two connections for an episode: one for the agent, and one to start and end the agent's session.
+    For each call of an agent, the proxy has two connections: one to the agent, and one to an inference server. For each
+    episode, the trainer has two connections: one for the agent, and one to start and end the agent's session.
     """
     episodes = (config.rollout.max_concurrent_rollouts or 1) * config.gconfig.n_samples
     if (needed := 2 * episodes + 256) > limit:
@@ -175,8 +175,8 @@ def choose_update_mode(config: TrainConfig, planned: list[Planned], gpus: list[s
 
 
 def check_update_mode(config: TrainConfig, planned: list[Planned], gpus: list[str]) -> None:
-    """Raise ConfigError if weight_update.mode cannot work on the GPUs `gpus`. Rank 0 sends the weights from the first
-    GPU.
+    """Raise ConfigError if weight_update.mode cannot work on the GPUs `gpus`. Rank 0 sends the weights from its GPU,
+    the first GPU in `gpus`.
 
     In mode "distributed", NCCL refuses two processes on one GPU, and all processes need the same version of NCCL. In
     mode "tensor", a server reads the weights from the memory of rank 0's GPU. The GPU checks do not concern the small

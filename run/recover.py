@@ -22,7 +22,7 @@ restart.
 
 **Finished groups.** A group is written to recover/groups/{task_id}.safetensors before the group counts as accepted.
 After a restart, an open group with a file counts as finished, and the finished groups keep their order. An open group
-without a file is generated again, with the same id and therefore the same sampling seeds.
+without a file is generated again under its old id, which gives its calls their old sampling seeds.
 
 **Lost weights.** After a restart, a group is kept if none of its tokens is newer than the checkpoint's version. For
 example, the checkpoint has version 40 and the run was killed at version 42. After the restart, version 41 is trained

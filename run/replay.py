@@ -18,8 +18,9 @@ of a completion at version 2, waits for version 3, and requests the next 63 toke
 waits until the servers have generated all tokens that the schedule records for the current version. Finally,
 `prepare_batch` returns the recorded groups in their recorded order.
 
-A step depends only on the groups that it consumes. A replay does not generate groups that no step consumed, for example
-rejected groups. The replay reads from the schedule when each group starts and which groups each batch contains.
+The result of a step depends only on the weights and the consumed groups. A replay therefore generates no groups that
+were never consumed, for example rejected groups. The replay reads from the schedule when each group starts and which
+groups each batch contains.
 
 **Differences.** A replay records its calls in a new schedule, and the trainer compares the new schedule with the
 recorded run's schedule. The replay ends with an error if a call has another prompt than the recorded call, if a call
@@ -109,8 +110,8 @@ class ReplayExecutor(WorkflowExecutor):
         return concat_padded_tensors([self.take_group(task, version) for task in self.recorded.steps[version]])
 
     def missing_calls(self, task: int, version: int) -> list[str]:
-        """Return the name of each call of the task that has a recorded token of `version` or older which is not yet
-        generated.
+        """Return the names of the task's unfinished calls. A call is unfinished if it lacks tokens that the recorded
+        run generated at `version` or before.
 
         Raises Differs if a call has another prompt than the recorded call, or was not made in the recorded run.
         """
@@ -141,7 +142,7 @@ class ReplayExecutor(WorkflowExecutor):
         return group
 
     def differs(self, task: int, why: str) -> Differs:
-        """Return an error that names a task, and says why the task differs from the recorded run."""
+        """Return the error for a task whose replay differs from the recorded run. `why` describes the difference."""
         return Differs(f"task {task} of step {self.step_of[task]} differs: {why}; is the agent deterministic?")
 
 

@@ -39,7 +39,7 @@ from training.proximal import interpolation, loglinear
 
 MAX_STEPS, MAX_TOKENS, MAX_GROUPS = 24, 60_000, 4000  # maximum numbers of steps, tokens and groups on a page
 FILES = ("metrics.jsonl", "trace.json", "tokens")  # every run's folder contains at least one of FILES
-# The names of the (B, T) tensors of a batch that the page shows.
+# The page shows the (B, T) tensors of a batch that COLUMNS names.
 COLUMNS = "input_ids versions turn_ids turn_rewards logprobs prox_logp theta_logp advantages states"
 TEMPLATE = Path(__file__).with_suffix(".html")
 Record = dict[str, Any]
@@ -80,8 +80,9 @@ def read_timeline(records: list[Record]) -> Record:
 
     `phases` lists each phase as [name, begin, duration], without a gap (`fill_gaps`).
     `weights` lists each weight update as [time, version].
-    `groups` lists each group as {task, lane, begin, end, used, state, versions, reward}. Two groups of one lane never
-    overlap. `used` is the time at which a step consumed the group, and `reward` is the mean of the group's rewards.
+    `groups` lists each group as {task, lane, begin, end, used, state, versions, reward}. Groups in the same lane do not
+    overlap in time. `used` is the time at which a step consumed the group, and `reward` is the mean of the group's
+    rewards.
     """
     zero = min((record["ts"] for record in records if "ts" in record), default=0)
     spans: list[list] = []

@@ -127,8 +127,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 class Repeats(logging.Filter):
-    """A log filter that lets only warning number 1, 2, 4, 8, ... of each kind pass, and adds the number to the text.
-    Without the filter, uvicorn would log every warning."""
+    """A log filter that lets only warning number 1, 2, 4, 8, ... of each kind pass, and adds the number to the
+    text."""
 
     counts: ClassVar[collections.Counter[str]] = collections.Counter()
 

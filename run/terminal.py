@@ -63,7 +63,7 @@ before_results = ExitStack()  # closing this stack ends the clock and lets the r
 def greet(words: list[str]) -> None:
     """Print the first message and start the clock. With `--help`, print only the help. `words` is the command line.
 
-    Also start the early processes (run/early.py), unless the configuration is wrong.
+    If the configuration is valid, start the early processes (run/early.py).
     """
     is_first = os.environ.get("RANK", "0") == "0"
     if {"-h", "--help"} & {*words}:

@@ -72,9 +72,9 @@ class PPOActorConfig:
     behave_imp_weight_floor: Annotated[float, "(0, 1]"] | None = None  # minimum behaviour weight (IcePop); null: none
     # A row's weight is the product of its tokens' weights (sequence) or the geometric mean of the weights (geometric).
     behave_imp_weight_level: Literal["token", "sequence", "geometric"] = "token"  # behaviour weight of a token or a row
-    behave_imp_weight_action: Literal["mask", "clamp"] = "mask"  # weights out of bounds: 0 (mask) or the bound (clamp)
+    behave_imp_weight_action: Literal["mask", "clamp"] = "mask"  # weights out of bounds become 0 (mask) or the bound
     reject_geometric_mean: Annotated[float, "(1, inf)"] | None = None  # c: drop rows with a mean weight not in [1/c, c]
-    reject_max_k2: Positive | None = None  # limit for a token's (log behaviour weight)^2 / 2; drop rows above the limit
+    reject_max_k2: Positive | None = None  # drop a row if a token's (log behaviour weight)^2 / 2 is above this number
     reject_veto: Annotated[float, "(0, 1)"] | None = None  # drop rows in which a behaviour weight is below this number
     ess_lr_power: NonNegative = 0.0  # lr is multiplied by behave_ess^ess_lr_power (VCPO: 0.5 for AdamW); 0: no change
     mask_truncated: bool = False  # true: do not train on a turn that reached its token limit
@@ -88,7 +88,7 @@ class PPOActorConfig:
     overlong_tokens: Count | None = None  # the length penalty begins this many tokens before max_new_tokens; null: none
     overlong_penalty_factor: NonNegative = 1.0  # length penalty of a turn with max_new_tokens tokens; 0: no penalty
     gamma: Annotated[float, "(0, 1]"] = 1.0  # discount of the advantage per token of distance from the turn's end
-    gae_lambda: Share = 1.0  # gamma * gae_lambda: discount per token; 0: only a turn's last token has an advantage
+    gae_lambda: Share = 1.0  # second factor of the discount per token; 0: only a turn's last token has an advantage
     reward_bias: Annotated[float, "(-inf, inf)"] = 0.0  # number that is added to every reward; 0: nothing is added
     reward_scaling: Positive = 1.0  # factor that multiplies every reward after the bias is added
     reward_clip: Positive = 20.0  # scaled rewards are clipped to the range from -reward_clip to reward_clip
