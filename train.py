@@ -147,7 +147,7 @@ class TrainingLoop:
             metrics |= actor.ppo_update(batch)
             actor.step_lr_scheduler()
 
-        # 6. Push the new weights into the servers. The canary (run/mismatch.py) then asks the servers for
+        # 6. Push the new weights into the servers. After the push, the canary (run/mismatch.py) asks the servers for
         #    log-probabilities, which show whether the servers have the new weights. The next step reads the
         #    canary's log-probabilities before it pushes weights.
         metrics |= self.canary.finish()
@@ -208,7 +208,7 @@ class TrainingLoop:
         self.actor.set_version(version)
         self.rollout.set_version(version)  # the staleness gate may now admit more groups
         self.run.trace.mark("weights", version=version)
-        self.rollout.resume()  # the generations continue under the new weights
+        self.rollout.resume()  # the interrupted generations continue under the new weights
 
 
 def is_due(step: int, interval: int) -> bool:

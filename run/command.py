@@ -9,7 +9,7 @@ The function `main` reads the command line, and then trains or evaluates. `main`
         `ExitStack` ends every part that was started, in the reverse order of the starts.
     `leave_ranks` disconnects the ranks.
 
-The ExitStack also ends every process after Ctrl-C, an exception or the death of a server process. The exit code is 0
+The ExitStack ends every process even after Ctrl-C, an exception or the death of a server process. The exit code is 0
 for success, 1 for a run that failed, 2 for a wrong configuration, and 130 for Ctrl-C. A run that was ended by `kill -9`
 loses the steps since its last checkpoint (run/recover.py). If a run ends early, the last lines of its output name the
 command that continues the run.
@@ -228,7 +228,7 @@ def main(train: Callable[[TrainConfig], None], argv: list[str] | None = None) ->
     # kill these ranks at once.
     if os.environ.get("RANK", "0") == "0":
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    # A shell starts a background job with SIGINT ignored, so `main` sets the handler of SIGINT.
+    # A process that a shell starts in the background ignores SIGINT until the process sets a handler of SIGINT.
     on_ctrl_c(signal.default_int_handler)
     config, code = None, 0
     try:

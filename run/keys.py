@@ -5,9 +5,9 @@ default and its comment. The keys of `gconfig` are defined in `inference/io_stru
 `training/config.py`.
 
 The type of a numeric key contains the interval of its allowed values: for example, the type Share stands for [0, 1].
-The intervals exclude values that would harm a run without an error message. For example, a learning rate below 0 would
-make the model worse. A clip of NaN would have no effect, because every comparison with NaN is false. No interval
-contains NaN.
+The intervals exclude values that would harm a run without an error message. For example, the interval of the learning
+rate excludes values below 0, which make the model worse. A clip bound of NaN has no effect, because every comparison
+with NaN is false. No interval contains NaN.
 
 Three tables follow the definitions of the keys. ALIASES lists alternative names of keys. SYNONYMS lists wrong names for
 which an error message suggests a key. NEEDS lists keys that have an effect only if other keys have certain values. Most
@@ -232,7 +232,7 @@ ALIASES = {
 }
 
 
-# Wrong names that users give to keys, and the key that the error message suggests for each.
+# Wrong names that users give to keys, and the key that the error message suggests for each name.
 SYNONYMS = {"learning_rate": "actor.optimizer.lr", "staleness": "rollout.max_head_offpolicyness", "steps": "max_steps"}
 
 # Each row has a condition and a regular expression. A key whose name matches the regular expression has an effect only

@@ -35,7 +35,7 @@ logger = logging.getLogger("nano_areal.launch")
 
 START_SECONDS = 1800.0  # maximum time until a server's first reply; loading a large model may take minutes
 GRACE_SECONDS = 5.0  # time for a child to end by itself before it is killed
-DEATH_SECONDS = 0.5  # maximum time between the closing of a killed process's connections and the process's end
+DEATH_SECONDS = 0.5  # a killed process ends within this time after its connections have closed
 # The executor waits HOLD_SECONDS before it counts an episode as failed (rollout/executor.py). If the death of a server
 # or a proxy stops the run within HOLD_SECONDS, the failed episodes are not counted. A server or a proxy ends within 2 s
 # after a signal (serve.py), so HOLD_SECONDS is longer than 2 s.
@@ -136,8 +136,8 @@ class Fleet:
         return self.children[-1]
 
     def watch(self, on_death: list[OnDeath], max_restarts: int, on_restart: Callable[[], None]) -> None:
-        """Start one thread for each child. If an inference server dies, the server's thread restarts it, at most
-        `max_restarts` times.
+        """For each child, start a thread that waits until the child ends. If an inference server dies, the server's
+        thread restarts it, at most `max_restarts` times.
 
         When a restarted server answers for the first time, the server's thread calls `on_restart`. If a child that the
         run needs dies, the child's thread calls every function in `on_death`.
@@ -182,8 +182,8 @@ class Fleet:
     def raise_death(self, error: BaseException) -> None:
         """Raise ProcessDied if a child that the run needs has ended. `error` becomes the `__cause__` of the
         ProcessDied."""
-        # A killed process closes its connections at most DEATH_SECONDS before it ends. Wait, because a closed
-        # connection may have caused `error`.
+        # A killed process closes its connections at most DEATH_SECONDS before it ends, so after the wait every killed
+        # process has ended.
         time.sleep(DEATH_SECONDS)
         dead = [child for child in self.children if child.process.poll() is not None]
         if lost := [child.last_words() for child in dead if not self.replacements(child)]:

@@ -200,7 +200,7 @@ class Logger:
 
     def __init__(self, config: TrainConfig, executor: Any, trace: Trace | None = None) -> None:
         self.trace, self.config, self.executor, self.doctor = trace, config, executor, Doctor(config)
-        self.path = config.run_dir / "metrics.jsonl"  # after a restart metrics.jsonl contains the earlier steps
+        self.path = config.run_dir / "metrics.jsonl"  # a restarted run appends to the lines of its earlier steps
         self.history = read_records(self.path)
         self.start = time.monotonic() - (self.history[-1]["wall_s"] if self.history else 0.0)
         self.counts = asdict(executor.stats)  # the executor's counters at the last logged step

@@ -22,7 +22,7 @@ restart.
 
 **Finished groups.** A group is written to recover/groups/{task_id}.safetensors before the group counts as accepted.
 After a restart, an open group with a file counts as finished, and the finished groups keep their order. An open group
-without a file is generated again under its old id, which gives its calls their old sampling seeds.
+without a file is generated again. The group keeps its id, so its calls get the same sampling seeds as before.
 
 **Lost weights.** After a restart, a group is kept if none of its tokens is newer than the checkpoint's version. For
 example, the checkpoint has version 40 and the run was killed at version 42. After the restart, version 41 is trained
@@ -31,8 +31,8 @@ again and may have different weights. A group with a token from the lost version
 **Ages.** The upper bound on the age of groups (staleness.py) also holds after a restart. After a restart, the steps
 consume the restored groups first and in their old order. If the restored groups keep their order, a restart moves none
 of them to a later step. After a restart at version v with batch size B, the gate's count of accepted groups is v * B
-plus the number of restored groups. If eta or B is reduced at the restart, groups that would become too old are
-generated again.
+plus the number of restored groups. If eta or B is smaller after the restart, a restored group that exceeds the upper
+bound on ages is generated again.
 
 **Limits.** In an asynchronous run, a restart may change the order in which groups start. In a power failure, files that
 the operating system has not written to the disk may be lost. Groups that were submitted outside prepare_batch are not

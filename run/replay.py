@@ -18,9 +18,9 @@ of a completion at version 2, waits for version 3, and requests the next 63 toke
 waits until the servers have generated all tokens that the schedule records for the current version. Finally,
 `prepare_batch` returns the recorded groups in their recorded order.
 
-The result of a step depends only on the weights and the consumed groups. A replay therefore generates no groups that
-were never consumed, for example rejected groups. The replay reads from the schedule when each group starts and which
-groups each batch contains.
+The result of a step depends only on the weights and the consumed groups. A replay therefore generates only the groups
+that a step consumed, and leaves out, for example, rejected groups. The replay reads from the schedule when each group
+starts and which groups each batch contains.
 
 **Differences.** A replay records its calls in a new schedule, and the trainer compares the new schedule with the
 recorded run's schedule. The replay ends with an error if a call has another prompt than the recorded call, if a call

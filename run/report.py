@@ -39,7 +39,7 @@ from training.proximal import interpolation, loglinear
 
 MAX_STEPS, MAX_TOKENS, MAX_GROUPS = 24, 60_000, 4000  # maximum numbers of steps, tokens and groups on a page
 FILES = ("metrics.jsonl", "trace.json", "tokens")  # every run's folder contains at least one of FILES
-# The page shows the (B, T) tensors of a batch that COLUMNS names.
+# COLUMNS names the (B, T) tensors that the page shows.
 COLUMNS = "input_ids versions turn_ids turn_rewards logprobs prox_logp theta_logp advantages states"
 TEMPLATE = Path(__file__).with_suffix(".html")
 Record = dict[str, Any]
@@ -153,7 +153,7 @@ def pack(groups: list[Record], last: float) -> list[Record]:
 def token_states(batch: dict[str, Tensor], config: PPOActorConfig) -> Tensor:
     """Return each token's state (B, T): 0 untrained, 1 trained, 2 clipped, 3 dropped because of its behaviour weight.
 
-    The states are those in the last optimizer step on the batch. `batch` must contain log pi_prox, either computed by a
+    The states describe the last optimizer step on the batch. `batch` must contain log pi_prox, either computed by a
     forward pass or estimated.
     """
     theta, prox = batch["theta_logp"], batch["prox_logp"]  # (B, T)

@@ -158,8 +158,8 @@ class ScheduledEngine(RemoteInfEngine):
 
         If a call failed in the recorded run, the call fails again in the replay, with the same status.
         """
-        # Only calls of training are recorded. Calls of evaluations need no record, because no weight update interrupts
-        # them.
+        # Only calls of training are recorded. A replay repeats the calls of an evaluation without a record, because no
+        # weight update interrupts these calls.
         if not TRAINING_CALL.fullmatch(req.call):
             return await super().agenerate(replace(req, call=""), on_tokens)
         prompt, known = digest(req.input_ids), self.recorded_call(req.call)

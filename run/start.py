@@ -138,7 +138,7 @@ def start_rollout(run: Run, keys: Keys, groups: GroupLog | None = None) -> tuple
     settings = options.pause_mode, options.request_timeout, options.request_retries, options.server_key
     is_patient = max_restarts(run) > 0
     rollout = ScheduledEngine(addresses, *settings, is_patient, schedule=config.run_dir / FILE, replay=config.replay)
-    rollout.recorded.cut(config.replay_until or config.max_steps)  # a replay ends after this step
+    rollout.recorded.cut(config.replay_until or config.max_steps)  # ignore recorded steps after the last step
     stack.callback(rollout.destroy)
     were_up = config.mode == "train" and bool(config.rollout.server_addrs)
     if were_up:
