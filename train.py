@@ -43,7 +43,7 @@ from typing import Any
 from run.keys import TrainConfig
 from run.terminal import greet
 
-if __name__ == "__main__":  # the imports of torch and other modules take seconds, so `greet` first answers --help
+if __name__ == "__main__":  # `greet` answers --help before the slow imports of torch and other modules
     greet(sys.argv)
 
 import torch
@@ -133,7 +133,8 @@ class TrainingLoop:
             self.rollout.release_memory()
 
         with trace.span("train", seconds):
-            # 2. Compute log pi_prox, (N, T). The policy pi_prox at the start of this step is the centre of the clip.
+            # 2. Compute log pi_prox, (N, T). The loss clips the ratio pi_theta / pi_prox, where pi_prox is the policy
+            #    before this step.
             if actor.should_compute_prox_logp():
                 batch["prox_logp"] = actor.compute_logp(batch)
             # 3. Compute log pi_ref, (N, T). The KL penalty keeps the policy close to pi_ref.
@@ -146,7 +147,7 @@ class TrainingLoop:
             metrics |= actor.ppo_update(batch)
             actor.step_lr_scheduler()
 
-        # 6. Push the new weights into the servers. The canary (run/mismatch.py) then asks the servers for
+        # 6. Push the new weights into the servers. After the push, the canary (run/mismatch.py) asks the servers for
         #    log-probabilities, which show whether the servers have the new weights. The next step reads the
         #    canary's log-probabilities before it pushes weights.
         metrics |= self.canary.finish()
@@ -166,7 +167,7 @@ class TrainingLoop:
                 lines = [*self.logger.history, metrics] if self.logger else []
                 save_model(actor, config.run_dir / "checkpoints", step, config.saver.keep, lines)
         # 9. Write the step's line of metrics.jsonl, then the checkpoint from which a killed run continues.
-        if is_last:  # no later step reads the servers' scores of the canary
+        if is_last:  # no later step will read the canary's scores, so this step reads them
             metrics |= self.canary.finish(**metrics)
         if self.logger:
             metrics |= {"success": inputs.success(batch["rewards"].tolist())} | actor.speed(batch, seconds["train_s"])
@@ -187,8 +188,8 @@ class TrainingLoop:
         return self.until_done(lambda: share(evaluate(executor, inputs) if executor else None))
 
     def until_done(self, wait: Callable[[], dict[str, Any] | None]) -> dict[str, Any]:
-        """Call `wait` until its result is not None, and return this result. A result of None means that a server was
-        restarted, so the weights are pushed before the next call."""
+        """Call `wait` until its result is not None, and return this result. If `wait` returns None, a restarted server
+        lacks the trainer's weights, so push the weights before the next call."""
         while (result := wait()) is None:
             self.push_weights(self.actor.get_version())
         return result
@@ -205,9 +206,9 @@ class TrainingLoop:
         self.rollout.pause()  # running generations stop, and their tokens are kept
         self.actor.update_weights(meta)
         self.actor.set_version(version)
-        self.rollout.set_version(version)  # the gate may now start more groups
+        self.rollout.set_version(version)  # the staleness gate may now admit more groups
         self.run.trace.mark("weights", version=version)
-        self.rollout.resume()  # the generations continue under the new weights
+        self.rollout.resume()  # the interrupted generations continue under the new weights
 
 
 def is_due(step: int, interval: int) -> bool:

@@ -2,8 +2,8 @@
 
     ModelRequest -> sampling_params -> POST /generate -> parse_segment -> ModelResponse
 
-**Requests.** A request contains every sampling parameter. If a parameter were missing, the server would take its value
-from the model's generation_config.json, a file that the trainer does not read.
+**Requests.** A request contains every sampling parameter. A server takes the value of a missing parameter from the
+model's generation_config.json, a file that the trainer does not read.
 
 **Answers.** Training needs three facts about each token: its id, its log-probability under the policy that sampled it,
 and the version of this policy. If an answer lacks the id, the log-probability or the version of a token,
@@ -195,12 +195,12 @@ def parse_segment(answer: dict[str, Any], vocab_size: int | None = None) -> Mode
 
     Raises EngineError with status 400 if the server reports that the request is wrong. Raises EngineError with status
     502 if the answer lacks ids, logprobs or versions, which training needs. Raises EngineError with status 503 if the
-    server reports another error, if the server's last weight update was not completed, or if the answer contradicts
-    itself.
+    server reports a status of 500 or more, if the server's last weight update was not completed, or if the answer
+    contradicts itself.
     """
     try:
         meta, tokens = answer["meta_info"], answer["output_ids"]
-        finish = dict(meta["finish_reason"] or {})  # finish_reason is null before the last event of a stream
+        finish = dict(meta["finish_reason"] or {})  # only the last event of a stream has a finish_reason
         status = finish.get("status_code") or 0
         if status >= 400:
             raise EngineError(f"the server answered {status}: {finish['message']}", 400 if status < 500 else 503)

@@ -9,15 +9,15 @@ The function `main` reads the command line, and then trains or evaluates. `main`
         `ExitStack` ends every part that was started, in the reverse order of the starts.
     `leave_ranks` disconnects the ranks.
 
-The ExitStack also ends every process after Ctrl-C, an exception or the death of a server process. The exit code is 0
+The ExitStack ends every process even after Ctrl-C, an exception or the death of a server process. The exit code is 0
 for success, 1 for a run that failed, 2 for a wrong configuration, and 130 for Ctrl-C. A run that was ended by `kill -9`
 loses the steps since its last checkpoint (run/recover.py). If a run ends early, the last lines of its output name the
 command that continues the run.
 
 If Ctrl-C arrives during training, the current step runs to its end, and then the run writes a checkpoint
-(`interruptible`). If the step waits for a batch, Ctrl-C ends the wait at once. A second Ctrl-C ends the process at
-once, and the end of the process also ends the child processes. With several ranks, Ctrl-C writes no checkpoint, because
-the ranks may stop after different steps.
+(`interruptible`). If the step waits for a batch, Ctrl-C ends the wait at once. A second Ctrl-C ends train.py at once,
+and the child processes end when train.py has ended. With several ranks, Ctrl-C writes no checkpoint, because the ranks
+may stop after different steps.
 """
 
 import os
@@ -74,7 +74,7 @@ def on_ctrl_c(act: Callable[..., Any]) -> None:
 
 @contextmanager
 def interruptible(executor: Any, save: Callable[[], None]) -> Iterator[None]:
-    """After Ctrl-C, end the `with` block as soon as it waits for a batch, and then call `save`.
+    """After Ctrl-C, interrupt the `with` block at its next wait for a batch, call `save`, and raise KeyboardInterrupt.
 
     With several ranks, or outside of the main thread, `interruptible` does not change the effect of Ctrl-C.
     """
@@ -179,11 +179,11 @@ def open_run(config: TrainConfig, *agent: Any) -> Iterator[Run]:
             yield Run(config, inputs, servers, fleet, trace, stack)
         except BaseException as error:
             trace.mark("end", error=repr(error))
-            # If the doctor's thread stopped the rollout, the error's cause is the doctor's finding.
+            # If the doctor's thread has stopped the rollout, `error.__cause__` is an Unhealthy.
             if isinstance(error.__cause__, Unhealthy):
                 raise error.__cause__ from None
             if isinstance(error, Exception):
-                fleet.raise_death(error)  # the death of a server process may have caused the error
+                fleet.raise_death(error)  # if a dead server or proxy caused the error, raise ProcessDied
             raise
     if joined:
         leave_ranks()
@@ -221,14 +221,14 @@ def main(train: Callable[[TrainConfig], None], argv: list[str] | None = None) ->
 
     The default of `argv` is the command line of this process.
     """
-    torch.set_num_threads(1)  # with several threads, small models are slower on shared cores
+    torch.set_num_threads(1)  # on shared cores, a small model is faster with one thread than with several
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     # After SIGTERM, rank 0 ends the processes that it has started. The other ranks start no processes, so SIGTERM may
     # kill these ranks at once.
     if os.environ.get("RANK", "0") == "0":
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    # A shell starts a background job with SIGINT ignored, so `main` sets the handler of SIGINT.
+    # A process that a shell starts in the background ignores SIGINT until the process sets a handler of SIGINT.
     on_ctrl_c(signal.default_int_handler)
     config, code = None, 0
     try:

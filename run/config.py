@@ -6,7 +6,7 @@ configs/maze.yaml`. The third layer is the `key=value` arguments on the command 
 
 A key that does not exist is an error, and the error message suggests the nearest existing key. Example: `python
 train.py lr=0.1` ends with "unknown key 'lr' in the command line; did you mean 'actor.optimizer.lr'?". `load` calls
-`resolve`, which checks every value. A wrong value is therefore reported before any process starts.
+`resolve`, which checks every value before any process starts.
 """
 
 import argparse
@@ -108,7 +108,7 @@ def set_keys(config: DictConfig, given: Any, source: str) -> dict[str, str]:
     A recipe that is read later can still fulfil an unmet condition. Raises ConfigError for an unknown key, and the
     message suggests the nearest known key.
     """
-    given.pop("revision", None)  # a run's config.yaml also has the code's git revision, which is no key
+    given.pop("revision", None)  # `revision` in a run's config.yaml is the git commit, not a key
     known, names = [key.name for key in list_keys()], []
     for name, value in flatten(OmegaConf.to_container(given)).items():
         names.append(name := ALIASES.get(name, name))
@@ -174,7 +174,7 @@ def resolve(config: TrainConfig) -> None:
 def changed(path: Path, config: TrainConfig) -> list[str]:
     """Return the keys whose values differ between the config.yaml at `path` and `config`, as "key=before -> now".
 
-    If there is no file at `path`, as in a new run, the list is empty.
+    Return an empty list if there is no file at `path`, as in a new run.
     """
     before = flatten(OmegaConf.to_container(OmegaConf.load(path))) if path.exists() else {}
     now = flatten(dataclasses.asdict(config))

@@ -9,13 +9,11 @@ The page docs/doctor.md has an entry for each rule, and the doctor prints the fi
 the doctor reports a rule at most once: on the terminal, and as one line of doctor.jsonl. With doctor=strict, the run
 ends if any rule except `waiting` fires.
 
-The rules `blocked_loop` and `rejection` are also checked during a step. If an agent blocks the event loop, or if every
-group is rejected, a step may never end. `watch` starts a thread that checks `blocked_loop` and `rejection` every
-second.
+If an agent blocks the event loop, or if every group is rejected, a step may never end. `watch` starts a thread that
+checks the rules `blocked_loop` and `rejection` every second while a step runs.
 
-The limits are far from the values of a normal run, because users ignore all alarms after a few false alarms. A rule
-does not fire if metrics.jsonl lacks the rule's metric, for example because an earlier revision of the code wrote this
-file.
+The limits are far from the values of a normal run, so that a normal run causes no alarm. A rule does not fire if
+metrics.jsonl lacks the rule's metric, for example because an earlier revision of the code wrote this file.
 
 `python -m run.doctor runs/guess/one` checks a finished run. The exit code is 1 if a rule fires, and 2 if there is no
 run.
@@ -38,7 +36,7 @@ from run.report import read_records
 Line = dict[str, Any]  # one line of metrics.jsonl
 Finding = dict[str, Any]  # one line of doctor.jsonl, with the keys step, rule and text
 ROUNDING = {"float32": 1e-3, "bfloat16": 0.5}  # for each dtype, the largest rounding error of a log-probability (nats)
-# If the share of successes is above SOLVED, little is left to learn, so advantages of 0 and a low entropy are normal.
+# If the metric `success` is at least SOLVED, little is left to learn, so advantages of 0 and a low entropy are normal.
 SOLVED = 0.9
 BLOCKED_SECONDS = 5.0  # limit of the rule `blocked_loop`, in seconds
 # If a step rejects REJECTED_BATCHES * batch size groups, the doctor checks `rejection` before the step ends.
@@ -79,7 +77,7 @@ def entropy_fall(lines: list[Line], config: Any) -> float:
 
 
 def steps_without_gradient(lines: list[Line], config: Any) -> int:
-    """Count the steps with a zero gradient, or with advantages of 0 in every group although the rewards differ."""
+    """Count the steps whose gradient is 0, or whose advantages are all 0 although the rewards in the batch differ."""
     return sum(m["grad_norm"] < 1e-8 or (m["no_signal_share"] == 1 and m["reward_std"] > 0) for m in lines)
 
 
@@ -175,7 +173,7 @@ class Doctor:
                 with self.path.open("a") as file:
                     file.write(json.dumps(finding) + "\n")
                 print(finding["text"], file=sys.stderr, flush=True)
-                # The rule `waiting` never ends a run, because a slow run still trains correctly.
+                # The rule `waiting` ends no run, because a run that waits for generation trains correctly, but slowly.
                 if self.config.doctor == "strict" and finding["rule"] != "waiting":
                     raise Unhealthy(finding["text"])
 

@@ -2,9 +2,9 @@
 
 train.py, the small server and the proxy each spend seconds on imports. An ordinary child process starts its imports
 only after train.py has imported torch and read the configuration. An early process is a Python process that imports one
-module, and then waits for an order on its standard input. The order is one line of JSON with the words of the module's
-command line and the path of the log file. After it has read the order, the early process does what `python -m MODULE
-WORDS` does.
+module, and then waits for an order on its standard input. The order is one line of JSON: a list with the path of the
+log file and the arguments of the module's command line. After it has read the order, the early process does what
+`python -m MODULE WORDS` does.
 
 `prepare` starts the early processes. When run/launch.py starts a child, it calls `take`, which sends the order to the
 module's early process. If there is no early process, run/launch.py starts an ordinary process. An early process that
@@ -27,7 +27,8 @@ from typing import Any
 from run.keys import TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent
-# The environment variables of torchrun. A child with the variables of torchrun would behave like a rank of the trainer.
+# The environment variables of torchrun. A child that inherits the variables of torchrun behaves like a rank of the
+# trainer.
 TORCHRUN = re.compile(r"TORCHELASTIC_\w+|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)")
 waiting: dict[str, subprocess.Popen[bytes]] = {}  # for each module, the early process that waits for an order
 

@@ -7,7 +7,7 @@ and uses the inference server at this URL. The command runs `MyAgent().run(data)
 conversation tree. Each call is printed below its parent call, with its number of tokens and its final reward.
 
 If the command prints one conversation as two trees, the agent's framework has rewritten earlier messages. The entry
-"Two roots" in docs/agents.md says what to do about two trees.
+"Two roots" in docs/agents.md names a remedy for two trees of one conversation.
 """
 
 import argparse

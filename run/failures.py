@@ -62,8 +62,8 @@ class Failures(logging.Handler):
         self.counts = Counter[str]()  # number of failures per description; N replaces every number in a description
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print a warning without an exception. Print an exception and record its traceback only when it occurs for the
-        first time."""
+        """Print every warning without an exception. If an exception occurs for the first time, print the exception and
+        write its traceback to the log."""
         error = record.exc_info[1] if record.exc_info else None
         if error is None:
             print(record.getMessage(), file=sys.stderr, flush=True)
@@ -75,8 +75,8 @@ class Failures(logging.Handler):
             print(f"failed: {describe(error)}; traceback: {self.log}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Stop handling warnings. Of the five most frequent failures, print each failure that occurred more than once,
-        and its count."""
+        """Stop handling warnings, and print the five most frequent failures with their counts. Do not print a failure
+        that occurred once."""
         LOGGER.removeHandler(self)
         for kind, count in self.counts.most_common(5):
             if count > 1:

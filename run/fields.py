@@ -68,7 +68,7 @@ def _number(text: str) -> float | int:
         raise ValueError(f"{text}: a finite number is needed")
     if not value.is_integer() or abs(value) >= 2**63:
         return value
-    # A float cannot represent all digits of a long integer, so `text` itself is converted to an integer.
+    # A float cannot hold all digits of a long integer, so the integer is made from `text` and not from `value`.
     return int(text) if text.removeprefix("-").isdigit() else int(value)
 
 

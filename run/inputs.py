@@ -6,7 +6,7 @@ tasks are tasks/guess.py and tasks/gsm8k.py. Configuration keys can replace the 
 task.
 
 The run loads all inputs before it starts a process or writes a file into the run's folder. If the configuration is
-wrong, the run ends with a message of one line before any process starts.
+wrong, the run prints a message of one line and ends without starting a process.
 """
 
 import hashlib
@@ -208,7 +208,7 @@ def prepare_model(config: TrainConfig, task: Any) -> None:
     """Set the keys model_path, tokenizer_path and ref.path. Fetch models from the hub, or make the task's base model.
 
     The base models of tasks are cached under .cache/, one for each seed. The name of a base model's folder contains a
-    hash of the task's source files, so a new model is made after the source files change. Raises ConfigError if there
+    hash of the task's source files. If the source files change, a new base model is made. Raises ConfigError if there
     is no usable model.
     """
     if config.model_path is None:

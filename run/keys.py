@@ -5,9 +5,9 @@ default and its comment. The keys of `gconfig` are defined in `inference/io_stru
 `training/config.py`.
 
 The type of a numeric key contains the interval of its allowed values: for example, the type Share stands for [0, 1].
-The intervals exclude values that would harm a run without an error message. For example, a learning rate below 0 would
-make the model worse. A clip of NaN would have no effect, because every comparison with NaN is false. No interval
-contains NaN.
+The intervals exclude values that would harm a run without an error message. For example, the interval of the learning
+rate excludes values below 0, which make the model worse. A clip bound of NaN has no effect, because every comparison
+with NaN is false. No interval contains NaN.
 
 Three tables follow the definitions of the keys. ALIASES lists alternative names of keys. SYNONYMS lists wrong names for
 which an error message suggests a key. NEEDS lists keys that have an effect only if other keys have certain values. Most
@@ -33,7 +33,7 @@ class OpenAIConfig:
     mode: Literal["inline", "subproc"] = "inline"  # an agent runs in the trainer (inline) or in a worker (subproc)
     subproc_max_workers: Count = 4  # maximum number of worker processes in which agents run, if mode=subproc
     subproc_prefix: list[str] = field(default_factory=list)  # command that starts a worker in a sandbox: [bwrap, ...]
-    turn_discount: Share = 1.0  # share (gamma) of a turn's final reward that its parent turn also receives; 0: none
+    turn_discount: Share = 1.0  # gamma in a turn's final reward: reward + gamma * mean(final rewards of its children)
     chat_template_type: Literal["hf", "concat"] = "concat"  # with `concat`, prompts reuse the tokens of earlier turns
     export_style: Literal["individual", "concat"] = "concat"  # a row per turn (individual) or per conversation (concat)
     tool_call_parser: str | None = None  # format of the model's tool calls; default: the tokenizer's format, or qwen
@@ -55,7 +55,7 @@ class RolloutConfig:
     consumer_batch_size: Count | None = None  # number of prompt groups in a step; default: train_dataset.batch_size
     queue_size: Count | None = None  # limit of running and of waiting groups; default: 16 * max_concurrent_rollouts
     group_size: Count | None = None  # number of episodes per prompt; another name for gconfig.n_samples
-    stale: Literal["wait", "mask", "drop"] = "wait"  # how to keep tokens older than eta out of training (staleness.py)
+    stale: Literal["wait", "mask", "drop"] = "wait"  # how to exclude tokens older than eta from training (staleness.py)
     pause_mode: Literal["retract", "abort", "in_place"] = "retract"  # how weight updates interrupt a server (engine.py)
     request_timeout: Positive = 3600.0  # seconds to wait for the reply to one generation request
     request_retries: CountOrZero = 3  # maximum number of retries after a lost connection or a 5xx status; 0: no retry
@@ -232,7 +232,7 @@ ALIASES = {
 }
 
 
-# Wrong names that users give to keys, and the key that the error message suggests for each.
+# Wrong names that users give to keys, and the key that the error message suggests for each name.
 SYNONYMS = {"learning_rate": "actor.optimizer.lr", "staleness": "rollout.max_head_offpolicyness", "steps": "max_steps"}
 
 # Each row has a condition and a regular expression. A key whose name matches the regular expression has an effect only

@@ -35,10 +35,10 @@ logger = logging.getLogger("nano_areal.launch")
 
 START_SECONDS = 1800.0  # maximum time until a server's first reply; loading a large model may take minutes
 GRACE_SECONDS = 5.0  # time for a child to end by itself before it is killed
-DEATH_SECONDS = 0.5  # maximum time between the closing of a killed process's connections and the process's end
-# The executor waits HOLD_SECONDS before it counts an episode as failed (rollout/executor.py). A server or a proxy ends
-# within 2 s after a signal (serve.py). A failed episode does not count if the run stops within HOLD_SECONDS because a
-# server or a proxy has ended.
+DEATH_SECONDS = 0.5  # a killed process ends within this time after its connections have closed
+# The executor waits HOLD_SECONDS before it counts an episode as failed (rollout/executor.py). If the death of a server
+# or a proxy stops the run within HOLD_SECONDS, the failed episodes are not counted. A server or a proxy ends within 2 s
+# after a signal (serve.py), so HOLD_SECONDS is longer than 2 s.
 HOLD_SECONDS = 3.0
 
 
@@ -75,7 +75,7 @@ class Child:
 
     def send_keys(self, keys: tuple[str, ...]) -> None:
         """Write the keys to the standard input of the process, one in each line."""
-        with suppress(BrokenPipeError):  # the pipe breaks if the process has ended; then `wait_ready` raises an error
+        with suppress(BrokenPipeError):  # if the process has ended, the pipe is broken; `wait_ready` raises ProcessDied
             os.write(self.process.stdin.fileno(), "".join(f"{key}\n" for key in keys).encode())  # type: ignore[union-attr]
 
     def last_words(self, lines: int = 5) -> str:
@@ -96,7 +96,7 @@ class Child:
             with suppress(httpx.TransportError):
                 if httpx.get(f"{self.url}/health", timeout=5, trust_env=False).status_code == 200:
                     return self.url
-            time.sleep(0.05)  # no event reports that the socket is open, so this loop polls
+            time.sleep(0.05)  # a process does not report that its socket is open, so `wait_ready` polls
         raise ProcessDied(self.last_words())
 
     def kill_session(self) -> None:
@@ -136,8 +136,8 @@ class Fleet:
         return self.children[-1]
 
     def watch(self, on_death: list[OnDeath], max_restarts: int, on_restart: Callable[[], None]) -> None:
-        """Start one thread for each child. If an inference server dies, the server's thread restarts it, at most
-        `max_restarts` times.
+        """For each child, start a thread that waits until the child ends. If an inference server dies, the server's
+        thread restarts it, at most `max_restarts` times.
 
         When a restarted server answers for the first time, the server's thread calls `on_restart`. If a child that the
         run needs dies, the child's thread calls every function in `on_death`.
@@ -182,8 +182,8 @@ class Fleet:
     def raise_death(self, error: BaseException) -> None:
         """Raise ProcessDied if a child that the run needs has ended. `error` becomes the `__cause__` of the
         ProcessDied."""
-        # A killed process closes its connections a moment before it ends, so `raise_death` waits before it looks for
-        # ended processes.
+        # A killed process closes its connections at most DEATH_SECONDS before it ends, so after the wait every killed
+        # process has ended.
         time.sleep(DEATH_SECONDS)
         dead = [child for child in self.children if child.process.poll() is not None]
         if lost := [child.last_words() for child in dead if not self.replacements(child)]:
@@ -208,8 +208,8 @@ def plan_restart(child: Child, max_restarts: int) -> Planned | None:
     inference servers are restarted, at most `max_restarts` times.
 
     The new process listens on the child's port, so that clients need no new address. Until the trainer has pushed the
-    current weights, the new process reports a version label that is not a number. Clients discard all tokens of a
-    server whose version is no number.
+    current weights, the new process reports a version label that is not a number. If a server's version label is not a
+    number, every engine discards the server's tokens.
     """
     planned = child.planned
     if not child.name.startswith("server") or planned.restarts >= max_restarts:

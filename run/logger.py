@@ -6,8 +6,8 @@ from start to finish, with the group's rewards and versions. The track "trainer"
 weight updates.
 
 The file tokens/{step}.safetensors contains the batch of a step: token ids, versions, log-probabilities under the
-behaviour, proximal and current policy, advantages, loss mask, turns, rewards and parents. The metadata of this
-safetensors file contains the texts of the tokens, so that the file can be read without the tokenizer.
+behaviour, proximal and current policy, advantages, loss mask, turns, rewards and parents. The file's metadata contains
+the texts of the tokens, so that a reader of the file needs no tokenizer.
 """
 
 import importlib
@@ -55,9 +55,9 @@ COLUMNS = (
     ("train_s", "train s", "{:.2f}"),
     ("sync_s", "sync s", "{:.2f}"),
 )
-# The names of the executor's counters of groups and of group members.
+# The executor counts groups under the first four names of COUNTS, and group members under the last name.
 COUNTS = ("accepted", "rejected", "failed", "dropped", "failed_members")
-NOTICES = {  # metrics that the run reports when their value is above 0 for the first time
+NOTICES = {  # for each metric, the notice that is printed when the metric is above 0 for the first time
     "side_conversations": "side conversation, which is left out of training (rollout.openai.side_conversations)",
     "unstored": "call with `store: false`, which is trained if rollout.openai.store is ignore",
     "placeholders": "image or file, in whose place the model reads a text",
@@ -83,7 +83,7 @@ class Trace:
 
     def __init__(self, path: Path | None) -> None:
         self.phase = "", time.monotonic()  # the trainer's current phase, and when the phase began
-        self.epoch = time.monotonic_ns() - time.time_ns()  # value of the monotonic clock at the start of 1970, in ns
+        self.epoch = time.monotonic_ns() - time.time_ns()  # monotonic time minus Unix time, in ns
         self.lock = threading.Lock()
         earlier = read_records(path) if path else []
         self.file = Path(path or os.devnull).open("wb", buffering=0)  # noqa: SIM115
@@ -96,8 +96,8 @@ class Trace:
     def event(self, name: str, task_id: int, **args: Any) -> None:
         """Record an event of a prompt group, such as "accept". `args` are details of the event.
 
-        In the timeline, the events "start" and "finish" begin and end the bar of a group. All groups have the same
-        name, because trace viewers draw bars with the same name in one track.
+        A trace viewer draws each group as a bar from the event "start" to the event "finish". Every bar has the name
+        "group", because a trace viewer draws bars with equal names in one track.
         """
         phase = {"start": "b", "finish": "e"}.get(name, "n")
         record = {"ph": phase, "cat": "rollout", "id": f"{os.getpid()}:{task_id}", "tid": ROLLOUT}
@@ -137,8 +137,7 @@ class Trace:
 
 
 def describe_batch(batch: dict[str, Tensor], version: int) -> dict[str, Any]:
-    """Return the metrics of a batch that are known before the training step. The trainer's weights have version
-    `version`.
+    """Compute the metrics of a batch before the training step. The trainer's weights have version `version`.
 
     The staleness of a trained token is `version` minus the token's version. A row is mixed if its trained tokens have
     more than one version. An untrained token is a token that the model sampled and that the loss excludes.
@@ -164,7 +163,8 @@ def describe_batch(batch: dict[str, Tensor], version: int) -> dict[str, Any]:
 
 
 def no_signal_share(batch: dict[str, Tensor]) -> float:
-    """Return the share of prompt groups whose advantages are all 0, apart from rounding in (R - mean) / std."""
+    """Return the share of prompt groups whose advantages all lie between -0.01 and 0.01. An advantage between -0.01 and
+    0.01 is a rounding error of (R - mean) / std."""
     signal = batch["advantages"].abs().amax(1) > 1e-2  # (B,)
     groups = batch["group_ids"]
     return 1 - len(groups[signal].unique()) / len(groups.unique())
@@ -183,11 +183,11 @@ def baseline_bias(batch: dict[str, Tensor]) -> float:
 
 
 def track(config: TrainConfig) -> Any:
-    """Register the run with the experiment tracker, and return the tracker's module. A restarted run continues the
-    tracker's run of the same name."""
+    """Register the run with the experiment tracker, and return the tracker's module. After a restart of the run, the
+    tracker adds the new steps to the run's earlier steps."""
     tracker = importlib.import_module(config.logger.tracker or "")
     keys = asdict(config)
-    del keys["rollout"]["server_key"]  # the servers' key must not leave this machine
+    del keys["rollout"]["server_key"]  # the experiment tracker must not receive the servers' key
     tracker.init(project=config.experiment_name, name=config.trial_name, config=keys, resume="allow")
     return tracker
 
@@ -200,7 +200,7 @@ class Logger:
 
     def __init__(self, config: TrainConfig, executor: Any, trace: Trace | None = None) -> None:
         self.trace, self.config, self.executor, self.doctor = trace, config, executor, Doctor(config)
-        self.path = config.run_dir / "metrics.jsonl"  # after a restart metrics.jsonl contains the earlier steps
+        self.path = config.run_dir / "metrics.jsonl"  # a restarted run appends to the lines of its earlier steps
         self.history = read_records(self.path)
         self.start = time.monotonic() - (self.history[-1]["wall_s"] if self.history else 0.0)
         self.counts = asdict(executor.stats)  # the executor's counters at the last logged step
@@ -256,8 +256,8 @@ class Logger:
             compare(self.config, step)
 
     def _report(self, step: int, wall_s: float) -> None:
-        """Write the report if it is due after this step, unless the earlier reports took more than REPORT_SHARE of the
-        run's time."""
+        """Write the report every `report_interval` steps. Skip a report if the earlier reports took more than
+        REPORT_SHARE of the run's time."""
         every, begin = self.config.logger.report_interval, time.monotonic()
         if every and step % every == 0 and self.report_s <= REPORT_SHARE * wall_s:
             write_report(self.config.run_dir)
@@ -269,8 +269,8 @@ class Logger:
         return " ".join(self.executor.tokenizer.decode(ids, skip_special_tokens=False).split())
 
     def _time(self) -> str:
-        """Return the elapsed time of the run and the estimated remaining time. The estimate assumes that each remaining
-        step takes the mean time of a step."""
+        """Return the elapsed time of the run and the estimated remaining time. The estimate is the number of remaining
+        steps times the mean time of the finished steps."""
         last = self.history[-1]
         left = max(self.config.max_steps - last["step"], 0) * last["wall_s"] / last["step"]
         return f"time {timedelta(seconds=round(last['wall_s']))}, {timedelta(seconds=round(left))} left"
@@ -282,7 +282,7 @@ class Logger:
         width, shown = Console().width, []
         for key, title, text in COLUMNS:
             width -= max(len(title), len(text.format(0))) + 2
-            # The last column is not followed by two spaces, so it fits even if `width` is -2.
+            # The table prints two spaces after each column except the last, so the last column fits if `width` is -2.
             if width >= -2:
                 shown.append((key, text))
                 table.add_column(title, justify="right", no_wrap=True)

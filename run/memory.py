@@ -18,9 +18,9 @@ b P bytes. The gradient of one layer takes b P bytes. Two float32 copies of a la
 ranks add their gradients, take 8 P bytes. The phase `end` needs max(4 b V H, 8 R) bytes: first 4 b V H bytes for the
 embedding's gradient, and then 8 R bytes for copies of gradients in float32.
 
-For a single rank in float32, the phase `end` and the terms with R or P are 0, because this rank uses no FSDP
-(training/actor.py). In the phase `layers`, a single rank in float32 also needs 2 b I bytes for each token: the
-gradients of two inner tensors of an MLP.
+A single rank in float32 uses no FSDP (training/actor.py). Without FSDP, the phase `end` and all terms with R or P are
+0. In the phase `layers`, a single rank in float32 also needs 2 b I bytes for each token: the gradients of two inner
+tensors of an MLP.
 
 **Saved activations.** For each token, a decoder layer computes Q numbers for the queries, K numbers for the keys and I
 numbers inside the MLP. For the backward pass, a decoder layer keeps the following bytes for each token:
@@ -50,7 +50,7 @@ from training import logprobs
 from training.config import PPOActorConfig
 
 GIB = 2**30
-# A guess of the bytes that the CUDA context, CUDA graphs, workspaces and gaps take in each process on a GPU.
+# On a GPU a process needs about CUDA_BYTES for the CUDA context, CUDA graphs, workspaces and gaps between tensors.
 CUDA_BYTES = 3 * GIB
 # The bytes of each token in a run's folders tokens/ and rollout/: about 45 bytes in tensors and 5 bytes in text.
 TOKEN_BYTES = 50
@@ -62,7 +62,8 @@ def count_heads(shape: Any) -> tuple[int, int]:
 
 
 def attention_widths(shape: Any) -> tuple[int, int]:
-    """Return the width of a token's queries and the width of its keys, each summed over the heads of a layer."""
+    """Return how many numbers a layer computes per token for the queries of all heads, and how many for the keys of all
+    heads."""
     queries, keys = count_heads(shape)
     width = getattr(shape, "head_dim", None) or shape.hidden_size // queries
     return width * queries, width * keys
@@ -99,8 +100,8 @@ def step_bytes(
 
 
 def estimate_memory(config: TrainConfig, ranks: int, on_gpus: bool) -> tuple[float, float, float, int]:
-    """Estimate the memory of a rank in a step, of a rank between two steps, and of a server on each of its GPUs. Return
-    the three estimates in GiB, and the number n of the model's parameters. With actor.offload and a GPU, the
+    """Return three estimates of memory in GiB, and the number n of the model's parameters. The estimates are for a rank
+    in a step, for a rank between two steps, and for a server on one of its GPUs. With actor.offload and a GPU, the
     parameters, gradients and moments are in host memory. The parameters of a reference model take 4 n bytes. A server
     stores the weights, and the keys and values of max_total_tokens tokens. A server stores each number in 2 bytes on a
     GPU, and in 4 bytes on a CPU. The weights, keys and values of a server are divided among its tp_size GPUs. If the

@@ -2,16 +2,16 @@
 
 A server and the trainer should have the same weights. The server and the trainer are different programs, so their
 log-probabilities differ by rounding (about 1e-6 in float32, 0.05 in bfloat16). A difference above the rounding error
-means that the server and the trainer use different weights or different masks. Different model weights or masks make
-all importance weights of the run wrong.
+means that the server and the trainer use different weights or different masks. If the model weights or the masks
+differ, the probability ratios in the loss are wrong.
 
 Two checks look for log-probabilities that differ by more than the rounding error. The first check, `logp_mismatch`,
-compares the server's log-probabilities with the trainer's log-probabilities. The first check uses only those tokens of
-a batch that the current version sampled. A batch may contain no token of the current version. The second check is the
-canary, two short sequences of tokens. After each weight update, the trainer and every server compute the scores of the
-canary, which are the log-probabilities of its tokens. A busy server scores the canary only after all earlier requests
-have started. The trainer continues without waiting for the servers' scores, and reads the scores before the next
-update.
+compares the server's log-probabilities with the trainer's log-probabilities. The first check uses only the tokens that
+were sampled at the current version, and some batches have no token of this version. The second check is the canary, two
+short sequences of tokens. After each weight update, the trainer and every server compute the scores of the canary,
+which are the log-probabilities of its tokens. A request to score the canary waits in the queue of a busy server behind
+all earlier requests. The trainer continues without waiting for the servers' scores, and reads the scores before the
+next update.
 """
 
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,8 +25,9 @@ from run.logger import Trace
 from run.start import NoRollout
 from training.actor import FSDPPPOActor
 
-CANARY_ROWS, CANARY_TOKENS = 2, 16  # with two rows the canary finds an error that exchanges rows
-CANARY_MOVE = 1e-4  # in nats; if the trainer's scores change by more than CANARY_MOVE, the servers' scores must change
+CANARY_ROWS, CANARY_TOKENS = 2, 16  # two rows reveal a server that exchanges the rows of its batch
+# If an update changes one of the trainer's scores by more than CANARY_MOVE nats, every server's scores must change.
+CANARY_MOVE = 1e-4
 
 
 def logp_mismatch(batch: dict[str, Tensor], version: int) -> float:
@@ -43,8 +44,8 @@ def logp_mismatch(batch: dict[str, Tensor], version: int) -> float:
 class Canary:
     """Two short sequences that every server and the trainer score after each weight update.
 
-    Two signs reveal a server without the new weights: the server's score differs from the trainer's score, or the
-    update did not change the server's score in any bit. An unchanged score reveals a missed update even if the update
+    A server lacks the new weights if its scores differ from the trainer's scores by more than rounding, or if its
+    scores have the same bits before and after the update. An unchanged score reveals a missed update even if the update
     changes the trainer's score by less than the rounding error of bfloat16.
     """
 
@@ -53,8 +54,8 @@ class Canary:
         self.threads = ThreadPoolExecutor(CANARY_ROWS, "canary")  # one thread for each row of the canary
         self.rows: dict[str, Tensor] = {}  # the canary: the first tokens of the first rows of the run's first batch
         self.trainer = torch.empty(0)  # the trainer's scores after the last update, (L,)
-        self.asked: list[Future[list[list[float]]]] = []  # for each row, the servers' scores after the last update.
-        # All scores at the last call of `finish`, (1 + servers, L). The first row has the trainer's scores.
+        self.asked: list[Future[list[list[float]]]] = []  # for each row, the request for the servers' scores.
+        # The scores at the last call of `finish`, (1 + servers, L): row 0 is the trainer's, and row k is server k's.
         self.before = torch.empty(0)
 
     def start(self, batch: dict[str, Tensor]) -> None:
@@ -91,8 +92,8 @@ class Canary:
 
 
 def compare_scores(before: Tensor, now: Tensor) -> dict[str, float]:
-    """Compare two score tensors (1 + servers, L). Return canary_mismatch in nats, and canary_unchanged as a number of
-    servers."""
+    """Compare the scores before and after a weight update, two tensors (1 + servers, L). Return canary_mismatch, in
+    nats, and canary_unchanged, the number of servers whose scores did not change although the trainer's scores did."""
     mismatch = (now[1:] - now[0]).abs().nan_to_num(torch.inf).max().item()
     unchanged = 0
     if before.shape == now.shape and (now[0] - before[0]).abs().max() > CANARY_MOVE:

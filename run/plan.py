@@ -45,7 +45,7 @@ def plan_servers(config: TrainConfig, gpus: list[str], ranks: int) -> list[Plann
     """Return the servers to start on the GPUs `gpus`. The machine with the GPUs `gpus` also runs `ranks` trainer
     processes.
 
-    The list is empty if rollout.server_addrs is set. Raises ConfigError if there are too few GPUs.
+    Return an empty list if rollout.server_addrs is set. Raises ConfigError if there are too few GPUs.
     """
     server = config.server
     if gpus and ranks > len(gpus):
@@ -66,7 +66,7 @@ def plan_servers(config: TrainConfig, gpus: list[str], ranks: int) -> list[Plann
         raise ConfigError("server.release_memory only costs time if no server shares a GPU with the trainer: omit it")
     share = server.mem_fraction or (0.6 if shared else 0.85)
     command, keys = server_command(config, share if gpus else None), (config.rollout.server_key,)
-    # By default SGLang exits if another process uses memory on some, but not all, of SGLang's GPUs.
+    # By default SGLang exits if one of its GPUs has much less free memory than another of its GPUs.
     variables = {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0"} if gpus and shared else {}
     ports = [server.port + k if server.port else 0 for k in range(server.count)]
     return [
@@ -143,8 +143,8 @@ def check_addresses(config: TrainConfig, planned: list[Planned]) -> None:
 def check_open_files(config: TrainConfig, limit: int) -> None:
     """Raise ConfigError if a process may need more than `limit` open files. Each connection counts as an open file.
 
-    The proxy has two connections for a call of an agent, one to the agent and one to an inference server. The trainer
-    has two connections for an episode: one for the agent, and one to start and end the agent's session.
+    For each call of an agent, the proxy has two connections: one to the agent, and one to an inference server. For each
+    episode, the trainer has two connections: one for the agent, and one to start and end the agent's session.
     """
     episodes = (config.rollout.max_concurrent_rollouts or 1) * config.gconfig.n_samples
     if (needed := 2 * episodes + 256) > limit:
@@ -175,8 +175,8 @@ def choose_update_mode(config: TrainConfig, planned: list[Planned], gpus: list[s
 
 
 def check_update_mode(config: TrainConfig, planned: list[Planned], gpus: list[str]) -> None:
-    """Raise ConfigError if weight_update.mode cannot work on the GPUs `gpus`. Rank 0 sends the weights from the first
-    GPU.
+    """Raise ConfigError if weight_update.mode cannot work on the GPUs `gpus`. Rank 0 sends the weights from its GPU,
+    the first GPU in `gpus`.
 
     In mode "distributed", NCCL refuses two processes on one GPU, and all processes need the same version of NCCL. In
     mode "tensor", a server reads the weights from the memory of rank 0's GPU. The GPU checks do not concern the small
@@ -205,7 +205,7 @@ def check_update_mode(config: TrainConfig, planned: list[Planned], gpus: list[st
 
 
 def describe_layout(config: TrainConfig, device: str) -> str:
-    """Return the plan's line about the layout of the trainer's rows and about compiled layers."""
+    """Return the line of the plan that names the layout of the trainer's rows and says whether layers are compiled."""
     assert config.model_path is not None
     shape = AutoConfig.from_pretrained(config.model_path).get_text_config()
     compiled, (layout, why) = config.actor.is_compiled(device), pick_layout(config.actor, device, shape)

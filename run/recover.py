@@ -13,25 +13,26 @@ so any number of ranks can load them. The file state.pickle is written last, and
 ignored.
 
 **The write.** Training continues while a checkpoint is written: the trainer copies its state into host memory, and a
-thread writes the copy. The previous checkpoint is deleted when the new checkpoint is complete. The trainer waits for
-the end of the write before the next checkpoint and at the end of the run.
+thread writes the copy. The previous checkpoint is deleted when the new checkpoint is complete. Before the next
+checkpoint, and at the end of the run, the trainer waits until the thread has written the copy.
 
 **Repeated steps.** Steps after the last checkpoint are trained again, and the restart removes their lines from
-metrics.jsonl. Each step writes its line of metrics.jsonl before its checkpoint, so no line is missing after a restart.
+metrics.jsonl. A step's line of metrics.jsonl is written before the step's checkpoint, so no line is missing after a
+restart.
 
 **Finished groups.** A group is written to recover/groups/{task_id}.safetensors before the group counts as accepted.
 After a restart, an open group with a file counts as finished, and the finished groups keep their order. An open group
-without a file is generated again, with the same id and therefore the same sampling seeds.
+without a file is generated again. The group keeps its id, so its calls get the same sampling seeds as before.
 
 **Lost weights.** After a restart, a group is kept if none of its tokens is newer than the checkpoint's version. For
 example, the checkpoint has version 40 and the run was killed at version 42. After the restart, version 41 is trained
 again and may have different weights. A group with a token from the lost version 41 is generated again.
 
 **Ages.** The upper bound on the age of groups (staleness.py) also holds after a restart. After a restart, the steps
-consume the restored groups first and in their old order. With the old order, a restart does not raise the age at which
-a step consumes a restored group. After a restart at version v with batch size B, the gate counts v * B consumed groups
-as accepted, and also all restored groups. If eta or B is reduced at the restart, groups that would become too old are
-generated again.
+consume the restored groups first and in their old order. If the restored groups keep their order, a restart moves none
+of them to a later step. After a restart at version v with batch size B, the gate's count of accepted groups is v * B
+plus the number of restored groups. If eta or B is smaller after the restart, a restored group that exceeds the upper
+bound on ages is generated again.
 
 **Limits.** In an asynchronous run, a restart may change the order in which groups start. In a power failure, files that
 the operating system has not written to the disk may be lost. Groups that were submitted outside prepare_batch are not
@@ -73,7 +74,7 @@ def claim(run_dir: Path) -> TextIO:
     """Lock the run's folder for this process. The lock is held until the returned file is closed.
 
     The kernel releases the lock when the process ends, even after a kill. Raises ConfigError if another process holds
-    the lock. On a file system without locks, the folder is not protected.
+    the lock. On a file system without locks, a second process can write to the folder.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     lock = (run_dir / "lock").open("w")
@@ -120,15 +121,15 @@ def save_model(actor: Any, folder: Path, step: int, keep: int, lines: list[dict[
 def discard(run_dir: Path, last: int, max_age: int) -> None:
     """Delete a run's files in tokens/ up to step `last`, and delete the folders in rollout/ that no later step needs.
 
-    Step s trains at version s - 1, and no group is older than `max_age` versions. Step `last` + 1 may train on groups
-    of version `last` - `max_age` or newer, so `discard` deletes the folders of older versions.
+    Step s trains at version s - 1, on groups that are at most `max_age` versions old. The oldest groups that step
+    `last` + 1 may train on have version `last` - `max_age`, so `discard` deletes the folders of older versions.
     """
     for path in (run_dir / "tokens").glob("*.safetensors"):
         if int(path.stem) <= last:
             path.unlink()
     for folder in (run_dir / "rollout").glob("*"):
         if int(folder.name) < last - max_age:
-            shutil.rmtree(folder, ignore_errors=True)  # an episode may still be writing a file into this folder
+            shutil.rmtree(folder, ignore_errors=True)  # if an episode writes into `folder` meanwhile, `rmtree` fails
 
 
 class GroupLog:
@@ -210,7 +211,7 @@ class Recovery:
         self.step = share(self.step)
         self.ranks = second_group() if self.on else None  # process group in which the checkpoint threads communicate
         self.thread = ThreadPoolExecutor(1, "checkpoint")
-        self.writing: Future[None] | None = None  # the thread's current or latest write of a checkpoint
+        self.writing: Future[None] | None = None  # the latest write of a checkpoint, which may still be running
 
     def checkpoint(self, step: int) -> Path:
         """Return the folder of the checkpoint of `step`."""
@@ -237,8 +238,8 @@ class Recovery:
         self.writing = self.thread.submit(self.complete, saved, target, pickle.dumps(state), rollout)
 
     def complete(self, saved: Future[Any], target: Path, state: bytes, rollout: dict[str, Any]) -> None:
-        """Wait until every rank has written its part of the checkpoint. Then, on rank 0, make the checkpoint valid and
-        delete older checkpoints."""
+        """Wait until every rank has written its part of the checkpoint. On rank 0, write state.pickle, which makes the
+        checkpoint valid, and delete older checkpoints."""
         try:
             saved.result()
         except CheckpointException as error:  # CheckpointException is no subclass of Exception

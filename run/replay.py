@@ -18,13 +18,14 @@ of a completion at version 2, waits for version 3, and requests the next 63 toke
 waits until the servers have generated all tokens that the schedule records for the current version. Finally,
 `prepare_batch` returns the recorded groups in their recorded order.
 
-A step depends only on the groups that it consumes. A replay does not generate groups that no step consumed, for example
-rejected groups. The replay reads from the schedule when each group starts and which groups each batch contains.
+The result of a step depends only on the weights and the consumed groups. A replay therefore generates only the groups
+that a step consumed, and leaves out, for example, rejected groups. The replay reads from the schedule when each group
+starts and which groups each batch contains.
 
-**Differences.** The replay writes a schedule of its own, and the trainer compares the calls of the replay with the
-recorded calls. The replay ends with an error if a call has another prompt than the recorded call, if a call was not
-made in the recorded run, or if a recorded call is missing. A changed prompt, an additional call or a missing call means
-that the agent is not deterministic.
+**Differences.** A replay records its calls in a new schedule, and the trainer compares the new schedule with the
+recorded run's schedule. The replay ends with an error if a call has another prompt than the recorded call, if a call
+was not made in the recorded run, or if a recorded call is missing. A changed prompt, an additional call or a missing
+call means that the agent is not deterministic.
 
 If a call has the recorded prompt but other tokens than the recorded call, then the server has not repeated the recorded
 computation bit for bit. If the tokens of a call differ, the replay generates the rest of the call's task without the
@@ -82,7 +83,7 @@ class ReplayExecutor(WorkflowExecutor):
         super().__post_init__()
         self.recorded: Schedule = self.engine.recorded
         self.samples = dict[int, Sample]()  # the samples of tasks that have not started
-        self.running = list[int]()  # the tasks that have started, and whose groups are not yet consumed
+        self.running = list[int]()  # started tasks whose groups the trainer has not consumed
         self.own = Schedule(self.engine.schedule)  # the schedule of this replay
         self.step_of = {task: version + 1 for version, tasks in self.recorded.steps.items() for task in tasks}
 
@@ -109,7 +110,8 @@ class ReplayExecutor(WorkflowExecutor):
         return concat_padded_tensors([self.take_group(task, version) for task in self.recorded.steps[version]])
 
     def missing_calls(self, task: int, version: int) -> list[str]:
-        """Return the names of the task's calls that still lack recorded tokens of `version` or of an older version.
+        """Return the names of the task's unfinished calls. A call is unfinished if it lacks tokens that the recorded
+        run generated at `version` or before.
 
         Raises Differs if a call has another prompt than the recorded call, or was not made in the recorded run.
         """
@@ -140,7 +142,7 @@ class ReplayExecutor(WorkflowExecutor):
         return group
 
     def differs(self, task: int, why: str) -> Differs:
-        """Return an error that names a task, and says why the task differs from the recorded run."""
+        """Return the error for a task whose replay differs from the recorded run. `why` describes the difference."""
         return Differs(f"task {task} of step {self.step_of[task]} differs: {why}; is the agent deterministic?")
 
 

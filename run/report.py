@@ -15,8 +15,8 @@ crashed. Each file gives a part of the report:
 
 This module turns the files of a run into one JSON object. The template run/report.html contains the script that draws
 this object in the browser. The report holds at most MAX_TOKENS tokens, from at most MAX_STEPS steps, so that the page
-stays small. The page may show only some rows of a prompt group. The rewards of a group are computed from all of its
-rows. All rows of a group also decide whether the group has an advantage other than 0.
+stays small. The page may show the tokens of only some rows of a prompt group. For each group the page shows the rewards
+of all rows, and whether any row has an advantage other than 0.
 """
 
 import json
@@ -39,7 +39,7 @@ from training.proximal import interpolation, loglinear
 
 MAX_STEPS, MAX_TOKENS, MAX_GROUPS = 24, 60_000, 4000  # maximum numbers of steps, tokens and groups on a page
 FILES = ("metrics.jsonl", "trace.json", "tokens")  # every run's folder contains at least one of FILES
-# The names of the (B, T) tensors of a batch that the page shows.
+# COLUMNS names the (B, T) tensors that the page shows.
 COLUMNS = "input_ids versions turn_ids turn_rewards logprobs prox_logp theta_logp advantages states"
 TEMPLATE = Path(__file__).with_suffix(".html")
 Record = dict[str, Any]
@@ -80,8 +80,9 @@ def read_timeline(records: list[Record]) -> Record:
 
     `phases` lists each phase as [name, begin, duration], without a gap (`fill_gaps`).
     `weights` lists each weight update as [time, version].
-    `groups` lists each group as {task, lane, begin, end, used, state, versions, reward}. Two groups of one lane never
-    overlap. `used` is the time at which a step consumed the group, and `reward` is the mean of the group's rewards.
+    `groups` lists each group as {task, lane, begin, end, used, state, versions, reward}. Groups in the same lane do not
+    overlap in time. `used` is the time at which a step consumed the group, and `reward` is the mean of the group's
+    rewards.
     """
     zero = min((record["ts"] for record in records if "ts" in record), default=0)
     spans: list[list] = []
@@ -152,7 +153,7 @@ def pack(groups: list[Record], last: float) -> list[Record]:
 def token_states(batch: dict[str, Tensor], config: PPOActorConfig) -> Tensor:
     """Return each token's state (B, T): 0 untrained, 1 trained, 2 clipped, 3 dropped because of its behaviour weight.
 
-    The states are those in the last optimizer step on the batch. `batch` must contain log pi_prox, either computed by a
+    The states describe the last optimizer step on the batch. `batch` must contain log pi_prox, either computed by a
     forward pass or estimated.
     """
     theta, prox = batch["theta_logp"], batch["prox_logp"]  # (B, T)
@@ -213,10 +214,10 @@ def as_lists(x: Tensor) -> list:
 def add_turns(turns: list[Record], row: Record, above: list[int], names: Record) -> list[int]:
     """Append the turns of a row to `turns`, and return the positions of the row's turns in `turns`.
 
-    Each turn also gets the entries of the dict `names`. The row continues the conversation of its parent row. `above`
-    lists the positions of the parent row's turns in `turns`. A turn that a row shares with its parent row is in `turns`
-    only once. Each turn in `turns` holds only the tokens after the end of its parent turn: first the new messages of
-    the turn's prompt, then the sampled tokens.
+    Each appended turn contains the entries of the dict `names`. The row continues the conversation of its parent row.
+    `above` lists the positions of the parent row's turns in `turns`. If the row and its parent row share a turn,
+    `turns` contains the shared turn once. Each turn in `turns` holds only the tokens after the end of its parent turn:
+    first the new messages of the turn's prompt, then the sampled tokens.
     """
     ids, states = row["input_ids"], row["states"]
     path = [
@@ -228,8 +229,7 @@ def add_turns(turns: list[Record], row: Record, above: list[int], names: Record)
         at, end = places[0], places[-1] + 1
         if number < 0 or end <= begin:
             continue
-        # If the row does not begin with the tokens of any turn in `above`, the parent is the turn with the number
-        # `number` - 1.
+        # If `path` is empty, turn `number` - 1 of the parent row becomes the parent of turn `number`.
         earlier = path[-1:] or [i for i in above if turns[i]["turn"] == number - 1] or [-1]
         turn = names | {"turn": number, "parent": earlier[0], "reward": row["turn_rewards"][at], "ids": ids[begin:end]}
         turn |= {key: row[key][at:end] for key in ("versions", "advantages", "states")}

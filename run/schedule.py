@@ -1,9 +1,9 @@
 """Record the schedule of a run: which policy version computed which tokens, and which step consumed which prompt group.
 
-**Why an asynchronous run can be repeated.** Two runs with the same configuration and the same seed differ, because
-their results depend on the times of events. For example, a weight update interrupts a completion at token 57 in one
-run, and at token 61 in the other run. Only the times of events differ from run to run. The following four parts of a
-run are deterministic:
+**Why an asynchronous run can be repeated.** Two runs with the same configuration and the same seed have different
+results, because events happen at different times in the two runs. For example, a weight update interrupts a completion
+at token 57 in one run, and at token 61 in the other run. The following four parts of a run do not depend on the times
+of events:
 
 (1) The seed determines the order of the prompts, and therefore the prompt of each task number (DataCursor in
 rollout/executor.py).
@@ -11,7 +11,7 @@ rollout/executor.py).
 number that chooses a token is a hash of the call's seed and of the token's position. No random number depends on time.
 (3) The small server computes the same bits for a row, whatever other rows are in the batch ("Bits" in
 inference/tiny/model.py). After a weight update the small server recomputes all keys and values of its cache. A
-completion has the same bits whether an update interrupts it or an engine requests it in two parts.
+completion that an update interrupts has the same bits as a completion that an engine requests in two parts.
 (4) A training step is a function of the weights and of the batch.
 
 Apart from its schedule, a run is deterministic. A run writes its schedule to schedule.jsonl, one fact in each line,
@@ -29,9 +29,9 @@ that one version computed. For each span, the schedule records the version, the 
 tokens up to the end. In call "7-3.1", version 2 computed the first 57 tokens, and version 3 computed the next 63
 tokens.
 
-**Restarts.** When a killed run continues, it writes a new line "run", which cancels all steps after the step in this
-line. The line "start" of a task cancels all earlier calls of the task. Without the cancelled lines, the schedule
-describes a run that was never interrupted.
+**Restarts.** When a killed run continues after step 40, it writes a new line "run" with "step":40. The new line "run"
+cancels all earlier lines "consume" of steps above 40. The line "start" of a task cancels all earlier calls of the task.
+Without the cancelled lines, the schedule describes a run that was never interrupted.
 
 **Who writes.** The trainer and the proxies append to the same file. A process writes each line with one system call, so
 lines of different processes never mix. The trainer and each proxy have a `ScheduledEngine`, which records each call. In
@@ -58,7 +58,7 @@ FILE = "schedule.jsonl"
 EVENTS = ("start", "finish", "consume")  # the events of a task in a schedule
 TRAINING_CALL = re.compile(r"(\d+)(-\d+)?\.\d+")  # "7.1" is call 1 of task 7; "7-3.1" is call 1 of member 3 of task 7
 GONE = 499  # the recorded status of a call whose client closed the connection
-POLL = 0.02  # seconds between two polls of a version or a file that another process changes
+POLL = 0.02  # seconds between two checks whether the version or the schedule has changed
 
 
 def digest(ids: list[int]) -> str:
@@ -80,7 +80,7 @@ def task_of(call: str) -> int:
 
 @dataclass
 class Schedule:
-    """The facts of a schedule that no restart has cancelled."""
+    """The facts of a schedule, without the facts that a restart has cancelled."""
 
     path: Path | str
     size: int = 0  # number of bytes that `read` has read
@@ -94,7 +94,7 @@ class Schedule:
         """Add the facts of all lines that were written since `read` was last called. Return this object."""
         with open(self.path, "rb") as file:
             file.seek(self.size)
-            lines = file.read().rpartition(b"\n")[0]  # a later call of `read` reads the line that is incomplete now
+            lines = file.read().rpartition(b"\n")[0]  # a later call of `read` reads a last line that is incomplete now
         self.size += len(lines) + bool(lines)
         for fact in map(orjson.loads, lines.splitlines()):
             match fact:
@@ -158,8 +158,8 @@ class ScheduledEngine(RemoteInfEngine):
 
         If a call failed in the recorded run, the call fails again in the replay, with the same status.
         """
-        # Only calls of training are recorded. Calls of evaluations need no record, because no weight update interrupts
-        # them.
+        # Only calls of training are recorded. A replay repeats the calls of an evaluation without a record, because no
+        # weight update interrupts these calls.
         if not TRAINING_CALL.fullmatch(req.call):
             return await super().agenerate(replace(req, call=""), on_tokens)
         prompt, known = digest(req.input_ids), self.recorded_call(req.call)
@@ -176,8 +176,7 @@ class ScheduledEngine(RemoteInfEngine):
     ) -> None:
         """Generate one segment, and record the spans of the completion so far.
 
-        In a replay, each segment generates one recorded span, and starts as soon as the servers have the span's
-        version.
+        In a replay, wait until the servers have the version of the next recorded span, and then generate this span.
         """
         known = self.recorded_call(req.call)
         if known:

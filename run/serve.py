@@ -75,11 +75,11 @@ def listen(host: str, port: int, key: str | None = None) -> socket.socket:
 
 class BoundedProtocol(HttpToolsProtocol):
     """An HTTP connection with two limits: the length of a request header, and the time until the header is complete.
-    The connection class of uvicorn has neither limit.
+    The class HttpToolsProtocol of uvicorn limits neither the length nor the time of a header.
 
-    The connection also refuses a request that arrives before the previous request is answered. The connection class of
-    uvicorn accepts several open requests, but if the client disconnects, the class notifies only the handler of the
-    newest request. The handlers of the older requests continue, so the server generates tokens that no client reads.
+    A BoundedProtocol refuses a request that arrives before the previous request is answered, but HttpToolsProtocol
+    accepts the request. If a client with several unanswered requests disconnects, HttpToolsProtocol informs only the
+    handler of the newest request, so the server still generates answers to the older requests.
     """
 
     header_bytes: ClassVar[int] = 2**16  # `serve` sets both limits of the class
@@ -127,8 +127,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 class Repeats(logging.Filter):
-    """A log filter that lets only warning number 1, 2, 4, 8, ... of each kind pass, and adds the number to the text.
-    Without the filter, uvicorn would log every warning."""
+    """A log filter that lets only warning number 1, 2, 4, 8, ... of each kind pass, and adds the number to the
+    text."""
 
     counts: ClassVar[collections.Counter[str]] = collections.Counter()
 
@@ -144,7 +144,7 @@ class Repeats(logging.Filter):
 class PatientServer(uvicorn.Server):
     """A uvicorn server that lets new connections wait in the listen queue while few file descriptors are free.
 
-    Without this class, uvloop would close new connections when no file descriptor is free. The server reads the limit
+    In a plain uvicorn server, uvloop closes new connections when no file descriptor is free. The server reads the limit
     of file descriptors before each connection, because the limit may change at any time.
     """
 
@@ -184,21 +184,21 @@ def serve(
     header_bytes: int = BoundedProtocol.header_bytes,
     header_seconds: float = BoundedProtocol.header_seconds,
 ) -> None:
-    """Serve `app` until the process receives a signal. With `exit_with_parent`, also stop when standard input closes.
+    """Serve `app` until the process receives a signal or, with `exit_with_parent`, until standard input closes.
 
-    With `exit_with_parent`, standard input is a pipe from the parent process, and the pipe closes when the parent dies.
-    The header of a request may have at most `header_bytes` bytes, and must arrive within `header_seconds` seconds.
+    The standard input of a child process is a pipe from its parent, so standard input closes when the parent dies. The
+    header of a request may have at most `header_bytes` bytes, and must arrive within `header_seconds` seconds.
     """
     BoundedProtocol.header_bytes, BoundedProtocol.header_seconds = header_bytes, header_seconds
     raise_open_files()
-    # A request would fail if the server closed an idle connection just when the client sends the request. The server
-    # keeps an idle connection open for 75 s, so a client usually closes the connection first.
+    # If a server closes an idle connection while the client sends a request, the request fails. This server keeps an
+    # idle connection open for 75 s, so a client usually closes the connection first.
     options: dict[str, Any] = {"timeout_keep_alive": 75, "timeout_graceful_shutdown": 2}  # seconds
     server = PatientServer(uvicorn.Config(app, log_level="warning", access_log=False, **options))
     logging.getLogger("uvicorn.error").addFilter(Repeats())
 
     def follow_parent() -> None:
-        while os.read(0, 4096):  # sys.stdin.read would hold a lock, so the process would hang at exit
+        while os.read(0, 4096):  # a thread in sys.stdin.read holds a lock that the process needs at exit
             pass
         server.should_exit = True
 

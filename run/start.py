@@ -5,9 +5,9 @@ The rollout side is the engine, the proxies, an executor for training and an exe
     inference servers  <-  RemoteInfEngine  <-  proxies  <-  WorkflowExecutor (training), WorkflowExecutor (evaluation)
 
 In the diagram each part uses the parts to its left. The processes of the servers and the proxies start at the same
-time, and some of them import their modules even earlier (early.py). A proxy first imports its modules, and then waits
-for its keys, which it gets as soon as the servers answer. The run's ExitStack ends the parts of the diagram from right
-to left. Only rank 0 has a rollout side; the other ranks have a `NoRollout`.
+time, and some of them import their modules even earlier (early.py). A proxy imports its modules, and then waits for its
+keys. The run sends the keys when all servers answer. The run's ExitStack ends the parts of the diagram from right to
+left. Only rank 0 has a rollout side; the other ranks have a `NoRollout`.
 
 Servers that were running before the run began (rollout.server_addrs) may be paused or may have the weights of another
 run. A training run resumes the servers in rollout.server_addrs, aborts their running generations, and gives their
@@ -138,7 +138,7 @@ def start_rollout(run: Run, keys: Keys, groups: GroupLog | None = None) -> tuple
     settings = options.pause_mode, options.request_timeout, options.request_retries, options.server_key
     is_patient = max_restarts(run) > 0
     rollout = ScheduledEngine(addresses, *settings, is_patient, schedule=config.run_dir / FILE, replay=config.replay)
-    rollout.recorded.cut(config.replay_until or config.max_steps)  # a replay ends after this step
+    rollout.recorded.cut(config.replay_until or config.max_steps)  # ignore recorded steps after the last step
     stack.callback(rollout.destroy)
     were_up = config.mode == "train" and bool(config.rollout.server_addrs)
     if were_up:

@@ -3,9 +3,9 @@
 Importing modules, loading models and starting servers take seconds or minutes. On a terminal, a clock shows the seconds
 since the start of train.py. The clock is shown from the first message until the results are printed. During training
 the live table (run/logger.py) is below the clock. While the clock is shown, the library rich prints every line of
-output and wraps long lines. The results contain commands, which must not be wrapped, so the clock is removed before the
-results are printed. If the output goes to a file, there is no clock: each startup event and each training step is one
-line.
+output and wraps long lines. The clock is removed before the results are printed, so that rich does not wrap the
+commands in the results. If the output goes to a file, no clock is shown, and each startup event and each training step
+is one line of the file.
 
 With `--quiet` a run prints only warnings, errors and its results at the end. Warnings and errors go to the standard
 error. A quiet run discards its standard output until it prints the results.
@@ -34,8 +34,8 @@ BEGIN = monotonic()
 class Terminal(Console):
     """A rich console with live displays. Only one thread at a time may print a line or refresh a display.
 
-    To print a line, rich first computes how many screen lines it must overwrite, and later writes the line.
-    If a display changes before rich writes the line, rich overwrites a printed line or leaves a part of an old display.
+    To print a line, rich computes the height of the live display and then overwrites the display. If a second thread
+    changes the display after rich has computed the height, rich overwrites too many or too few screen lines.
     """
 
     def __enter__(self) -> Console:
@@ -63,7 +63,7 @@ before_results = ExitStack()  # closing this stack ends the clock and lets the r
 def greet(words: list[str]) -> None:
     """Print the first message and start the clock. With `--help`, print only the help. `words` is the command line.
 
-    Also start the early processes (run/early.py), unless the configuration is wrong.
+    If the configuration is valid, start the early processes (run/early.py).
     """
     is_first = os.environ.get("RANK", "0") == "0"
     if {"-h", "--help"} & {*words}:

@@ -28,7 +28,7 @@ class NormConfig:
     std_level: Literal["group", "batch", "constant", "none"] = "group"  # divisor: std of returns in the group or batch
     mean_leave1out: bool = False  # true: a turn's baseline does not include the turn itself (RLOO)
     std_constant: Positive = 1.0  # divisor of the advantages if std_level=constant
-    per_turn: bool = True  # true: compare a turn only with turns that have the same number in their conversations
+    per_turn: bool = True  # true: compare turn k of a conversation only with other turns that have number k
     eps: NonNegative = 1e-5  # number that is added to the standard deviation to avoid division by 0; 0: no addition
 
 
@@ -54,14 +54,14 @@ class PPOActorConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"  # number format of forward passes; parameters are float32
     ppo_n_minibatches: Count = 4  # number of optimizer steps in each pass over the batch
     ppo_epochs: Count = 1  # number of passes over the batch in a training step
-    mb_tokens: Count = 16384  # maximum number of tokens with padding per forward pass; larger mini-batches are split
+    mb_tokens: Count = 16384  # maximum number of tokens in a forward pass, with padding; larger mini-batches are split
     layout: Literal["auto", "padded", "packed"] = "auto"  # padded: one row per sequence; packed: sequences end to end
     compile: bool | None = None  # true: torch.compile fuses the operations of each layer; default: true on a GPU
     gradient_checkpointing: bool = False  # true: recompute layers in the backward pass, which saves memory
     enable_tree_training: bool = False  # true: compute the shared beginning of several rows only once
     offload: bool = False  # true: keep parameters, gradients and optimizer in host memory, which is slow (docs/gpu.md)
     use_decoupled_loss: bool = True  # true: decoupled PPO, which corrects for stale data; false: standard PPO
-    recompute_logprob: bool = True  # true: standard PPO takes old logprobs from a forward pass; false: from the server
+    recompute_logprob: bool = True  # true: standard PPO recomputes the old logprobs; false: it uses the server's
     prox_logp_method: Literal["recompute", "loglinear", "metrics"] = "recompute"  # how the trainer computes pi_prox
     eps_clip: Share = 0.2  # clip ratios pi_theta / pi_prox below 1 - eps_clip; 0: below 1
     eps_clip_higher: NonNegative | None = None  # clip ratios above 1 + eps_clip_higher; 0: above 1; default: eps_clip
@@ -72,9 +72,9 @@ class PPOActorConfig:
     behave_imp_weight_floor: Annotated[float, "(0, 1]"] | None = None  # minimum behaviour weight (IcePop); null: none
     # A row's weight is the product of its tokens' weights (sequence) or the geometric mean of the weights (geometric).
     behave_imp_weight_level: Literal["token", "sequence", "geometric"] = "token"  # behaviour weight of a token or a row
-    behave_imp_weight_action: Literal["mask", "clamp"] = "mask"  # weights out of bounds: 0 (mask) or the bound (clamp)
-    reject_geometric_mean: Annotated[float, "(1, inf)"] | None = None  # c: drop rows with a mean weight < 1/c or > c
-    reject_max_k2: Positive | None = None  # drop rows in which a token's (log behaviour weight)^2 / 2 is above this
+    behave_imp_weight_action: Literal["mask", "clamp"] = "mask"  # weights out of bounds become 0 (mask) or the bound
+    reject_geometric_mean: Annotated[float, "(1, inf)"] | None = None  # c: drop rows with a mean weight not in [1/c, c]
+    reject_max_k2: Positive | None = None  # drop a row if a token's (log behaviour weight)^2 / 2 is above this number
     reject_veto: Annotated[float, "(0, 1)"] | None = None  # drop rows in which a behaviour weight is below this number
     ess_lr_power: NonNegative = 0.0  # lr is multiplied by behave_ess^ess_lr_power (VCPO: 0.5 for AdamW); 0: no change
     mask_truncated: bool = False  # true: do not train on a turn that reached its token limit
@@ -85,10 +85,10 @@ class PPOActorConfig:
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"  # formula for the KL of one token (training/advantages.py)
     kl_placement: Literal["reward", "loss"] = "reward"  # subtract KL from the rewards, or add KL (k2, k3) to the loss
     anneal: bool = False  # true: entropy_coeff and kl_ctl fall linearly to 0 over max_steps
-    overlong_tokens: Count | None = None  # number of tokens before max_new_tokens in which a penalty grows; null: none
+    overlong_tokens: Count | None = None  # the length penalty begins this many tokens before max_new_tokens; null: none
     overlong_penalty_factor: NonNegative = 1.0  # length penalty of a turn with max_new_tokens tokens; 0: no penalty
     gamma: Annotated[float, "(0, 1]"] = 1.0  # discount of the advantage per token of distance from the turn's end
-    gae_lambda: Share = 1.0  # factor of the discount gamma * gae_lambda; 0: only a turn's last token has an advantage
+    gae_lambda: Share = 1.0  # second factor of the discount per token; 0: only a turn's last token has an advantage
     reward_bias: Annotated[float, "(-inf, inf)"] = 0.0  # number that is added to every reward; 0: nothing is added
     reward_scaling: Positive = 1.0  # factor that multiplies every reward after the bias is added
     reward_clip: Positive = 20.0  # scaled rewards are clipped to the range from -reward_clip to reward_clip
@@ -96,8 +96,8 @@ class PPOActorConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)  # AdamW and the learning rate schedule
 
     def is_sharded(self, ranks: int) -> bool:
-        """Return whether FSDP2 shards the model. A single rank also needs FSDP2 if the dtype is not float32, or if
-        `offload` is True."""
+        """Return whether FSDP2 shards the model: with several ranks, with a dtype other than float32, or with
+        `offload`."""
         return ranks > 1 or self.dtype != "float32" or self.offload
 
     def is_compiled(self, device: str) -> bool:
