@@ -18,8 +18,7 @@ that one POST /generate produces. The pause mode decides how a weight update int
   all tokens as one segment. The server's answer lists spans (`weight_versions`): consecutive tokens of one version.
 
 - `abort`: the server returns the tokens generated so far, with finish reason `abort`. After an abort, the engine sends
-  a new request with the prompt and the generated tokens. The new request waits at the server until the update is
-  complete.
+  a new request with the prompt and the generated tokens. The new request waits until the update is complete.
 
 - `in_place`: the server continues with the KV cache of the old weights. Mode `in_place` needs less computation than the
   other modes. After an update in mode `in_place`, the new weights read keys and values that the old weights computed,

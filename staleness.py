@@ -6,27 +6,25 @@ of a token is the policy version of the step that trains on the token, minus the
 version. The key `max_head_offpolicyness` (eta) sets the maximum age of a group. With eta = 0 training is synchronous.
 
 **The gate** (write-up, section 1.2) counts prompt groups. A group is the n_samples episodes of one prompt. A step
-consumes B groups (`consumer_batch_size`). At most `max_concurrent_rollouts` groups may run at the same time. At version
-v the gate has (eta + v + 1) * B places. Each running group and each group accepted since the run began takes one place.
-A group may start if a place is free and fewer than `max_concurrent_rollouts` groups run. A group has these states:
+consumes B groups (`consumer_batch_size`). At version v the gate has (eta + v + 1) * B places. Each running group and
+each group accepted since the run began takes one place. A group may start if a place is free and fewer than
+`max_concurrent_rollouts` groups run. A group has these states:
 
     enqueued -> running -> accepted   (the group keeps its place for ever: every step adds B new places)
                         -> rejected   (the group's place becomes free; a failed group counts as rejected, too)
 
 If a step drops an accepted group, or if wait_for_task fetches the group, the group's place becomes free. The gate
 cannot block forever. At version v the trainer has consumed v * B groups. If no group runs and fewer than B finished
-groups wait for the trainer, fewer than (v + 1) * B places are taken. The gate has at least (v + 1) * B places, so
-another group may start.
+groups wait for the trainer, fewer than (v + 1) * B places are taken, so another group may start.
 
 **The gate alone does not bound the age.** If each step consumed the groups that finished first, many steps could pass
 while a slow group runs. In an example with eta = 1 and B = 2, a slow group reaches age 5 (tests/test_staleness.py).
 `rollout.stale` chooses one of three rules that limit the lag of every trained token to eta:
 
 - **wait** consumes the groups that started first, so batches wait for slow groups. *Proof:* in order of start, number
-  the groups that are not rejected. If group p starts at version s, groups 1 to p have places, so p <= (eta + s + 1) *
-  B. If a group before p is rejected later, p decreases by 1, so the inequality still holds. Step ceil(p / B) consumes
-  group p at version ceil(p / B) - 1 <= eta + s. Every token of group p has a version >= s, so the group's age is at
-  most eta.
+  the groups that are not rejected. If group p starts at version s, groups 1 to p have places, so
+  p <= (eta + s + 1) * B. If one of the groups before p is rejected, p decreases by 1. Step ceil(p / B) consumes group p
+  at version ceil(p / B) - 1 <= eta + s. Every token of group p has a version >= s, so the group's age is at most eta.
 
 - **mask** consumes the groups that finished first. The loss excludes tokens whose lag is above eta. The first tokens of
   long answers are masked most often, because they are the oldest. With `mask`, no step waits for a slow group. A group

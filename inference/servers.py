@@ -26,9 +26,8 @@ tokens of old weights:
   the last server. A request that is sent after tokens of version 7 have arrived must get tokens of version 7 or newer.
   If an answer contains older tokens, the engine refuses the answer and marks the server as lost.
 
-After an update, lost servers get /continue_generation too, because a lost server may still be alive and paused. If a
-server received only a part of the update to version 7, it reports version "7-incomplete", and every engine refuses the
-server's tokens.
+After an update, lost servers get /continue_generation too, because a lost server may be alive and paused. A server with
+only a part of version 7 reports version "7-incomplete", and every engine refuses the server's tokens.
 
 **Routers.** An address may belong to an sglang-router. Requests for tokens go to the router, which chooses a worker.
 The router does not forward abort, pause, continue and weight update requests, so the engine sends them to each worker.

@@ -21,9 +21,8 @@
 
 In pause mode `in_place` the servers keep the KV cache, because running requests use it (`flush_cache` is off).
 
-**If the update to version 7 fails** half way, a server may have weights of both versions. An SGLang server keeps the
-old label "6" if an update fails, so `send` sets the label "7-incomplete" before it sends weights. An engine refuses a
-label that is not a number.
+**If the update to version 7 fails** half way, a server may have weights of both versions. If an update fails, SGLang
+keeps the label 6, so `send` first sets the label "7-incomplete". An engine refuses a label that is not a number.
 
 **Files.** The trainer writes a directory under a temporary name, and renames the directory when all files are complete,
 so no server can read an incomplete directory. After a crash, the next write deletes the incomplete directory. After all
@@ -38,8 +37,7 @@ affects no group. Making a group with gloo takes 20 ms on one machine. With NCCL
 broadcasts or destroys the group waits until all ranks do the same. A thread sends the request to the servers
 (`meanwhile`), so that the trainer can make its own NCCL call at the same time.
 
-**Not promised.** A power failure may destroy the files of mode disk. A run that recovers after the failure writes new
-files.
+**Not promised.** A power failure may destroy the files of mode disk. A run that recovers writes new files.
 """
 
 import base64

@@ -1,8 +1,7 @@
 """This module computes one step of generation: a Hugging Face model processes a batch of sequences with a KV cache.
 
 **The rule.** A step feeds the model all tokens that are not yet in the cache, and returns the logits of each sequence's
-last token. Prefill, decoding and the next turn of a conversation are the same computation with different numbers of
-cached tokens.
+last token. Prefill, decoding and the next turn of a conversation differ only in the number of cached tokens.
 
 **The parts.** `SlotCache` stores keys and values. `TinyModel` computes the logits of a batch, with `FastForward`
 (fast.py) for Llama, Qwen2 and Qwen3, and with transformers for all other models. `sample` draws tokens. `run_step`
@@ -31,9 +30,8 @@ kernels may add the same numbers in different orders. Three rules make torch cho
 
 - `key_length` chooses the number of keys to which a step attends.
 
-The three rules come from measurements (docs/results.md). On CPUs that were not part of the measurements, the logits of
-two runs may agree only to about 1e-6. Padding to eight rows costs time, so the rules for rows and keys apply only in
-deterministic mode.
+The three rules come from measurements (docs/results.md). On a CPU without measurements, logits of two runs may agree
+only to about 1e-6. Padding to eight rows costs time, so the rules for rows and keys hold only in deterministic mode.
 
 **Randomness.** Each token is sampled with one random number: a hash of (s, p) for position p of a request with seed s.
 If a client resends an aborted request with its partial output, sampling continues with the same random numbers.
