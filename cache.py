@@ -192,7 +192,8 @@ class InteractionCache(Mapping[str, Interaction]):
         self._tree.insert(interaction, node, rest + said)
 
     def discard(self, interaction_id: str) -> None:
-        """Remove an interaction whose call failed or was cancelled, unless the interaction is finished."""
+        """Remove an unfinished interaction, because its call failed or was cancelled. Leave a finished interaction
+        unchanged."""
         if self._unfinished.pop(interaction_id, None) is not None:
             self._remove(interaction_id)
 

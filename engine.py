@@ -217,9 +217,9 @@ class RemoteInfEngine:
         """Call the function `ask` with the URL of the server for `key`, and return the function's result. If the server
         fails, wait and retry.
 
-        The server has failed if `ask` raises an EngineError with status 502 or 503. Each retry goes to a living server,
-        if any server is alive. When no retry is left, the method raises the last error. If `ask` raises an error with
-        status 400, the method raises this error without a retry.
+        If `ask` raises an EngineError with status 502 or 503, the server has failed. Each retry goes to a living
+        server, if any server is alive. When no retry is left, the method raises the last error. If `ask` raises an
+        error with status 400, the method raises this error without a retry.
         """
         for failures in itertools.count(1):
             server = await self.servers.choose(key)

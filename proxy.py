@@ -212,8 +212,7 @@ class Proxy:
         return reply(self.finished(request).reply)
 
     async def input_items(self, request: Request) -> Response:
-        """List the input items of a finished response. By default, reply with the newest 20 items, and begin with the
-        newest item."""
+        """List the input items of a finished response. By default, reply with the newest 20 items, newest first."""
         found, query = self.finished(request), {"limit": "20", "order": "desc"} | dict(request.query_params)
         if query["limit"] not in map(str, range(1, 101)):
             raise Refusal("limit: an integer from 1 to 100 is needed")

@@ -15,7 +15,7 @@ each group accepted since the run began takes one place. A group may start if a 
 
 If a step drops an accepted group, or if wait_for_task fetches the group, the group's place becomes free. The gate
 cannot block forever. At version v the trainer has consumed v * B groups. If no group runs and fewer than B finished
-groups wait for the trainer, fewer than (v + 1) * B places are taken, so another group may start.
+groups wait for the trainer, fewer than (v + 1) * B of all (eta + v + 1) * B places are taken, so a group may start.
 
 **The gate alone does not bound the age.** If each step consumed the groups that finished first, many steps could pass
 while a slow group runs. In an example with eta = 1 and B = 2, a slow group reaches age 5 (tests/test_staleness.py).
@@ -30,7 +30,7 @@ while a slow group runs. In an example with eta = 1 and B = 2, a slow group reac
   long answers are masked most often, because they are the oldest. With `mask`, no step waits for a slow group. A group
   is dropped if all its tokens are too old. *Proof:* number the accepted groups in order of finish. If group p finishes
   at version s, then p <= (eta + s + 1) * B. As in the proof of `wait`, a step consumes group p at a version <= eta + s.
-  A token that version s generated has a lag of at most eta in this step, so the loss includes the token.
+  When the step consumes the group, a token of version s has a lag of at most eta, so the loss includes the token.
 
 - **drop** consumes the groups that finished first, and drops groups whose age is above eta. Long episodes are dropped
   most often. *Proof:* a step checks each group's age before it trains on the group. A dropped group frees its place.

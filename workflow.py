@@ -231,7 +231,7 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
         results = await asyncio.gather(*members, return_exceptions=True)
         failures = [result for result in results if isinstance(result, BaseException)]
         all_failed = len(failures) == self.group_size
-        for failure in failures[all_failed:]:  # if all members failed, the first failure is raised below
+        for failure in failures[all_failed:]:  # if all members failed, the first failure is not logged but raised
             logger.warning("task %s: a member of the group failed", _context.get().task_id, exc_info=failure)
         if all_failed:
             raise failures[0]
@@ -344,7 +344,7 @@ def import_string(path: str) -> Any:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # the module exists, but one of its own imports is missing
+            raise  # the module exists, but it imports a module that is missing
         raise ImportError(f"{path!r}: there is no module {error.name!r} on the Python path") from error
     if not hasattr(module, name):
         raise ImportError(f"{path!r}: module {module_name!r} has no {name!r}")

@@ -27,7 +27,7 @@ tokens of old weights:
   If an answer contains older tokens, the engine refuses the answer and marks the server as lost.
 
 After an update, lost servers get /continue_generation too, because a lost server may be alive and paused. A server with
-only a part of version 7 reports version "7-incomplete", and every engine refuses the server's tokens.
+only a part of the weights of version 7 reports version "7-incomplete", and every engine refuses the server's tokens.
 
 **Routers.** An address may belong to an sglang-router. Requests for tokens go to the router, which chooses a worker.
 The router does not forward abort, pause, continue and weight update requests, so the engine sends them to each worker.
