@@ -27,7 +27,7 @@ Rewards. The cache computes the final reward R of every turn i, first for the le
 AReaL's document OpenAI-Compatible Workflows calls the computation of final rewards the "Reward Backpropagation
 Process". If gamma is 0.5 and three consecutive turns get the rewards 0, 0 and 1, their final rewards are 0.25, 0.5 and
 1 (AReaL's document Agent Workflow, "Reward System"). A side conversation is a call that a client makes for its own
-purposes, for example to get a title. A side conversation does not get the session's reward
+purposes, for example to get a title for the conversation. A side conversation does not get the session's reward
 (calls/side_conversations.py).
 
 Export. A row is a sequence of tokens for training. With style "individual" each turn has its own row. With style
@@ -139,8 +139,8 @@ class InteractionCache(Mapping[str, Interaction]):
         # All mutable state:
         self._interactions: dict[str, Interaction] = {}  # finished and unfinished interactions
         self._tree = PrefixTree()  # the finished interactions
-        # Key: the id of an unfinished call. Value: the last tree node on the path of the call's messages, and one edge
-        # for each message after this node.
+        # The place of each unfinished call in the tree, by the call's id: the last existing node on the path of the
+        # call's messages, and one edge for each message after this node.
         self._unfinished: dict[str, tuple[Node, list[tuple]]] = {}
         self._discounted = False
 
@@ -183,8 +183,8 @@ class InteractionCache(Mapping[str, Interaction]):
     def finish(self, interaction_id: str, response: ModelResponse, output: list[Message]) -> None:
         """Mark a call as finished, and store its tokens and its output.
 
-        Only a finished call can be a parent, get a reward and be exported. Raises Refusal if a message of the output
-        has no canonical form. After a Refusal the call is still unfinished.
+        A call can become a parent, get a reward or be exported only after it has finished. Raises Refusal if a message
+        of the output has no canonical form. After a Refusal the call is still unfinished.
         """
         interaction, said = self[interaction_id], [canonical(message) for message in output]
         node, rest = self._unfinished.pop(interaction_id)
@@ -192,7 +192,8 @@ class InteractionCache(Mapping[str, Interaction]):
         self._tree.insert(interaction, node, rest + said)
 
     def discard(self, interaction_id: str) -> None:
-        """Remove an interaction whose call failed or was cancelled, unless the interaction is finished."""
+        """Remove an unfinished interaction, because its call failed or was cancelled. Leave a finished interaction
+        unchanged."""
         if self._unfinished.pop(interaction_id, None) is not None:
             self._remove(interaction_id)
 
@@ -255,8 +256,9 @@ class InteractionCache(Mapping[str, Interaction]):
     def _check_rewards(self, own: dict[Interaction, float], gamma: float) -> None:
         """Check that the final rewards of the roots add up to the weighted sum of the turns' own rewards.
 
-        In the weighted sum a root has the weight 1. A child has the weight of its parent, times gamma, divided by the
-        number of the parent's children. Raises RuntimeError if the sum of final rewards differs from the weighted sum.
+        In the weighted sum, the weight of a root is 1. The weight of a child is gamma * (weight of its parent) /
+        (number of the parent's children). Raises RuntimeError if the sum of final rewards differs from the weighted
+        sum.
         """
         siblings, weights = Counter(turn.parent for turn in own), dict[Any, float]()
         for turn in own:
@@ -283,8 +285,8 @@ class InteractionCache(Mapping[str, Interaction]):
         """Return a dict {id: interaction} of the interactions that become training rows. Raises Refusal, a ValueError,
         for an unknown style.
 
-        Style "individual" returns every finished interaction. Style "concat" returns a copy of each leaf; the copy
-        lists the turns of the leaf's row (`join_turns`).
+        Style "individual" returns every finished interaction. Style "concat" returns a copy of each leaf. The attribute
+        `row_turns` of the copy lists the turns of the leaf's row (`join_turns`).
         """
         check_style(style)
         self.mark_side_conversations()

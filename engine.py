@@ -18,11 +18,11 @@ that one POST /generate produces. The pause mode decides how a weight update int
   all tokens as one segment. The server's answer lists spans (`weight_versions`): consecutive tokens of one version.
 
 - `abort`: the server returns the tokens generated so far, with finish reason `abort`. After an abort, the engine sends
-  a new request with the prompt and the generated tokens. The server starts the new request after the update.
+  a new request with the prompt and the generated tokens. The new request waits until the update is complete.
 
 - `in_place`: the server continues with the KV cache of the old weights. Mode `in_place` needs less computation than the
-  other modes. After an update in mode `in_place`, the probability of a token depends on old and new weights, so no
-  single version gives this probability.
+  other modes. After an update in mode `in_place`, the new weights read keys and values that the old weights computed,
+  so no single version gives a token's probability.
 
 **Versions.** Each token gets its version from the server's answer, because the engine's version may change while a
 request runs. SGLang 0.5.16 to 0.5.18 reports no `weight_versions`, but reports the version at the end of each segment.
@@ -96,7 +96,7 @@ class RemoteInfEngine:
     request_retries: int = 3  # number of retries of a request after a connection error, a timeout or a 5xx status
     key: str = ""  # API key of the servers
     wait_for_servers: bool = False  # True: while all servers are lost, requests wait for a living server
-    transport: httpx.MockTransport | None = None  # None: the real network; tests pass a mock of the network
+    transport: httpx.MockTransport | None = None  # tests pass a mock of the network; None means the real network
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep  # function that waits; tests replace this function
 
     def __post_init__(self) -> None:
@@ -105,7 +105,7 @@ class RemoteInfEngine:
         if self.pause_mode not in ("retract", "abort", "in_place"):
             raise ValueError(f"pause_mode is retract, abort or in_place, not {self.pause_mode!r}")
         self._wire = Wire(self.transport, self.key)
-        # During a run the engine changes the attributes below, and sometimes `pause_mode`:
+        # The attributes below change during a run, and `initialize` may change `pause_mode`:
         self.servers = Servers(self.addresses, self._wire)
         self.vocab_size: int | None = None  # size of the vocabulary; None if no config.json of the model can be read
         self.context_length: int | None = None  # maximum length of prompt plus completion; None if unknown
@@ -144,7 +144,8 @@ class RemoteInfEngine:
             length_before = response.output_len
             await self._ask_a_server(req.affinity, generate_segment)
 
-            # 3. Return the completion, unless an update interrupted it and it has fewer than `max_new_tokens` tokens.
+            # 3. Return the completion if no update interrupted the segment or the completion has `max_new_tokens`
+            # tokens.
             interrupted = response.stop_reason == "abort" and response.output_len < g.max_new_tokens
             if not interrupted:
                 response.stop_reason = "stop" if response.stop_reason == "stop" else "length"
@@ -216,9 +217,9 @@ class RemoteInfEngine:
         """Call the function `ask` with the URL of the server for `key`, and return the function's result. If the server
         fails, wait and retry.
 
-        The server has failed if `ask` raises an EngineError with status 502 or 503. Each retry goes to a living server,
-        if any server is alive. When no retry is left, the method raises the last error. If `ask` raises an error with
-        status 400, the method raises this error without a retry.
+        If `ask` raises an EngineError with status 502 or 503, the server has failed. Each retry goes to a living
+        server, if any server is alive. When no retry is left, the method raises the last error. If `ask` raises an
+        error with status 400, the method raises this error without a retry.
         """
         for failures in itertools.count(1):
             server = await self.servers.choose(key)
@@ -285,7 +286,7 @@ class RemoteInfEngine:
         self.context_length = min(filter(None, (info.get("max_req_input_len") for info in infos)), default=None)
         self.has_grammar = all(info.get("grammar_backend") not in (None, "none") for info in infos)
         answers = self.servers.post_all("/generate", probe([0]))
-        if self.servers.lost:  # a run may lose servers later, but it needs all servers at its start
+        if self.servers.lost:  # at the start of a run every server must answer; later the run may lose servers
             raise EngineError("; ".join(self.servers.lost.values()), 503)
         for server, answer in zip(self.servers.workers, answers):
             parse_segment(answer)
@@ -331,7 +332,7 @@ class RemoteInfEngine:
         """
         if meta.version is None or meta.version <= self._sent:
             raise ValueError(f"version {meta.version} is not newer than {self._sent}; use meta.with_version(the next)")
-        if self._memory_released:  # `release_memory` has freed the servers' weights
+        if self._memory_released:  # after `release_memory`, the servers must allocate memory for the weights
             self.servers.post_all("/resume_memory_occupation", {})
             self._memory_released = False
         # In mode `in_place` the paused requests still need the KV cache, so the servers keep it.

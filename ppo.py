@@ -17,25 +17,25 @@ policy is several versions old, the clip holds the current policy close to outda
                                       behaviour weight     the clip, centred on pi_prox
 
 The behaviour weight is a constant: no gradient flows through it. If pi_prox equals pi_behav, the behaviour weight is 1
-and J is the objective of standard PPO. With use_decoupled_loss=false, one old policy is both pi_prox and pi_behav.
+and J is the objective of standard PPO. With use_decoupled_loss=false, the old policy replaces pi_prox and pi_behav.
 
 Example: a token with the probabilities pi_behav = 0.2, pi_prox = 0.3 and pi_theta = 0.45 has the behaviour weight 1.5,
 and u is also 1.5. With eps = 0.2 and A = 1, the clip lowers u to 1.2, so the token's term in J is 1.5 * 1.2 = 1.8.
 
 Three options change the influence of a single token on the loss:
-  `cap`           A token whose behaviour weight exceeds behave_imp_weight_cap counts as 0 in J. J is a mean over all
-                  trained tokens, so the gradient of J is small if many tokens exceed the cap.
-  `clip higher`   The key eps_clip_higher raises the upper bound of u, so that a step can make rare tokens likelier.
-  `dual clip`     For A < 0 the term u A has no lower bound. With c_clip = c the term u A has the lower bound c A.
+  `cap`:          A token whose behaviour weight exceeds behave_imp_weight_cap counts as 0 in J.
+                  If many tokens exceed the cap, J has a small gradient, because J is a mean over all trained tokens.
+  `clip higher`:  The key eps_clip_higher raises the upper bound of u, so that a step can make rare tokens likelier.
+  `dual clip`:    For A < 0 the term u A has no lower bound. With c_clip = c the term u A has the lower bound c A.
 
 Every trained token of a turn gets the turn's advantage. With GAE, the earlier tokens of a turn get a smaller share of
 the turn's advantage. The return of a turn is computed from the turn's reward and the discounted rewards of later turns
 (cache.py). By default, a turn's baseline is the mean return of the turns of its group that have the same turn number.
 The tensor group_ids gives the group of each row, so the rows of a batch may be in any order.
 
-Limits: despite the clip, u can leave the clip's range. A clipped token has no gradient, but gradients of other tokens
-still change its probability. The cap of the behaviour weight biases the gradient. The algorithm has no critic. Variants
-are in training/: advantages.py, corrections.py and proximal.py. docs/algorithm.md lists each equation.
+Limits: the clip does not bound u, because the gradients of other tokens can change the probability of a clipped token.
+The cap of the behaviour weight biases the gradient. The algorithm has no critic. Variants are in training/:
+advantages.py, corrections.py and proximal.py. docs/algorithm.md lists each equation.
 
 Shapes: a batch has B rows, T columns, N trained turns and M trained tokens. Column t of each tensor describes token t.
 """
@@ -242,15 +242,16 @@ def ppo_actor_loss_fn(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss, which is -J, and its metrics. All tensors have the shape (B, T), or (N,) for N flat tokens.
 
-    `logp`           log pi_theta, with a gradient.
-    `prox_logp`      log pi_prox. Standard PPO (use_decoupled_loss=false) does not use prox_logp.
-    `old_logp`       log pi_behav. In standard PPO, old_logp is the log-probability under the old policy.
-    `loss_mask`      1 for trained tokens. Values at untrained tokens are ignored, even NaN and infinity.
-    `sequence_ids`   the row of each token, for ratios of a whole sequence. By default, the row of a token is its index
-                     on the first axis.
-    `denominator`    the number that divides the loss and the metrics. By default, the denominator is the number of
-                     trained tokens in loss_mask. If a mini-batch is divided into pieces, pass the number of trained
-                     tokens of the whole mini-batch, so that the sum of the pieces' losses is the mini-batch's loss.
+    `logp`:          log pi_theta, with a gradient.
+    `prox_logp`:     log pi_prox. Standard PPO (use_decoupled_loss=false) does not use prox_logp.
+    `old_logp`:      log pi_behav. In standard PPO, old_logp is the log-probability under the old policy.
+    `loss_mask`:     1 for trained tokens. Values at untrained tokens are ignored, even NaN and infinity.
+    `sequence_ids`:  the row of each token, for ratios of a whole sequence.
+                     By default, the row of a token is its index on the first axis.
+    `denominator`:   the number that divides the loss and the metrics.
+                     By default, the denominator is the number of trained tokens in loss_mask. If a mini-batch is
+                     divided into pieces, pass the number of trained tokens of the whole mini-batch, so that the sum of
+                     the pieces' losses is the mini-batch's loss.
     """
     mask = loss_mask.bool()
     denominator = mask.sum().clamp(min=1) if denominator is None else denominator

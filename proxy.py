@@ -73,7 +73,7 @@ from run.keys import OpenAIConfig
 from run.schedule import ScheduledEngine
 from run.serve import bearer, check_key, listen, load_tokenizer, read_object, read_secret, reply, serve
 
-LONG_BODY = 2**15  # a body of more bytes is read in a thread, because reading and tokenising a long text takes seconds
+LONG_BODY = 2**15  # bytes; a thread reads every longer body, because reading and tokenising a long text takes seconds
 
 
 @dataclass(eq=False, repr=False)
@@ -126,12 +126,13 @@ class Proxy:
     # Endpoints that an agent calls
 
     async def complete(self, protocol: Protocol, request: Request) -> Response:
-        """Answer one call. A new call starts a new turn; a retry can be answered with the reply of an earlier turn."""
+        """Answer one call. A new call starts a new turn. If the call is a retry, the proxy can answer with the reply of
+        an earlier turn."""
         session = self.sessions.open(session_id_of(request))
         raw = await self.read_body(request)
         key = hashlib.blake2b(raw + protocol.id_prefix.encode()).digest()
         says_so = request.headers.get("x-stainless-retry-count", "0") != "0"
-        async with session.beginning:  # a retry may arrive while a thread still reads the first request
+        async with session.beginning:  # this lock makes a retry wait while a thread still reads the first request
             turn = earlier_turn(session, key, says_so) or await self.begin(protocol, session, raw, key)
         if not turn.ask.stream:
             return reply(await turn.reply(request))
@@ -171,7 +172,7 @@ class Proxy:
         Raises Refusal if the call is not valid.
         """
         ids = self.prompts.prompt(ask, parent)
-        begun = self.parser.begun(self.tokenizer.decode(ids[-16:]))  # the last 16 tokens are enough to find <think>
+        begun = self.parser.begun(self.tokenizer.decode(ids[-16:]))  # a prompt's final <think> fits in 16 tokens
         opening = self.parser.opening(ask.tool_choice, ask.callable_tools, begun)
         return ids + self.prompts.encode(opening), begun + opening
 
@@ -191,14 +192,14 @@ class Proxy:
         """Reply with the number of prompt tokens that a call with this body would have (Anthropic's protocol)."""
         session = self.sessions.open(session_id_of(request))
         raw = await self.read_body(request)
-        async with session.beginning:  # this lock admits one call at a time, so a session uses at most one thread
+        async with session.beginning:  # with this lock, a session uses at most one thread at a time
             ask = await in_thread(raw, lambda: PROTOCOLS["messages"].parse(read_object(raw), session.finished))
             ids, _ = await in_thread(raw, lambda: self.prompt(ask, session.cache.find_parent(ask.messages)))
         return reply({"input_tokens": len(ids)})
 
     async def models(self, request: Request) -> Response:
-        """Return the model that the path names, or a list of models. There is one model, and every name refers to it.
-        The reply has the keys of both OpenAI's and Anthropic's protocol.
+        """Return the model that the path names, or a list of models. The proxy serves one model under every name. The
+        reply has the keys of both OpenAI's and Anthropic's protocol.
         """
         name = request.path_params.get("model_id", "default")
         openai = {"id": name, "object": "model", "created": 0, "owned_by": "nano-areal", "type": "model"}
@@ -211,8 +212,7 @@ class Proxy:
         return reply(self.finished(request).reply)
 
     async def input_items(self, request: Request) -> Response:
-        """List the input items of a finished response. By default, reply with the newest 20 items, and begin with the
-        newest item."""
+        """List the input items of a finished response. By default, reply with the newest 20 items, newest first."""
         found, query = self.finished(request), {"limit": "20", "order": "desc"} | dict(request.query_params)
         if query["limit"] not in map(str, range(1, 101)):
             raise Refusal("limit: an integer from 1 to 100 is needed")
@@ -326,7 +326,8 @@ def exported_form(interaction: Interaction) -> dict[str, Any]:
 
 
 def session_id_of(request: Request) -> str:
-    """Return the session id in the path or, if there is none, the API key. Raises Refusal 401 if both are missing."""
+    """Return the session id in the path or, if there is none, the API key. Raises Refusal 401 if the request has no
+    session id and no key."""
     named = request.path_params.get("session_id") or bearer(request) or request.headers.get("x-api-key")
     if not named:
         raise Refusal("api_key: the session's id is needed, as API key or in the path", 401)
@@ -339,7 +340,8 @@ async def in_thread(raw: bytes, function: Callable[[], Any]) -> Any:
 
 
 async def error_reply(request: Request, error: Exception) -> Response:
-    """Return an error as a reply in the protocol of the request's path."""
+    """Return a reply that reports `error`. The request's path decides whether the reply follows Anthropic's or OpenAI's
+    protocol."""
     status, message = getattr(error, "status", None) or 500, str(error)
     if isinstance(error, HTTPException):  # the web framework found no endpoint for this path and method
         status, message = error.status_code, f"{request.method} {request.url.path}: {error.detail}"

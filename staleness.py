@@ -6,31 +6,31 @@ of a token is the policy version of the step that trains on the token, minus the
 version. The key `max_head_offpolicyness` (eta) sets the maximum age of a group. With eta = 0 training is synchronous.
 
 **The gate** (write-up, section 1.2) counts prompt groups. A group is the n_samples episodes of one prompt. A step
-consumes B groups (`consumer_batch_size`). At most `max_concurrent_rollouts` groups may run at the same time. At version
-v the gate has (eta + v + 1) * B places. Each running group and each group accepted since the run began takes one place.
-A group may start if a place is free and fewer than `max_concurrent_rollouts` groups run. A group has these states:
+consumes B groups (`consumer_batch_size`). At version v the gate has (eta + v + 1) * B places. Each running group and
+each group accepted since the run began takes one place. A group may start if a place is free and fewer than
+`max_concurrent_rollouts` groups run. A group has these states:
 
     enqueued -> running -> accepted   (the group keeps its place for ever: every step adds B new places)
                         -> rejected   (the group's place becomes free; a failed group counts as rejected, too)
 
 If a step drops an accepted group, or if wait_for_task fetches the group, the group's place becomes free. The gate
 cannot block forever. At version v the trainer has consumed v * B groups. If no group runs and fewer than B finished
-groups wait for the trainer, then the gate counts fewer than (v + 1) * B groups, and another group may start.
+groups wait for the trainer, fewer than (v + 1) * B of all (eta + v + 1) * B places are taken, so a group may start.
 
 **The gate alone does not bound the age.** If each step consumed the groups that finished first, many steps could pass
 while a slow group runs. In an example with eta = 1 and B = 2, a slow group reaches age 5 (tests/test_staleness.py).
 `rollout.stale` chooses one of three rules that limit the lag of every trained token to eta:
 
 - **wait** consumes the groups that started first, so batches wait for slow groups. *Proof:* in order of start, number
-  the groups that are not rejected. If group p starts at version s, then p <= (eta + s + 1) * B, because the gate
-  counted groups 1 to p. If an earlier group is rejected, the number p becomes smaller. Step ceil(p / B) consumes group
-  p at version ceil(p / B) - 1 <= eta + s. Every token of group p has a version >= s, so the group's age is at most eta.
+  the groups that are not rejected. If group p starts at version s, groups 1 to p have places, so
+  p <= (eta + s + 1) * B. If one of the groups before p is rejected, p decreases by 1. Step ceil(p / B) consumes group p
+  at version ceil(p / B) - 1 <= eta + s. Every token of group p has a version >= s, so the group's age is at most eta.
 
 - **mask** consumes the groups that finished first. The loss excludes tokens whose lag is above eta. The first tokens of
   long answers are masked most often, because they are the oldest. With `mask`, no step waits for a slow group. A group
   is dropped if all its tokens are too old. *Proof:* number the accepted groups in order of finish. If group p finishes
   at version s, then p <= (eta + s + 1) * B. As in the proof of `wait`, a step consumes group p at a version <= eta + s.
-  If the last tokens of group p have version s, the lag of these tokens is at most eta, so the step trains on them.
+  When the step consumes the group, a token of version s has a lag of at most eta, so the loss includes the token.
 
 - **drop** consumes the groups that finished first, and drops groups whose age is above eta. Long episodes are dropped
   most often. *Proof:* a step checks each group's age before it trains on the group. A dropped group frees its place.
@@ -66,8 +66,8 @@ class RolloutStat:
     rejected: int = 0  # groups that finished without a trajectory
     failed: int = 0  # rejected groups in which an exception was raised
     dropped: int = 0  # accepted groups that were too old when a step was about to consume them
-    withdrawn: int = 0  # accepted groups that wait_for_task fetched, so that no batch contains them
-    failed_members: int = 0  # members (not groups) that raised an exception while their group continued
+    withdrawn: int = 0  # accepted groups that wait_for_task fetched; no batch contains these groups
+    failed_members: int = 0  # members that raised an exception; the group continued without these members
 
 
 @dataclass(eq=False)
@@ -170,7 +170,8 @@ class StalenessManager:
         self._move("accepted", "dropped")
 
     def on_rollout_withdrawn(self) -> None:
-        """Count an accepted group as withdrawn because wait_for_task fetched it. The group's place becomes free."""
+        """Count an accepted group as withdrawn, after wait_for_task has fetched the group. The group's place becomes
+        free."""
         self._move("accepted", "withdrawn")
 
     def on_members_failed(self, count: int) -> None:
@@ -181,8 +182,7 @@ class StalenessManager:
     def on_version_recovered(self, version: int, finished_untrained: int = 0) -> None:
         """Set `accepted` after a restart: version * B consumed groups, plus the finished groups that were restored.
 
-        Without `on_version_recovered`, `accepted` would be 0 after a restart, and the number of admitted groups would
-        be too large by version * B (AReaL #1388).
+        With `accepted` = 0 after a restart, the gate would admit version * B groups too many (AReaL #1388).
         """
         with self._lock:
             self._stat.accepted = version * self.consumer_batch_size + finished_untrained

@@ -18,9 +18,8 @@ sample's group is rejected and also counted as failed.
 `resolve_workflow` makes a workflow from a workflow object, a class with its arguments, an import path, or an agent.
 
 **Agents.** The proxy opens a session for each episode, and the agent gets the session's URL as base_url. The agent
-returns a number (the reward of its last completion) or a dict {completion id: reward}. If the agent has already sent
-its rewards to the proxy over HTTP, it returns None. If no completion of an episode gets a reward, the episode is
-rejected.
+returns a number (the reward of its last completion) or a dict {completion id: reward}. An agent that has sent its
+rewards to the proxy over HTTP returns None. If no completion of an episode gets a reward, the episode is rejected.
 
 **Where agents run** (AReaL's document Agent Workflow, "Execution Modes"). In mode inline all agents run in one event
 loop. One agent object serves many episodes at the same time, so `run` must keep the state of an episode in local
@@ -29,9 +28,9 @@ episode runs alone in a worker process (rollout/workers.py), so an agent may use
 has its own copy of the agent, so the agent must be picklable. A worker process takes about 50 MB of memory.
 
 **Groups** (Rollout Workflow, "Grouped Rollout"). The members of a group run concurrently, each with its own copy of
-`data`. If a member returns None or raises an exception, the group continues without this member. If one of four members
-raises an exception, one returns None, and the other two make one row each, the group has two rows. If all members raise
-exceptions, the group raises the exception of its first member.
+`data`. If a member returns None or raises an exception, the group continues without this member. Example: of four
+members, one raises an exception, one returns None, and two make one row each, so the group has two rows. If all members
+raise exceptions, the group raises the exception of its first member.
 
 **Seeds.** In a run with a seed, the sampling seed of each request depends only on (seed, task, member, turn). Episodes
 that run at the same time do not change each other's seeds.
@@ -92,7 +91,7 @@ class workflow_context:
 
     @staticmethod
     def stat_scope() -> str:
-        """Return "rollout" or "eval-rollout", the name under which the running episode is counted and dumped."""
+        """Return the name for statistics and dumps of the running episode: "rollout" or "eval-rollout"."""
         return "eval-rollout" if _context.get().is_eval else "rollout"
 
 
@@ -131,7 +130,7 @@ def to_tensors(result: Any) -> Trajectory:
 def to_row(turns: list[ModelResponse], reward: float) -> Trajectory:
     """Return one row [1, L] for a conversation in which each prompt begins with all tokens of the earlier turns.
 
-    Every turn gets the reward `reward`. The row has the same form as a row that export style concat makes for an agent
+    `reward` is the reward of every turn. The row has the same form as a row that export style concat makes for an agent
     (cache.py).
     """
     calls = [Interaction([], model_response=turn, reward=reward, turn=k) for k, turn in enumerate(turns)]
@@ -202,12 +201,12 @@ class MultiTurnWorkflow(RLVRWorkflow):
         context = getattr(engine, "context_length", None) or math.inf  # tokens
         messages, prompt_ids, reward = data["messages"], self.prompt_ids(data["messages"]), 0.0
         turns: list[ModelResponse] = []
-        # The first prompt is always sent. If the first prompt fills the context, the engine raises an error.
+        # The workflow sends the first prompt even if the prompt fills the context; in this case the engine raises an
+        # error.
         while len(turns) < self.max_turns and reward <= 0 and (not turns or len(prompt_ids) < context):
             turns.append(await self.turn(engine, prompt_ids, turn=len(turns)))
             reward = await self.reward(turns[-1], data)
-            # The text of the answer is a placeholder, because the next prompt contains the sampled tokens instead of a
-            # text.
+            # The answer's text is a placeholder, because the next prompt is built from the answer's sampled tokens.
             answer = [{"role": "assistant", "content": "replaced by the sampled tokens"}]
             # The next prompt reuses the parent's tokens only if the next call has the same template key as the parent.
             key = AgentRequest(messages).template_key
@@ -223,7 +222,7 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
 
     workflow: RolloutWorkflow
     group_size: int
-    # `on_failures` is called with the number of failed members if some members failed, but not all.
+    # If some but not all members fail, `on_failures` is called with the number of failed members.
     on_failures: Callable[[int], Awaitable[None]] | None = None
     on_end: Callable[[], None] = lambda: None  # function that is called each time the episode of a member has ended
 
@@ -232,7 +231,7 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
         results = await asyncio.gather(*members, return_exceptions=True)
         failures = [result for result in results if isinstance(result, BaseException)]
         all_failed = len(failures) == self.group_size
-        for failure in failures[all_failed:]:  # if all members failed, the first failure is raised below
+        for failure in failures[all_failed:]:  # if all members failed, the first failure is not logged but raised
             logger.warning("task %s: a member of the group failed", _context.get().task_id, exc_info=failure)
         if all_failed:
             raise failures[0]
@@ -291,9 +290,9 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
     mode: str = "inline"  # where agents run: `inline` or `subproc`
     subproc_max_workers: int = 4  # the largest number of agents that run at the same time in mode subproc
     subproc_prefix: Sequence[str] = ()  # a command that starts each worker of mode subproc
-    discount: float = 1.0  # gamma: share of a turn's final reward that its parent receives
+    discount: float = 1.0  # gamma in the final reward of a turn: R = r + gamma * mean R(children), see cache.py
     export_style: str = "individual"  # `individual` makes one row per turn, and `concat` makes one row per leaf
-    episode_timeout: float = 3600.0  # seconds; a longer episode is cancelled and counted as failed
+    episode_timeout: float = 3600.0  # limit in seconds; an episode that takes longer is cancelled and counted as failed
     sampling: dict[str, Any] = field(default_factory=dict)  # the session's default sampling parameters
 
     def __post_init__(self) -> None:
@@ -345,7 +344,7 @@ def import_string(path: str) -> Any:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # the module exists, but one of its own imports is missing
+            raise  # the module exists, but it imports a module that is missing
         raise ImportError(f"{path!r}: there is no module {error.name!r} on the Python path") from error
     if not hasattr(module, name):
         raise ImportError(f"{path!r}: module {module_name!r} has no {name!r}")
@@ -376,11 +375,11 @@ def resolve_workflow(
 ) -> RolloutWorkflow:
     """Return the RolloutWorkflow that runs the given workflow or agent (Rollout Workflow, "Workflow Resolution").
 
-    `workflow`: a workflow object, an agent object, a class of either, or an import path "module.Name" of any of them.
+    `workflow`: a workflow or an agent, given as an object, a class, or the import path "module.Name" of one of these.
     `workflow_kwargs`: the arguments of a class.
-    `group_size`: the number of episodes per prompt; above 1 the workflow is wrapped in GroupedRolloutWorkflow.
-    `proxy`: the arguments of OpenAIProxyWorkflow (proxy_addr, admin_key, ...), needed for agents.
-    `defaults`: arguments (gconfig, tokenizer) for a workflow class that accepts them, if workflow_kwargs lacks them.
+    `group_size`: the number of episodes per prompt. If this number is above 1, a GroupedRolloutWorkflow is returned.
+    `proxy`: the arguments of OpenAIProxyWorkflow (proxy_addr, admin_key, ...). Only agents need these arguments.
+    `defaults`: values of gconfig and tokenizer for a workflow class, used if workflow_kwargs lacks these arguments.
     `on_failures`, `on_end`: the arguments of GroupedRolloutWorkflow.
     Raises ImportError, TypeError or ValueError with a message that says what to change.
     """

@@ -23,11 +23,11 @@ tokens of old weights:
 
 - The engine (engine.py) checks the versions of every answer, because a server may restart with version 0 between two
   requests. A weight update pauses all servers before it changes the first server, and resumes them after it has changed
-  the last server. If a process has received tokens of version 7 before it sends a request, the engine refuses all older
-  tokens in the answer, and marks the server as lost.
+  the last server. A request that is sent after tokens of version 7 have arrived must get tokens of version 7 or newer.
+  If an answer contains older tokens, the engine refuses the answer and marks the server as lost.
 
-After an update, lost servers get /continue_generation too, because a lost server may still be alive and paused. A
-server that received only a part of an update reports version "7-incomplete", and every engine refuses its tokens.
+After an update, lost servers get /continue_generation too, because a lost server may be alive and paused. A server with
+only a part of the weights of version 7 reports version "7-incomplete", and every engine refuses the server's tokens.
 
 **Routers.** An address may belong to an sglang-router. Requests for tokens go to the router, which chooses a worker.
 The router does not forward abort, pause, continue and weight update requests, so the engine sends them to each worker.
@@ -94,7 +94,8 @@ class Servers:
 
     @property
     def workers(self) -> list[str]:
-        """The URLs of all servers. The address of a router is replaced by the URLs of the router's workers."""
+        """The URLs of all servers. For a router, the list contains the URLs of the router's workers, not the router's
+        address."""
         return [worker for workers in self.workers_of.values() for worker in workers]
 
     def living(self) -> list[str]:
@@ -115,7 +116,7 @@ class Servers:
                 logger.warning("lost server %s (%s); lost %d times; %d of %d left", url, why, *counts)
 
     def find(self, url: str) -> None:
-        """Mark lost server `url` as living, because the server answers again and its weights may be used."""
+        """Mark lost server `url` as living, because the server has answered again."""
         self.lost.pop(url, None)  # another thread may have removed the URL already
         if is_logged(self.losses[url]):
             logger.warning("server %s is back", url)
@@ -123,9 +124,9 @@ class Servers:
     def check_age(self, url: str, versions: list[int], sent_after: int) -> None:
         """Check the versions of new tokens from server `url`, and update `newest`.
 
-        `sent_after` is the value that `newest` had when the request was sent. A token older than version `sent_after`
-        comes from a restarted server, and raises EngineError (503). A token newer than the trainer's version raises
-        EngineError, too.
+        `sent_after` is the value that `newest` had when the request was sent. If a token is older than version
+        `sent_after`, the server was restarted, and the method raises EngineError (503). If a token is newer than the
+        trainer's version, the method raises EngineError (503), too.
         """
         if versions and versions[-1] > self.limit:
             raise EngineError(f"{url} sent version {versions[-1]}, but the trainer has only version {self.limit}", 503)
@@ -182,7 +183,7 @@ class Servers:
             if told is not None:
                 workers = [entry["url"] if isinstance(entry, dict) else entry for entry in told]
                 self.workers_of[address] = [worker.rstrip("/") for worker in workers]
-            # A router that was known before did not answer, so the list of its workers may be old.
+            # The router at this address did not answer, so the stored list of its workers may be old.
             elif self.workers_of[address] != [address]:
                 raise EngineError(f"no answer from the router {address}", 503)
 

@@ -21,8 +21,8 @@
 
 In pause mode `in_place` the servers keep the KV cache, because running requests use it (`flush_cache` is off).
 
-**If the update to version 7 fails** half way, a server may have weights of both versions. A failed update does not
-change SGLang's label 6, so `send` first sets the label "7-incomplete". An engine refuses a label that is not a number.
+**If the update to version 7 fails** half way, a server may have weights of both versions. If an update fails, SGLang
+keeps the label 6, so `send` first sets the label "7-incomplete". An engine refuses a label that is not a number.
 
 **Files.** The trainer writes a directory under a temporary name, and renames the directory when all files are complete,
 so no server can read an incomplete directory. After a crash, the next write deletes the incomplete directory. After all
@@ -37,7 +37,7 @@ affects no group. Making a group with gloo takes 20 ms on one machine. With NCCL
 broadcasts or destroys the group waits until all ranks do the same. A thread sends the request to the servers
 (`meanwhile`), so that the trainer can make its own NCCL call at the same time.
 
-**Not promised.** A power failure may destroy the files of mode disk. A recovered run writes new files.
+**Not promised.** A power failure may destroy the files of mode disk. A run that recovers writes new files.
 """
 
 import base64
@@ -132,7 +132,7 @@ def write_checkpoint(state: Mapping[str, "torch.Tensor"], source_dir: str | Path
     """
     from safetensors.torch import save_file
 
-    # 1. Delete incomplete directories of an earlier crash, and write under a temporary name.
+    # 1. Delete incomplete directories that a crash has left, and write the new directory under a temporary name.
     target = Path(target).absolute()
     for left in target.parent.glob(f"*{PARTIAL}"):
         shutil.rmtree(left)
@@ -171,12 +171,12 @@ def send(meta: WeightUpdateMeta, post_all: PostAll, buckets: Iterable[Bucket] | 
     # 2. Send the weights. While the label of a server ends in "-incomplete", every engine refuses the server's tokens.
     label(post_all, f"{meta.version}-incomplete")
     SENDERS[meta.mode](meta, post_all, buckets or ())
-    if meta.mode != "disk":  # in mode disk, loading the weights also sets the label
+    if meta.mode != "disk":  # in mode disk, the request that loads the weights has already set the label
         label(post_all, str(meta.version))
 
 
 def label(post_all: PostAll, version: str, abort: bool = False) -> None:
-    """Set the version that all servers report for new tokens. With `abort`, the servers also abort all requests."""
+    """Set the version that all servers report for new tokens. If `abort` is true, abort all requests of the servers."""
     post_all("/update_weight_version", {"new_version": version, "abort_all_requests": abort})
 
 
@@ -225,8 +225,8 @@ def meanwhile(post_all: PostAll, path: str, body: Any) -> Iterator[None]:
     """Send `body` to all servers in a thread while the `with` block runs. At the end of the `with` block, wait for the
     servers' answers.
 
-    If a server refuses the request, the `with` block may fail too, because a rank is missing. The caller gets the error
-    of the server and not the error of the `with` block.
+    If a server refuses the request, the `with` block may fail, too, because it waits for the server's ranks. If the
+    request and the `with` block fail, the caller gets the error of the request.
     """
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(post_all, path, body, timeout=BUCKET_TIMEOUT)
@@ -253,7 +253,7 @@ def broadcast(group: Any, bucket: Bucket, body: dict[str, Any], post_all: PostAl
 def update_from_tensor(meta: WeightUpdateMeta, post_all: PostAll, buckets: Iterable[Bucket]) -> None:
     """Send every bucket to all servers. The servers copy the tensors.
 
-    Each GPU of each server gets its own handles, because torch counts one receiver for each handle.
+    Each GPU of each server gets its own handles, because torch expects exactly one receiver for each handle.
     """
     infos = post_all("/server_info")
     with update_session(infos, post_all):
@@ -268,8 +268,8 @@ SENDERS = {"disk": update_from_disk, "distributed": update_from_distributed, "te
 
 @contextmanager
 def update_session(infos: list[dict[str, Any]], post_all: PostAll) -> Iterator[None]:
-    """Tell the servers when an update begins and ends. Only SGLang 0.5.20 and newer versions have routes for the
-    beginning and the end of an update."""
+    """Tell the servers when an update begins and ends, if all servers have SGLang 0.5.20 or a newer version. SGLang
+    0.5.20 introduced the two routes for the beginning and the end of an update."""
     wanted = all(tuple(map(int, re.findall(r"\d+", info["version"])[:3])) >= (0, 5, 20) for info in infos)
     if wanted:
         post_all("/begin_weight_update", {})
@@ -303,6 +303,6 @@ def serialise(bucket: Bucket, device: str = "cpu") -> str:
         pickler.dispatch_table = {**pickler.dispatch_table, torch.Tensor: by_uuid}
         pickler.dump(bucket)
         pickled = stream.getvalue()
-    else:  # pickling a view would also pickle the view's whole storage, so each tensor is copied
+    else:  # a pickled view contains the view's whole storage, so each tensor is copied before it is pickled
         pickled = pickle.dumps([(name, tensor.cpu().clone()) for name, tensor in bucket])
     return base64.b64encode(pickled).decode()

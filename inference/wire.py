@@ -9,8 +9,9 @@ server's URL. The status of an EngineError tells the caller how to react:
 
 **Connections.** Each request in flight has its own connection, and idle connections stay open for later requests.
 `make_transport` lets httpx send its requests through aiohttp (package httpx-aiohttp). The HTTP parser of aiohttp is
-written in C, and the HTTP parser of httpx is written in Python. To save more CPU time, `Wire` bypasses httpx's client
-class. The HTTP client of agents uses aiohttp too (workflow.py). The page docs/log.md has measurements of the CPU time.
+written in C, and the HTTP parser of httpx is written in Python. `Wire` calls the transport directly, because httpx's
+client class needs additional CPU time. The HTTP client of agents uses aiohttp too (workflow.py). The page docs/log.md
+gives the measured CPU time of a request.
 
 **Streams.** `Wire.stream` yields the server-sent events of an answer while they arrive. If several events arrive
 together, `Wire.stream` parses only the newest event, because every event repeats all tokens that the server has
@@ -38,10 +39,10 @@ import httpx
 import orjson
 from httpx_aiohttp import AiohttpTransport
 
-CALL_TIMEOUT = 60.0  # default timeout of a call: longest silence of a server in seconds
+CALL_TIMEOUT = 60.0  # default timeout of a call: longest time, in seconds, in which a server may send nothing
 CONNECT_TIMEOUT = 10.0  # timeout in seconds for opening a connection.
-# An idle connection stays open for this number of seconds. The client's limit is below uvicorn's 5 seconds, so the
-# client closes an idle connection before the server does.
+# An idle connection stays open for this number of seconds. A server (uvicorn) closes an idle connection after 5
+# seconds, so the client closes the connection earlier.
 KEEPALIVE = 4.0
 MOST_BYTES = 2**26  # maximum length in bytes of an answer or of one event; a longer answer is an error
 OPEN_AGAIN = 0.1  # seconds between two tries to open a connection while this process has no free file descriptor
@@ -156,15 +157,15 @@ class Wire:
     async def call(self, url: str, body: Any = None, timeout: float = CALL_TIMEOUT) -> dict[str, Any]:
         """Send `body` by POST, or send a GET if `body` is None. Return the parsed answer. Raises EngineError."""
         async with contextlib.aclosing(self.stream(url, body, timeout)) as events:
-            return [event async for event in events][-1]  # an answer that is not a stream counts as one event
+            return [event async for event in events][-1]  # `stream` yields one event for an answer that is not a stream
 
     async def stream(self, url: str, body: Any, timeout: float) -> AsyncGenerator[dict[str, Any], None]:
         """Send `body` by POST, or a GET if `body` is None. Yield the parsed events of the answer while they arrive.
 
         If several events arrive together, only the newest event is yielded. An answer that is not a stream is yielded
         as one event. Raises EngineError if the server is silent for `timeout` seconds, cannot be reached, or reports an
-        error. Also raises EngineError if an event, or an answer that is not a stream, takes longer than `timeout`
-        seconds to arrive or is longer than MOST_BYTES.
+        error. The method also raises EngineError if one event takes more than `timeout` seconds or has more than
+        MOST_BYTES bytes.
         """
         method, content = ("GET", None) if body is None else ("POST", orjson.dumps(body))
         timeouts = httpx.Timeout(timeout, connect=min(timeout, CONNECT_TIMEOUT)).as_dict()

@@ -1,7 +1,7 @@
 """This module computes one step of generation: a Hugging Face model processes a batch of sequences with a KV cache.
 
 **The rule.** A step feeds the model all tokens that are not yet in the cache, and returns the logits of each sequence's
-last token. Prefill, decoding and the next turn of a conversation differ only in how many tokens are cached already.
+last token. Prefill, decoding and the next turn of a conversation differ only in the number of cached tokens.
 
 **The parts.** `SlotCache` stores keys and values. `TinyModel` computes the logits of a batch, with `FastForward`
 (fast.py) for Llama, Qwen2 and Qwen3, and with transformers for all other models. `sample` draws tokens. `run_step`
@@ -30,8 +30,8 @@ kernels may add the same numbers in different orders. Three rules make torch cho
 
 - `key_length` chooses the number of keys to which a step attends.
 
-The three rules come from measurements (docs/results.md). On a CPU that was not measured, logits of two runs may agree
-only to about 1e-6. Padding to eight rows costs time, so the rules for rows and keys apply only in deterministic mode.
+The three rules come from measurements (docs/results.md). On a CPU without measurements, logits of two runs may agree
+only to about 1e-6. Padding to eight rows costs time, so the rules for rows and keys hold only in deterministic mode.
 
 **Randomness.** Each token is sampled with one random number: a hash of (s, p) for position p of a request with seed s.
 If a client resends an aborted request with its partial output, sampling continues with the same random numbers.
@@ -78,11 +78,12 @@ def round_up(n: int, multiple: int) -> int:
 
 
 def key_length(longest: int, deterministic: bool) -> int:
-    """Return the number of keys, at least `longest`, to which every row of a step attends.
+    """Return the number of keys to which every row of a step attends. This number is at least `longest`, the length of
+    the longest sequence.
 
     The attention kernel works in blocks of 512 keys. In measurements on two CPUs, the kernel changed the order of its
-    additions if the last block had 256 to 448 keys. In deterministic mode the last block has only 64, 128, 192 or 512
-    keys.
+    additions if the last block had 256 to 448 keys. In deterministic mode the function returns a number for which the
+    last block has 64, 128, 192 or 512 keys.
     """
     if not deterministic:
         return round_up(longest, 16)
@@ -101,8 +102,8 @@ def slot_attention(_: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tens
     rows = stacked.shape[2]
     if q > 1:
         mask = mask.repeat(1, 1, rows // q, 1)
-    # In a decoding step, `stacked` can have fewer than `min_rows` rows. Repeat the query rows, and drop the copies
-    # after the attention.
+    # In a decoding step, `stacked` can have fewer than `min_rows` rows. Repeat the rows of `stacked` until it has at
+    # least `min_rows` rows. After the attention, drop the results of the repeated rows.
     elif rows < min_rows:
         stacked = stacked.repeat(1, 1, -(-min_rows // rows), 1)
     out = F.scaled_dot_product_attention(stacked, key, value, mask, scale=kwargs.get("scaling"))
@@ -116,9 +117,9 @@ AttentionInterface.register("slots deterministic", functools.partial(slot_attent
 class SlotCache:
     """The keys and values of all slots, in one tensor `kv` (layers, 2, slots + 8, groups, positions, d).
 
-    In deterministic mode every matrix product has at least eight rows (module docstring, "Bits"), so a batch of fewer
-    than eight sequences gets additional rows. The eight spare slots store the keys and values of rows that belong to no
-    sequence. The keys and values of padding are written to the last spare slot, `discard`.
+    In deterministic mode every matrix product has at least eight rows (module docstring, "Bits"). A batch of fewer than
+    eight sequences gets additional rows, and the eight spare slots store the keys and values of these additional rows.
+    The keys and values of padding are written to the last spare slot, `discard`.
     """
 
     def __init__(self, layers: int, slots: int, groups: int, d: int) -> None:
@@ -208,8 +209,8 @@ class TinyModel:
 
     @torch.inference_mode()
     def step(self, feeds: list[list[int]], cached: list[int], first_slot: int = 0, all_logits: bool = False) -> Tensor:
-        """Run one forward pass. Row r processes the tokens feeds[r] for slot first_slot + r, which already holds
-        cached[r] tokens.
+        """Run one forward pass. Row r of the batch processes the tokens feeds[r] and belongs to slot first_slot + r.
+        Slot first_slot + r already holds cached[r] tokens.
 
         Returns the logits (n, k, vocab) of the last k columns. The entries logits[:, -1] are the logits of each row's
         last token. The number k is the length of the longest feed if `all_logits` is set, and 1 otherwise.
@@ -287,8 +288,8 @@ class TinyModel:
                 raise ModelError(f"{name} has shape {tuple(tensor.shape)}, not {tuple(own[name].shape)}")
         for name, tensor in named.items():
             own[name].copy_(tensor)
-        # Bad weights may have left NaNs and infinities in the cache. The mask does not remove NaNs: NaN + -inf is NaN,
-        # and 0 times NaN is NaN.
+        # Bad weights may have left NaNs and infinities in the cache. The attention mask does not remove a NaN, because
+        # NaN + -inf and 0 * NaN are NaN.
         self.cache.kv.nan_to_num_(0.0, 0.0, 0.0)
 
     @torch.inference_mode()
@@ -327,8 +328,8 @@ class TensorReader(pickle.Unpickler):
     function."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the function or class with this name, if a pickled tensor needs it. Raises ModelError for any other
-        name."""
+        """Return the function or class `name` of `module`, if pickled tensors need this function or class. Raises
+        ModelError for any other name."""
         if (module, name) == ("torch.storage", "_load_from_bytes"):  # torch's `_load_from_bytes` would load any pickle
             return lambda raw: torch.load(io.BytesIO(raw), weights_only=True)
         if (module, name) in {("torch._utils", "_rebuild_tensor_v2"), ("collections", "OrderedDict")}:

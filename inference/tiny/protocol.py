@@ -94,9 +94,9 @@ class Protocol:
         """Return the body of a reply with all tokens that the sequence has so far.
 
         The engine's thread (server.py) may extend the sequence while `answer` reads the sequence. The thread appends
-        each token to `tokens` before it appends the token's logprob to `logprobs`. The reply contains the tokens that
-        have a logprob. The thread sets `finish` after the last token, and `answer` reads `finish` before the tokens, so
-        a reply with a finish reason has all tokens.
+        each token to `tokens` before it appends the token's logprob to `logprobs`. The reply contains only the tokens
+        whose logprob is already in `logprobs`. The thread sets `finish` after it has appended the last token, and
+        `answer` reads `finish` before it reads the tokens. A reply with a finish reason therefore has all tokens.
         """
         finish, n = sequence.finish, len(sequence.logprobs)
         ids = sequence.output[:n]

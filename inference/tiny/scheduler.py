@@ -34,8 +34,8 @@ finishes, the running sequence in the highest slot moves to the free slot. The e
   tokens. When a retracted sequence returns to a slot, the model recomputes the keys and values of the sequence.
 
 - *Versions.* Every token is labelled with the version of the weights that computed the token. After an update, no
-  sequence reuses the keys that a finished sequence left in the cache. Only a running sequence that was paused in mode
-  "in_place" continues with its own old keys.
+  sequence reuses the keys that a finished sequence left in the cache. Exception: after a pause in mode "in_place", each
+  running sequence continues with its own old keys.
 
 The scheduler does not promise fairness. A long request at the head of the queue delays the short requests after it.
 """
@@ -63,7 +63,7 @@ class SamplingParams(BaseModel, frozen=True, strict=True, extra="forbid"):
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
     stop: list[Annotated[str, Field(min_length=1)]] = []
     stop_token_ids: list[int] = []
-    ignore_eos: bool = False  # ignore_eos also ignores stop_token_ids, as in SGLang
+    ignore_eos: bool = False  # True: no token id ends the output, not even one of stop_token_ids (as in SGLang)
     sampling_seed: int = 0  # protocol.py fills in a random seed if the request has none
     min_p: float = Field(default=0.0, ge=0, le=0)
     presence_penalty: float = Field(default=0.0, ge=0, le=0)
@@ -81,8 +81,8 @@ class Sequence:
     params: SamplingParams
     stop_ids: frozenset[int] = frozenset()  # token ids that end the output
     stream: bool = False  # True if the reply is a stream of events
-    return_logprob: bool = False  # True if the reply contains logprobs
-    wants_prompt_logprobs: bool = False  # True if the reply also contains logprobs of the prompt.
+    return_logprob: bool = False  # True if the reply contains logprobs of the output
+    wants_prompt_logprobs: bool = False  # True if the reply contains logprobs of the prompt
     # Fields that the scheduler reads and changes:
     tokens: list[int] = field(init=False)  # prompt and output
     logprobs: list[float] = field(default_factory=list)  # one logprob for each output token
@@ -215,8 +215,8 @@ class Scheduler:
 
     def set_released(self, released: bool) -> None:
         """Release the memory of weights and cache if `released` is true, and allocate this memory if `released` is
-        false. As in SGLang, the server process ends if the memory is already in the requested state, or if the server
-        is not idle at a release."""
+        false. As in SGLang, the server process ends if a server that is not idle must release its memory. The server
+        process also ends if the memory is already in the requested state."""
         is_idle = not self.running and (self.paused or not self.waiting)
         assert is_idle or not released, "release_memory_occupation should be called only when the server is idle"
         assert released != self.released, "the memory is in this state already"
@@ -239,8 +239,8 @@ class Scheduler:
     # Methods that begin and end a step
 
     def plan(self) -> Step:
-        """Load waiting weight updates if no sequence runs or generation is paused. Then admit waiting sequences, and
-        return the next step.
+        """Load waiting weight updates if no sequence runs or generation is paused, admit waiting sequences, and return
+        the next step.
 
         The step is empty if generation is paused, if the memory is released, or if there is no sequence to compute.
         """
@@ -326,8 +326,9 @@ class Scheduler:
         if token in sequence.stop_ids:
             return {"type": "stop", "matched": token}
         if params.stop:
-            # A stop string of n bytes spans at most n tokens, because a token has at least one byte. A decoder can
-            # change the first characters of a text, so the method decodes n + 8 tokens.
+            # A stop string of n bytes spans at most n tokens, because a token has at least one byte. The first
+            # characters of a decoded text can be wrong if earlier tokens are missing, so the method decodes n + 8
+            # tokens.
             tail = max(len(stop.encode()) for stop in params.stop) + 8
             text = self.decode(sequence.output[-tail:])
             for stop in params.stop:

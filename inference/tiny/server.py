@@ -69,7 +69,7 @@ from run.fields import Refusal, get
 from run.serve import check_key, listen, load_tokenizer, read_object, read_secret, reply, serve
 
 MODES = ("abort", "retract", "in_place")  # the pause modes
-SPEAKS = "0.5.23"  # tests/inference/test_contract.py compares this server with this version of SGLang
+SPEAKS = "0.5.23"  # the version of SGLang that tests/inference/test_contract.py compares with this server
 
 # The thread that owns the model
 
@@ -109,15 +109,15 @@ class Engine:
     # A method that runs in the asyncio loop
 
     def call(self, function: Callable[..., None], *arguments: Any) -> asyncio.Future:
-        """Put a call of `function` into the queue of the engine's thread. Return a future that is done after the
-        call."""
+        """Queue `function(*arguments)` for the engine's thread. Return a future that is done when the function has
+        returned."""
         return self.loop.run_in_executor(self.thread, self._event, function, *arguments)
 
     # Methods that run in the engine's thread
 
     def set_released(self, released: bool) -> None:
-        """Release or allocate the memory of weights and cache. Released memory loses its weights, so the method
-        overwrites all weights with NaN."""
+        """Release or allocate the memory of weights and cache. The method overwrites all weights with NaN, because a
+        server loses its weights when it releases its memory."""
         self.scheduler.set_released(released)
         self.model.lose_weights()
 
@@ -175,13 +175,13 @@ class Server:
         async def lifespan(_: FastAPI) -> AsyncIterator[None]:
             self.engine.loop = asyncio.get_running_loop()
             yield
-            # At shutdown, a pause prevents further steps. The queue of weight updates is emptied first, because a pause
-            # starts all updates in the queue.
+            # At shutdown, clear the queue of weight updates, because a paused scheduler loads all updates in its queue.
+            # Then pause the scheduler, so that it computes no further step.
             self.engine.call(self.scheduler.updates.clear)
             paused = self.engine.call(self.scheduler.pause, "in_place")
             await asyncio.wait({paused}, timeout=10)
             if not paused.done():
-                os._exit(1)  # the engine's thread may wait for a broadcast whose sender has ended
+                os._exit(1)  # the engine's thread may be waiting for a broadcast from a process that has ended
 
         app = FastAPI(
             lifespan=lifespan, openapi_url=None, exception_handlers={Refusal: refuse, ClientDisconnect: refuse}
@@ -272,10 +272,11 @@ class Server:
         return await self._load(body, lambda: unpack_weights(body["serialized_named_tensors"]))
 
     async def _load(self, body: dict, read: Callable[[], dict[str, torch.Tensor]], whole: bool = False) -> Response:
-        """As soon as the scheduler allows it, load the weights that `read` returns. Return the reply to the request.
+        """Load the weights that `read` returns, as soon as the scheduler allows an update. Return the reply to the
+        request.
 
         If `whole` is set, `read` must return all weights. If `whole` is not set, `read` may return a part of the
-        weights, and the request must come between begin_weight_update and end_weight_update.
+        weights. The server accepts a part of the weights only between begin_weight_update and end_weight_update.
         """
         version = get(body, "weight_version", str)
         if not (whole or self.in_session):
@@ -315,7 +316,8 @@ class Server:
         try:
             self.groups[name] = await asyncio.to_thread(join_group, address, port, rank, world, name, "gloo")
         except asyncio.CancelledError:
-            # The server is shutting down, but the thread of `join_group` still waits and keeps the process alive.
+            # The server is shutting down. The thread that runs `join_group` would wait for missing ranks and keep the
+            # process alive.
             os._exit(1)
         except Exception as error:  # torch raises errors of any type for a bad port or a missing peer
             return outcome(f"the process group was not formed: {error}")
