@@ -11,8 +11,8 @@ The rule. A finished interaction is a *suspect* if conditions 1 and 2 hold:
 
 A suspect is a side conversation if condition 3 also holds:
 
-    (3) The session has interactions that are not suspects, and their first messages differ from the suspect's first
-        message.
+    (3) The session has an interaction that is no suspect, and every such interaction has another first message than
+        the suspect.
 
 The rule does not depend on the order of the calls, so a title request may come before, between or after the agent's
 calls. The rule excludes two kinds of calls that resemble a title request. If an agent offers no tools in its final
