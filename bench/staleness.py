@@ -23,9 +23,8 @@ pi_theta.
 
 **Recipe.** The recipe is configs/demo.yaml with one pass over each batch instead of two. An entropy bonus replaces the
 KL penalty, because the KL penalty keeps the policy near the base model and could hide the effect of the lag. The
-learning rate is 1e-3 after ten steps of warm-up, and gradients are clipped at a norm of 0.3, as in an earlier recipe of
-the demo. Each step makes four optimizer steps, one per mini-batch, so the policy changes much within a few versions.
-With a learning rate of 1e-4, a lag has no effect, because the policy changes too little in 64 steps. Training computes
+learning rate is 1e-3 after ten steps of warm-up, as in an earlier recipe of the demo. Each step makes four optimizer
+steps, one per mini-batch, so the policy changes much within a few versions. With a learning rate of 1e-4, a lag has no effect, because the policy changes too little in 64 steps. Training computes
 shared prefixes only once (training/tree_attention.py). Sharing prefixes affects the speed and not the result.
 
 **Success is exact.** Success is the probability that the policy finds the secret. The benchmark computes success
@@ -377,7 +376,7 @@ def draw(lines: list[dict[str, Any]], curves_of: str = "16") -> None:
 def load_recipe() -> PPOActorConfig:
     """Return the recipe of the trainer: configs/demo.yaml with the changes that the docstring of this file lists."""
     words = ["actor.ppo_epochs=1", "actor.kl_ctl=0", "actor.entropy_coeff=0.03", "actor.enable_tree_training=true"]
-    words += ["actor.optimizer.lr=1e-3", "actor.optimizer.warmup_steps=10", "actor.optimizer.gradient_clipping=0.3"]
+    words += ["actor.optimizer.lr=1e-3", "actor.optimizer.warmup_steps=10", "actor.ppo_n_minibatches=4"]
     return load(["--config", str(ROOT / "configs" / "demo.yaml"), *words]).actor
 
 
