@@ -24,8 +24,9 @@ pi_theta.
 **Recipe.** The recipe is configs/demo.yaml with one pass over each batch instead of two. An entropy bonus replaces the
 KL penalty, because the KL penalty keeps the policy near the base model and could hide the effect of the lag. The
 learning rate is 1e-3 after ten steps of warm-up, as in an earlier recipe of the demo. Each step makes four optimizer
-steps, one per mini-batch, so the policy changes much within a few versions. With a learning rate of 1e-4, a lag has no effect, because the policy changes too little in 64 steps. Training computes
-shared prefixes only once (training/tree_attention.py). Sharing prefixes affects the speed and not the result.
+steps, one per mini-batch, so the policy changes much within a few versions. With a learning rate of 1e-4, a lag has no
+effect, because the policy changes too little in 64 steps. Training computes shared prefixes only once
+(training/tree_attention.py). Sharing prefixes affects the speed and not the result.
 
 **Success is exact.** Success is the probability that the policy finds the secret. The benchmark computes success
 exactly: it sums the probabilities of all games that find the secret. Success is computed without sampling, so the
