@@ -19,10 +19,10 @@ import os
 import re
 import secrets
 import shutil
+import textwrap
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
-from textwrap import fill
 from typing import Annotated, Any, Literal, NamedTuple, NoReturn, get_args, get_origin, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
@@ -196,12 +196,13 @@ def load(argv: list[str]) -> TrainConfig:
     Raises ConfigError if an argument, a recipe or a value is wrong.
     """
     epilog, width = "keys, their defaults and meanings:\n", shutil.get_terminal_size().columns
+    wrap = functools.partial(textwrap.fill, break_long_words=False, break_on_hyphens=False)
     for group, keys in groupby(list_keys(), key=lambda key: key.group):
-        epilog += "\n" + fill(" ".join(group.split()).removeprefix(": "), width) + "\n"
+        epilog += "\n" + wrap(" ".join(group.split()).removeprefix(": "), width=width) + "\n"
         for k in keys:
             values = f"; in {k.interval}" if k.interval else f"; one of {k.choices}" if k.choices else ""
             default = str(k.default).lower() if isinstance(k.default, bool) else k.default
-            meaning = fill(k.meaning + values, width, initial_indent=" " * 6, subsequent_indent=" " * 6)
+            meaning = textwrap.indent(wrap(k.meaning + values, width=width - 6), " " * 6)
             epilog += f"  {k.name}={'null' if default is None else default}\n{meaning}\n"
     parser = Parser("python train.py", epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter)
     meaning = f"YAML recipe, or a name in configs/; may be repeated, and later recipes win; default: {DEMO.stem}"

@@ -33,7 +33,7 @@ class OpenAIConfig:
     mode: Literal["inline", "subproc"] = "inline"  # an agent runs in the trainer (inline) or in a worker (subproc)
     subproc_max_workers: Count = 4  # maximum number of worker processes in which agents run, if mode=subproc
     subproc_prefix: list[str] = field(default_factory=list)  # command that starts a worker in a sandbox: [bwrap, ...]
-    turn_discount: Share = 1.0  # gamma in a turn's final reward: reward + gamma * mean(final rewards of its children)
+    turn_discount: Share = 1.0  # gamma in: final reward = reward + gamma * mean(children's final rewards); 0: reward
     chat_template_type: Literal["hf", "concat"] = "concat"  # with `concat`, prompts reuse the tokens of earlier turns
     export_style: Literal["individual", "concat"] = "concat"  # a row per turn (individual) or per conversation (concat)
     tool_call_parser: str | None = None  # format of the model's tool calls; default: the tokenizer's format, or qwen

@@ -91,7 +91,7 @@ RAISED_BY = {
     "fewer operations in a decode step of the small server, reports that take little of the time": 10,
     "a record of a call apart from the tree, a training loop apart from its trainer": 20,
     "the memory of a rank without FSDP": 8,
-    "several conversations in a chat, --help of every tool, the loss of a base model": 26,
+    "several conversations in a chat, --help of every tool, the loss of a base model": 27,
 }
 
 

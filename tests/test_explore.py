@@ -205,7 +205,7 @@ EXPORT = 'return reply({"interactions"'
 XZ, LONG = TurnBounds("xz", 2, 0, rewards=True), TurnBounds("x", 2, 0, threads=True)
 TURN_MUTANTS = [
     ("once", X, calls.turn, "if not equal or not says_so:", "if not equal or says_so:"),
-    ("once", LONG, proxy, "async with session.beginning:  # a retry", "if True:  #"),
+    ("once", LONG, proxy, "async with session.beginning:  # this lock", "if True:  #"),
     ("read", X, calls.turn, "            self.state = State.FINISHED\n            return", "            return"),
     ("read", X, calls.turn, "cache.discard(name)", "cache._interactions.pop(name, None)"),
     ("mixed", WX, proxy, "hashlib.blake2b(raw + ", "hashlib.blake2b("),

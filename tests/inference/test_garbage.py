@@ -41,6 +41,7 @@ def worst_logprob(model: Any, response: ModelResponse) -> float:
     return float((mine - torch.tensor(response.output_logprobs)).abs().max())
 
 
+@pytest.mark.runs
 def test_garbage_of_every_kind_costs_no_completion(
     tiny_server: str, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

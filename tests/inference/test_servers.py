@@ -438,6 +438,7 @@ class Pair:
 LONG = 1800  # length in tokens of a completion that is still running when its server is killed
 
 
+@pytest.mark.runs
 def test_kill_one_of_two_in_the_midst_of_generation(pair: Pair, other_model_dir: Path, tmp_path: Path) -> None:
     """Twelve long completions finish, although the weights are updated and one of two real servers is killed.
 

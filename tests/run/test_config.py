@@ -16,6 +16,7 @@ from test_structure import MODULES
 
 import tasks.guess
 import tasks.maze
+from calls.sessions import Limits
 from inference.io_struct import GenerationHyperparameters
 from inference.weights import WeightUpdateMeta
 from run.config import ConfigError, changed, list_keys, load
@@ -205,7 +206,7 @@ def test_help_lists_every_key(capsys: pytest.CaptureFixture[str], monkeypatch: p
         default = str(default).lower() if isinstance(default, bool) else default  # a boolean of YAML is true or false
         assert f"  {k.name}={default}\n      {k.meaning}{values}\n" in said
     assert "  logger.live=true\n" in said
-    assert "Answers above the limit `running` wait. A well-behaved agent reaches none of the other limits.\n" in said
+    assert " ".join((Limits.__doc__ or "").split()) + "\n" in said
     assert "(staleness.py); one of wait, mask, drop\n" in said
     assert "\n\nevaluator: The evaluation: one episode per validation prompt" in said
     assert said.index("\nevaluator: ") < said.index("  evaluator.interval=") < said.index("\nsaver: ")

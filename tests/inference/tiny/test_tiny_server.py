@@ -805,7 +805,9 @@ def test_what_cannot_start_says_so_in_one_line(tiny_model_dir: Path, tmp_path: P
     assert ended.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("how", ["parent", "interrupt", "update", "group"])
+@pytest.mark.parametrize(
+    "how", ["parent", *(pytest.param(how, marks=pytest.mark.runs) for how in ("interrupt", "update", "group"))]
+)
 def test_the_server_ends_when_told(tiny_model_dir: Path, how: str) -> None:
     """The server ends if it gets Ctrl-C, or if its parent process closes the server's standard input. The server ends
     even while a request is running, an update is waiting, or a process group is waiting for rank 0."""
