@@ -258,7 +258,7 @@ class Recovery:
             self.writing.result()
 
     def close(self) -> None:
-        """Wait until the newest checkpoint is complete, and leave the process group of the checkpoints."""
+        """Wait until the newest checkpoint is complete. Then destroy the process group that writes checkpoints."""
         self.wait()
         self.thread.shutdown()
         self.ranks = None

@@ -146,8 +146,7 @@ def process_id(data: dict) -> float:
 
 
 def returns_twice(data: dict) -> float:
-    """Fork this process. The child process returns 7.0, and after the end of the child process this process returns
-    1.0."""
+    """Fork a child. The child returns 7.0. After the child has ended, the parent returns 1.0."""
     if child := os.fork():
         os.waitpid(child, 0)
     return 1.0 if child else 7.0
