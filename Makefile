@@ -8,7 +8,7 @@ BUG ?=
 
 .PHONY: demo tour museum test test-runs test-sglang agents lint structure bench soak clean
 
-demo: $(VENV)/ready            ## train the demo, in two to three minutes
+demo: $(VENV)/ready            ## train the demo, in about one minute
 	$(BIN)/python train.py
 
 tour: $(VENV)/ready            ## follow one prompt group through the system, in less than a minute

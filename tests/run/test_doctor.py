@@ -95,7 +95,7 @@ CASES: list[
     ("no_correction", {"behave_ess": 1.0, "behave_weight_mean": [0.9, 1.0, 1.0]}, {"behave_ess": 1.0}),
     ("no_correction", {"behave_ess": 1.0, "behave_weight_mean": 1.0}, {"behave_ess": 1.0, "staleness_mean": 0.0}),
     ("baseline", {"baseline_bias": [0.06]}, {"baseline_bias": [0.04]}),
-    ("kl", {"kl": [0.2, 0.0, 0.3, 0.0, 40.0]}, {"kl": [0.0, 0.06, 3.0, 40.0, 0.05]}),
+    ("kl", {"kl": [0.3, 0.0, 0.4, 0.0, 40.0]}, {"kl": [0.0, 0.19, 3.0, 40.0, 0.05]}),
     ("entropy", {"entropy": [0.6] * 5 + [0.1] * 5}, {"entropy": [0.6] * 5 + [0.13] * 5}),
     ("entropy", {"entropy": [0.6] * 8 + [0.0] * 2}, {"entropy": [0.6] * 8 + [0.0] * 2, "success": 0.95}),
     ("truncated", {"truncated": [70] * 5}, {"truncated": [100, 50, 50, 50, 40]}),
