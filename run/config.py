@@ -105,8 +105,8 @@ def set_keys(config: DictConfig, given: Any, source: str) -> dict[str, str]:
     recipe's path or the command line.
 
     Return a dict that maps each given key without effect to the key's unmet condition (a row of NEEDS in run/keys.py).
-    A recipe that is read later can still fulfil an unmet condition. Raises ConfigError for an unknown key, and the
-    message suggests the nearest known key.
+    The next recipe can still fulfil such a condition. Raises ConfigError for an unknown key, and the message suggests
+    the nearest known key.
     """
     given.pop("revision", None)  # `revision` in a run's config.yaml is the git commit, not a key
     known, names = [key.name for key in list_keys()], []

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-LIFETIME = timedelta(days=365)  # timeout for the farewell of a peer, longer than any run
+LIFETIME = timedelta(days=365)  # how long a rank waits for a peer's farewell: longer than any run
 PATIENCE = timedelta(hours=2)  # timeout of all operations except farewells, such as the wait for a batch
 
 _group: Any = None  # the process group for the farewell messages

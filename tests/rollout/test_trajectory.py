@@ -90,8 +90,8 @@ def test_complete_keeps_what_the_workflow_said() -> None:
 
 
 def test_unknown_versions_are_those_of_the_episodes_start() -> None:
-    """If the versions are missing, `complete` sets them to the version at the episode's start. The version at the
-    episode's start is the oldest version that a token can have, so a group never counts as younger than it is."""
+    """If the versions are missing, `complete` sets them to the version at the episode's start. No token of
+    the episode can have an older version, so the age of the group is never underestimated."""
     given = documented()
     del given["versions"]
     traj = complete(given, task_id=0, version=4)

@@ -217,7 +217,7 @@ async def test_a_task_without_a_group_is_recorded(follow: Any) -> None:
 
 def executor(tmp_path: Path, *own: dict[str, Any]) -> ReplayExecutor:
     """Return the executor of a replay. The recorded schedule has one call of task 7, and step 3 consumed task 7. The
-    schedule that the replay writes begins with the start of task 7 and continues with the lines `own`."""
+    replay's own schedule has the start of task 7 and then the lines of the argument `own`."""
     recorded = write(tmp_path / FILE, {"start": 7, "version": 0}, RECORDED, {"consume": 7, "version": 2})
     made = object.__new__(ReplayExecutor)
     made.recorded, made.step_of = Schedule(recorded).read(), {7: 3}
