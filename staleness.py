@@ -180,7 +180,8 @@ class StalenessManager:
             self._stat.failed_members += count
 
     def on_version_recovered(self, version: int, finished_untrained: int = 0) -> None:
-        """Set `accepted` after a restart: version * B consumed groups, plus the finished groups that were restored.
+        """Set `accepted` after a restart to version * B + finished_untrained. The steps before the restart have
+        consumed version * B groups, and `finished_untrained` groups were restored.
 
         With `accepted` = 0 after a restart, the gate would admit version * B groups too many (AReaL #1388).
         """

@@ -91,7 +91,7 @@ class workflow_context:
 
     @staticmethod
     def stat_scope() -> str:
-        """Return the name for statistics and dumps of the running episode: "rollout" or "eval-rollout"."""
+        """Return the name under which the running episode is counted and dumped: "rollout" or "eval-rollout"."""
         return "eval-rollout" if _context.get().is_eval else "rollout"
 
 

@@ -25,7 +25,7 @@ from run.logger import Trace
 from run.start import NoRollout
 from training.actor import FSDPPPOActor
 
-CANARY_ROWS, CANARY_TOKENS = 2, 16  # two rows reveal a server that exchanges the rows of its batch
+CANARY_ROWS, CANARY_TOKENS = 2, 16  # with two rows, a server that swaps rows is noticed
 # If an update changes one of the trainer's scores by more than CANARY_MOVE nats, every server's scores must change.
 CANARY_MOVE = 1e-4
 

@@ -30,7 +30,7 @@ tokens up to the end. In call "7-3.1", version 2 computed the first 57 tokens, a
 tokens.
 
 **Restarts.** When a killed run continues after step 40, it writes a new line "run" with "step":40. The new line "run"
-cancels all earlier lines "consume" of steps above 40. The line "start" of a task cancels all earlier calls of the task.
+cancels all earlier lines "consume" of steps above 40. After a line "start", the earlier calls of its task do not count.
 Without the cancelled lines, the schedule describes a run that was never interrupted.
 
 **Who writes.** The trainer and the proxies append to the same file. A process writes each line with one system call, so

@@ -16,9 +16,9 @@ rows on which pi_prox and pi_behav differ too much:
     `max k2`           For at least one token, (log w)^2 / 2 is above a bound: pi_prox and pi_behav differ much.
     `veto`             One token has w below a bound such as 1e-4: this token is very unlikely under pi_prox.
 
-**A row's weight.** The exact weight of a row is the product of its tokens' w. A cap on the product drops mostly long
-rows, because a product of many factors is often far from 1. The geometric mean of all w stays near 1 in long rows, but
-it is not the exact weight. The key `behave_imp_weight_level` chooses the kind of weight.
+**A row's weight.** The exact weight of a row is the product of its tokens' w. The product has one factor per token, so
+it is often far from 1 in a long row. A cap on the product therefore drops mostly long rows. The geometric mean of all w
+stays near 1 in long rows, but it is not the exact weight. The key `behave_imp_weight_level` chooses the kind of weight.
 
 **A row's ratio.** PPO clips the ratio u of each token separately. GSPO clips the geometric mean of u, so all tokens of
 an answer keep or lose their gradient together. The geometric mean of u is much closer to 1 than the u of a single

@@ -179,7 +179,7 @@ def read_hidden(model: Any, read: Callable[[Tensor, Tensor], Any], **inputs: Any
 
 
 def logit_changes(model: Any) -> list[str]:
-    """Return the reasons why a model's logits differ from hidden @ weight.T: configuration keys, or a bias."""
+    """Return what makes a model's logits differ from hidden @ weight.T: names of configuration keys, or "a bias"."""
     config, bias = model.config.get_text_config(), getattr(model.get_output_embeddings(), "bias", None)
     changes = [key for key in CAPS + SCALES if getattr(config, key, None) not in (None, 1)]
     return changes if bias is None else [*changes, "a bias"]

@@ -16,8 +16,8 @@ the peer has died. The thread that waits for the farewell of a dead peer prints 
 moments. When rank 0 ends, its connection to rank 1 closes, so rank 1 ends too. The error that rank 2 printed shows why
 the run ended.
 
-**Not promised.** A machine can disappear from the network without closing its connections. The other ranks then end
-only when an operation times out.
+**Not promised** is a quick end in one case. If a machine disappears from the network without closing its connections,
+the other ranks end only when an operation times out.
 """
 
 import os

@@ -132,8 +132,8 @@ class SlotCache:
         """Make the cache long enough for n_keys positions, and choose which entries `update` writes and returns.
 
         `slots` and `positions`, both of shape (rows, columns), give the place of each fed token's key and value.
-        `read_slots` has one slot for each row of the batch, and `update` returns the first n_keys positions of these
-        slots. If the cache is too short, its length is at least doubled.
+        `read_slots` has one slot for each row of the batch. From each of these slots, `update` returns the keys and
+        values of the first n_keys positions. If the cache is too short, its length is at least doubled.
         """
         groups, length = self.kv.shape[-3:-1]
         if n_keys > length:

@@ -606,8 +606,8 @@ async def test_an_orphan_is_dropped(start: Start, says_so: bool, streams: bool) 
 
 
 async def test_an_orphan_is_dropped_while_it_is_aborted(start: Start) -> None:
-    """If a retry arrives while the engine is still aborting the first generation, the turn of the first generation is
-    removed from the tree."""
+    """If a retry arrives while the engine aborts the first try's generation, the turn of the first try is removed from
+    the tree."""
     harness = start("hello you", "hello me")
     session = await harness.start()
     asked = harness.engine.agenerate

@@ -1,4 +1,4 @@
-"""bench/roofline.py computes the number of FLOPs that PyTorch counts in a real training step."""
+"""The number of FLOPs that bench/roofline.py computes equals PyTorch's count in a real training step."""
 
 import sys
 from pathlib import Path

@@ -213,8 +213,8 @@ def test_keys_of_old_weights_are_not_reused(tiny: TinyModel, other_model_dir: Pa
 def test_weights_that_are_not_finite_leave_nothing_behind(
     tiny: TinyModel, tiny_model_dir: Path, tmp_path: Path, factor: float
 ) -> None:
-    """Weights that are not finite may leave NaN or infinity in a slot. After finite weights are loaded, a later
-    sequence in the same slot gets correct logprobs."""
+    """Weights that are not finite may leave NaN or infinity in a slot. When finite weights have replaced
+    them, the next sequence in this slot gets correct logprobs."""
     named = read_weights(str(tiny_model_dir))
     bad = {name: tensor * factor if "v_proj" in name else tensor for name, tensor in named.items()}
     save_file(bad, tmp_path / "model.safetensors")
