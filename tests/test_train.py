@@ -174,6 +174,7 @@ def test_what_a_run_writes(guess_run) -> None:
     AutoTokenizer.from_pretrained(last)
 
 
+@pytest.mark.runs
 def test_talk_to_the_trained_model(guess_run) -> None:
     """`python -m run.chat` answers each line of the input with the checkpoint of the run. An empty line begins a new
     conversation. If a conversation becomes too long, a new conversation begins."""
