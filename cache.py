@@ -184,7 +184,7 @@ class InteractionCache(Mapping[str, Interaction]):
         """Mark a call as finished, and store its tokens and its output.
 
         A call can become a parent, get a reward or be exported only after it has finished. Raises Refusal if a message
-        of the output has no canonical form. After a Refusal the call is still unfinished.
+        of the output has no canonical form. A call whose output was refused stays unfinished.
         """
         interaction, said = self[interaction_id], [canonical(message) for message in output]
         node, rest = self._unfinished.pop(interaction_id)

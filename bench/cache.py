@@ -4,8 +4,7 @@
 
 The first part of the benchmark counts operations in a conversation of 100 turns. Each call to the model sends the whole
 conversation, as a real agent does. `read` counts the messages that were converted to canonical form. `rendered` counts
-the messages that the chat template rendered. The target is that `read` and `rendered` depend only on the number of new
-messages in a turn.
+the messages that the chat template rendered. Both counts should depend only on the number of new messages in a turn.
 
 The second part of the benchmark measures the processor time of this project's cache and of AReaL's cache. The two
 caches run alternately, three times each, and the benchmark prints the smallest time of each cache. The second part

@@ -127,8 +127,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 class Repeats(logging.Filter):
-    """A log filter that lets only warning number 1, 2, 4, 8, ... of each kind pass, and adds the number to the
-    text."""
+    """A log filter for warnings. Of each kind of warning, only number 1, 2, 4, 8, ... reaches the log. The filter adds
+    the number to the text."""
 
     counts: ClassVar[collections.Counter[str]] = collections.Counter()
 

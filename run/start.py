@@ -6,8 +6,8 @@ The rollout side is the engine, the proxies, an executor for training and an exe
 
 In the diagram each part uses the parts to its left. The processes of the servers and the proxies start at the same
 time, and some of them import their modules even earlier (early.py). A proxy imports its modules, and then waits for its
-keys. The run sends the keys when all servers answer. The run's ExitStack ends the parts of the diagram from right to
-left. Only rank 0 has a rollout side; the other ranks have a `NoRollout`.
+keys. The run sends each proxy its keys as soon as all servers answer requests. The run's ExitStack ends the parts of
+the diagram from right to left. Only rank 0 has a rollout side; the other ranks have a `NoRollout`.
 
 Servers that were running before the run began (rollout.server_addrs) may be paused or may have the weights of another
 run. A training run resumes the servers in rollout.server_addrs, aborts their running generations, and gives their

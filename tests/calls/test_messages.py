@@ -187,8 +187,8 @@ def assistant(arguments: Any, call_id: str = "c") -> Message:
 
 @pytest.mark.parametrize("written", ['{"a": 2.0, "b": [1e3]}', '{"b":[1000],"a":2}', {"a": 2.0, "b": [1000]}])
 def test_arguments_are_equal_as_javascript_has_them(written: Any) -> None:
-    """The numbers 2.0 and 2 in arguments count as equal, because JavaScript writes 2 for both. The order of the keys in
-    the arguments' JSON and the whitespace between the keys do not matter."""
+    """The numbers 2.0 and 2 in arguments count as equal, because JavaScript writes 2 for both. Two JSON texts also
+    count as equal if only the order of their keys or their whitespace differs."""
     assert canonical(normalise(assistant(written))) == canonical(assistant('{"a": 2, "b": [1000]}'))
     assert canonical(assistant('{"a": true}')) != canonical(assistant('{"a": 1}'))
     assert canonical(assistant('{"a": "2"}')) != canonical(assistant('{"a": 2}'))
