@@ -191,6 +191,8 @@ def serve(
     """
     BoundedProtocol.header_bytes, BoundedProtocol.header_seconds = header_bytes, header_seconds
     raise_open_files()
+    import gc
+    gc.collect(); gc.freeze(); gc.set_threshold(*eval(os.environ.get('GCT','(700,10,10)')))
     # If a server closes an idle connection while the client sends a request, the request fails. This server keeps an
     # idle connection open for 75 s, so a client usually closes the connection first.
     options: dict[str, Any] = {"timeout_keep_alive": 75, "timeout_graceful_shutdown": 2}  # seconds
