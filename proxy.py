@@ -174,7 +174,7 @@ class Proxy:
         ids = self.prompts.prompt(ask, parent)
         begun = self.parser.begun(self.tokenizer.decode(ids[-16:]))  # a prompt's final <think> fits in 16 tokens
         opening = self.parser.opening(ask.tool_choice, ask.callable_tools, begun)
-        return ids + self.prompts.encode(opening), begun + opening
+        return ids + self.prompts.encode(opening) if opening else ids, begun + opening
 
     def gconfig(self, ask: AgentRequest, session: Session, k: int) -> GenerationHyperparameters:
         """Return the sampling parameters of a call's k-th answer. The engine limits max_new_tokens to the context."""
