@@ -70,8 +70,7 @@ class PromptBuilder:
         if not tokenizer.chat_template:
             raise ValueError("the tokenizer has no chat template; use the tokenizer of a chat model")
         self._tokenizer, self._context_length = tokenizer, context_length
-        # the tokenizer without the Python layer of transformers, which takes half of the time of a short text
-        self._raw = None if tokenizer.split_special_tokens else getattr(tokenizer, "backend_tokenizer", None)
+        self._rust = getattr(tokenizer, "backend_tokenizer", None)  # None for a tokenizer that is written in Python
         self._reserved = inspect.signature(tokenizer.apply_chat_template).parameters.keys()
         self.splices = chat_template_type == "concat" and self._is_local()  # whether prompts reuse the parent's tokens
 
@@ -141,13 +140,22 @@ class PromptBuilder:
         """
         context, tokens = self._context_length or len(text), []
         for begin in range(0, len(text), PART) if len(text) > 4 * context else ():
-            tokens += self._tokenizer.encode(text[begin : begin + PART], add_special_tokens=False)
+            tokens += self._encode(text[begin : begin + PART])
             # Cutting a text into parts adds fewer than half of the tokens. If the parts have more than 2 * context
             # tokens, the uncut text has more than `context` tokens.
             if len(tokens) > 2 * context:
                 return tokens
-        if (raw := self._raw) and not (raw.truncation or raw.padding or raw.encode_special_tokens):
-            return raw.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return self._encode(text)
+
+    def _encode(self, text: str) -> list[int]:
+        """Return the tokens of a text.
+
+        For a short text, the tokenizer's Rust object takes half of the tokenizer's time. The method uses the Rust
+        object only if other code of this process has not changed the settings of the tokenizer.
+        """
+        rust, splits = self._rust, self._tokenizer.split_special_tokens
+        if rust and not (splits or rust.encode_special_tokens or rust.truncation or rust.padding):
+            return rust.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return self._tokenizer.encode(text, add_special_tokens=False)
 
 

@@ -49,6 +49,7 @@ from run.plan import plan_run
 from run.recover import claim, newest_checkpoint
 from run.replay import Differs, check_replay
 from run.report import write_report
+from run.serve import collect_garbage_rarely
 from run.start import Run
 from run.terminal import before_results, hush
 from training.ranks import join_ranks, leave_ranks, share
@@ -175,6 +176,7 @@ def open_run(config: TrainConfig, *agent: Any) -> Iterator[Run]:
         stack.callback(fleet.close)
         trace = Trace(config.run_dir / "trace.json" if is_training and config.rollout.enable_tracing else None)
         stack.callback(trace.close)
+        collect_garbage_rarely()
         try:
             yield Run(config, inputs, servers, fleet, trace, stack)
         except BaseException as error:

@@ -54,10 +54,10 @@ def raise_open_files() -> int:
 
 
 def collect_garbage_rarely() -> None:
-    """Let Python search for unreachable objects less often, and not among the objects that exist now.
+    """Tell Python's garbage collector to run less often, and to ignore all objects that exist at this moment.
 
-    By default, Python searches after every 700 new objects, and often looks at all objects of the process. In a process
-    with many conversations, the search takes up to half of the CPU time.
+    The garbage collector frees objects that refer to each other. By default, it runs after every 700 new objects. In a
+    process with many conversations, it would take up to half of the CPU time.
     """
     gc.freeze()
     gc.set_threshold(50_000, 20, 10)

@@ -129,24 +129,24 @@ def test_a_hundred_turns_are_rendered_once(tiny_tokenizer: Any) -> None:
     talk = Talk(tokenizer)
     rendered: list[list[dict[str, Any]]] = []
     encoded: list[str] = []
-    render, encode = tokenizer.apply_chat_template, tokenizer.encode
+    render, encode = tokenizer.apply_chat_template, talk.prompts.encode
 
     def counting_render(messages: Any, **kwargs: Any) -> Any:
         rendered.append(list(messages))
         return render(messages, **kwargs)
 
-    def counting_encode(text: str, **kwargs: Any) -> Any:
-        encoded.extend([text] if kwargs else [])
-        return encode(text, **kwargs)
+    def counting_encode(text: str) -> list[int]:
+        encoded.append(text)
+        return encode(text)
 
-    tokenizer.apply_chat_template, tokenizer.encode = counting_render, counting_encode
+    tokenizer.apply_chat_template, talk.prompts.encode = counting_render, counting_encode  # type: ignore[method-assign]
     for k in range(100):
         talk.say(user(f"question {k}"), f"answer {k}")
     said = [message["content"] for messages in rendered for message in messages]
     assert sorted(text for text in said if text.startswith("question")) == sorted(f"question {k}" for k in range(100))
     assert not any(text.startswith("answer") for text in said)
     assert max(map(len, encoded)) < 100
-    assert len(rendered) == 100
+    assert len(encoded) == len(rendered) == 100
 
 
 def test_a_template_that_wants_a_call_before_its_result_is_rendered_in_full(tiny_tokenizer: Any) -> None:
@@ -177,6 +177,28 @@ def test_variables_of_the_template_are_no_arguments_of_the_tokenizer(tiny_tokeni
     the tokenizer's method apply_chat_template, the request is refused with an error that contains the key."""
     with pytest.raises(Refusal, match=f"chat_template_kwargs: {name}"):
         PromptBuilder(tiny_tokenizer).prompt(AgentRequest([user("q")], template_kwargs={name: 1}), None)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"truncation": True, "max_length": 2},
+        {"padding": "max_length", "max_length": 500},
+        {"split_special_tokens": True},
+    ],
+)
+def test_settings_of_the_tokenizer_do_not_change_a_prompt(tiny_tokenizer: Any, settings: dict[str, Any]) -> None:
+    """An agent in the same process may use the same tokenizer with truncation or padding, or with special tokens that
+    it treats as text. The tokenizer keeps these settings for later calls, but they do not change a prompt."""
+    tokenizer = tokenizer_with(tiny_tokenizer, TEMPLATES["plain"])
+    prompts, ask = PromptBuilder(tokenizer), AgentRequest([user("Six times seven?")])
+    before = prompts.prompt(ask, None)
+    tokenizer(["a longer text of an agent"], **settings)
+    assert prompts.prompt(ask, None) == before
+    if "split_special_tokens" in settings:
+        tokenizer.split_special_tokens = True  # a user's own setting holds for prompts, too
+        text = tokenizer.apply_chat_template(ask.messages, tokenize=False, add_generation_prompt=True)
+        assert PromptBuilder(tokenizer).prompt(ask, None) == tokenizer.encode(text, add_special_tokens=False) != before
 
 
 CALL = "{% for c in m.tool_calls %}{{ '<call>' + c.function.name + c.function.arguments }}{% endfor %}"
