@@ -104,7 +104,7 @@ def split_calls(text: str, tools: Tools) -> tuple[str, list[Call]]:
     calls: list[Call] = []
     piece_begin = 0  # index at which the next piece of text begins
 
-    # No call ends after the last </tool_call>. To save time if many calls have no end mark, the search ends at the last
+    # Every call ends with </tool_call>. To save time if many calls have no end mark, the search ends at the last
     # </tool_call>.
     last = text.rfind(END_OF_CALL) + len(END_OF_CALL)
     for pair in PAIR.finditer(text, 0, last):

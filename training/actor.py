@@ -177,8 +177,8 @@ class FSDPEngine:
             if any(len(conversion.target_patterns) > 1 for conversion in whole._weight_conversions):
                 raise ValueError(f"{type(model).__name__} splits its files' tensors, which cannot be undone")
         offload = self.config.offload
-        # Without FSDP, `to_empty` gives tied layers separate tensors, and `tie_weights` makes the layers share one
-        # tensor.
+        # Without FSDP, `to_empty` gives tied layers separate tensors. Then `tie_weights` makes the layers share one
+        # tensor again.
         model.to_empty(device="cpu" if offload else self.device).tie_weights()
         options = sharded.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=offload)
         sharded.set_model_state_dict(model, state, options=options)

@@ -88,7 +88,7 @@ class PPOActorConfig:
     overlong_tokens: Count | None = None  # the length penalty begins this many tokens before max_new_tokens; null: none
     overlong_penalty_factor: NonNegative = 1.0  # length penalty of a turn with max_new_tokens tokens; 0: no penalty
     gamma: Annotated[float, "(0, 1]"] = 1.0  # discount of the advantage per token of distance from the turn's end
-    gae_lambda: Share = 1.0  # second factor of the discount per token; 0: only a turn's last token has an advantage
+    gae_lambda: Share = 1.0  # the advantage is discounted by gamma * gae_lambda per token; 0: a turn's last token only
     reward_bias: Annotated[float, "(-inf, inf)"] = 0.0  # number that is added to every reward; 0: nothing is added
     reward_scaling: Positive = 1.0  # factor that multiplies every reward after the bias is added
     reward_clip: Positive = 20.0  # scaled rewards are clipped to the range from -reward_clip to reward_clip

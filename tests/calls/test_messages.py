@@ -26,7 +26,9 @@ from calls.tools import Call, Parsed
 from inference.io_struct import GenerationHyperparameters, ModelResponse
 
 LINES = (ROOT / "tests/data/client_pairs.jsonl").read_text().splitlines()
-PAIRS = [json.loads(line) for line in LINES]  # each pair has two requests of a real client and the reply to the first
+PAIRS = [
+    json.loads(line) for line in LINES
+]  # a pair: two requests of a real client, and the reply to the first request
 HELLO = [{"role": "user", "content": "hello"}]
 TOOL = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}
 PARSERS = [parse_chat, parse_responses, parse_anthropic]
@@ -104,7 +106,7 @@ def places(value: Any, path: tuple = ()) -> list[tuple]:
     if not isinstance(value, dict) or value.get("type") in ("thinking", "reasoning"):
         return []
     if "call_id" in value or value.get("type") == "message":
-        value = {key: item for key, item in value.items() if key != "id"}  # the comparison ignores the id of an item
+        value = {key: item for key, item in value.items() if key != "id"}  # the tree ignores an item's id
     found = [(*path, key) for key in value if key in SAID and isinstance(value[key], str)]
     found += [(*path, "input", key) for key in value.get("input", ())]
     inner = [key for key in value if key in ("content", "tool_calls", "function") and not isinstance(value[key], str)]

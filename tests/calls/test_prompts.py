@@ -188,15 +188,16 @@ def test_variables_of_the_template_are_no_arguments_of_the_tokenizer(tiny_tokeni
     ],
 )
 def test_settings_of_the_tokenizer_do_not_change_a_prompt(tiny_tokenizer: Any, settings: dict[str, Any]) -> None:
-    """An agent in the same process may use the same tokenizer with truncation or padding, or with special tokens that
-    it treats as text. The tokenizer keeps these settings for later calls, but they do not change a prompt."""
+    """An agent in the same process may call the proxy's tokenizer with other settings, such as truncation. The Rust
+    object inside the tokenizer keeps the settings of the agent's call, but the settings do not change a prompt. An
+    attribute of the tokenizer that its owner has set changes every prompt."""
     tokenizer = tokenizer_with(tiny_tokenizer, TEMPLATES["plain"])
     prompts, ask = PromptBuilder(tokenizer), AgentRequest([user("Six times seven?")])
     before = prompts.prompt(ask, None)
     tokenizer(["a longer text of an agent"], **settings)
     assert prompts.prompt(ask, None) == before
     if "split_special_tokens" in settings:
-        tokenizer.split_special_tokens = True  # a user's own setting holds for prompts, too
+        tokenizer.split_special_tokens = True  # this setting of the tokenizer's owner changes prompts
         text = tokenizer.apply_chat_template(ask.messages, tokenize=False, add_generation_prompt=True)
         assert PromptBuilder(tokenizer).prompt(ask, None) == tokenizer.encode(text, add_special_tokens=False) != before
 
