@@ -183,7 +183,7 @@ class TextReader:
                       context         ^ settled
 
     The text of the tokens before the position `settled` can no longer change. The tokens after `settled` are pending.
-    Each call of `read` settles a block of pending tokens or no token. The context is the last settled block that has
+    Each call of `read` settles either a block of pending tokens or nothing. The context is the last settled block that has
     text. Every `read` decodes the context and the pending tokens together. The decoder writes U+FFFD for the bytes of
     an incomplete character.
     """

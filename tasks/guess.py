@@ -9,7 +9,7 @@ training, tokens or versions. The agent is given a `base_url`, plays a game, and
 
 **Why six numbers.** With the numbers 1 to 7, exactly one first guess is best: 4. With seven numbers, games that begin
 with the guess 4 earn the lowest reward early in training. With seven numbers, a wrong first guess of 4 leaves three
-possible numbers. To find each of three possible numbers with two guesses, the agent must guess the middle number first.
+possible numbers and two guesses. The agent is sure to find the number only if it guesses the middle number first.
 Early in training, the model has not yet learnt to guess the middle number. The model learns the first guess before the
 later guesses, because every game has a first guess. With seven numbers and most random seeds, training ends in a local
 optimum with a wrong first guess. With six numbers, 3 and 4 are equally good first guesses. A first guess of 3 or 4

@@ -171,8 +171,8 @@ class FSDPEngine:
             whole: Any = AutoModelForCausalLM.from_pretrained(self.model_path, dtype=torch.float32)
             state, buffers = whole.state_dict(), dict(whole.named_buffers())
             # When transformers loads some models, it converts the tensors of the files. The weight update
-            # (inference/weights.py) reverses each conversion for one tensor at a time. The weight update cannot reverse
-            # a conversion that splits one tensor of the files into several.
+            # (inference/weights.py) handles one tensor after another, and undoes the conversion of this tensor alone.
+            # It cannot undo a conversion that splits one tensor of the files into several.
             model._weight_conversions = whole._weight_conversions
             if any(len(conversion.target_patterns) > 1 for conversion in whole._weight_conversions):
                 raise ValueError(f"{type(model).__name__} splits its files' tensors, which cannot be undone")

@@ -1,6 +1,7 @@
-"""The state machine of the sessions runs SessionTable and Limits (calls/sessions.py).
+"""SessionMachine, the state machine of the sessions, explores the real classes SessionTable and Limits
+(calls/sessions.py).
 
-SessionMachine uses the real classes, not models of these classes. The trainer adds grants to the session table. The
+SessionMachine calls the real classes, not models of these classes. The trainer adds grants to the session table. The
 trainer starts, ends, exports and discards sessions. Agents send calls, turns end, and time passes in steps of 30
 seconds. The class Work replaces Turn, and has only the two attributes of a turn that SessionTable uses. From every
 state, all sessions and turns can end. The properties:

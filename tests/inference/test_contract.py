@@ -78,9 +78,9 @@ class Server:
         return response.json()
 
     def send(self, max_new_tokens: int, prompt: Any) -> Callable[[], Any]:
-        """Send a request, and return a function that waits for the answer. After the request, `send` calls `version()`
-        and waits for the version. The server reads requests in order of arrival, so the server has read the first
-        request when `send` returns."""
+        """Send a request, and return a function that waits for the answer. After the request, `send` asks the server for
+        its version and waits for the reply. The server reads requests in order of arrival, so the server has read the
+        first request when this reply comes."""
         sampling = {"temperature": 1.0, "ignore_eos": True, "max_new_tokens": max_new_tokens}
         connection = HTTPConnection(self.http.base_url.host, self.http.base_url.port or 80, timeout=60)
         body = json.dumps({"input_ids": prompt, "sampling_params": sampling})
@@ -390,9 +390,9 @@ def test_spans_say_which_version_computed_which_token(server: Server, mode: str)
 
 
 def test_a_request_outlives_released_memory(server: Server) -> None:
-    """A server that has released its memory keeps its requests. After the next weight update, a request that a pause in
-    mode `retract` has interrupted continues after its last token. If a request arrives while the memory is released,
-    the server answers the request after the next weight update."""
+    """A server that has released its memory keeps its requests. If a pause in mode `retract` has interrupted a request,
+    the next weight update lets the request continue from its last token. If a request arrives while the memory is
+    released, the server answers the request after the next weight update."""
     if server.http.delete("/release_memory_occupation").status_code == 404:
         pytest.skip("this server has no route /release_memory_occupation")
     waiting = []

@@ -329,8 +329,7 @@ def test_rejected_groups_are_refilled(make_stage):
 
 
 def test_the_gate_is_kept_supplied_while_the_trainer_trains(make_stage):
-    """When a batch is taken, the dispatcher has already submitted the prompts that the gate will admit at the next
-    version."""
+    """When a batch is taken, the queue already contains all prompts that the gate will admit at the next version."""
     stage = make_stage(eta=1, batch=2)
     source = prompts()
     stage.finish(*range(4))
