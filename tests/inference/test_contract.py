@@ -78,9 +78,9 @@ class Server:
         return response.json()
 
     def send(self, max_new_tokens: int, prompt: Any) -> Callable[[], Any]:
-        """Send a request, and return a function that waits for the answer. After the request, `send` asks the server for
-        its version and waits for the reply. The server reads requests in order of arrival, so the server has read the
-        first request when this reply comes."""
+        """Send a request, and return a function that waits for the answer. After the request, `send` asks the server
+        for its version and waits for the reply. The server reads requests in order of arrival, so the server has read
+        the first request when this reply comes."""
         sampling = {"temperature": 1.0, "ignore_eos": True, "max_new_tokens": max_new_tokens}
         connection = HTTPConnection(self.http.base_url.host, self.http.base_url.port or 80, timeout=60)
         body = json.dumps({"input_ids": prompt, "sampling_params": sampling})
