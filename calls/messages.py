@@ -23,14 +23,13 @@ compares only four fields of a message, which the function `canonical` returns:
 
 The comparison ignores `name`, reasoning, annotations, cache markers, message ids and all unknown keys. If a client
 changes the text of an earlier message, the client's request starts a new conversation. If a message counts as equal to
-the parent's answer, the prompt contains the tokens that the model sampled, even if tokenising the message would give
-other tokens.
+the parent's answer, the prompt contains the sampled tokens, even if tokenising the message would give other tokens.
 
 References. In place of the history, some clients send an id as `previous_response_id`, `item_reference` or Anthropic's
-`thread`. The function `find` returns the finished interaction that an id names, and messages of this interaction
-replace the id. Instructions in the request replace the instructions in the history. If a request continues a thread and
-has no tools, the parser uses the tools of the parent. `previous_response_id` and `thread` name the parent of the
-request, even if the request and the parent have different instructions or tools.
+`thread`. The parser gets the finished interaction with this id from the function `find`, and replaces the id by
+messages of the interaction. Instructions in the request replace the instructions in the history. If a request continues
+a thread and has no tools, the parser uses the tools of the parent. `previous_response_id` and `thread` name the parent
+of the request, even if the request and the parent have different instructions or tools.
 
 Images and files. The model reads only text. In messages and tool results, the parser replaces every image or file with
 the text PLACEHOLDER. The metric `placeholders` counts the replaced images and files.
@@ -118,7 +117,7 @@ class AgentRequest:
 
 
 def normalise(raw: Any, where: str = "message") -> Message:
-    """Return the normal form of the message `raw`, which has the form of the chat completions protocol.
+    """Convert the message `raw`, which has the form of chat completions, to normal form.
 
     `where` is the path of the message in the request, such as "messages[0]". Raises a Refusal that names this path if
     the role, the text or a tool call is not valid.

@@ -183,9 +183,9 @@ class TextReader:
                       context         ^ settled
 
     The text of the tokens before the position `settled` can no longer change. The tokens after `settled` are pending.
-    Each call of `read` settles either a block of pending tokens or nothing. The context is the last settled block that
-    has text. Every `read` decodes the context and the pending tokens together. The decoder writes U+FFFD for the bytes
-    of an incomplete character.
+    If no later token can change the text of a block of pending tokens, `read` settles the block: it moves `settled` to
+    the end of the block. The context is the last settled block that has text. Every `read` decodes the context and the
+    pending tokens together. The decoder writes U+FFFD for the bytes of an incomplete character.
     """
 
     def __init__(self, tokenizer: Any, gconfig: Any, opening: str = "", special_tokens: bool = False) -> None:
