@@ -183,7 +183,7 @@ async def test_a_stream_without_tokens_is_not_silent(start: Start, monkeypatch: 
 @pytest.mark.parametrize("streams", [True, False])
 async def test_an_error_before_the_first_token_is_a_status(start: Start, streams: bool) -> None:
     """A call that fails before its first token gets an HTTP error status, even if the client has asked for a stream.
-    The proxy sends the headers of a stream only with the first token."""
+    The proxy sends the headers of a stream when the first token arrives, or after PING_SECONDS without a token."""
     harness = start()
     session = await harness.start()
     harness.engine.error = EngineError("the prompt is too long", 400)
