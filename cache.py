@@ -20,7 +20,7 @@ the tree (calls/messages.py, `canonical`).
 A call usually continues the conversation of the interaction that finished last, so the cache first compares the call's
 messages with this conversation.
 
-Rewards. The cache computes the final reward R of every turn i, first for the leaves and last for the roots:
+Rewards. Every turn i has an own reward r(i). From the leaves to the roots, the cache computes the final reward R(i):
 
     R(i) = r(i) + gamma * mean of R(c) over the children c of i        (the mean is 0 if i has no children)
 
@@ -31,9 +31,9 @@ purposes, for example to get a title for the conversation. A side conversation d
 (calls/side_conversations.py).
 
 Export. A row is a sequence of tokens for training. With style "individual" each turn has its own row. With style
-"concat" each leaf has a row, which holds the turns from the root to the leaf. With style "individual" and with style
-"concat", each sampled token is trained exactly once, with the final reward of its own turn. The server sampled each
-trained token after exactly those tokens that precede it in the row. The module rollout/rows.py makes the rows.
+"concat" each leaf has a row, which holds the turns from the root to the leaf. With both styles, each sampled token of a
+trainable turn is trained exactly once, with the final reward of its own turn. The server sampled each trained token
+after exactly those tokens that precede it in the row. The module rollout/rows.py makes the rows.
 
 Not promised. If an agent changes the messages or the output of a turn, the agent's next call is not a child of this
 turn. If two turns have identical messages and outputs, a call that continues their conversation becomes a child of the
@@ -198,7 +198,7 @@ class InteractionCache(Mapping[str, Interaction]):
             self._remove(interaction_id)
 
     def drop_orphan(self, interaction_id: str) -> None:
-        """Remove a finished interaction whose reply the client never read, unless it has children."""
+        """Remove a finished interaction whose reply the client never read, unless the interaction has children."""
         interaction = self.get(interaction_id)
         if interaction is not None and interaction.complete and not interaction.children:
             self._tree.remove(interaction)

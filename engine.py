@@ -15,7 +15,7 @@ that one POST /generate produces. The pause mode decides how a weight update int
 
 - `retract` (the default): the server keeps the tokens of a request and drops the request's KV cache. After the update,
   the server recomputes the KV cache with the new weights and continues the request. In mode `retract` the engine gets
-  all tokens as one segment. The server's answer lists spans (`weight_versions`): consecutive tokens of one version.
+  all tokens as one segment. The server's answer states which span of tokens has which version (`weight_versions`).
 
 - `abort`: the server returns the tokens generated so far, with finish reason `abort`. After an abort, the engine sends
   a new request with the prompt and the generated tokens. The new request waits until the update is complete.
@@ -204,7 +204,7 @@ class RemoteInfEngine:
         raise failure
 
     async def _abort(self, server: str, rid: str) -> None:
-        """Tell a server to stop generating for request `rid`. SGLang does not notice that a client has disconnected.
+        """Tell a server to stop the generation of request `rid`. SGLang does not notice that a client has disconnected.
 
         A router does not forward aborts, so the engine sends the abort to every worker of the router. Errors are
         ignored.
@@ -214,8 +214,8 @@ class RemoteInfEngine:
         await asyncio.shield(asyncio.gather(*calls, return_exceptions=True))
 
     async def _ask_a_server(self, key: str, ask: Callable[[str], Awaitable[Any]]) -> Any:
-        """Call the function `ask` with the URL of the server for `key`, and return the function's result. If the server
-        fails, wait and retry.
+        """Call the function `ask` with the URL of the server that `key` selects, and return the function's result. If
+        the server fails, wait and retry.
 
         If `ask` raises an EngineError with status 502 or 503, the server has failed. Each retry goes to a living
         server, if any server is alive. When no retry is left, the method raises the last error. If `ask` raises an
@@ -267,7 +267,7 @@ class RemoteInfEngine:
             if token < 0 or (self.vocab_size is not None and token >= self.vocab_size):
                 raise EngineError(f"token id {token} is outside the vocabulary of {self.vocab_size} tokens", 400)
 
-    # 2. Methods of the trainer's main thread. A method that sends a request to all servers waits until all servers have
+    # 2. Methods of the trainer's main thread. If a method sends a request to all servers, it waits until all have
     #    answered.
 
     def initialize(self) -> None:
@@ -379,7 +379,7 @@ class RemoteInfEngine:
             self.executor.destroy()
 
     def score(self, ids: list[int]) -> list[list[float]]:
-        """Return one list for each living server: log p(token | earlier tokens) of each token at temperature 1.
+        """Return one list for each living server, with log p(token | earlier tokens) of each token at temperature 1.
 
         The first entry of each list is 0, because the first token has no earlier tokens. If `ids` fills the context
         window, the last token of `ids` is not scored, because the request must leave room for one generated token.

@@ -11,7 +11,7 @@ policies give a log-probability to every sampled token:
 Standard PPO uses one old policy for two purposes. First, the ratio of the current policy to the old policy corrects for
 data from older weights. Second, a clip around the old policy limits how far a step moves the current policy. If the old
 policy is several versions old, the clip holds the current policy close to outdated weights. Decoupled PPO (arXiv
-2505.24298, equation 5) clips the ratio u = pi_theta / pi_prox, weights tokens by pi_prox / pi_behav, and maximises
+2505.24298, equation 5) clips the ratio u = pi_theta / pi_prox, scales each term by pi_prox / pi_behav, and maximises
 
     J = mean over trained tokens of   pi_prox / pi_behav * min(u A, clip(u, 1 - eps, 1 + eps) A)
                                       behaviour weight     the clip, centred on pi_prox
@@ -28,10 +28,10 @@ Three options change the influence of a single token on the loss:
   `clip higher`:  The key eps_clip_higher raises the upper bound of u, so that a step can make rare tokens likelier.
   `dual clip`:    For A < 0 the term u A has no lower bound. With c_clip = c the term u A has the lower bound c A.
 
-Every trained token of a turn gets the turn's advantage. With GAE, the earlier tokens of a turn get a smaller share of
-the turn's advantage. The return of a turn is computed from the turn's reward and the discounted rewards of later turns
-(cache.py). By default, a turn's baseline is the mean return of the turns of its group that have the same turn number.
-The tensor group_ids gives the group of each row, so the rows of a batch may be in any order.
+By default, every trained token of a turn gets the turn's advantage. With GAE, the earlier tokens of a turn get a
+smaller share of the turn's advantage. The return of a turn is computed from the turn's reward and the discounted
+rewards of later turns (cache.py). By default, a turn's baseline is the mean return of the turns of its group that have
+the same turn number. The tensor group_ids gives the group of each row, so the rows of a batch may be in any order.
 
 Limits: the clip does not bound u, because the gradients of other tokens can change the probability of a clipped token.
 The cap of the behaviour weight biases the gradient. The algorithm has no critic. Variants are in training/:

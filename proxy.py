@@ -19,7 +19,7 @@ long and random, so nobody can guess it. A request marked "admin" below needs th
     POST /set_version (admin)                     set the version of the trainer's newest weights
     GET  /health                                  return the number of sessions and the number of unused grants
 
-The example shows how a call becomes a prompt. The model answered "Hi!" in the first turn. The second call is:
+This example shows how a call becomes a prompt. The model answered "Hi!" in the first turn. The second call is:
 
     {"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "Hi!"},
                   {"role": "user", "content": "more"}], "temperature": 0.7}

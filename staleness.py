@@ -21,10 +21,10 @@ groups wait for the trainer, fewer than (v + 1) * B of all (eta + v + 1) * B pla
 while a slow group runs. In an example with eta = 1 and B = 2, a slow group reaches age 5 (tests/test_staleness.py).
 `rollout.stale` chooses one of three rules that limit the lag of every trained token to eta:
 
-- **wait** consumes the groups that started first, so batches wait for slow groups. *Proof:* in order of start, number
-  the groups that are not rejected. If group p starts at version s, groups 1 to p have places, so
-  p <= (eta + s + 1) * B. If one of the groups before p is rejected, p decreases by 1. Step ceil(p / B) consumes group p
-  at version ceil(p / B) - 1 <= eta + s. Every token of group p has a version >= s, so the group's age is at most eta.
+- **wait** consumes the groups that started first, so batches wait for slow groups. *Proof:* number the groups in order
+  of start, and leave out the rejected groups. If group p starts at version s, groups 1 to p have places, so
+  p <= (eta + s + 1) * B. If a group before p is rejected, p decreases by 1. Step ceil(p / B) consumes group p at
+  version ceil(p / B) - 1 <= eta + s. Every token of group p has a version >= s, so the group's age is at most eta.
 
 - **mask** consumes the groups that finished first. The loss excludes tokens whose lag is above eta. The first tokens of
   long answers are masked most often, because they are the oldest. With `mask`, no step waits for a slow group. A group
@@ -74,9 +74,9 @@ class RolloutStat:
 class StalenessManager:
     """The staleness gate (write-up, section 1.2) and the age check at consumption. All methods are thread-safe.
 
-    No method calls version_provider.get_version() while the method holds `_lock`. `get_capacity` reads the version
-    before the counters. If the version grows after `get_capacity` has read the version, the capacity is too small for a
-    moment, but never too large.
+    No method holds `_lock` while it calls version_provider.get_version(). `get_capacity` reads the version before the
+    counters. If the version grows after `get_capacity` has read the version, the capacity is too small for a moment,
+    but never too large.
     """
 
     version_provider: VersionProvider
@@ -180,8 +180,8 @@ class StalenessManager:
             self._stat.failed_members += count
 
     def on_version_recovered(self, version: int, finished_untrained: int = 0) -> None:
-        """Set `accepted` after a restart to version * B + finished_untrained. The steps before the restart have
-        consumed version * B groups, and `finished_untrained` groups were restored.
+        """After a restart, set `accepted` to version * B + finished_untrained. The steps before the restart have
+        consumed version * B groups, and finished_untrained is the number of restored groups.
 
         With `accepted` = 0 after a restart, the gate would admit version * B groups too many (AReaL #1388).
         """

@@ -1,7 +1,7 @@
 """Train a language-model agent with asynchronous reinforcement learning. This file is the training loop.
 
     `python train.py` runs the demo, in which an agent learns to guess a number.
-    `python train.py --config configs/maze.yaml` runs a maze. In the maze, weight updates interrupt the long answers.
+    `python train.py --config configs/maze.yaml` trains on a maze, where weight updates interrupt the long answers.
     `python train.py seed=2 rollout.max_head_offpolicyness=0` runs the demo with synchronous training.
     `python train.py mode=eval model_path=DIR` evaluates the agents without training.
     `torchrun --nproc-per-node=4 train.py ...` trains on four ranks.

@@ -73,7 +73,7 @@ class WorkflowContext(NamedTuple):
 
     is_eval: bool = False  # whether the episode belongs to an evaluation
     task_id: int | None = None  # the id of the dispatcher's task; None if no executor runs the episode
-    sample_idx: int = 0  # the index of this member in its group
+    sample_idx: int = 0  # the index of the episode in its group
 
     @property
     def name(self) -> str:
@@ -91,7 +91,7 @@ class workflow_context:
 
     @staticmethod
     def stat_scope() -> str:
-        """Return the name under which the running episode is counted and dumped: "rollout" or "eval-rollout"."""
+        """Return the name of the running episode's dump folder: "rollout" or, in an evaluation, "eval-rollout"."""
         return "eval-rollout" if _context.get().is_eval else "rollout"
 
 
@@ -282,7 +282,7 @@ def agents_pool(size: int, *prefix: str) -> PerLoop[WorkerPool]:
 
 @dataclass(eq=False, repr=False)
 class OpenAIProxyWorkflow(RolloutWorkflow):
-    """Run an agent in a session of the proxy, set the rewards that it returns, and export the interactions."""
+    """Run an agent in a session of the proxy, set the rewards that the agent returns, and export the interactions."""
 
     agent: Any
     proxy_addr: str | tuple[str, ...]  # with several proxies, each episode uses one of them

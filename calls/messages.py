@@ -22,14 +22,14 @@ compares only four fields of a message, which the function `canonical` returns:
     `tool_call_id`: in a tool's result, the id of the tool call; some clients call this key `id`.
 
 The comparison ignores `name`, reasoning, annotations, cache markers, message ids and all unknown keys. If a client
-changes the text of an earlier message, the client's request starts a new conversation. A message that counts as equal
-to the parent's answer can have other tokens. The prompt contains the tokens that the model sampled.
+changes the text of an earlier message, the client's request starts a new conversation. If a message counts as equal to
+the parent's answer, the prompt contains the sampled tokens, even if tokenising the message would give other tokens.
 
 References. In place of the history, some clients send an id as `previous_response_id`, `item_reference` or Anthropic's
-`thread`. The function `find` returns the finished interaction that an id names, and messages of this interaction
-replace the id. Instructions in the request replace the instructions in the history. If a request continues a thread and
-has no tools, the parser uses the tools of the parent. `previous_response_id` and `thread` name the parent of the
-request, even if the request and the parent have different instructions or tools.
+`thread`. The parser gets the finished interaction with this id from the function `find`, and replaces the id by
+messages of the interaction. Instructions in the request replace the instructions in the history. If a request continues
+a thread and has no tools, the parser uses the tools of the parent. `previous_response_id` and `thread` name the parent
+of the request, even if the request and the parent have different instructions or tools.
 
 Images and files. The model reads only text. In messages and tool results, the parser replaces every image or file with
 the text PLACEHOLDER. The metric `placeholders` counts the replaced images and files.
@@ -117,7 +117,7 @@ class AgentRequest:
 
 
 def normalise(raw: Any, where: str = "message") -> Message:
-    """Return the normal form of the message `raw`, which has the form of the chat completions protocol.
+    """Convert the message `raw`, which has the form of chat completions, to normal form.
 
     `where` is the path of the message in the request, such as "messages[0]". Raises a Refusal that names this path if
     the role, the text or a tool call is not valid.
@@ -171,7 +171,7 @@ def _tool_call(raw: Any, where: str) -> Json:
         arguments = write_json(arguments, where)
     with contextlib.suppress(ValueError):  # a model may write arguments that are not JSON
         # A message has at most LEVELS levels of nesting. The list of tool calls adds 3 levels around the arguments.
-        # `write_json` may count one level too many. The arguments have at most LEVELS - 4 levels.
+        # `write_json` may count one level too many, so the arguments may have at most LEVELS - 4 levels.
         arguments = read_json(arguments, LEVELS - 4)
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 

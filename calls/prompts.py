@@ -1,4 +1,4 @@
-r"""Turn messages into the tokens of a prompt, and turn the tokens of an answer into text while the tokens arrive.
+r"""Convert messages to the tokens of a prompt, and convert the tokens of an answer to text while the tokens arrive.
 
 Prompts. For the first turn of a conversation, `PromptBuilder` renders the messages with the chat template. The prompt
 of a later turn begins with the parent's tokens, so the parent's answer is not tokenised again:
@@ -15,8 +15,8 @@ template of Qwen, for example, the three parts of a prompt are:
     tail               \n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n
 
 The template writes <|im_end|> after SENTINEL, because <|im_end|> closes an assistant's turn. If the model has already
-sampled <|im_end|>, as in the example, `PromptBuilder` removes <|im_end|> from the tail. If a length limit cut the
-answer, <|im_end|> stays in the tail and is not trained.
+sampled <|im_end|>, as in the example, `PromptBuilder` removes <|im_end|> from the tail. If a length limit has cut off
+the answer, <|im_end|> stays in the tail and is not trained.
 
 Many templates change earlier messages. For example, some templates remove reasoning or blanks from earlier turns. A
 prompt that begins with the parent's tokens keeps every answer exactly as the model wrote it. If each prompt begins with
@@ -24,8 +24,8 @@ the parent's tokens, training can use a whole conversation as one sequence. A pr
 tokens is correct only if the tail depends on the new messages alone. To test a template, the constructor of
 `PromptBuilder` renders the same message twice: after a short history and after a longer history. If the tail depends on
 the history, or if chat_template_type is "hf", `PromptBuilder` renders the whole conversation for every prompt. If the
-template raises an error for the stub of one turn, the whole conversation is rendered for this turn. If a turn's prompt
-does not begin with the parent's tokens, an export in style concat starts a new row at this turn.
+template raises an error for the stub and the new messages of a turn, the whole conversation is rendered for this turn.
+If a turn's prompt does not begin with the parent's tokens, an export in style concat starts a new row at this turn.
 
 Text. `TextReader.read` returns only text that no later token can change. `TextReader` holds back incomplete characters
 and text that may be the beginning of a stop string. The text of a token may depend on the tokens before it, because
@@ -60,11 +60,11 @@ STUB: list[Message] = [{"role": "user", "content": "x"}, {"role": "assistant", "
 REFUSES = (TemplateError, LookupError, TypeError, ValueError, RecursionError)  # errors that templates raise
 PART = 2**16  # number of characters in each part of a text that is much longer than the context
 INCOMPLETE = 3  # an incomplete character has at most 3 bytes, so at most 3 tokens, and is decoded to at most 3 U+FFFD
-WITHOUT_TEXT = 16  # more than 16 pending tokens without text are settled as special tokens
+WITHOUT_TEXT = 16  # if more than 16 tokens in a row have no text, TextReader takes them for special tokens
 
 
 class PromptBuilder:
-    """Turns messages into prompt tokens with the chat template of the tokenizer."""
+    """Converts messages to prompt tokens with the chat template of the tokenizer."""
 
     def __init__(self, tokenizer: Any, chat_template_type: str = "concat", context_length: int | None = None) -> None:
         if not tokenizer.chat_template:
@@ -150,8 +150,8 @@ class PromptBuilder:
     def _encode(self, text: str) -> list[int]:
         """Return the tokens of a text.
 
-        For a short text, the tokenizer's Rust object takes half of the tokenizer's time. The method uses the Rust
-        object only if other code of this process has not changed the settings of the tokenizer.
+        For a short text, the tokenizer's Rust object needs only half as much time as the tokenizer. The method uses the
+        Rust object only if other code of this process has not changed the settings of the tokenizer.
         """
         rust, splits = self._rust, self._tokenizer.split_special_tokens
         if rust and not (splits or rust.encode_special_tokens or rust.truncation or rust.padding):
@@ -176,16 +176,16 @@ def other_forms(messages: list[Message]) -> list[list[Message]]:
 
 
 class TextReader:
-    """Turns the tokens of one answer into text. Call `read` while tokens arrive, and `whole` when all tokens have
+    """Converts the tokens of one answer to text. Call `read` while tokens arrive, and `whole` when all tokens have
     arrived.
 
         tokens      a  b  c | d  e  f | g  h
                       context         ^ settled
 
     The text of the tokens before the position `settled` can no longer change. The tokens after `settled` are pending.
-    Each call of `read` settles either a block of pending tokens or nothing. The context is the last settled block that
-    has text. Every `read` decodes the context and the pending tokens together. The decoder writes U+FFFD for the bytes
-    of an incomplete character.
+    If no later token can change the text of a block of pending tokens, `read` settles the block: it moves `settled` to
+    the end of the block. The context is the last settled block that has text. Every `read` decodes the context and the
+    pending tokens together. The decoder writes U+FFFD for the bytes of an incomplete character.
     """
 
     def __init__(self, tokenizer: Any, gconfig: Any, opening: str = "", special_tokens: bool = False) -> None:

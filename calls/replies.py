@@ -150,7 +150,7 @@ class Stream:
         raise NotImplementedError
 
     def grow(self, parts: list[Part], whole: bool = False) -> bytes:
-        """Return the events that send the text added to the answer since the last call, or b"" if nothing is new.
+        """Return the events that send the text that was added since the last call, or b"" if no text was added.
 
         `parts` are all parts of the answer so far, including those already sent. If the answer is complete, `whole` is
         true. If `whole` is false, the last part stays open for more text.

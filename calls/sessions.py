@@ -169,7 +169,7 @@ class SessionTable(OrderedDict[str, Session]):
     def forget(self, session: Session) -> None:
         """End a session, and remove the session and its conversation tree from the table."""
         self.end(session)
-        session.turns.clear()  # a turn and its session refer to each other; this line breaks the circle of references
+        session.turns.clear()  # a turn and its session refer to each other; this line breaks the reference cycle
         self.pop(session.session_id, None)
 
     def expire(self) -> None:

@@ -11,13 +11,13 @@ The rule. A finished interaction is a *suspect* if conditions 1 and 2 hold:
 
 A suspect is a side conversation if condition 3 also holds:
 
-    (3) The session has an interaction that is no suspect, and every such interaction has another first message than
-        the suspect.
+    (3) The session has interactions that are no suspects, and none of them has the same first message as the suspect.
 
 The rule does not depend on the order of the calls, so a title request may come before, between or after the agent's
-calls. The rule excludes two kinds of calls that resemble a title request. If an agent offers no tools in its final
-call, this call has the same first message as the agent's earlier calls, so condition 3 does not hold. If a second agent
-makes only one call, the prompt of this call describes a task and requests no title, so condition 1 does not hold.
+calls. Two kinds of calls resemble a title request, but do not satisfy all conditions. If an agent offers no tools in
+its final call, this call has the same first message as the agent's earlier calls, so condition 3 does not hold. If a
+second agent makes only one call, the prompt of this call describes a task and requests no title, so condition 1 does
+not hold.
 
 The configuration key rollout.openai.side_conversations contains the patterns, which are regular expressions. The
 patterns ignore the difference between upper and lower case. If the list of patterns is empty, the rule is off. If the

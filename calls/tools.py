@@ -117,7 +117,7 @@ def split_calls(text: str, tools: Tools) -> tuple[str, list[Call]]:
     return "".join(pieces), calls
 
 
-# At each new token, a stream parses its whole text. With the cache, the JSON of a call is decoded only once.
+# After each new token, a stream parses its whole text. With the cache, the JSON of a call is decoded only once.
 @functools.lru_cache(4096)
 def read_call(body: str, names: frozenset[str]) -> Call | None:
     """Return the call that `body` contains, or None if `body` is not a valid call of a tool in `names`."""

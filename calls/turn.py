@@ -20,17 +20,17 @@ States. Each turn runs as an asyncio task. A connection that waits for a turn's 
     abandoned  | the session ends before the abort is done   | failed
 
 The state of a turn decides whether the turn stays in the tree. A finished or unread turn stays in the tree. A failed
-turn is removed from the tree. When a turn is abandoned, the server stops generating. The tokens that an abandoned turn
-has already streamed stay in the tree, because the client has read them. A replaced turn stays in the tree only if a
-later turn continues the replaced turn's conversation.
+turn is removed from the tree. When a turn is abandoned, the server stops generating. The tree keeps the tokens that an
+abandoned turn has already streamed, because the client has read them. A replaced turn stays in the tree only if a later
+turn continues the replaced turn's conversation.
 
 Retries. A client repeats a request if the connection times out or the reply has a 5xx status. The SDKs of OpenAI and
 Anthropic mark a repeated request with the header x-stainless-retry-count. `match_retry` compares the body of a request,
 byte for byte, with the bodies of the session's earlier turns. The first rule that fits the request applies:
 
     (1) If a turn with the same body is unread, failed or abandoned, the request is a retry of this turn.
-    (2) If x-stainless-retry-count is above 0, the request is a retry of a running turn with the same body. If no turn
-        with the same body is running, the request is a retry of the last finished one with a closed connection.
+    (2) If x-stainless-retry-count is above 0, the request is a retry of a running turn with the same body. If no such
+        turn is running, the request is a retry of the last finished turn with the same body and a closed connection.
     (3) If rules 1 and 2 do not apply, the request is a new call, even if an earlier turn has the same body.
 
 Rule 2 ignores a finished turn whose connection is still open, because a client closes its connection before it retries.

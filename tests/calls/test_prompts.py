@@ -189,8 +189,8 @@ def test_variables_of_the_template_are_no_arguments_of_the_tokenizer(tiny_tokeni
 )
 def test_settings_of_the_tokenizer_do_not_change_a_prompt(tiny_tokenizer: Any, settings: dict[str, Any]) -> None:
     """An agent in the same process may call the proxy's tokenizer with other settings, such as truncation. The Rust
-    object inside the tokenizer keeps the settings of the agent's call, but the settings do not change a prompt. An
-    attribute of the tokenizer that its owner has set changes every prompt."""
+    object inside the tokenizer keeps the settings of the agent's call, but the settings do not change a prompt. If the
+    owner of the tokenizer sets an attribute such as split_special_tokens, every prompt changes."""
     tokenizer = tokenizer_with(tiny_tokenizer, TEMPLATES["plain"])
     prompts, ask = PromptBuilder(tokenizer), AgentRequest([user("Six times seven?")])
     before = prompts.prompt(ask, None)
@@ -299,8 +299,8 @@ def tokenizer_of(kind: str, of_bytes: Any) -> Any:
     st.lists(st.text("ab ", min_size=1, max_size=3), max_size=2),
 )
 def test_a_stream_never_takes_anything_back(tiny_tokenizer: Any, data: Any, kind: str, stop: list[str]) -> None:
-    """Each text that `read` returns for an answer is a prefix of the texts that later calls of `read` return, and of
-    the answer's whole text. The tokens, the stop strings and the number of new tokens for each call of `read` are
+    """Each text that `read` returns is a prefix of all texts that it returns later for the same answer, and of the
+    answer's whole text. The tokens, the stop strings and the number of new tokens for each call of `read` are
     random."""
     tokenizer = tokenizer_of(kind, tiny_tokenizer)
     if kind == "bytes":
@@ -353,7 +353,7 @@ def test_reading_a_stream_is_linear(tiny_tokenizer: Any) -> None:
 
 
 def test_long_stop_strings_cost_little(tiny_tokenizer: Any) -> None:
-    """A stream compares the end of its text with a stop string at most twice for each token, however long the stop
+    """For each token, a stream compares the end of its text with each stop string at most twice, however long the stop
     strings are."""
     compared = []
 

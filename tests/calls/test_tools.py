@@ -101,8 +101,8 @@ PIECES = st.sampled_from(
 @settings(deadline=None)
 @given(st.lists(PIECES, max_size=8).map("".join), st.booleans())
 def test_what_is_certain_is_never_taken_back(text: str, offered: bool) -> None:
-    """While a text grows, the text and reasoning that `certain` returns never become shorter. The returned text and
-    reasoning are always prefixes of the final text and reasoning."""
+    """While a text grows, `certain` never returns a shorter text or a shorter reasoning than before. The returned text
+    and reasoning are always prefixes of the final text and reasoning."""
     tools = TOOLS if offered else []
     whole, before = PARSER.parse(text, tools), Parsed("")
     for end in range(len(text) + 1):

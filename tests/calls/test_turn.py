@@ -118,8 +118,8 @@ async def test_only_answers_with_new_tokens_are_read(start: Start, monkeypatch: 
 
 
 async def test_who_hangs_up_on_a_stream_leaves_what_was_read(start: Start, tiny_tokenizer: Any) -> None:
-    """If a client closes a stream early, the engine stops generating. The tokens that the client received become a
-    finished turn, and a later request can continue this turn."""
+    """If a client closes a stream early, the engine stops generating. The tree keeps a finished turn with the tokens
+    that the client received, and a later request can continue this turn."""
     harness = start("hello you", "more")
     session = await harness.start()
     harness.engine.hold, harness.engine.held_tokens = asyncio.Event(), 5
@@ -183,7 +183,7 @@ async def test_a_stream_without_tokens_is_not_silent(start: Start, monkeypatch: 
 @pytest.mark.parametrize("streams", [True, False])
 async def test_an_error_before_the_first_token_is_a_status(start: Start, streams: bool) -> None:
     """A call that fails before its first token gets an HTTP error status, even if the client has asked for a stream.
-    The proxy sends the headers of a stream only with the first token."""
+    The proxy sends the headers of a stream when the first token arrives, or after PING_SECONDS without a token."""
     harness = start()
     session = await harness.start()
     harness.engine.error = EngineError("the prompt is too long", 400)
@@ -331,8 +331,8 @@ async def test_n_answers_are_n_siblings(start: Start, stream: bool) -> None:
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("end", ["the caller hangs up", "an answer fails", "the session ends"])
 async def test_n_answers_are_read_together_or_not_at_all(start: Start, streams: bool, end: str) -> None:
-    """If a call for n answers fails or is cancelled, all of its answers are removed from the tree. If the client closes
-    the stream of a call for n answers, the tree keeps the text that was already sent."""
+    """If a call for n answers fails or its session ends, all of its answers are removed from the tree. If the client
+    hangs up, the tree keeps only the text that a stream has already sent."""
     harness = start("my", "hello you")
     session = await harness.start()
     asked = harness.engine.agenerate
@@ -508,9 +508,9 @@ async def test_models_are_listed(start: Start) -> None:
 )
 def test_which_turn_a_retry_belongs_to(states: str, says_so: bool, match: int | None) -> None:
     """A request is a retry if an identical earlier request has a turn in the state UNREAD, FAILED or ABANDONED. A
-    request with a retry header is a retry even if the identical turn is still running. If no identical turn is running,
-    a request with a retry header retries the newest identical turn whose connection is closed. In this test the state
-    "read" means a finished turn whose connection is open."""
+    request with a retry header is also a retry of an identical request that is still running. If no identical request
+    is running, a request with a retry header is a retry of the newest identical request whose connection is closed. In
+    this test the state "read" means a finished turn whose connection is open."""
     turns: list[Any] = []
     for name in states.split():
         transport = SimpleNamespace(is_closing=lambda name=name: name != "read")
