@@ -1,8 +1,8 @@
 """This module parses the bodies of /generate requests and writes the bodies of replies, in SGLang's format.
 
 **The rule.** `Protocol.parse` refuses a request that the server cannot complete, before the request enters the queue.
-The error message names the wrong field and describes the allowed values. The scheduler can complete every request in
-the queue.
+Therefore the scheduler can complete every request in the queue. The error message of a refusal names the wrong field
+and describes the allowed values.
 
 **How it works.** `Protocol.parse` reads the body of a request, and `Protocol.answer` writes the body of a reply. The
 replies have the forms that were observed in SGLang's replies:

@@ -349,8 +349,8 @@ class Meeting:
 
 
 def test_collectives_that_block_until_every_side_has_entered(monkeypatch: pytest.MonkeyPatch):
-    """The trainer and two servers create a process group together, all take part in the broadcast of each tensor, and
-    end the process group together."""
+    """The trainer and two servers enter each collective operation together: the creation of the process group, the
+    broadcast of each tensor, and the end of the process group."""
     meeting = Meeting(servers=2)
     monkeypatch.setattr(weights, "join_group", meeting.join)
     buckets = [[("a", torch.ones(2)), ("b", torch.ones(3))], [("c", torch.ones(1))]]

@@ -94,7 +94,7 @@ def versioned_logprobs(one: Sequence, paths: dict[str, Path]) -> list[float]:
 
 
 def update(tiny: TinyModel, scheduler: Scheduler, weights: Path, version: str) -> None:
-    """Load new weights while the scheduler is paused."""
+    """Load new weights while the scheduler is paused or idle."""
 
     def load() -> None:
         tiny.replace_weights(read_weights(str(weights)))
