@@ -30,15 +30,14 @@ kernels may add the same numbers in different orders. Three rules make torch cho
 
 - `key_length` chooses the number of keys to which a step attends.
 
-The three rules come from measurements (docs/results.md). On other CPUs than those measured, logits of two runs may
-agree only to about 1e-6. Padding to eight rows costs time, so the rules for rows and keys hold only in deterministic
-mode.
+The three rules come from measurements (docs/results.md). On other CPUs, the logits of two runs may agree only to about
+1e-6. Padding to eight rows costs time, so the rules for rows and keys hold only in deterministic mode.
 
 **Randomness.** Each token is sampled with one random number: a hash of (s, p) for position p of a request with seed s.
 If a client resends an aborted request with its partial output, sampling continues with the same random numbers.
 **Logprobs** are log_softmax(logits / T) after penalties, but before top_p and top_k. For T = 0, the logprobs use T = 1.
 
-**Not supported** are sliding windows, recurrent layers, soft-capped attention, paged memory, and types except float32.
+**Not supported** are sliding windows, recurrent layers, soft-capped attention, paged memory and types other than float32.
 """
 
 import base64

@@ -17,8 +17,8 @@ replies have the forms that were observed in SGLang's replies:
 - The reply to one prompt is a JSON object. The reply to a list of prompts is a JSON list.
 
 The server ignores unknown fields at the top level of a request's body. The server refuses unknown or unimplemented
-sampling parameters, because they would change the distribution of the tokens. Prompts are token ids and never text,
-because a client that trains on tokens already has the ids.
+sampling parameters, because without them the tokens would have another distribution. Prompts are token ids and never
+text, because a client that trains on tokens already has the ids.
 """
 
 import random

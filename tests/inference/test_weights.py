@@ -176,7 +176,7 @@ def test_what_is_missing_is_said(tmp_path: Path):
 @pytest.mark.parametrize("name", ["llama", "gpt_neox", "qwen3_moe", "mixtral", "qwen3_next"])
 def test_names_and_numbers_are_those_of_the_checkpoint(tmp_path: Path, name: str):
     """Weights are sent and saved under the names that they have inside the checkpoint files, although transformers
-    renames and fuses some weights.
+    renames and fuses some weights in memory.
     """
     path = make_family(tmp_path / "model", name)
     source = load_file(path / "model.safetensors")
