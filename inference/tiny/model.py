@@ -37,7 +37,7 @@ The three rules come from measurements (docs/results.md). On other CPUs, the log
 If a client resends an aborted request with its partial output, sampling continues with the same random numbers.
 **Logprobs** are log_softmax(logits / T) after penalties, but before top_p and top_k. For T = 0, the logprobs use T = 1.
 
-**Not supported** are sliding windows, recurrent layers, soft-capped attention, paged memory and all types except float32.
+**Not supported** are sliding windows, recurrent layers, soft-capped attention, paged memory, and types except float32.
 """
 
 import base64
