@@ -2,8 +2,8 @@
 
     ModelRequest -> sampling_params -> POST /generate -> parse_segment -> ModelResponse
 
-**Requests.** A request contains every sampling parameter. A server takes the value of a missing parameter from the
-model's generation_config.json, a file that the trainer does not read.
+**Requests.** A request contains every sampling parameter. If a parameter were missing, a server would take its value
+from the model's generation_config.json, a file that the trainer does not read.
 
 **Answers.** Training needs three facts about each token: its id, its log-probability under the policy that sampled it,
 and the version of this policy. If an answer lacks the id, the log-probability or the version of a token,

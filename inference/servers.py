@@ -23,8 +23,8 @@ tokens of old weights:
 
 - The engine (engine.py) checks the versions of every answer, because a server may restart with version 0 between two
   requests. A weight update pauses all servers before it changes the first server, and resumes them after it has changed
-  the last server. A request that is sent after tokens of version 7 have arrived must get tokens of version 7 or newer.
-  If an answer contains older tokens, the engine refuses the answer and marks the server as lost.
+  the last server. Therefore a request that is sent after tokens of version 7 have arrived must get tokens of version 7
+  or newer. If an answer contains older tokens, the engine refuses the answer and marks the server as lost.
 
 After an update, lost servers get /continue_generation too, because a lost server may be alive and paused. A server with
 only a part of the weights of version 7 reports version "7-incomplete", and every engine refuses the server's tokens.
@@ -90,7 +90,7 @@ class Servers:
         self.losses: Counter[str] = Counter()  # for each URL, how often it was lost
         self._look_at: dict[str, float] = {}  # for each lost URL, the time of its next test call (time.monotonic())
 
-    # Questions
+    # Methods that read the record
 
     @property
     def workers(self) -> list[str]:
@@ -170,7 +170,7 @@ class Servers:
         """Get each router's list of workers. If a lost server answers, mark this server as living.
 
         A lost server that answers may have old weights, but it gets the weight update that follows. Raises EngineError
-        if a known router does not answer.
+        if a router whose workers are known does not answer.
         """
         # 1. Send all requests in parallel. A server that is not a router answers /workers with status 404.
         urls = [address + "/workers" for address in self.addresses] + [url + "/model_info" for url in list(self.lost)]

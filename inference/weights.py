@@ -21,8 +21,8 @@
 
 In pause mode `in_place` the servers keep the KV cache, because running requests use it (`flush_cache` is off).
 
-**If the update to version 7 fails** half way, a server may have weights of both versions. If an update fails, SGLang
-keeps the label 6, so `send` first sets the label "7-incomplete". An engine refuses a label that is not a number.
+**If the update to version 7 fails** half way, a server may have weights of both versions. SGLang then keeps the label
+6, so `send` sets the label "7-incomplete" before it sends the weights. An engine refuses a label that is not a number.
 
 **Files.** The trainer writes a directory under a temporary name, and renames the directory when all files are complete,
 so no server can read an incomplete directory. After a crash, the next write deletes the incomplete directory. After all
@@ -33,9 +33,9 @@ MiB. A tensor of more than `bucket_mb` MiB has a bucket of its own. `named_bucke
 the next, so no rank ever holds the whole model.
 
 **The process group** of mode distributed exists only during one update, so the loss of a server between two updates
-affects no group. Making a group with gloo takes 20 ms on one machine. With NCCL, a rank that creates a group,
-broadcasts or destroys the group waits until all ranks do the same. A thread sends the request to the servers
-(`meanwhile`), so that the trainer can make its own NCCL call at the same time.
+affects no group. Making a group with gloo takes 20 ms on one machine. With NCCL, creating the group, broadcasting and
+destroying the group each block a rank until all ranks do the same. Therefore a thread sends the request to the servers
+(`meanwhile`), while the trainer makes its own NCCL call.
 
 **Not promised.** A power failure may destroy the files of mode disk. A run that recovers writes new files.
 """
@@ -225,8 +225,8 @@ def meanwhile(post_all: PostAll, path: str, body: Any) -> Iterator[None]:
     """Send `body` to all servers in a thread while the `with` block runs. At the end of the `with` block, wait for the
     servers' answers.
 
-    If a server refuses the request, the `with` block may fail, too, because it waits for the server's ranks. If the
-    request and the `with` block fail, the caller gets the error of the request.
+    If a server refuses the request, the `with` block may fail, too, because it waits for the server's ranks. If both
+    fail, the caller gets the error of the request.
     """
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(post_all, path, body, timeout=BUCKET_TIMEOUT)

@@ -198,8 +198,8 @@ class Wire:
     async def _open(self, request: httpx.Request, timeout: float) -> httpx.Response:
         """Send a request, and return the response when its headers have arrived.
 
-        If this process has no free file descriptor, wait up to `timeout` seconds for one, because the server has not
-        failed.
+        If this process has no free file descriptor, the server has not failed, so the method waits up to `timeout`
+        seconds for a free one.
         """
         transport, deadline = await self._transports.get(), time.monotonic() + timeout
         while True:

@@ -23,10 +23,10 @@ group. When a group is rejected, its place at the gate becomes free, and active_
 
 **Failure.** A task that returns None is rejected. A task that raises an exception is rejected and also counted as
 failed. The run stops if max_failures consecutive tasks raise an exception. The run also stops if a caller calls fail(),
-for example because a server ended, or if the dispatcher's own code raises an exception. After a stop, calls that submit
-tasks, wait for results or read `in_flight` raise RuntimeError from the first exception. Methods such as pause still
-work after a stop. If max_failures consecutive tasks are rejected without an exception, the run continues and the
-dispatcher logs a warning.
+for example because a server ended, or if the dispatcher's own code raises an exception. After a stop, every call that
+submits a task, waits for results or reads `in_flight` raises RuntimeError, whose cause is the first exception. Methods
+such as pause still work after a stop. If max_failures consecutive tasks are rejected without an exception, the run
+continues and the dispatcher logs a warning.
 
 **Locks.** The runner's lock, which is re-entrant, guards the dispatcher's state. The dispatcher holds the lock while it
 calls get_version(), head_version and trace, so these functions must return quickly. Episodes and the task generator run
@@ -106,7 +106,7 @@ class DispatchState(Generic[TInput, TResult]):
         state = "failed" if self.failure else "paused" if self.paused else "open"
         return f"DispatchState({state}, pending={len(self.pending)}, started={len(self.order)}, {self.manager})"
 
-    # ---- questions
+    # ---- methods that change nothing
 
     def may_start(self) -> int:
         """Return how many tasks may start now if enough tasks are pending."""
@@ -183,8 +183,8 @@ class DispatchState(Generic[TInput, TResult]):
         """Consume and return the next `count` groups, or return [] if one of them is not finished.
 
         With stale=drop, a group that is too old is dropped, and the next finished group takes its place. With
-        stale=mask, the tokens that are too old are masked. If a group of the batch exceeds the age bound, the method
-        raises StalenessError and consumes no group.
+        stale=mask, the tokens that are too old are masked. If a group of the resulting batch exceeds the age bound, the
+        method raises StalenessError and consumes no group.
         """
         while batch := {task_id: self.trainable(data) for task_id, data in self.next_groups(count).items()}:
             if not (too_old := [task_id for task_id, data in batch.items() if data is None]):
@@ -356,7 +356,7 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
             self.runner.lock.notify_all()
 
     def fail(self, error: BaseException, message: str = "") -> None:
-        """Stop the run. After `fail`, methods that submit tasks, wait for results or read `in_flight` raise
+        """Stop the run. After `fail`, every method that submits a task, waits for results or reads `in_flight` raises
         RuntimeError(message) from `error`."""
         with self.runner.lock:
             self._state.fail(message or f"the rollout cannot go on: {error!r}", error)
@@ -388,9 +388,9 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
     def _top_up(self, task_generator: Iterator[TInput]) -> None:
         """Submit tasks from the generator, so that up to (eta + 1) * B tasks are pending.
 
-        The method first computes how many tasks it submits. A loop that waits for enough pending tasks might never end,
-        because a submitted task can start at once. The method does not hold the lock, because the generator may be
-        slow. Raises RuntimeError if the generator ends.
+        The method first computes how many tasks it submits. A loop that submits tasks until enough are pending might
+        never end, because a submitted task can start at once. The method does not hold the lock, because the generator
+        may be slow. Raises RuntimeError if the generator ends.
         """
         limit = min(self._state.manager.get_pending_limit(), self._state.max_queue_size)
         for _ in range(limit - len(self._state.pending)):

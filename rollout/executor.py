@@ -315,7 +315,7 @@ class WorkflowExecutor:
         (workflow.py) accepts. `should_accept_fn` is a function of a group, or the function's import path. If
         `should_accept_fn` returns False, the group is rejected. `group_size` is the number of episodes of each sample.
         The default of `group_size` is rollout.group_size or, if this key is not set, gconfig.n_samples. If `is_eval` is
-        true, the episodes are named, counted and dumped as an evaluation.
+        true, the episodes are named, counted and dumped as those of an evaluation.
         """
         n_samples = self.gconfig.n_samples
         group_size = group_size or self.config.group_size or n_samples

@@ -19,7 +19,7 @@ of these rows trains the turn.
 In four cases, a row does not train one of its turns, and the turn's tokens are only context for other turns:
 
     (1) Another row already trains on the turn.
-    (2) The agent asked the proxy not to store the call, and rollout.openai.store is honour.
+    (2) The agent asked the proxy not to store the call, and rollout.openai.store=honour is set.
     (3) The trainer cannot reproduce how the tokens were sampled (`trains_exactly`).
     (4) The turn is a side conversation without a reward (calls/side_conversations.py).
 """

@@ -18,10 +18,10 @@ often shifted by one position. In a trajectory, no tensor is shifted by one posi
 | truncated | int32 [B] | 1 = the last turn ended because it reached its token limit | |
 | regenerated | int32 [B] | how many segments were requested again because a server failed | |
 | side_conversations | int32 [B] | 1 for a side conversation, which is not trained on (calls/side_conversations.py) | |
-| unstored | int32 [B] | how many turns of the row the agent asked not to store | |
+| unstored | int32 [B] | number of the row's turns that the agent asked not to store | |
 | masked | int32 [B] | how many tokens of the row are excluded from the loss because they are too old (staleness.py) | |
-| placeholders | int32 [B] | how many images and files of the row the model could not read (calls/messages.py) | |
-| parents | int32 [B] | number (within its task) of the row that this row continues; -1 = no such row | |
+| placeholders | int32 [B] | number of the row's images and files that the model could not read (calls/messages.py) | |
+| parents | int32 [B] | index, within the task, of the row that this row continues; -1 = no such row | |
 | group_ids | int32 [B] | rows with equal ids belong to one prompt group | |
 | task_ids | int32 [B] | id of the dispatcher's task that made the row | |
 
@@ -93,7 +93,7 @@ def oldest_trained(traj: Trajectory) -> int | None:
 
 
 def without_older(traj: Trajectory, oldest: int) -> Trajectory | None:
-    """Remove tokens older than version `oldest` from the loss. Return None if no trained token remains."""
+    """Remove tokens older than version `oldest` from the loss. Return None if this removes all trained tokens."""
     old = (traj["loss_mask"] > 0) & (traj["versions"] < oldest)  # (B, L)
     mask = traj["loss_mask"].masked_fill(old, 0)  # (B, L)
     return None if old.any() and not mask.any() else traj | {"loss_mask": mask, "masked": old.sum(1).int()}

@@ -14,11 +14,11 @@ pool starts a new worker for a later call. If a worker crashes, only the call th
 
 **How a worker ends.** A worker is a pair of processes, a guard and its child. The user's code runs in the child. A
 socket connects the guard and its child with the trainer. The guard kills all other processes of the worker when the
-user's process ends, the trainer closes the socket, or the trainer ends (even by kill -9). On Linux the guard is the
-subreaper of all its descendants: if a descendant's parent ends, the guard becomes the new parent. On Linux the guard
-kills even a descendant that has a process session of its own (`setsid`). Processes that the user's code starts do not
-inherit the socket. When the guard and its child have ended, the socket closes, so the trainer immediately detects the
-worker's end. The signal of Ctrl-C reaches only the trainer, because each worker has a process group of its own.
+child ends, when the trainer closes the socket, and when the trainer ends (even by kill -9). On Linux the guard is the
+subreaper of all its descendants: if a descendant's parent ends, the guard becomes the new parent. Therefore, on Linux,
+the guard kills even a descendant that has a process session of its own (`setsid`). Processes that the user's code
+starts do not inherit the socket. When the guard and its child have ended, the socket closes, so the trainer immediately
+detects the worker's end. The signal of Ctrl-C reaches only the trainer, because each worker has its own process group.
 
 **Messages.** A call goes through the socket as a pickle. The pickle contains the function's name and not its code, so
 the worker imports the function's module. The worker does not import the main script, because the script would import

@@ -12,10 +12,10 @@ After the last layer, the logits are W_head norm(x). The equations of a layer ho
 adds biases to q, k and v. Qwen3 applies norm to each head of q and k before the rotation.
 
 **Why FastForward is faster.** In a small model, each tensor operation for one token takes about a microsecond, whatever
-the size of the tensors. A step with fewer operations is faster. In FastForward, one matrix product computes q, k and v,
-because their weights are fused. Another matrix product computes W_gate norm(x) and W_up norm(x). FastForward normalises
-q and k together, and rotates them with one multiplication of complex tensors. In a measurement on a CPU, F.rms_norm
-took about twice as long as this module's `rms_norm`.
+the size of the tensors. Therefore a step with fewer operations is faster. In FastForward, one matrix product computes
+q, k and v, because their weights are fused. Another matrix product computes W_gate norm(x) and W_up norm(x).
+FastForward normalises q and k together, and rotates them with one multiplication of complex tensors. In a measurement
+on a CPU, F.rms_norm took about twice as long as this module's `rms_norm`.
 
 **The weights.** `fuse` joins several weight matrices of the model into one fused matrix, and the model's own weights
 become views of this matrix. No weight is stored twice, and a weight update of the model also changes the fused matrix.

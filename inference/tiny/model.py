@@ -30,8 +30,8 @@ kernels may add the same numbers in different orders. Three rules make torch cho
 
 - `key_length` chooses the number of keys to which a step attends.
 
-The three rules come from measurements (docs/results.md). On a CPU without measurements, logits of two runs may agree
-only to about 1e-6. Padding to eight rows costs time, so the rules for rows and keys hold only in deterministic mode.
+The three rules come from measurements (docs/results.md). On other CPUs, the logits of two runs may agree only to about
+1e-6. Padding to eight rows costs time, so the rules for rows and keys hold only in deterministic mode.
 
 **Randomness.** Each token is sampled with one random number: a hash of (s, p) for position p of a request with seed s.
 If a client resends an aborted request with its partial output, sampling continues with the same random numbers.

@@ -1,8 +1,8 @@
 """This module parses the bodies of /generate requests and writes the bodies of replies, in SGLang's format.
 
 **The rule.** `Protocol.parse` refuses a request that the server cannot complete, before the request enters the queue.
-The error message names the wrong field and describes the allowed values. The scheduler can complete every request in
-the queue.
+Therefore the scheduler can complete every request in the queue. The error message of a refusal names the wrong field
+and describes the allowed values.
 
 **How it works.** `Protocol.parse` reads the body of a request, and `Protocol.answer` writes the body of a reply. The
 replies have the forms that were observed in SGLang's replies:
@@ -17,8 +17,8 @@ replies have the forms that were observed in SGLang's replies:
 - The reply to one prompt is a JSON object. The reply to a list of prompts is a JSON list.
 
 The server ignores unknown fields at the top level of a request's body. The server refuses unknown or unimplemented
-sampling parameters, because they would change the distribution of the tokens. Prompts are token ids and never text,
-because a client that trains on tokens already has the ids.
+sampling parameters, because without them the tokens would have another distribution. Prompts are token ids and never
+text, because a client that trains on tokens already has the ids.
 """
 
 import random

@@ -19,7 +19,7 @@ finishes, the running sequence in the highest slot moves to the free slot. The e
     plan                D          A       B       C         prefill A, B and C
     plan                D          A       B       C         decode A, B and C; A reaches its end
     A finishes          D          C       B       (A)       C moved; slot 2 keeps the keys and values of A
-    plan                           C       B       D         prefill D; D reuses A's keys for their common beginning
+    plan                           C       B       D         prefill D; D reuses A's keys of the prefix that both share
     plan                           C       B       D         decode C, B and D
 
 **What the scheduler guarantees.**
@@ -215,8 +215,8 @@ class Scheduler:
 
     def set_released(self, released: bool) -> None:
         """Release the memory of weights and cache if `released` is true, and allocate this memory if `released` is
-        false. As in SGLang, the server process ends if a server that is not idle must release its memory. The server
-        process also ends if the memory is already in the requested state."""
+        false. As in SGLang, the server process ends if the memory is to be released while the server is not idle, or if
+        the memory is already in the requested state."""
         is_idle = not self.running and (self.paused or not self.waiting)
         assert is_idle or not released, "release_memory_occupation should be called only when the server is idle"
         assert released != self.released, "the memory is in this state already"

@@ -334,7 +334,7 @@ class Server:
         await self.engine.call(self.scheduler.relabel, body["new_version"])
         return outcome(None)
 
-    # Questions
+    # Routes that report the server's state
 
     async def server_info(self, _: Request) -> Response:
         """Reply with the scheduler's state, the CPU time in seconds, and the fields of SGLang's reply that clients

@@ -135,8 +135,8 @@ class Server:
         return self.http.get("/model_info").json()["weight_version"]
 
     def next_version(self) -> str:
-        """Return the number in the server's version label plus 1. After a failed update the label is a number followed
-        by "-incomplete"."""
+        """Return the server's version plus 1. After a failed update the version is a number followed by
+        "-incomplete"."""
         return str(int(self.version().partition("-")[0]) + 1)
 
     def eventually(self, path: str, status: int) -> None:

@@ -82,8 +82,8 @@ def test_garbage_of_every_kind_costs_no_completion(
 
 
 def test_garbage_is_no_score(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For every kind of garbage, a request for scores raises an EngineError. If a request of the canary
-    (run/mismatch.py) fails, the run continues without the canary's values for this update."""
+    """For every kind of garbage, a request for scores raises an EngineError. If the canary (run/mismatch.py) gets this
+    error, it reports no values for the weight update, and the run continues."""
     monkeypatch.setattr(wire, "MOST_BYTES", 2**22)
     with server_process(*GARBAGE, str(tiny_model_dir), out=subprocess.DEVNULL) as (garbage, _):
         engine = RemoteInfEngine([garbage], request_timeout=5.0)

@@ -278,8 +278,8 @@ def test_a_version_above_the_trainers_is_refused_wherever_it_is_read() -> None:
 
 
 def test_an_answer_from_before_an_update_is_no_restart() -> None:
-    """If the engine sends a request before it receives a token of version 8, it accepts an answer of version 7. If the
-    engine sends a request after it receives a token of version 8, it refuses an answer of version 7."""
+    """The engine accepts an answer of version 7 if it sent the request before its first token of version 8 arrived. The
+    engine refuses an answer of version 7 if it sent the request after a token of version 8 arrived."""
     servers = Servers([A, B], Wire())
     servers.check_age(A, [7], sent_after=7)
     servers.check_age(B, [7, 8], sent_after=7)

@@ -176,7 +176,7 @@ def test_what_is_missing_is_said(tmp_path: Path):
 @pytest.mark.parametrize("name", ["llama", "gpt_neox", "qwen3_moe", "mixtral", "qwen3_next"])
 def test_names_and_numbers_are_those_of_the_checkpoint(tmp_path: Path, name: str):
     """Weights are sent and saved under the names that they have inside the checkpoint files, although transformers
-    renames and fuses some weights.
+    renames and fuses some weights in memory.
     """
     path = make_family(tmp_path / "model", name)
     source = load_file(path / "model.safetensors")
@@ -349,8 +349,8 @@ class Meeting:
 
 
 def test_collectives_that_block_until_every_side_has_entered(monkeypatch: pytest.MonkeyPatch):
-    """The trainer and two servers create a process group together, all take part in the broadcast of each tensor, and
-    end the process group together."""
+    """The trainer and two servers enter each collective operation together: the creation of the process group, the
+    broadcast of each tensor, and the end of the process group."""
     meeting = Meeting(servers=2)
     monkeypatch.setattr(weights, "join_group", meeting.join)
     buckets = [[("a", torch.ones(2)), ("b", torch.ones(3))], [("c", torch.ones(1))]]

@@ -172,7 +172,7 @@ async def value(x: Any) -> Any:
 
 
 def test_results_come_in_order_of_start(make_stage):
-    """The oldest groups are consumed first, in whatever order the groups finish."""
+    """Groups are consumed in the order in which they started, in whatever order they finish."""
     stage = make_stage(batch=3)
     stage.submit(10, 11, 12)
     assert stage.started(3) == [10, 11, 12]
@@ -676,7 +676,8 @@ def test_no_choice_of_durations_breaks_the_bound(eta, batch, durations, train_s)
 
 
 def test_an_interrupt_leaves_every_group_where_it_was() -> None:
-    """After a call of `interrupt`, a waiting caller raises KeyboardInterrupt, and no group is consumed or cancelled."""
+    """`interrupt(KeyboardInterrupt)` makes the next waiting call raise KeyboardInterrupt, and no group is consumed or
+    cancelled."""
     stage = Stage()
     stage.submit(0, 1)
     stage.started(2)

@@ -1,4 +1,5 @@
-"""The executor returns batches in order of start, uses the arguments of the current call, and loses no sample."""
+"""The executor returns groups in order of start, runs each sample with the arguments of the call that drew it, and
+loses no sample."""
 
 import asyncio
 import json
@@ -134,7 +135,8 @@ def test_a_loader_that_raises_says_so_at_every_call(make: Make) -> None:
 
 
 def test_every_call_is_served_by_its_own_arguments(make: Make) -> None:
-    """prepare_batch uses the workflow, its arguments and the group size of the current call."""
+    """A sample runs with the workflow, the workflow's arguments and the group size of the call of prepare_batch that
+    drew the sample."""
     executor, data = make(), loader(SAMPLES)
     rows = []
     for step in range(4):
@@ -216,7 +218,8 @@ def test_a_failure_that_a_dead_process_caused_is_nobodys(make: Make, group_size:
     """If the proxy's process ends, the run stops before any episode counts as failed. After the end of the run, every
     call of state_dict raises an error.
 
-    A new prompt replaces the prompt of a failed episode, and the next checkpoint does not contain the replaced prompt.
+    If a failure were counted, a new prompt would replace the prompt of the failed episode, and the next checkpoint
+    would not contain the replaced prompt.
     """
 
     class LosesItsProxy(Echo):
@@ -285,7 +288,8 @@ def is_even(traj: dict[str, torch.Tensor]) -> bool:
 
 
 def test_submit_and_wait(make: Make) -> None:
-    """`wait` returns the oldest groups, and `wait_for_task` returns one group, or None if this group was rejected."""
+    """`wait` returns the accepted groups that started first. `wait_for_task` returns one group, or None if this group
+    was rejected."""
     executor = make(config={"consumer_batch_size": 8})
     workflow = Echo(rejects=(1,))
     ids = [executor.engine.executor.submit(sample, workflow) for sample in SAMPLES]

@@ -392,8 +392,8 @@ async def test_a_result_runs_no_code_in_the_trainer(tmp_path: Path) -> None:
 
 @pytest.mark.anyio
 async def test_a_result_that_is_too_long_is_not_read() -> None:
-    """The parent process refuses a worker's result that is longer than MOST_BYTES. After a refused result, the next
-    call runs in a new worker process."""
+    """The trainer refuses a worker's result that is longer than MOST_BYTES. After a refused result, the next call runs
+    in a new worker process."""
     pool = WorkerPool(1)
     async with pool.worker() as worker:
         with pytest.raises(RuntimeError, match="at most 16,777,216 are allowed"):

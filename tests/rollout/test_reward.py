@@ -164,7 +164,7 @@ def test_workers_do_not_run_the_trainers_script(rewards: ModuleType, tmp_path: P
 
 @pytest.mark.anyio
 async def test_a_coroutine_function_is_awaited_where_it_is() -> None:
-    """A reward function that is a coroutine is awaited in the event loop, because the coroutine may hold network
+    """A reward function that is a coroutine function runs in the caller's event loop, because it may hold network
     connections."""
 
     async def judge(prompt: str) -> int:

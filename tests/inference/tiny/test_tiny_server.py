@@ -94,7 +94,7 @@ def versioned_logprobs(one: Sequence, paths: dict[str, Path]) -> list[float]:
 
 
 def update(tiny: TinyModel, scheduler: Scheduler, weights: Path, version: str) -> None:
-    """Load new weights while the scheduler is paused."""
+    """Load new weights while the scheduler is paused or idle."""
 
     def load() -> None:
         tiny.replace_weights(read_weights(str(weights)))
@@ -146,9 +146,8 @@ def test_a_released_server_computes_nothing_before_an_update(
 ) -> None:
     """A server whose memory is released has lost its weights. Without weights, the server computes no sequence, even
     after the end of the pause. After a weight update, a retracted sequence continues, and its earlier tokens keep their
-    version labels. If a server releases its memory while a sequence runs, the scheduler raises an error. If a server
-    resumes its memory without having released it, the scheduler raises an error. (In SGLang an error of the scheduler
-    ends the server process.)"""
+    version labels. The scheduler raises an error if the memory is to be released while a sequence runs, or to be
+    allocated although it was not released. (In SGLang an error of the scheduler ends the server process.)"""
     scheduler, one = make_scheduler(tiny.slots), sequence("a", [3, 4, 5], 12)
     scheduler.submit(one)
     for _ in range(5):
