@@ -81,8 +81,8 @@ def answers_only(tokenizer: PreTrainedTokenizerFast, ids: Sequence[int]) -> list
 def imitate(
     model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, next_batch: NextBatch, steps: int, lr: float
 ) -> float:
-    """Train the model to predict the assistant's tokens, by AdamW with a learning rate that falls linearly to 0. Return
-    the loss of the last batch, in nats per token.
+    """Train the model with AdamW to predict the assistant's tokens. The learning rate falls linearly to 0. Return the
+    loss of the last batch, in nats per token.
 
     Padding needs no attention mask: padding is on the right, so no real token attends to padding. The loss ignores the
     labels of padding.

@@ -7,15 +7,15 @@ about half of the secrets, and binary search finds all six.
 **The agent** below is an ordinary program that uses the unmodified OpenAI SDK. The agent's code contains nothing about
 training, tokens or versions. The agent is given a `base_url`, plays a game, and returns the reward.
 
-**Why six numbers.** With the numbers 1 to 7, exactly one first guess is best: 4. With seven numbers, games that begin
-with the guess 4 earn the lowest reward early in training. With seven numbers, a wrong first guess of 4 leaves three
-possible numbers and two guesses. The agent is sure to find the number only if it guesses the middle number first.
-Early in training, the model has not yet learnt to guess the middle number. The model learns the first guess before the
-later guesses, because every game has a first guess. With seven numbers and most random seeds, training ends in a local
-optimum with a wrong first guess. With six numbers, 3 and 4 are equally good first guesses. A first guess of 3 or 4
-leaves two numbers on one side of the guess and three on the other side. With six numbers, a first guess of 2 or 5 is a
-local optimum, because an agent that begins with 2 or 5 can find five of the six secrets. A penalty on the distance to
-the base model (configs/demo.yaml) keeps every first guess likely until the model has learnt the later guesses.
+**Why six numbers.** With the numbers 1 to 7, exactly one first guess is best: 4. But early in training, games that
+begin with the guess 4 earn the lowest reward. If the secret is not 4, a first guess of 4 leaves three possible numbers
+and two guesses. The agent is sure to find the secret only if its second guess is the middle one of these three numbers.
+Early in training, the model has not yet learnt this second guess. The model learns the first guess before the later
+guesses, because every game has a first guess. With most random seeds, training with seven numbers ends in a local
+optimum, in which the first guess is not 4. With six numbers, 3 and 4 are equally good first guesses. A first guess of 3
+or 4 leaves two numbers on one side of the guess and three on the other side. With six numbers, a first guess of 2 or 5
+is a local optimum, because an agent that begins with 2 or 5 can find five of the six secrets. A penalty on the distance
+to the base model (configs/demo.yaml) keeps every first guess likely until the model has learnt the later guesses.
 
 **Several strategies find every secret.** The trained model's greedy policy can make different guesses than binary
 search. `summary` counts the secrets that the learnt strategy finds, and draws the learnt strategy next to binary

@@ -68,8 +68,8 @@ from training.proximal import guess_errors, interpolation, loglinear
 from training.ranks import join_ranks, leave_ranks, share
 from training.tree_attention import TREES
 
-# TFLOP/s of dense matrix products in bfloat16, from NVIDIA's data sheets. The value for a GPU belongs to the first key
-# that occurs in the GPU's name.
+# TFLOP/s of dense matrix products in bfloat16, from NVIDIA's data sheets. A GPU gets the value of the first key that
+# occurs in the GPU's name.
 PEAK_TFLOPS = {"A100": 312.0, "H100 PCIe": 756.0, "H100": 989.0, "H200": 989.0, "B200": 2250.0}
 
 
@@ -171,8 +171,8 @@ class FSDPEngine:
             whole: Any = AutoModelForCausalLM.from_pretrained(self.model_path, dtype=torch.float32)
             state, buffers = whole.state_dict(), dict(whole.named_buffers())
             # When transformers loads some models, it converts the tensors of the files. The weight update
-            # (inference/weights.py) handles one tensor after another, and undoes the conversion of this tensor alone.
-            # It cannot undo a conversion that splits one tensor of the files into several.
+            # (inference/weights.py) undoes the conversion of one tensor after another, so it cannot undo a conversion
+            # that splits one tensor of the files into several.
             model._weight_conversions = whole._weight_conversions
             if any(len(conversion.target_patterns) > 1 for conversion in whole._weight_conversions):
                 raise ValueError(f"{type(model).__name__} splits its files' tensors, which cannot be undone")
@@ -268,7 +268,8 @@ class FSDPPPOActor(FSDPEngine):
 
     def __init__(self, config: PPOActorConfig, model_path: str | Path) -> None:
         super().__init__(config, model_path)
-        # True if pi_prox is guessed from versions (`proximal.py`), for the loss or only for the metrics.
+        # True if the actor guesses pi_prox from the tokens' versions (`proximal.py`), for the loss or only for the
+        # metrics.
         self.guesses = config.use_decoupled_loss and config.prox_logp_method != "recompute"
         # All mutable state that FSDPPPOActor adds to the state of FSDPEngine.
         self.optimizer: Any = None
@@ -299,8 +300,8 @@ class FSDPPPOActor(FSDPEngine):
         """Return the keys of the batch that hold log pi_prox and log pi_behav.
 
         In standard PPO one old policy is both pi_prox and pi_behav, so the key of its log-probabilities is returned
-        twice. With prox_logp_method=loglinear the actor guesses log pi_prox from log pi_behav and log pi_theta, so the
-        key of log pi_behav is returned twice.
+        twice. With prox_logp_method=loglinear the batch does not contain log pi_prox, because `piece_loss` guesses it.
+        In place of the missing key, the key of log pi_behav is returned.
         """
         if self.config.use_decoupled_loss:
             return "logprobs" if self.config.prox_logp_method == "loglinear" else "prox_logp", "logprobs"
@@ -499,8 +500,8 @@ class FSDPPPOActor(FSDPEngine):
         """Send the weights to the servers as version meta.version. Call update_weights between rollout.pause and
         rollout.resume.
 
-        If meta.version is None, the weights get the number of the current version plus 1. If the update fails, rank 0
-        raises RuntimeError, and all ranks end (ranks.py).
+        If meta.version is None, the new version is the current version plus 1. If the update fails, rank 0 raises
+        RuntimeError, and all ranks end (ranks.py).
         """
         meta = meta.with_version(self.version + 1) if meta.version is None else meta
         if self.written != meta.version:

@@ -92,7 +92,7 @@ def leave_one_out_mean(x: Tensor, cell: Tensor) -> Tensor:
 def generalised_advantage(advantages: Tensor, turn_of: Tensor, gamma: float, lam: float) -> Tensor:
     """Spread the advantages of N turns (N,) over their M tokens and return the advantages of the tokens, (M,).
 
-    turn_of (M,) is the number of each token's turn. Tokens of different turns may be interleaved.
+    turn_of (M,) is the index of each token's turn in `advantages`. Tokens of different turns may be interleaved.
     """
     # GAE is A_t = delta_t + gamma lambda A_(t+1). Without a critic, delta_t is A at the turn's last token and 0 at all
     # other tokens. Without a critic, A_t = (gamma lambda)^(last - t) A, where `last` is the turn's last token.

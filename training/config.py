@@ -15,7 +15,7 @@ from run.fields import Count, CountOrZero, NonNegative, Positive, Share
 
 
 def can_compile() -> bool:
-    """Return whether torch.compile can compile for a GPU, which needs a C compiler and Python's header files."""
+    """Return whether torch.compile can compile for a GPU. Compiling needs a C compiler and Python's header files."""
     header = os.path.join(sysconfig.get_path("include"), "Python.h")
     return os.path.exists(header) and any(map(shutil.which, (os.environ.get("CC", "gcc"), "clang")))
 

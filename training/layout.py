@@ -173,7 +173,8 @@ def refuse(features: Iterable[str]) -> None:
 
 
 def beyond_full_attention(shape: Any) -> set[str]:
-    """Return the types of layers that are not plain causal attention. `shape` is the model's text configuration."""
+    """Return the types of the model's layers that compute anything other than plain causal attention. `shape` is the
+    model's text configuration."""
     window = ["sliding_window"] if getattr(shape, "sliding_window", None) else []
     return set(getattr(shape, "layer_types", None) or window) - {"full_attention"}
 

@@ -19,9 +19,9 @@ The interpolation weight alpha is between 0 and 1. If v = v_b, alpha is 0.
 (f = 0.5). The weight of pi_theta in the interpolation is alpha = 2 / 2.5 = 0.8. With log pi_behav = -2.0 and log
 pi_theta = -1.5 the guess is -2.0 + 0.8 * 0.5 = -1.6.
 
-**The guess is exact in two cases.** In the first mini-batch, f is 0 and pi_theta is still equal to pi_prox. For a stale
-token, f = 0 gives alpha = 1, so the guess is pi_theta. For a fresh token, v_b = v gives alpha = 0, so the guess is
-pi_behav, which is pi_prox. For fresh tokens, the objective equals that of standard PPO. For a stale token in a later
+**The guess is exact in two cases.** First, for a stale token in the first mini-batch, f = 0 gives alpha = 1. The guess
+is then pi_theta, which is still equal to pi_prox. Second, for a fresh token, v_b = v gives alpha = 0. The guess is then
+pi_behav, which is pi_prox, so the objective for fresh tokens equals that of standard PPO. For a stale token in a later
 mini-batch, the interpolated log pi_prox is only approximate. The guessed log pi_prox is a constant: no gradient flows
 through it. After a recovery from an older checkpoint a token can be newer than the trainer (v_b > v). A token that is
 newer than the trainer is treated as fresh, and the metric versions_ahead counts these tokens.

@@ -5,7 +5,7 @@ and trains, and all other ranks only train. In a collective operation, such as a
 all other ranks.
 
 **The problem.** If a rank dies, the ranks that wait for the dead rank may hang. With NCCL the waiting ranks may hang
-for hours. With gloo, the waiting ranks get an error only at their next collective operation.
+for hours. With gloo, a rank gets an error only at its next collective operation.
 
 **The solution.** When a rank's work is over, the rank sends its peers a small message, called a farewell. The peers of
 rank 0 are all other ranks. Each rank except rank 0 has only one peer, which is rank 0. For each peer, a rank has one
@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 LIFETIME = timedelta(days=365)  # how long a rank waits for a peer's farewell: longer than any run
-PATIENCE = timedelta(hours=2)  # timeout of all operations except farewells, such as the wait for a batch
+PATIENCE = timedelta(hours=2)  # timeout of every other operation, for example of sending a batch to all ranks
 
 _group: Any = None  # the process group for the farewell messages
 _waiting: dict[int, threading.Thread] = {}  # for each peer, the thread that waits for its farewell
@@ -51,7 +51,8 @@ def join_ranks() -> bool:
         # SGLang sets NCCL_CUMEM_ENABLE to 0 in its own processes. All members of an NCCL group need the same value of
         # NCCL_CUMEM_ENABLE.
         os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
-        # Without a device, init_device_mesh prints a warning. The plan (run/plan.py) refuses more ranks than GPUs.
+        # If no device is set, init_device_mesh prints a warning. The plan (run/plan.py) refuses a run with more ranks
+        # than GPUs.
         torch.cuda.set_device(min(int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count() - 1))
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         dist.init_process_group(backend, timeout=PATIENCE)

@@ -32,11 +32,12 @@ GPU, FlexAttention skips each block of 128 queries and 128 keys in which no quer
 the implementations for CPUs and GPUs with attention under a dense mask. In transformers, `tree_attention` has the name
 "tree". Tree attention does not change the model's own code.
 
-**Limits.** A tree and separate rows add floating-point numbers in different orders. The losses of a tree and of
-separate rows agree to 1e-6 and the gradients to 1e-5, not bit for bit. The metric `tree_token_ratio` is the number of
-tokens in the trees divided by the number of tokens in the rows. If the rows share few tokens, `tree_token_ratio` is
-near 1. Rows of different mini-batches are never in the same tree. The last layer runs once for each trained token of
-each row, even if rows share the token. Models that need more than causal attention are refused (`layout.py`).
+**Limits.** A forward pass over a tree adds floating-point numbers in a different order than passes over separate rows.
+The losses of a tree and of separate rows agree to 1e-6 and the gradients to 1e-5, not bit for bit. The metric
+`tree_token_ratio` is the number of tokens in the trees divided by the number of tokens in the rows. If the rows share
+few tokens, `tree_token_ratio` is near 1. Rows of different mini-batches are never in the same tree. The last layer runs
+once for each trained token of each row, even if rows share the token. Models that need more than causal attention are
+refused (`layout.py`).
 """
 
 from collections.abc import Sequence
@@ -62,7 +63,7 @@ BLOCK = 128  # number of queries, or of keys, in one block of attention
 class PackedTree:
     """A tree of rows, stored as one sequence of N tokens in depth-first order."""
 
-    rows: list[int]  # the indices of the tree's rows in the argument of build_trees, in sorted order
+    rows: list[int]  # the tree's rows, sorted by their tokens, as indices of the argument of build_trees
     paths: list[Tensor]  # for each row, an int64 tensor (length,): the indices of the row's tokens in the tree
     input_ids: Tensor  # (1, N) int64
     position_ids: Tensor  # (1, N) int64: the depth of each token

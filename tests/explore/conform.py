@@ -2,8 +2,8 @@
 
 `conform` reads the files of a finished run and replays the run's events in the state machine. After each event,
 `conform` checks the properties of the state machine. `conform` raises Broken if the state machine does not allow an
-event of the run. `conform` raises Broken if an event has other consequences in the state machine than in the run. The
-following examples show records of a trace and the events that the state machine executes for these records:
+event of the run. `conform` raises Broken if an event has different consequences in the state machine and in the run.
+The following examples show records of a trace and the events that the state machine executes for these records:
 
     For `start 0` and `start 1`, the machine executes `start` twice, so groups 0 and 1 run.
     For `finish 1` and `accept 1`, the machine executes `end 1`, so group 1 is finished.
@@ -11,9 +11,9 @@ following examples show records of a trace and the events that the state machine
     For `consume 0` and `consume 1`, the machine executes `take`, whose batch has groups 0 and 1 in this order.
     For `start 2` at version 1, the machine executes `version` and then `start`, so group 2 runs.
 
-The trace records a new version only after the gate has begun to use the version. `conform` reads from the file
-schedule.jsonl between which two events each version began. `conform` does not support a run that was killed and then
-continued.
+The trace records a new version only after the gate has begun to use the version. Therefore `conform` does not learn
+from the trace, but from the file schedule.jsonl, between which two events each version began. `conform` does not
+support a run that was killed and then continued.
 """
 
 import json

@@ -1,10 +1,10 @@
-"""The state machine of the dispatcher runs DispatchState (rollout/dispatcher.py) and StalenessManager (staleness.py).
+"""DispatchMachine is the state machine of the dispatcher.
 
-DispatchMachine uses the real classes, not models of these classes. After a kill, the state machine restores the
-checkpoint with WorkflowExecutor.load_state_dict (rollout/executor.py). Groups start, end, fail and are rejected in
-every order. The trainer consumes batches, makes new versions, and may write a checkpoint with a new version. The
-training process can be killed. A group has tokens of each version from the group's start to the group's end. The
-properties:
+DispatchMachine calls the real classes DispatchState (rollout/dispatcher.py) and StalenessManager (staleness.py), not
+models of them. After a kill, the state machine restores the checkpoint with WorkflowExecutor.load_state_dict
+(rollout/executor.py). Groups start, end, fail and are rejected in every order. The trainer consumes batches, makes new
+versions, and may write a checkpoint with a new version. The training process can be killed. A group has tokens of each
+version from the group's start to the group's end. The properties:
 
     `age`         No token is trained if it is more than eta versions old.
     `gate`        When a group starts, accepted + running <= (eta + version + 1) * B.
@@ -219,8 +219,8 @@ class DispatchMachine:
 
     @cached_property
     def load_state_dict(self) -> Callable[..., None]:
-        """Return a copy of WorkflowExecutor.load_state_dict that reads a group's versions from `oldest` and `newest`.
-        The groups of the state machine have no tensors."""
+        """Return a copy of WorkflowExecutor.load_state_dict that reads a group's versions from `oldest` and `newest`,
+        because the groups of the state machine have no tensors."""
         code = self.executor.WorkflowExecutor.load_state_dict.__code__
         versions = {"head_version": lambda group: group.oldest, "tail_version": lambda group: group.newest}
         return FunctionType(code, vars(self.executor) | versions)

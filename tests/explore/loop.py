@@ -1,9 +1,9 @@
 """StillLoop is an asyncio event loop without sockets, threads and real waiting. A state machine (search.py) decides the
 order of the events.
 
-`run` calls every callback that is ready, and returns when no callback is ready. A function that asyncio would call in a
-thread waits in `threads` until the state machine calls `run_thread`. The loop's time is always 0, so no timer ever
-fires.
+`run` calls every callback that is ready, and returns when no callback is ready. If asyncio would call a function in a
+thread, the loop puts the function into the list `threads`, and calls it when the state machine calls `run_thread`. The
+loop's time is always 0, so no timer ever fires.
 """
 
 import asyncio

@@ -203,7 +203,7 @@ def story(machine: Machine[Any], events: Sequence[Event]) -> str:
 
 
 def show(graph: Graph) -> str:
-    """Return a text that lists all states and, below each state, the events that change the state."""
+    """Return a text that lists all states and, below each state, the events that lead to a different state."""
     ends = {0: "", 1: "   (goal)"}
     lines = [[f"{number:>3}  {state}{ends[graph.goals[number]]}"] for number, state in enumerate(graph.states)]
     for source, event, target in zip(graph.sources, graph.events, graph.targets):

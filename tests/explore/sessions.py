@@ -1,9 +1,9 @@
 """SessionMachine is the state machine of the sessions.
 
-SessionMachine calls the real classes SessionTable and Limits (calls/sessions.py), not models of them. The trainer adds grants to the session table. The
-trainer starts, ends, exports and discards sessions. Agents send calls, turns end, and time passes in steps of 30
-seconds. The class Work replaces Turn, and has only the two attributes of a turn that SessionTable uses. From every
-state, all sessions and turns can end. The properties:
+SessionMachine calls the real classes SessionTable and Limits (calls/sessions.py), not models of them. The trainer adds
+grants to the session table. The trainer starts, ends, exports and discards sessions. Agents send calls, turns end, and
+time passes in steps of 30 seconds. The class Work replaces Turn, and has only the two attributes of a turn that
+SessionTable and Limits use. From every state, all sessions and turns can end. The properties:
 
     `grants`   A session starts if and only if an unexpired grant is left.
     `expiry`   An export or a discard removes a session from the table. When the table looks for idle sessions, the

@@ -1,13 +1,13 @@
-"""The state machine of the proxy's calls runs Proxy (proxy.py), Turn (calls/turn.py), Session (calls/sessions.py) and
-the conversation tree (cache.py).
+"""TurnMachine is the state machine of the proxy's calls.
 
-TurnMachine calls the real endpoints of the proxy in a separate event loop (loop.py). Clients connect, hang up and
-retry. After a client hangs up, some time passes before the proxy detects the hang-up. The engine generates tokens,
-finishes or fails. The engine needs some time to abort a generation. The trainer sets a reward, ends the session and
-exports the session. Only the tokenizer and the engine are stand-ins. In this state machine a token is a letter. Each
-generation has its own letter, version and log-probabilities. The search (search.py) cannot copy a running coroutine, so
-a state is the list of the events that lead to the state. To apply an event, the state machine replays all earlier
-events and then this event. The properties:
+TurnMachine uses the real classes Proxy (proxy.py), Turn (calls/turn.py) and Session (calls/sessions.py), and the real
+conversation tree (cache.py). TurnMachine calls the real endpoints of the proxy in a separate event loop (loop.py).
+Clients connect, hang up and retry. After a client hangs up, some time passes before the proxy detects the hang-up. The
+engine generates tokens, finishes or fails. The engine needs some time to abort a generation. The trainer sets a reward,
+ends the session and exports the session. Only the tokenizer and the engine are stand-ins. In this state machine a token
+is a letter. Each generation has its own letter, version and log-probabilities. The search (search.py) cannot copy a
+running coroutine, so a state is the list of the events that lead to the state. To apply an event, the state machine
+replays all earlier events and then this event. The properties:
 
     `once`      A call and its retries become at most one exported turn.
     `read`      If a client reads a whole reply before the session ends, the export contains the reply.
@@ -132,7 +132,7 @@ class TurnBounds(NamedTuple):
     bodies: str = "x"
     connections: int = 3
     tokens: int = 1  # maximum number of tokens of a generation before its last token
-    threads: bool = False  # whether every body, not only a long body, is parsed in a thread
+    threads: bool = False  # whether the proxy parses every request body in a thread, and not only long ones
     rewards: bool = False
 
 

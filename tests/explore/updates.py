@@ -1,14 +1,14 @@
-"""The state machine of the weight updates runs TrainingLoop.push_weights (train.py), RemoteInfEngine (engine.py),
-Servers (inference/servers.py) and send (inference/weights.py).
+"""UpdateMachine is the state machine of the weight updates.
 
-UpdateMachine makes two engines from the real classes. The trainer's engine pushes new versions, and the proxy's engine
-processes a request during the updates. Between two calls that the trainer makes, a server may generate a token, die, or
-restart with its first weights. A connection may break, and an answer may be lost. After a failed attempt, the proxy
-waits, and may then send its request again. The trainer may die together with its proxy. After the trainer's death, a
-new trainer and a new proxy use the same servers (`take_over` in run/start.py). The new trainer continues from the
-newest version that the gate of the dead trainer used. Only the servers are stand-ins. A stand-in server uses the
-version of its weights as the id of each token that it generates. As in turns.py, a state is the list of the events that
-lead to this state. The properties:
+UpdateMachine uses the real TrainingLoop.push_weights (train.py), RemoteInfEngine (engine.py), Servers
+(inference/servers.py) and send (inference/weights.py). A run has two engines. The trainer's engine pushes new versions,
+and the proxy's engine processes a request during the updates. Between two calls of the trainer, a server may generate a
+token, die, or restart with its first weights. A connection may break, and an answer may be lost. After a failed
+attempt, the proxy waits, and may then send its request again. The trainer may die together with its proxy. After the
+trainer's death, a new trainer and a new proxy use the same servers (`take_over` in run/start.py). The new trainer
+continues from the newest version that the gate of the dead trainer used. Only the servers are stand-ins. A stand-in
+server uses the version of its weights as the id of each token that it generates. As in turns.py, a state is the list of
+the events that lead to this state. The properties:
 
     `label`     Every token has the version of the weights that computed the token.
     `falls`     Versions never decrease along a completion.
@@ -16,8 +16,8 @@ lead to this state. The properties:
                 asks for.
     `kept`      A token that the engine has passed to its caller is never changed or removed.
     `has`       When the gate gets a new version, every server that the trainer counts as living has the weights of this
-                version. The property does not hold for a restarted server that has not yet received weights. If a
-                server's label is a version, the server has the weights of this version.
+                version. A restarted server that has not yet received weights is an exception. If a server's label is a
+                version number, the server has the weights of this version.
     `paused`    After the trainer's end, no reachable server is paused.
     `deadlock`  From every state, the request and the trainer can end.
 """
@@ -62,7 +62,7 @@ class UpdateBounds(NamedTuple):
     """The bounds within which the search explores the state machine."""
 
     servers: int = 1
-    versions: int = 1  # weight updates
+    versions: int = 1  # number of weight updates
     tokens: int = 2  # number of tokens that the request asks for
     faults: int = 1  # maximum number of server deaths, broken connections, lost answers and errors together
     pause_mode: str = "retract"
@@ -145,8 +145,8 @@ class Server:
 
 
 class Wires:
-    """Replaces inference.wire.Wire. An event of the state machine decides when a call that the trainer makes arrives
-    and how the call ends. A call that the proxy makes arrives immediately."""
+    """Replaces inference.wire.Wire. For each call of the trainer, an event of the state machine decides when the call
+    arrives and how it ends. A call of the proxy arrives immediately."""
 
     def __init__(self, world: "World", of_trainer: bool) -> None:
         self.world, self.of_trainer = world, of_trainer
@@ -211,7 +211,7 @@ class World:
         self.trainer_ended = self.failed = False
         self.waits: list[asyncio.Future] = []
         self.request: asyncio.Task | None = None
-        self.passed: list[tuple[int, int]] = []  # (token, version) of each token that the engine's caller has
+        self.passed: list[tuple[int, int]] = []  # (token, version) of each token that the engine's caller has got
         self.broken: Broken | None = None
         self.deaths = bounds.deaths
         # `claiming` is above 0 from a trainer's death until a new trainer labels the servers. While `claiming` is above

@@ -1,7 +1,7 @@
 """Run the unmodified SGLang server on a machine without a GPU: `python launch.py --model-path DIR --port 30000 ...`.
 
-SGLang can compute with torch alone (torch_native attention, pytorch sampling). SGLang imports three packages that have
-no build for a plain CPU: torchvision, triton and sgl_kernel.
+If attention uses the backend torch_native and sampling the backend pytorch, SGLang computes with torch alone. But even
+then SGLang imports three packages that have no build for a plain CPU: torchvision, triton and sgl_kernel.
 
 - SGLang's configurations of vision models import torchvision. The wheel of torchvision is compiled for a CUDA build of
   torch.

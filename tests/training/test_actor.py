@@ -300,8 +300,8 @@ def test_cutting_is_the_same_every_time():
 
 @pytest.mark.parametrize("poison", [math.nan, -math.inf])
 def test_what_is_not_trained_cannot_leak_into_the_weights(make_actor, poison):
-    """The metrics and the weights do not depend on values at untrained tokens, even if such a value is NaN or a
-    temperature of 0."""
+    """The values at untrained tokens change neither the metrics nor the weights, even if a value is NaN or infinite, or
+    a temperature is 0."""
     results = []
     for dirty in (False, True):
         actor = make_actor()
@@ -439,9 +439,9 @@ def test_loglinear_without_versions_says_so(make_actor):
 
 
 def test_the_effective_sample_size_is_that_of_the_weights(make_actor):
-    """The metric behave_ess is the effective sample size (sum w)^2 / (n sum w^2), where w are the behaviour weights of
-    the step's n trained tokens. The metric behave_ess is 1 if all tokens have the same weight, and 0 if all tokens are
-    dropped."""
+    """The metric behave_ess is the effective sample size divided by the number of trained tokens in the step. For n
+    tokens with the behaviour weights w, behave_ess is (sum w)^2 / (n sum w^2). The metric behave_ess is 1 if all tokens
+    have the same weight, and 0 if all tokens are dropped."""
     actor = make_actor(mb_tokens=40, behave_imp_weight_cap=None)
     batch = prepare(actor, make_batch())
     w = (batch["prox_logp"] - batch["logprobs"]).exp()[batch["loss_mask"] > 0]

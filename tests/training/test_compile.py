@@ -27,7 +27,7 @@ from training.layout import pick_layout
 
 pytestmark = pytest.mark.usefixtures("forget")
 COMPILE = torch.compile
-HEAD_GRAPHS = 2  # a graph for the results of a chunk, and a graph for the gradient of logp
+HEAD_GRAPHS = 2  # graphs of the last layer: one for the results of a chunk, and one for the gradient of logp
 
 
 @pytest.fixture

@@ -1,10 +1,10 @@
 """On a GPU, one kernel computes the attention of a packed row. These tests run on a CPU.
 
-PyTorch calls the kernel through the operators of torch.nn.attention.varlen, one for the forward pass and one for the
-backward pass. PyTorch has kernels for the operators of torch.nn.attention.varlen only on GPUs, so this file registers
-two kernels for CPUs, written in plain PyTorch. A CPU kernel computes the numbers that the GPU's kernel computes, and
-refuses the inputs that the GPU's kernel refuses. The operators' other code, such as checks of shapes and the rule for
-gradients, is the same on a CPU and on a GPU.
+PyTorch calls the kernel through two operators of torch.nn.attention.varlen, one for the forward pass and one for the
+backward pass. PyTorch has kernels for these operators only on GPUs, so this file registers two kernels for CPUs,
+written in plain PyTorch. The CPU kernels compute the numbers that the GPU kernels compute. The CPU kernel of the
+forward pass refuses the inputs that the GPU kernel refuses. The operators' other code, such as checks of shapes and the
+rule for gradients, is the same on a CPU and on a GPU.
 """
 
 from collections.abc import Iterator
