@@ -36,9 +36,8 @@ where M is the number of tokens. VCPO scales the learning rate and not the gradi
 **Truncated answers.** An answer that was cut at its token limit might have succeeded with more tokens, so its reward is
 unknown. `without_truncated` removes truncated turns from the loss and from every baseline.
 
-Sources are the papers on IcePop (arXiv 2510.18855), GSPO (2507.18071), CISPO (2506.13585) and VCPO (2602.17616). In the
-paper on VCPO, each row has one weight. The rule for truncated answers comes from DAPO (2503.14476). The tests that
-reject whole rows come from verl's documents on rollout correction.
+Sources: IcePop (arXiv 2510.18855), GSPO (2507.18071), CISPO (2506.13585), VCPO (2602.17616, with one weight for each
+row), DAPO (2503.14476, for truncated answers), and verl's pages on rollout correction for the tests that reject rows.
 """
 
 import math
