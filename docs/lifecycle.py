@@ -3,9 +3,9 @@
     `make tour` prints docs/lifecycle.md with the numbers of a new run.
     `python docs/lifecycle.py --write` writes the numbers of a new run into docs/lifecycle.md.
 
-docs/lifecycle.md ("the page") holds the text of the tour. Each block of the page that begins with ```text holds numbers
-of a run. The functions in MAKERS make the blocks, in the order of the page. The page also states the hash of the base
-model, because a run with another base model gives other numbers.
+docs/lifecycle.md ("the page") holds the text of the tour. On the page, each block that begins with ```text holds
+numbers of a run. The functions in MAKERS make the blocks, in the order of the page. The page also states the hash of
+the base model, because a run with another base model gives other numbers.
 """
 
 import os

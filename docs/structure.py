@@ -78,8 +78,8 @@ def place_ends(boxes: dict[str, Box], arrows: dict[Arrow, list[str]]) -> dict[tu
     """Return the y coordinates of both ends of each arrow. A key is a pair: the name of a box, and an arrow that
     begins or ends at this box.
 
-    The arrows at one side of a box are evenly spaced. An arrow meets the box higher if the box at the arrow's other end
-    is higher.
+    The arrows at one side of a box are evenly spaced. From top to bottom, they have the order of the boxes at their
+    other ends.
     """
     sides: dict[tuple[str, bool], list[tuple[int, Arrow]]] = {}
     for arrow in arrows:
