@@ -226,7 +226,8 @@ def own_command(module: str, options: dict[str, object], *arguments: str) -> lis
 def words(options: dict[str, object]) -> list[str]:
     """Turn options into the words of a command line.
 
-    An option whose value is None is left out. An option whose value is a list is repeated for each item of the list.
+    An option with the value None is left out. If the value of an option is a list, the option is repeated for each item
+    of the list.
     """
     several = {name: value if isinstance(value, list) else [value] for name, value in options.items()}
     return [str(word) for name, values in several.items() for v in values if v is not None for word in (name, v)]

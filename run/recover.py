@@ -1,6 +1,6 @@
-"""Write and restore checkpoints, so that a run that was killed can continue.
+"""Write and restore checkpoints, so that a killed run can continue.
 
-With `recover: auto`, a run that is started again with the same name continues from its last checkpoint.
+If a run is started again with the same name and with `recover: auto`, it continues from its last checkpoint.
 
 **The folder.** Only one process writes to a run's folder. While one run holds the lock of a folder, a second run with
 this folder ends with an error.
@@ -229,7 +229,7 @@ class Recovery:
         self.wait()
         self.step, target = step, self.checkpoint(step)
         if self.groups:
-            shutil.rmtree(target, ignore_errors=True)  # a process that was killed may have left an incomplete folder
+            shutil.rmtree(target, ignore_errors=True)  # a killed process may have left an incomplete folder
         dist.barrier()
         with unwrapped():
             saved = actor.save_state(target, self.ranks)

@@ -119,7 +119,7 @@ def fill_gaps(spans: list[list], starts: list[float], last: float) -> list[list]
     """Return the trainer's phases in order of time, with an additional phase in each gap of more than 1 ms between 0
     and `last`.
 
-    A gap in which the run was restarted becomes a phase "not running". A gap after the last phase becomes a phase
+    If the run was restarted in a gap, the gap becomes a phase "not running". A gap after the last phase becomes a phase
     "stop", and any other gap becomes a phase "other". If a kill interrupts a phase, the phase is missing in the trace,
     and its time becomes a part of a gap.
     """

@@ -285,7 +285,7 @@ def test_without_sglang_the_ways_to_it_are_named() -> None:
 
 
 def test_a_port_that_is_taken_is_refused() -> None:
-    """A port that is in use is reported before any process starts."""
+    """A port in use is reported before any process starts."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"server.port: {port} cannot be used .*in use"):
