@@ -4,7 +4,7 @@ The function `main` reads the command line, and then trains or evaluates. `main`
 
     `join_ranks` connects the ranks of torchrun. Without torchrun, this process is the only rank.
     `agree` reads the configuration on rank 0, and gives it to all ranks.
-    `open_run` loads the inputs, plans the servers and locks the run's folder, on rank 0.
+    `open_run` loads the inputs. On rank 0, `open_run` also plans the servers and locks the run's folder.
         In mode=train `PPOTrainer.train` (train.py) runs, and in mode=eval `evaluate_run` runs.
         `ExitStack` ends every part that was started, in the reverse order of the starts.
     `leave_ranks` disconnects the ranks.
@@ -14,10 +14,10 @@ for success, 1 for a run that failed, 2 for a wrong configuration, and 130 for C
 loses the steps since its last checkpoint (run/recover.py). If a run ends early, the last lines of its output name the
 command that continues the run.
 
-If Ctrl-C arrives during training, the current step runs to its end, and then the run writes a checkpoint
-(`interruptible`). If the step waits for a batch, Ctrl-C ends the wait at once. A second Ctrl-C ends train.py at once,
-and the child processes end when train.py has ended. With several ranks, Ctrl-C writes no checkpoint, because the ranks
-may stop after different steps.
+If Ctrl-C arrives while the trainer waits for a batch, the wait ends at once. If Ctrl-C arrives in another part of a
+step, the step runs to its end. In both cases, the run then writes a checkpoint (`interruptible`). A second Ctrl-C ends
+train.py at once, and the child processes end when train.py has ended. With several ranks, Ctrl-C writes no checkpoint,
+because the ranks may stop after different steps.
 """
 
 import os
@@ -230,7 +230,7 @@ def main(train: Callable[[TrainConfig], None], argv: list[str] | None = None) ->
     # kill these ranks at once.
     if os.environ.get("RANK", "0") == "0":
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    # A process that a shell starts in the background ignores SIGINT until the process sets a handler of SIGINT.
+    # If a shell starts a process in the background, the process ignores SIGINT until it sets a handler for SIGINT.
     on_ctrl_c(signal.default_int_handler)
     config, code = None, 0
     try:

@@ -105,8 +105,8 @@ def set_keys(config: DictConfig, given: Any, source: str) -> dict[str, str]:
     recipe's path or the command line.
 
     Return a dict that maps each given key without effect to the key's unmet condition (a row of NEEDS in run/keys.py).
-    The next recipe can still fulfil such a condition. Raises ConfigError for an unknown key, and the message suggests
-    the nearest known key.
+    An unmet condition raises no error, because a later recipe can still fulfil it. Raises ConfigError for an unknown
+    key, and the message suggests the nearest known key.
     """
     given.pop("revision", None)  # `revision` in a run's config.yaml is the git commit, not a key
     known, names = [key.name for key in list_keys()], []
@@ -121,7 +121,7 @@ def set_keys(config: DictConfig, given: Any, source: str) -> dict[str, str]:
         if name in ("recover", "doctor") and value is False:
             value = "off"  # YAML parses the word `off` as false
         if name == "rollout.stale" and isinstance(value, bool):
-            value = "drop" if value else "wait"  # drop_stale=true and drop_stale=false
+            value = "drop" if value else "wait"  # `rollout.drop_stale` is another name of this key
         OmegaConf.update(config, name, value)
     return without_effect(config, names)
 

@@ -2,7 +2,7 @@
 
 A rule is a row of RULES: a name, a number of steps, a measure and a limit. The measure is a pure function of the
 configuration and of the last lines of metrics.jsonl. A rule fires if its measure is above its limit or is NaN. For
-example, the metric kl is 0, 0.05, 0.3, 0.3 and 0.4 in the last five lines. The median 0.3 is above the limit 0.2, so
+example, if the metric kl is 0, 0.05, 0.3, 0.3 and 0.4 in the last five lines, its median 0.3 is above the limit 0.2, so
 the rule `kl` fires.
 
 The page docs/doctor.md has an entry for each rule, and the doctor prints the first paragraph of the entry. In each run
@@ -39,7 +39,7 @@ ROUNDING = {"float32": 1e-3, "bfloat16": 0.5}  # for each dtype, the largest rou
 # If the metric `success` is at least SOLVED, little is left to learn, so advantages of 0 and a low entropy are normal.
 SOLVED = 0.9
 BLOCKED_SECONDS = 5.0  # limit of the rule `blocked_loop`, in seconds
-# If a step rejects REJECTED_BATCHES * batch size groups, the doctor checks `rejection` before the step ends.
+# If a step has rejected REJECTED_BATCHES times the number of groups in a batch, the doctor checks `rejection` at once.
 REJECTED_BATCHES = 10
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "doctor.md"
 TEXTS = {name: " ".join(text.split()) for name, text in re.findall(r"## (\w+)\n\n(.+?)\n\n", PAGE.read_text(), re.S)}

@@ -7,8 +7,8 @@ log file and the arguments of the module's command line. After it has read the o
 `python -m MODULE WORDS` does.
 
 `prepare` starts the early processes. When run/launch.py starts a child, it calls `take`, which sends the order to the
-module's early process. If there is no early process, run/launch.py starts an ordinary process. An early process that
-gets no order ends when its standard input is closed, at the latest when train.py ends.
+module's early process. If there is no early process, run/launch.py starts an ordinary process. Without an order, an
+early process ends when its standard input is closed, at the latest when train.py ends.
 
 train.py imports this module before torch, so this module imports only modules that load fast.
 """
@@ -27,8 +27,7 @@ from typing import Any
 from run.keys import TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent
-# The environment variables of torchrun. A child that inherits the variables of torchrun behaves like a rank of the
-# trainer.
+# The environment variables of torchrun. With these variables, a child process would behave like a rank of the trainer.
 TORCHRUN = re.compile(r"TORCHELASTIC_\w+|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)")
 waiting: dict[str, subprocess.Popen[bytes]] = {}  # for each module, the early process that waits for an order
 
@@ -42,7 +41,8 @@ def environment(gpus: list[str]) -> dict[str, str]:
 
 
 def prepare(config: TrainConfig) -> None:
-    """Start the early process of a proxy and, if the run needs small servers, of one small server."""
+    """Start an early process for a proxy. If the run needs small servers, also start an early process for one of
+    them."""
     has_server = config.server.backend == "tiny" and not config.rollout.server_addrs
     for module in [] if config.dry_run else ["inference.tiny.server"] * has_server + ["proxy"]:
         start(module)

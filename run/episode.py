@@ -35,7 +35,7 @@ def conversation_tree(interactions: dict[str, InteractionWithTokenLogpReward]) -
     root = Tree(f"{len(interactions)} turns")
     branches: dict[Any, Tree] = {}
     for turn in interactions.values():
-        known = turn.parent.messages + turn.parent.output_message_list if turn.parent else []  # drawn above
+        known = turn.parent.messages + turn.parent.output_message_list if turn.parent else []  # already in the tree
         lines = [describe_turn(turn)]
         lines += [f"{m['role']}: {spoken(m)}" for m in turn.messages[len(known) :] + turn.output_message_list]
         branches[turn] = branches.get(turn.parent, root).add(escape("\n".join(lines)))

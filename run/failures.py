@@ -1,8 +1,8 @@
 """Report each distinct failure in one line: print it once, write its traceback once, and count how often it occurs.
 
 Hundreds of episodes may fail for the same reason. During a run, a logging handler receives every warning of the
-project's loggers. A warning without an exception is always printed. An exception is described by its type, its text and
-its place:
+project's loggers. A warning that has no exception attached is always printed. An exception is described by its type,
+its text and its place:
 
     failed: KeyError: 'answer', in run (my_agent.py:12); traceback: runs/guess/one/logs/failures.log
 
@@ -62,8 +62,8 @@ class Failures(logging.Handler):
         self.counts = Counter[str]()  # number of failures per description; N replaces every number in a description
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print every warning without an exception. If an exception occurs for the first time, print the exception and
-        write its traceback to the log."""
+        """If a warning has no exception attached, print the warning. If an exception occurs for the first time, print
+        the exception and write its traceback to the log."""
         error = record.exc_info[1] if record.exc_info else None
         if error is None:
             print(record.getMessage(), file=sys.stderr, flush=True)

@@ -1,12 +1,12 @@
 """Load the inputs of a run: the task module, the data, the workflow, the tokenizer and the base model.
 
-A task is a Python module that defines `make_model`, `dataset` and `WORKFLOW`. The task module may also define
+A task is a Python module that defines `dataset` and `WORKFLOW`. The task module may also define `make_model`,
 `WORKFLOW_KWARGS`, `success`, `summary` and `prepare`. `prepare` turns a line of the data into a sample. Examples of
 tasks are tasks/guess.py and tasks/gsm8k.py. Configuration keys can replace the model, the data and the workflow of a
 task.
 
-The run loads all inputs before it starts a process or writes a file into the run's folder. If the configuration is
-wrong, the run prints a message of one line and ends without starting a process.
+The run loads all inputs before it starts a server or a proxy, and before it writes a file into the run's folder. If the
+configuration is wrong, the run prints a message of one line and ends.
 """
 
 import hashlib
@@ -232,8 +232,8 @@ def prepare_model(config: TrainConfig, task: Any) -> None:
 def fetch(name: str, revision: str | None = None) -> tuple[str, str | None]:
     """Return a model's folder, and the model's revision on the hub.
 
-    A model with a name like owner/model is fetched unless it is cached. The library huggingface_hub reads HF_HOME,
-    HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE. Raises ConfigError if the fetch fails.
+    A model with a name like owner/model is fetched unless it is cached. The library huggingface_hub reads the
+    environment variables HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE. Raises ConfigError if the fetch fails.
     """
     if Path(name).exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         return name, revision

@@ -8,8 +8,8 @@ process session of its own (setsid), so Ctrl-C reaches only train.py, and train.
 For each child, one thread waits until the child ends. If an inference server dies during training, the server's thread
 restarts the server on its old port, at most server.max_restarts times. The restarted server reports the version
 "0-incomplete", so every engine refuses the server's tokens until the trainer has pushed the current weights. After
-server.max_restarts restarts, a server that dies is not started again, and the run continues with the other servers. If
-no server is left, or if a proxy dies, the run fails at once and prints the last lines of the child's log.
+server.max_restarts restarts, a dead server is not started again, and the run continues with the other servers. If no
+server is left, or if a proxy dies, the run fails at once and prints the last lines of the child's log.
 
 run/plan.py decides which servers to start.
 """
@@ -139,8 +139,8 @@ class Fleet:
         """For each child, start a thread that waits until the child ends. If an inference server dies, the server's
         thread restarts it, at most `max_restarts` times.
 
-        When a restarted server answers for the first time, the server's thread calls `on_restart`. If a child that the
-        run needs dies, the child's thread calls every function in `on_death`.
+        When a restarted server answers for the first time, the server's thread calls `on_restart`. After the death of a
+        child that the run needs, the child's thread calls every function in `on_death`.
         """
 
         def wait_for(child: Child) -> None:
@@ -180,7 +180,7 @@ class Fleet:
         return sum(c.process.poll() is None for c in servers) if child in servers else 0
 
     def raise_death(self, error: BaseException) -> None:
-        """Raise ProcessDied if a child that the run needs has ended. `error` becomes the `__cause__` of the
+        """Raise ProcessDied if the run needs a child that has ended. `error` becomes the `__cause__` of the
         ProcessDied."""
         # A killed process closes its connections at most DEATH_SECONDS before it ends, so after the wait every killed
         # process has ended.
@@ -226,7 +226,8 @@ def own_command(module: str, options: dict[str, object], *arguments: str) -> lis
 def words(options: dict[str, object]) -> list[str]:
     """Turn options into the words of a command line.
 
-    An option whose value is None is left out. An option whose value is a list is repeated for each item of the list.
+    An option with the value None is left out. If the value of an option is a list, the option is repeated for each item
+    of the list.
     """
     several = {name: value if isinstance(value, list) else [value] for name, value in options.items()}
     return [str(word) for name, values in several.items() for v in values if v is not None for word in (name, v)]

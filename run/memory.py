@@ -19,8 +19,8 @@ ranks add their gradients, take 8 P bytes. The phase `end` needs max(4 b V H, 8 
 embedding's gradient, and then 8 R bytes for copies of gradients in float32.
 
 A single rank in float32 uses no FSDP (training/actor.py). Without FSDP, the phase `end` and all terms with R or P are
-0. In the phase `layers`, a single rank in float32 also needs 2 b I bytes for each token: the gradients of two inner
-tensors of an MLP.
+0. In the phase `layers`, a single rank in float32 also needs 2 b I bytes for each token: the gradients of two tensors
+inside an MLP, with I numbers each.
 
 **Saved activations.** For each token, a decoder layer computes Q numbers for the queries, K numbers for the keys and I
 numbers inside the MLP. For the backward pass, a decoder layer keeps the following bytes for each token:
@@ -102,11 +102,12 @@ def step_bytes(
 def estimate_memory(config: TrainConfig, ranks: int, on_gpus: bool) -> tuple[float, float, float, int]:
     """Return three estimates of memory in GiB, and the number n of the model's parameters. The estimates are for a rank
     in a step, for a rank between two steps, and for a server on one of its GPUs. With actor.offload and a GPU, the
-    parameters, gradients and moments are in host memory. The parameters of a reference model take 4 n bytes. A server
-    stores the weights, and the keys and values of max_total_tokens tokens. A server stores each number in 2 bytes on a
-    GPU, and in 4 bytes on a CPU. The weights, keys and values of a server are divided among its tp_size GPUs. If the
-    keys have fewer heads than the server has GPUs, several GPUs keep a copy of the same head. Raises ConfigError if
-    SGLang cannot divide the heads evenly among tp_size GPUs (SGLang checks this in srt/models/qwen2.py).
+    estimates for a rank do not count the parameters, gradients and moments, because they are in host memory. The
+    parameters of a reference model take 4 n bytes. A server stores the weights, and the keys and values of
+    max_total_tokens tokens. A server stores each number in 2 bytes on a GPU, and in 4 bytes on a CPU. The weights, keys
+    and values of a server are divided among its tp_size GPUs. If the keys have fewer heads than the server has GPUs,
+    several GPUs keep a copy of the same head. Raises ConfigError if SGLang cannot divide the heads evenly among tp_size
+    GPUs (SGLang checks this in srt/models/qwen2.py).
     """
     assert config.model_path is not None
     shape = AutoConfig.from_pretrained(config.model_path).get_text_config()

@@ -1,10 +1,10 @@
 """Plan the inference servers of a run, and refuse a run that cannot work.
 
 `plan_servers` decides which inference servers to start and on which GPUs. The plan depends only on the configuration
-and the GPUs. The trainer's ranks get the first GPUs and the servers get the last GPUs. Ranks and servers share GPUs if
-there are too few GPUs, or if `server.colocate` is true. For example, a machine with 8 GPUs runs 4 ranks and 2 servers
-of 2 GPUs each. The ranks get GPUs 0 to 3, the first server gets GPUs 4 and 5, and the second server gets GPUs 6 and 7.
-`--dry-run` prints the plan and starts nothing.
+and the GPUs. The trainer's ranks get the first GPUs and the servers get the last GPUs. For example, if a machine with 8
+GPUs runs 4 ranks and 2 servers of 2 GPUs each, the ranks get GPUs 0 to 3, the first server gets GPUs 4 and 5, and the
+second server gets GPUs 6 and 7. Ranks and servers share GPUs if there are too few GPUs, or if `server.colocate` is
+true. `--dry-run` prints the plan and starts nothing.
 
 `plan_run` refuses a run that cannot work, and the error message names the reason in one line. A run cannot work, for
 example, if a port is in use, if the installed SGLang needs another version of torch, or if the memory is too small
@@ -56,7 +56,7 @@ def plan_servers(config: TrainConfig, gpus: list[str], ranks: int) -> list[Plann
     tp, spare = server.tp_size, gpus[ranks:]
     wanted = server.count * tp
     shared = len(spare) < wanted if server.colocate is None else server.colocate
-    # Servers that share GPUs with the ranks get the GPUs round-robin: after the last GPU comes the first GPU again.
+    # If servers share GPUs with the ranks, they get all GPUs in turn, and after the last GPU the first GPU again.
     pool = gpus * server.count if shared else spare[-wanted:]
     if gpus and len(pool) < wanted:
         need = f"server.count={server.count} with server.tp_size={tp}"

@@ -1,6 +1,6 @@
-"""Write and restore checkpoints, so that a run that was killed can continue.
+"""Write and restore checkpoints, so that a killed run can continue.
 
-With `recover: auto`, a run that is started again with the same name continues from its last checkpoint.
+If a run is started again with the same name and with `recover: auto`, it continues from its last checkpoint.
 
 **The folder.** Only one process writes to a run's folder. While one run holds the lock of a folder, a second run with
 this folder ends with an error.
@@ -16,7 +16,7 @@ ignored.
 thread writes the copy. The previous checkpoint is deleted when the new checkpoint is complete. Before the next
 checkpoint, and at the end of the run, the trainer waits until the thread has written the copy.
 
-**Repeated steps.** Steps after the last checkpoint are trained again, and the restart removes their lines from
+**Repeated steps.** A restarted run trains the steps after its last checkpoint again, and first removes their lines from
 metrics.jsonl. A step's line of metrics.jsonl is written before the step's checkpoint, so no line is missing after a
 restart.
 
@@ -24,15 +24,15 @@ restart.
 After a restart, an open group with a file counts as finished, and the finished groups keep their order. An open group
 without a file is generated again. The group keeps its id, so its calls get the same sampling seeds as before.
 
-**Lost weights.** After a restart, a group is kept if none of its tokens is newer than the checkpoint's version. For
-example, the checkpoint has version 40 and the run was killed at version 42. After the restart, version 41 is trained
+**Lost weights.** After a restart, a group is kept if none of its tokens is newer than the checkpoint's version.
+Example: the checkpoint has version 40, and the run was killed at version 42. After the restart, version 41 is trained
 again and may have different weights. A group with a token from the lost version 41 is generated again.
 
-**Ages.** The upper bound on the age of groups (staleness.py) also holds after a restart. After a restart, the steps
-consume the restored groups first and in their old order. If the restored groups keep their order, a restart moves none
-of them to a later step. After a restart at version v with batch size B, the gate's count of accepted groups is v * B
-plus the number of restored groups. If eta or B is smaller after the restart, a restored group that exceeds the upper
-bound on ages is generated again.
+**Ages.** The upper bound on the age of groups (staleness.py) also holds after a restart. The steps after a restart
+consume the restored groups first and in their old order, so a restart moves none of these groups to a later step. After
+a restart at version v with batch size B, the gate's count of accepted groups is v * B plus the number of restored
+groups. If eta or B is smaller after the restart, a restored group that exceeds the upper bound on ages is generated
+again.
 
 **Limits.** In an asynchronous run, a restart may change the order in which groups start. In a power failure, files that
 the operating system has not written to the disk may be lost. Groups that were submitted outside prepare_batch are not
@@ -121,8 +121,8 @@ def save_model(actor: Any, folder: Path, step: int, keep: int, lines: list[dict[
 def discard(run_dir: Path, last: int, max_age: int) -> None:
     """Delete a run's files in tokens/ up to step `last`, and delete the folders in rollout/ that no later step needs.
 
-    Step s trains at version s - 1, on groups that are at most `max_age` versions old. The oldest groups that step
-    `last` + 1 may train on have version `last` - `max_age`, so `discard` deletes the folders of older versions.
+    Step s trains at version s - 1, on groups that are at most `max_age` versions old. Step `last` + 1 may still train
+    on groups of version `last` - `max_age`, so `discard` deletes only the folders of older versions.
     """
     for path in (run_dir / "tokens").glob("*.safetensors"):
         if int(path.stem) <= last:
@@ -153,8 +153,8 @@ class GroupLog:
         write_whole(self.path(task_id), save({k: v.contiguous().clone() for k, v in group.items()}))
 
     def read(self, task_ids: Any, version: int) -> dict[int, Trajectory]:
-        """Read the groups `task_ids`, in the order of `task_ids`. Skip a group if it has no file, or if a
-        token is newer than `version`."""
+        """Read the groups `task_ids`, in the order of `task_ids`. Skip a group if it has no file, or if one of its
+        tokens is newer than `version`."""
         groups = {i: complete(load_file(self.path(i)), i) for i in task_ids if self.path(i).exists()}
         return {i: group for i, group in groups.items() if (tail_version(group) or 0) <= version}
 
@@ -229,7 +229,7 @@ class Recovery:
         self.wait()
         self.step, target = step, self.checkpoint(step)
         if self.groups:
-            shutil.rmtree(target, ignore_errors=True)  # a process that was killed may have left an incomplete folder
+            shutil.rmtree(target, ignore_errors=True)  # a killed process may have left an incomplete folder
         dist.barrier()
         with unwrapped():
             saved = actor.save_state(target, self.ranks)

@@ -16,11 +16,11 @@ which a weight update interrupts groups 3 and 4:
 of a completion at version 2, waits for version 3, and requests the next 63 tokens. At each version,
 `ReplayExecutor.prepare_batch` starts the groups that the recorded run started at this version. Next, `prepare_batch`
 waits until the servers have generated all tokens that the schedule records for the current version. Finally,
-`prepare_batch` returns the recorded groups in their recorded order.
+`prepare_batch` returns the groups of the recorded batch in their recorded order.
 
 The result of a step depends only on the weights and the consumed groups. A replay therefore generates only the groups
-that a step consumed, and leaves out, for example, rejected groups. The replay reads from the schedule when each group
-starts and which groups each batch contains.
+that a step consumed, and leaves out, for example, rejected groups. The schedule contains the version at which each
+group starts, and the groups of each batch.
 
 **Differences.** A replay records its calls in a new schedule, and the trainer compares the new schedule with the
 recorded run's schedule. The replay ends with an error if a call has another prompt than the recorded call, if a call
@@ -134,7 +134,7 @@ class ReplayExecutor(WorkflowExecutor):
         group = self.wait_for_task(task)
         self.own.read()
         missing = self.missing_calls(task, version)
-        group = group and without_older(group, self.staleness_manager.oldest_version())  # as stale=mask does
+        group = group and without_older(group, self.staleness_manager.oldest_version())  # mask tokens that are too old
         if missing or group is None:
             raise self.differs(task, f"call {missing[0]} was not made" if missing else "its group is rejected")
         self.running.remove(task)

@@ -119,9 +119,9 @@ def fill_gaps(spans: list[list], starts: list[float], last: float) -> list[list]
     """Return the trainer's phases in order of time, with an additional phase in each gap of more than 1 ms between 0
     and `last`.
 
-    A gap in which the run was restarted becomes a phase "not running". A gap after the last phase becomes a phase
-    "stop", and any other gap becomes a phase "other". A phase that a kill interrupts is missing in the trace, so the
-    phase's time becomes a part of a gap.
+    If the run was restarted in a gap, the gap becomes a phase "not running". A gap after the last phase becomes a phase
+    "stop", and any other gap becomes a phase "other". If a kill interrupts a phase, the phase is missing in the trace,
+    and its time becomes a part of a gap.
     """
     phases, now = [], 0.0
     for span in [*sorted(spans, key=lambda span: span[1]), ["", last, 0.0]]:
@@ -134,8 +134,8 @@ def fill_gaps(spans: list[list], starts: list[float], last: float) -> list[list]
 
 
 def pack(groups: list[Record], last: float) -> list[Record]:
-    """Give each group the first lane of the timeline that is free when the group starts. A group that has no end in the
-    trace ends at `last`."""
+    """Give each group the first lane of the timeline that is free when the group starts. If the trace lacks the end of
+    a group, the group gets the end `last`."""
     ends: list[float] = []
     for group in sorted(groups, key=lambda group: group["begin"]):
         end = group.setdefault("end", last)

@@ -10,8 +10,8 @@ rollout/executor.py).
 (2) The seed of a call is a hash of the run's seed, the episode and the number of the call (`call_seed`). The random
 number that chooses a token is a hash of the call's seed and of the token's position. No random number depends on time.
 (3) The small server computes the same bits for a row, whatever other rows are in the batch ("Bits" in
-inference/tiny/model.py). After a weight update the small server recomputes all keys and values of its cache. A
-completion that an update interrupts has the same bits as a completion that an engine requests in two parts.
+inference/tiny/model.py). After a weight update the small server recomputes all keys and values of its cache. An
+interrupted completion has the same bits as a completion that an engine requests in two parts.
 (4) A training step is a function of the weights and of the batch.
 
 Apart from its schedule, a run is deterministic. A run writes its schedule to schedule.jsonl, one fact in each line,
@@ -24,8 +24,8 @@ with about 200 bytes for each call:
     {"finish":7,"version":3}                                                all episodes of task 7 have ended
     {"consume":7,"version":4}                                               step 5 consumes the group of task 7
 
-The name "7-3.1" stands for call 1 of member 3 of task 7. A **span** is a sequence of consecutive tokens of a completion
-that one version computed. For each span, the schedule records the version, the end, and a hash of the completion's
+The name "7-3.1" stands for call 1 of member 3 of task 7. A **span** consists of consecutive tokens of a completion, all
+of which one version computed. For each span, the schedule records the version, the end, and a hash of the completion's
 tokens up to the end. In call "7-3.1", version 2 computed the first 57 tokens, and version 3 computed the next 63
 tokens.
 
@@ -140,9 +140,9 @@ class ScheduledEngine(RemoteInfEngine):
         schedule.
 
         If a kill has left the last line incomplete, the method removes this line, so that the next fact starts a new
-        line. All facts on which a checkpoint depends are written before the checkpoint. The incomplete line is newer
-        than the checkpoint, so the continued run does not need the line. The continued run generates all unfinished
-        groups again.
+        line. A checkpoint is written only after all facts on which it depends. The incomplete line is newer than the
+        checkpoint, so the continued run does not need the line. The continued run generates all unfinished groups
+        again.
         """
         os.truncate(self.schedule, Path(self.schedule).read_bytes().rfind(b"\n") + 1)
         self.record(run=run, step=step)

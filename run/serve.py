@@ -56,8 +56,8 @@ def raise_open_files() -> int:
 def collect_garbage_rarely() -> None:
     """Tell Python's garbage collector to run less often, and to ignore all objects that exist at this moment.
 
-    The garbage collector frees objects that refer to each other. By default, it runs after every 700 new objects. In a
-    process with many conversations, it would take up to half of the CPU time.
+    The garbage collector frees objects that refer to each other. By default, the collector runs after every 700 new
+    objects. In a process with many conversations, this default would cost up to half of the CPU time.
     """
     gc.freeze()
     gc.set_threshold(50_000, 20, 10)
@@ -138,8 +138,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 class Repeats(logging.Filter):
-    """A log filter for warnings. Of each kind of warning, only number 1, 2, 4, 8, ... reaches the log. The filter adds
-    the number to the text."""
+    """A log filter for repeated warnings. Of the warnings of one kind, only the warnings number 1, 2, 4, 8, ... reach
+    the log. The filter adds the number to the warning's text."""
 
     counts: ClassVar[collections.Counter[str]] = collections.Counter()
 
@@ -155,8 +155,8 @@ class Repeats(logging.Filter):
 class PatientServer(uvicorn.Server):
     """A uvicorn server that lets new connections wait in the listen queue while few file descriptors are free.
 
-    In a plain uvicorn server, uvloop closes new connections when no file descriptor is free. The server reads the limit
-    of file descriptors before each connection, because the limit may change at any time.
+    In a plain uvicorn server, uvloop closes new connections when no file descriptor is free. A PatientServer reads the
+    limit of file descriptors before each connection, because the limit may change at any time.
     """
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

@@ -124,8 +124,9 @@ def start_rollout(run: Run, keys: Keys, groups: GroupLog | None = None) -> tuple
     """Start the rollout side. Return the engine and the evaluation executor. The engine's attribute `executor` is the
     training executor. On every rank except 0 the result is (NoRollout(), None).
 
-    The argument `keys` is the result of `start_processes`. `groups` saves each accepted group for a restart. If a child
-    process that the run needs dies, both executors raise ProcessDied in every call that waits for an episode.
+    The argument `keys` is the result of `start_processes`. `groups` saves each accepted group for a restart. After the
+    death of a child process that the run needs, both executors raise ProcessDied in every call that waits for an
+    episode.
     """
     if not keys:
         return NoRollout(), None

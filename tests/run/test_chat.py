@@ -27,6 +27,7 @@ def test_no_model_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.parametrize("tool", [chat, doctor, report])
 def test_help_explains_the_tool(capsys: pytest.CaptureFixture[str], tool: Any) -> None:
-    """With --help, a command for finished runs prints the essay of its module, which shows how to call the command."""
+    """With --help, a command for finished runs prints the docstring of its module, which shows how to call the
+    command."""
     assert tool.main(["--help"]) == 0
     assert f"python -m {tool.__name__} runs/" in capsys.readouterr().out

@@ -360,7 +360,7 @@ def test_derived_values_are_written_back() -> None:
 
 
 def test_the_servers_key_is_made_and_never_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A run that starts its own servers generates a new server key, unless the user gives one. `changed` does not
+    """If a run starts its own servers, it generates a new server key, unless the user gives one. `changed` does not
     report a new server key, because config.yaml contains no server key."""
     monkeypatch.delenv("NANO_AREAL_SERVER_KEY", raising=False)
     new, other = load([]), load([])

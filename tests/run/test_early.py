@@ -46,8 +46,8 @@ def started(module: str, folder: Path, gpus: list[str]) -> tuple[int, str]:
 
 @pytest.mark.parametrize("is_early", [True, False])
 def test_an_order_does_what_the_command_does(module: str, tmp_path: Path, is_early: bool) -> None:
-    """An order gives an early process the arguments and the secret keys of the ordinary command. The early process
-    writes to the log of the ordinary command, and ends with the command's exit code."""
+    """After it has read its order, an early process does what the ordinary command does: it gets the same arguments and
+    keys, writes the same log, and ends with the same exit code."""
     if is_early:
         early.start(module)
     code, log = started(module, tmp_path, gpus=[])

@@ -44,8 +44,8 @@ def test_a_text_that_is_no_unicode_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The text of an exception may contain a lone surrogate (a half of a UTF-16 pair). The terminal and the log show
-    the surrogate as an escape sequence, and the report of the failure raises no exception. Pytest's output capture and
-    a terminal with the live table accept only valid UTF-8."""
+    the surrogate as an escape sequence, and the report of the failure raises no exception. The escape sequence is
+    necessary, because pytest's output capture and a terminal with the live table accept only valid UTF-8."""
     monkeypatch.setattr(logging.getLogger("nano_areal"), "propagate", False)  # pytest-xdist cannot send a surrogate
     logger, log = logging.getLogger("nano_areal.test"), tmp_path / "logs" / "failures.log"
     failures, error = Failures(log), raised(ValueError("bad \ud800 name"))
@@ -68,8 +68,8 @@ def test_a_text_that_is_no_unicode_is_reported(
     ],
 )
 def test_a_failing_run_says_what_to_do(tmp_path: Path, agent: str, reason: str, remedy: str) -> None:
-    """A run whose episodes all fail prints at most 15 lines, without a traceback. The last lines of the output say how
-    to correct the failure."""
+    """If all episodes of a run fail, the run prints at most 15 lines, without a traceback. The last lines of the output
+    say how to correct the failure."""
     words = command(tmp_path, *SMALL_GUESS, f"workflow=sick_agents.{agent}")
     done = subprocess.run(
         words, cwd=ROOT, env=WITH_TEST_MODULES, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300
@@ -99,9 +99,9 @@ def test_a_log_that_cannot_be_written_hides_no_reason(tmp_path: Path) -> None:
 
 @pytest.mark.runs
 def test_a_full_disk_ends_the_run_with_the_remedy(tmp_path: Path) -> None:
-    """A run that cannot write a checkpoint ends with an error that names the reason and the remedy. The exception that
-    torch raises if a checkpoint cannot be written is no subclass of Exception. The test sets a maximum file size
-    (ulimit -f) between the model's size and the checkpoint's size."""
+    """If a run cannot write a checkpoint, it ends with an error that names the reason and the remedy. In this case,
+    torch raises CheckpointException, which is no subclass of Exception. The test sets a maximum file size (ulimit -f)
+    between the model's size and the checkpoint's size."""
     words = command(tmp_path, *SMALL_GUESS, "max_steps=3", "recover_interval=1")
     limited = ["bash", "-c", 'ulimit -f 1000; exec "$@"', "bash", *words]
     done = subprocess.run(limited, cwd=ROOT, capture_output=True, text=True, timeout=300)

@@ -102,11 +102,11 @@ def check(work: Path, cells: list[Any], seconds: float = 600) -> tuple[int, dict
 
 
 def test_a_cell_that_hangs_is_ended_with_its_processes(tmp_path: Path) -> None:
-    """A cell that exceeds its time limit is killed with all its processes. When a cell is killed, the orphaned
-    processes that the cell started in other process sessions are killed. On the page of results, the row of a killed
-    cell names the time limit. After a cell that fails or cannot start, the next cell still runs. When the time limit
-    for all cells is reached, each remaining cell gets a row with the words "not started". A second run of the script
-    repeats only the cells that have not succeeded."""
+    """A cell that exceeds its time limit is killed with all its processes. The script also kills the orphaned processes
+    that the cell has started in other process sessions. On the page of results, the row of a killed cell names the time
+    limit. After a cell that fails or cannot start, the next cell still runs. When the time limit for all cells is
+    reached, each remaining cell gets a row with the words "not started". A second run of the script repeats only the
+    cells that have not succeeded."""
     script, pids = tmp_path / "stubborn.py", tmp_path / "pids"
     script.write_text(STUBBORN)
     count = f"open({str(tmp_path / 'count')!r}, 'a').write('x'); print('fine')"

@@ -35,8 +35,8 @@ def test_a_child_does_not_inherit_torchruns_variables(tmp_path: Path, monkeypatc
     """Under torchrun, child processes inherit all environment variables except torchrun's. The plan can add environment
     variables for a child process (Planned.variables).
 
-    SGLang consists of several processes, which connect to each other with torch.distributed. A process of SGLang that
-    inherits torchrun's variables waits for torchrun's store.
+    SGLang consists of several processes, which connect to each other with torch.distributed. If a process of SGLang
+    inherits torchrun's variables, it waits for torchrun's store.
     """
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python", sys.executable, "-c"]
     show = "import json, os; print(json.dumps(dict(os.environ)))"
@@ -100,7 +100,8 @@ def test_keys_reach_the_processes_by_a_pipe() -> None:
 
 
 def test_a_leash_passes_a_key_that_begins_with_a_hyphen() -> None:
-    """run/leash.py reads the server's key from its standard input. The server's argument parser accepts any key.
+    """run/leash.py reads the server's key from its standard input, and passes the key to the server even if the key
+    begins with "-".
 
     One random key in 64 begins with "-". The script run/leash.py writes --api-key and the key into one argument,
     because argparse reads a separate argument that begins with "-" as an option.

@@ -1,4 +1,4 @@
-"""After a run has ended, no process, thread or temporary file of the run is left. A run that is killed and continued
+"""After a run has ended, no process, thread or temporary file of the run is left. If a run is killed and continued, it
 trains each step and each group once."""
 
 import getpass
@@ -34,7 +34,8 @@ def leftovers(tmp_path: Path, *error: str) -> dict[str, list[str]]:
     words = [*SMALL_GUESS, "train_dataset.batch_size=2", "max_steps=2", f"weight_update.path={folder / 'weights'}"]
     words += ["rollout.openai.mode=subproc", "rollout.openai.subproc_max_workers=2"]
     python, unbuffered, _, *words = command(tmp_path, *words)
-    # torch keeps compiled code in the folder of temporary files, so that other processes can use the code.
+    # By default, torch keeps compiled code in TMPDIR, where the code would count as left. TORCHINDUCTOR_CACHE_DIR names
+    # another folder.
     compiled = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
     env = os.environ | {"TMPDIR": str(folder), "TORCHINDUCTOR_CACHE_DIR": str(compiled)}
     whole = [python, unbuffered, "tests/leftovers.py", *(error or ("", "", "")), *words]
@@ -61,8 +62,8 @@ def test_what_is_left_behind_is_named(tmp_path: Path, kind: str, file: str, line
 
 @pytest.mark.parametrize(("kind", "file", "line", "changed"), ERRORS)
 def test_a_planted_error_changes_one_place(kind: str, file: str, line: str, changed: str) -> None:
-    """test_what_is_left_behind_is_named plants an error by replacing a piece of code. The code that a planted error
-    replaces occurs exactly once in its file."""
+    """test_what_is_left_behind_is_named plants an error by replacing a piece of code. The replaced piece of code occurs
+    exactly once in its file."""
     assert (ROOT / file).read_text().count(line) == 1
 
 

@@ -99,8 +99,8 @@ def test_the_command_of_sglang() -> None:
 
 def test_a_server_may_share_only_some_of_its_gpus() -> None:
     """If the trainer uses one of a server's two GPUs, the server's GPUs have different amounts of free memory. SGLang
-    0.5.23 exits if its GPUs differ in free memory, unless an environment variable turns this check off
-    (srt/distributed/bootstrap.py)."""
+    0.5.23 exits if its GPUs differ in free memory (srt/distributed/bootstrap.py). For this server, the plan sets the
+    environment variable that turns this check off."""
     [server] = plan_servers(config("DIR", *SGLANG, "server.tp_size=2"), ["0", "1"], 1)
     assert server.gpus == ["0", "1"]
     assert server.variables == {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0"}
@@ -109,8 +109,8 @@ def test_a_server_may_share_only_some_of_its_gpus() -> None:
 def test_a_server_that_releases_its_memory() -> None:
     """With server.release_memory, SGLang gets the option --enable-memory-saver.
 
-    The key server.release_memory is refused together with rollout.pause_mode=in_place, because a server that is paused
-    in this mode keeps its KV cache. The key server.release_memory is refused together with server.max_restarts, because
+    The key server.release_memory cannot be combined with rollout.pause_mode=in_place, because a server that is paused
+    in this mode keeps its KV cache. The key server.release_memory cannot be combined with server.max_restarts, because
     a restarted server could need memory that the trainer is using. If no server shares a GPU with the trainer,
     server.release_memory is refused, because the trainer cannot use the memory that the server releases.
     """
@@ -135,8 +135,8 @@ def test_sglang_on_a_gpu_computes_float32_logits() -> None:
 
 def test_the_recipe_for_ones_own_model_fits_gpus() -> None:
     """configs/own.yaml sets the same answer length and the same server keys as configs/gsm8k.yaml, and turns on
-    gradient checkpointing. With the default server.max_total_tokens of 16,384, a server decodes only about 14 answers
-    of the maximum length at a time."""
+    gradient checkpointing. Both recipes raise server.max_total_tokens, because with the default of 16,384 a server
+    decodes only about 14 answers of the maximum length at a time."""
     own = load(["--config", "own", "model_path=DIR", "train_dataset.path=DATA", "workflow=MODULE.AGENT"])
     assert own.gconfig.max_new_tokens == config().gconfig.max_new_tokens
     assert own.server == config().server
@@ -230,8 +230,8 @@ def test_servers_elsewhere_need_the_address_of_the_trainer(server: str, words: l
 )
 def test_the_plan_chooses_how_new_weights_are_sent(gpus: int, ranks: int, words: list[str], mode: str) -> None:
     """If every server uses the trainer's first GPU, the plan chooses mode tensor. If no server shares a GPU with the
-    trainer, the plan chooses mode distributed. If the plan chooses neither mode tensor nor mode distributed, the plan
-    chooses mode disk, for example on a CPU. `check_update_mode` accepts every mode that the plan chooses."""
+    trainer, the plan chooses mode distributed. In every other case, for example on a CPU, the plan chooses mode disk.
+    `check_update_mode` accepts every mode that the plan chooses."""
     names = [str(k) for k in range(gpus)]
     given = config("DIR", "dry_run=true", f"gpus={max(gpus, 1)}", "server.backend=sglang", *words)
     planned = plan_servers(given, names, ranks)
@@ -285,7 +285,7 @@ def test_without_sglang_the_ways_to_it_are_named() -> None:
 
 
 def test_a_port_that_is_taken_is_refused() -> None:
-    """A port that is in use is reported before any process starts."""
+    """A port in use is reported before any process starts."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"server.port: {port} cannot be used .*in use"):

@@ -159,8 +159,8 @@ def test_data_order_and_gate_go_on_where_they_were(make_executor, tmp_path: Path
 def test_a_run_goes_on_with_another_eta_or_batch(
     make_executor, tmp_path: Path, eta: int, batch: int, kept: int
 ) -> None:
-    """A restart may change eta or the batch size. If a finished group is too old for the new eta or the new batch size,
-    the group is generated again, and no step fails."""
+    """A restart may change eta or the batch size. If the change makes a finished group too old, the group is generated
+    again, and no step fails."""
     log, samples = GroupLog(tmp_path / "groups"), [{"n": n} for n in range(40)]
     first, data = make_executor(eta=2, batch=2, keep=log.write), loader(samples)
     for version in (1, 2, 3):
@@ -448,7 +448,7 @@ def test_a_synchronous_run_repeats_through_kills(tmp_path: Path) -> None:
 
 
 def test_an_asynchronous_run_survives_kills_anywhere(tmp_path: Path) -> None:
-    """An asynchronous run that is killed four times and restarted makes each step once and trains on each group
+    """If an asynchronous run is killed four times and restarted, it makes each step once and trains on each group
     once."""
     for line in ("step 1 ", "starting server-0", "step 3 ", "step 5 "):
         run_until(tmp_path, line, "max_steps=8", "rollout.max_head_offpolicyness=2")
@@ -474,7 +474,7 @@ def test_a_run_that_is_alive_is_left_alone(tmp_path: Path, mode: str) -> None:
 
 
 def test_a_run_that_was_killed_is_not_alive_in_what_it_forked(tmp_path: Path) -> None:
-    """A forked child releases its parent's lock at once, so a killed run can be started again while the child is
+    """A forked child closes its copy of the lock at once, so a killed run can be started again while the child is
     alive."""
     code = """
 import os, sys
@@ -557,8 +557,8 @@ def test_evaluation_by_itself(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("cut", [0, 2, 9, 40])
 def test_a_trace_goes_on(tmp_path: Path, cut: int) -> None:
-    """A run that continues appends to its trace. The restart removes an incomplete last line from the trace, so the
-    trace file is valid JSON."""
+    """A continued run appends to its trace. The restart removes an incomplete last line from the trace, so the trace
+    file is valid JSON."""
     path = tmp_path / "trace.json"
     for _ in range(2):
         trace = Trace(path)

@@ -183,8 +183,8 @@ async def test_another_call_is_refused_and_recorded(follow: Any, name: str, ids:
 
 @pytest.mark.anyio
 async def test_a_failed_call_fails_again(follow: Any) -> None:
-    """A call that failed in the recorded run fails with the same status in the replay, so the agent reacts in the same
-    way."""
+    """If a call failed in the recorded run, it also fails in the replay, with the same status, so the agent reacts in
+    the same way."""
     engine, servers = follow(call("7-0.0", [], failed=503))
     with pytest.raises(EngineError) as failed:
         await engine.agenerate(request())

@@ -154,7 +154,7 @@ def test_servers_of_a_cluster_get_the_options_of_train_py(file: str) -> None:
 
 
 def test_no_node_left_to_train(cluster: dict[str, str], tmp_path: Path) -> None:
-    """A job that gives all its nodes to the servers ends with an error, because no node is left for training."""
+    """If a job gives all its nodes to the servers, it ends with an error, because no node is left for training."""
     done = subprocess.run([str(SCRIPT)], cwd=ROOT, env=cluster | {"GEN_NODES": "2"}, capture_output=True, text=True)
     assert done.returncode == 2
     assert "none is left to train" in done.stderr
