@@ -120,7 +120,7 @@ async def session(wire: Wire, transport: Any, proxy: str, number: int, turns: in
 
 
 async def flood(wire: Wire, transport: Any, proxy: str, calls: int) -> None:
-    """Keep `calls` calls of one session running until the task is cancelled. Each call asks for 128 answers."""
+    """In one session, repeat `calls` concurrent calls until the task is cancelled. Each call asks for 128 answers."""
 
     async def ask_again_and_again(url: str, number: int) -> None:
         body = {"messages": [{"role": "user", "content": f"{number}"}], "n": 128, "max_tokens": 256}

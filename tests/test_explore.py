@@ -342,7 +342,7 @@ def test_each_property_has_two_mutants() -> None:
 
 
 def test_equal_situations_are_visited_once() -> None:
-    """If two orders of events lead to one state, the drawing shows the state once."""
+    """If two orders of events lead to one state, `show` draws the state only once."""
     graph = explore(DispatchMachine("wait", dispatcher.SMALLEST))
     drawn = show(graph)
     assert drawn.count("fail 0 -> 3") == drawn.count("reject 0 -> 3") == 1

@@ -420,9 +420,8 @@ async def test_a_request_beyond_the_limits_is_refused(start: Start, body: dict[s
 
 
 async def test_a_session_that_floods_leaves_room_for_the_others(start: Start) -> None:
-    """At most `limits.running` answers of a session are generated at the same time. The number of a session's answers
-    that are being generated or wait for generation is at most `limits.answers`. When a session reaches a limit, the
-    calls of all other sessions continue."""
+    """Of a session's answers, at most `limits.running` are generated at the same time, and at most `limits.answers` are
+    generated or wait for generation. When a session reaches a limit, the calls of all other sessions continue."""
     harness = start(limits=Limits(running=3, answers=8))
     flood, other = await harness.start(), await harness.start()
     harness.engine.hold = asyncio.Event()
