@@ -16,8 +16,8 @@ client has read.
 For every tenth session the benchmark also computes the log-probabilities with transformers, and prints the largest
 difference from the exported log-probabilities.
 
-The printed table shows how the resident memory and the number of open file descriptors of the server and of the proxy
-change during the benchmark. The descriptors are counted in /proc, so the benchmark needs Linux.
+For the server and for the proxy, the printed table shows how the resident memory and the number of open file
+descriptors change during the benchmark. The descriptors are counted in /proc, so the benchmark needs Linux.
 """
 
 import argparse

@@ -1,5 +1,5 @@
-"""tests/explore searches every order in which the events of a small system can happen. The four systems are the
-dispatcher, the sessions, a call and a weight update.
+"""tests/explore searches every order in which the events of four small systems can happen: the dispatcher, the
+sessions, a call and a weight update.
 
 The search finds no broken property in the project's modules. A mutant is a module with a planted error, which is one
 changed piece of code. The search finds every planted error. For each property there are at least two mutants that break

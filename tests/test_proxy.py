@@ -99,9 +99,8 @@ async def test_history_that_tokenises_otherwise_keeps_its_sampled_tokens(tiny_to
 
 
 async def test_a_template_that_looks_back_is_rendered_in_full(tiny_tokenizer: Any) -> None:
-    """With some chat templates, the rendering of a message depends on the length of the history. With a template whose
-    rendering depends on the history's length, the proxy renders every prompt in full and reuses no tokens of the
-    parent."""
+    """If the rendering of a message depends on the length of the history, as in some chat templates, the proxy renders
+    every prompt in full and reuses no tokens of the parent."""
     looks_back = tiny_tokenizer.chat_template.replace("{{ m['role'] }}", "{{ m['role'] }}{{ messages | length }}")
     own = type(tiny_tokenizer)(
         tokenizer_object=tiny_tokenizer.backend_tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>"
