@@ -49,7 +49,7 @@ agents: .venv-agents/ready examples/node/node_modules/ready   ## test the exampl
 	.venv-agents/bin/pip install --quiet --disable-pip-version-check --no-deps -r $<
 	@touch $@
 
-# Without npm or a network connection this target is not made, and the tests skip the agents that run in node.
+# If npm or the network is missing, this target is not made, and the tests skip the agents that run in node.
 examples/node/node_modules/ready: examples/node/package-lock.json
 	@echo "installing Codex, opencode and Vercel's AI SDK with npm, about 800 MB"
 	@cd $(dir $<) && npm install --no-save --ignore-scripts --no-audit --no-fund --fetch-retries=0 && \
@@ -60,7 +60,7 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: python3 is too old, 3.11 or newer is needed: make PYTHON=python3.12")'
 	@echo "installing the packages of pyproject.toml and constraints.txt into $(VENV), which is missing or older than these files"
 	$(PYTHON) -m venv $(VENV)
-	@# If the index has a CPU build of the pinned torch, pip takes this build, because torch is installed first.
+	@# torch is installed first, so that pip takes the CPU build of the pinned version if the index has this build.
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@

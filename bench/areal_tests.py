@@ -50,7 +50,7 @@ class RejectionSamplingConfig:
 
 
 def weight_keys(config: RejectionSamplingConfig | None) -> PPOActorConfig:
-    """Return the configuration keys of this project that do the same as AReaL's `rejection_sampling`."""
+    """Return the configuration keys of this project that have the effect of AReaL's `rejection_sampling`."""
     if config is None:
         return PPOActorConfig(behave_imp_weight_cap=None)
     kind = (config.level, config.metric, config.agg)
@@ -136,7 +136,7 @@ class NormConfig:
 
 class Normalization:
     """This class has the interface of AReaL's class Normalization, and normalises with this project's `ppo.normalise`.
-    The class passes every number whose mask is 1 to `ppo.normalise` as the reward of one turn."""
+    The class treats every number whose mask is 1 as the reward of one turn."""
 
     def __init__(self, config: NormConfig) -> None:
         if not config.std_unbiased and config.std_level:
@@ -334,7 +334,7 @@ class Absent:
 
 
 def absent(name: str) -> Absent:
-    """Return a stand-in for a name of AReaL, if the adapters in this file do not define the name."""
+    """Return a stand-in for a name of AReaL that no adapter in this file defines."""
     if name.startswith("__"):
         raise AttributeError(name)
     return Absent(name)

@@ -11,11 +11,11 @@ the episode's reward. With `per_turn=false` the baseline is a weighted mean of t
 episode with k turns has weight k.
 
 The command `train` repeats runs of bench/staleness.py at eta = 1 and changes only the baseline. The command `signal`
-reads the batches that a run wrote to its folder tokens/ and computes the advantages with each baseline. `signal` counts
-the turns with advantage 0. If all members of a group have the same reward, all advantages of the group are 0 with both
-baselines, so `signal` does not count the turns of the group. `signal` prints the share of turns with advantage 0 for
-three group sizes, because the share depends on the group size. The three group sizes are the first 4 members, the first
-8 members and all members of a group. The results are in docs/algorithm.md.
+reads the batches that a run wrote to its folder tokens/ and computes the advantages with each baseline. If all members
+of a group have the same reward, all advantages of the group are 0 with both baselines, so `signal` leaves the group
+out. For all other groups, `signal` prints the share of turns with advantage 0. The share depends on the group size, so
+`signal` computes the share among the first 4 members, the first 8 members and all members of each group. The results
+are in docs/algorithm.md.
 """
 
 import argparse
@@ -49,7 +49,7 @@ MEMBERS = (4, 8, None)  # group sizes that `signal` compares; None stands for th
 def silent_turns(batch: dict[str, Tensor], per_turn: bool) -> tuple[int, int]:
     """Return the number of trained turns with advantage 0, and the number of all trained turns.
 
-    If all members of a group have the same reward, its turns are not counted.
+    A group is left out if all its members have the same reward.
     """
     config = PPOActorConfig(adv_norm=NormConfig(std_level="none", per_turn=per_turn))
     A, trained = compute_advantages(batch, config), batch["loss_mask"] > 0

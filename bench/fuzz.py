@@ -5,7 +5,7 @@
     python bench/fuzz.py --only 4711                # send only request 4711 of seed 1
 
 The script makes each random request by changing a valid request to an endpoint. In the body of a request, the script
-changes types, nests lists deeply, inserts huge strings, removes fields and repeats list items. The script may also
+changes types, inserts deeply nested lists and huge strings, removes fields, and repeats list items. The script may also
 damage the bytes, the headers, the method or the path of a request. The script sends some requests slowly or only in
 part, and sometimes closes its half of the connection. Most requests have the right API key, and the others have a wrong
 key.

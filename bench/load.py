@@ -16,8 +16,8 @@ client has read.
 For every tenth session the benchmark also computes the log-probabilities with transformers, and prints the largest
 difference from the exported log-probabilities.
 
-The printed table shows how the resident memory and the number of open file descriptors of the server and of the proxy
-change during the benchmark. The descriptors are counted in /proc, so the benchmark needs Linux.
+For the server and for the proxy, the printed table shows how the resident memory and the number of open file
+descriptors change during the benchmark. The descriptors are counted in /proc, so the benchmark needs Linux.
 """
 
 import argparse
@@ -120,7 +120,7 @@ async def session(wire: Wire, transport: Any, proxy: str, number: int, turns: in
 
 
 async def flood(wire: Wire, transport: Any, proxy: str, calls: int) -> None:
-    """Keep `calls` calls of one session running until the task is cancelled. Each call asks for 128 answers."""
+    """In one session, repeat `calls` concurrent calls until the task is cancelled. Each call asks for 128 answers."""
 
     async def ask_again_and_again(url: str, number: int) -> None:
         body = {"messages": [{"role": "user", "content": f"{number}"}], "n": 128, "max_tokens": 256}

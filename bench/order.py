@@ -48,7 +48,7 @@ def pause(task_id: int, mean_s: float) -> float:
 
 
 class PausingWalk(RLVRWorkflow):
-    """Generate a walk in two parts, with a pause after the first FIRST tokens."""
+    """Generate a walk in two parts, with a pause after FIRST tokens."""
 
     def __init__(self, reward_fn: str, gconfig: Any, tokenizer: Any, pause_s: float) -> None:
         super().__init__(reward_fn, gconfig, tokenizer)

@@ -13,14 +13,14 @@ rollout.max_concurrent_rollouts. With all later seeds, the benchmark uses only t
 rollout.max_concurrent_rollouts that was fastest with the first seed.
 
 The column `update` tells how new weights reach the server. With `interrupt`, an update interrupts the running walks,
-which then continue with the new weights. With `drain`, the trainer starts no new group before an update, and waits
-until all running groups have finished. The class `Drained` in this file implements the mode `drain`, which train.py
-does not have.
+which then continue with the new weights. With `drain`, the trainer first stops starting new groups, then waits until
+all running groups have finished, and then sends the weights. The class `Drained` in this file implements the mode
+`drain`, which train.py does not have.
 
-The remaining columns of the table come from the trace of each run (trace.json). All times are in seconds.
+The remaining columns of the table come from each run's files trace.json and metrics.jsonl. All times are in seconds.
 
     `seconds`      time of the whole training, without the start of the processes.
-    `factor`       the speedup: how many times as long the synchronous run with the same seed takes.
+    `factor`       the speedup: the time of the synchronous run with the same seed, divided by the time of this run.
     `generation`   CPU time of the inference server.
     `training`     CPU time of the trainer's process, which also runs the episodes and the logger.
     `oldest`       time that the trainer waited for an older group, although B other groups had finished.

@@ -70,7 +70,7 @@ def make_tokenizer() -> Any:
 
 
 def serve_proxy(port: int) -> None:
-    """Serve the proxy with an engine that answers at once. For comparison, the server also has an empty handler."""
+    """Serve the proxy with an engine that answers at once. For comparison, add an empty handler at /empty."""
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     from fastapi import Request, Response
 

@@ -142,8 +142,8 @@ def flops(part: Part) -> float:
 
 
 def product(t: float, i: int, o: int, b: int, times: int = 1) -> Part:
-    """Return the kernel that multiplies t tokens of size i by a matrix (i, o). The kernel reads the matrix `times`
-    times, once for each pass."""
+    """Return the kernel that multiplies t tokens of size i by a matrix (i, o). The kernel reads the matrix once in each
+    of `times` passes."""
     return [Kernel(2 * t * i * o, b * (t * i + t * o + times * i * o))]
 
 

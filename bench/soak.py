@@ -9,11 +9,11 @@ After a random number of steps, or during the startup, the script kills the trai
 If the run ends because a process was killed, the script starts the run again with an identical command. If the server
 is killed, the run starts a new server and continues. The printed seed determines every random choice.
 
-At the end the script makes six checks of the metrics and of the trained samples (tokens/*.safetensors). The metrics
-must contain every step exactly once. Every step must train on 6 prompt groups (the batch size), and each group must
-occur in at most one step. Each of the first (steps - eta - 1) * 6 groups must occur in a step. Each trained group must
-have a number below (steps + eta + 1) * 6. In every step, the age of each group must be at most eta. In every step, the
-version of each token must be at most the trainer's version.
+At the end the script checks the metrics and the trained samples (tokens/*.safetensors). The metrics must contain every
+step exactly once. Every step must train on 6 prompt groups (the batch size), and each group must occur in at most one
+step. Each of the first (steps - eta - 1) * 6 groups must occur in a step. Each trained group must have a number below
+(steps + eta + 1) * 6. In every step, the age of each group must be at most eta. In every step, the version of each
+token must be at most the trainer's version.
 
 Whenever the run has ended, the script also checks that no process of the run is left.
 """
@@ -112,8 +112,8 @@ def kill(command: list[str], rng: random.Random, kills: int, run_dir: Path) -> N
 
 
 def freeze(command: list[str], rng: random.Random, freezes: int, log: Path) -> None:
-    """Run the command to its end. After each line of output from step 1 on, suspend one random process of the run for
-    up to 10 seconds. Suspend a process at most `freezes` times."""
+    """Run the command to its end. From step 1 on, after each of the next `freezes` lines of output, suspend one random
+    process of the run for up to 10 seconds."""
     with log.open("a") as out, start(command, out) as run:
         assert run.stdout is not None
         seen, steps = 0, 0

@@ -3,9 +3,9 @@
     python bench/start.py
 
 For comparison, the script also measures the time of `python -c 'import torch'`. Each round measures all commands once.
-The run is the demo with two steps, on a pseudo-terminal (pty) of 80 columns. A silence is the time between two
-successive outputs of the run. The first run also makes a base model. The later runs load an existing base model from
-the cache.
+Each run trains the demo for two steps, on a pseudo-terminal (pty) of 80 columns. A silence is the time between two
+successive outputs of a run. The first run also makes a base model. The later runs load an existing base model from the
+cache.
 """
 
 import argparse

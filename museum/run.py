@@ -1,7 +1,7 @@
 """Run an exhibit of the museum: a copy of this project with one bug in it. The page museum/README.md explains the
 exhibits.
 
-    python museum/run.py areal-1569   # put the bug into a copy, run it for at most 60 s, print the report's path
+    python museum/run.py areal-1569   # put the bug into a copy, run the copy for at most 60 s, print the report's path
     python museum/run.py --tests      # run each exhibit's unit test in a copy with the bug; all tests must fail
     python museum/run.py --all 20     # run every exhibit and 20 healthy runs, and write museum/results.md
 

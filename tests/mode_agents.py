@@ -157,7 +157,7 @@ def is_silent(data: dict) -> None:
 
 
 def hangs(data: dict) -> float:
-    """Hold the named pipe open in this process and in a child process, and never return."""
+    """Hold the named pipe `data["fifo"]` open in this process and in a child process, and never return."""
     with open(data["fifo"], "w") as file:
         file.write("alive")
         file.flush()
@@ -167,8 +167,8 @@ def hangs(data: dict) -> float:
 
 
 def leaves_a_daemon(data: dict) -> float:
-    """Start a process, in a process session of its own, that holds the named pipe open. The parent of the started
-    process ends immediately."""
+    """In a new process session, start a process that holds the named pipe `data["fifo"]` open. The parent of the
+    started process ends immediately."""
     if child := os.fork():
         os.waitpid(child, 0)
         return 1.0
@@ -192,7 +192,7 @@ def leaves_a_daemon_and_is_killed(data: dict) -> float:
 
 
 def stops_its_guard(data: dict) -> float:
-    """Suspend (SIGSTOP) the guard, which is the parent of this process, and then write to the named pipe."""
+    """Suspend (SIGSTOP) the guard, which is the parent of this process, and then write to a named pipe."""
     os.kill(os.getppid(), signal.SIGSTOP)
     Path(data["fifo"]).write_text("alive")
     return leaves_at_once(data)

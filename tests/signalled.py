@@ -1,4 +1,4 @@
-"""Run a script that sends itself a signal when it prints a line that begins with a given text.
+"""Run a script in this process, and send this process a signal when the script prints a line with a given beginning.
 
     python tests/signalled.py "step 3 " 9 train.py max_steps=5
 

@@ -454,8 +454,8 @@ def test_an_orphan_leaves_no_trace() -> None:
 
 @given(calls, st.lists(st.integers(0, 11)))
 def test_what_failed_leaves_no_trace(session: list[Call], orphans: list[int]) -> None:
-    """Failed calls do not change a session's tree. The same holds if the session drops orphans. An orphan is a turn
-    whose reply no client will read."""
+    """Failed calls do not change a session's tree, even if the session also drops orphans. An orphan is a turn whose
+    reply no client will read."""
     caches = play(session), play([call for call in session if call.finishes])
     for cache in caches:
         for name in list(cache):

@@ -2,8 +2,8 @@
 token.
 
 Most tests replace the network with servers that answer from a script (httpx.MockTransport). In tests with scripted
-servers, a list records the length of each sleep in seconds, and the engine continues immediately. The tests with
-`real_engine` talk to a real server process.
+servers the engine never really sleeps: a list records the seconds of each sleep. The tests with `real_engine` talk to a
+real server process.
 """
 
 import asyncio

@@ -1,5 +1,5 @@
-"""tests/explore searches every order in which the events of a small system can happen. The four systems are the
-dispatcher, the sessions, a call and a weight update.
+"""tests/explore searches every order in which the events of four small systems can happen: the dispatcher, the
+sessions, a call and a weight update.
 
 The search finds no broken property in the project's modules. A mutant is a module with a planted error, which is one
 changed piece of code. The search finds every planted error. For each property there are at least two mutants that break
@@ -342,7 +342,7 @@ def test_each_property_has_two_mutants() -> None:
 
 
 def test_equal_situations_are_visited_once() -> None:
-    """If two orders of events lead to one state, the drawing shows the state once."""
+    """If two orders of events lead to one state, `show` draws the state only once."""
     graph = explore(DispatchMachine("wait", dispatcher.SMALLEST))
     drawn = show(graph)
     assert drawn.count("fail 0 -> 3") == drawn.count("reject 0 -> 3") == 1

@@ -1,5 +1,5 @@
-"""Tests of the museum's exhibits: every patch applies to this code, and the unit test that a solution names fails with
-the patch.
+"""Tests of the museum's exhibits: every patch applies to this code, and with the patch the unit test of the exhibit's
+solution fails.
 
 The reader's exercise is to find an exhibit's bug from a run's report (museum/README.md).
 """
@@ -56,8 +56,8 @@ def test_every_exhibit_has_its_pages(name: str) -> None:
 
 
 def test_every_bug_breaks_its_unit_test() -> None:
-    """The unit test that an exhibit's solution names passes in the test suite, and fails in a copy of the project that
-    has the exhibit's bug."""
+    """Each exhibit's solution names a unit test. The unit test passes in the test suite, and fails in a copy of the
+    project that has the exhibit's bug."""
     command = [sys.executable, "museum/run.py", "--tests"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert json.loads(done.stdout) == dict.fromkeys(EXHIBITS, 1), done.stderr

@@ -99,9 +99,8 @@ async def test_history_that_tokenises_otherwise_keeps_its_sampled_tokens(tiny_to
 
 
 async def test_a_template_that_looks_back_is_rendered_in_full(tiny_tokenizer: Any) -> None:
-    """With some chat templates, the rendering of a message depends on the length of the history. With a template whose
-    rendering depends on the history's length, the proxy renders every prompt in full and reuses no tokens of the
-    parent."""
+    """If the rendering of a message depends on the length of the history, as in some chat templates, the proxy renders
+    every prompt in full and reuses no tokens of the parent."""
     looks_back = tiny_tokenizer.chat_template.replace("{{ m['role'] }}", "{{ m['role'] }}{{ messages | length }}")
     own = type(tiny_tokenizer)(
         tokenizer_object=tiny_tokenizer.backend_tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>"
@@ -420,9 +419,8 @@ async def test_a_request_beyond_the_limits_is_refused(start: Start, body: dict[s
 
 
 async def test_a_session_that_floods_leaves_room_for_the_others(start: Start) -> None:
-    """At most `limits.running` answers of a session are generated at the same time. The number of a session's answers
-    that are being generated or wait for generation is at most `limits.answers`. When a session reaches a limit, the
-    calls of all other sessions continue."""
+    """Of a session's answers, at most `limits.running` are generated at the same time, and at most `limits.answers` are
+    generated or wait for generation. When a session reaches a limit, the calls of all other sessions continue."""
     harness = start(limits=Limits(running=3, answers=8))
     flood, other = await harness.start(), await harness.start()
     harness.engine.hold = asyncio.Event()

@@ -114,8 +114,8 @@ def test_maze_staleness(tmp_path: Path, eta: int) -> None:
 def test_synchronous_runs_repeat(guess_run) -> None:
     """Two runs with eta = 0 and the same seed have the same metrics, except for the metric `accepted`.
 
-    If groups of the next batch are accepted between a step's weight update and the writing of the step's metrics, the
-    step's metric `accepted` counts these groups.
+    A step's metric `accepted` counts the groups that were accepted since the previous step, which may include groups of
+    the next batch.
     """
     (_, first), (_, second) = guess_run(0), guess_run(0, "again")
     exact = ("reward", "success", "tokens", "staleness_max", "rejected")
@@ -176,8 +176,8 @@ def test_what_a_run_writes(guess_run) -> None:
 
 @pytest.mark.runs
 def test_talk_to_the_trained_model(guess_run) -> None:
-    """`python -m run.chat` answers each line of the input with the checkpoint of the run. An empty line begins a new
-    conversation. If a conversation becomes too long, a new conversation begins."""
+    """`python -m run.chat` sends each line of the input to the run's newest checkpoint, and prints the answer. An empty
+    line begins a new conversation. If a conversation becomes too long, a new conversation begins."""
     folder = guess_run(0)[0] / "e" / "t"
     words = [sys.executable, "-m", "run.chat", str(folder)]
     talk = "guess a number\nhigher\n\nguess a number\n" + "higher " * 100 + "\nguess a number\n"
