@@ -7,7 +7,8 @@ is tokens per second of CPU time, because other programs on the machine lengthen
 four ways to generate with the same Qwen3 model, in float32 on one thread. `generate` calls model.generate on one batch
 and samples at temperature 1. `engine` calls the scheduler and the slot cache in this process, and returns the
 log-probability of every token. `http` sends the requests to POST /generate of a server process, and counts only the
-server's CPU time. `--seed` is `engine` in deterministic mode, the mode of a server with the option --seed.
+server's CPU time. The fourth way, `--seed`, is like `engine`, but in deterministic mode. A server
+with the option --seed runs in this mode.
 
 The benchmark repeats the four ways in turn, at least three times, and prints the fastest repetition of each way. Other
 programs can only make a repetition slower, never faster. The column "engine / generate" shows a ratio: the speed of

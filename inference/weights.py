@@ -195,7 +195,7 @@ def update_from_disk(meta: WeightUpdateMeta, post_all: PostAll, _: Iterable[Buck
 
 
 def update_from_distributed(meta: WeightUpdateMeta, post_all: PostAll, buckets: Iterable[Bucket]) -> None:
-    """Broadcast every bucket in a new process group of this process (rank 0) and all GPUs of all servers."""
+    """Make one new process group of this process (rank 0) and all GPUs of all servers, and broadcast all buckets."""
     import torch
 
     # 1. Plan the group. The trainer has rank 0 in the group. The ranks of a server begin at the server's rank_offset.

@@ -69,7 +69,7 @@ class PPOActorConfig:
     importance_sampling_level: Literal["token", "sequence"] = "token"  # clip the ratio of a token, or of a row (GSPO)
     use_cispo_loss: bool = False  # true: a clipped token keeps its gradient (CISPO, training/corrections.py)
     behave_imp_weight_cap: Annotated[float, "[1, inf)"] | None = 5.0  # maximum weight pi_prox / pi_behav; null: no cap
-    behave_imp_weight_floor: Annotated[float, "(0, 1]"] | None = None  # minimum behaviour weight (IcePop); null: none
+    behave_imp_weight_floor: Annotated[float, "(0, 1]"] | None = None  # least behaviour weight (IcePop); null: no limit
     # A row's weight is the product of its tokens' weights (sequence) or the geometric mean of the weights (geometric).
     behave_imp_weight_level: Literal["token", "sequence", "geometric"] = "token"  # behaviour weight of a token or a row
     behave_imp_weight_action: Literal["mask", "clamp"] = "mask"  # weights out of bounds become 0 (mask) or the bound
@@ -85,7 +85,7 @@ class PPOActorConfig:
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"  # formula for the KL of one token (training/advantages.py)
     kl_placement: Literal["reward", "loss"] = "reward"  # subtract KL from the rewards, or add KL (k2, k3) to the loss
     anneal: bool = False  # true: entropy_coeff and kl_ctl fall linearly to 0 over max_steps
-    overlong_tokens: Count | None = None  # the length penalty begins this many tokens before max_new_tokens; null: none
+    overlong_tokens: Count | None = None  # the length penalty begins so many tokens before the limit; null: no penalty
     overlong_penalty_factor: NonNegative = 1.0  # length penalty of a turn with max_new_tokens tokens; 0: no penalty
     gamma: Annotated[float, "(0, 1]"] = 1.0  # discount of the advantage per token of distance from the turn's end
     gae_lambda: Share = 1.0  # the advantage is discounted by gamma * gae_lambda per token; 0: a turn's last token only

@@ -123,7 +123,7 @@ class Engine:
 
     @supervised()
     def _event(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Call `function` for a route. If no step is queued, put a step into the queue."""
+        """Call `function`, as an HTTP route has requested. If no step is queued, put a step into the queue."""
         function(*arguments)
         if not self.stepping:
             self.stepping = True

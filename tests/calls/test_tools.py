@@ -212,7 +212,7 @@ def templated(tiny_tokenizer: Any) -> Any:
 
 def test_a_tokenizers_own_template_is_used(templated: Any) -> None:
     """A tokenizer's response template can parse only finished text, so a stream sends nothing before the answer is
-    finished. A tool call cannot be forced with a response template."""
+    finished. If the tokenizer has a response template, a tool call cannot be forced."""
     parser = OutputParser(templated)
     text = '[THINK]hm[/THINK]Well.[CALL]{"name": "f", "arguments": {"a": 1}}[/CALL]'
     assert parser.special_tokens

@@ -29,8 +29,8 @@ def ints(*rows: list[int]) -> Tensor:
 
 
 def documented() -> dict[str, Tensor]:
-    """Return the example from AReaL's page Rollout Workflow, section "Tensor Dictionary Format". In AReaL's example the
-    prompt has version 0, not -1."""
+    """Return the example from AReaL's page Rollout Workflow, section "Tensor Dictionary Format". In this
+    example the prompt has version 0, but in this project a prompt has version -1."""
     return {
         "input_ids": ints([1, 2, 3, 4, 5]),
         "attention_mask": torch.ones(1, 5, dtype=torch.bool),

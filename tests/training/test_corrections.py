@@ -174,7 +174,7 @@ def test_gspo_clips_the_geometric_mean_of_a_whole_answer():
 
 
 def test_cispo_clips_the_weight_and_keeps_the_gradient():
-    """CISPO's objective, with the behaviour weight w, is J = mean of w stop_gradient(clip(u)) A log pi_theta. In a
+    """CISPO's objective, with the behaviour weight w, is J = mean(w * stop_gradient(clip(u)) * A * log pi_theta). In a
     batch of n tokens, the gradient of J with respect to a token's log pi_theta is w clip(u) A / n, even if u is
     clipped."""
     theta, prox, behav, A, mask = random_tokens(9)
