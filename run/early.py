@@ -40,6 +40,13 @@ def environment(gpus: list[str]) -> dict[str, str]:
     return inherited | ours
 
 
+def spawn(command: list[str], output: Any, variables: dict[str, str]) -> subprocess.Popen[bytes]:
+    """Start a child process in a process session of its own. Its standard input is a pipe from this process, and
+    `output` gets its standard output and its standard error."""
+    files: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": output, "stderr": subprocess.STDOUT}
+    return subprocess.Popen(command, **files, start_new_session=True, env=variables)
+
+
 def prepare(config: TrainConfig) -> None:
     """Start an early process for a proxy. If the run needs small servers, also start an early process for one of
     them."""
@@ -50,9 +57,8 @@ def prepare(config: TrainConfig) -> None:
 
 def start(module: str) -> None:
     """Start an early process that imports `module`."""
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     command = [sys.executable, "-P", "-m", "run.early", module]
-    waiting[module] = subprocess.Popen(command, **pipes, start_new_session=True, env=environment([]))
+    waiting[module] = spawn(command, subprocess.DEVNULL, environment([]))
 
 
 @atexit.register

@@ -28,7 +28,7 @@ from pathlib import Path
 
 import httpx
 
-from run.early import ROOT, environment, take
+from run.early import ROOT, environment, spawn, take
 from run.serve import free_port
 
 logger = logging.getLogger("nano_areal.launch")
@@ -123,14 +123,7 @@ class Fleet:
         command = [*planned.command, "--port", str(port)]
         with log.open("wb") as out:
             early = None if planned.gpus or planned.variables else take(command, log)
-            process = early or subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                env=environment(planned.gpus) | planned.variables,
-            )
+            process = early or spawn(command, out, environment(planned.gpus) | planned.variables)
         self.children.append(Child(planned.name, f"http://127.0.0.1:{port}", log, process, planned))
         self.children[-1].send_keys(planned.keys)
         return self.children[-1]
