@@ -93,8 +93,8 @@ class BoundedProtocol(HttpToolsProtocol):
     handler of the newest request, so the server still generates answers to the older requests.
     """
 
-    header_bytes: ClassVar[int] = 2**16  # `serve` sets both limits of the class
-    header_seconds: ClassVar[float] = 60.0
+    header_bytes: ClassVar[int]  # `serve` sets both limits of the class
+    header_seconds: ClassVar[float]
 
     timer: Any = None  # timer that closes the connection if a request header does not arrive completely in time
     unparsed = 0  # number of bytes received since the last complete header or the last part of a body
@@ -189,11 +189,7 @@ class PatientServer(uvicorn.Server):
 
 
 def serve(
-    app: FastAPI,
-    listener: socket.socket,
-    exit_with_parent: bool,
-    header_bytes: int = BoundedProtocol.header_bytes,
-    header_seconds: float = BoundedProtocol.header_seconds,
+    app: FastAPI, listener: socket.socket, exit_with_parent: bool, header_bytes: int = 2**16, header_seconds: float = 60
 ) -> None:
     """Serve `app` until the process receives a signal or, with `exit_with_parent`, until standard input closes.
 
