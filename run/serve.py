@@ -172,13 +172,11 @@ class PatientServer(uvicorn.Server):
         while True:
             try:
                 with listener.dup() as lowest_free:
-                    is_short = lowest_free.fileno() > resource.getrlimit(resource.RLIMIT_NOFILE)[0] * (1 - FREE_SHARE)
-                if not is_short:
-                    connection, _ = await loop.sock_accept(listener)
-                    await loop.connect_accepted_socket(protocol, connection)
+                    if lowest_free.fileno() > resource.getrlimit(resource.RLIMIT_NOFILE)[0] * (1 - FREE_SHARE):
+                        raise OSError("few file descriptors are free")
+                connection, _ = await loop.sock_accept(listener)
+                await loop.connect_accepted_socket(protocol, connection)
             except OSError:
-                is_short = True
-            if is_short:
                 logging.getLogger("uvicorn.error").warning("few file descriptors are free, so new connections wait")
                 await asyncio.sleep(0.1)
 
