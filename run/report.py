@@ -140,7 +140,7 @@ def pack(groups: list[Record], last: float) -> list[Record]:
     for group in sorted(groups, key=lambda group: group["begin"]):
         end = group.setdefault("end", last)
         lane = next((k for k, free in enumerate(ends) if free <= group["begin"]), len(ends))
-        ends[lane:] = [end] if lane == len(ends) else [end, *ends[lane + 1 :]]
+        ends[lane : lane + 1] = [end]  # appends the end if the lane is new
         group |= {"lane": lane, "begin": clean(group["begin"]), "end": clean(end)}
         if rewards := group.pop("rewards", None):
             group["reward"] = clean(sum(rewards) / len(rewards))
@@ -220,9 +220,7 @@ def add_turns(turns: list[Record], row: Record, above: list[int], names: Record)
     first the new messages of the turn's prompt, then the sampled tokens.
     """
     ids, states = row["input_ids"], row["states"]
-    path = [
-        i for i in above if ids[: len(turns[i]["whole"])] == turns[i]["whole"] and not any(states[: turns[i]["end"]])
-    ]
+    path = [i for i in above if ids[: turns[i]["end"]] == turns[i]["whole"] and not any(states[: turns[i]["end"]])]
     begin = turns[path[-1]]["end"] if path else 0
     for number, run in groupby(range(len(ids)), row["turn_ids"].__getitem__):
         places = list(run)
