@@ -224,10 +224,7 @@ ALIASES = {
     "data": "train_dataset.path",
     "actor.recompute_logprobs": "actor.recompute_logprob",
     "rollout.drop_stale": "rollout.stale",
-    "rollout.fileroot": "fileroot",
-    "rollout.experiment_name": "experiment_name",
-    "rollout.trial_name": "trial_name",
-    "rollout.tokenizer_path": "tokenizer_path",
+    **{f"rollout.{name}": name for name in ("fileroot", "experiment_name", "trial_name", "tokenizer_path")},
     "eval_interval": "evaluator.interval",
 }
 
