@@ -291,10 +291,8 @@ class Logger:
         phase, begin = self.trace.phase if self.trace else ("", self.start)
         finished = min(batch, max(0, self.executor.stats.accepted - done * batch))
         step, episodes = min(done + 1, self.config.max_steps), batch * self.config.gconfig.n_samples
-        doing = (
-            f"step {step}, {phase.replace('_', ' ')}, {time.monotonic() - begin:.0f} s; {finished} of {batch} groups"
-        )
-        doing += f"; {self.executor.ended} episodes, {episodes} a batch"
+        now = f"step {step}, {phase.replace('_', ' ')}, {time.monotonic() - begin:.0f} s"
+        counts = f"{finished} of {batch} groups; {self.executor.ended} episodes, {episodes} a batch"
         bar = ProgressBar(total=self.config.max_steps, completed=done, width=30)
         pace = self._time() if done else "the first is running"
-        return Group(table, bar, f" {done} of {self.config.max_steps} steps; {pace}", doing)
+        return Group(table, bar, f" {done} of {self.config.max_steps} steps; {pace}", f"{now}; {counts}")
