@@ -235,7 +235,7 @@ class FSDPEngine:
         lengths = row_lengths(batch)
         shares = split_minibatches([lengths[row] for row in rows], dist.get_world_size())
         own = [rows[i] for i in shares[self.rank]] if self.rank < len(shares) else []
-        pieces = self.layout.cut(batch, own or rows[:1], self.config.mb_tokens)
+        pieces = list(self.layout.cut(batch, own or rows[:1], self.config.mb_tokens))
         count = len(pieces) if own else 0
         most = int(self.all_reduce(torch.tensor(count), dist.ReduceOp.MAX))
         nothing = torch.empty(0, dtype=torch.int64)

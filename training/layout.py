@@ -36,7 +36,7 @@ layouts `packed` and `tree`. The layout `padded` refuses models with capped atte
 has no attention implementation "sdpa".
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -75,7 +75,7 @@ class Layout(NamedTuple):
     """A way to distribute rows over pieces, and the attention function that these pieces need."""
 
     attention: str  # the name of the attention function in transformers' AttentionInterface
-    cut: Callable[[Batch, Sequence[int], int], list[Piece]]  # (batch, rows, mb_tokens) -> pieces
+    cut: Callable[[Batch, Sequence[int], int], Iterable[Piece]]  # (batch, rows, mb_tokens) -> pieces
 
 
 def row_lengths(batch: Batch) -> list[int]:
@@ -137,22 +137,19 @@ def split_packs(rows: Sequence[int], lengths: Sequence[int], mb_tokens: int) -> 
     return pieces
 
 
-def cut_padded(batch: Batch, rows: Sequence[int], mb_tokens: int) -> list[Piece]:
+def cut_padded(batch: Batch, rows: Sequence[int], mb_tokens: int) -> Iterator[Piece]:
     """Distribute rows over padded pieces. A piece has b rows, padded on the right to the length of the longest row."""
-    pieces = []
     for part in split_microbatches(rows, row_lengths(batch), mb_tokens):
         real = batch["attention_mask"][part].bool()  # (b, T)
         t = int(real.sum(1).max())
         row, previous = real[:, 1:t].nonzero(as_tuple=True)  # (n,), (n,): each token's row, and the previous column
         inputs = {"input_ids": batch["input_ids"][part, :t].long()}  # (b, t)
-        pieces.append(Piece(inputs, torch.tensor(part)[row], previous + 1, predicted_by=row * t + previous))
-    return pieces
+        yield Piece(inputs, torch.tensor(part)[row], previous + 1, predicted_by=row * t + previous)
 
 
-def cut_packed(batch: Batch, rows: Sequence[int], mb_tokens: int) -> list[Piece]:
+def cut_packed(batch: Batch, rows: Sequence[int], mb_tokens: int) -> Iterator[Piece]:
     """Distribute rows over packed pieces. The rows of a piece lie end to end in one long row of t tokens, without
     padding."""
-    pieces = []
     for part in split_packs(rows, row_lengths(batch), mb_tokens):
         real = batch["attention_mask"][part].bool()  # (b, T)
         row, column = (x.clone() for x in real.nonzero(as_tuple=True))  # (t,), (t,): row and column of each token
@@ -161,8 +158,7 @@ def cut_packed(batch: Batch, rows: Sequence[int], mb_tokens: int) -> list[Piece]
         bounds = F.pad(lengths.cumsum(0), (1, 0)).int()  # (b + 1,) start of each sequence, and t as last element
         inputs = {"input_ids": ids, "position_ids": column[None], "bounds": bounds, "longest": int(lengths.max())}
         later = column.nonzero()[:, 0]  # (n,) positions of the predictable tokens in the long row
-        pieces.append(Piece(inputs, torch.tensor(part)[row[later]], column[later], predicted_by=later - 1))
-    return pieces
+        yield Piece(inputs, torch.tensor(part)[row[later]], column[later], predicted_by=later - 1)
 
 
 def refuse(features: Iterable[str]) -> None:

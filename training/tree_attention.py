@@ -40,7 +40,7 @@ once for each trained token of each row, even if rows share the token. Models th
 refused (`layout.py`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -168,17 +168,16 @@ def build_trees(sequences: Sequence[Any], max_tokens: int) -> list[PackedTree]:
     return trees
 
 
-def cut_trees(batch: Batch, rows: Sequence[int], mb_tokens: int) -> list[Piece]:
+def cut_trees(batch: Batch, rows: Sequence[int], mb_tokens: int) -> Iterator[Piece]:
     """Distribute rows over pieces, each of which is one tree. A token is predicted from the hidden state of the token
     before it in its row."""
-    lengths, pieces, ids = row_lengths(batch), [], batch["input_ids"].numpy()  # (B, T)
+    lengths, ids = row_lengths(batch), batch["input_ids"].numpy()  # (B,), (B, T)
     for tree in build_trees([ids[row, : lengths[row]] for row in rows], mb_tokens):
         inputs = {"input_ids": tree.input_ids, "position_ids": tree.position_ids, "tree": tree}
         counts = torch.tensor([len(path) - 1 for path in tree.paths])  # number of predicted tokens of each row
         row = torch.tensor([rows[i] for i in tree.rows]).repeat_interleave(counts)  # (n,)
         column = tree.position_ids[0, torch.cat([path[1:] for path in tree.paths])]  # (n,)
-        pieces.append(Piece(inputs, row, column, predicted_by=torch.cat([path[:-1] for path in tree.paths])))
-    return pieces
+        yield Piece(inputs, row, column, predicted_by=torch.cat([path[:-1] for path in tree.paths]))
 
 
 @lru_cache(maxsize=1)  # all layers of a pass use the same mask
