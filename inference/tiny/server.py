@@ -183,9 +183,8 @@ class Server:
             if not paused.done():
                 os._exit(1)  # the engine's thread may be waiting for a broadcast from a process that has ended
 
-        app = FastAPI(
-            lifespan=lifespan, openapi_url=None, exception_handlers={Refusal: refuse, ClientDisconnect: refuse}
-        )
+        handlers: Any = dict.fromkeys((Refusal, ClientDisconnect), refuse)
+        app = FastAPI(lifespan=lifespan, openapi_url=None, exception_handlers=handlers)
         for name, route in inspect.getmembers(self, inspect.iscoroutinefunction):
             if not name.startswith("_"):
                 app.add_route(f"/{name}", functools.partial(self._answer, route), methods=["GET", "POST"])
