@@ -224,8 +224,7 @@ def token_objectives(
     sequence_log_weight = sequence_weight(log_weight, mask, ids, config.behave_imp_weight_level)
     weight, dropped = behaviour_weight(sequence_log_weight, config)
     reject = rejected(log_weight, mask, ids, config)
-    weight, dropped = weight.masked_fill(reject, 0.0), (dropped | reject) & mask
-    weight = torch.where(mask, weight, 0.0)
+    weight, dropped = weight.masked_fill(reject | ~mask, 0.0), (dropped | reject) & mask
     return weight, objective, clipped & (weight > 0), dropped  # a dropped token does not count as clipped
 
 
