@@ -39,7 +39,7 @@ soak: $(VENV)/ready            ## kill processes of a run 60 times at random and
 	$(BIN)/python bench/fuzz.py
 
 bench: $(VENV)/ready           ## run the benchmarks
-	for b in $(filter-out bench/soak.py bench/fuzz.py bench/gpu_check.py bench/areal_tests.py bench/step.py,$(wildcard bench/*.py)); do $(BIN)/python $$b || exit 1; done
+	for b in $(filter-out bench/soak.py bench/fuzz.py bench/gpu_check.py bench/areal_tests.py bench/step.py bench/suite.py,$(wildcard bench/*.py)); do $(BIN)/python $$b || exit 1; done
 
 agents: .venv-agents/ready examples/node/node_modules/ready   ## test the example agents, in a venv of their own
 	AGENTS=1 .venv-agents/bin/python -m pytest -rs tests/test_examples.py

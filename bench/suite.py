@@ -1,0 +1,62 @@
+"""Compare how long the tests of `make test` take, in an earlier revision and in this checkout.
+
+    python bench/suite.py --against 39d5181
+
+First the script runs the tests of the earlier revision, in the way of `make test`: two processes, without the tests
+with the mark `runs`. Then it runs the tests with these names in this checkout, even those that have the mark `runs`
+today. So a test that was moved to `make test-runs` still counts. The script prints the seconds of both runs, their
+ratio, and the last line of pytest for each run.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+# A plugin of pytest that keeps only the tests with the names in the file $NAMES.
+PLUGIN = """
+import os, pathlib
+
+def pytest_collection_modifyitems(config, items):
+    names = set(pathlib.Path(os.environ["NAMES"]).read_text().split())
+    config.hook.pytest_deselected(items=[item for item in items if item.originalname not in names])
+    items[:] = [item for item in items if item.originalname in names]
+"""
+
+
+def pytest(tree: Path, *words: str, **variables: str) -> tuple[float, list[str]]:
+    """Run pytest in a source tree. Return the seconds and the lines of the output."""
+    begin = time.monotonic()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+    command = [sys.executable, "-m", "pytest", *words]
+    done = subprocess.run(command, cwd=tree, env=environment, stdout=subprocess.PIPE, text=True)
+    return time.monotonic() - begin, done.stdout.splitlines()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--against", required=True, help="the earlier revision")
+    args = parser.parse_args()
+    two = ("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
+    with tempfile.TemporaryDirectory() as scratch:
+        earlier, names = Path(scratch) / "earlier", Path(scratch) / "names"
+        earlier.mkdir()
+        archive = subprocess.run(["git", "archive", args.against], cwd=ROOT, capture_output=True, check=True)
+        subprocess.run(["tar", "-x", "-C", str(earlier)], input=archive.stdout, check=True)
+        (Path(scratch) / "only_named.py").write_text(PLUGIN)
+        _, found = pytest(earlier, "-m", "not runs", "--collect-only", PYTHONPATH=str(earlier))
+        names.write_text("\n".join(line.split("::")[-1].split("[")[0] for line in found if "::" in line))
+        paths = f"{scratch}{os.pathsep}{ROOT}"
+        before, old = pytest(earlier, *two, "-m", "not runs", "tests/test_train.py", "tests", PYTHONPATH=str(earlier))
+        print(f"{args.against}: {before:.0f} s: {old[-1]}", flush=True)
+        first = ("tests/test_train.py", "tests/test_museum.py", "tests/training", "tests")
+        now, new = pytest(ROOT, *two, "-p", "only_named", *first, PYTHONPATH=paths, NAMES=str(names))
+        print(f"now: {now:.0f} s: {new[-1]}\nratio {now / before:.2f}")
+
+
+if __name__ == "__main__":
+    main()
