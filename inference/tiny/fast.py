@@ -94,9 +94,9 @@ class FastForward:
             w_qkv = fuse(a.q_proj.weight, a.k_proj.weight, a.v_proj.weight)  # ((heads + 2 groups) d, D)
             b_qkv = fuse(a.q_proj.bias, a.k_proj.bias, a.v_proj.bias)  # ((heads + 2 groups) d,) or None
             qk_norm = fuse(a.q_norm.weight, a.k_norm.weight).view(2, -1) if hasattr(a, "q_norm") else None  # (2, d)
-            attention = (layer.input_layernorm.weight, w_qkv, b_qkv, qk_norm, a.o_proj.weight, a.o_proj.bias)
+            attention = (layer.input_layernorm.weight, w_qkv, b_qkv, qk_norm, a.o_proj.weight.t(), a.o_proj.bias)
             w_gate_up = fuse(mlp.gate_proj.weight, mlp.up_proj.weight)  # (2 * width of the feed-forward network, D)
-            self.layers.append((*attention, layer.post_attention_layernorm.weight, w_gate_up, mlp.down_proj.weight))
+            self.layers.append((*attention, layer.post_attention_layernorm.weight, w_gate_up, mlp.down_proj.weight.t()))
 
     def __call__(self, ids: Tensor, positions: Tensor, mask: Tensor, cache: Any, kept: int) -> Tensor:
         """Return the logits (rows, kept, vocab) of the last `kept` columns. `ids` and `positions` have the shape (rows,
@@ -115,11 +115,11 @@ class FastForward:
             # 2. x += W_o softmax(q k' / sqrt(d)) v
             q, k, v = (part.view(*shape, -1, d).transpose(1, 2) for part in (q, k, v))  # (rows, heads, columns, d)
             y, _ = self.attention(None, q, *cache.update(k, v, i), mask)  # (rows, columns, heads, d)
-            x = x + F.linear(y.view(-1, heads * d), w_o, b_o)  # (T, D)
+            x = torch.addmm(x if b_o is None else x + b_o, y.view(-1, heads * d), w_o)  # (T, D)
 
             # 3. x += W_down (silu(W_gate norm(x)) * W_up norm(x))
             gate, up = F.linear(rms_norm(x, norm_2, self.eps), w_gate_up).chunk(2, dim=-1)  # (T, width) each
-            x = x + F.linear(F.silu(gate) * up, w_down)  # (T, D)
+            x = torch.addmm(x, F.silu(gate) * up, w_down)  # (T, D)
 
         # 4. logits = W_head norm(x)
         x = rms_norm(x.view(*shape, -1)[:, -kept:], self.norm, self.eps)  # (rows, kept, D)

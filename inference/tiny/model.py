@@ -123,10 +123,20 @@ class SlotCache:
     """
 
     def __init__(self, layers: int, slots: int, groups: int, d: int) -> None:
-        self.kv = torch.zeros(layers, 2, slots + MIN_ROWS, groups, 64, d)
         self.discard = slots + MIN_ROWS - 1
+        self.allocate(torch.zeros(layers, 2, slots + MIN_ROWS, groups, 64, d))
         self.write: Tensor  # row indices of the new keys, then of the new values, in kv[layer].view(-1, d)
         self.read: Tensor  # the part of kv that the step reads: (layers, 2, rows, groups, n_keys, d)
+
+    def allocate(self, kv: Tensor) -> None:
+        """Use `kv` as the tensor of the cache."""
+        self.kv = kv
+        _, _, rows, groups, length, _ = kv.shape
+        # In kv[layer].view(-1, d), the row of a key is slot * stride + group * length + position. The row of a value is
+        # larger by rows * stride.
+        self.stride = groups * length
+        offsets = torch.tensor([0, rows * self.stride])[:, None] + torch.arange(groups) * length
+        self.offsets = offsets[:, None, :, None]  # (2, 1, groups, 1)
 
     def begin_step(self, slots: Tensor, positions: Tensor, read_slots: slice, n_keys: int) -> None:
         """Make the cache long enough for n_keys positions, and choose which entries `update` writes and returns.
@@ -135,13 +145,11 @@ class SlotCache:
         `read_slots` has one slot for each row of the batch. From each of these slots, `update` returns the keys and
         values of the first n_keys positions. If the cache is too short, its length is at least doubled.
         """
-        groups, length = self.kv.shape[-3:-1]
+        length = self.kv.shape[-2]
         if n_keys > length:
-            self.kv = F.pad(self.kv, (0, 0, 0, max(n_keys, 2 * length) - length))
-            length = self.kv.shape[-2]
-        group = slots[:, None] * groups + torch.arange(groups)[:, None]  # (rows, groups, columns)
-        keys = (group * length + positions[:, None]).view(-1)
-        self.write = torch.cat((keys, keys + self.kv[0, 0].numel() // self.kv.shape[-1]))
+            self.allocate(F.pad(self.kv, (0, 0, 0, max(n_keys, 2 * length) - length)))
+        place = slots * self.stride + positions  # (rows, columns)
+        self.write = (place[:, None] + self.offsets).view(-1)  # (2, rows, groups, columns), flattened
         self.read = self.kv[:, :, read_slots, :, :n_keys]
 
     def update(self, k: Tensor, v: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
