@@ -129,7 +129,7 @@ class SlotCache:
         self.read: Tensor  # the part of kv that the step reads: (layers, 2, rows, groups, n_keys, d)
 
     def allocate(self, kv: Tensor) -> None:
-        """Use `kv` as the tensor of the cache."""
+        """Use `kv` as the tensor of the cache, and compute where its keys and values are."""
         self.kv = kv
         _, _, rows, groups, length, _ = kv.shape
         # In kv[layer].view(-1, d), the row of a key is slot * stride + group * length + position. The row of a value is
