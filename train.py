@@ -34,6 +34,7 @@ command line, creates the run's folder and ends every process, and run/start.py 
 of the write-up (docs/companion.md) describes the parts of a step.
 """
 
+import gc
 import sys
 import time
 from collections.abc import Callable
@@ -175,6 +176,9 @@ class TrainingLoop:
                 self.logger.log(batch, metrics | seconds | {"step_s": time.monotonic() - begin})
         if is_last or is_due(step, config.recover_interval):
             self.save(step)
+        # Free the objects of finished episodes that refer to each other. The garbage collector itself runs rarely
+        # (run/serve.py).
+        gc.collect()
 
     def wait_for_batch(self) -> dict[str, Any]:
         """Wait for the next batch, and return it on every rank."""

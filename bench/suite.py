@@ -34,6 +34,8 @@ def pytest(tree: Path, *words: str, **variables: str) -> tuple[float, list[str]]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
     command = [sys.executable, "-m", "pytest", *words]
     done = subprocess.run(command, cwd=tree, env=environment, stdout=subprocess.PIPE, text=True)
+    if done.returncode > 1:  # 1: a test failed
+        raise SystemExit(f"{' '.join(command)}: ended with code {done.returncode}\n{done.stdout[-2000:]}")
     return time.monotonic() - begin, done.stdout.splitlines()
 
 
@@ -47,6 +49,8 @@ def main() -> None:
         earlier.mkdir()
         archive = subprocess.run(["git", "archive", args.against], cwd=ROOT, capture_output=True, check=True)
         subprocess.run(["tar", "-x", "-C", str(earlier)], input=archive.stdout, check=True)
+        (ROOT / ".cache").mkdir(exist_ok=True)
+        (earlier / ".cache").symlink_to(ROOT / ".cache")  # both revisions keep their base models in one folder
         (Path(scratch) / "only_named.py").write_text(PLUGIN)
         _, found = pytest(earlier, "-m", "not runs", "--collect-only", PYTHONPATH=str(earlier))
         names.write_text("\n".join(line.split("::")[-1].split("[")[0] for line in found if "::" in line))

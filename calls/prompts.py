@@ -153,8 +153,9 @@ class PromptBuilder:
         For a short text, the tokenizer's Rust object needs only half as much time as the tokenizer. The method uses the
         Rust object only if other code of this process has not changed the settings of the tokenizer.
         """
-        rust, splits = self._rust, self._tokenizer.split_special_tokens
-        if rust and not (splits or rust.encode_special_tokens or rust.truncation or rust.padding):
+        rust = self._rust
+        splits = rust and (rust.encode_special_tokens or self._tokenizer.split_special_tokens)
+        if rust and not (splits or rust.truncation or rust.padding):
             return rust.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return self._tokenizer.encode(text, add_special_tokens=False)
 

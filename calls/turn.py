@@ -118,8 +118,11 @@ class Turn:
         """
         self.session.running.discard(self)
         self.forget()
-        if not task.cancelled():
-            task.exception()  # the exception is read, so that asyncio logs no warning about it
+        # The exception is read, so that asyncio logs no warning about it. On a cancelled task, `exception` raises the
+        # task's CancelledError and removes it from the task. Otherwise the task, the error's traceback and the turn
+        # would refer to each other.
+        with contextlib.suppress(asyncio.CancelledError):
+            task.exception()
 
     # Generation
 
@@ -241,6 +244,7 @@ class Turn:
                 yield streams[0].error(getattr(error, "status", None) or 500, str(error))
                 if not isinstance(error, Refusal | EngineError):
                     raise  # an unexpected error also goes to the log of the proxy
+                error.__traceback__ = None  # the traceback refers to this turn, and the turn's task refers to the error
 
     def _new_events(self, streams: list[Stream], readers: list[TextReader]) -> bytes:
         """Return the events that send new text, or b"" if there is no new text. The events leave out text that a later

@@ -92,7 +92,7 @@ RAISED_BY = {
     "a record of a call apart from the tree, a training loop apart from its trainer": 20,
     "the memory of a rank without FSDP": 8,
     "several conversations in a chat, --help of every tool, the loss of a base model": 27,
-    "a garbage collector that runs rarely, the tokenizer's Rust object": 15,
+    "a garbage collector that runs rarely, the tokenizer's Rust object": 21,
 }
 
 

@@ -2,11 +2,13 @@
 tokens that were already sent."""
 
 import asyncio
+import gc
 import json
 import re
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import AsyncIterator, Callable
 from contextlib import closing
 from http.client import HTTPConnection
@@ -369,6 +371,45 @@ async def test_n_answers_are_read_together_or_not_at_all(start: Start, streams: 
         await call.rest()
     left = [i.output_message_list[0]["content"] for i in cache.values()]
     assert left == (["my", "hello"] if streams and end == "the caller hangs up" else [])
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("end", ["the answer is read", "the caller hangs up", "the answer fails", "the session ends"])
+async def test_a_forgotten_session_leaves_no_garbage(start: Start, streams: bool, end: str) -> None:
+    """When the proxy forgets a session, Python frees the session and its turns at once. Python's garbage collector runs
+    rarely in the proxy, so the memory would grow if only the garbage collector freed a session."""
+    harness = start("hello you")
+    session = await harness.start()
+    reference = weakref.ref(harness.sessions.find(session))
+    asked = harness.engine.agenerate
+
+    async def fails(request: Any, on_tokens: Any = None) -> Any:
+        await asked(request, on_tokens)
+        raise EngineError("no server answered", 503)
+
+    gc.collect()
+    gc.disable()
+    try:
+        harness.engine.hold, harness.engine.held_tokens = asyncio.Event(), 5
+        if end == "the answer fails":
+            harness.engine.agenerate = fails  # type: ignore[method-assign]
+        call = Connection(harness, f"/{session}/v1/chat/completions", {**CHAT, "stream": streams})
+        await asyncio.wait_for(harness.engine.started.wait(), timeout=30)
+        if streams:
+            await call.status()
+            await call.read()
+        if end == "the caller hangs up":
+            await call.hang_up()
+        elif end == "the session ends":
+            await harness.post(f"/{session}/rl/end_session")
+        else:
+            harness.engine.hold.set()
+        await call.rest()
+        del call
+        await harness.export(session)
+        assert reference() is None
+    finally:
+        gc.enable()
 
 
 async def test_an_agents_seed_gives_n_different_answers(start: Start) -> None:
