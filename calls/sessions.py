@@ -169,8 +169,8 @@ class SessionTable(OrderedDict[str, Session]):
     def forget(self, session: Session) -> None:
         """End a session, and remove the session and its conversation tree from the table."""
         self.end(session)
-        session.turns.clear()  # a turn and its session refer to each other; this line breaks the reference cycle
         self.pop(session.session_id, None)
+        session.turns.clear()  # a turn and its session refer to each other; this line breaks the reference cycle
 
     def expire(self) -> None:
         """Forget every session that has been idle for at least the timeout."""
