@@ -41,6 +41,13 @@ class Times(NamedTuple):
     steps: float
 
 
+def extract(revision: str, folder: Path) -> None:
+    """Write the source tree of a revision into a new folder."""
+    folder.mkdir()
+    archive = subprocess.run(["git", "archive", revision], cwd=ROOT, capture_output=True, check=True)
+    subprocess.run(["tar", "-x", "-C", str(folder)], input=archive.stdout, check=True)
+
+
 def command(config: str, seed: int, *words: str) -> list[str]:
     """Return the command of a run."""
     return [sys.executable, "train.py", "--config", config, f"seed={seed}", "logger.live=false", *words]
@@ -75,9 +82,7 @@ def main() -> None:
         trees = {"now": ROOT}
         if args.against:
             trees = {"before": Path(scratch) / "earlier", **trees}
-            trees["before"].mkdir()
-            archive = subprocess.run(["git", "archive", args.against], cwd=ROOT, capture_output=True, check=True)
-            subprocess.run(["tar", "-x", "-C", str(trees["before"])], input=archive.stdout, check=True)
+            extract(args.against, trees["before"])
         found: dict[str, list[Times]] = {name: [] for name in trees}
         print("| revision | seed | start | to .95 | whole | steps to .95 | load |\n|---|---|---|---|---|---|---|")
         for seed in args.seeds:

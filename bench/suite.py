@@ -17,6 +17,10 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from bench.speedrun import extract  # noqa: E402
+
 # A plugin of pytest that keeps only the tests with the names in the file $NAMES.
 PLUGIN = """
 import os, pathlib
@@ -46,9 +50,7 @@ def main() -> None:
     two = ("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
     with tempfile.TemporaryDirectory() as scratch:
         earlier, names = Path(scratch) / "earlier", Path(scratch) / "names"
-        earlier.mkdir()
-        archive = subprocess.run(["git", "archive", args.against], cwd=ROOT, capture_output=True, check=True)
-        subprocess.run(["tar", "-x", "-C", str(earlier)], input=archive.stdout, check=True)
+        extract(args.against, earlier)
         (ROOT / ".cache").mkdir(exist_ok=True)
         (earlier / ".cache").symlink_to(ROOT / ".cache")  # both revisions keep their base models in one folder
         (Path(scratch) / "only_named.py").write_text(PLUGIN)

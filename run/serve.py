@@ -201,8 +201,8 @@ def serve(
     collect_garbage_rarely()
     # If a server closes an idle connection while the client sends a request, the request fails. This server keeps an
     # idle connection open for 75 s, so a client usually closes the connection first.
-    options: dict[str, Any] = {"timeout_keep_alive": 75, "timeout_graceful_shutdown": 2}  # seconds
-    options |= {"log_level": "warning", "access_log": False, "proxy_headers": False}
+    timeouts: dict[str, Any] = {"timeout_keep_alive": 75, "timeout_graceful_shutdown": 2}  # seconds
+    options = {"log_level": "warning", "access_log": False, "proxy_headers": False, **timeouts}
     server = PatientServer(uvicorn.Config(app, **options))
     logging.getLogger("uvicorn.error").addFilter(Repeats())
 

@@ -3,7 +3,7 @@
 `make agents` installs the frameworks into .venv-agents and runs this file there with AGENTS=1. If an agent's framework
 is not installed, the agent's test is skipped. With AGENTS=1, a test whose Python framework is missing fails instead of
 being skipped. A test whose framework needs node is skipped even with AGENTS=1, because `make agents` may be unable to
-install this framework. The function `make_model` of examples/calculator.py writes the inference server's model. The
+install this framework. The function `make_model` of examples/calculator.py makes the inference server's model. The
 inference server and the proxy are real processes.
 """
 

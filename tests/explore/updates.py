@@ -146,7 +146,7 @@ class Server:
 
 class Wires:
     """Replaces inference.wire.Wire. For each call of the trainer, an event of the state machine decides when the call
-    arrives and how it ends. A call of the proxy arrives immediately."""
+    arrives and how it ends. A call that the proxy makes arrives immediately."""
 
     def __init__(self, world: "World", of_trainer: bool) -> None:
         self.world, self.of_trainer = world, of_trainer

@@ -172,7 +172,7 @@ async def value(x: Any) -> Any:
 
 
 def test_results_come_in_order_of_start(make_stage):
-    """Groups are consumed in the order in which they started, in whatever order they finish."""
+    """The trainer consumes groups in the order in which they started, even if they finish in another order."""
     stage = make_stage(batch=3)
     stage.submit(10, 11, 12)
     assert stage.started(3) == [10, 11, 12]
