@@ -209,7 +209,7 @@ def start_logger(run: Run, executor: Any, step: int) -> Logger | None:
     if dist.get_rank() > 0:
         return None
     logger = Logger(run.config, executor, run.trace)
-    logger.doctor.watch(executor)
+    logger.doctor.watch(executor, run.stack)
     if logger.tracker:
         run.stack.callback(logger.tracker.finish)
     record(run.config)

@@ -23,8 +23,8 @@ import json
 import re
 import sys
 import threading
-import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
@@ -177,16 +177,19 @@ class Doctor:
                 if self.config.doctor == "strict" and finding["rule"] != "waiting":
                     raise Unhealthy(finding["text"])
 
-    def watch(self, executor: Any) -> None:
-        """Start a thread that checks every second for a blocked event loop and for rejected groups. With doctor=strict,
-        a finding stops the executor."""
+    def watch(self, executor: Any, stack: ExitStack) -> None:
+        """Start a thread that checks every second for a blocked event loop and for rejected groups. The thread ends
+        when `stack` closes. With doctor=strict, a finding stops the executor."""
         if self.config.doctor != "off":
-            threading.Thread(target=self._look_on, args=(executor,), name="doctor", daemon=True).start()
+            over = threading.Event()
+            thread = threading.Thread(target=self._look_on, args=(executor, over), name="doctor", daemon=True)
+            thread.start()
+            stack.callback(thread.join)
+            stack.callback(over.set)  # the stack calls its last callback first
 
-    def _look_on(self, executor: Any) -> None:
+    def _look_on(self, executor: Any, over: threading.Event) -> None:
         step, before = self.step, executor.stats
-        while executor.dispatcher.runner.is_alive():
-            time.sleep(1.0)
+        while not over.wait(1.0):
             try:
                 if where := executor.dispatcher.runner.find_blocker(BLOCKED_SECONDS):
                     self.report([describe(self.step + 1, "blocked_loop", f"{BLOCKED_SECONDS:g} s in {where}")])
@@ -194,14 +197,9 @@ class Doctor:
                     step, before = self.step, executor.stats
                 counts = {k: getattr(executor.stats, k) - getattr(before, k) for k in ("accepted", "rejected")}
                 if counts["rejected"] >= REJECTED_BATCHES * self.config.train_dataset.batch_size:
-                    # At the end of a run, cancelled tasks count as rejected. If the run is ending, `check_alive` raises
-                    # RuntimeError, and the doctor's thread ends without a report on the cancelled tasks.
-                    executor.dispatcher.check_alive()
                     self.report(examine([{"step": step + 1, **counts}] * 3, self.config))
             except Unhealthy as error:
                 return executor.fail(error)
-            except RuntimeError:
-                return None  # the run has ended
 
 
 def main(folders: list[str]) -> int:

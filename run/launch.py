@@ -112,6 +112,7 @@ class Fleet:
     def __init__(self, log_dir: Path) -> None:
         self.log_dir = log_dir
         self.children: list[Child] = []
+        self.watchers: list[threading.Thread] = []
         self.stopping = False
         self.lock = threading.Lock()  # `restart` holds the lock during a start, so that `close` misses no process
 
@@ -153,8 +154,9 @@ class Fleet:
             for tell in on_death:
                 tell(ProcessDied(child.last_words()))
 
-        for child in self.children:
-            threading.Thread(target=wait_for, args=(child,), name=f"watch-{child.name}", daemon=True).start()
+        self.watchers = [threading.Thread(target=wait_for, args=(child,), daemon=True) for child in self.children]
+        for watcher in self.watchers:
+            watcher.start()
 
     def restart(self, child: Child, planned: Planned) -> Child | None:
         """Start `planned` in place of `child`, which has died. Return None if the run is ending."""
@@ -183,7 +185,8 @@ class Fleet:
             raise ProcessDied("\n".join(lost)) from error
 
     def close(self) -> None:
-        """End the children in the reverse order of their start: close the pipes, wait, then kill."""
+        """End the children in the reverse order of their start: close the pipes, wait, then kill. Then end the threads
+        that watch the children."""
         with self.lock:
             self.stopping = True
         for child in reversed(self.children):
@@ -194,6 +197,8 @@ class Fleet:
             with suppress(subprocess.TimeoutExpired):
                 child.process.wait(timeout=max(0.0, deadline - time.monotonic()))
             child.kill_session()
+        for watcher in self.watchers:
+            watcher.join()
 
 
 def plan_restart(child: Child, max_restarts: int) -> Planned | None:

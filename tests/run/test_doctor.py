@@ -9,7 +9,9 @@ start real runs.
 import json
 import subprocess
 import threading
+from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -357,6 +359,17 @@ def test_a_blocked_loop_is_named() -> None:
     assert runner.find_blocker(60) is None
     runner.destroy()
     assert runner.find_blocker(60) is None
+
+
+def test_the_doctors_thread_ends_with_the_run(tmp_path: Path) -> None:
+    """The thread that checks a running step ends when the run's stack closes."""
+    doctor, runner = doctor_of(tmp_path, "warn"), AsyncTaskRunner(1)
+    executor = SimpleNamespace(dispatcher=SimpleNamespace(runner=runner), stats=None)
+    with ExitStack() as stack:
+        doctor.watch(executor, stack)
+        assert "doctor" in [thread.name for thread in threading.enumerate()]
+    assert "doctor" not in [thread.name for thread in threading.enumerate()]
+    runner.destroy()
 
 
 @pytest.mark.runs

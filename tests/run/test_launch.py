@@ -174,6 +174,7 @@ def test_one_of_several_servers_may_die(tmp_path: Path, caplog: pytest.LogCaptur
     with pytest.raises(ProcessDied, match="server-1"):
         fleet.raise_death(ValueError("something else"))
     fleet.close()
+    assert [watcher.is_alive() for watcher in fleet.watchers] == [False, False]
 
 
 def test_which_process_is_started_again(tmp_path: Path) -> None:
