@@ -277,7 +277,7 @@ _agents_client = PerLoop(make_agents_client)
 def agents_pool(size: int, *prefix: str) -> PerLoop[WorkerPool]:
     """Return the worker pools of mode subproc. Each event loop has one pool of at most `size` workers. The command
     `prefix` starts each worker (WorkerPool)."""
-    return PerLoop(lambda: WorkerPool(size, reuse=False, prefix=prefix))
+    return PerLoop(lambda: WorkerPool(size, fresh=True, prefix=prefix))
 
 
 @dataclass(eq=False, repr=False)

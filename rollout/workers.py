@@ -28,8 +28,10 @@ becomes a plain number. If a function raises an exception, the caller gets a Run
 text. The cause of the RuntimeError contains the worker's traceback. A worker of reward functions runs many calls one
 after another, so global variables keep the changes of earlier calls.
 
-**Agents.** Each episode of an agent gets a new worker. In a reused worker, a thread of an earlier agent could still
-run, read the key of the next session, or answer in place of the next agent. `run_agent` writes the URL and the key of
+**Agents.** Each episode of an agent gets a new process, a fork of the worker's child. In a reused process, a thread of
+an earlier agent could still run, read the key of the next session, or answer in place of the next agent. The worker's
+child has imported the agent's module, so a new process takes about 20 ms. A fork has no copies of threads, so if the
+agent's module has started a thread, each episode gets a new worker instead. `run_agent` writes the URL and the key of
 the session to environment variables that the SDKs of OpenAI and Anthropic read. An agent may use synchronous clients,
 because nothing else runs in its process.
 
@@ -41,11 +43,12 @@ the container ends, all processes of the worker end (SECURITY.md).
 import asyncio
 import ctypes
 import functools
+import importlib
 import json
 import logging
+import operator
 import os
 import pickle
-import queue
 import select
 import signal
 import socket
@@ -56,7 +59,7 @@ import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
 # ---- code of the trainer
@@ -120,18 +123,19 @@ class Worker:
         self._busy = False  # whether a call was sent and has not returned yet
 
     @classmethod
-    async def start(cls, prefix: Sequence[str] = ()) -> "Worker":
-        """Start a process that runs `serve`. The process's command line begins with the words of `prefix`, such as
-        "env"."""
+    async def start(cls, prefix: Sequence[str] = (), fork: bool = False) -> "Worker":
+        """Start a process that runs `serve(fd, fork)`. The process's command line begins with the words of `prefix`,
+        such as "env"."""
         ours, theirs = socket.socketpair()
         with theirs:
             streams = await asyncio.open_unix_connection(sock=ours)
             fd = theirs.fileno()
             # Python ignores entries of sys.path that are not strings.
             paths = [path for path in sys.path if isinstance(path, str)]
-            code = f"import sys; sys.path[:] = {paths}; from rollout import workers; workers.serve({fd})"
+            code = f"import sys; sys.path[:] = {paths}; from rollout import workers; workers.serve({fd}, {fork})"
             command = [*prefix, sys.executable, "-c", code]
             env = {name: value for name, value in os.environ.items() if not name.startswith("NANO_AREAL_")}
+            env["PYTHONUNBUFFERED"] = "1"  # a worker may be killed at any time, and its printed text must not be lost
             process = subprocess.Popen(
                 command, pass_fds=[fd], stdin=subprocess.DEVNULL, start_new_session=True, env=env
             )
@@ -148,7 +152,8 @@ class Worker:
         Raises RuntimeError if the function raises an exception or its result is too large. Raises WorkerDied if the
         worker's process ends before the call has returned.
         """
-        payload = pickle.dumps((function, args, kwargs))
+        names = {getattr(thing, "__module__", None) or "builtins" for thing in (function, *args)}
+        payload = pickle.dumps((sorted(names), pickle.dumps((function, args, kwargs))))
         self._busy = True
         try:
             self._writer.write(len(payload).to_bytes(8, "big") + payload)
@@ -162,8 +167,8 @@ class Worker:
                 await asyncio.to_thread(self._process.wait, timeout=1)
             name, code = getattr(function, "__qualname__", function), self._process.returncode
             raise WorkerDied(f"the process that ran {name} ended with code {code}") from error
-        self._busy = False
         answer = json.loads(outcome)
+        self._busy = answer["last"]  # the worker cannot run a further call
         if "error" in answer:
             raise RuntimeError(answer["error"]) from RuntimeError(answer["note"])
         return answer["value"]
@@ -184,22 +189,25 @@ class Worker:
 class WorkerPool:
     """A pool of at most `size` workers for one event loop. Each worker starts only when a call needs it.
 
-    If `reuse` is true, a worker is kept for later `async with` blocks. If `reuse` is false, each block gets a new
-    process, which ends with the block. `prefix` is passed to Worker.start.
+    If `fresh` is false, one process runs all calls of a worker. If `fresh` is true, each call gets a new process: a
+    fork of its worker. With a `prefix`, which is passed to Worker.start, each `async with` block gets a new worker
+    instead of a fork.
     """
 
-    def __init__(self, size: int, reuse: bool = True, prefix: Sequence[str] = ()) -> None:
-        self._places, self._reuse, self._prefix = asyncio.Semaphore(size), reuse, prefix
+    def __init__(self, size: int, fresh: bool = False, prefix: Sequence[str] = ()) -> None:
+        self._places = asyncio.Semaphore(size)
+        self._reuse = not (fresh and prefix)
+        self._start = functools.partial(Worker.start, prefix, fork=fresh and not prefix)
         self._idle: list[Worker] = []  # the most recently used worker is the last one
 
     @asynccontextmanager
     async def worker(self) -> AsyncIterator[Worker]:
         """Wait for a free worker and yield it to the `with` block."""
         async with self._places:
-            worker = self._idle.pop() if self._idle else await Worker.start(self._prefix)
+            worker = self._idle.pop() if self._idle else await self._start()
             if not worker.free:  # the worker's process ended while it was idle
                 await worker.end()
-                worker = await Worker.start(self._prefix)
+                worker = await self._start()
             try:
                 yield worker
             finally:
@@ -219,8 +227,7 @@ class WorkerPool:
 
 def guard(channel: socket.socket) -> None:
     """Fork this process. The parent becomes the guard, and only the child returns from this function."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+    adopt_descendants()
     child = os.fork()
     if not child:
         os.setpgid(0, 0)  # the child gets its own process group, so a signal to this group does not reach the guard
@@ -232,64 +239,117 @@ def guard(channel: socket.socket) -> None:
         os.kill(child, signal.SIGKILL)
 
     threading.Thread(target=follow_trainer, daemon=True).start()
+    end_like(wait_for(child, spared=set()))
+
+
+def adopt_descendants() -> None:
+    """Make this process a subreaper, on Linux."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+
+
+def wait_for(child: int, spared: set[int]) -> int:
+    """Wait until the process `child` ends, kill its process group and the other children of this process, except those
+    in `spared`, and return the exit code of `child`."""
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     # If the group is empty, `killpg` raises ProcessLookupError or, on macOS, PermissionError.
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(child, signal.SIGKILL)
-    with suppress(ChildProcessError):  # `waitpid` raises ChildProcessError when no descendant is left
-        while True:
-            for pid in children_of(os.getpid()):
-                os.kill(pid, signal.SIGKILL)
-            os.waitpid(-1, 0)
-    if code < 0:  # a signal has ended the child, so the guard ends by the same signal
+    while left := children_of(os.getpid()) - spared:
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+        os.waitpid(left.pop(), 0)
+    return code
+
+
+def children_of(parent: int) -> set[int]:
+    """Return the ids of a process's children. On a system without /proc, return an empty set."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # the process may have ended since `glob` found its path
+            if int(path.read_bytes().rpartition(b")")[2].split()[1]) == parent:
+                found.add(int(path.parent.name))
+    return found
+
+
+def end_like(code: int) -> NoReturn:
+    """End this process with the exit code of another process. If a signal has ended the other process, the same signal
+    ends this process."""
+    if code < 0:
         os.kill(os.getpid(), -code)
     os._exit(code)
 
 
-def children_of(parent: int) -> list[int]:
-    """Return the ids of a process's children. On a system without /proc, return an empty list."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # the process may have ended since `glob` found its path
-            if int(path.read_bytes().rpartition(b")")[2].split()[1]) == parent:
-                found.append(int(path.parent.name))
-    return found
+def serve(fd: int, fork: bool) -> None:
+    """Read calls from the socket `fd`, run them in order, and write their outcomes, until the trainer closes the
+    socket.
 
-
-def serve(fd: int) -> None:
-    """Read calls from the socket `fd`, run them in order, and write their outcomes, until the trainer ends."""
+    If `fork` is true, each call runs in a fork of this process. This process imports the modules of a call, so that the
+    fork need not import them.
+    """
     channel = socket.socket(fileno=fd)
     channel.set_inheritable(False)
     guard(channel)
     # A process that the user's code forks must close its copy of the socket. As long as one copy of the socket is open,
-    # the trainer cannot detect the end of the worker. `socket.socket.close` leaves the socket open while the stream of
-    # `listen` exists, so the forked process calls `SocketType.close`.
+    # the trainer cannot detect the end of the worker. `socket.socket.close` leaves the socket open while `stream`
+    # exists, so the forked process calls `SocketType.close`.
     os.register_at_fork(after_in_child=functools.partial(socket.SocketType.close, channel))
-    calls: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-
-    def listen() -> None:
-        with channel.makefile("rb") as stream, suppress(ConnectionError):
-            while head := stream.read(8):
-                calls.put(stream.read(int.from_bytes(head, "big")))
-        # The trainer's socket is closed, so the child kills its own process group. The guard kills the worker's other
-        # processes.
-        os.killpg(0, signal.SIGKILL)
-
-    threading.Thread(target=listen, name="parent", daemon=True).start()
-    while True:
-        outcome = outcome_of(calls.get())
-        channel.sendall(len(outcome).to_bytes(8, "big") + outcome)
+    if fork:
+        adopt_descendants()
+    with channel.makefile("rb") as stream, suppress(ConnectionError):
+        while head := stream.read(8):
+            modules, call = pickle.loads(stream.read(int.from_bytes(head, "big")))
+            if fork:
+                import_all(modules)
+            # A fork would lack the threads that a module has started. Then this process runs its first and last call.
+            can_fork = fork and threading.active_count() == 1
+            outcome = run_in_fork(call) if can_fork else outcome_of(call, last=fork)
+            channel.sendall(len(outcome).to_bytes(8, "big") + outcome)
 
 
-def outcome_of(payload: bytes) -> bytes:
-    """Run a pickled call, and return the call's outcome as JSON. Unlike a pickle, JSON cannot run code in the
-    trainer."""
+def import_all(modules: list[str]) -> None:
+    """Import modules. If an import fails, the call imports the module again and reports the error."""
+    with suppress(BaseException):
+        for module in modules:
+            importlib.import_module(module)
+
+
+def run_in_fork(call: bytes) -> bytes:
+    """Run a pickled call in a fork of this process. Return the call's outcome when all processes that the call has
+    started have ended. If the fork ends without an outcome, this process ends in the same way."""
+    children = children_of(os.getpid())
+    ours, theirs = os.pipe()
+    if not (child := os.fork()):
+        os.setpgid(0, 0)
+        os.close(ours)
+        os.register_at_fork(after_in_child=functools.partial(os.close, theirs))
+        # Without new seeds, all episodes would draw the same random numbers. Python's module `random` seeds itself.
+        for name, seed in ("numpy", "random.seed"), ("torch", "seed"):
+            if name in sys.modules:
+                operator.attrgetter(seed)(sys.modules[name])()
+        outcome = outcome_of(call)
+        with open(theirs, "wb") as pipe:
+            pipe.write(outcome)
+        os._exit(0)
+    os.close(theirs)
+    with open(ours, "rb") as pipe:
+        outcome = pipe.read()
+    code = wait_for(child, spared=children)
+    return outcome if outcome and code == 0 else end_like(code)
+
+
+def outcome_of(call: bytes, last: bool = False) -> bytes:
+    """Run a pickled call, and return the call's outcome as JSON. Unlike a pickle, JSON cannot run code in the trainer.
+
+    `last` says whether this process must not run a further call.
+    """
     try:
-        function, args, kwargs = pickle.loads(payload)
-        return json.dumps({"value": function(*args, **kwargs)}, default=lambda scalar: scalar.item()).encode()
+        function, args, kwargs = pickle.loads(call)
+        answer = {"value": function(*args, **kwargs), "last": last}
+        return json.dumps(answer, default=lambda scalar: scalar.item()).encode()
     except BaseException as error:  # BaseException includes the SystemExit of sys.exit() in user code
         note = "in a worker process:\n" + "".join(traceback.format_exception(error))
-        return json.dumps({"error": f"{type(error).__name__}: {error}", "note": note}).encode()
+        return json.dumps({"error": f"{type(error).__name__}: {error}", "note": note, "last": last}).encode()
 
 
 # `_runner()` returns the Runner of this worker's only event loop. The loop is never closed, because `Runner.close`

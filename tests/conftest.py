@@ -24,11 +24,14 @@ from hypothesis import HealthCheck, settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from run.serve import collect_garbage_rarely
+
 # Property tests must pass on a slow or busy machine, so this profile removes hypothesis's time limits.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
 torch.set_num_threads(1)
+collect_garbage_rarely()
 # If a shell starts pytest as a background job, pytest and its child processes ignore Ctrl-C. The next line restores
 # Python's default handling of Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)

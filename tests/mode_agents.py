@@ -192,8 +192,12 @@ def leaves_a_daemon_and_is_killed(data: dict) -> float:
 
 
 def stops_its_guard(data: dict) -> float:
-    """Suspend (SIGSTOP) the guard, which is the parent of this process, and then write to a named pipe."""
-    os.kill(os.getppid(), signal.SIGSTOP)
+    """Suspend (SIGSTOP) the parent of this process, and then the guard, which is the parent's parent. Then write to a
+    named pipe."""
+    parent = os.getppid()
+    guard = int(Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[1])
+    for pid in parent, guard:
+        os.kill(pid, signal.SIGSTOP)
     Path(data["fifo"]).write_text("alive")
     return leaves_at_once(data)
 

@@ -4,6 +4,7 @@ agent is left."""
 import asyncio
 import contextlib
 import gc
+import importlib
 import json
 import os
 import re
@@ -328,6 +329,57 @@ async def test_only_the_call_that_died_fails() -> None:
     assert isinstance(results[1], WorkerDied)
     assert str(results[1]) == "the process that ran _exit ended with code 7"
     await pool.aclose()
+
+
+PLACE = """import os, random, threading
+
+import numpy, torch
+
+if {threaded}:
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+
+def place():
+    return os.getpid(), os.getppid()
+
+def draw():
+    return random.random(), numpy.random.random(), torch.rand(()).item()
+"""
+
+
+async def call_twice(name: str) -> list[Any]:
+    """Call a function of the module `places` in two episodes of one worker pool, and return the two results."""
+    async with contextlib.aclosing(WorkerPool(1, fresh=True)) as pool:
+        results = []
+        for _ in range(2):
+            async with pool.worker() as worker:
+                results.append(await worker.call(getattr(importlib.import_module("places"), name)))
+        return results
+
+
+@pytest.fixture(params=[False, True], ids=["without a thread", "with a thread"])
+def threaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> bool:
+    """Make the module `places`. The fixture's value says whether the module starts a thread when it is imported."""
+    (tmp_path / "places.py").write_text(PLACE.format(threaded=request.param))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "places", raising=False)
+    return request.param
+
+
+@pytest.mark.anyio
+async def test_the_episodes_of_a_worker_are_forks_of_one_process(threaded: bool) -> None:
+    """Two episodes run in two processes. Both processes are forks of one process, which has imported the agent's
+    module. If the module starts a thread, the two processes have different parents, because a fork would lack the
+    thread."""
+    (first, its_parent), (second, other_parent) = await call_twice("place")
+    assert first != second
+    assert (its_parent != other_parent) is threaded
+
+
+@pytest.mark.anyio
+async def test_two_episodes_draw_different_random_numbers(threaded: bool) -> None:
+    """The generators of random, numpy and torch have other seeds in each episode."""
+    for first, second in zip(*await call_twice("draw"), strict=True):
+        assert first != second
 
 
 @pytest.mark.anyio
