@@ -31,7 +31,7 @@ only the unit test finds the bug. The run of areal-1345 restarts after step 3. I
 alarm ends such a run. An alarm in the second table is a false alarm, because the runs of the second table have no bug.
 """
 RUN = re.compile(r"^python train\.py(.*)$", re.MULTILINE)  # a command in exhibit.md
-LEFT_OUT = shutil.ignore_patterns(".*", "runs", "__pycache__", "*.egg-info", "*.png")
+LEFT_OUT = shutil.ignore_patterns(".*", "runs", "__pycache__", "node_modules", "*.egg-info", "*.png")
 EXHIBITS = sorted(path.parent.name for path in ROOT.glob("museum/*/bug.patch"))
 HEALTHY = ("", "--config configs/maze.yaml")  # maze for healthy runs 1, 3, ...; demo for healthy runs 2, 4, ...
 
