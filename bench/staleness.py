@@ -303,12 +303,12 @@ def print_stability(lines: list[dict[str, Any]]) -> None:
     """Print the median and the range of the final success, and the number of runs in which the success fell by more
     than 0.1.
 
-    For each correction, the table has one row for each of three ranges of seeds: 200 to 299, 300 to 399 and 500 to 599.
-    If a correction was changed or its runs were repeated, the new runs have new seeds.
+    For each correction, the table has one row for each of four ranges of seeds, such as 200 to 299. If a correction was
+    changed or its runs were repeated, the new runs have new seeds.
     """
     names = ("eta", "correction", "seeds", "runs", "median", "range", "runs that fell", "largest fall")
     print("\n| " + " | ".join(names) + " |\n" + "|---" * len(names) + "|")
-    for eta, method, hundred in product(STABILITY_ETAS, CORRECTIONS, (2, 3, 5)):
+    for eta, method, hundred in product([*STABILITY_ETAS, "16"], CORRECTIONS, (2, 3, 5, 7)):
         runs = [x for x in lines if (x["eta"], x["method"], x["seed"] // 100) == (eta, method, hundred)]
         if runs:
             last, falls = [line[CURVE[-1]] for line in runs], [largest_fall(line) for line in runs]
