@@ -12,13 +12,14 @@ of the user's code to a worker, and awaits the result.
 cancellation or a time limit ends an `async with` block before its call has returned, the pool kills the worker. The
 pool starts a new worker for a later call. If a worker crashes, only the call that ran in this worker fails.
 
-**How a worker ends.** A worker is a pair of processes, a guard and its child. The user's code runs in the child. A
-socket connects the guard and its child with the trainer. The guard kills all other processes of the worker when the
-child ends, when the trainer closes the socket, and when the trainer ends (even by kill -9). On Linux the guard is the
-subreaper of all its descendants: if a descendant's parent ends, the guard becomes the new parent. Therefore, on Linux,
-the guard kills even a descendant that has a process session of its own (`setsid`). Processes that the user's code
-starts do not inherit the socket. When the guard and its child have ended, the socket closes, so the trainer immediately
-detects the worker's end. The signal of Ctrl-C reaches only the trainer, because each worker has its own process group.
+**How a worker ends.** A worker is a pair of processes, a guard and its child. Reward functions run in the child, and
+episodes in forks of the child. A socket connects the guard and its child with the trainer. The guard kills the other
+processes of the worker when the child ends, when the trainer closes the socket, and when the trainer ends (even by kill
+-9). On Linux the guard is the subreaper of all its descendants: if a descendant's parent ends, the guard becomes the
+new parent. Therefore, on Linux, the guard kills even a descendant that has a process session of its own (`setsid`).
+Processes that the user's code starts do not inherit the socket. When the guard and its child have ended, the socket
+closes, so the trainer immediately detects the worker's end. The signal of Ctrl-C reaches only the trainer, because each
+worker has its own process group.
 
 **Messages.** A call goes through the socket as a pickle. The pickle contains the function's name and not its code, so
 the worker imports the function's module. The worker does not import the main script, because the script would import
@@ -28,12 +29,11 @@ becomes a plain number. If a function raises an exception, the caller gets a Run
 text. The cause of the RuntimeError contains the worker's traceback. A worker of reward functions runs many calls one
 after another, so global variables keep the changes of earlier calls.
 
-**Agents.** Each episode of an agent gets a new process, a fork of the worker's child. In a reused process, a thread of
-an earlier agent could still run, read the key of the next session, or answer in place of the next agent. The worker's
-child has imported the agent's module, so a new process takes about 20 ms. A fork has no copies of threads, so if the
-agent's module has started a thread, each episode gets a new worker instead. `run_agent` writes the URL and the key of
-the session to environment variables that the SDKs of OpenAI and Anthropic read. An agent may use synchronous clients,
-because nothing else runs in its process.
+**Agents.** Each episode of an agent gets a new process. In a reused process, a thread of an earlier agent could still
+run, read the key of the next session, or answer in place of the next agent. A fork takes about 20 ms, because the
+worker's child has already imported the agent's module. If `can_fork` forbids a fork, each episode gets a new worker.
+`run_agent` writes the URL and the key of the session to environment variables that the SDKs of OpenAI and Anthropic
+read. An agent may use synchronous clients, because nothing else runs in its process.
 
 **What is not promised.** Workers need process groups, so workers do not run on Windows. If the user's code kills its
 guard, processes of the worker may continue to run. With the option `prefix`, a worker can run inside a container. When
@@ -46,7 +46,6 @@ import functools
 import importlib
 import json
 import logging
-import operator
 import os
 import pickle
 import select
@@ -120,7 +119,9 @@ class Worker:
 
     def __init__(self, process: subprocess.Popen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._process, self._reader, self._writer = process, reader, writer
-        self._busy = False  # whether a call was sent and has not returned yet
+        self._busy = (
+            False  # whether the worker must get no further call, for example because a call has not returned yet
+        )
 
     @classmethod
     async def start(cls, prefix: Sequence[str] = (), fork: bool = False) -> "Worker":
@@ -168,7 +169,7 @@ class Worker:
             name, code = getattr(function, "__qualname__", function), self._process.returncode
             raise WorkerDied(f"the process that ran {name} ended with code {code}") from error
         answer = json.loads(outcome)
-        self._busy = answer["last"]  # the worker cannot run a further call
+        self._busy = answer["last"]  # True if the worker must not run a further call
         if "error" in answer:
             raise RuntimeError(answer["error"]) from RuntimeError(answer["note"])
         return answer["value"]
@@ -189,15 +190,15 @@ class Worker:
 class WorkerPool:
     """A pool of at most `size` workers for one event loop. Each worker starts only when a call needs it.
 
-    If `fresh` is false, one process runs all calls of a worker. If `fresh` is true, each call gets a new process: a
-    fork of its worker. With a `prefix`, which is passed to Worker.start, each `async with` block gets a new worker
-    instead of a fork.
+    If `fresh` is false, one process runs all calls of a worker. If `fresh` is true, each call gets a new process: on
+    Linux a fork of its worker if `can_fork` allows it, and otherwise a new worker. With a `prefix`, which is passed to
+    Worker.start, each `async with` block gets a new worker.
     """
 
     def __init__(self, size: int, fresh: bool = False, prefix: Sequence[str] = ()) -> None:
         self._places = asyncio.Semaphore(size)
-        self._reuse = not (fresh and prefix)
-        self._start = functools.partial(Worker.start, prefix, fork=fresh and not prefix)
+        fork = fresh and not prefix and sys.platform == "linux"
+        self._reuse, self._start = fork or not fresh, functools.partial(Worker.start, prefix, fork)
         self._idle: list[Worker] = []  # the most recently used worker is the last one
 
     @asynccontextmanager
@@ -227,9 +228,10 @@ class WorkerPool:
 
 def guard(channel: socket.socket) -> None:
     """Fork this process. The parent becomes the guard, and only the child returns from this function."""
-    adopt_descendants()
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
     child = os.fork()
     if not child:
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         os.setpgid(0, 0)  # the child gets its own process group, so a signal to this group does not reach the guard
         return
 
@@ -239,36 +241,40 @@ def guard(channel: socket.socket) -> None:
         os.kill(child, signal.SIGKILL)
 
     threading.Thread(target=follow_trainer, daemon=True).start()
-    end_like(wait_for(child, spared=set()))
+    end_like(wait_for(child))
 
 
-def adopt_descendants() -> None:
-    """Make this process a subreaper, on Linux."""
+PR_SET_PDEATHSIG = 1  # the signal that this process gets when its parent ends
+PR_SET_CHILD_SUBREAPER = 36  # 1: this process becomes the new parent of a descendant whose parent has ended
+
+
+def prctl(option: int, value: int) -> None:
+    """Set a property of this process, on Linux."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
-def wait_for(child: int, spared: set[int]) -> int:
-    """Wait until the process `child` ends, kill its process group and the other children of this process, except those
-    in `spared`, and return the exit code of `child`."""
+def wait_for(child: int) -> int:
+    """Wait until the process `child` ends, kill its process group and all other children of this process, and return
+    the exit code of `child`."""
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     # If the group is empty, `killpg` raises ProcessLookupError or, on macOS, PermissionError.
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(child, signal.SIGKILL)
-    while left := children_of(os.getpid()) - spared:
+    while left := children_of(os.getpid()):
         for pid in left:
             os.kill(pid, signal.SIGKILL)
-        os.waitpid(left.pop(), 0)
+        os.waitpid(left[0], 0)
     return code
 
 
-def children_of(parent: int) -> set[int]:
-    """Return the ids of a process's children. On a system without /proc, return an empty set."""
-    found = set()
+def children_of(parent: int) -> list[int]:
+    """Return the ids of a process's children. On a system without /proc, return an empty list."""
+    found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # the process may have ended since `glob` found its path
             if int(path.read_bytes().rpartition(b")")[2].split()[1]) == parent:
-                found.add(int(path.parent.name))
+                found.append(int(path.parent.name))
     return found
 
 
@@ -280,12 +286,12 @@ def end_like(code: int) -> NoReturn:
     os._exit(code)
 
 
-def serve(fd: int, fork: bool) -> None:
+def serve(fd: int, fork: bool) -> NoReturn:
     """Read calls from the socket `fd`, run them in order, and write their outcomes, until the trainer closes the
     socket.
 
-    If `fork` is true, each call runs in a fork of this process. This process imports the modules of a call, so that the
-    fork need not import them.
+    If `fork` is true, this process imports the modules of a call. Then the call runs in a fork of this process, which
+    need not import the modules again.
     """
     channel = socket.socket(fileno=fd)
     channel.set_inheritable(False)
@@ -295,16 +301,16 @@ def serve(fd: int, fork: bool) -> None:
     # exists, so the forked process calls `SocketType.close`.
     os.register_at_fork(after_in_child=functools.partial(socket.SocketType.close, channel))
     if fork:
-        adopt_descendants()
+        prctl(PR_SET_CHILD_SUBREAPER, 1)
     with channel.makefile("rb") as stream, suppress(ConnectionError):
         while head := stream.read(8):
             modules, call = pickle.loads(stream.read(int.from_bytes(head, "big")))
             if fork:
                 import_all(modules)
-            # A fork would lack the threads that a module has started. Then this process runs its first and last call.
-            can_fork = fork and threading.active_count() == 1
-            outcome = run_in_fork(call) if can_fork else outcome_of(call, last=fork)
+            # If a fork is impossible, this process runs the call itself, and gets no further call.
+            outcome = run_in_fork(call) if fork and can_fork() else outcome_of(call, last=fork)
             channel.sendall(len(outcome).to_bytes(8, "big") + outcome)
+    os._exit(0)
 
 
 def import_all(modules: list[str]) -> None:
@@ -314,28 +320,50 @@ def import_all(modules: list[str]) -> None:
             importlib.import_module(module)
 
 
+def can_fork() -> bool:
+    """Return whether an episode can run in a fork of this process.
+
+    A fork would lack the threads that an imported module has started. A fork could not wait for the processes that a
+    module has started. If a module handles SIGCHLD, this process might not see the end of the fork.
+    """
+    alone = threading.active_count() == 1 and not children_of(os.getpid())
+    return alone and signal.getsignal(signal.SIGCHLD) is signal.SIG_DFL
+
+
 def run_in_fork(call: bytes) -> bytes:
-    """Run a pickled call in a fork of this process. Return the call's outcome when all processes that the call has
-    started have ended. If the fork ends without an outcome, this process ends in the same way."""
-    children = children_of(os.getpid())
-    ours, theirs = os.pipe()
-    if not (child := os.fork()):
-        os.setpgid(0, 0)
-        os.close(ours)
-        os.register_at_fork(after_in_child=functools.partial(os.close, theirs))
-        # Without new seeds, all episodes would draw the same random numbers. Python's module `random` seeds itself.
-        for name, seed in ("numpy", "random.seed"), ("torch", "seed"):
-            if name in sys.modules:
-                operator.attrgetter(seed)(sys.modules[name])()
-        outcome = outcome_of(call)
-        with open(theirs, "wb") as pipe:
-            pipe.write(outcome)
-        os._exit(0)
-    os.close(theirs)
-    with open(ours, "rb") as pipe:
-        outcome = pipe.read()
-    code = wait_for(child, spared=children)
+    """Run a pickled call in a fork of this process. Return the call's outcome after the fork and its descendants have
+    ended. If the fork ends without an outcome, this process ends in the same way."""
+    with open(os.memfd_create("outcome"), "w+b") as file:
+        if not (child := os.fork()):
+            code = 1
+            try:
+                prepare_fork()
+                me, outcome = os.getpid(), outcome_of(call)
+                if os.getpid() == me:  # if the agent has forked this process, only the first process may answer
+                    file.write(outcome)
+                    file.flush()
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(code)
+        code = wait_for(child)
+        file.seek(0)
+        outcome = file.read()
     return outcome if outcome and code == 0 else end_like(code)
+
+
+def prepare_fork() -> None:
+    """Make a fork of the worker independent of the worker and of earlier forks."""
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.setpgid(0, 0)
+    # Without new seeds, all episodes of a worker would draw the same random numbers. Python's module `random` gets a
+    # new seed in every fork.
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed()
+    if torch := sys.modules.get("torch"):
+        torch.seed()
+        torch.set_num_threads(1)  # a fork has no copies of torch's threads, and would wait for them for ever
 
 
 def outcome_of(call: bytes, last: bool = False) -> bytes:

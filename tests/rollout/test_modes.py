@@ -331,55 +331,78 @@ async def test_only_the_call_that_died_fails() -> None:
     await pool.aclose()
 
 
-PLACE = """import os, random, threading
+# What a module may do when a worker imports it: for each case, a line of code, and whether the worker can be forked
+# afterwards.
+AT_IMPORT = {
+    "nothing": ("pass", True),
+    "uses torch's threads": ("torch.set_num_threads(2); torch.rand(1000, 1000).exp()", True),
+    "starts a thread": ("threading.Thread(target=threading.Event().wait, daemon=True).start()", False),
+    "starts a process": ("process = subprocess.Popen(['sleep', '60'])", False),
+    "ignores SIGCHLD": ("signal.signal(signal.SIGCHLD, signal.SIG_IGN)", False),
+}
+MODULE = """import os, random, signal, subprocess, sys, threading
 
 import numpy, torch
 
-if {threaded}:
-    threading.Thread(target=threading.Event().wait, daemon=True).start()
+if "pytest" not in sys.modules:
+    {}
 
-def place():
+def places():
     return os.getpid(), os.getppid()
 
 def draw():
+    torch.rand(1000, 1000).exp()
     return random.random(), numpy.random.random(), torch.rand(()).item()
 """
 
 
 async def call_twice(name: str) -> list[Any]:
-    """Call a function of the module `places` in two episodes of one worker pool, and return the two results."""
+    """Call a function of the module `at_import` in two episodes of one worker pool, and return the two results."""
+    results, function = [], getattr(importlib.import_module("at_import"), name)
     async with contextlib.aclosing(WorkerPool(1, fresh=True)) as pool:
-        results = []
         for _ in range(2):
             async with pool.worker() as worker:
-                results.append(await worker.call(getattr(importlib.import_module("places"), name)))
-        return results
+                results.append(await within(100, worker.call(function), "the episode hangs"))
+    return results
 
 
-@pytest.fixture(params=[False, True], ids=["without a thread", "with a thread"])
-def threaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> bool:
-    """Make the module `places`. The fixture's value says whether the module starts a thread when it is imported."""
-    (tmp_path / "places.py").write_text(PLACE.format(threaded=request.param))
+@pytest.fixture(params=AT_IMPORT)
+def is_forked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> bool:
+    """Make the module `at_import`. The fixture's value says whether its episodes are forks of one worker."""
+    line, can_fork = AT_IMPORT[request.param]
+    (tmp_path / "at_import.py").write_text(MODULE.format(line))
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "places", raising=False)
-    return request.param
+    monkeypatch.delitem(sys.modules, "at_import", raising=False)
+    return can_fork and sys.platform == "linux"
 
 
 @pytest.mark.anyio
-async def test_the_episodes_of_a_worker_are_forks_of_one_process(threaded: bool) -> None:
-    """Two episodes run in two processes. Both processes are forks of one process, which has imported the agent's
-    module. If the module starts a thread, the two processes have different parents, because a fork would lack the
-    thread."""
-    (first, its_parent), (second, other_parent) = await call_twice("place")
+async def test_the_episodes_of_a_worker_are_forks_of_one_process(is_forked: bool) -> None:
+    """Two episodes run in two processes. On Linux both are forks of one process, which has imported the agent's module.
+    If the module has started a thread or a process, or handles SIGCHLD, each episode gets a worker of its own."""
+    (first, its_parent), (second, other_parent) = await call_twice("places")
     assert first != second
-    assert (its_parent != other_parent) is threaded
+    assert (its_parent == other_parent) is is_forked
 
 
 @pytest.mark.anyio
-async def test_two_episodes_draw_different_random_numbers(threaded: bool) -> None:
-    """The generators of random, numpy and torch have other seeds in each episode."""
+async def test_two_episodes_draw_different_random_numbers(is_forked: bool) -> None:
+    """The generators of random, numpy and torch have other seeds in each episode. A fork that uses torch does not wait
+    for threads that only the worker has."""
     for first, second in zip(*await call_twice("draw"), strict=True):
         assert first != second
+
+
+@pytest.mark.anyio
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux can tie a process to its parent")
+@pytest.mark.parametrize("fresh", [False, True])
+async def test_no_process_outlives_a_guard_that_is_killed(fresh: bool) -> None:
+    """If the guard of a worker is killed, the worker's other processes end."""
+    async with contextlib.aclosing(WorkerPool(1, fresh=fresh)) as pool, pool.worker() as worker:
+        processes = {name: await worker.call(get) for name, get in (("child", os.getppid), ("call", os.getpid))}
+        worker._process.kill()
+        for pid in processes.values():
+            wait_gone(pid)
 
 
 @pytest.mark.anyio
