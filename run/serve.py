@@ -66,9 +66,15 @@ def collect_garbage_rarely() -> None:
 
 
 def free_port() -> int:
-    """Return a port that no process uses at this moment."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return taken.getsockname()[1]
+    """Return a port from 20000 to 32767 that no process uses at this moment.
+
+    Linux and macOS give outgoing connections only higher ports. So no connection takes the port before a server listens
+    at it.
+    """
+    while True:
+        port = 20_000 + secrets.randbelow(12_768)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def listen(host: str, port: int, key: str | None = None) -> socket.socket:

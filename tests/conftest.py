@@ -24,14 +24,13 @@ from hypothesis import HealthCheck, settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from run.serve import collect_garbage_rarely
+from run.serve import free_port
 
 # Property tests must pass on a slow or busy machine, so this profile removes hypothesis's time limits.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
 torch.set_num_threads(1)
-collect_garbage_rarely()
 # If a shell starts pytest as a background job, pytest and its child processes ignore Ctrl-C. The next line restores
 # Python's default handling of Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -100,13 +99,6 @@ def other_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_tokenizer(tiny_model_dir: Path):
     """The tokenizer of the tiny model."""
     return AutoTokenizer.from_pretrained(tiny_model_dir)
-
-
-def free_port() -> int:
-    """Return the number of a free port."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def two_free_ports() -> int:

@@ -95,6 +95,7 @@ RAISED_BY = {
     "a garbage collector that runs rarely, the tokenizer's Rust object": 21,
     "threads that end with the run, imports with less garbage collection": 4,
     "a fork for each episode of an agent": 53,
+    "ports that no outgoing connection takes": 2,
 }
 
 
