@@ -13,13 +13,13 @@ cancellation or a time limit ends an `async with` block before its call has retu
 pool starts a new worker for a later call. If a worker crashes, only the call that ran in this worker fails.
 
 **How a worker ends.** A worker is a pair of processes, a guard and its child. Reward functions run in the child, and
-episodes in forks of the child. A socket connects the guard and its child with the trainer. The guard kills the other
-processes of the worker when the child ends, when the trainer closes the socket, and when the trainer ends (even by kill
--9). On Linux the guard is the subreaper of all its descendants: if a descendant's parent ends, the guard becomes the
-new parent. Therefore, on Linux, the guard kills even a descendant that has a process session of its own (`setsid`).
-Processes that the user's code starts do not inherit the socket. When the guard and its child have ended, the socket
-closes, so the trainer immediately detects the worker's end. The signal of Ctrl-C reaches only the trainer, because each
-worker has its own process group.
+episodes in the child or in its forks. A socket connects the guard and its child with the trainer. The guard kills the
+other processes of the worker when the child ends, when the trainer closes the socket, and when the trainer ends (even
+by kill -9). On Linux the guard is the subreaper of all its descendants: if a descendant's parent ends, the guard
+becomes the new parent. Therefore, on Linux, the guard kills even a descendant that has a process session of its own
+(`setsid`). Processes that the user's code starts do not inherit the socket. When the guard and its child have ended,
+the socket closes, so the trainer immediately detects the worker's end. The signal of Ctrl-C reaches only the trainer,
+because each worker has its own process group.
 
 **Messages.** A call goes through the socket as a pickle. The pickle contains the function's name and not its code, so
 the worker imports the function's module. The worker does not import the main script, because the script would import
@@ -144,7 +144,7 @@ class Worker:
 
     @property
     def free(self) -> bool:
-        """Return whether the worker's process runs and executes no call."""
+        """Return whether the worker's process runs and can take a call."""
         return not self._busy and self._process.poll() is None
 
     async def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -190,9 +190,9 @@ class Worker:
 class WorkerPool:
     """A pool of at most `size` workers for one event loop. Each worker starts only when a call needs it.
 
-    If `fresh` is false, one process runs all calls of a worker. If `fresh` is true, each call gets a new process: on
-    Linux a fork of its worker if `can_fork` allows it, and otherwise a new worker. With a `prefix`, which is passed to
-    Worker.start, each `async with` block gets a new worker.
+    If `fresh` is false, later `async with` blocks use the same workers. If `fresh` is true, each call gets a fork of a
+    worker. Where forks are impossible (on macOS, with a `prefix`, or because of `can_fork`), each block gets a new
+    worker instead. `prefix` is passed to Worker.start.
     """
 
     def __init__(self, size: int, fresh: bool = False, prefix: Sequence[str] = ()) -> None:
@@ -315,8 +315,8 @@ def serve(fd: int, fork: bool) -> NoReturn:
 
 def import_all(modules: list[str]) -> None:
     """Import modules. If an import fails, the call imports the module again and reports the error."""
-    with suppress(BaseException):
-        for module in modules:
+    for module in modules:
+        with suppress(BaseException):
             importlib.import_module(module)
 
 
@@ -354,7 +354,7 @@ def run_in_fork(call: bytes) -> bytes:
 
 
 def prepare_fork() -> None:
-    """Make a fork of the worker independent of the worker and of earlier forks."""
+    """Give a fork its own process group and its own random seeds, and let it end when the worker ends."""
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.setpgid(0, 0)
     # Without new seeds, all episodes of a worker would draw the same random numbers. Python's module `random` gets a

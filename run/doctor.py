@@ -197,9 +197,13 @@ class Doctor:
                     step, before = self.step, executor.stats
                 counts = {k: getattr(executor.stats, k) - getattr(before, k) for k in ("accepted", "rejected")}
                 if counts["rejected"] >= REJECTED_BATCHES * self.config.train_dataset.batch_size:
+                    # After a stop, cancelled tasks count as rejected, and `check_alive` raises RuntimeError.
+                    executor.dispatcher.check_alive()
                     self.report(examine([{"step": step + 1, **counts}] * 3, self.config))
             except Unhealthy as error:
                 return executor.fail(error)
+            except RuntimeError:
+                return None
 
 
 def main(folders: list[str]) -> int:

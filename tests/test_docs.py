@@ -93,7 +93,7 @@ RAISED_BY = {
     "the memory of a rank without FSDP": 8,
     "several conversations in a chat, --help of every tool, the loss of a base model": 27,
     "a garbage collector that runs rarely, the tokenizer's Rust object": 21,
-    "threads that end with the run, imports with less garbage collection": 4,
+    "threads that end with the run, imports with less garbage collection": 7,
     "a fork for each episode of an agent": 53,
     "ports that no outgoing connection takes": 2,
 }
