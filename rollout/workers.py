@@ -36,8 +36,8 @@ worker's child has already imported the agent's module. If `can_fork` forbids a 
 read. An agent may use synchronous clients, because nothing else runs in its process.
 
 **What is not promised.** Workers need process groups, so workers do not run on Windows. If the user's code kills its
-guard, processes of the worker may continue to run. With the option `prefix`, a worker can run inside a container. When
-the container ends, all processes of the worker end (SECURITY.md).
+guard, processes that this code has started may continue to run. With the option `prefix`, a worker can run inside a
+container. When the container ends, all processes of the worker end (SECURITY.md).
 """
 
 import asyncio
@@ -119,9 +119,8 @@ class Worker:
 
     def __init__(self, process: subprocess.Popen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._process, self._reader, self._writer = process, reader, writer
-        self._busy = (
-            False  # whether the worker must get no further call, for example because a call has not returned yet
-        )
+        # Whether the worker must get no further call, because its last call has not returned, or was its last one.
+        self._busy = False
 
     @classmethod
     async def start(cls, prefix: Sequence[str] = (), fork: bool = False) -> "Worker":
@@ -169,7 +168,7 @@ class Worker:
             name, code = getattr(function, "__qualname__", function), self._process.returncode
             raise WorkerDied(f"the process that ran {name} ended with code {code}") from error
         answer = json.loads(outcome)
-        self._busy = answer["last"]  # True if the worker must not run a further call
+        self._busy = answer["last"]
         if "error" in answer:
             raise RuntimeError(answer["error"]) from RuntimeError(answer["note"])
         return answer["value"]
@@ -225,6 +224,10 @@ class WorkerPool:
 
 # ---- code of the worker
 
+# Two properties of a process on Linux (man 2 prctl):
+PR_SET_PDEATHSIG = 1  # the signal that the process gets when its parent ends
+PR_SET_CHILD_SUBREAPER = 36  # 1: the process becomes the new parent of a descendant whose parent has ended
+
 
 def guard(channel: socket.socket) -> None:
     """Fork this process. The parent becomes the guard, and only the child returns from this function."""
@@ -242,10 +245,6 @@ def guard(channel: socket.socket) -> None:
 
     threading.Thread(target=follow_trainer, daemon=True).start()
     end_like(wait_for(child))
-
-
-PR_SET_PDEATHSIG = 1  # the signal that this process gets when its parent ends
-PR_SET_CHILD_SUBREAPER = 36  # 1: this process becomes the new parent of a descendant whose parent has ended
 
 
 def prctl(option: int, value: int) -> None:

@@ -66,13 +66,13 @@ def collect_garbage_rarely() -> None:
 
 
 def free_port() -> int:
-    """Return a port from 20000 to 32767 that no process uses at this moment.
+    """Return a port from 20000 to 31999 that no process uses at this moment.
 
-    Linux and macOS give outgoing connections only higher ports. So no connection takes the port before a server listens
-    at it.
+    Linux and macOS use only higher ports for outgoing connections. So no outgoing connection can take the port before a
+    server listens at it.
     """
     while True:
-        port = 20_000 + secrets.randbelow(12_768)
+        port = 20_000 + secrets.randbelow(12_000)
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port
 

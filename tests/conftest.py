@@ -2,7 +2,6 @@
 processes."""
 
 import os
-import random
 import signal
 import socket
 import subprocess
@@ -102,16 +101,11 @@ def tiny_tokenizer(tiny_model_dir: Path):
 
 
 def two_free_ports() -> int:
-    """Return a port number such that this port and the next port are free.
-
-    On Linux, an outgoing connection gets a local port of at least 32768. The two ports are below 32768, so no outgoing
-    connection of another test takes them.
-    """
+    """Return a port number such that this port and the next port are free. Both ports are below 32768, like every port
+    of `free_port`, so no outgoing connection of another test takes them."""
     while True:
-        port = random.randrange(20000, 32000)
-        with socket.socket() as first, socket.socket() as second, suppress(OSError):
-            first.bind(("127.0.0.1", port))
-            second.bind(("127.0.0.1", port + 1))
+        port = free_port()
+        with suppress(OSError), socket.create_server(("127.0.0.1", port + 1)):
             return port
 
 

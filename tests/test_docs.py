@@ -94,7 +94,7 @@ RAISED_BY = {
     "several conversations in a chat, --help of every tool, the loss of a base model": 27,
     "a garbage collector that runs rarely, the tokenizer's Rust object": 21,
     "threads that end with the run, imports with less garbage collection": 7,
-    "a fork for each episode of an agent": 53,
+    "a fork for each episode of an agent": 51,
     "ports that no outgoing connection takes": 2,
 }
 

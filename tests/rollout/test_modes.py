@@ -331,8 +331,8 @@ async def test_only_the_call_that_died_fails() -> None:
     await pool.aclose()
 
 
-# What a module may do when a worker imports it: for each case, a line of code, and whether the worker can be forked
-# afterwards.
+# Each case has a line of code and a truth value. The line is part of a module. The value says whether a worker can be
+# forked after it has imported this module.
 AT_IMPORT = {
     "nothing": ("pass", True),
     "uses torch's threads": ("torch.set_num_threads(2); torch.rand(1000, 1000).exp()", True),
@@ -399,7 +399,7 @@ async def test_two_episodes_draw_different_random_numbers(is_forked: bool) -> No
 async def test_no_process_outlives_a_guard_that_is_killed(fresh: bool) -> None:
     """If the guard of a worker is killed, the worker's other processes end."""
     async with contextlib.aclosing(WorkerPool(1, fresh=fresh)) as pool, pool.worker() as worker:
-        processes = {name: await worker.call(get) for name, get in (("child", os.getppid), ("call", os.getpid))}
+        processes = {name: await worker.call(get) for name, get in (("parent", os.getppid), ("call", os.getpid))}
         worker._process.kill()
         for pid in processes.values():
             wait_gone(pid)
