@@ -107,7 +107,7 @@ def slot_attention(_: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tens
     elif rows < min_rows:
         stacked = stacked.repeat(1, 1, -(-min_rows // rows), 1)
     out = F.scaled_dot_product_attention(stacked, key, value, mask, scale=kwargs.get("scaling"))
-    return out[:, :, :rows].reshape(n, heads, q, d).transpose(1, 2).contiguous(), None
+    return out[:, :, :rows].reshape(n, heads, q, d).transpose(1, 2), None
 
 
 AttentionInterface.register("slots", slot_attention)
@@ -119,38 +119,41 @@ class SlotCache:
 
     In deterministic mode every matrix product has at least eight rows (module docstring, "Bits"). A batch of fewer than
     eight sequences gets additional rows, and the eight spare slots store the keys and values of these additional rows.
-    The keys and values of padding are written to the last spare slot, `discard`.
+    The keys and values of padding are written to the last spare slot.
     """
 
     def __init__(self, layers: int, slots: int, groups: int, d: int) -> None:
-        self.discard = slots + MIN_ROWS - 1
         self.allocate(torch.zeros(layers, 2, slots + MIN_ROWS, groups, 64, d))
-        self.write: Tensor  # row indices of the new keys, then of the new values, in kv[layer].view(-1, d)
-        self.read: Tensor  # the part of kv that the step reads: (layers, 2, rows, groups, n_keys, d)
+        self.write: Tensor  # row indices of the new keys, then of the new values, in the matrices `flat`
+        self.read: tuple[Tensor, ...]  # keys and values that a step reads in each layer: (2, rows, groups, n_keys, d)
 
     def allocate(self, kv: Tensor) -> None:
         """Use `kv` as the tensor of the cache, and compute where its keys and values are."""
         self.kv = kv
-        _, _, rows, groups, length, _ = kv.shape
-        # In kv[layer].view(-1, d), the row of a key is slot * stride + group * length + position. The row of a value is
-        # larger by rows * stride.
-        self.stride = groups * length
-        offsets = torch.tensor([0, rows * self.stride])[:, None] + torch.arange(groups) * length
+        layers, _, rows, groups, length, d = kv.shape
+        self.flat = kv.view(layers, -1, d).unbind()  # for each layer, a matrix with one key or value in each row
+        # In this matrix, the row of a key is slot * groups * length + group * length + position. The row of a value is
+        # larger by rows * groups * length, the number of keys.
+        self.starts = torch.arange(rows)[:, None] * groups * length  # (slots + 8, 1)
+        offsets = torch.tensor([0, rows * groups * length])[:, None] + torch.arange(groups) * length
         self.offsets = offsets[:, None, :, None]  # (2, 1, groups, 1)
+        self.ramp = torch.tensor([0.0, -torch.inf]).repeat_interleave(length)  # `step` cuts attention masks out of it
 
-    def begin_step(self, slots: Tensor, positions: Tensor, read_slots: slice, n_keys: int) -> None:
+    def begin_step(self, first_slot: int, positions: Tensor, padding: Tensor | None, n_keys: int) -> None:
         """Make the cache long enough for n_keys positions, and choose which entries `update` writes and returns.
 
-        `slots` and `positions`, both of shape (rows, columns), give the place of each fed token's key and value.
-        `read_slots` has one slot for each row of the batch. From each of these slots, `update` returns the keys and
-        values of the first n_keys positions. If the cache is too short, its length is at least doubled.
+        Row r of `positions` and `padding`, both (rows, columns), belongs to slot first_slot + r. From each of these
+        slots, `update` returns the keys and values of the first n_keys positions. The keys and values of padding go to
+        the last spare slot. If the cache is too short, its length is at least doubled.
         """
-        length = self.kv.shape[-2]
+        length, rows = self.kv.shape[-2], len(positions)
         if n_keys > length:
             self.allocate(F.pad(self.kv, (0, 0, 0, max(n_keys, 2 * length) - length)))
-        place = slots * self.stride + positions  # (rows, columns)
+        place = self.starts[first_slot : first_slot + rows] + positions  # (rows, columns)
+        if padding is not None:
+            place = torch.where(padding, self.starts[-1], place)
         self.write = (place[:, None] + self.offsets).view(-1)  # (2, rows, groups, columns), flattened
-        self.read = self.kv[:, :, read_slots, :, :n_keys]
+        self.read = self.kv.narrow(2, first_slot, rows).narrow(-2, 0, n_keys).unbind()
 
     def update(self, k: Tensor, v: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Store the keys and values of the fed tokens, and return all keys and values of the step's rows.
@@ -158,7 +161,7 @@ class SlotCache:
         transformers calls this method in every layer. The arguments `k` and `v` have the shape (rows, groups, columns,
         d). The returned views have the shape (rows, groups, keys, d).
         """
-        self.kv[layer].view(-1, k.shape[-1]).index_copy_(0, self.write, torch.cat((k, v)).reshape(-1, k.shape[-1]))
+        self.flat[layer].index_copy_(0, self.write, torch.cat((k, v)).reshape(-1, k.shape[-1]))
         keys, values = self.read[layer].unbind()
         return keys, values
 
@@ -230,27 +233,27 @@ class TinyModel:
             return self.step_in_parts(feeds, cached, first_slot, all_logits)
         rows = max(n, self.min_rows) if longest == 1 else n
         feeds, cached = feeds + [[]] * (rows - n), cached + [0] * (rows - n)
-        ids = torch.tensor([[0] * (columns - len(feed)) + feed for feed in feeds])  # (rows, columns)
+        padded = [token for feed in feeds for token in [0] * (columns - len(feed)) + feed]
+        ids = torch.tensor(padded).view(rows, columns)  # torch reads a flat list faster than nested lists
 
         # 2. Positions: the position increases by one per column, and each row's last token is in the last column.
         # Padding has position 0.
         ends = [done + len(feed) for done, feed in zip(cached, feeds, strict=True)]
         positions = torch.tensor(ends)[:, None] + torch.arange(-columns, 0)  # (rows, columns)
 
-        # 3. Slots: a fed token is stored in its row's own slot, and padding is stored in the discard slot.
-        read = slice(first_slot, first_slot + rows)
-        slots = torch.arange(read.start, read.stop)[:, None].expand_as(positions)  # (rows, columns)
+        # 3. Cache: a fed token is stored in its row's own slot, and padding is stored in the last spare slot.
+        padding = None
         if min(map(len, feeds)) < columns:
             padding = positions < torch.tensor(cached)[:, None]
             positions.masked_fill_(padding, 0)
-            slots = slots.masked_fill(padding, self.cache.discard)
         n_keys = key_length(max(ends), deterministic=self.min_rows > 1)
-        self.cache.begin_step(slots, positions, read, n_keys)
+        self.cache.begin_step(first_slot, positions, padding, n_keys)
 
         # 4. Mask: a token at position p attends to positions 0 to p. The mask is 0 at positions 0 to p and -inf
-        # elsewhere.
-        # (keys,) > (rows, 1, columns, 1) -> (rows, 1, columns, keys)
-        mask = torch.where(torch.arange(n_keys) > positions[:, None, :, None], float("-inf"), 0.0)
+        # elsewhere. `ramp` consists of L zeros and L times -inf. The row of position p is the part of `ramp` that
+        # begins at index L - 1 - p.
+        ramp = self.cache.ramp
+        mask = ramp.unfold(0, n_keys, 1)[len(ramp) // 2 - 1 - positions][:, None]  # (rows, 1, columns, n_keys)
 
         # 5. Run the model. In each layer, `update` stores the new keys and values, and attention reads all keys and
         # values.
@@ -357,14 +360,13 @@ def unpack_weights(serialised: list[str]) -> dict[str, Tensor]:
 
 
 def uniforms(seeds: list[int], positions: list[int]) -> Tensor:
-    """Return n pseudorandom numbers in [0, 1), shape (n,): the first 23 bits of the splitmix64 hash of (seed,
-    position)."""
+    """Return n pseudorandom numbers in [0, 1), shape (n,). They are made from the generator splitmix64: 23 bits of the
+    output number `position` after a start with `seed`."""
     x = np.array([seed % 2**64 for seed in seeds], dtype=np.uint64)
-    for word in (np.array(positions, dtype=np.uint64), np.uint64(0)):
-        x = (x ^ word) + np.uint64(0x9E3779B97F4A7C15)
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        x = x ^ (x >> np.uint64(31))
+    x += np.array(positions, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    x = x ^ (x >> np.uint64(31))
     return torch.from_numpy((x >> np.uint64(41)).astype(np.float32) * np.float32(2**-23))
 
 
@@ -394,10 +396,11 @@ def sample(logits: Tensor, sequences: list[Sequence]) -> tuple[list[int], list[f
             logits[i] -= penalty * torch.bincount(torch.tensor(sequence.output, dtype=torch.int), minlength=vocab)
 
     # 2. Logprobs: log_softmax(logits / T)
-    greedy = [p.temperature < 1e-6 for p in params]  # as in SGLang, a temperature below 1e-6 means greedy sampling
-    temperatures = [1.0 if p.temperature < 1e-6 else p.temperature for p in params]
+    greedy, temperatures = None, [p.temperature for p in params]
     if set(temperatures) != {1.0}:
-        logits = logits / torch.tensor(temperatures)[:, None]  # (n, vocab) / (n, 1)
+        t = torch.tensor(temperatures)[:, None]  # (n, 1)
+        greedy = t < 1e-6  # as in SGLang, a temperature below 1e-6 means greedy sampling
+        logits = logits / torch.where(greedy, 1.0, t)  # (n, vocab) / (n, 1)
     logprobs = torch.log_softmax(logits, dim=-1)  # (n, vocab)
 
     # 3. Apply top_k and top_p only to rows that need them, because `truncate` sorts the whole vocabulary.
@@ -409,8 +412,8 @@ def sample(logits: Tensor, sequences: list[Sequence]) -> tuple[list[int], list[f
     cdf = weights.cumsum(-1)
     u = uniforms([p.sampling_seed for p in params], [len(sequence.tokens) for sequence in sequences])[:, None]  # (n, 1)
     token = torch.searchsorted(cdf, u * cdf[:, -1:], right=True).clamp_(max=vocab - 1)  # (n, 1)
-    if any(greedy):
-        token = torch.where(torch.tensor(greedy)[:, None], logprobs.argmax(-1, keepdim=True), token)
+    if greedy is not None:
+        token = torch.where(greedy, logprobs.argmax(-1, keepdim=True), token)
     return token[:, 0].tolist(), logprobs.gather(1, token)[:, 0].tolist()
 
 

@@ -245,9 +245,9 @@ def test_a_long_prompt_is_fed_in_parts(tmp_path: Path, monkeypatch: pytest.Monke
     sizes = []
     begin_step = tiny.cache.begin_step
 
-    def counted(slots: torch.Tensor, *rest: Any) -> None:
-        sizes.append(slots.numel())
-        begin_step(slots, *rest)
+    def counted(first_slot: int, positions: torch.Tensor, *rest: Any) -> None:
+        sizes.append(positions.numel())
+        begin_step(first_slot, positions, *rest)
 
     monkeypatch.setattr(tiny.cache, "begin_step", counted)
     ours = tiny.step([prompt, prompt[:9]], [0, 0])
