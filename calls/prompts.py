@@ -42,6 +42,7 @@ The module does not check whether the model works well with a history that its t
 
 import contextlib
 import copy
+import functools
 import hashlib
 import inspect
 import json
@@ -71,6 +72,7 @@ class PromptBuilder:
             raise ValueError("the tokenizer has no chat template; use the tokenizer of a chat model")
         self._tokenizer, self._context_length = tokenizer, context_length
         self._rust = getattr(tokenizer, "backend_tokenizer", None)  # None for a tokenizer that is written in Python
+        self._is_blank = functools.lru_cache(1000)(lambda token: not tokenizer.decode([token]).strip())
         self._reserved = inspect.signature(tokenizer.apply_chat_template).parameters.keys()
         self.splices = chat_template_type == "concat" and self._is_local()  # whether prompts reuse the parent's tokens
 
@@ -111,7 +113,7 @@ class PromptBuilder:
 
     def _without_sampled_marks(self, tail: list[int], said: list[int]) -> list[int]:
         """Return the tail, without its closing marks if the answer `said` already ends with these marks."""
-        blanks = next((i for i, token in enumerate(tail) if self._tokenizer.decode([token]).strip()), 0)
+        blanks = next((i for i, token in enumerate(tail) if not self._is_blank(token)), 0)
         marks = tail[blanks:]
         for count, mark in enumerate(marks, 1):
             if said[-1:] == [mark] and said[-count:] == marks[:count]:
