@@ -48,7 +48,7 @@ import shutil
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -266,18 +266,15 @@ def update_from_tensor(meta: WeightUpdateMeta, post_all: PostAll, buckets: Itera
 SENDERS = {"disk": update_from_disk, "distributed": update_from_distributed, "tensor": update_from_tensor}
 
 
-@contextmanager
-def update_session(infos: list[dict[str, Any]], post_all: PostAll) -> Iterator[None]:
-    """Tell the servers when an update begins and ends, if all servers have SGLang 0.5.20 or a newer version. SGLang
-    0.5.20 introduced the two routes for the beginning and the end of an update."""
-    wanted = all(tuple(map(int, re.findall(r"\d+", info["version"])[:3])) >= (0, 5, 20) for info in infos)
-    if wanted:
+def update_session(infos: list[dict[str, Any]], post_all: PostAll) -> ExitStack:
+    """Tell the servers that an update begins, and return a context manager whose exit tells them that the update has
+    ended. The servers are told only if all of them have SGLang 0.5.20, which introduced the two routes, or a newer
+    version."""
+    session = ExitStack()
+    if all(tuple(map(int, re.findall(r"\d+", info["version"])[:3])) >= (0, 5, 20) for info in infos):
         post_all("/begin_weight_update", {})
-    try:
-        yield
-    finally:
-        if wanted:
-            post_all("/end_weight_update", {})
+        session.callback(post_all, "/end_weight_update", {})
+    return session
 
 
 def serialise(bucket: Bucket, device: str = "cpu") -> str:

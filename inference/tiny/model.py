@@ -360,13 +360,14 @@ def unpack_weights(serialised: list[str]) -> dict[str, Tensor]:
 
 
 def uniforms(seeds: list[int], positions: list[int]) -> Tensor:
-    """Return n pseudorandom numbers in [0, 1), shape (n,). They are made from the generator splitmix64: 23 bits of the
-    output number `position` after a start with `seed`."""
+    """Return n pseudorandom numbers in [0, 1), shape (n,): the first 23 bits of the splitmix64 hash of (seed,
+    position)."""
     x = np.array([seed % 2**64 for seed in seeds], dtype=np.uint64)
-    x += np.array(positions, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    x = x ^ (x >> np.uint64(31))
+    for word in (np.array(positions, dtype=np.uint64), np.uint64(0)):
+        x = (x ^ word) + np.uint64(0x9E3779B97F4A7C15)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        x = x ^ (x >> np.uint64(31))
     return torch.from_numpy((x >> np.uint64(41)).astype(np.float32) * np.float32(2**-23))
 
 
