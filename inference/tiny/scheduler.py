@@ -249,7 +249,7 @@ class Scheduler:
             load()
         if self.paused or self.released:
             return Step(0, [], [], [])
-        started = 0 if self.updates else self._admit()
+        started = self._admit() if self.waiting and not self.updates else 0
         # The step prefills the sequences that `_admit` started. If `_admit` started no sequence, the step decodes all
         # running sequences.
         first = len(self.running) - started if started else 0
@@ -268,8 +268,9 @@ class Scheduler:
             sequence.tokens.append(token)
             sequence.logprobs.append(logprob)
             sequence.finish = self._finish_reason(sequence)
-        self.finished += [sequence for sequence in step.sequences if sequence.finish is not None]
-        self._release()
+        if done := [sequence for sequence in step.sequences if sequence.finish is not None]:
+            self.finished += done
+            self._release()
 
     # Admit
 
