@@ -181,29 +181,22 @@ def aggregation_weights(lengths: Tensor, how: str, constant: int | None) -> Tens
 
 
 def token_objectives(
-    logp: Tensor,
-    prox_logp: Tensor,
-    old_logp: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    config: PPOActorConfig,
-    sequence_ids: Tensor | None = None,
+    logp: Tensor, prox_logp: Tensor, old_logp: Tensor, A: Tensor, mask: Tensor, config: PPOActorConfig, ids: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return four tensors: each token's weight w and objective, a mask of the clipped tokens and a mask of the dropped
     tokens.
 
-    `mask` is True for trained tokens. The docstring of ppo_actor_loss_fn explains all other arguments. Each result has
-    the shape of `mask`. A token counts as clipped if the clip changed the token's objective and the token's weight w is
-    above 0. A token counts as dropped if its behaviour weight is outside the range from floor to cap, or if its row was
-    rejected.
+    `mask` is True for trained tokens, and `A` holds the advantages. In `ids`, the tokens of a sequence have the same
+    number. The docstring of ppo_actor_loss_fn explains the other arguments. Each result has the shape of `mask`. A
+    token counts as clipped if the clip changed the token's objective and the token's weight w is above 0. A token
+    counts as dropped if its behaviour weight is outside the range from floor to cap, or if its row was rejected.
     """
     prox_logp = prox_logp if config.use_decoupled_loss else old_logp
     log_u = torch.where(mask, log_ratio(logp, prox_logp.detach()), 0.0)  # log (pi_theta / pi_prox)
     log_weight = torch.where(mask, log_ratio(prox_logp, old_logp), 0.0)  # log (pi_prox / pi_behav)
-    A = torch.where(mask, advantages, 0.0)
+    A = torch.where(mask, A, 0.0)
 
     # u = pi_theta / pi_prox of the token, or the geometric mean of u over its sequence
-    ids = torch.arange(len(mask), device=mask.device)[:, None] if sequence_ids is None else sequence_ids
     if config.importance_sampling_level == "sequence":
         log_u = reduce_sequence(log_u, mask, ids, "mean")
     u = torch.exp(log_u)
@@ -254,7 +247,8 @@ def ppo_actor_loss_fn(
     """
     mask = loss_mask.bool()
     denominator = mask.sum().clamp(min=1) if denominator is None else denominator
-    terms = token_objectives(logp, prox_logp, old_logp, advantages, mask, config, sequence_ids)
+    ids = torch.arange(len(mask), device=mask.device)[:, None] if sequence_ids is None else sequence_ids
+    terms = token_objectives(logp, prox_logp, old_logp, advantages, mask, config, ids)
     weight, objective, clipped, dropped = terms
 
     # loss = - sum over trained tokens of w * objective / denominator; other tokens have A = 0 and add nothing

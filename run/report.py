@@ -158,7 +158,8 @@ def token_states(batch: dict[str, Tensor], config: PPOActorConfig) -> Tensor:
     """
     theta, prox = batch["theta_logp"], batch["prox_logp"]  # (B, T)
     mask, old = batch["loss_mask"] > 0, batch["logprobs"] if config.use_decoupled_loss else prox
-    *_, clipped, dropped = token_objectives(theta, prox, old, batch["advantages"], mask, config)
+    ids = torch.arange(len(mask))[:, None]  # (B, 1) the row of each token
+    *_, clipped, dropped = token_objectives(theta, prox, old, batch["advantages"], mask, config, ids)
     return mask * torch.where(dropped, 3, torch.where(clipped, 2, 1))
 
 
