@@ -336,19 +336,12 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
 
 
 def import_string(path: str) -> Any:
-    """Return the object at the import path "module.Name". Raises an ImportError that names the missing part."""
+    """Return the object at the import path "module.Name". Raises an ImportError or AttributeError that names the
+    missing part."""
     module_name, _, name = path.rpartition(".")
     if not module_name:
         raise ImportError(f"{path!r}: a path like 'my_module.MyClass' is needed")
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # the module exists, but it imports a module that is missing
-        raise ImportError(f"{path!r}: there is no module {error.name!r} on the Python path") from error
-    if not hasattr(module, name):
-        raise ImportError(f"{path!r}: module {module_name!r} has no {name!r}")
-    return getattr(module, name)
+    return getattr(importlib.import_module(module_name), name)
 
 
 def _instantiate(cls: type, kwargs: dict[str, Any], defaults: dict[str, Any]) -> Any:
@@ -381,7 +374,7 @@ def resolve_workflow(
     `proxy`: the arguments of OpenAIProxyWorkflow (proxy_addr, admin_key, ...). Only agents need these arguments.
     `defaults`: values of gconfig and tokenizer for a workflow class, used if workflow_kwargs lacks these arguments.
     `on_failures`, `on_end`: the arguments of GroupedRolloutWorkflow.
-    Raises ImportError, TypeError or ValueError with a message that says what to change.
+    Raises ImportError, AttributeError, TypeError or ValueError with a message that says what is wrong.
     """
     resolved = import_string(workflow) if isinstance(workflow, str) else workflow
     cls = resolved if inspect.isclass(resolved) else type(resolved)
