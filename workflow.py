@@ -351,8 +351,6 @@ def resolve_workflow(
     *,
     proxy: dict[str, Any] | None = None,
     defaults: dict[str, Any] | None = None,
-    on_failures: Callable[[int], Awaitable[None]] | None = None,
-    on_end: Callable[[], None] = lambda: None,
 ) -> RolloutWorkflow:
     """Return the RolloutWorkflow that runs the given workflow or agent (Rollout Workflow, "Workflow Resolution").
 
@@ -361,7 +359,6 @@ def resolve_workflow(
     `group_size`: the number of episodes per prompt. If this number is above 1, a GroupedRolloutWorkflow is returned.
     `proxy`: the arguments of OpenAIProxyWorkflow (proxy_addr, admin_key, ...). Only agents need these arguments.
     `defaults`: values of gconfig and tokenizer for a workflow class, used if workflow_kwargs lacks these arguments.
-    `on_failures`, `on_end`: the arguments of GroupedRolloutWorkflow.
     Raises ImportError, AttributeError, TypeError or ValueError with a message that says what is wrong.
     """
     resolved = import_string(workflow) if isinstance(workflow, str) else workflow
@@ -380,4 +377,4 @@ def resolve_workflow(
         if proxy is None:
             raise ValueError(f"{cls.__name__} is an agent, and agents need a proxy: give the executor a ProxyAddress")
         resolved = OpenAIProxyWorkflow(resolved, **proxy)
-    return GroupedRolloutWorkflow(resolved, group_size, on_failures, on_end) if group_size > 1 else resolved
+    return GroupedRolloutWorkflow(resolved, group_size) if group_size > 1 else resolved

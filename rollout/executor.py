@@ -322,14 +322,13 @@ class WorkflowExecutor:
         if not is_eval and n_samples not in (1, group_size):
             raise ValueError(f"{group_size=} and gconfig.n_samples={n_samples} are one number; give one of them")
         proxy, defaults = self._proxy_options(), {"gconfig": self.gconfig, "tokenizer": self.tokenizer}
-        hooks: Any = {"on_failures": self._count_members, "on_end": self._count_end}
-        resolved = workflows.resolve_workflow(
-            workflow, workflow_kwargs, group_size, proxy=proxy, defaults=defaults, **hooks
-        )
+        run: Any = workflows.resolve_workflow(workflow, workflow_kwargs, group_size, proxy=proxy, defaults=defaults)
+        if group_size > 1:  # `run` is a new GroupedRolloutWorkflow
+            run.on_failures, run.on_end = self._count_members, self._count_end
         accept = workflows.import_string(should_accept_fn) if isinstance(should_accept_fn, str) else should_accept_fn
         if accept is not None and not callable(accept):
             raise TypeError(f"should_accept_fn must be a function or 'module.function', not {accept!r}")
-        return (RolloutTask(task_id, sample, resolved, accept, is_eval) for task_id, sample in samples)
+        return (RolloutTask(task_id, sample, run, accept, is_eval) for task_id, sample in samples)
 
     def _proxy_options(self) -> dict[str, Any] | None:
         """Return the arguments of OpenAIProxyWorkflow, or None if there is no proxy."""
