@@ -54,7 +54,6 @@ import torch
 
 from cache import Interaction
 from calls.client import OpenAIProxyClient, sdk_http
-from calls.messages import AgentRequest
 from calls.prompts import PromptBuilder
 from inference.io_struct import GenerationHyperparameters, ModelRequest, ModelResponse, call_seed
 from inference.wire import PerLoop, make_transport, many_connections
@@ -199,20 +198,15 @@ class MultiTurnWorkflow(RLVRWorkflow):
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> EpisodeResult:
         context = getattr(engine, "context_length", None) or math.inf  # tokens
-        messages, prompt_ids, reward = data["messages"], self.prompt_ids(data["messages"]), 0.0
+        prompt_ids, reward = self.prompt_ids(data["messages"]), 0.0
+        reflection = [{"role": "user", "content": self.reflection_message}]
         turns: list[ModelResponse] = []
         # The workflow sends the first prompt even if the prompt fills the context; in this case the engine raises an
         # error.
         while len(turns) < self.max_turns and reward <= 0 and (not turns or len(prompt_ids) < context):
             turns.append(await self.turn(engine, prompt_ids, turn=len(turns)))
             reward = await self.reward(turns[-1], data)
-            # The answer's text is a placeholder, because the next prompt is built from the answer's sampled tokens.
-            answer = [{"role": "assistant", "content": "replaced by the sampled tokens"}]
-            # The next prompt reuses the parent's tokens only if the next call has the same template key as the parent.
-            key = AgentRequest(messages).template_key
-            parent = Interaction(messages, template_key=key, model_response=turns[-1], output_message_list=answer)
-            messages = [*messages, *answer, {"role": "user", "content": self.reflection_message}]
-            prompt_ids = self.prompts.prompt(AgentRequest(messages), parent)
+            prompt_ids = self.prompts.extend(turns[-1], reflection, {})
         return to_row(turns, reward * self.turn_discount ** (len(turns) - 1))
 
 
