@@ -71,11 +71,6 @@ def untraced(event: str, task_id: int, **args: Any) -> None:
     """Ignore an event. `untraced` is the default trace callback."""
 
 
-def untouched(data: TResult, oldest: int) -> TResult | None:
-    """Return `data` unchanged. `untouched` is the default of the field `without_older`."""
-    return data
-
-
 @dataclass(eq=False)
 class DispatchState(Generic[TInput, TResult]):
     """Makes all decisions of the dispatcher, in methods that use no thread, lock or clock."""
@@ -84,7 +79,8 @@ class DispatchState(Generic[TInput, TResult]):
     head_version: Callable[[TResult], int | None]  # oldest version in a result, or None if the result has no tokens
     max_queue_size: int  # maximum number of running tasks
     stale: Literal["wait", "mask", "drop"] = "wait"  # how take() keeps the age bound (staleness.py)
-    without_older: Callable[[TResult, int], TResult | None] = untouched  # function that masks tokens that are too old
+    # function that masks tokens that are too old; the default returns the result unchanged
+    without_older: Callable[[TResult, int], TResult | None] = lambda data, oldest: data
     max_failures: int = 0  # number of consecutive failures that stops the run; 0 means max(8, 2 * consumer_batch_size)
     trace: Callable[..., None] = untraced  # function of (name of an event, task id)
 
@@ -309,10 +305,8 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
 
     def check_alive(self) -> None:
         """Raise RuntimeError if the run has stopped."""
-        with self.runner.lock:
-            if self._state.failure is not None:
-                message, cause = self._state.failure
-                raise RuntimeError(message) from cause
+        if failure := self._state.failure:  # reading one attribute needs no lock
+            raise RuntimeError(failure[0]) from failure[1]
 
     def restore(self, results: dict[int, TResult]) -> None:
         """Add the finished results of an earlier process. `results` maps task ids to results, in order of start.
