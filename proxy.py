@@ -271,10 +271,9 @@ class Proxy:
         check_key(request, self.admin_key)
         body = await self.read_json(request)
         session = self.sessions.find(str(body.get("session_id")))
-        rewards = get(body, "rewards", list)
-        for one in rewards or ():
-            self.reward(session, as_object(one, "rewards"))
-        if rewards is not None:
+        if (rewards := get(body, "rewards", list)) is not None:
+            for one in rewards:
+                self.reward(session, as_object(one, "rewards"))
             self.sessions.end(session)
         if not session.ended:
             raise Refusal("session_id: the session is still open; POST /{session_id}/rl/end_session first")
@@ -322,8 +321,8 @@ class Proxy:
 def exported_form(interaction: Interaction) -> dict[str, Any]:
     """Return an interaction as the JSON object that the trainer receives."""
     parent = interaction.parent.interaction_id if interaction.parent else None
-    row = {"tensors": interaction.to_lists(), "reward": interaction.reward, "parent": parent}
-    row |= {"reply": interaction.reply, "stop_reason": interaction.tokens.stop_reason}
+    row: dict[str, Any] = {"tensors": interaction.to_lists(), "reward": interaction.reward, "parent": parent}
+    row |= {"reply": interaction.reply, "response": interaction.tokens, "turn": interaction.turn}
     return row | {"messages": interaction.messages, "output": interaction.output_message_list}
 
 

@@ -54,7 +54,6 @@ import torch
 
 from cache import Interaction
 from calls.client import OpenAIProxyClient, sdk_http
-from calls.messages import AgentRequest
 from calls.prompts import PromptBuilder
 from inference.io_struct import GenerationHyperparameters, ModelRequest, ModelResponse, call_seed
 from inference.wire import PerLoop, make_transport, many_connections
@@ -199,20 +198,15 @@ class MultiTurnWorkflow(RLVRWorkflow):
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> EpisodeResult:
         context = getattr(engine, "context_length", None) or math.inf  # tokens
-        messages, prompt_ids, reward = data["messages"], self.prompt_ids(data["messages"]), 0.0
+        prompt_ids, reward = self.prompt_ids(data["messages"]), 0.0
+        reflection = [{"role": "user", "content": self.reflection_message}]
         turns: list[ModelResponse] = []
         # The workflow sends the first prompt even if the prompt fills the context; in this case the engine raises an
         # error.
         while len(turns) < self.max_turns and reward <= 0 and (not turns or len(prompt_ids) < context):
             turns.append(await self.turn(engine, prompt_ids, turn=len(turns)))
             reward = await self.reward(turns[-1], data)
-            # The answer's text is a placeholder, because the next prompt is built from the answer's sampled tokens.
-            answer = [{"role": "assistant", "content": "replaced by the sampled tokens"}]
-            # The next prompt reuses the parent's tokens only if the next call has the same template key as the parent.
-            key = AgentRequest(messages).template_key
-            parent = Interaction(messages, template_key=key, model_response=turns[-1], output_message_list=answer)
-            messages = [*messages, *answer, {"role": "user", "content": self.reflection_message}]
-            prompt_ids = self.prompts.prompt(AgentRequest(messages), parent)
+            prompt_ids = self.prompts.extend(turns[-1], reflection, {})
         return to_row(turns, reward * self.turn_discount ** (len(turns) - 1))
 
 
@@ -336,31 +330,12 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
 
 
 def import_string(path: str) -> Any:
-    """Return the object at the import path "module.Name". Raises an ImportError that names the missing part."""
+    """Return the object at the import path "module.Name". Raises an ImportError or AttributeError that names the
+    missing part."""
     module_name, _, name = path.rpartition(".")
     if not module_name:
         raise ImportError(f"{path!r}: a path like 'my_module.MyClass' is needed")
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # the module exists, but it imports a module that is missing
-        raise ImportError(f"{path!r}: there is no module {error.name!r} on the Python path") from error
-    if not hasattr(module, name):
-        raise ImportError(f"{path!r}: module {module_name!r} has no {name!r}")
-    return getattr(module, name)
-
-
-def _instantiate(cls: type, kwargs: dict[str, Any], defaults: dict[str, Any]) -> Any:
-    """Return `cls(**kwargs)`. If the class accepts an argument that `kwargs` lacks, the argument comes from
-    `defaults`."""
-    signature = inspect.signature(cls)
-    kwargs = {key: value for key, value in defaults.items() if key in signature.parameters} | kwargs
-    try:
-        signature.bind(**kwargs)
-    except TypeError as error:
-        raise TypeError(f"{cls.__name__}{signature}: {error}; its arguments come from workflow_kwargs") from error
-    return cls(**kwargs)
+    return getattr(importlib.import_module(module_name), name)
 
 
 def resolve_workflow(
@@ -370,8 +345,6 @@ def resolve_workflow(
     *,
     proxy: dict[str, Any] | None = None,
     defaults: dict[str, Any] | None = None,
-    on_failures: Callable[[int], Awaitable[None]] | None = None,
-    on_end: Callable[[], None] = lambda: None,
 ) -> RolloutWorkflow:
     """Return the RolloutWorkflow that runs the given workflow or agent (Rollout Workflow, "Workflow Resolution").
 
@@ -380,8 +353,7 @@ def resolve_workflow(
     `group_size`: the number of episodes per prompt. If this number is above 1, a GroupedRolloutWorkflow is returned.
     `proxy`: the arguments of OpenAIProxyWorkflow (proxy_addr, admin_key, ...). Only agents need these arguments.
     `defaults`: values of gconfig and tokenizer for a workflow class, used if workflow_kwargs lacks these arguments.
-    `on_failures`, `on_end`: the arguments of GroupedRolloutWorkflow.
-    Raises ImportError, TypeError or ValueError with a message that says what to change.
+    Raises ImportError, AttributeError, TypeError or ValueError with a message that says what is wrong.
     """
     resolved = import_string(workflow) if isinstance(workflow, str) else workflow
     cls = resolved if inspect.isclass(resolved) else type(resolved)
@@ -390,11 +362,13 @@ def resolve_workflow(
         agent = "an agent, which has `async def run(self, data, **extra_kwargs)`"
         raise TypeError(f"{workflow!r} is neither a RolloutWorkflow nor {agent}")
     if resolved is cls:
-        resolved = _instantiate(cls, workflow_kwargs or {}, (defaults or {}) if is_workflow else {})
+        accepted = inspect.signature(cls).parameters.keys() if is_workflow else ()
+        given = {key: value for key, value in (defaults or {}).items() if key in accepted}
+        resolved = cls(**given | (workflow_kwargs or {}))
     elif workflow_kwargs:
         raise ValueError(f"workflow_kwargs were given, but {workflow!r} is an object already; give its class instead")
     if not is_workflow:
         if proxy is None:
             raise ValueError(f"{cls.__name__} is an agent, and agents need a proxy: give the executor a ProxyAddress")
         resolved = OpenAIProxyWorkflow(resolved, **proxy)
-    return GroupedRolloutWorkflow(resolved, group_size, on_failures, on_end) if group_size > 1 else resolved
+    return GroupedRolloutWorkflow(resolved, group_size) if group_size > 1 else resolved

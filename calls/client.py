@@ -92,7 +92,6 @@ class OpenAIProxyClient:
         self._transport: httpx.AsyncBaseTransport = transport
         self._base_url = base_url.rstrip("/")
         self._headers = {"Authorization": f"Bearer {admin_key}"}  # admin key, needed for URL paths without a session id
-        self.task_id = task_id
         self.session_id = self.api_key = ""  # `session_id` and `api_key` get their values when the session starts
         self.rewarded_count = 0  # number of interactions with a reward; set when the session ends
 
@@ -157,14 +156,10 @@ class OpenAIProxyClient:
         self.rewarded_count = answer["rewarded_count"]
         rows: dict[str, Interaction] = {}
         for interaction_id, exported in answer["interactions"].items():
-            row, messages = exported["tensors"], exported["messages"]
-            interaction = ExportedInteraction(messages, interaction_id, reward=exported["reward"], row=row)
+            interaction = ExportedInteraction(exported["messages"], interaction_id, row=exported["tensors"])
             interaction.output_message_list, interaction.reply = exported["output"], exported["reply"]
-            interaction.turn = max(row["turn_ids"], default=0)
-            start = len(row["turn_ids"]) - row["turn_ids"].count(interaction.turn)  # index of the first output token
-            output: list[Any] = [row[key][start:] for key in ("input_ids", "logprobs", "versions")]
-            interaction.model_response = response = ModelResponse(row["input_ids"][:start], *output)
-            response.stop_reason, response.temperature = exported["stop_reason"], row["temperatures"][-1]
+            interaction.turn, interaction.reward = exported["turn"], exported["reward"]
+            interaction.model_response = ModelResponse(**exported["response"])
             rows[interaction_id] = interaction
         for interaction_id, exported in answer["interactions"].items():
             rows[interaction_id].parent = rows.get(exported["parent"])
@@ -215,8 +210,11 @@ class ArealOpenAI(openai.AsyncOpenAI):
 
     with_options = copy  # type: ignore[assignment]
 
-    def get_interaction(self, interaction_id: str) -> Interaction:
-        """Return the interaction of the completion or response with the given id. Raises KeyError for an unknown id."""
+    def get_completions(self, interaction_id: str) -> Interaction:
+        """Return the interaction of the completion or response with the given id. Raises KeyError for an unknown id.
+
+        `get_completions` is a method of AReaL's older API.
+        """
         return self.cache[interaction_id]
 
     def export_completions(self, turn_discount: float = 1.0) -> dict[str, Interaction]:
@@ -226,5 +224,3 @@ class ArealOpenAI(openai.AsyncOpenAI):
         """
         self.apply_reward_discount(turn_discount)
         return self.export_interactions("individual")
-
-    get_completions = get_interaction  # `get_interaction` is called `get_completions` in AReaL's older API

@@ -55,6 +55,7 @@ from jinja2 import TemplateError
 from cache import Interaction
 from calls.messages import AgentRequest, Message, Refusal, canonical
 from calls.tools import without_partial
+from inference.io_struct import ModelResponse
 
 SENTINEL = "\u27e6the assistant's text\u27e7"
 STUB: list[Message] = [{"role": "user", "content": "x"}, {"role": "assistant", "content": SENTINEL}]
@@ -95,9 +96,7 @@ class PromptBuilder:
         if parent and same_start and self.splices and parent.template_key == ask.template_key:
             known = len(parent.conversation)
             with contextlib.suppress(Refusal):  # if the template refuses the stub, the method renders all messages
-                tail = self._tail(ask.messages[known:], variables)
-                said = parent.tokens.output_tokens
-                return parent.tokens.input_tokens + said + self._without_sampled_marks(tail, said)
+                return self.extend(parent.tokens, ask.messages[known:], variables)
         return self.encode(self._render(ask.messages, variables))
 
     def _tail(self, new: list[Message], variables: dict[str, Any], before: Iterable[Message] = ()) -> list[int]:
@@ -111,14 +110,21 @@ class PromptBuilder:
             raise Refusal("messages: the chat template leaves out what an assistant said")
         return self.encode(tail)
 
-    def _without_sampled_marks(self, tail: list[int], said: list[int]) -> list[int]:
-        """Return the tail, without its closing marks if the answer `said` already ends with these marks."""
+    def extend(self, turn: ModelResponse, new: list[Message], variables: dict[str, Any]) -> list[int]:
+        """Return the prompt tokens of a call that continues `turn`: the turn's prompt and output tokens, then the tail
+        for the messages `new`.
+
+        If the output already ends with the closing marks of the tail, the tail's marks are left out. Raises Refusal if
+        the template does not accept the messages.
+        """
+        said, tail = turn.output_tokens, self._tail(new, variables)
         blanks = next((i for i, token in enumerate(tail) if not self._is_blank(token)), 0)
         marks = tail[blanks:]
         for count, mark in enumerate(marks, 1):
             if said[-1:] == [mark] and said[-count:] == marks[:count]:
-                return marks[count:]
-        return tail
+                tail = marks[count:]
+                break
+        return turn.input_tokens + said + tail
 
     def _render(self, messages: list[Message], variables: dict[str, Any]) -> str:
         """Return the text that the template makes from the messages.

@@ -176,7 +176,3 @@ class SessionTable(OrderedDict[str, Session]):
         """Forget every session that has been idle for at least the timeout."""
         while self and self.clock() - (oldest := next(iter(self.values()))).last_used >= self.timeout:
             (self.touch if oldest.running else self.forget)(oldest)
-
-    def __repr__(self) -> str:
-        running = sum(len(session.running) for session in self.values())
-        return f"SessionTable({len(self)} sessions, {running} generations, capacity {self.capacity})"

@@ -88,13 +88,13 @@ def without_partial(text: str, marks: list[str], certain: int = 0) -> str:
     return text
 
 
-def split_thinking(text: str) -> tuple[str, str, bool]:
-    """Return the reasoning, the text after the reasoning, and whether the reasoning has ended."""
+def split_thinking(text: str) -> tuple[str, str]:
+    """Return the reasoning, and the text after the reasoning."""
     bare = text.lstrip()
     if not bare.startswith(THINK):
-        return "", text, True
-    reasoning, mark, rest = bare.removeprefix(THINK).partition(END_OF_THINK)
-    return reasoning.strip(), rest.lstrip(), mark == END_OF_THINK
+        return "", text
+    reasoning, _, rest = bare.removeprefix(THINK).partition(END_OF_THINK)
+    return reasoning.strip(), rest.lstrip()
 
 
 def split_calls(text: str, tools: Tools) -> tuple[str, list[Call]]:
@@ -161,24 +161,23 @@ class OutputParser:
                 return self._parse_foreign(text, tools)
             except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
                 return Parsed(text)  # the text does not have the form that the parser expects
-        reasoning, rest, _ = split_thinking(text)
+        reasoning, rest = split_thinking(text)
         rest, calls = split_calls(rest, tools)
         return Parsed(rest, reasoning, calls)
 
     def certain(self, text: str, tools: Tools) -> Parsed:
-        """Return the text and reasoning that no continuation of `text` can change, and leave out the calls."""
+        """Return text and reasoning that no continuation of `text` can change, and leave out the calls.
+
+        If `text` ends with the beginning of a mark, such as "<", this end is left out, even where a mark has no effect.
+        """
         text = text.rstrip("\ufffd")  # a decoder writes U+FFFD for the bytes of an incomplete character
         if self.foreign(tools) or THINK.startswith(text.lstrip()):
             return Parsed("")
-        reasoning, rest, has_ended = split_thinking(text)
-        if not has_ended:
-            reasoning, _, _ = split_thinking(without_partial(text, [END_OF_THINK]))
-            return Parsed("", reasoning)
+        reasoning, rest = split_thinking(without_partial(text, [END_OF_THINK, CALL]))
         if not tools:
             return Parsed(rest, reasoning)
         opened = rest.find(CALL, rest.rfind(END_OF_CALL) + 1)  # index of a call without an end mark
-        decided = rest[:opened] if opened >= 0 else without_partial(rest, [CALL])
-        beside_calls, _ = split_calls(decided, tools)
+        beside_calls, _ = split_calls(rest[:opened] if opened >= 0 else rest, tools)
         return Parsed(beside_calls.rstrip(), reasoning)
 
     def begun(self, prompt: str) -> str:
@@ -213,7 +212,7 @@ class OutputParser:
         """Parse a text with SGLang's parser or the tokenizer's response template. Raises ValueError for an unknown
         tool."""
         if self._sglang:
-            reasoning, rest, _ = split_thinking(text)
+            reasoning, rest = split_thinking(text)
             rest, functions = self._sglang(rest, tools)
         else:
             message = self._tokenizer.parse_response(text, prefix=self._prompt, tools=tools)

@@ -71,11 +71,6 @@ def untraced(event: str, task_id: int, **args: Any) -> None:
     """Ignore an event. `untraced` is the default trace callback."""
 
 
-def untouched(data: TResult, oldest: int) -> TResult | None:
-    """Return `data` unchanged. `untouched` is the default of the field `without_older`."""
-    return data
-
-
 @dataclass(eq=False)
 class DispatchState(Generic[TInput, TResult]):
     """Makes all decisions of the dispatcher, in methods that use no thread, lock or clock."""
@@ -84,7 +79,8 @@ class DispatchState(Generic[TInput, TResult]):
     head_version: Callable[[TResult], int | None]  # oldest version in a result, or None if the result has no tokens
     max_queue_size: int  # maximum number of running tasks
     stale: Literal["wait", "mask", "drop"] = "wait"  # how take() keeps the age bound (staleness.py)
-    without_older: Callable[[TResult, int], TResult | None] = untouched  # function that masks tokens that are too old
+    # function that masks tokens that are too old; the default returns the result unchanged
+    without_older: Callable[[TResult, int], TResult | None] = lambda data, oldest: data
     max_failures: int = 0  # number of consecutive failures that stops the run; 0 means max(8, 2 * consumer_batch_size)
     trace: Callable[..., None] = untraced  # function of (name of an event, task id)
 
@@ -95,8 +91,7 @@ class DispatchState(Generic[TInput, TResult]):
     paused: bool = False
     failure: tuple[str, BaseException] | None = None  # message and cause of the stop; None while the run goes on
     interrupts: set[type[BaseException]] = field(default_factory=set)  # exceptions that the next waiting calls raise
-    errors_in_a_row: int = 0
-    first_error: BaseException | None = None  # the first of the consecutive errors that `errors_in_a_row` counts
+    errors: list[BaseException] = field(default_factory=list)  # errors since the last task that raised no error
     rejected_in_a_row: int = 0
 
     def __post_init__(self) -> None:
@@ -227,14 +222,10 @@ class DispatchState(Generic[TInput, TResult]):
     def _count_in_a_row(self, result: TimedResult[TResult]) -> None:
         """Stop the run after max_failures consecutive errors. Log a warning after max_failures consecutive
         rejections."""
-        if result.error is None:
-            self.errors_in_a_row, self.first_error = 0, None
-        else:
-            self.errors_in_a_row += 1
-            self.first_error = self.first_error or result.error
-            if self.errors_in_a_row >= self.max_failures:
-                message = f"{self.errors_in_a_row} tasks failed one after another; the first: {self.first_error!r}"
-                self.fail(message, self.first_error)
+        self.errors = [] if result.error is None else [*self.errors, result.error]
+        if len(self.errors) >= self.max_failures:
+            message = f"{len(self.errors)} tasks failed one after another; the first: {self.errors[0]!r}"
+            self.fail(message, self.errors[0])
         self.rejected_in_a_row = 0 if result.data is not None else self.rejected_in_a_row + 1
         if self.rejected_in_a_row == self.max_failures and not self.failure:
             hint = "look at should_accept_fn, and at why the workflow returns None (an agent: because it set no reward)"
@@ -314,10 +305,8 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
 
     def check_alive(self) -> None:
         """Raise RuntimeError if the run has stopped."""
-        with self.runner.lock:
-            if self._state.failure is not None:
-                message, cause = self._state.failure
-                raise RuntimeError(message) from cause
+        if failure := self._state.failure:  # reading one attribute needs no lock
+            raise RuntimeError(failure[0]) from failure[1]
 
     def restore(self, results: dict[int, TResult]) -> None:
         """Add the finished results of an earlier process. `results` maps task ids to results, in order of start.

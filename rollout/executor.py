@@ -50,18 +50,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import workflow as workflows
 from inference.io_struct import GenerationHyperparameters
+from rollout import trajectory
 from rollout.dispatcher import BatchTaskDispatcher, DispatchState, ServerRestarted, untraced
-from rollout.trajectory import (
-    Trajectory,
-    check_trajectory_format,
-    complete,
-    concat_padded_tensors,
-    dump,
-    head_version,
-    oldest_trained,
-    tail_version,
-    without_older,
-)
+from rollout.trajectory import Trajectory
 from run.keys import RolloutConfig
 from staleness import RolloutStat, StalenessError, StalenessManager
 
@@ -170,9 +161,9 @@ class WorkflowExecutor:
         max_age, max_failures = (NO_LIMIT, NO_LIMIT) if self.evaluation else (eta, 0)
         self.staleness_manager = gate = StalenessManager(self.engine, concurrent, batch, max_age)
         max_queue = config.queue_size or 16 * concurrent
-        oldest = oldest_trained if config.stale == "mask" else head_version
+        oldest = trajectory.oldest_trained if config.stale == "mask" else trajectory.head_version
         state = DispatchState[RolloutTask, Trajectory](
-            gate, oldest, max_queue, config.stale, without_older, max_failures, self.trace
+            gate, oldest, max_queue, config.stale, trajectory.without_older, max_failures, self.trace
         )
         self.dispatcher = BatchTaskDispatcher(self._run_episode, state)
         # The engine calls `pause`, `resume` and `on_new_version`. `Fleet.watch` (run/launch.py) calls `fail`.
@@ -216,7 +207,7 @@ class WorkflowExecutor:
 
         Raises TimeoutError after `timeout` seconds; None means no limit.
         """
-        return concat_padded_tensors(self.dispatcher.wait_results(count, timeout))
+        return trajectory.concat_padded_tensors(self.dispatcher.wait_results(count, timeout))
 
     def wait_for_task(self, task_id: int, timeout: float | None = None) -> Trajectory | None:
         """Wait for one task. Return the task's group, or None if the task was rejected. No batch contains the returned
@@ -230,7 +221,7 @@ class WorkflowExecutor:
         groups = [group for group in results if group is not None]
         if not groups:
             raise RuntimeError(f"none of {len(results)} rollouts was accepted: {self.stats}")
-        return concat_padded_tensors(groups)
+        return trajectory.concat_padded_tensors(groups)
 
     def rollout_each(self, data: Iterable[Sample], *args: Any, **kwargs: Any) -> list[Trajectory | None]:
         """Run all prompts of `data`. Return a list with one entry for each prompt: the prompt's group, or None if the
@@ -257,7 +248,7 @@ class WorkflowExecutor:
         if groups is None:
             return None
         self._cursor.forget_closed(self.dispatcher.in_flight())
-        return concat_padded_tensors(groups)
+        return trajectory.concat_padded_tensors(groups)
 
     def until_restart(self, wait: Callable[[], T]) -> T | None:
         """Return the result of `wait`, or None if an inference server was restarted during the wait.
@@ -291,7 +282,7 @@ class WorkflowExecutor:
         """
         gate, kept = self.staleness_manager, dict[int, Trajectory]()
         for task_id, group in finished.items():
-            head = tail_version(group) if self.config.stale == "mask" else head_version(group)
+            head = trajectory.tail_version(group) if self.config.stale == "mask" else trajectory.head_version(group)
             consumed_at = version + len(kept) // gate.consumer_batch_size  # version at which a step consumes `group`
             if head is None or consumed_at - head <= gate.max_staleness:
                 kept[task_id] = group
@@ -322,14 +313,13 @@ class WorkflowExecutor:
         if not is_eval and n_samples not in (1, group_size):
             raise ValueError(f"{group_size=} and gconfig.n_samples={n_samples} are one number; give one of them")
         proxy, defaults = self._proxy_options(), {"gconfig": self.gconfig, "tokenizer": self.tokenizer}
-        hooks: Any = {"on_failures": self._count_members, "on_end": self._count_end}
-        resolved = workflows.resolve_workflow(
-            workflow, workflow_kwargs, group_size, proxy=proxy, defaults=defaults, **hooks
-        )
+        run: Any = workflows.resolve_workflow(workflow, workflow_kwargs, group_size, proxy=proxy, defaults=defaults)
+        if group_size > 1:  # `run` is a new GroupedRolloutWorkflow
+            run.on_failures, run.on_end = self._count_members, self._count_end
         accept = workflows.import_string(should_accept_fn) if isinstance(should_accept_fn, str) else should_accept_fn
         if accept is not None and not callable(accept):
             raise TypeError(f"should_accept_fn must be a function or 'module.function', not {accept!r}")
-        return (RolloutTask(task_id, sample, resolved, accept, is_eval) for task_id, sample in samples)
+        return (RolloutTask(task_id, sample, run, accept, is_eval) for task_id, sample in samples)
 
     def _proxy_options(self) -> dict[str, Any] | None:
         """Return the arguments of OpenAIProxyWorkflow, or None if there is no proxy."""
@@ -368,20 +358,20 @@ class WorkflowExecutor:
             result = await task.workflow.arun_episode(self.engine, copy.deepcopy(task.data))
             if result is None:
                 return None
-            trajectory = workflows.to_tensors(result)
+            group = workflows.to_tensors(result)
             if self.config.check_trajectory_format:
-                self._check(trajectory, task.workflow)
-            trajectory = complete(trajectory, task.task_id, version)
-            if not self.evaluation and (newest := int(trajectory["versions"].max())) > self.engine.get_version():
+                self._check(group, task.workflow)
+            group = trajectory.complete(group, task.task_id, version)
+            if not self.evaluation and (newest := int(group["versions"].max())) > self.engine.get_version():
                 raise StalenessError(f"a token has version {newest}, which the trainer has not made")
-            versions, rewards = [head_version(trajectory), tail_version(trajectory)], trajectory["rewards"].tolist()
-            self.trace("reward", task.task_id, versions=versions, rewards=rewards)
-            accepted = task.should_accept is None or task.should_accept(trajectory)
+            versions = [trajectory.head_version(group), trajectory.tail_version(group)]
+            self.trace("reward", task.task_id, versions=versions, rewards=group["rewards"].tolist())
+            accepted = task.should_accept is None or task.should_accept(group)
             if self.dump_dir is not None:  # `dump` runs in a thread, because decoding the tokens is slow
                 folder = self.dump_dir / workflows.workflow_context.stat_scope()
-                await asyncio.to_thread(dump, trajectory, task.task_id, folder, version, self.tokenizer)
+                await asyncio.to_thread(trajectory.dump, group, task.task_id, folder, version, self.tokenizer)
             if accepted and self.keep is not None:
-                await asyncio.to_thread(self.keep, task.task_id, trajectory)
+                await asyncio.to_thread(self.keep, task.task_id, group)
         except (asyncio.CancelledError, KeyboardInterrupt):
             raise
         except BaseException as error:
@@ -389,16 +379,16 @@ class WorkflowExecutor:
             scope = workflows.workflow_context.stat_scope()
             logger.warning("%s task %d failed: %r", scope, task.task_id, error, exc_info=error)
             raise
-        return trajectory if accepted else None
+        return group if accepted else None
 
-    def _check(self, trajectory: Trajectory, workflow: workflows.RolloutWorkflow) -> None:
-        """Raise ValueError if a trajectory is malformed, or if its keys differ from the keys of the workflow's earlier
-        trajectories."""
+    def _check(self, group: Trajectory, workflow: workflows.RolloutWorkflow) -> None:
+        """Raise ValueError if a group is malformed, or if its keys differ from the keys of the workflow's earlier
+        groups."""
         kind = type(workflow.workflow if isinstance(workflow, workflows.GroupedRolloutWorkflow) else workflow)
-        check_trajectory_format(trajectory, self._keys.get(kind))
-        if kind not in self._keys and "loss_mask" in trajectory and "logprobs" not in trajectory:
+        trajectory.check_trajectory_format(group, self._keys.get(kind))
+        if kind not in self._keys and "loss_mask" in group and "logprobs" not in group:
             logger.warning("%s returns no logprobs; decoupled PPO cannot train on its tokens", kind.__name__)
-        self._keys.setdefault(kind, frozenset(trajectory))
+        self._keys.setdefault(kind, frozenset(group))
 
     async def _count_members(self, failed: int) -> None:
         """Add `failed` to the number of failed members. The group continues with its other members."""

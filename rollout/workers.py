@@ -43,7 +43,6 @@ container. When the container ends, all processes of the worker end (SECURITY.md
 import asyncio
 import ctypes
 import functools
-import importlib
 import json
 import logging
 import os
@@ -152,8 +151,7 @@ class Worker:
         Raises RuntimeError if the function raises an exception or its result is too large. Raises WorkerDied if the
         worker's process ends before the call has returned.
         """
-        names = {getattr(thing, "__module__", None) or "builtins" for thing in (function, *args)}
-        payload = pickle.dumps((sorted(names), pickle.dumps((function, args, kwargs))))
+        payload = pickle.dumps((function, args, kwargs))
         self._busy = True
         try:
             self._writer.write(len(payload).to_bytes(8, "big") + payload)
@@ -289,8 +287,8 @@ def serve(fd: int, fork: bool) -> NoReturn:
     """Read calls from the socket `fd`, run them in order, and write their outcomes, until the trainer closes the
     socket.
 
-    If `fork` is true, this process imports the modules of a call. Then the call runs in a fork of this process, which
-    need not import the modules again.
+    If `fork` is true, this process unpickles a call, which imports the call's modules. Then the call runs in a fork of
+    this process, which need not import the modules again.
     """
     channel = socket.socket(fileno=fd)
     channel.set_inheritable(False)
@@ -303,20 +301,14 @@ def serve(fd: int, fork: bool) -> NoReturn:
         prctl(PR_SET_CHILD_SUBREAPER, 1)
     with channel.makefile("rb") as stream, suppress(ConnectionError):
         while head := stream.read(8):
-            modules, call = pickle.loads(stream.read(int.from_bytes(head, "big")))
+            call = stream.read(int.from_bytes(head, "big"))
             if fork:
-                import_all(modules)
+                with suppress(BaseException):  # if this fails, the call itself fails as well and reports the error
+                    pickle.loads(call)
             # If a fork is impossible, this process runs the call itself, and gets no further call.
             outcome = run_in_fork(call) if fork and can_fork() else outcome_of(call, last=fork)
             channel.sendall(len(outcome).to_bytes(8, "big") + outcome)
     os._exit(0)
-
-
-def import_all(modules: list[str]) -> None:
-    """Import modules. If an import fails, the call imports the module again and reports the error."""
-    for module in modules:
-        with suppress(BaseException):
-            importlib.import_module(module)
 
 
 def can_fork() -> bool:
@@ -384,15 +376,6 @@ def outcome_of(call: bytes, last: bool = False) -> bytes:
 _runner = functools.cache(asyncio.Runner)
 
 
-async def _alone(episode: Coroutine[Any, Any, Any]) -> Any:
-    """Wait until an episode has ended, then cancel the asyncio tasks that are still running."""
-    try:
-        return await episode
-    finally:
-        for task in asyncio.all_tasks() - {asyncio.current_task()}:
-            task.cancel()
-
-
 def run_agent(agent: Any, data: dict[str, Any], base_url: str, api_key: str, ours: bool = True) -> Any:
     """Run `agent.run` in a worker, with the session's URL and key in the environment. Return the rewards.
 
@@ -409,4 +392,4 @@ def run_agent(agent: Any, data: dict[str, Any], base_url: str, api_key: str, our
         "NO_PROXY": no_proxy,
         "no_proxy": no_proxy,
     }
-    return _runner().run(_alone(agent.run(data, base_url=base_url, api_key=api_key, http_client=None)))
+    return _runner().run(agent.run(data, base_url=base_url, api_key=api_key, http_client=None))

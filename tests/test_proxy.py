@@ -694,7 +694,8 @@ async def test_idle_sessions_expire_but_never_a_generating_one(start: Start) -> 
     assert len(harness.sessions) == 2
     harness.clock.now = 100.0
     harness.sessions.expire()
-    assert repr(harness.sessions) == "SessionTable(1 sessions, 1 generations, capacity 0)"
+    [session] = harness.sessions.values()
+    assert (len(session.running), harness.sessions.capacity) == (1, 0)
     assert (await harness.post(f"/{idle}/v1/chat/completions", {"messages": HELLO})).status_code == 404
     harness.engine.hold.set()
     assert (await call).status_code == 200
@@ -718,7 +719,7 @@ def test_use_keeps_a_session_and_not_its_neighbours() -> None:
     assert table.find(used.session_id) is used
     with pytest.raises(Refusal, match="expired"):
         table.find(unused.session_id)
-    assert repr(table) == "SessionTable(1 sessions, 0 generations, capacity 0)"
+    assert (len(table), len(used.running), table.capacity) == (1, 0, 0)
 
 
 def test_expiry_looks_only_at_the_session_that_is_idle_longest() -> None:

@@ -222,8 +222,8 @@ class DispatchMachine:
         """Return a copy of WorkflowExecutor.load_state_dict that reads a group's versions from `oldest` and `newest`,
         because the groups of the state machine have no tensors."""
         code = self.executor.WorkflowExecutor.load_state_dict.__code__
-        versions = {"head_version": lambda group: group.oldest, "tail_version": lambda group: group.newest}
-        return FunctionType(code, vars(self.executor) | versions)
+        versions = SimpleNamespace(head_version=lambda group: group.oldest, tail_version=lambda group: group.newest)
+        return FunctionType(code, vars(self.executor) | {"trajectory": versions})
 
     def copy(self, world: World) -> World:
         """Return a copy of `world`, with copies of its dispatcher and its staleness manager."""
