@@ -91,7 +91,8 @@ class DispatchState(Generic[TInput, TResult]):
     paused: bool = False
     failure: tuple[str, BaseException] | None = None  # message and cause of the stop; None while the run goes on
     interrupts: set[type[BaseException]] = field(default_factory=set)  # exceptions that the next waiting calls raise
-    errors: list[BaseException] = field(default_factory=list)  # errors since the last task that raised no error
+    errors_in_a_row: int = 0
+    first_error: BaseException | None = None  # the first of the consecutive errors that `errors_in_a_row` counts
     rejected_in_a_row: int = 0
 
     def __post_init__(self) -> None:
@@ -222,10 +223,14 @@ class DispatchState(Generic[TInput, TResult]):
     def _count_in_a_row(self, result: TimedResult[TResult]) -> None:
         """Stop the run after max_failures consecutive errors. Log a warning after max_failures consecutive
         rejections."""
-        self.errors = [] if result.error is None else [*self.errors, result.error]
-        if len(self.errors) >= self.max_failures:
-            message = f"{len(self.errors)} tasks failed one after another; the first: {self.errors[0]!r}"
-            self.fail(message, self.errors[0])
+        if result.error is None:
+            self.errors_in_a_row, self.first_error = 0, None
+        else:
+            self.errors_in_a_row += 1
+            self.first_error = self.first_error or result.error
+            if self.errors_in_a_row >= self.max_failures:
+                message = f"{self.errors_in_a_row} tasks failed one after another; the first: {self.first_error!r}"
+                self.fail(message, self.first_error)
         self.rejected_in_a_row = 0 if result.data is not None else self.rejected_in_a_row + 1
         if self.rejected_in_a_row == self.max_failures and not self.failure:
             hint = "look at should_accept_fn, and at why the workflow returns None (an agent: because it set no reward)"
