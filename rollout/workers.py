@@ -43,6 +43,7 @@ container. When the container ends, all processes of the worker end (SECURITY.md
 import asyncio
 import ctypes
 import functools
+import importlib
 import json
 import logging
 import os
@@ -151,7 +152,8 @@ class Worker:
         Raises RuntimeError if the function raises an exception or its result is too large. Raises WorkerDied if the
         worker's process ends before the call has returned.
         """
-        payload = pickle.dumps((function, args, kwargs))
+        names = {getattr(thing, "__module__", None) or "builtins" for thing in (function, *args)}
+        payload = pickle.dumps((sorted(names), pickle.dumps((function, args, kwargs))))
         self._busy = True
         try:
             self._writer.write(len(payload).to_bytes(8, "big") + payload)
@@ -287,8 +289,8 @@ def serve(fd: int, fork: bool) -> NoReturn:
     """Read calls from the socket `fd`, run them in order, and write their outcomes, until the trainer closes the
     socket.
 
-    If `fork` is true, this process unpickles a call, which imports the call's modules. Then the call runs in a fork of
-    this process, which need not import the modules again.
+    If `fork` is true, this process imports the modules of a call. Then the call runs in a fork of this process, which
+    need not import the modules again.
     """
     channel = socket.socket(fileno=fd)
     channel.set_inheritable(False)
@@ -301,14 +303,20 @@ def serve(fd: int, fork: bool) -> NoReturn:
         prctl(PR_SET_CHILD_SUBREAPER, 1)
     with channel.makefile("rb") as stream, suppress(ConnectionError):
         while head := stream.read(8):
-            call = stream.read(int.from_bytes(head, "big"))
+            modules, call = pickle.loads(stream.read(int.from_bytes(head, "big")))
             if fork:
-                with suppress(BaseException):  # if this fails, the call itself fails as well and reports the error
-                    pickle.loads(call)
+                import_all(modules)
             # If a fork is impossible, this process runs the call itself, and gets no further call.
             outcome = run_in_fork(call) if fork and can_fork() else outcome_of(call, last=fork)
             channel.sendall(len(outcome).to_bytes(8, "big") + outcome)
     os._exit(0)
+
+
+def import_all(modules: list[str]) -> None:
+    """Import modules. If an import fails, the call imports the module again and reports the error."""
+    for module in modules:
+        with suppress(BaseException):
+            importlib.import_module(module)
 
 
 def can_fork() -> bool:
