@@ -28,17 +28,10 @@ from huggingface_hub.utils import enable_progress_bars
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoTokenizer
 
+import workflow as workflows
 from run.config import ConfigError
 from run.keys import OpenAIConfig, TrainConfig
 from run.launch import ROOT
-from workflow import (
-    MultiTurnWorkflow,
-    OpenAIProxyWorkflow,
-    RLVRWorkflow,
-    RolloutWorkflow,
-    import_string,
-    resolve_workflow,
-)
 
 logger = logging.getLogger("nano_areal.inputs")
 
@@ -90,11 +83,11 @@ def load_inputs(config: TrainConfig, workflow: Any = None, workflow_kwargs: dict
     validation = load_dataset(config.valid_dataset.path or config.train_dataset.path, task, "valid")
     if accept := config.should_accept_fn:
         with users_code(f"should_accept_fn={accept}"):
-            if not callable(import_string(accept)):
+            if not callable(workflows.import_string(accept)):
                 raise TypeError("not a function; give a function as module.function")
     if isinstance(config.workflow, str):
         with users_code(f"workflow={config.workflow}"):
-            import_string(config.workflow)
+            workflows.import_string(config.workflow)
     prepare_model(config, task)
     with users_code(f"tokenizer_path={config.tokenizer_path}"):
         tokenizer = AutoTokenizer.from_pretrained(config.tokenizer_path)
@@ -113,13 +106,13 @@ def try_sample(config: TrainConfig, sample: dict[str, Any], tokenizer: Any, work
     sends the messages of the sample, these messages must fit into the model's context.
     """
     with users_code("the first sample of the data does not fit: correct the columns, or the code that reads them"):
-        if type(workflow) in (RLVRWorkflow, MultiTurnWorkflow):
+        if type(workflow) in (workflows.RLVRWorkflow, workflows.MultiTurnWorkflow):
             inspect.signature(workflow.async_reward_fn.reward_fn).bind("", "", [], [], **sample)
             tokens = len(tokenizer.apply_chat_template(sample["messages"], return_dict=False))
             shape = AutoConfig.from_pretrained(str(config.model_path)).get_text_config()
             if tokens >= (context := getattr(shape, "max_position_embeddings", tokens + 1)):
                 raise ValueError(f"the prompt has {tokens} tokens, and the context of the model {context}")
-        elif not isinstance(workflow, RolloutWorkflow):
+        elif not isinstance(workflow, workflows.RolloutWorkflow):
             inspect.signature(workflow.run).bind(sample, base_url="", api_key="", http_client=None)
 
 
@@ -147,8 +140,8 @@ def load_workflow(config: TrainConfig, task: Any, defaults: dict, workflow: Any,
     # The executor sets the proxy's address and key later.
     nowhere = {"proxy_addr": "", "admin_key": "", "mode": config.rollout.openai.mode}
     with users_code(f"workflow={workflow}, workflow_kwargs={kwargs}"):
-        resolved = resolve_workflow(workflow, kwargs, proxy=nowhere, defaults=defaults)
-    if isinstance(resolved, OpenAIProxyWorkflow):
+        resolved = workflows.resolve_workflow(workflow, kwargs, proxy=nowhere, defaults=defaults)
+    if isinstance(resolved, workflows.OpenAIProxyWorkflow):
         return resolved.agent
     if config.rollout.openai != OpenAIConfig():
         raise ConfigError("rollout.openai has no effect: the workflow is a RolloutWorkflow, not an agent; omit it")
@@ -167,7 +160,7 @@ def load_dataset(path: str | None, task: Any, split: str) -> list[dict]:
         samples = read_jsonl(Path(where))
     else:
         with users_code(f"the dataset of {where}"):
-            samples = import_string(path)() if path else task.dataset(split)
+            samples = workflows.import_string(path)() if path else task.dataset(split)
     if not samples:
         raise ConfigError(f"no samples in {where}: the dataset is empty")
     if not hasattr(task, "prepare"):
