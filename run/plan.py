@@ -24,7 +24,7 @@ import httpx
 import torch
 from transformers import AutoConfig
 
-from run.config import ConfigError
+from run.config import ConfigError, one_line
 from run.keys import ServerConfig, TrainConfig
 from run.launch import ROOT, Planned, own_command, words
 from run.memory import CUDA_BYTES, GIB, check_memory, describe_load, estimate_memory
@@ -106,10 +106,8 @@ def server_command(config: TrainConfig, mem_fraction: float | None) -> list[str]
 def check_sglang() -> None:
     """Raise ConfigError if sglang is missing, or if sglang needs a version of torch that is not installed."""
     elsewhere = "or use SGLang elsewhere: server.command='PYTHON -m sglang.launch_server' or rollout.server_addrs=[URL]"
-    try:
+    with one_line(f"sglang is not installed here: pip install -e '.[gpu]', {elsewhere}"):
         version, requires = metadata.version("sglang"), metadata.requires("sglang") or []
-    except metadata.PackageNotFoundError as error:
-        raise ConfigError(f"sglang is not installed here: pip install -e '.[gpu]', {elsewhere}") from error
     wanted = [match[1] for line in requires if (match := re.match(r"torch\s*\(?==\s*([\w.]+)", line))]
     here = metadata.version("torch").partition("+")[0]
     if wanted and here not in wanted:
@@ -134,10 +132,8 @@ def check_addresses(config: TrainConfig, planned: list[Planned]) -> None:
         if 200 not in status:
             raise ConfigError(f"rollout.server_addrs: {url} is no inference server of this key (status {status[0]})")
     for process in planned:
-        try:
+        with one_line(f"server.port: {process.port} cannot be used (0 takes any free port)"):
             listen("127.0.0.1", process.port or 0).close()
-        except OSError as error:
-            raise ConfigError(f"server.port: {process.port} cannot be used ({error}); 0 takes any free port") from error
 
 
 def check_open_files(config: TrainConfig, limit: int) -> None:
