@@ -56,7 +56,6 @@ from run.logger import describe_batch
 from run.mismatch import Canary, logp_mismatch
 from run.recover import Recovery, save_model
 from run.start import Run, start_processes, start_rollout, start_trainer
-from run.summary import summarise
 from training.ranks import share
 
 
@@ -115,7 +114,7 @@ class TrainingLoop:
                 self.step = step
         if self.logger:
             with self.run.trace.span("end"):
-                summarise(self.logger, self.run.inputs.task)
+                self.logger.summarise(self.run.inputs.task)
 
     def train_step(self, step: int) -> None:
         """Run one training step: consume a batch of prompt groups, and push the weights of version `step`."""
