@@ -280,18 +280,12 @@ def make_page(folders: list[Path]) -> str:
     return TEMPLATE.read_text(encoding="utf-8").replace("{{data}}", data)
 
 
-def write_report(folder: Path) -> Path | None:
-    """Write `folder`/report.html and return its path.
-
-    If the page cannot be written, print the error and return None, so that the run continues.
-    """
-    path = folder / "report.html"
+def write_report(folder: Path) -> None:
+    """Write `folder`/report.html. If the page cannot be written, print the error, so that the run continues."""
     try:
-        path.write_text(make_page([folder]), encoding="utf-8")
+        (folder / "report.html").write_text(make_page([folder]), encoding="utf-8")
     except Exception as error:
         print(f"no report was written: {error!r}", file=sys.stderr, flush=True)
-        return None
-    return path
 
 
 def main(argv: list[str]) -> int:
