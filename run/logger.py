@@ -186,6 +186,11 @@ def baseline_bias(batch: dict[str, Tensor]) -> float:
     return (torch.bincount(group, batch["advantages"][ends]) / torch.bincount(group)).abs().max().item()
 
 
+def is_due(step: int, interval: int) -> bool:
+    """Return whether an action that runs every `interval` steps is due after step `step`. Interval 0 means never."""
+    return bool(interval) and step % interval == 0
+
+
 def track(config: TrainConfig) -> Any:
     """Register the run with the experiment tracker, and return the tracker's module. After a restart of the run, the
     tracker adds the new steps to the run's earlier steps."""
@@ -209,7 +214,6 @@ class Logger:
         self.history = read_records(self.path)
         self.start = time.monotonic() - (self.history[-1]["wall_s"] if self.history else 0.0)
         self.counts = asdict(executor.stats)  # the executor's counters at the last logged step
-        self.words: dict[int, str] = {}  # the text of each token id that was in a batch
         self.report_s = 0.0  # number of seconds spent on reports
         self.tracker = track(config) if config.logger.tracker else None
         self.live = terminal.show(self._screen) if config.logger.live and terminal.is_terminal else nullcontext()
@@ -220,14 +224,12 @@ class Logger:
         Every `sample_interval` steps, `log` prints a conversation. The counters in the metrics, such as
         `accepted`, count the events since the previous step.
         """
-        step, interval, counts = metrics["step"], self.config.logger.tokens_interval, asdict(self.executor.stats)
-        if interval and step % interval == 0:
+        step, keys, counts = metrics["step"], self.config.logger, asdict(self.executor.stats)
+        if is_due(step, keys.tokens_interval):
             path = self.config.run_dir / "tokens" / f"{step:05d}.safetensors"
             path.parent.mkdir(exist_ok=True)
-            ids = batch["input_ids"].unique().tolist()
-            self.words |= {i: self.executor.tokenizer.decode([i]) for i in ids if i not in self.words}
-            words = json.dumps({i: self.words[i] for i in ids})
-            save_file({k: v.contiguous() for k, v in batch.items()}, path, {"words": words})
+            words = {i: self.executor.tokenizer.decode([i]) for i in batch["input_ids"].unique().tolist()}
+            save_file({k: v.contiguous() for k, v in batch.items()}, path, {"words": json.dumps(words)})
 
         metrics |= {key: counts[key] - self.counts[key] for key in COUNTS}
         metrics |= {"no_signal_share": no_signal_share(batch), "baseline_bias": baseline_bias(batch)}
@@ -240,8 +242,8 @@ class Logger:
             self.tracker.log({k: v for k, v in metrics.items() if isinstance(v, int | float)}, step=step)
 
         self._report(step, metrics["wall_s"])
-        if keep := self.config.logger.keep_steps:
-            discard(self.config.run_dir, step - keep, self.config.rollout.max_head_offpolicyness)
+        if keys.keep_steps:
+            discard(self.config.run_dir, step - keys.keep_steps, self.config.rollout.max_head_offpolicyness)
 
         for name, notice in NOTICES.items():
             if metrics[name] and not any(line.get(name) for line in self.history[:-1]):
@@ -253,8 +255,7 @@ class Logger:
         if "eval_episodes" in metrics:
             found = {k: v for k, v in metrics.items() if k.startswith("eval_") and v is not None}
             print(f"evaluation after step {step}:", *(f"{k[5:]} {v:.4g}" for k, v in found.items()), flush=True)
-        every = self.config.logger.sample_interval
-        if every and (step - 1) % every == 0:
+        if is_due(step - 1, keys.sample_interval):
             print(f"a sample, reward {batch['rewards'][0]:.2f}: {self._text(batch, 0)}", flush=True)
         self.doctor.check(self.history)
         if self.config.replay:
@@ -263,8 +264,8 @@ class Logger:
     def _report(self, step: int, wall_s: float) -> None:
         """Write the report every `report_interval` steps. Skip a report if the earlier reports took more than
         REPORT_SHARE of the run's time."""
-        every, begin = self.config.logger.report_interval, time.monotonic()
-        if every and step % every == 0 and self.report_s <= REPORT_SHARE * wall_s:
+        begin = time.monotonic()
+        if is_due(step, self.config.logger.report_interval) and self.report_s <= REPORT_SHARE * wall_s:
             write_report(self.config.run_dir)
             self.report_s += time.monotonic() - begin
 
