@@ -200,14 +200,6 @@ def check_update_mode(config: TrainConfig, planned: list[Planned], gpus: list[st
             raise ConfigError(f"weight_update.mode=distributed: NCCL {ours} here, {theirs} in the server: {remedy}")
 
 
-def describe_layout(config: TrainConfig, device: str) -> str:
-    """Return the line of the plan that names the layout of the trainer's rows and says whether layers are compiled."""
-    assert config.model_path is not None
-    shape = AutoConfig.from_pretrained(config.model_path).get_text_config()
-    compiled, (layout, why) = config.actor.is_compiled(device), pick_layout(config.actor, device, shape)
-    return f"trainer: {layout} rows ({why}); layers are {'' if compiled else 'not '}compiled"
-
-
 def plan_run(config: TrainConfig) -> tuple[list[Planned], str]:
     """Check the whole plan, then return the servers to start and the text that `--dry-run` prints.
 
@@ -222,7 +214,8 @@ def plan_run(config: TrainConfig) -> tuple[list[Planned], str]:
     check_addresses(config, servers)
     config.weight_update.mode, why = choose_update_mode(config, servers, gpus)
     check_update_mode(config, servers, gpus)
-    step, kept, server, parameters = estimate_memory(config, int(os.environ.get("WORLD_SIZE", 1)), bool(gpus))
+    shape = AutoConfig.from_pretrained(str(config.model_path)).get_text_config()
+    step, kept, server, parameters = estimate_memory(config, shape, int(os.environ.get("WORLD_SIZE", 1)), bool(gpus))
     trainers = [Planned(f"rank {k}", ["train.py"], gpus[k : k + 1], port=None) for k in range(ranks)]
     proxies = [Planned(f"proxy-{k}", ["proxy.py"]) for k in range(config.proxy.workers)]
 
@@ -249,5 +242,8 @@ def plan_run(config: TrainConfig) -> tuple[list[Planned], str]:
         host = f"{(16 if config.ref.path is None else 20) * here:.1f} GiB, and {12 * here:.1f} more during a checkpoint"
         lines.append(f"actor.offload: the ranks of this machine need host memory, {host}")
     lines.append(f"weight_update.mode={config.weight_update.mode}: {why}")
-    lines += [describe_layout(config, "cuda" if gpus else "cpu"), describe_load(config, parameters)]
+    device = "cuda" if gpus else "cpu"
+    compiled, (layout, reason) = config.actor.is_compiled(device), pick_layout(config.actor, device, shape)
+    lines.append(f"trainer: {layout} rows ({reason}); layers are {'' if compiled else 'not '}compiled")
+    lines.append(describe_load(config, parameters))
     return servers, "\n".join(lines)
