@@ -52,11 +52,10 @@ import torch
 from run.command import interruptible, main, open_run, start_logger
 from run.evaluate import evaluate
 from run.inputs import make_dataloader
-from run.logger import describe_batch
+from run.logger import describe_batch, is_due
 from run.mismatch import Canary, logp_mismatch
 from run.recover import Recovery, save_model
 from run.start import Run, start_processes, start_rollout, start_trainer
-from run.summary import summarise
 from training.ranks import share
 
 
@@ -115,7 +114,7 @@ class TrainingLoop:
                 self.step = step
         if self.logger:
             with self.run.trace.span("end"):
-                summarise(self.logger, self.run.inputs.task)
+                self.logger.summarise(self.run.inputs.task)
 
     def train_step(self, step: int) -> None:
         """Run one training step: consume a batch of prompt groups, and push the weights of version `step`."""
@@ -213,11 +212,6 @@ class TrainingLoop:
         self.rollout.set_version(version)  # the staleness gate may now admit more groups
         self.run.trace.mark("weights", version=version)
         self.rollout.resume()  # the interrupted generations continue under the new weights
-
-
-def is_due(step: int, interval: int) -> bool:
-    """Return whether an action that runs every `interval` steps is due after step `step`. Interval 0 means never."""
-    return bool(interval) and step % interval == 0
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ begins a new conversation. The server answers at temperature 0. The demo's model
 of. Think of a number from 1 to 6, and type `guess a number`. Then answer each guess with `higher` or `lower`.
 """
 
+import asyncio
 import secrets
 import sys
 import tempfile
@@ -19,31 +20,36 @@ from omegaconf import OmegaConf
 from transformers import AutoTokenizer
 
 from engine import RemoteInfEngine
-from inference.io_struct import GenerationHyperparameters
+from inference.io_struct import GenerationHyperparameters, ModelRequest
 from inference.wire import EngineError
+from run.failures import command
 from run.launch import Fleet, Planned, own_command
 from run.recover import folders_of_steps
-from run.summary import ask_greedily
 
 
-def main(words: list[str]) -> int:
-    """Talk to the model of a run. Return the exit code, which is 2 if there is no run or no checkpoint."""
-    if "--help" in words:
-        print(__doc__)
-        return 0
+def ask_greedily(engine: Any, tokenizer: Any, gconfig: GenerationHyperparameters, messages: list[dict]) -> str:
+    """Return the answer that the inference server generates with the trained policy at temperature 0."""
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    request = ModelRequest(ids, gconfig=gconfig.new(n_samples=1, greedy=True), tokenizer=tokenizer)
+    response = asyncio.run(engine.agenerate(request))
+    return tokenizer.decode(response.output_tokens, skip_special_tokens=True)
+
+
+@command
+def main(words: list[str]) -> None:
+    """Talk to the model of a run. Raises ValueError if there is no run or no checkpoint."""
     folder = Path(*words)
     try:
         config: Any = OmegaConf.load(folder / "config.yaml")
         step, model = max(folders_of_steps(folder / "checkpoints").items())
-    except (OSError, ValueError):
-        print(f"error: no model in {folder.resolve()}; give the folder of a run that has checkpoints", file=sys.stderr)
-        return 2
+    except (OSError, ValueError) as error:
+        raise ValueError(f"no model in {folder.resolve()}; give the folder of a run that has checkpoints") from error
     hint = " To play the demo, type: guess a number" if config.get("task") == "tasks.guess" else ""
     print(f"the model of step {step}; an empty line begins a new conversation, Ctrl-D ends.{hint}", flush=True)
     key, messages = secrets.token_urlsafe(), list[dict]()
-    command = own_command("inference.tiny.server", {"--model-path": model, "--api-key": "-"})
+    server = own_command("inference.tiny.server", {"--model-path": model, "--api-key": "-"})
     with tempfile.TemporaryDirectory() as logs, closing(Fleet(Path(logs))) as fleet:
-        engine = RemoteInfEngine([fleet.start(Planned("server", command, keys=(key,))).wait_ready()], key=key)
+        engine = RemoteInfEngine([fleet.start(Planned("server", server, keys=(key,))).wait_ready()], key=key)
         engine.initialize()
         tokenizer = AutoTokenizer.from_pretrained(model)
         sampling = GenerationHyperparameters(max_new_tokens=config.gconfig.max_new_tokens)
@@ -59,7 +65,6 @@ def main(words: list[str]) -> int:
                 answer = f"error: {error}; the next line begins a new conversation"
                 messages.clear()
             print(answer, flush=True)
-    return 0
 
 
 if __name__ == "__main__":

@@ -20,6 +20,8 @@ import re
 import secrets
 import shutil
 import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
@@ -37,6 +39,15 @@ DEMO = Path(__file__).resolve().parent.parent / "configs" / "demo.yaml"
 
 class ConfigError(ValueError):
     """The configuration is wrong, so the run cannot start. The message is one line with the problem and the remedy."""
+
+
+@contextmanager
+def one_line(what: str) -> Iterator[None]:
+    """If the `with` block raises an exception, raise ConfigError with a message of one line that begins with `what`."""
+    try:
+        yield
+    except Exception as error:
+        raise ConfigError(f"{what}: {type(error).__name__}: {' '.join(str(error).split())[:300]}") from error
 
 
 class Key(NamedTuple):
@@ -146,10 +157,8 @@ def resolve(config: TrainConfig) -> None:
     if strange := set(rollout.openai.fixed_sampling) - vars(gconfig).keys():
         raise ConfigError(f"rollout.openai.fixed_sampling: {', '.join(sorted(strange))} is no field of gconfig")
     for pattern in rollout.openai.side_conversations:
-        try:
+        with one_line(f"side_conversations: {pattern!r} is no regular expression"):
             re.compile(pattern)
-        except re.error as error:
-            raise ConfigError(f"side_conversations: {pattern!r} is no regular expression: {error}") from error
     if rollout.group_size not in (None, gconfig.n_samples) and gconfig.n_samples != 1:
         raise ConfigError("rollout.group_size and gconfig.n_samples are one number; give only one of the two keys")
     if rollout.consumer_batch_size not in (None, batch):

@@ -16,8 +16,6 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,17 +26,10 @@ from huggingface_hub.utils import enable_progress_bars
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoTokenizer
 
-from run.config import ConfigError
+import workflow as workflows
+from run.config import ConfigError, one_line
 from run.keys import OpenAIConfig, TrainConfig
 from run.launch import ROOT
-from workflow import (
-    MultiTurnWorkflow,
-    OpenAIProxyWorkflow,
-    RLVRWorkflow,
-    RolloutWorkflow,
-    import_string,
-    resolve_workflow,
-)
 
 logger = logging.getLogger("nano_areal.inputs")
 
@@ -64,16 +55,6 @@ class Inputs:
         return sum(map(judge, rewards)) / len(rewards)
 
 
-@contextmanager
-def users_code(what: str) -> Iterator[None]:
-    """If the user's code in the `with` block raises an exception, raise ConfigError with a message that begins with
-    `what`."""
-    try:
-        yield
-    except Exception as error:
-        raise ConfigError(f"{what}: {type(error).__name__}: {' '.join(str(error).split())}") from error
-
-
 def load_inputs(config: TrainConfig, workflow: Any = None, workflow_kwargs: dict[str, Any] | None = None) -> Inputs:
     """Load all inputs, and make the task's base model if the model is missing. Raises ConfigError if an input cannot be
     loaded.
@@ -82,21 +63,21 @@ def load_inputs(config: TrainConfig, workflow: Any = None, workflow_kwargs: dict
     form that `resolve_workflow` accepts.
     """
     warn_of_namesakes(os.environ.get("PYTHONPATH", "").split(os.pathsep))
-    with users_code(f"task={config.task}"):
+    with one_line(f"task={config.task}"):
         task = importlib.import_module(config.task) if config.task else None
     if config.success_above and hasattr(task, "success"):
         raise ConfigError(f"success_above has no effect: the task {config.task} says what success is; omit the key")
     dataset = load_dataset(config.train_dataset.path, task, "train")
     validation = load_dataset(config.valid_dataset.path or config.train_dataset.path, task, "valid")
     if accept := config.should_accept_fn:
-        with users_code(f"should_accept_fn={accept}"):
-            if not callable(import_string(accept)):
+        with one_line(f"should_accept_fn={accept}"):
+            if not callable(workflows.import_string(accept)):
                 raise TypeError("not a function; give a function as module.function")
     if isinstance(config.workflow, str):
-        with users_code(f"workflow={config.workflow}"):
-            import_string(config.workflow)
+        with one_line(f"workflow={config.workflow}"):
+            workflows.import_string(config.workflow)
     prepare_model(config, task)
-    with users_code(f"tokenizer_path={config.tokenizer_path}"):
+    with one_line(f"tokenizer_path={config.tokenizer_path}"):
         tokenizer = AutoTokenizer.from_pretrained(config.tokenizer_path)
     used, evaluated = (
         load_workflow(config, task, {"gconfig": gconfig, "tokenizer": tokenizer}, workflow, workflow_kwargs or {})
@@ -112,14 +93,14 @@ def try_sample(config: TrainConfig, sample: dict[str, Any], tokenizer: Any, work
     The agent's `run`, or the reward function, must accept the arguments that it gets in an episode. If the workflow
     sends the messages of the sample, these messages must fit into the model's context.
     """
-    with users_code("the first sample of the data does not fit: correct the columns, or the code that reads them"):
-        if type(workflow) in (RLVRWorkflow, MultiTurnWorkflow):
+    with one_line("the first sample of the data does not fit: correct the columns, or the code that reads them"):
+        if type(workflow) in (workflows.RLVRWorkflow, workflows.MultiTurnWorkflow):
             inspect.signature(workflow.async_reward_fn.reward_fn).bind("", "", [], [], **sample)
             tokens = len(tokenizer.apply_chat_template(sample["messages"], return_dict=False))
             shape = AutoConfig.from_pretrained(str(config.model_path)).get_text_config()
             if tokens >= (context := getattr(shape, "max_position_embeddings", tokens + 1)):
                 raise ValueError(f"the prompt has {tokens} tokens, and the context of the model {context}")
-        elif not isinstance(workflow, RolloutWorkflow):
+        elif not isinstance(workflow, workflows.RolloutWorkflow):
             inspect.signature(workflow.run).bind(sample, base_url="", api_key="", http_client=None)
 
 
@@ -146,9 +127,9 @@ def load_workflow(config: TrainConfig, task: Any, defaults: dict, workflow: Any,
         raise ConfigError("no workflow: set workflow to module.Class, an agent with async run() or a RolloutWorkflow")
     # The executor sets the proxy's address and key later.
     nowhere = {"proxy_addr": "", "admin_key": "", "mode": config.rollout.openai.mode}
-    with users_code(f"workflow={workflow}, workflow_kwargs={kwargs}"):
-        resolved = resolve_workflow(workflow, kwargs, proxy=nowhere, defaults=defaults)
-    if isinstance(resolved, OpenAIProxyWorkflow):
+    with one_line(f"workflow={workflow}, workflow_kwargs={kwargs}"):
+        resolved = workflows.resolve_workflow(workflow, kwargs, proxy=nowhere, defaults=defaults)
+    if isinstance(resolved, workflows.OpenAIProxyWorkflow):
         return resolved.agent
     if config.rollout.openai != OpenAIConfig():
         raise ConfigError("rollout.openai has no effect: the workflow is a RolloutWorkflow, not an agent; omit it")
@@ -166,15 +147,15 @@ def load_dataset(path: str | None, task: Any, split: str) -> list[dict]:
     if where.endswith(".jsonl"):
         samples = read_jsonl(Path(where))
     else:
-        with users_code(f"the dataset of {where}"):
-            samples = import_string(path)() if path else task.dataset(split)
+        with one_line(f"the dataset of {where}"):
+            samples = workflows.import_string(path)() if path else task.dataset(split)
     if not samples:
         raise ConfigError(f"no samples in {where}: the dataset is empty")
     if not hasattr(task, "prepare"):
         return samples
     prepared = []
     for number, sample in enumerate(samples, 1):
-        with users_code(f"{where}, sample {number}, as {task.__name__} reads it"):
+        with one_line(f"{where}, sample {number}, as {task.__name__} reads it"):
             prepared.append(task.prepare(sample))
     return prepared
 
@@ -182,18 +163,15 @@ def load_dataset(path: str | None, task: Any, split: str) -> list[dict]:
 def read_jsonl(path: Path) -> list[dict]:
     """Return the JSON objects of a file with one object per line. Raises ConfigError if a line is not a JSON object."""
     samples = []
-    try:
+    with one_line(f"no dataset at {path}; correct the dataset's path"):
         lines = path.read_bytes().splitlines()  # str.splitlines would also split at characters such as U+2028
-    except OSError as error:
-        raise ConfigError(f"no dataset at {path}: {error}; correct the dataset's path") from error
     for number, line in enumerate(lines, 1):
-        if line.strip():
-            try:
-                samples.append(json.loads(line))
-            except ValueError as error:
-                raise ConfigError(f"{path}, line {number}: not JSON: {error}") from error
-            if not isinstance(samples[-1], dict):
-                raise ConfigError(f"{path}, line {number}: an object is needed, not {samples[-1]!r:.40}")
+        if not line.strip():
+            continue
+        with one_line(f"{path}, line {number}: not JSON"):
+            samples.append(json.loads(line))
+        if not isinstance(samples[-1], dict):
+            raise ConfigError(f"{path}, line {number}: an object is needed, not {samples[-1]!r:.40}")
     return samples
 
 
@@ -238,10 +216,7 @@ def fetch(name: str, revision: str | None = None) -> tuple[str, str | None]:
     if Path(name).exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         return name, revision
     enable_progress_bars()
-    try:
+    remedy = "check the name, the network and HF_TOKEN; HF_HUB_OFFLINE=1 finds only models that are in HF_HOME"
+    with one_line(f"model {name}: no such folder, and the hub does not give it ({remedy})"):
         folder = snapshot_download(name, revision=revision, ignore_patterns=["*.pth", "*.gguf", "*.onnx", "*.h5"])
-    except Exception as error:  # huggingface_hub raises errors of many types
-        reason = f"no such folder, and the hub does not give it ({' '.join(str(error).split())[:200]})"
-        remedy = "check the name, the network and HF_TOKEN; HF_HUB_OFFLINE=1 finds only models that are in HF_HOME"
-        raise ConfigError(f"model {name}: {reason}: {remedy}") from error
     return folder, Path(folder).name

@@ -1,4 +1,4 @@
-"""Write and print the results of a run: metrics.jsonl, trace.json, the token files and the live table.
+"""Write and print the results of a run: metrics.jsonl, trace.json, the token files, the live table and the summary.
 
 The file metrics.jsonl gets one JSON object per training step (docs/metrics.md explains every metric). The file
 trace.json is a Chrome trace for a trace viewer. The trace has two tracks. The track "rollout" shows every prompt group
@@ -15,11 +15,14 @@ import json
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -29,12 +32,13 @@ from rich.table import Table
 from safetensors.torch import save_file
 from torch import Tensor
 
+from run.chat import ask_greedily
 from run.doctor import Doctor
 from run.keys import TrainConfig
-from run.recover import discard
+from run.recover import best_step, discard, folders_of_steps
 from run.replay import compare
 from run.report import read_records, write_report
-from run.terminal import terminal
+from run.terminal import before_results, terminal
 
 # The columns of the live table: metric, heading, format. A narrow terminal shows only the first columns.
 COLUMNS = (
@@ -182,6 +186,11 @@ def baseline_bias(batch: dict[str, Tensor]) -> float:
     return (torch.bincount(group, batch["advantages"][ends]) / torch.bincount(group)).abs().max().item()
 
 
+def is_due(step: int, interval: int) -> bool:
+    """Return whether an action that runs every `interval` steps is due after step `step`. Interval 0 means never."""
+    return bool(interval) and step % interval == 0
+
+
 def track(config: TrainConfig) -> Any:
     """Register the run with the experiment tracker, and return the tracker's module. After a restart of the run, the
     tracker adds the new steps to the run's earlier steps."""
@@ -195,7 +204,8 @@ def track(config: TrainConfig) -> Any:
 class Logger:
     """Writes and prints a run's metrics.
 
-    `log` is called once per step. The context manager `live` shows the live table.
+    `log` is called once per step. The context manager `live` shows the live table. `summarise` is called at the end of
+    the run.
     """
 
     def __init__(self, config: TrainConfig, executor: Any, trace: Trace | None = None) -> None:
@@ -204,7 +214,6 @@ class Logger:
         self.history = read_records(self.path)
         self.start = time.monotonic() - (self.history[-1]["wall_s"] if self.history else 0.0)
         self.counts = asdict(executor.stats)  # the executor's counters at the last logged step
-        self.words: dict[int, str] = {}  # the text of each token id that was in a batch
         self.report_s = 0.0  # number of seconds spent on reports
         self.tracker = track(config) if config.logger.tracker else None
         self.live = terminal.show(self._screen) if config.logger.live and terminal.is_terminal else nullcontext()
@@ -215,14 +224,12 @@ class Logger:
         Every `sample_interval` steps, `log` prints a conversation. The counters in the metrics, such as
         `accepted`, count the events since the previous step.
         """
-        step, interval, counts = metrics["step"], self.config.logger.tokens_interval, asdict(self.executor.stats)
-        if interval and step % interval == 0:
+        step, keys, counts = metrics["step"], self.config.logger, asdict(self.executor.stats)
+        if is_due(step, keys.tokens_interval):
             path = self.config.run_dir / "tokens" / f"{step:05d}.safetensors"
             path.parent.mkdir(exist_ok=True)
-            ids = batch["input_ids"].unique().tolist()
-            self.words |= {i: self.executor.tokenizer.decode([i]) for i in ids if i not in self.words}
-            words = json.dumps({i: self.words[i] for i in ids})
-            save_file({k: v.contiguous() for k, v in batch.items()}, path, {"words": words})
+            words = {i: self.executor.tokenizer.decode([i]) for i in batch["input_ids"].unique().tolist()}
+            save_file({k: v.contiguous() for k, v in batch.items()}, path, {"words": json.dumps(words)})
 
         metrics |= {key: counts[key] - self.counts[key] for key in COUNTS}
         metrics |= {"no_signal_share": no_signal_share(batch), "baseline_bias": baseline_bias(batch)}
@@ -235,8 +242,8 @@ class Logger:
             self.tracker.log({k: v for k, v in metrics.items() if isinstance(v, int | float)}, step=step)
 
         self._report(step, metrics["wall_s"])
-        if keep := self.config.logger.keep_steps:
-            discard(self.config.run_dir, step - keep, self.config.rollout.max_head_offpolicyness)
+        if keys.keep_steps:
+            discard(self.config.run_dir, step - keys.keep_steps, self.config.rollout.max_head_offpolicyness)
 
         for name, notice in NOTICES.items():
             if metrics[name] and not any(line.get(name) for line in self.history[:-1]):
@@ -248,8 +255,7 @@ class Logger:
         if "eval_episodes" in metrics:
             found = {k: v for k, v in metrics.items() if k.startswith("eval_") and v is not None}
             print(f"evaluation after step {step}:", *(f"{k[5:]} {v:.4g}" for k, v in found.items()), flush=True)
-        every = self.config.logger.sample_interval
-        if every and (step - 1) % every == 0:
+        if is_due(step - 1, keys.sample_interval):
             print(f"a sample, reward {batch['rewards'][0]:.2f}: {self._text(batch, 0)}", flush=True)
         self.doctor.check(self.history)
         if self.config.replay:
@@ -258,8 +264,8 @@ class Logger:
     def _report(self, step: int, wall_s: float) -> None:
         """Write the report every `report_interval` steps. Skip a report if the earlier reports took more than
         REPORT_SHARE of the run's time."""
-        every, begin = self.config.logger.report_interval, time.monotonic()
-        if every and step % every == 0 and self.report_s <= REPORT_SHARE * wall_s:
+        begin = time.monotonic()
+        if is_due(step, self.config.logger.report_interval) and self.report_s <= REPORT_SHARE * wall_s:
             write_report(self.config.run_dir)
             self.report_s += time.monotonic() - begin
 
@@ -296,3 +302,32 @@ class Logger:
         bar = ProgressBar(total=self.config.max_steps, completed=done, width=30)
         pace = self._time() if done else "the first is running"
         return Group(table, bar, f" {done} of {self.config.max_steps} steps; {pace}", f"{now}; {counts}")
+
+    def summarise(self, task: Any) -> None:
+        """Print the success rate, the staleness, the task's own summary, and the folder with the run's files.
+
+        The task's function `summary` draws what the trained policy does. For the drawing, `summary` may send prompts to
+        the inference server, which answers with the trained policy at temperature 0.
+        """
+        before_results.close()
+        history, folder = self.history, self.config.run_dir
+        final = fmean(line["success"] for line in history[-5:])
+        print(f"\nsuccess {history[0]['success']:.3f} in the first step, {final:.3f} in the last five")
+        oldest = max(line["staleness_max"] for line in history)
+        mean = fmean(line["staleness_mean"] for line in history)
+        # `counts` is the number of trained tokens for each lag. A sum of Counters leaves out the lags without tokens.
+        counts = sum((Counter(dict(enumerate(line["lag_counts"]))) for line in history), Counter[int]())
+        lags = ", ".join(f"lag {lag} {n / counts.total():.0%}" for lag, n in sorted(counts.items()))
+        counted = f"; {counts.total()} trained tokens by version lag: {lags}" if lags else ""
+        print(f"staleness mean {mean:.2f}, max {oldest:.0f}{counted}", flush=True)
+        if hasattr(task, "summary"):
+            run = self.executor
+            task.summary(partial(ask_greedily, run.engine, run.tokenizer, run.gconfig), Console())
+        last, models = history[-1]["step"], folder / "checkpoints"
+        if (best := best_step(history, folders_of_steps(models))) and best != last:
+            print(f"the best model by evaluation is that of step {best}: {models / f'step{best:05d}'}")
+        print(f"{len(history)} steps in {history[-1]['wall_s']:.0f} s; everything is in {folder}")
+        print(f"look at the run in a browser: {folder / 'report.html'}")
+        print(f"talk to the model: python -m run.chat {folder}")
+        model = models / f"step{last:05d}"
+        print(f"evaluate the model: the command of this run with mode=eval model_path={model}", flush=True)

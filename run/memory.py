@@ -42,7 +42,7 @@ that each process needs for the CUDA context, CUDA graphs and the gaps between t
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from run.config import ConfigError
 from run.keys import TrainConfig
@@ -99,18 +99,17 @@ def step_bytes(
     return max(b * root + head, b * root + middle + (8 + 3 * b) * layer, 4 * b * last, 8 * root)
 
 
-def estimate_memory(config: TrainConfig, ranks: int, on_gpus: bool) -> tuple[float, float, float, int]:
+def estimate_memory(config: TrainConfig, shape: Any, ranks: int, on_gpus: bool) -> tuple[float, float, float, int]:
     """Return three estimates of memory in GiB, and the number n of the model's parameters. The estimates are for a rank
-    in a step, for a rank between two steps, and for a server on one of its GPUs. With actor.offload and a GPU, the
-    estimates for a rank do not count the parameters, gradients and moments, because they are in host memory. The
-    parameters of a reference model take 4 n bytes. A server stores the weights, and the keys and values of
-    max_total_tokens tokens. A server stores each number in 2 bytes on a GPU, and in 4 bytes on a CPU. The weights, keys
-    and values of a server are divided among its tp_size GPUs. If the keys have fewer heads than the server has GPUs,
-    several GPUs keep a copy of the same head. Raises ConfigError if SGLang cannot divide the heads evenly among tp_size
-    GPUs (SGLang checks this in srt/models/qwen2.py).
+    in a step, for a rank between two steps, and for a server on one of its GPUs.
+
+    `shape` is the model's text configuration. With actor.offload and a GPU, the estimates for a rank do not count the
+    parameters, gradients and moments, because they are in host memory. The parameters of a reference model take 4 n
+    bytes. A server stores the weights, and the keys and values of max_total_tokens tokens. A server stores each number
+    in 2 bytes on a GPU, and in 4 bytes on a CPU. The weights, keys and values of a server are divided among its tp_size
+    GPUs. If the keys have fewer heads than the server has GPUs, several GPUs keep a copy of the same head. Raises
+    ConfigError if SGLang cannot divide the heads evenly among tp_size GPUs (SGLang checks this in srt/models/qwen2.py).
     """
-    assert config.model_path is not None
-    shape = AutoConfig.from_pretrained(config.model_path).get_text_config()
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(shape)
     n = sum(p.numel() for p in model.parameters())

@@ -24,7 +24,7 @@ import httpx
 import torch
 from transformers import AutoConfig
 
-from run.config import ConfigError
+from run.config import ConfigError, one_line
 from run.keys import ServerConfig, TrainConfig
 from run.launch import ROOT, Planned, own_command, words
 from run.memory import CUDA_BYTES, GIB, check_memory, describe_load, estimate_memory
@@ -106,10 +106,8 @@ def server_command(config: TrainConfig, mem_fraction: float | None) -> list[str]
 def check_sglang() -> None:
     """Raise ConfigError if sglang is missing, or if sglang needs a version of torch that is not installed."""
     elsewhere = "or use SGLang elsewhere: server.command='PYTHON -m sglang.launch_server' or rollout.server_addrs=[URL]"
-    try:
+    with one_line(f"sglang is not installed here: pip install -e '.[gpu]', {elsewhere}"):
         version, requires = metadata.version("sglang"), metadata.requires("sglang") or []
-    except metadata.PackageNotFoundError as error:
-        raise ConfigError(f"sglang is not installed here: pip install -e '.[gpu]', {elsewhere}") from error
     wanted = [match[1] for line in requires if (match := re.match(r"torch\s*\(?==\s*([\w.]+)", line))]
     here = metadata.version("torch").partition("+")[0]
     if wanted and here not in wanted:
@@ -134,10 +132,8 @@ def check_addresses(config: TrainConfig, planned: list[Planned]) -> None:
         if 200 not in status:
             raise ConfigError(f"rollout.server_addrs: {url} is no inference server of this key (status {status[0]})")
     for process in planned:
-        try:
+        with one_line(f"server.port: {process.port} cannot be used (0 takes any free port)"):
             listen("127.0.0.1", process.port or 0).close()
-        except OSError as error:
-            raise ConfigError(f"server.port: {process.port} cannot be used ({error}); 0 takes any free port") from error
 
 
 def check_open_files(config: TrainConfig, limit: int) -> None:
@@ -204,14 +200,6 @@ def check_update_mode(config: TrainConfig, planned: list[Planned], gpus: list[st
             raise ConfigError(f"weight_update.mode=distributed: NCCL {ours} here, {theirs} in the server: {remedy}")
 
 
-def describe_layout(config: TrainConfig, device: str) -> str:
-    """Return the line of the plan that names the layout of the trainer's rows and says whether layers are compiled."""
-    assert config.model_path is not None
-    shape = AutoConfig.from_pretrained(config.model_path).get_text_config()
-    compiled, (layout, why) = config.actor.is_compiled(device), pick_layout(config.actor, device, shape)
-    return f"trainer: {layout} rows ({why}); layers are {'' if compiled else 'not '}compiled"
-
-
 def plan_run(config: TrainConfig) -> tuple[list[Planned], str]:
     """Check the whole plan, then return the servers to start and the text that `--dry-run` prints.
 
@@ -226,7 +214,8 @@ def plan_run(config: TrainConfig) -> tuple[list[Planned], str]:
     check_addresses(config, servers)
     config.weight_update.mode, why = choose_update_mode(config, servers, gpus)
     check_update_mode(config, servers, gpus)
-    step, kept, server, parameters = estimate_memory(config, int(os.environ.get("WORLD_SIZE", 1)), bool(gpus))
+    shape = AutoConfig.from_pretrained(str(config.model_path)).get_text_config()
+    step, kept, server, parameters = estimate_memory(config, shape, int(os.environ.get("WORLD_SIZE", 1)), bool(gpus))
     trainers = [Planned(f"rank {k}", ["train.py"], gpus[k : k + 1], port=None) for k in range(ranks)]
     proxies = [Planned(f"proxy-{k}", ["proxy.py"]) for k in range(config.proxy.workers)]
 
@@ -253,5 +242,8 @@ def plan_run(config: TrainConfig) -> tuple[list[Planned], str]:
         host = f"{(16 if config.ref.path is None else 20) * here:.1f} GiB, and {12 * here:.1f} more during a checkpoint"
         lines.append(f"actor.offload: the ranks of this machine need host memory, {host}")
     lines.append(f"weight_update.mode={config.weight_update.mode}: {why}")
-    lines += [describe_layout(config, "cuda" if gpus else "cpu"), describe_load(config, parameters)]
+    device = "cuda" if gpus else "cpu"
+    compiled, (layout, reason) = config.actor.is_compiled(device), pick_layout(config.actor, device, shape)
+    lines.append(f"trainer: {layout} rows ({reason}); layers are {'' if compiled else 'not '}compiled")
+    lines.append(describe_load(config, parameters))
     return servers, "\n".join(lines)

@@ -29,7 +29,6 @@ import torch.distributed as dist
 from inference.servers import Servers
 from inference.weights import WeightUpdateMeta, label
 from inference.wire import Wire
-from rollout.dispatcher import ServerRestarted
 from rollout.executor import ProxyAddress, WorkflowExecutor
 from run.inputs import Inputs
 from run.keys import TrainConfig
@@ -176,12 +175,7 @@ def start_rollout(run: Run, keys: Keys, groups: GroupLog | None = None) -> tuple
     stack.callback(executor.destroy)
     evaluation = executor.for_evaluation(config.evaluation_gconfig)
     stack.callback(evaluation.destroy)
-
-    def on_restart() -> None:
-        for waiting in (executor, evaluation):
-            waiting.dispatcher.interrupt(ServerRestarted)
-
-    run.fleet.watch([executor.fail, evaluation.fail], max_restarts(run), on_restart)
+    run.fleet.watch([executor.dispatcher, evaluation.dispatcher], max_restarts(run))
     return rollout, evaluation
 
 
@@ -202,6 +196,8 @@ def plan_proxies(config: TrainConfig, servers: list[str], wait_for_servers: bool
     With `wait_for_servers`, an agent's request waits while no server is available.
     """
     rollout, gconfig = config.rollout, config.gconfig
+    engine: dict[str, object] = {"request_timeout": rollout.request_timeout, "request_retries": rollout.request_retries}
+    engine |= {"wait_for_servers": wait_for_servers, "schedule": str(config.run_dir / FILE), "replay": config.replay}
     options: dict[str, object] = {
         "--server": servers,
         "--admin-key": "-",
@@ -209,12 +205,9 @@ def plan_proxies(config: TrainConfig, servers: list[str], wait_for_servers: bool
         "--model-path": config.tokenizer_path,
         "--seed": gconfig.seed,
         "--sampling": json.dumps(asdict(gconfig.new(n_samples=1))),
-        "--schedule": config.run_dir / FILE,
-        "--replay": config.replay,
         "--openai": json.dumps(asdict(rollout.openai)),
-        "--request-timeout": rollout.request_timeout,
-        "--request-retries": rollout.request_retries,
+        "--engine": json.dumps(engine),
     }
-    command = own_command("proxy", options, *["--wait-for-servers"] * wait_for_servers)
+    command = own_command("proxy", options)
     keys = secrets.token_urlsafe(16), rollout.server_key
     return [Planned(f"proxy-{k}", command, keys=keys) for k in range(config.proxy.workers)]

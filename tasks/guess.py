@@ -149,8 +149,8 @@ def explore(play: Play, found: list[int], messages: list[dict] = START, possible
 
 
 def summary(ask: Callable[[list[dict]], str], console: Console) -> None:
-    """Print the greedy policy's strategy next to binary search. `ask` returns the model's greedy answer to a
-    conversation."""
+    """Print the greedy policy's strategy next to binary search, and the command that trains on GSM8K. `ask` returns the
+    model's greedy answer to a conversation."""
     panels = []
     for title, play in (("learnt", lambda messages, _: ask(messages)), ("binary search", binary_search)):
         found: list[int] = []
@@ -159,3 +159,4 @@ def summary(ask: Callable[[list[dict]], str], console: Console) -> None:
         score = f"[dim]finds {len(found)} of {len(SECRETS)}{mean}[/dim]"
         panels.append(Panel(Group(tree, score), title=title, width=36))
     console.print(Columns(panels))
+    print("to train on GSM8K with a GPU: python train.py --config gsm8k model_path=Qwen/Qwen2.5-1.5B-Instruct")

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from conftest import ROOT
-from torch.distributed.checkpoint import CheckpointException, FileSystemWriter
+from torch.distributed.checkpoint import FileSystemWriter
 
 from run.command import open_run
 from run.config import load
@@ -74,15 +74,17 @@ class InterruptedWriter(FileSystemWriter):
 def test_ctrl_c_during_a_checkpoint_ends_the_run_as_usual(tmp_path: Path) -> None:
     """If Ctrl-C arrives while torch writes a checkpoint, torch raises CheckpointException instead of KeyboardInterrupt.
     After Ctrl-C, `unwrapped` replaces CheckpointException with KeyboardInterrupt, so the run ends with exit code 130.
-    If an error interrupts the write of a checkpoint, `unwrapped` does not replace the CheckpointException."""
+    If an error interrupts the write of a checkpoint, `unwrapped` raises RuntimeError with the error as its cause."""
 
     def full() -> None:
         raise OSError("No space left on device")
 
     ways: dict[type[BaseException], Callable[[], Any]] = {
         KeyboardInterrupt: lambda: signal.raise_signal(signal.SIGINT),
-        CheckpointException: full,
+        RuntimeError: full,
     }
     for expected, act in ways.items():
-        with pytest.raises(expected), unwrapped():
+        with pytest.raises(expected) as raised, unwrapped("not written"):
             dcp.save({"x": torch.ones(2)}, storage_writer=InterruptedWriter(tmp_path, act))
+    assert str(raised.value) == "not written (No space left on device)"
+    assert isinstance(raised.value.__cause__, OSError)

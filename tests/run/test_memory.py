@@ -238,7 +238,8 @@ def test_ranks_share_what_they_keep(tiny_model_dir: Path) -> None:
     of the weights and the KV cache."""
     given = load(["--config", "gsm8k", f"model_path={tiny_model_dir}", "server.max_total_tokens=5000"])
     n = AutoModelForCausalLM.from_pretrained(tiny_model_dir).num_parameters()
-    (alone, kept, server, counted), (shared, *_) = (estimate_memory(given, ranks, on_gpus=False) for ranks in (1, 4))
+    shape = AutoConfig.from_pretrained(tiny_model_dir).get_text_config()
+    (alone, kept, server, counted), (shared, *_) = (estimate_memory(given, shape, k, on_gpus=False) for k in (1, 4))
     assert counted == n
     assert kept * GIB == pytest.approx(16 * n)
     assert (alone - shared) * GIB == pytest.approx(16 * n * 3 / 4)
