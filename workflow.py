@@ -203,9 +203,11 @@ class MultiTurnWorkflow(RLVRWorkflow):
         turns: list[ModelResponse] = []
         # The workflow sends the first prompt even if the prompt fills the context; in this case the engine raises an
         # error.
-        while len(turns) < self.max_turns and reward <= 0 and (not turns or len(prompt_ids) < context):
+        while not turns or len(prompt_ids) < context:
             turns.append(await self.turn(engine, prompt_ids, turn=len(turns)))
             reward = await self.reward(turns[-1], data)
+            if reward > 0 or len(turns) == self.max_turns:
+                break
             prompt_ids = self.prompts.extend(turns[-1], reflection, {})
         return to_row(turns, reward * self.turn_discount ** (len(turns) - 1))
 

@@ -94,13 +94,13 @@ def folders_of_steps(folder: Path) -> dict[int, Path]:
     return {int(step): path for step, path in named.items() if step.isdecimal()}
 
 
-def best_step(lines: list[dict[str, Any]], steps: Any) -> int:
-    """Return the step among `steps` with the highest eval_reward in `lines`, or 0 if no step has an eval_reward.
+def best_step(lines: list[dict[str, Any]], steps: Any) -> int | None:
+    """Return the step among `steps` with the highest eval_reward in `lines`, or None if no step has an eval_reward.
 
     `lines` are lines of metrics.jsonl. If several steps share the highest eval_reward, return the newest of them.
     """
     scored = [(line["eval_reward"], line["step"]) for line in lines if line.get("eval_reward") is not None]
-    return max((each for each in scored if each[1] in steps), default=(0, 0))[1]
+    return max((each for each in scored if each[1] in steps), default=(0, None))[1]
 
 
 def save_model(actor: Any, folder: Path, step: int, keep: int, lines: list[dict[str, Any]] | None = None) -> None:
