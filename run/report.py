@@ -58,13 +58,18 @@ def read_records(path: Path) -> list[Record]:
     return [record for record in records if isinstance(record, dict)]
 
 
+def spread(items: list, count: int) -> list:
+    """Return at most `count` evenly spaced items of the list, including the first and the last item."""
+    if len(items) <= count:
+        return items
+    return [items[round(k * (len(items) - 1) / (count - 1))] for k in range(count)]
+
+
 def clean(value: Any) -> Any:
-    """Return nested lists and dicts with their floats rounded to six significant digits. NaN and infinity become None,
-    because JSON has neither."""
-    if isinstance(value, dict):
-        return {key: clean(x) for key, x in value.items()}
+    """Return a value with its floats rounded to five significant digits. NaN and infinity become None, because JSON has
+    neither."""
     if isinstance(value, float):
-        return float(f"{value:.6g}") if math.isfinite(value) else None
+        return float(f"{value:.5g}") if math.isfinite(value) else None
     return [clean(x) for x in value] if isinstance(value, list) else value
 
 
@@ -103,8 +108,8 @@ def read_timeline(records: list[Record]) -> Record:
             group |= args | {"e": {"end": time}, "n": {"state": record["name"]}}[kind]
             group |= {"used": time} if record["name"] == "consume" else {}
     return {
-        "phases": fill_gaps(spans, starts, last),
-        "weights": weights,
+        "phases": clean(fill_gaps(spans, starts, last)),
+        "weights": clean(weights),
         "groups": pack(list(groups.values())[-MAX_GROUPS:], last),
         "seconds": last,
         "end": end,
@@ -137,9 +142,9 @@ def pack(groups: list[Record], last: float) -> list[Record]:
         end = group.setdefault("end", last)
         lane = next((k for k, free in enumerate(ends) if free <= group["begin"]), len(ends))
         ends[lane : lane + 1] = [end]  # appends the end if the lane is new
-        group["lane"] = lane
+        group |= {"lane": lane, "begin": clean(group["begin"]), "end": clean(end)}
         if rewards := group.pop("rewards", None):
-            group["reward"] = sum(rewards) / len(rewards)
+            group["reward"] = clean(sum(rewards) / len(rewards))
     return groups
 
 
@@ -183,10 +188,10 @@ def read_step(path: Path, config: PPOActorConfig, budget: int, words: dict[str, 
     groups = []
     for task, rows in rows_of.items():
         signal = bool(batch["advantages"][rows].any())
-        groups.append({"task": task, "rewards": batch["rewards"][rows].tolist(), "signal": signal})
+        groups.append({"task": task, "rewards": as_lists(batch["rewards"][rows]), "signal": signal})
     # Until the budget is spent, take the first row of every group, then the second row of every group, and so on.
     order = sorted((k, task, row) for task, rows in rows_of.items() for k, row in enumerate(rows))
-    columns = {key: batch[key].tolist() for key in COLUMNS.split()}
+    columns = {key: as_lists(batch[key]) for key in COLUMNS.split()}
     real, parents = batch["attention_mask"].tolist(), batch["parents"].tolist()
     turns, paths = list[Record](), dict[tuple[int, int], list]()
     for k, task, row in order:
@@ -199,6 +204,13 @@ def read_step(path: Path, config: PPOActorConfig, budget: int, words: dict[str, 
     for turn in turns:
         del turn["whole"]
     return {"step": step, "groups": groups, "turns": turns}
+
+
+def as_lists(x: Tensor) -> list:
+    """Return a tensor as nested lists of integers, or of numbers rounded to four decimal places."""
+    if not x.is_floating_point():
+        return x.tolist()
+    return x.double().round(decimals=4).tolist() if x.isfinite().all() else clean(x.tolist())
 
 
 def add_turns(turns: list[Record], row: Record, above: list[int], names: Record) -> list[int]:
@@ -243,9 +255,7 @@ def read_run(folder: Path, share: float = 1.0) -> Record:
     config: Any = OmegaConf.load(path) if path.exists() else OmegaConf.create({})
     actor: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(PPOActorConfig), config.get("actor", {})))
     words: dict[str, str] = {}
-    files = sorted((folder / "tokens").glob("*.safetensors"))
-    shown = {round(k * (len(files) - 1) / (MAX_STEPS - 1)) for k in range(MAX_STEPS)}  # evenly spaced positions
-    files = [file for k, file in enumerate(files) if k in shown]
+    files = spread(sorted((folder / "tokens").glob("*.safetensors")), MAX_STEPS)
     budget = int(MAX_TOKENS * share / max(1, len(files)))
     steps = [step for file in files if (step := read_step(file, actor, budget, words))]
     keys = list(dict.fromkeys(key for line in lines for key in line))
@@ -254,7 +264,7 @@ def read_run(folder: Path, share: float = 1.0) -> Record:
         "max_steps": config.get("max_steps"),
         "eta": OmegaConf.select(config, "rollout.max_head_offpolicyness"),
         "discount": OmegaConf.select(config, "rollout.openai.turn_discount"),
-        "metrics": {key: [line.get(key) for line in lines] for key in keys},
+        "metrics": {key: [clean(line.get(key)) for line in lines] for key in keys},
         "timeline": read_timeline(read_records(folder / "trace.json")),
         "doctor": [record["text"] for record in read_records(folder / "doctor.jsonl") if "text" in record],
         "steps": steps,
@@ -268,7 +278,7 @@ def make_page(folders: list[Path]) -> str:
     Each "<" in the data is escaped, so that no text from an agent can close the script element that holds the data.
     """
     runs = [read_run(folder, 1 / len(folders)) for folder in folders]
-    data = json.dumps({"runs": clean(runs)}, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    data = json.dumps({"runs": runs}, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     return TEMPLATE.read_text(encoding="utf-8").replace("{{data}}", data)
 
 
