@@ -42,7 +42,8 @@ def code_lines(path: Path) -> int:
 
 
 # The limit for all modules together is 6,510 lines of code plus the sum of the numbers in RAISED_BY. Each entry of
-# RAISED_BY names a part of the project and the number of lines by which this part raises the limit.
+# RAISED_BY names a part of the project and the number of lines by which this part raises the limit. A negative number
+# lowers the limit.
 RAISED_BY = {
     "agents that change their tools, cheap long chains": 22,
     "ways to start on GPUs": 165,
@@ -96,6 +97,8 @@ RAISED_BY = {
     "threads that end with the run, imports with less garbage collection": 7,
     "a fork for each episode of an agent": 51,
     "ports that no outgoing connection takes": 2,
+    "fewer operations in a decode step, fewer decodings in the proxy": 9,
+    "simpler code for the same behaviour": -145,
 }
 
 
