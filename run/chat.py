@@ -22,7 +22,6 @@ from transformers import AutoTokenizer
 from engine import RemoteInfEngine
 from inference.io_struct import GenerationHyperparameters, ModelRequest
 from inference.wire import EngineError
-from run.failures import command
 from run.launch import Fleet, Planned, own_command
 from run.recover import folders_of_steps
 
@@ -35,21 +34,24 @@ def ask_greedily(engine: Any, tokenizer: Any, gconfig: GenerationHyperparameters
     return tokenizer.decode(response.output_tokens, skip_special_tokens=True)
 
 
-@command
-def main(words: list[str]) -> None:
-    """Talk to the model of a run. Raises ValueError if there is no run or no checkpoint."""
+def main(words: list[str]) -> int:
+    """Talk to the model of a run. Return the exit code, which is 2 if there is no run or no checkpoint."""
+    if "--help" in words:
+        print(__doc__)
+        return 0
     folder = Path(*words)
     try:
         config: Any = OmegaConf.load(folder / "config.yaml")
         step, model = max(folders_of_steps(folder / "checkpoints").items())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"no model in {folder.resolve()}; give the folder of a run that has checkpoints") from error
+    except (OSError, ValueError):
+        print(f"error: no model in {folder.resolve()}; give the folder of a run that has checkpoints", file=sys.stderr)
+        return 2
     hint = " To play the demo, type: guess a number" if config.get("task") == "tasks.guess" else ""
     print(f"the model of step {step}; an empty line begins a new conversation, Ctrl-D ends.{hint}", flush=True)
     key, messages = secrets.token_urlsafe(), list[dict]()
-    server = own_command("inference.tiny.server", {"--model-path": model, "--api-key": "-"})
+    command = own_command("inference.tiny.server", {"--model-path": model, "--api-key": "-"})
     with tempfile.TemporaryDirectory() as logs, closing(Fleet(Path(logs))) as fleet:
-        engine = RemoteInfEngine([fleet.start(Planned("server", server, keys=(key,))).wait_ready()], key=key)
+        engine = RemoteInfEngine([fleet.start(Planned("server", command, keys=(key,))).wait_ready()], key=key)
         engine.initialize()
         tokenizer = AutoTokenizer.from_pretrained(model)
         sampling = GenerationHyperparameters(max_new_tokens=config.gconfig.max_new_tokens)
@@ -65,6 +67,7 @@ def main(words: list[str]) -> None:
                 answer = f"error: {error}; the next line begins a new conversation"
                 messages.clear()
             print(answer, flush=True)
+    return 0
 
 
 if __name__ == "__main__":

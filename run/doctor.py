@@ -31,7 +31,6 @@ from typing import Any, NamedTuple
 
 from omegaconf import OmegaConf
 
-from run.failures import command
 from run.report import read_records
 
 Line = dict[str, Any]  # one line of metrics.jsonl
@@ -207,22 +206,25 @@ class Doctor:
                 return None
 
 
-@command
-def main(words: list[str]) -> int:
-    """Check every step of an existing run, print the findings, and return the exit code.
-
-    Raises OSError or ValueError if the folder holds no run.
-    """
-    folder = Path(*words)
-    text = (folder / "metrics.jsonl").read_text()
-    if not text.endswith("\n"):
-        raise ValueError(f"{folder}/metrics.jsonl has no step, or its last line is cut short: delete that line")
-    lines, config = list(map(json.loads, text.splitlines())), OmegaConf.load(folder / "config.yaml")
-    findings = {finding["rule"]: finding for finding in read_records(folder / "doctor.jsonl")}
+def main(folders: list[str]) -> int:
+    """Check every step of an existing run, print the findings, and return the exit code."""
+    if "--help" in folders:
+        print(__doc__)
+        return 0
+    folder = Path(*folders)
+    try:
+        text = (folder / "metrics.jsonl").read_text()
+        if not text.endswith("\n"):
+            raise ValueError(f"{folder}/metrics.jsonl has no step, or its last line is cut short: delete that line")
+        lines, config = list(map(json.loads, text.splitlines())), OmegaConf.load(folder / "config.yaml")
+    except (OSError, ValueError) as error:
+        print(f"error: {error}; the command is python -m run.doctor FOLDER, with the folder of a run", file=sys.stderr)
+        return 2
+    findings = read_records(folder / "doctor.jsonl")
     for end in range(1, len(lines) + 1):
-        for finding in examine(lines[:end], config):
-            findings.setdefault(finding["rule"], finding)  # a rule is reported once, at its first step
-    for finding in findings.values():
+        known = {finding["rule"] for finding in findings}
+        findings += [finding for finding in examine(lines[:end], config) if finding["rule"] not in known]
+    for finding in findings:
         print(finding["text"])
     print(f"{len(lines)} steps; {len(findings)} of {len(TEXTS)} rules fire; {bottleneck(lines)}")
     return int(bool(findings))

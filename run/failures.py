@@ -9,8 +9,6 @@ its text and its place:
 Two exceptions count as one failure if their descriptions differ only in digits, because most numbers in descriptions
 are ids and sizes. At the end of the run, one line for each of the five most frequent failures says how often the
 failure occurred.
-
-The decorator `command` reports an error of a command for finished runs, such as `python -m run.report`, in one line.
 """
 
 import contextlib
@@ -19,7 +17,6 @@ import re
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 from rollout.runner import own_frames
@@ -94,24 +91,3 @@ def report(error: BaseException, log: Path) -> str:
     whole = describe(error) if cause is error else f"{error}\nthe first failure: {describe(cause)}"
     remedy = next(words for pattern, words in ADVICE if pattern in whole)
     return f"{whole}\nthe traceback is in {log}\nwhat to do: {remedy}"
-
-
-def command(act: Callable[[list[str]], int | None]) -> Callable[[list[str]], int]:
-    """Turn `act` into the `main` of a command. `act` gets the words of the command line, and returns the exit code, or
-    None for the exit code 0.
-
-    With --help, `main` prints the docstring of the module of `act`. If `act` raises OSError or ValueError, `main`
-    prints the error in one line and returns 2.
-    """
-
-    def main(words: list[str]) -> int:
-        if "--help" in words:
-            print(sys.modules[act.__module__].__doc__)
-            return 0
-        try:
-            return act(words) or 0
-        except (OSError, ValueError) as error:
-            print(f"error: {error}; --help explains the command", file=sys.stderr)
-            return 2
-
-    return main

@@ -34,7 +34,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ppo import token_objectives
-from run.failures import command
 from training.config import PPOActorConfig
 from training.proximal import interpolation, loglinear
 
@@ -290,15 +289,23 @@ def write_report(folder: Path) -> None:
         print(f"no report was written: {error!r}", file=sys.stderr, flush=True)
 
 
-@command
-def main(words: list[str]) -> None:
-    """Write the report of one or two run folders. Raises ValueError if a folder holds no run."""
-    folders = [Path(word) for word in words]
-    if not 1 <= len(folders) <= 2:
-        raise ValueError("give one run folder, or two to compare: python -m run.report runs/guess/NAME [OTHER]")
+def main(argv: list[str]) -> int:
+    """Write the report of one or two run folders and return the exit code."""
+    if "--help" in argv:
+        print(__doc__)
+        return 0
+    folders = [Path(word) for word in argv]
+    try:
+        if not 1 <= len(folders) <= 2:
+            raise ValueError("give one run folder, or two to compare: python -m run.report runs/guess/NAME [OTHER]")
+        page = make_page(folders)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     path = folders[0] / ("report.html" if len(folders) == 1 else f"beside-{folders[1].resolve().name}.html")
-    path.write_text(make_page(folders), encoding="utf-8")
+    path.write_text(page, encoding="utf-8")
     print(path)
+    return 0
 
 
 if __name__ == "__main__":
