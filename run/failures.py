@@ -26,7 +26,7 @@ DISK = "make room on the disk, raise the limit of file sizes (ulimit -f), or tak
 ADVICE = (  # in each row: a text that a failure's description may contain, and the advice for the user
     ("finite", "make the agent or the reward function return a finite number for every answer"),
     ("too long", "shorten the prompts, or take a model with a longer context"),
-    # If the disk is full, the error of a checkpoint ("was not written") does not say so: torch hides the disk's error.
+    # If the disk is full, the error of a checkpoint says only "was not written", because torch hides the disk's error.
     *((words, DISK) for words in ("No space left", "File too large", "was not written")),
     ("KeyError", "if this key is a column of the data, add the column to the data, or correct the named line"),
     ("", "correct the named line; the traceback shows how the program got there"),

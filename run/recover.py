@@ -185,16 +185,15 @@ def newest_checkpoint(run_dir: Path) -> int:
 
 
 @contextmanager
-def unwrapped(message: str, kind: type[Exception] = RuntimeError) -> Iterator[None]:
-    """Replace a CheckpointException that torch raises in the `with` block: after Ctrl-C by KeyboardInterrupt, otherwise
-    by an exception of the type `kind`. The text of the exception is `message` and the error of a rank that failed."""
+def unwrapped() -> Iterator[None]:
+    """If Ctrl-C interrupts the `with` block, raise KeyboardInterrupt instead of the CheckpointException that torch
+    raises."""
     try:
         yield
-    except CheckpointException as error:  # CheckpointException is no subclass of Exception
-        causes = [cause for cause, _ in error.failures.values()]
-        if any(isinstance(cause, KeyboardInterrupt) for cause in causes):
+    except CheckpointException as error:
+        if any(isinstance(cause, KeyboardInterrupt) for cause, _ in error.failures.values()):
             raise KeyboardInterrupt from error
-        raise kind(f"{message} ({causes[0]})") from causes[0]
+        raise
 
 
 class Recovery:
@@ -233,7 +232,7 @@ class Recovery:
         if self.groups:
             shutil.rmtree(target, ignore_errors=True)  # a killed process may have left an incomplete folder
         dist.barrier()
-        with unwrapped(f"the checkpoint {target} was not written"):
+        with unwrapped():
             saved = actor.save_state(target, self.ranks)
         rollout = executor.state_dict() if self.groups else {}
         state = {"steps": actor.steps, "rollout": rollout, "random": (random.getstate(), torch.get_rng_state())}
@@ -242,8 +241,11 @@ class Recovery:
     def complete(self, saved: Future[Any], target: Path, state: bytes, rollout: dict[str, Any]) -> None:
         """Wait until every rank has written its part of the checkpoint. On rank 0, write state.pickle, which makes the
         checkpoint valid, and delete older checkpoints."""
-        with unwrapped(f"the checkpoint {target} was not written"):
+        try:
             saved.result()
+        except CheckpointException as error:  # CheckpointException is no subclass of Exception
+            cause, _ = next(iter(error.failures.values()))
+            raise RuntimeError(f"the checkpoint {target} was not written") from cause
         if self.groups:
             write_whole(target / "state.pickle", state)
             for old in {*folders_of_steps(self.folder).values()} - {target}:
@@ -273,9 +275,13 @@ class Recovery:
                 self.groups.keep(())
             return 0
         folder = self.checkpoint(self.step)
-        remedy = "give another trial_name, or the model that the run was started with"
-        with unwrapped(f"{folder} does not fit {actor.model_path}: {remedy}", ConfigError):
-            actor.load_state(folder)
+        try:
+            with unwrapped():
+                actor.load_state(folder)
+        except CheckpointException as error:
+            found = str(error).strip().splitlines()[-1].strip()
+            remedy = "give another trial_name, or the model that the run was started with"
+            raise ConfigError(f"{folder} does not fit {actor.model_path}: {remedy} ({found})") from error
         state = share(pickle.loads((folder / "state.pickle").read_bytes()) if self.groups else None)
         actor.steps = state["steps"]
         random.setstate(state["random"][0])
