@@ -384,6 +384,15 @@ def outcome_of(call: bytes, last: bool = False) -> bytes:
 _runner = functools.cache(asyncio.Runner)
 
 
+async def _alone(episode: Coroutine[Any, Any, Any]) -> Any:
+    """Wait until an episode has ended, then cancel the asyncio tasks that are still running."""
+    try:
+        return await episode
+    finally:
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+
+
 def run_agent(agent: Any, data: dict[str, Any], base_url: str, api_key: str, ours: bool = True) -> Any:
     """Run `agent.run` in a worker, with the session's URL and key in the environment. Return the rewards.
 
@@ -400,4 +409,4 @@ def run_agent(agent: Any, data: dict[str, Any], base_url: str, api_key: str, our
         "NO_PROXY": no_proxy,
         "no_proxy": no_proxy,
     }
-    return _runner().run(agent.run(data, base_url=base_url, api_key=api_key, http_client=None))
+    return _runner().run(_alone(agent.run(data, base_url=base_url, api_key=api_key, http_client=None)))
