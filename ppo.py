@@ -186,8 +186,8 @@ def token_objectives(
     """Return four tensors: each token's weight w and objective, a mask of the clipped tokens and a mask of the dropped
     tokens.
 
-    `mask` is True for trained tokens, and `A` holds the advantages. In `ids`, the tokens of a sequence have the same
-    number. The docstring of ppo_actor_loss_fn explains the other arguments. Each result has the shape of `mask`. A
+    `mask` is True for trained tokens, and `A` holds the advantages. `ids` gives each token the number of its
+    sequence. The docstring of ppo_actor_loss_fn explains the other arguments. Each result has the shape of `mask`. A
     token counts as clipped if the clip changed the token's objective and the token's weight w is above 0. A token
     counts as dropped if its behaviour weight is outside the range from floor to cap, or if its row was rejected.
     """

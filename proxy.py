@@ -64,7 +64,7 @@ from calls.messages import AgentRequest, Refusal, get
 from calls.prompts import PromptBuilder, TextReader
 from calls.replies import PROTOCOLS, Protocol, input_items
 from calls.sessions import Session, SessionTable
-from calls.tools import THINK, OutputParser
+from calls.tools import OutputParser
 from calls.turn import EventStream, Turn, earlier_turn
 from engine import EngineError
 from inference.io_struct import SAMPLING_KEYS, GenerationHyperparameters, ModelRequest, call_seed
@@ -97,7 +97,6 @@ class Proxy:
         GenerationHyperparameters(**self.sampling)  # raises TypeError for an unknown field
         if strange := set(keys.fixed_sampling) - SAMPLING_KEYS:
             raise ValueError(f"fixed_sampling: {', '.join(sorted(strange))} is no field of GenerationHyperparameters")
-        self._begins_reasoning = THINK in str(self.tokenizer.chat_template)  # False: no prompt ends with <think>
         self._stop_token_ids = [self.tokenizer.eos_token_id] if self.tokenizer.eos_token_id is not None else []
 
     # Endpoints that start a session
@@ -173,8 +172,9 @@ class Proxy:
         Raises Refusal if the call is not valid.
         """
         ids = self.prompts.prompt(ask, parent)
-        # A prompt's final <think> fits in 16 tokens.
-        begun = self.parser.begun(self.tokenizer.decode(ids[-16:])) if self._begins_reasoning else ""
+        # A final <think> fits in 16 tokens. These are decoded only if the last token that is not blank can end <think>.
+        last = next(filter(None, map(self.prompts.bare_text, ids[:-17:-1])), "")
+        begun = self.parser.begun(self.tokenizer.decode(ids[-16:])) if last.endswith(">") else ""
         opening = self.parser.opening(ask.tool_choice, ask.callable_tools, begun)
         return ids + self.prompts.encode(opening) if opening else ids, begun + opening
 

@@ -185,7 +185,8 @@ class StalenessManager:
             self._stat.accepted = version * self.consumer_batch_size + finished_untrained
 
     def _add(self, **changes: int) -> None:
-        """Add a number to each given counter, all at once. Raises RuntimeError if a counter would fall below 0."""
+        """Add each given number to the counter of this name. All counters change together. Raises RuntimeError if a
+        counter would fall below 0."""
         with self._lock:
             counts = {name: getattr(self._stat, name) + n for name, n in changes.items()}
             if min(counts.values()) < 0:

@@ -210,11 +210,8 @@ class ArealOpenAI(openai.AsyncOpenAI):
 
     with_options = copy  # type: ignore[assignment]
 
-    def get_completions(self, interaction_id: str) -> Interaction:
-        """Return the interaction of the completion or response with the given id. Raises KeyError for an unknown id.
-
-        `get_completions` is a method of AReaL's older API.
-        """
+    def get_interaction(self, interaction_id: str) -> Interaction:
+        """Return the interaction of the completion or response with the given id. Raises KeyError for an unknown id."""
         return self.cache[interaction_id]
 
     def export_completions(self, turn_discount: float = 1.0) -> dict[str, Interaction]:
@@ -224,3 +221,5 @@ class ArealOpenAI(openai.AsyncOpenAI):
         """
         self.apply_reward_discount(turn_discount)
         return self.export_interactions("individual")
+
+    get_completions = get_interaction  # `get_interaction` is called `get_completions` in AReaL's older API

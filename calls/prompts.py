@@ -26,6 +26,7 @@ tokens is correct only if the tail depends on the new messages alone. To test a 
 the history, or if chat_template_type is "hf", `PromptBuilder` renders the whole conversation for every prompt. If the
 template raises an error for the stub and the new messages of a turn, the whole conversation is rendered for this turn.
 If a turn's prompt does not begin with the parent's tokens, an export in style concat starts a new row at this turn.
+MultiTurnWorkflow (workflow.py) calls `extend`, which never renders the whole conversation.
 
 Text. `TextReader.read` returns only text that no later token can change. `TextReader` holds back incomplete characters
 and text that may be the beginning of a stop string. The text of a token may depend on the tokens before it, because
@@ -73,7 +74,8 @@ class PromptBuilder:
             raise ValueError("the tokenizer has no chat template; use the tokenizer of a chat model")
         self._tokenizer, self._context_length = tokenizer, context_length
         self._rust = getattr(tokenizer, "backend_tokenizer", None)  # None for a tokenizer that is written in Python
-        self._is_blank = functools.lru_cache(1000)(lambda token: not tokenizer.decode([token]).strip())
+        # Function that returns the text of a token, without blanks at its ends
+        self.bare_text = functools.lru_cache(1000)(lambda token: tokenizer.decode([token]).strip())
         self._reserved = inspect.signature(tokenizer.apply_chat_template).parameters.keys()
         self.splices = chat_template_type == "concat" and self._is_local()  # whether prompts reuse the parent's tokens
 
@@ -114,11 +116,11 @@ class PromptBuilder:
         """Return the prompt tokens of a call that continues `turn`: the turn's prompt and output tokens, then the tail
         for the messages `new`.
 
-        If the output already ends with the closing marks of the tail, the tail's marks are left out. Raises Refusal if
-        the template does not accept the messages.
+        The tail begins with marks that close the answer. `extend` leaves out those marks that the output already
+        contains. Raises Refusal if the template does not accept the messages.
         """
         said, tail = turn.output_tokens, self._tail(new, variables)
-        blanks = next((i for i, token in enumerate(tail) if not self._is_blank(token)), 0)
+        blanks = next((i for i, token in enumerate(tail) if self.bare_text(token)), 0)
         marks = tail[blanks:]
         for count, mark in enumerate(marks, 1):
             if said[-1:] == [mark] and said[-count:] == marks[:count]:

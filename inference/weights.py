@@ -267,9 +267,8 @@ SENDERS = {"disk": update_from_disk, "distributed": update_from_distributed, "te
 
 
 def update_session(infos: list[dict[str, Any]], post_all: PostAll) -> ExitStack:
-    """Tell the servers that an update begins, and return a context manager whose exit tells them that the update has
-    ended. The servers are told only if all of them have SGLang 0.5.20, which introduced the two routes, or a newer
-    version."""
+    """Tell the servers that an update begins. Return a context manager that tells them at its exit that the update has
+    ended. If a server's SGLang is older than 0.5.20, which introduced the two routes, tell the servers nothing."""
     session = ExitStack()
     if all(tuple(map(int, re.findall(r"\d+", info["version"])[:3])) >= (0, 5, 20) for info in infos):
         post_all("/begin_weight_update", {})

@@ -42,12 +42,13 @@ class ConfigError(ValueError):
 
 
 @contextmanager
-def one_line(what: str) -> Iterator[None]:
-    """If the `with` block raises an exception, raise ConfigError with a message of one line that begins with `what`."""
+def one_line(what: str, longest: int | None = None) -> Iterator[None]:
+    """If the `with` block raises an exception, raise ConfigError with a message of one line: `what`, then the text of
+    the exception, cut to `longest` characters."""
     try:
         yield
     except Exception as error:
-        raise ConfigError(f"{what}: {type(error).__name__}: {' '.join(str(error).split())[:300]}") from error
+        raise ConfigError(f"{what}: {type(error).__name__}: {' '.join(str(error).split())[:longest]}") from error
 
 
 class Key(NamedTuple):

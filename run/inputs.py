@@ -217,6 +217,6 @@ def fetch(name: str, revision: str | None = None) -> tuple[str, str | None]:
         return name, revision
     enable_progress_bars()
     remedy = "check the name, the network and HF_TOKEN; HF_HUB_OFFLINE=1 finds only models that are in HF_HOME"
-    with one_line(f"model {name}: no such folder, and the hub does not give it ({remedy})"):
+    with one_line(f"model {name}: no such folder, and the hub does not give it ({remedy})", longest=300):
         folder = snapshot_download(name, revision=revision, ignore_patterns=["*.pth", "*.gguf", "*.onnx", "*.h5"])
     return folder, Path(folder).name

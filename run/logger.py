@@ -315,7 +315,7 @@ class Logger:
         print(f"\nsuccess {history[0]['success']:.3f} in the first step, {final:.3f} in the last five")
         oldest = max(line["staleness_max"] for line in history)
         mean = fmean(line["staleness_mean"] for line in history)
-        # `counts` is the number of trained tokens for each lag. A sum of Counters leaves out the lags without tokens.
+        # `counts` maps each lag to its number of trained tokens. Adding Counters drops the lags without tokens.
         counts = sum((Counter(dict(enumerate(line["lag_counts"]))) for line in history), Counter[int]())
         lags = ", ".join(f"lag {lag} {n / counts.total():.0%}" for lag, n in sorted(counts.items()))
         counted = f"; {counts.total()} trained tokens by version lag: {lags}" if lags else ""

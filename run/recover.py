@@ -58,7 +58,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 from rollout.trajectory import Trajectory, complete, tail_version
 from run.config import ConfigError
-from training.ranks import PATIENCE, share
+from training.ranks import second_group, share
 
 PARTIAL = ".partial"  # suffix of a file that is being written
 
@@ -209,8 +209,7 @@ class Recovery:
             cut_metrics(run_dir / "metrics.jsonl", self.step)
             self.groups = GroupLog(self.folder / "groups")
         self.step = share(self.step)
-        # The process group in which the checkpoint threads communicate while the main thread uses the default group.
-        self.ranks = dist.new_group(backend="gloo", timeout=PATIENCE) if self.on else None
+        self.ranks = second_group() if self.on else None  # process group in which the checkpoint threads communicate
         self.thread = ThreadPoolExecutor(1, "checkpoint")
         self.writing: Future[None] | None = None  # the latest write of a checkpoint, which may still be running
 

@@ -100,18 +100,20 @@ def split_rows(rows: Sequence[int], lengths: Sequence[int], mb_tokens: int, padd
     """Distribute rows over pieces by first-fit decreasing: longest row first, each row into the first piece that has
     space.
 
-    A piece has space for `mb_tokens` tokens, with padding if `padded` is true. A row of more than `mb_tokens` tokens
-    becomes a piece of its own.
+    A piece has space for `mb_tokens` tokens. If `padded` is true, the padding of a piece counts as tokens. A row of
+    more than `mb_tokens` tokens becomes a piece of its own.
     """
     pieces: list[list[int]] = []
     sizes: list[int] = []  # number of tokens in each piece
     for row in sorted(rows, key=lambda i: -lengths[i]):
-        # The first row of a piece is the longest row, so every row of a padded piece is padded to that length.
-        added = [lengths[piece[0] if padded else row] for piece in pieces]
-        fitting = [j for j, size in enumerate(sizes) if size + added[j] <= mb_tokens]
-        if fitting:
-            pieces[fitting[0]].append(row)
-            sizes[fitting[0]] += added[fitting[0]]
+        # The first row of a piece is the longest row, so every row of a padded piece is padded to that length. Of
+        # padded pieces, only the last one can have space.
+        added = lengths[pieces[-1][0]] if padded and pieces else lengths[row]
+        candidates = range(len(pieces))[-1:] if padded else range(len(pieces))
+        fitting = next((j for j in candidates if sizes[j] + added <= mb_tokens), None)
+        if fitting is not None:
+            pieces[fitting].append(row)
+            sizes[fitting] += added
         else:
             pieces.append([row])
             sizes.append(lengths[row])

@@ -23,6 +23,8 @@ the other ranks end only when an operation times out.
 import os
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -56,10 +58,28 @@ def join_ranks() -> bool:
         dist.init_process_group(backend, timeout=PATIENCE)
         _await_farewells()
     else:
-        # By default gloo listens on the address that the hostname resolves to.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        with on_loopback():
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return True
+
+
+@contextmanager
+def on_loopback() -> Iterator[None]:
+    """Let gloo listen on the loopback address. By default gloo listens on the address that the hostname resolves to."""
+    name = "GLOO_SOCKET_IFNAME"
+    before = os.environ.get(name)
+    os.environ[name] = "lo0" if sys.platform == "darwin" else "lo"
+    yield
+    del os.environ[name]
+    if before is not None:
+        os.environ[name] = before
+
+
+def second_group() -> Any:
+    """Make one more process group of all ranks, so that a thread can communicate while the main thread communicates in
+    the default group."""
+    with on_loopback() if dist.get_world_size() == 1 else nullcontext():
+        return dist.new_group(backend="gloo", timeout=PATIENCE)
 
 
 def leave_ranks() -> None:

@@ -105,8 +105,9 @@ class FastForward:
         """Return the logits (rows, kept, vocab) of the last `kept` columns. `ids` and `positions` have the shape (rows,
         columns)."""
         (rows, columns), heads, groups, d = ids.shape, self.heads, self.groups, 2 * len(self.frequencies)
-        rotation = torch.polar(self.one, positions[:, None, :, None] * self.frequencies)  # e^(i p f)
-        # For each layer, the norm weights of each head: (heads + groups, 1, d)
+        # e^(i p f): (rows, 1, columns, d/2)
+        rotation = torch.polar(self.one, positions[:, None, :, None] * self.frequencies)
+        # qk_norms[i] has one row of norm weights for each q and k head of layer i: (heads + groups, 1, d)
         qk_norms = None if self.qk_norms is None else self.qk_norms[:, self.of_head].unbind()
         x = F.embedding(ids.view(-1), self.embedding)  # (T, D) with T = rows * columns
         for i, (norm_1, w_qkv, b_qkv, w_o, b_o, norm_2, w_gate_up, w_down) in enumerate(self.layers):
@@ -119,7 +120,7 @@ class FastForward:
 
             # 2. x += W_o softmax(q k' / sqrt(d)) v
             y, _ = self.attention(None, q, *cache.update(k, v, i), mask)  # (rows, columns, heads, d)
-            x = torch.addmm(x if b_o is None else x + b_o, y.reshape(-1, heads * d), w_o)  # (T, D)
+            x = torch.addmm(x if b_o is None else x + b_o, y.view(-1, heads * d), w_o)  # (T, D)
 
             # 3. x += W_down (silu(W_gate norm(x)) * W_up norm(x))
             gate, up = F.linear(rms_norm(x, norm_2, self.eps), w_gate_up).chunk(2, dim=-1)  # (T, width) each

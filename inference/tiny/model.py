@@ -107,7 +107,7 @@ def slot_attention(_: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tens
     elif rows < min_rows:
         stacked = stacked.repeat(1, 1, -(-min_rows // rows), 1)
     out = F.scaled_dot_product_attention(stacked, key, value, mask, scale=kwargs.get("scaling"))
-    return out[:, :, :rows].reshape(n, heads, q, d).transpose(1, 2), None
+    return out[:, :, :rows].reshape(n, heads, q, d).transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register("slots", slot_attention)
@@ -118,8 +118,8 @@ class SlotCache:
     """The keys and values of all slots, in one tensor `kv` (layers, 2, slots + 8, groups, positions, d).
 
     In deterministic mode every matrix product has at least eight rows (module docstring, "Bits"). A batch of fewer than
-    eight sequences gets additional rows, and the eight spare slots store the keys and values of these additional rows.
-    The keys and values of padding are written to the last spare slot.
+    eight sequences gets additional rows, and these rows read the eight spare slots. The keys and values of all padding,
+    additional rows included, are written to the last spare slot, which no step reads.
     """
 
     def __init__(self, layers: int, slots: int, groups: int, d: int) -> None:
@@ -142,8 +142,8 @@ class SlotCache:
     def begin_step(self, first_slot: int, positions: Tensor, padding: Tensor | None, n_keys: int) -> None:
         """Make the cache long enough for n_keys positions, and choose which entries `update` writes and returns.
 
-        Row r of `positions` and `padding`, both (rows, columns), belongs to slot first_slot + r. From each of these
-        slots, `update` returns the keys and values of the first n_keys positions. The keys and values of padding go to
+        Row r of the batch belongs to slot first_slot + r. `positions` and `padding` have the shape (rows, columns).
+        `update` returns the first n_keys keys and values of each of these slots. The keys and values of padding go to
         the last spare slot. If the cache is too short, its length is at least doubled.
         """
         length, rows = self.kv.shape[-2], len(positions)
@@ -250,8 +250,8 @@ class TinyModel:
         self.cache.begin_step(first_slot, positions, padding, n_keys)
 
         # 4. Mask: a token at position p attends to positions 0 to p. The mask is 0 at positions 0 to p and -inf
-        # elsewhere. `ramp` consists of L zeros and L times -inf. The row of position p is the part of `ramp` that
-        # begins at index L - 1 - p.
+        # elsewhere. L is the length of the cache, and `ramp` holds L zeros, then L times -inf. The mask of position p
+        # is the part of `ramp` with n_keys numbers that begins at index L - 1 - p.
         ramp = self.cache.ramp
         mask = ramp.unfold(0, n_keys, 1)[len(ramp) // 2 - 1 - positions][:, None]  # (rows, 1, columns, n_keys)
 
