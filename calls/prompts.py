@@ -26,7 +26,6 @@ tokens is correct only if the tail depends on the new messages alone. To test a 
 the history, or if chat_template_type is "hf", `PromptBuilder` renders the whole conversation for every prompt. If the
 template raises an error for the stub and the new messages of a turn, the whole conversation is rendered for this turn.
 If a turn's prompt does not begin with the parent's tokens, an export in style concat starts a new row at this turn.
-MultiTurnWorkflow (workflow.py) calls `extend`, which never renders the whole conversation.
 
 Text. `TextReader.read` returns only text that no later token can change. `TextReader` holds back incomplete characters
 and text that may be the beginning of a stop string. The text of a token may depend on the tokens before it, because
@@ -117,7 +116,8 @@ class PromptBuilder:
         for the messages `new`.
 
         The tail begins with marks that close the answer. `extend` leaves out those marks that the output already
-        contains. Raises Refusal if the template does not accept the messages.
+        contains. MultiTurnWorkflow (workflow.py) also calls this method. Raises Refusal if the template does not accept
+        the messages.
         """
         said, tail = turn.output_tokens, self._tail(new, variables)
         blanks = next((i for i, token in enumerate(tail) if self.bare_text(token)), 0)
