@@ -340,6 +340,18 @@ def import_string(path: str) -> Any:
     return getattr(importlib.import_module(module_name), name)
 
 
+def _instantiate(cls: type, kwargs: dict[str, Any], defaults: dict[str, Any]) -> Any:
+    """Return `cls(**kwargs)`. If the class accepts an argument that `kwargs` lacks, the argument comes from
+    `defaults`."""
+    signature = inspect.signature(cls)
+    kwargs = {key: value for key, value in defaults.items() if key in signature.parameters} | kwargs
+    try:
+        signature.bind(**kwargs)
+    except TypeError as error:
+        raise TypeError(f"{cls.__name__}{signature}: {error}; its arguments come from workflow_kwargs") from error
+    return cls(**kwargs)
+
+
 def resolve_workflow(
     workflow: Any,
     workflow_kwargs: dict[str, Any] | None = None,
@@ -364,9 +376,7 @@ def resolve_workflow(
         agent = "an agent, which has `async def run(self, data, **extra_kwargs)`"
         raise TypeError(f"{workflow!r} is neither a RolloutWorkflow nor {agent}")
     if resolved is cls:
-        accepted = inspect.signature(cls).parameters.keys() if is_workflow else ()
-        given = {key: value for key, value in (defaults or {}).items() if key in accepted}
-        resolved = cls(**given | (workflow_kwargs or {}))
+        resolved = _instantiate(cls, workflow_kwargs or {}, (defaults or {}) if is_workflow else {})
     elif workflow_kwargs:
         raise ValueError(f"workflow_kwargs were given, but {workflow!r} is an object already; give its class instead")
     if not is_workflow:

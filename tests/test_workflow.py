@@ -505,7 +505,7 @@ def test_a_workflows_class_gets_the_runs_sampling_and_tokenizer() -> None:
         (ImportError, "^No module named 'nowhere'$", "nowhere.Workflow", {}, None),
         (AttributeError, "^module 'workflow' has no attribute 'Nothing'$", "workflow.Nothing", {}, None),
         (ImportError, "a path like 'my_module.MyClass' is needed", "Workflow", {}, None),
-        (TypeError, r"^Function.__init__\(\) missing 1 required .*argument: 'function'$", Function, {}, None),
+        (TypeError, "missing a required argument: 'function'.*workflow_kwargs", Function, {}, None),
         (TypeError, "unexpected keyword argument 'typo'", Function, {"function": len, "typo": 1}, None),
         (TypeError, "neither a RolloutWorkflow nor an agent", dict, {}, None),
         (TypeError, "SyncAgent.* is neither .* nor an agent, which has `async def run", SyncAgent, {}, PROXY),
