@@ -332,12 +332,19 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
 
 
 def import_string(path: str) -> Any:
-    """Return the object at the import path "module.Name". Raises an ImportError or AttributeError that names the
-    missing part."""
+    """Return the object at the import path "module.Name". Raises an ImportError that names the missing part."""
     module_name, _, name = path.rpartition(".")
     if not module_name:
         raise ImportError(f"{path!r}: a path like 'my_module.MyClass' is needed")
-    return getattr(importlib.import_module(module_name), name)
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # the module exists, but it imports a module that is missing
+        raise ImportError(f"{path!r}: there is no module {error.name!r} on the Python path") from error
+    if not hasattr(module, name):
+        raise ImportError(f"{path!r}: module {module_name!r} has no {name!r}")
+    return getattr(module, name)
 
 
 def _instantiate(cls: type, kwargs: dict[str, Any], defaults: dict[str, Any]) -> Any:
@@ -367,7 +374,7 @@ def resolve_workflow(
     `group_size`: the number of episodes per prompt. If this number is above 1, a GroupedRolloutWorkflow is returned.
     `proxy`: the arguments of OpenAIProxyWorkflow (proxy_addr, admin_key, ...). Only agents need these arguments.
     `defaults`: values of gconfig and tokenizer for a workflow class, used if workflow_kwargs lacks these arguments.
-    Raises ImportError, AttributeError, TypeError or ValueError with a message that says what is wrong.
+    Raises ImportError, TypeError or ValueError with a message that says what to change.
     """
     resolved = import_string(workflow) if isinstance(workflow, str) else workflow
     cls = resolved if inspect.isclass(resolved) else type(resolved)

@@ -223,4 +223,4 @@ def test_one_command_shows_an_episode(servers: dict[str, str], model_dir: Path) 
     assert "Traceback" not in silent.stderr
     wrong = run("examples.nowhere.Agent")
     assert (wrong.returncode, wrong.stdout) == (2, "")
-    assert wrong.stderr.startswith("error: ModuleNotFoundError: No module named 'examples.nowhere'")
+    assert wrong.stderr.startswith("error: ImportError: 'examples.nowhere.Agent': there is no module")

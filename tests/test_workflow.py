@@ -502,8 +502,8 @@ def test_a_workflows_class_gets_the_runs_sampling_and_tokenizer() -> None:
 @pytest.mark.parametrize(
     ("error", "message", "workflow", "kwargs", "proxy"),
     [
-        (ImportError, "^No module named 'nowhere'$", "nowhere.Workflow", {}, None),
-        (AttributeError, "^module 'workflow' has no attribute 'Nothing'$", "workflow.Nothing", {}, None),
+        (ImportError, "there is no module 'nowhere'", "nowhere.Workflow", {}, None),
+        (ImportError, "module 'workflow' has no 'Nothing'", "workflow.Nothing", {}, None),
         (ImportError, "a path like 'my_module.MyClass' is needed", "Workflow", {}, None),
         (TypeError, "missing a required argument: 'function'.*workflow_kwargs", Function, {}, None),
         (TypeError, "unexpected keyword argument 'typo'", Function, {"function": len, "typo": 1}, None),
