@@ -21,14 +21,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import httpx
 
-from rollout.dispatcher import BatchTaskDispatcher, ServerRestarted
 from run.early import ROOT, environment, spawn, take
 from run.serve import free_port
 
@@ -46,6 +45,9 @@ HOLD_SECONDS = 3.0
 class ProcessDied(RuntimeError):
     """A child process ended although the run still needed it. The message contains the last lines of the child's
     log."""
+
+
+OnDeath = Callable[[ProcessDied], None]
 
 
 @dataclass(frozen=True)
@@ -127,13 +129,12 @@ class Fleet:
         self.children[-1].send_keys(planned.keys)
         return self.children[-1]
 
-    def watch(self, dispatchers: Sequence[BatchTaskDispatcher], max_restarts: int) -> None:
+    def watch(self, on_death: list[OnDeath], max_restarts: int, on_restart: Callable[[], None]) -> None:
         """For each child, start a thread that waits until the child ends. If an inference server dies, the server's
         thread restarts it, at most `max_restarts` times.
 
-        When a restarted server answers for the first time, the server's thread interrupts every dispatcher with
-        ServerRestarted. After the death of a child that the run needs, the child's thread stops every dispatcher with
-        ProcessDied.
+        When a restarted server answers for the first time, the server's thread calls `on_restart`. After the death of a
+        child that the run needs, the child's thread calls every function in `on_death`.
         """
 
         def wait_for(child: Child) -> None:
@@ -142,8 +143,7 @@ class Fleet:
             while (planned := plan_restart(child, max_restarts)) and (again := self.restart(child, planned)):
                 with suppress(ProcessDied, TimeoutError):
                     again.wait_ready()
-                    for dispatcher in dispatchers:
-                        dispatcher.interrupt(ServerRestarted)
+                    on_restart()
                     again.process.wait()
                 (child := again).kill_session()
             if self.stopping:
@@ -151,8 +151,8 @@ class Fleet:
             if left := self.replacements(child):
                 logger.error("%s\nthe run continues with %d inference servers", child.last_words(), left)
                 return
-            for dispatcher in dispatchers:
-                dispatcher.fail(ProcessDied(child.last_words()))
+            for tell in on_death:
+                tell(ProcessDied(child.last_words()))
 
         self.watchers = [threading.Thread(target=wait_for, args=(child,), daemon=True) for child in self.children]
         for watcher in self.watchers:

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from inference.servers import Servers
 from inference.weights import WeightUpdateMeta, label
 from inference.wire import Wire
+from rollout.dispatcher import ServerRestarted
 from rollout.executor import ProxyAddress, WorkflowExecutor
 from run.inputs import Inputs
 from run.keys import TrainConfig
@@ -175,7 +176,12 @@ def start_rollout(run: Run, keys: Keys, groups: GroupLog | None = None) -> tuple
     stack.callback(executor.destroy)
     evaluation = executor.for_evaluation(config.evaluation_gconfig)
     stack.callback(evaluation.destroy)
-    run.fleet.watch([executor.dispatcher, evaluation.dispatcher], max_restarts(run))
+
+    def on_restart() -> None:
+        for waiting in (executor, evaluation):
+            waiting.dispatcher.interrupt(ServerRestarted)
+
+    run.fleet.watch([executor.fail, evaluation.fail], max_restarts(run), on_restart)
     return rollout, evaluation
 
 

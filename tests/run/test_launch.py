@@ -20,7 +20,6 @@ from conftest import ROOT, rest_of
 from runs import SMALL_GUESS, STRADDLING_MAZE, assert_gone, check_metrics, is_alive, run, start_and_hold, wait_gone
 
 import proxy
-from rollout.dispatcher import ServerRestarted
 from run.config import load
 from run.launch import Child, Fleet, Planned, ProcessDied, plan_restart
 from run.plan import plan_servers
@@ -152,41 +151,25 @@ def test_a_leash_hands_on_the_exit_code() -> None:
         assert leash.wait(timeout=60) == 7
 
 
-class Dispatcher:
-    """Records what `Fleet.watch` reports to a dispatcher."""
-
-    def __init__(self) -> None:
-        self.deaths = list[BaseException]()
-        self.died, self.restarted = threading.Event(), threading.Event()
-
-    def fail(self, error: BaseException) -> None:
-        self.deaths.append(error)
-        self.died.set()
-
-    def interrupt(self, error: type[BaseException]) -> None:
-        assert error is ServerRestarted
-        self.restarted.set()
-
-
 def test_one_of_several_servers_may_die(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """If one of two servers dies and restarts are forbidden, the log shows the dead server's last output. If both
     servers of a run have died, the run ends."""
     fleet = Fleet(tmp_path)
     speak = "import sys; print('my last words', flush=True); sys.stdin.read()"
     first, second = (fleet.start(Planned(f"server-{k}", python(speak))) for k in (0, 1))
-    one, other = Dispatcher(), Dispatcher()
-    fleet.watch([one, other], max_restarts=0)  # type: ignore[list-item]
+    deaths: list[ProcessDied] = []
+    told = threading.Event()
+    fleet.watch([deaths.append, lambda _: told.set()], 0, told.set)
     first.process.stdin.close()  # type: ignore[union-attr]
     first.process.wait(timeout=30)
     fleet.raise_death(ValueError("of an episode whose server died: another one will do"))
     deadline = time.monotonic() + 30
     while "continues with 1" not in caplog.text:  # this line is logged by the thread that watches the server
-        assert not other.died.wait(0.01)
+        assert not told.wait(0.01)
         assert time.monotonic() < deadline
     second.process.stdin.close()  # type: ignore[union-attr]
-    assert other.died.wait(30)
-    assert not other.restarted.is_set()
-    assert "server-1 ended with code 0" in str(one.deaths[0])
+    assert told.wait(30)
+    assert "server-1 ended with code 0" in str(deaths[0])
     assert [r for r in caplog.messages if "server-0" in r and "my last words" in r and "continues with 1" in r]
     with pytest.raises(ProcessDied, match="server-1"):
         fleet.raise_death(ValueError("something else"))
@@ -221,19 +204,20 @@ def test_a_dead_server_is_started_again(tmp_path: Path) -> None:
     """If a run's single server dies, the server is started again at the same address, and the log of the first process
     is kept. If the server dies a second time, the run ends, because max_restarts is 1. While a run is ending, no server
     is started again."""
-    fleet, one, other = Fleet(tmp_path), Dispatcher(), Dispatcher()
+    fleet, restarted, deaths = Fleet(tmp_path), threading.Event(), list[ProcessDied]()
+    died = threading.Event()
     first = fleet.start(Planned("server-0", python(SERVES)))
     url = first.wait_ready()
-    fleet.watch([one, other], max_restarts=1)  # type: ignore[list-item]
+    fleet.watch([deaths.append, lambda _: died.set()], max_restarts=1, on_restart=restarted.set)
     first.process.kill()
-    assert other.restarted.wait(60)
+    assert restarted.wait(60)
     [second] = fleet.children
     assert (second.url, second.process.args[-4:-1]) == (url, ["--weight-version", "0-incomplete", "--port"])  # type: ignore
     assert second.log != first.log
-    assert not other.died.is_set()
+    assert not died.is_set()
     second.process.kill()
-    assert other.died.wait(60)
-    assert "server-0 ended with code -9" in str(one.deaths[0])
+    assert died.wait(60)
+    assert "server-0 ended with code -9" in str(deaths[0])
     fleet.close()
     assert fleet.restart(second, second.planned) is None
 
