@@ -393,8 +393,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--server-key", type=read_secret, default=os.getenv("NANO_AREAL_SERVER_KEY", ""), help="-: from stdin")
     add("--seed", type=int, help="an integer makes the sampling of a run repeatable")
     add("--sampling", type=orjson.loads, default={}, help='default parameters as JSON, like {"max_new_tokens": 500}')
-    add("--engine", type=orjson.loads, default={}, help='fields of ScheduledEngine as JSON: {"request_timeout": 60}')
+    add("--request-timeout", type=float, default=3600.0, help="seconds that one generation may take")
+    add("--request-retries", type=int, default=3, help="number of retries after a connection error or a 5xx status")
+    add("--wait-for-servers", action="store_true", help="lost servers are started again: requests wait for them")
     add("--openai", type=orjson.loads, default={}, help='keys of rollout.openai as JSON, like {"store": "honour"}')
+    add("--schedule", default=os.devnull, help="file to which each call is recorded (run/schedule.py)")
+    add("--replay", default="", help="folder of the run whose calls are repeated (run/replay.py)")
     add("--exit-with-parent", action="store_true", help="exit when standard input is closed")
     return parser.parse_args(argv)
 
@@ -407,7 +411,8 @@ def main(argv: list[str] | None = None) -> int:
         try:
             listener = stack.enter_context(listen(args.host, args.port, args.admin_key))
             tokenizer = load_tokenizer(args.model_path)
-            engine = ScheduledEngine(args.server, key=args.server_key, **args.engine)  # TypeError for an unknown field
+            keys = ("request_timeout", "request_retries", "wait_for_servers", "schedule", "replay")
+            engine = ScheduledEngine(args.server, key=args.server_key, **{name: getattr(args, name) for name in keys})
             stack.callback(engine.destroy)
             engine.initialize()
             if engine.context_length:

@@ -229,8 +229,7 @@ def main() -> None:
         with contextlib.ExitStack() as stack:
             server, first = stack.enter_context(process("inference.tiny.server", path))
             address = start_relay(server, args.cut) if args.cut else server
-            words = ["--server", address, "--admin-key", ADMIN]
-            words += ["--engine", json.dumps({"wait_for_servers": True, "request_timeout": 30})]
+            words = ["--server", address, "--admin-key", ADMIN, "--wait-for-servers", "--request-timeout", "30"]
             words += ["--openai", json.dumps({"limits": {"running": args.running}})]
             log = Path(folder) / "proxy.log"
             if args.garbage:

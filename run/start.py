@@ -202,8 +202,6 @@ def plan_proxies(config: TrainConfig, servers: list[str], wait_for_servers: bool
     With `wait_for_servers`, an agent's request waits while no server is available.
     """
     rollout, gconfig = config.rollout, config.gconfig
-    engine: dict[str, object] = {"request_timeout": rollout.request_timeout, "request_retries": rollout.request_retries}
-    engine |= {"wait_for_servers": wait_for_servers, "schedule": str(config.run_dir / FILE), "replay": config.replay}
     options: dict[str, object] = {
         "--server": servers,
         "--admin-key": "-",
@@ -211,9 +209,12 @@ def plan_proxies(config: TrainConfig, servers: list[str], wait_for_servers: bool
         "--model-path": config.tokenizer_path,
         "--seed": gconfig.seed,
         "--sampling": json.dumps(asdict(gconfig.new(n_samples=1))),
+        "--schedule": config.run_dir / FILE,
+        "--replay": config.replay,
         "--openai": json.dumps(asdict(rollout.openai)),
-        "--engine": json.dumps(engine),
+        "--request-timeout": rollout.request_timeout,
+        "--request-retries": rollout.request_retries,
     }
-    command = own_command("proxy", options)
+    command = own_command("proxy", options, *["--wait-for-servers"] * wait_for_servers)
     keys = secrets.token_urlsafe(16), rollout.server_key
     return [Planned(f"proxy-{k}", command, keys=keys) for k in range(config.proxy.workers)]
