@@ -172,9 +172,9 @@ class Proxy:
         Raises Refusal if the call is not valid.
         """
         ids = self.prompts.prompt(ask, parent)
-        # A final <think> fits in 16 tokens. These are decoded only if the last token that is not blank can end <think>.
-        last = next(filter(None, map(self.prompts.bare_text, ids[:-17:-1])), "")
-        begun = self.parser.begun(self.tokenizer.decode(ids[-16:])) if last.endswith(">") else ""
+        end = ids[-16:]  # a prompt's final <think> fits in 16 tokens
+        last = next(filter(None, map(self.prompts.bare_text, reversed(end))), "")  # text of the last token with a text
+        begun = self.parser.begun(self.tokenizer.decode(end)) if last.endswith(">") else ""
         opening = self.parser.opening(ask.tool_choice, ask.callable_tools, begun)
         return ids + self.prompts.encode(opening) if opening else ids, begun + opening
 
@@ -321,8 +321,8 @@ class Proxy:
 def exported_form(interaction: Interaction) -> dict[str, Any]:
     """Return an interaction as the JSON object that the trainer receives."""
     parent = interaction.parent.interaction_id if interaction.parent else None
-    row: dict[str, Any] = {"tensors": interaction.to_lists(), "reward": interaction.reward, "parent": parent}
-    row |= {"reply": interaction.reply, "response": interaction.tokens, "turn": interaction.turn}
+    row = {"tensors": interaction.to_lists(), "reward": interaction.reward, "parent": parent}
+    row |= {"reply": interaction.reply, "stop_reason": interaction.tokens.stop_reason}
     return row | {"messages": interaction.messages, "output": interaction.output_message_list}
 
 

@@ -145,35 +145,39 @@ class StalenessManager:
 
     def on_rollout_enqueued(self) -> None:
         """Count a prompt that was submitted and has not started."""
-        self._add(enqueued=1)
+        with self._lock:
+            self._stat.enqueued += 1
 
     def on_rollout_submitted(self) -> None:
         """Count an enqueued group as running. Raises StalenessError if no place of the gate is free."""
         stat, version = self.get_stats(), self.version_provider.get_version()
         if (stat.accepted + stat.running) // self.consumer_batch_size > self.max_staleness + version:
             raise StalenessError(f"a group must not start at version {version}, because the gate is closed: {stat}")
-        self._add(enqueued=-1, running=1)
+        self._move("enqueued", "running")
 
     def on_rollout_accepted(self) -> None:
         """Count a running group as accepted."""
-        self._add(running=-1, accepted=1)
+        self._move("running", "accepted")
 
     def on_rollout_rejected(self, failed: bool = False) -> None:
         """Count a running group as rejected, and also as failed if `failed` is true."""
-        self._add(running=-1, rejected=1, failed=int(failed))
+        self._move("running", "rejected")
+        with self._lock:
+            self._stat.failed += failed
 
     def on_rollout_dropped(self) -> None:
         """Count an accepted group as dropped because the group was too old. The group's place becomes free."""
-        self._add(accepted=-1, dropped=1)
+        self._move("accepted", "dropped")
 
     def on_rollout_withdrawn(self) -> None:
         """Count an accepted group as withdrawn, after wait_for_task has fetched the group. The group's place becomes
         free."""
-        self._add(accepted=-1, withdrawn=1)
+        self._move("accepted", "withdrawn")
 
     def on_members_failed(self, count: int) -> None:
         """Count `count` group members that raised an exception. The counters of groups do not change."""
-        self._add(failed_members=count)
+        with self._lock:
+            self._stat.failed_members += count
 
     def on_version_recovered(self, version: int, finished_untrained: int = 0) -> None:
         """After a restart, set `accepted` to version * B + finished_untrained. The steps before the restart have
@@ -184,12 +188,10 @@ class StalenessManager:
         with self._lock:
             self._stat.accepted = version * self.consumer_batch_size + finished_untrained
 
-    def _add(self, **changes: int) -> None:
-        """Add each given number to the counter of this name. All counters change together. Raises RuntimeError if a
-        counter would fall below 0."""
+    def _move(self, source: str, target: str) -> None:
+        """Move one group from the counter `source` to the counter `target`. Raises RuntimeError if `source` is 0."""
         with self._lock:
-            counts = {name: getattr(self._stat, name) + n for name, n in changes.items()}
-            if min(counts.values()) < 0:
-                source, target, *_ = changes
+            if getattr(self._stat, source) == 0:
                 raise RuntimeError(f"a rollout became {target}, but none was {source}: {self._stat}")
-            self._stat = replace(self._stat, **counts)
+            setattr(self._stat, source, getattr(self._stat, source) - 1)
+            setattr(self._stat, target, getattr(self._stat, target) + 1)

@@ -56,6 +56,7 @@ from run.logger import describe_batch, is_due
 from run.mismatch import Canary, logp_mismatch
 from run.recover import Recovery, save_model
 from run.start import Run, start_processes, start_rollout, start_trainer
+from run.summary import summarise
 from training.ranks import share
 
 
@@ -114,7 +115,7 @@ class TrainingLoop:
                 self.step = step
         if self.logger:
             with self.run.trace.span("end"):
-                self.logger.summarise(self.run.inputs.task)
+                summarise(self.logger, self.run.inputs.task)
 
     def train_step(self, step: int) -> None:
         """Run one training step: consume a batch of prompt groups, and push the weights of version `step`."""

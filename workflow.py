@@ -198,7 +198,7 @@ class MultiTurnWorkflow(RLVRWorkflow):
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> EpisodeResult:
         context = getattr(engine, "context_length", None) or math.inf  # tokens
-        prompt_ids, reward = self.prompt_ids(data["messages"]), 0.0
+        prompt_ids = self.prompt_ids(data["messages"])
         reflection = [{"role": "user", "content": self.reflection_message}]
         turns: list[ModelResponse] = []
         # The workflow sends the first prompt even if the prompt fills the context; in this case the engine raises an

@@ -156,10 +156,14 @@ class OpenAIProxyClient:
         self.rewarded_count = answer["rewarded_count"]
         rows: dict[str, Interaction] = {}
         for interaction_id, exported in answer["interactions"].items():
-            interaction = ExportedInteraction(exported["messages"], interaction_id, row=exported["tensors"])
+            row, messages = exported["tensors"], exported["messages"]
+            interaction = ExportedInteraction(messages, interaction_id, reward=exported["reward"], row=row)
             interaction.output_message_list, interaction.reply = exported["output"], exported["reply"]
-            interaction.turn, interaction.reward = exported["turn"], exported["reward"]
-            interaction.model_response = ModelResponse(**exported["response"])
+            interaction.turn = max(row["turn_ids"], default=0)
+            start = len(row["turn_ids"]) - row["turn_ids"].count(interaction.turn)  # index of the first output token
+            output: list[Any] = [row[key][start:] for key in ("input_ids", "logprobs", "versions")]
+            interaction.model_response = response = ModelResponse(row["input_ids"][:start], *output)
+            response.stop_reason, response.temperature = exported["stop_reason"], row["temperatures"][-1]
             rows[interaction_id] = interaction
         for interaction_id, exported in answer["interactions"].items():
             rows[interaction_id].parent = rows.get(exported["parent"])

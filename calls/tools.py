@@ -18,9 +18,9 @@ Streams. `certain` returns the part of an unfinished text that no continuation c
     "Hello \\n"      -> "Hello"      a call may follow
     "<think>so </t" -> reasoning "so"
 
-If the text ends with the beginning of a mark, `certain` leaves this end out, even if there are no tools. With every new
-token, the result of `certain` stays unchanged or grows. The result of `certain` is always the beginning
-of the text that `parse` returns for the whole answer. A stream sends the calls when the answer is complete.
+If a text ends with the beginning of a mark, `certain` leaves out this beginning, even if there are no tools. With every
+new token, the result of `certain` stays unchanged or grows. This result is always the beginning of the text that
+`parse` returns for the whole answer. A stream sends the calls when the answer is complete.
 
 Reasoning. Some chat templates end the prompt with <think>. If the prompt ends with <think>, `begun` returns <think>,
 and the caller must put <think> before the model's text.
@@ -167,10 +167,10 @@ class OutputParser:
         return Parsed(rest, reasoning, calls)
 
     def certain(self, text: str, tools: Tools) -> Parsed:
-        """Return text and reasoning that no continuation of `text` can change, and leave out the calls.
+        """Return the text and the reasoning that no continuation of `text` can change. The result has no calls.
 
-        If `text` ends with the beginning of a mark, such as "<", this end is left out, even if the whole mark would
-        have no effect (<tool_call> without tools).
+        If `text` ends with the beginning of a mark, such as "<", the method leaves out this beginning. It does so even
+        if the complete mark would have no effect, such as <tool_call> without tools.
         """
         text = text.rstrip("\ufffd")  # a decoder writes U+FFFD for the bytes of an incomplete character
         if self.foreign(tools) or THINK.startswith(text.lstrip()):

@@ -166,7 +166,8 @@ class WorkflowExecutor:
             gate, oldest, max_queue, config.stale, trajectory.without_older, max_failures, self.trace
         )
         self.dispatcher = BatchTaskDispatcher(self._run_episode, state)
-        # The engine calls `pause`, `resume` and `on_new_version`. The doctor (run/doctor.py) calls `fail`.
+        # The engine calls `pause`, `resume` and `on_new_version`. `Fleet.watch` (run/launch.py) and
+        # the doctor (run/doctor.py) call `fail`.
         self.pause, self.resume = self.dispatcher.pause, self.dispatcher.resume
         self.on_new_version, self.fail = self.dispatcher.on_new_version, self.dispatcher.fail
         # Mutable state of this object, besides the state of the dispatcher and of the staleness manager:

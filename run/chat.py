@@ -8,7 +8,6 @@ begins a new conversation. The server answers at temperature 0. The demo's model
 of. Think of a number from 1 to 6, and type `guess a number`. Then answer each guess with `higher` or `lower`.
 """
 
-import asyncio
 import secrets
 import sys
 import tempfile
@@ -20,18 +19,11 @@ from omegaconf import OmegaConf
 from transformers import AutoTokenizer
 
 from engine import RemoteInfEngine
-from inference.io_struct import GenerationHyperparameters, ModelRequest
+from inference.io_struct import GenerationHyperparameters
 from inference.wire import EngineError
 from run.launch import Fleet, Planned, own_command
 from run.recover import folders_of_steps
-
-
-def ask_greedily(engine: Any, tokenizer: Any, gconfig: GenerationHyperparameters, messages: list[dict]) -> str:
-    """Return the answer that the inference server generates with the trained policy at temperature 0."""
-    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    request = ModelRequest(ids, gconfig=gconfig.new(n_samples=1, greedy=True), tokenizer=tokenizer)
-    response = asyncio.run(engine.agenerate(request))
-    return tokenizer.decode(response.output_tokens, skip_special_tokens=True)
+from run.summary import ask_greedily
 
 
 def main(words: list[str]) -> int:

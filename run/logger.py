@@ -1,4 +1,4 @@
-"""Write and print the results of a run: metrics.jsonl, trace.json, the token files, the live table and the summary.
+"""Write and print the results of a run: metrics.jsonl, trace.json, the token files and the live table.
 
 The file metrics.jsonl gets one JSON object per training step (docs/metrics.md explains every metric). The file
 trace.json is a Chrome trace for a trace viewer. The trace has two tracks. The track "rollout" shows every prompt group
@@ -15,14 +15,11 @@ import json
 import os
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -32,13 +29,12 @@ from rich.table import Table
 from safetensors.torch import save_file
 from torch import Tensor
 
-from run.chat import ask_greedily
 from run.doctor import Doctor
 from run.keys import TrainConfig
-from run.recover import best_step, discard, folders_of_steps
+from run.recover import discard
 from run.replay import compare
 from run.report import read_records, write_report
-from run.terminal import before_results, terminal
+from run.terminal import terminal
 
 # The columns of the live table: metric, heading, format. A narrow terminal shows only the first columns.
 COLUMNS = (
@@ -204,8 +200,7 @@ def track(config: TrainConfig) -> Any:
 class Logger:
     """Writes and prints a run's metrics.
 
-    `log` is called once per step. The context manager `live` shows the live table. `summarise` is called at the end of
-    the run.
+    `log` is called once per step. The context manager `live` shows the live table.
     """
 
     def __init__(self, config: TrainConfig, executor: Any, trace: Trace | None = None) -> None:
@@ -214,6 +209,7 @@ class Logger:
         self.history = read_records(self.path)
         self.start = time.monotonic() - (self.history[-1]["wall_s"] if self.history else 0.0)
         self.counts = asdict(executor.stats)  # the executor's counters at the last logged step
+        self.words: dict[int, str] = {}  # the text of each token id that was in a batch
         self.report_s = 0.0  # number of seconds spent on reports
         self.tracker = track(config) if config.logger.tracker else None
         self.live = terminal.show(self._screen) if config.logger.live and terminal.is_terminal else nullcontext()
@@ -228,8 +224,10 @@ class Logger:
         if is_due(step, keys.tokens_interval):
             path = self.config.run_dir / "tokens" / f"{step:05d}.safetensors"
             path.parent.mkdir(exist_ok=True)
-            words = {i: self.executor.tokenizer.decode([i]) for i in batch["input_ids"].unique().tolist()}
-            save_file({k: v.contiguous() for k, v in batch.items()}, path, {"words": json.dumps(words)})
+            ids = batch["input_ids"].unique().tolist()
+            self.words |= {i: self.executor.tokenizer.decode([i]) for i in ids if i not in self.words}
+            words = json.dumps({i: self.words[i] for i in ids})
+            save_file({k: v.contiguous() for k, v in batch.items()}, path, {"words": words})
 
         metrics |= {key: counts[key] - self.counts[key] for key in COUNTS}
         metrics |= {"no_signal_share": no_signal_share(batch), "baseline_bias": baseline_bias(batch)}
@@ -302,32 +300,3 @@ class Logger:
         bar = ProgressBar(total=self.config.max_steps, completed=done, width=30)
         pace = self._time() if done else "the first is running"
         return Group(table, bar, f" {done} of {self.config.max_steps} steps; {pace}", f"{now}; {counts}")
-
-    def summarise(self, task: Any) -> None:
-        """Print the success rate, the staleness, the task's own summary, and the folder with the run's files.
-
-        The task's function `summary` draws what the trained policy does. For the drawing, `summary` may send prompts to
-        the inference server, which answers with the trained policy at temperature 0.
-        """
-        before_results.close()
-        history, folder = self.history, self.config.run_dir
-        final = fmean(line["success"] for line in history[-5:])
-        print(f"\nsuccess {history[0]['success']:.3f} in the first step, {final:.3f} in the last five")
-        oldest = max(line["staleness_max"] for line in history)
-        mean = fmean(line["staleness_mean"] for line in history)
-        # `counts` maps each lag to its number of trained tokens. Adding Counters drops the lags without tokens.
-        counts = sum((Counter(dict(enumerate(line["lag_counts"]))) for line in history), Counter[int]())
-        lags = ", ".join(f"lag {lag} {n / counts.total():.0%}" for lag, n in sorted(counts.items()))
-        counted = f"; {counts.total()} trained tokens by version lag: {lags}" if lags else ""
-        print(f"staleness mean {mean:.2f}, max {oldest:.0f}{counted}", flush=True)
-        if hasattr(task, "summary"):
-            run = self.executor
-            task.summary(partial(ask_greedily, run.engine, run.tokenizer, run.gconfig), Console())
-        last, models = history[-1]["step"], folder / "checkpoints"
-        if (best := best_step(history, folders_of_steps(models))) and best != last:
-            print(f"the best model by evaluation is that of step {best}: {models / f'step{best:05d}'}")
-        print(f"{len(history)} steps in {history[-1]['wall_s']:.0f} s; everything is in {folder}")
-        print(f"look at the run in a browser: {folder / 'report.html'}")
-        print(f"talk to the model: python -m run.chat {folder}")
-        model = models / f"step{last:05d}"
-        print(f"evaluate the model: the command of this run with mode=eval model_path={model}", flush=True)

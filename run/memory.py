@@ -100,8 +100,8 @@ def step_bytes(
 
 
 def estimate_memory(config: TrainConfig, shape: Any, ranks: int, on_gpus: bool) -> tuple[float, float, float, int]:
-    """Return three estimates of memory in GiB, and the number n of the model's parameters. The estimates are for a rank
-    in a step, for a rank between two steps, and for a server on one of its GPUs.
+    """Return three estimates of memory in GiB, and the number n of the model's parameters. The first estimate
+    is for a rank in a step, the second for a rank between two steps, and the third for a server on one of its GPUs.
 
     `shape` is the model's text configuration. With actor.offload and a GPU, the estimates for a rank do not count the
     parameters, gradients and moments, because they are in host memory. The parameters of a reference model take 4 n

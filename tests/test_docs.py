@@ -98,7 +98,7 @@ RAISED_BY = {
     "a fork for each episode of an agent": 51,
     "ports that no outgoing connection takes": 2,
     "fewer operations in a decode step, fewer decodings in the proxy": 10,
-    "simpler code for the same behaviour": -115,
+    "simpler code for the same behaviour": -63,
 }
 
 

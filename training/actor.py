@@ -61,12 +61,12 @@ from ppo import aggregation_weights, compute_advantages, ppo_actor_loss_fn
 from training.advantages import kl_estimate
 from training.config import OptimizerConfig, PPOActorConfig
 from training.corrections import effective_sample_size, without_truncated
-from training.layout import CUTS, Batch, Piece, pick_layout, refuse_layers, row_lengths, split_minibatches
+from training.layout import LAYOUTS, Batch, Piece, pick_layout, refuse_layers, row_lengths, split_minibatches
 from training.logprobs import add_read_hidden, token_logprobs
 from training.optimizer import ShardAdamW, own_shard
 from training.proximal import guess_errors, interpolation, loglinear
 from training.ranks import join_ranks, leave_ranks, share
-from training.tree_attention import cut_trees
+from training.tree_attention import TREES
 
 # TFLOP/s of dense matrix products in bfloat16, from NVIDIA's data sheets. A GPU gets the value of the first key that
 # occurs in the GPU's name.
@@ -111,10 +111,9 @@ class FSDPEngine:
         self.dtype: torch.dtype = getattr(torch, config.dtype)
         self.device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu")
         self.is_compiled = config.is_compiled(self.device.type)
-        # All mutable state: the model, the function that cuts a batch into pieces, and whether `destroy` must end the
-        # process group.
+        # All mutable state: the model, its layout, and whether `destroy` must end the process group.
         self.model: Any = None
-        self.cut = CUTS["padded"]  # `initialize` sets the function of this run's layout (pick_layout)
+        self.layout = LAYOUTS["padded"]  # `initialize` sets the layout of this run (pick_layout)
         self.owns_process_group = False
 
     @property
@@ -129,12 +128,12 @@ class FSDPEngine:
     def initialize(self) -> None:
         """Make the sharded model and load its weights. All ranks call this method; only rank 0 reads the files."""
         config = AutoConfig.from_pretrained(self.model_path)
-        layout, _ = pick_layout(self.config, self.device.type, config.get_text_config())
-        self.cut = (CUTS | {"tree": cut_trees})[layout]
-        attention = "sdpa" if layout == "padded" else layout  # a name in transformers' AttentionInterface
+        name, _ = pick_layout(self.config, self.device.type, config.get_text_config())
+        self.layout = (LAYOUTS | {"tree": TREES})[name]
+        attention = self.layout.attention
         with torch.device("meta"):  # tensors on the device "meta" have shapes but no values
             model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
-        refuse_layers(model, layout)
+        refuse_layers(model, self.layout)
         layers = [module for module in model.modules() if type(module).__name__ in model._no_split_modules]
         self.shard(model, layers)
         self.load(model)
@@ -236,7 +235,7 @@ class FSDPEngine:
         lengths = row_lengths(batch)
         shares = split_minibatches([lengths[row] for row in rows], dist.get_world_size())
         own = [rows[i] for i in shares[self.rank]] if self.rank < len(shares) else []
-        pieces = list(self.cut(batch, own or rows[:1], self.config.mb_tokens))
+        pieces = list(self.layout.cut(batch, own or rows[:1], self.config.mb_tokens))
         count = len(pieces) if own else 0
         most = int(self.all_reduce(torch.tensor(count), dist.ReduceOp.MAX))
         nothing = torch.empty(0, dtype=torch.int64)

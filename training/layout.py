@@ -36,7 +36,7 @@ layouts `packed` and `tree`. The layout `padded` refuses models with capped atte
 has no attention implementation "sdpa".
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -71,6 +71,13 @@ class Piece(NamedTuple):
         return (self.row[wanted], self.column[wanted]), self.predicted_by[wanted]  # ((N,), (N,)), (N,)
 
 
+class Layout(NamedTuple):
+    """A way to distribute rows over pieces, and the attention function that these pieces need."""
+
+    attention: str  # the name of the attention function in transformers' AttentionInterface
+    cut: Callable[[Batch, Sequence[int], int], Iterable[Piece]]  # (batch, rows, mb_tokens) -> pieces
+
+
 def row_lengths(batch: Batch) -> list[int]:
     """Return the number of tokens of each row. Raises ValueError if a row has padding before a token."""
     mask = batch["attention_mask"].bool()  # (B, T)
@@ -96,33 +103,43 @@ def split_minibatches(lengths: Sequence[int], n: int) -> list[list[int]]:
     return parts
 
 
-def split_rows(rows: Sequence[int], lengths: Sequence[int], mb_tokens: int, padded: bool = False) -> list[list[int]]:
+def split_microbatches(rows: Sequence[int], lengths: Sequence[int], mb_tokens: int) -> list[list[int]]:
+    """Distribute rows over pieces. A piece has rows of similar length, and at most `mb_tokens` tokens with padding.
+
+    A row that is longer than `mb_tokens` becomes a piece of its own.
+    """
+    pieces: list[list[int]] = []
+    for row in sorted(rows, key=lambda i: -lengths[i]):
+        # The first row of a piece is the longest row, so every row of the piece is padded to that length.
+        if pieces and lengths[pieces[-1][0]] * (len(pieces[-1]) + 1) <= mb_tokens:
+            pieces[-1].append(row)
+        else:
+            pieces.append([row])
+    return pieces
+
+
+def split_packs(rows: Sequence[int], lengths: Sequence[int], mb_tokens: int) -> list[list[int]]:
     """Distribute rows over pieces by first-fit decreasing: longest row first, each row into the first piece that has
     space.
 
-    A piece has space for `mb_tokens` tokens. If `padded` is true, the padding of a piece counts as tokens. A row of
-    more than `mb_tokens` tokens becomes a piece of its own.
+    A piece has space for `mb_tokens` tokens. A row of more than `mb_tokens` tokens becomes a piece of its own.
     """
     pieces: list[list[int]] = []
-    sizes: list[int] = []  # number of tokens in each piece
+    room: list[int] = []  # number of tokens that each piece can still take
     for row in sorted(rows, key=lambda i: -lengths[i]):
-        # The first row of a piece is the longest row, so every row of a padded piece is padded to that length. Of
-        # padded pieces, only the last one can have space.
-        added = lengths[pieces[-1][0]] if padded and pieces else lengths[row]
-        candidates = range(len(pieces))[-1:] if padded else range(len(pieces))
-        fitting = next((j for j in candidates if sizes[j] + added <= mb_tokens), None)
-        if fitting is not None:
-            pieces[fitting].append(row)
-            sizes[fitting] += added
+        fitting = [j for j, free in enumerate(room) if lengths[row] <= free]
+        if fitting:
+            pieces[fitting[0]].append(row)
+            room[fitting[0]] -= lengths[row]
         else:
             pieces.append([row])
-            sizes.append(lengths[row])
+            room.append(mb_tokens - lengths[row])
     return pieces
 
 
 def cut_padded(batch: Batch, rows: Sequence[int], mb_tokens: int) -> Iterator[Piece]:
     """Distribute rows over padded pieces. A piece has b rows, padded on the right to the length of the longest row."""
-    for part in split_rows(rows, row_lengths(batch), mb_tokens, padded=True):
+    for part in split_microbatches(rows, row_lengths(batch), mb_tokens):
         real = batch["attention_mask"][part].bool()  # (b, T)
         t = int(real.sum(1).max())
         row, previous = real[:, 1:t].nonzero(as_tuple=True)  # (n,), (n,): each token's row, and the previous column
@@ -133,7 +150,7 @@ def cut_padded(batch: Batch, rows: Sequence[int], mb_tokens: int) -> Iterator[Pi
 def cut_packed(batch: Batch, rows: Sequence[int], mb_tokens: int) -> Iterator[Piece]:
     """Distribute rows over packed pieces. The rows of a piece lie end to end in one long row of t tokens, without
     padding."""
-    for part in split_rows(rows, row_lengths(batch), mb_tokens):
+    for part in split_packs(rows, row_lengths(batch), mb_tokens):
         real = batch["attention_mask"][part].bool()  # (b, T)
         row, column = (x.clone() for x in real.nonzero(as_tuple=True))  # (t,), (t,): row and column of each token
         ids = batch["input_ids"][part][real].long()[None]  # (1, t)
@@ -158,7 +175,7 @@ def beyond_full_attention(shape: Any) -> set[str]:
     return set(getattr(shape, "layer_types", None) or window) - {"full_attention"}
 
 
-def refuse_layers(model: Any, layout: str) -> None:
+def refuse_layers(model: Any, layout: Layout) -> None:
     """Raise ValueError at the start of a run if the model has layers that the layout cannot compute.
 
     Some versions of transformers, such as 5.19, compute capped attention (Gemma 2) without its cap. The attention
@@ -168,7 +185,7 @@ def refuse_layers(model: Any, layout: str) -> None:
     shape = model.config.get_text_config()
     if not model._supports_sdpa or getattr(shape, "attn_logit_softcapping", None):
         raise ValueError(f"{type(model).__name__} has attention of its own, so no layout here can train it")
-    refuse(() if layout == "padded" else beyond_full_attention(shape))
+    refuse(() if layout is LAYOUTS["padded"] else beyond_full_attention(shape))
 
 
 def fits_kernel(device: str, dtype: torch.dtype, d: int) -> bool:
@@ -236,4 +253,4 @@ AttentionInterface.register("packed", attend_apart)
 # batch has a new shape.
 torch.backends.cuda.enable_cudnn_sdp(False)
 
-CUTS = {"padded": cut_padded, "packed": cut_packed}  # for each layout, the function that distributes rows over pieces
+LAYOUTS = {"padded": Layout("sdpa", cut_padded), "packed": Layout("packed", cut_packed)}

@@ -54,7 +54,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface
 from transformers.integrations.flex_attention import flex_attention_forward
 
-from training.layout import BEYOND_CAUSAL, Batch, Piece, refuse, row_lengths, split_rows
+from training.layout import BEYOND_CAUSAL, Batch, Layout, Piece, refuse, row_lengths, split_packs
 
 BLOCK = 128  # number of queries, or of keys, in one block of attention
 
@@ -160,7 +160,7 @@ def build_trees(sequences: Sequence[Any], max_tokens: int) -> list[PackedTree]:
     order, shared = sort_rows(arrays)
     runs = cheapest_runs(np.array([len(arrays[row]) for row in order]), shared, max_tokens)
     trees = []
-    for part in split_rows(range(len(runs)), [size for _, _, size in runs], max_tokens):
+    for part in split_packs(range(len(runs)), [size for _, _, size in runs], max_tokens):
         places = [i for first, last, _ in sorted(runs[k] for k in part) for i in range(first, last)]
         # For a < b, the sorted rows a and b share their first min(shared[a + 1], ..., shared[b]) tokens.
         common = [0] + [int(shared[a + 1 : b + 1].min()) for a, b in pairwise(places)]
@@ -234,3 +234,5 @@ def tree_attention(
 # torch.compile would recompile this function for every tree, so a compiled layer calls tree_attention outside of the
 # compiled graph.
 AttentionInterface.register("tree", torch.compiler.disable(tree_attention))
+
+TREES = Layout("tree", cut_trees)

@@ -257,7 +257,7 @@ async def test_the_direct_approach_of_agent_workflow(direct: Any) -> None:
     assert {name: row.reward for name, row in rows.items()} == {first.id: 0.9, second.id: 1.0}
     (row,) = client.export_interactions(style="concat").values()
     assert row.to_tensor_dict()["input_ids"][0].tolist() == (
-        engine.requests[1].input_ids + client.get_completions(second.id).tokens.output_tokens
+        engine.requests[1].input_ids + client.get_interaction(second.id).tokens.output_tokens
     )
 
 
@@ -268,7 +268,7 @@ async def test_responses_are_created_the_same_way(direct: Any) -> None:
     first = await client.responses.create(model="default", input="count")
     second = await client.responses.create(model="default", input="go on", previous_response_id=first.id)
     assert (first.output_text, second.output_text) == ("one", "two")
-    assert client.get_completions(second.id).parent is client.get_completions(first.id)
+    assert client.get_interaction(second.id).parent is client.get_interaction(first.id)
 
 
 async def test_a_stream_and_other_options_are_the_same_session(direct: Any) -> None:

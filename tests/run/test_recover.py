@@ -37,8 +37,9 @@ from run.config import ConfigError, load
 from run.evaluate import evaluate, evaluate_endpoint
 from run.inputs import Inputs, load_inputs
 from run.keys import RolloutConfig
-from run.logger import Logger, Trace
+from run.logger import Trace
 from run.recover import GroupLog, Recovery, claim, cut_metrics, discard, newest_checkpoint, save_model
+from run.summary import summarise
 from training.actor import FSDPPPOActor
 
 pytestmark = pytest.mark.runs
@@ -388,7 +389,7 @@ def test_a_summary_says_what_it_has_counted(capsys, counted: list[list[int]], sa
     line = {"success": 0.5, "staleness_max": 1.0, "staleness_mean": 0.75, "wall_s": 2.0}
     history = [line | {"step": step, "lag_counts": counts} for step, counts in enumerate(counted, 1)]
     run = SimpleNamespace(history=history, config=SimpleNamespace(run_dir=Path("here"), task="a"))
-    Logger.summarise(run, None)  # type: ignore[arg-type]
+    summarise(run, None)  # type: ignore[arg-type]
     assert f"staleness mean 0.75, max 1{says}" in capsys.readouterr().out
 
 

@@ -25,7 +25,7 @@ from ppo import describe_mode, ppo_actor_loss_fn
 from training.actor import FSDPEngine, FSDPPPOActor, lr_factor, share_of_peak, split_minibatches
 from training.config import OptimizerConfig
 from training.corrections import effective_sample_size
-from training.layout import row_lengths, split_rows
+from training.layout import row_lengths, split_microbatches, split_packs
 
 
 @pytest.fixture
@@ -237,14 +237,14 @@ def test_every_epoch_uses_the_same_pieces(make_actor, monkeypatch, trees):
     """Dividing a mini-batch into pieces takes time. The actor divides each mini-batch into pieces only once, and uses
     these pieces in all epochs."""
     actor = make_actor(ppo_epochs=3, ppo_n_minibatches=2, enable_tree_training=trees)
-    batch, original = prepare(actor, make_batch()), actor.cut
+    batch, original = prepare(actor, make_batch()), actor.layout
     cut: list[Any] = []
 
     def counted(batch, rows, mb_tokens):
         cut.append(rows)
-        return original(batch, rows, mb_tokens)
+        return original.cut(batch, rows, mb_tokens)
 
-    monkeypatch.setattr(actor, "cut", counted)
+    monkeypatch.setattr(actor, "layout", original._replace(cut=counted))
     actor.ppo_update(batch)
     assert len(cut) == 2
 
@@ -282,11 +282,11 @@ def test_cutting_loses_no_row_and_balances_tokens(lengths, n, mb_tokens):
     loads = [sum(lengths[row] for row in part) for part in minibatches]
     assert max(loads) - min(loads) <= max(lengths)
     for part in minibatches:
-        pieces = split_rows(part, lengths, mb_tokens, padded=True)
+        pieces = split_microbatches(part, lengths, mb_tokens)
         assert sorted(row for piece in pieces for row in piece) == sorted(part)
         for piece in pieces:
             assert len(piece) == 1 or len(piece) * max(lengths[row] for row in piece) <= mb_tokens
-        packs = split_rows(part, lengths, mb_tokens)
+        packs = split_packs(part, lengths, mb_tokens)
         assert sorted(row for piece in packs for row in piece) == sorted(part)
         assert all(len(piece) == 1 or sum(lengths[row] for row in piece) <= mb_tokens for piece in packs)
 
@@ -295,7 +295,7 @@ def test_cutting_is_the_same_every_time():
     """Rows of equal length are distributed over the mini-batches in the order of the batch, so a repeated run makes the
     same mini-batches."""
     assert split_minibatches([5] * 6, 3) == [[0, 3], [1, 4], [2, 5]]
-    assert split_rows([0, 1, 2, 3], [4, 9, 4, 8], 18, padded=True) == [[1, 3], [0, 2]]
+    assert split_microbatches([0, 1, 2, 3], [4, 9, 4, 8], 18) == [[1, 3], [0, 2]]
 
 
 @pytest.mark.parametrize("poison", [math.nan, -math.inf])
