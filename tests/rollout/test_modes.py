@@ -331,8 +331,8 @@ async def test_only_the_call_that_died_fails() -> None:
     await pool.aclose()
 
 
-# Each case has a line of code and a truth value. The line is part of a module. The value says whether a worker can be
-# forked after it has imported this module.
+# Each case has a line of code, which is part of a module, and a truth value. The truth value is True if a worker can
+# fork after the worker has imported this module.
 AT_IMPORT = {
     "nothing": ("pass", True),
     "uses torch's threads": ("torch.set_num_threads(2); torch.rand(1000, 1000).exp()", True),
