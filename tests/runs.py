@@ -59,6 +59,7 @@ def start_and_hold(tmp_path: Path, *words: str) -> tuple[subprocess.Popen[str], 
     for line in process.stdout:
         seen.append(line)
         if line.startswith("step 1 "):
+            os.waitpid(process.pid, os.WUNTRACED)  # the run stops only after it has printed the line
             return process, children(process.pid)
     pytest.fail("the run ended before its first step:\n" + "".join(seen))
 
