@@ -18,7 +18,7 @@ museum: $(VENV)/ready          ## run a copy of the project with a known bug: ma
 	$(BIN)/python museum/run.py $(BUG)
 
 test: $(VENV)/ready            ## run the tests in a few minutes, without the tests of whole runs
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not runs" tests/test_train.py tests/test_museum.py tests/training tests
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not runs"
 
 test-runs: $(VENV)/ready       ## run the tests of whole runs: several ranks, restarts after kills, recipes, slurm
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m runs

@@ -57,10 +57,9 @@ def main() -> None:
         _, found = pytest(earlier, "-m", "not runs", "--collect-only", PYTHONPATH=str(earlier))
         names.write_text("\n".join(line.split("::")[-1].split("[")[0] for line in found if "::" in line))
         paths = f"{scratch}{os.pathsep}{ROOT}"
-        before, old = pytest(earlier, *two, "-m", "not runs", "tests/test_train.py", "tests", PYTHONPATH=str(earlier))
+        before, old = pytest(earlier, *two, "-m", "not runs", PYTHONPATH=str(earlier))
         print(f"{args.against}: {before:.0f} s: {old[-1]}", flush=True)
-        first = ("tests/test_train.py", "tests/test_museum.py", "tests/training", "tests")
-        now, new = pytest(ROOT, *two, "-p", "only_named", *first, PYTHONPATH=paths, NAMES=str(names))
+        now, new = pytest(ROOT, *two, "-p", "only_named", PYTHONPATH=paths, NAMES=str(names))
         print(f"now: {now:.0f} s: {new[-1]}\nratio {now / before:.2f}")
 
 

@@ -58,8 +58,7 @@ def prepare(config: TrainConfig) -> None:
 
 def start(module: str) -> None:
     """Start an early process that imports `module`."""
-    command = [sys.executable, "-P", "-m", "run.early", module]
-    waiting[module] = spawn(command, subprocess.DEVNULL, environment([]))
+    waiting[module] = spawn([sys.executable, "-P", "-m", "run.early", module], subprocess.DEVNULL, environment([]))
 
 
 @atexit.register
@@ -88,7 +87,7 @@ def take(command: list[str], log: Path) -> subprocess.Popen[bytes] | None:
 def main(module: str) -> int:
     """Import `module`, wait for the order, and run the module's `main`. If standard input closes before an order
     arrives, return 0."""
-    gc.set_threshold(50_000)  # with Python's threshold, garbage collection takes a fifth of the imports' time
+    gc.disable()  # else garbage collection takes a fifth of the imports' time; `serve` turns it on again
     run = importlib.import_module(module).main
     importlib.import_module("run.serve").import_tokenizers()
     order = sys.stdin.readline()

@@ -63,6 +63,7 @@ def collect_garbage_rarely() -> None:
         gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 10)
+    gc.enable()  # run/terminal.py and run/early.py turn it off until all modules are imported
 
 
 def free_port() -> int:

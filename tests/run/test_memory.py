@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from trainers import make_batch, make_config
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.initialization import no_init_weights
 
 from run.config import ConfigError, load
 from run.memory import GIB, describe_load, estimate_memory, saved_bytes, step_bytes
@@ -48,7 +49,8 @@ LAYERS: dict[str, dict[str, Any]] = {
 
 def bytes_saved(config: Any, dtype: torch.dtype, tokens: int) -> int:
     """Return how many bytes of activations the decoder layers of a model save in a forward pass."""
-    model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    with no_init_weights():  # the numbers of bytes do not depend on the weights
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
     weights = {p.untyped_storage()._cdata for p in model.parameters()}
     saved: dict[int, int] = {}
 
