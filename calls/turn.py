@@ -44,7 +44,7 @@ import asyncio
 import contextlib
 import dataclasses
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from enum import Enum
 from time import monotonic
 from typing import Any
@@ -131,18 +131,15 @@ class Turn:
 
         Return the reply and the answers. If the generation of an answer fails, the method raises the error.
         """
-        tasks = [asyncio.ensure_future(self._generate(engine, k, call)) for k, call in enumerate(calls)]
         try:
-            answers = [self._finish(k, response) for k, response in enumerate(await asyncio.gather(*tasks))]
+            responses = await together([self._generate(engine, k, call) for k, call in enumerate(calls)])
+            answers = [self._finish(k, response) for k, response in enumerate(responses)]
             reply = self.protocol.render(self.ask, answers)
             for answer in answers:
                 self.session.cache[answer.interaction_id].reply = reply
             self.state = State.FINISHED
             return reply, answers
         except BaseException:
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
             if self.state is State.RUNNING:
                 self.state = State.FAILED
             if self.state is State.ABANDONED:  # the client has read the streamed tokens, so the tree keeps them
@@ -259,6 +256,21 @@ class Turn:
     async def _wait(self, seconds: float, *others: asyncio.Future) -> None:
         """Wait until the task or one of `others` is done, but no longer than `seconds`."""
         await asyncio.wait({self.task, *others}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+
+
+async def together(coroutines: list[Coroutine[Any, Any, ModelResponse]]) -> list[ModelResponse]:
+    """Run the coroutines at the same time, and return their results. If a coroutine raises an error, cancel the others,
+    wait until all have ended, and raise the error."""
+    if len(coroutines) == 1:  # a coroutine alone needs no task of its own, and a task takes time
+        return [await coroutines[0]]
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        raise
 
 
 def match_retry(equal: list[Turn], says_so: bool) -> Turn | None:

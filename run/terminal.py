@@ -18,7 +18,7 @@ import gc
 import os
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack, redirect_stdout, suppress
+from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -64,7 +64,7 @@ before_results = ExitStack()  # closing this stack ends the clock and lets the r
 def greet(words: list[str]) -> None:
     """Print the first message and start the clock. With `--help`, print only the help. `words` is the command line.
 
-    If the configuration is valid, start the early processes (run/early.py).
+    If the configuration is valid, start the early processes (run/early.py). A wrong key or value ends this process.
     """
     gc.disable()  # else garbage collection takes a fifth of the imports' time; `open_run` turns it on again
     is_first = os.environ.get("RANK", "0") == "0"
@@ -73,8 +73,12 @@ def greet(words: list[str]) -> None:
             load(["--help"])  # `load` prints the keys and ends this process
         sys.exit()
     if is_first:
-        with suppress(ConfigError, SystemExit):  # train.py reports a wrong configuration later
+        try:
             prepare(load(words[1:]))
+        except ConfigError as error:
+            if "RANK" not in os.environ:  # with several ranks, train.py tells all ranks of the error later
+                print(f"error: {error}", file=sys.stderr)
+                sys.exit(2)
     if not is_first or {"--quiet", "quiet=true"} & {*words}:
         return
     if "--dry-run" not in words:

@@ -37,15 +37,30 @@ def test_an_offloaded_optimizer_gets_the_cores(
     assert seen == threads
 
 
-def test_help_does_not_wait_for_torch() -> None:
-    """`python train.py --help` prints every key without importing torch."""
-    words = [sys.executable, "-X", "importtime", "train.py", "--help"]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0
-    assert "rollout.max_head_offpolicyness" in done.stdout
+def run_without_torch(*words: str) -> subprocess.CompletedProcess[str]:
+    """Run train.py with `words`, and check that it ends before it imports torch. Return the ended process; its `stderr`
+    also lists the imported modules."""
+    command = [sys.executable, "-X", "importtime", "train.py", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert "run.config" in imported
     assert "torch" not in imported
+    return done
+
+
+def test_help_does_not_wait_for_torch() -> None:
+    """`python train.py --help` prints every key without importing torch."""
+    done = run_without_torch("--help")
+    assert done.returncode == 0
+    assert "rollout.max_head_offpolicyness" in done.stdout
+
+
+def test_a_wrong_key_does_not_wait_for_torch() -> None:
+    """If the command line has an unknown key, train.py ends at once with one line, without importing torch."""
+    done = run_without_torch("lr=0.1")
+    assert (done.returncode, done.stdout) == (2, "")
+    [said] = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
+    assert said == "error: unknown key 'lr' in the command line; did you mean 'actor.optimizer.lr'?"
 
 
 def test_a_second_ctrl_c_ends_at_once() -> None:
