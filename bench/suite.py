@@ -3,9 +3,10 @@
     python bench/suite.py --against 39d5181
 
 First the script runs the tests of the earlier revision, in the way of `make test`: two processes, without the tests
-with the mark `runs`. Then it runs the tests with these names in this checkout, even those that have the mark `runs`
-today. So a test that was moved to `make test-runs` still counts. The script prints the seconds of both runs, their
-ratio, and the last line of pytest for each run.
+with the mark `runs`. Then it runs the tests with these names in this checkout twice. The first time, it runs all of
+them, even the tests that were moved to `make test-runs` (mark `runs`). The second time, it runs only the tests that
+`make test` still runs. For each run the script prints the seconds, the ratio to the seconds of the earlier revision,
+and the last line of pytest.
 """
 
 import argparse
@@ -59,8 +60,9 @@ def main() -> None:
         paths = f"{scratch}{os.pathsep}{ROOT}"
         before, old = pytest(earlier, *two, "-m", "not runs", PYTHONPATH=str(earlier))
         print(f"{args.against}: {before:.0f} s: {old[-1]}", flush=True)
-        now, new = pytest(ROOT, *two, "-p", "only_named", PYTHONPATH=paths, NAMES=str(names))
-        print(f"now: {now:.0f} s: {new[-1]}\nratio {now / before:.2f}")
+        for what, words in {"now": (), "now, in make test": ("-m", "not runs")}.items():
+            now, new = pytest(ROOT, *two, "-p", "only_named", *words, PYTHONPATH=paths, NAMES=str(names))
+            print(f"{what}: {now:.0f} s, ratio {now / before:.2f}: {new[-1]}", flush=True)
 
 
 if __name__ == "__main__":
