@@ -214,7 +214,8 @@ def load(argv: list[str]) -> TrainConfig:
             default = str(k.default).lower() if isinstance(k.default, bool) else k.default
             meaning = textwrap.indent(wrap(k.meaning + values, width=width - 6), " " * 6)
             epilog += f"  {k.name}={'null' if default is None else default}\n{meaning}\n"
-    parser = Parser("python train.py", epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser("python train.py", epilog=epilog, allow_abbrev=False)  # run/terminal.py expects whole words
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     meaning = f"YAML recipe, or a name in configs/; may be repeated, and later recipes win; default: {DEMO.stem}"
     parser.add_argument("--config", type=Path, action="append", metavar="FILE", help=meaning)
     parser.add_argument("--dry-run", action="store_true", help="print the plan of the run, and start nothing")

@@ -99,7 +99,7 @@ RAISED_BY = {
     "ports that no outgoing connection takes": 2,
     "fewer operations in a decode step, fewer decodings in the proxy": 10,
     "simpler code for the same behaviour": -63,
-    "a wrong key is reported before the slow imports": 3,
+    "a wrong key is reported before the slow imports": 4,
     "a single answer needs no task of its own": 8,
 }
 

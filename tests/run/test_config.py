@@ -37,6 +37,7 @@ from run.keys import NEEDS, TrainConfig
         (["model_path=configs", "model_revision=v1"], "model_revision has no effect on a folder"),
         (["qwertyuiop=1"], "--help"),
         (["--config", "nowhere.yaml"], "no recipe at nowhere.yaml"),
+        (["--dry"], "unrecognized arguments: --dry"),
         (["max_steps=many"], "max_steps"),
         (["max_steps=0"], "[1, inf)"),
         (["rollout.pause_mode=now"], "expected one of"),
