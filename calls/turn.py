@@ -133,6 +133,8 @@ class Turn:
         """
         try:
             responses = await together([self._generate(engine, k, call) for k, call in enumerate(calls)])
+            if self.state is not State.RUNNING:  # the engine has answered in spite of the cancellation
+                raise asyncio.CancelledError
             answers = [self._finish(k, response) for k, response in enumerate(responses)]
             reply = self.protocol.render(self.ask, answers)
             for answer in answers:
@@ -259,8 +261,11 @@ class Turn:
 
 
 async def together(coroutines: list[Coroutine[Any, Any, ModelResponse]]) -> list[ModelResponse]:
-    """Run the coroutines at the same time, and return their results. If a coroutine raises an error, cancel the others,
-    wait until all have ended, and raise the error."""
+    """Run the coroutines at the same time, and return their results.
+
+    If a coroutine raises an error or the caller is cancelled, cancel all coroutines, wait until they have ended, and
+    raise the error.
+    """
     if len(coroutines) == 1:  # a coroutine alone needs no task of its own, and a task takes time
         return [await coroutines[0]]
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]

@@ -223,6 +223,7 @@ def main(train: Callable[[TrainConfig], None], argv: list[str] | None = None) ->
 
     The default of `argv` is the command line of this process.
     """
+    collect_garbage_rarely()
     torch.set_num_threads(1)  # on shared cores, a small model is faster with one thread than with several
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()

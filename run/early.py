@@ -87,9 +87,10 @@ def take(command: list[str], log: Path) -> subprocess.Popen[bytes] | None:
 def main(module: str) -> int:
     """Import `module`, wait for the order, and run the module's `main`. If standard input closes before an order
     arrives, return 0."""
-    gc.disable()  # else garbage collection takes a fifth of the imports' time; `serve` turns it on again
-    run = importlib.import_module(module).main
-    importlib.import_module("run.serve").import_tokenizers()
+    gc.disable()  # else garbage collection takes a fifth of the imports' time
+    run, serve = importlib.import_module(module).main, importlib.import_module("run.serve")
+    serve.import_tokenizers()
+    serve.collect_garbage_rarely()
     order = sys.stdin.readline()
     if not order:
         return 0

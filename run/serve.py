@@ -63,7 +63,7 @@ def collect_garbage_rarely() -> None:
         gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 10)
-    gc.enable()  # run/terminal.py and run/early.py turn it off until all modules are imported
+    gc.enable()  # it is off while train.py and the early processes import their modules
 
 
 def free_port() -> int:

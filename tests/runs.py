@@ -45,8 +45,8 @@ def run(tmp_path: Path, *words: str) -> list[dict]:
 
 
 def start_and_hold(tmp_path: Path, *words: str) -> tuple[subprocess.Popen[str], dict[str, int]]:
-    """Start a run that suspends itself (SIGSTOP) after its first step. Return the run's process and {script: pid} of
-    the run's child processes.
+    """Start a run that suspends itself (SIGSTOP) after its first step, and wait until it is suspended. Return the run's
+    process and {script: pid} of the run's child processes.
 
     The run continues when it receives SIGCONT.
     """
@@ -59,7 +59,8 @@ def start_and_hold(tmp_path: Path, *words: str) -> tuple[subprocess.Popen[str], 
     for line in process.stdout:
         seen.append(line)
         if line.startswith("step 1 "):
-            os.waitpid(process.pid, os.WUNTRACED)  # the run stops only after it has printed the line
+            _, status = os.waitpid(process.pid, os.WUNTRACED)
+            assert os.WIFSTOPPED(status), "the run ended after its first step"
             return process, children(process.pid)
     pytest.fail("the run ended before its first step:\n" + "".join(seen))
 

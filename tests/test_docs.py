@@ -94,13 +94,13 @@ RAISED_BY = {
     "the memory of a rank without FSDP": 8,
     "several conversations in a chat, --help of every tool, the loss of a base model": 27,
     "a garbage collector that runs rarely, the tokenizer's Rust object": 21,
-    "threads that end with the run, imports without garbage collection": 8,
+    "threads that end with the run, imports without garbage collection": 10,
     "a fork for each episode of an agent": 51,
     "ports that no outgoing connection takes": 2,
     "fewer operations in a decode step, fewer decodings in the proxy": 10,
     "simpler code for the same behaviour": -63,
     "a wrong key is reported before the slow imports": 4,
-    "a single answer needs no task of its own": 8,
+    "a single answer needs no task of its own": 10,
 }
 
 

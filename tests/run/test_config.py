@@ -38,6 +38,7 @@ from run.keys import NEEDS, TrainConfig
         (["qwertyuiop=1"], "--help"),
         (["--config", "nowhere.yaml"], "no recipe at nowhere.yaml"),
         (["--dry"], "unrecognized arguments: --dry"),
+        (["--he"], "unrecognized arguments: --he"),
         (["max_steps=many"], "max_steps"),
         (["max_steps=0"], "[1, inf)"),
         (["rollout.pause_mode=now"], "expected one of"),
@@ -254,7 +255,7 @@ def test_every_number_has_an_interval() -> None:
     ] == []
 
 
-EMPTY = OmegaConf.structured(TrainConfig)  # omegaconf copies this object faster than it makes a new one
+DEFAULTS = {TrainConfig: OmegaConf.structured(TrainConfig)}  # a copy is made faster than a new object
 
 
 @pytest.mark.parametrize("name", NUMBERS)
@@ -264,7 +265,7 @@ def test_a_number_outside_its_interval_is_refused(
 ) -> None:
     """Every numeric key refuses NaN and infinity. Only the keys in MAY_BE_NEGATIVE accept negative numbers. Each error
     is one line that names the key. The help text of a key that accepts 0 says what 0 does."""
-    monkeypatch.setattr(OmegaConf, "structured", lambda _: copy.deepcopy(EMPTY))
+    monkeypatch.setattr(OmegaConf, "structured", lambda cls: copy.deepcopy(DEFAULTS[cls]))
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("gconfig: {n_samples: 2}")
     words = ["mode=eval"] * ("gconfig." in name)  # in mode=train most keys of gconfig are refused
