@@ -646,6 +646,31 @@ async def test_an_orphan_is_dropped(start: Start, says_so: bool, streams: bool) 
     assert only["output"] == [{"role": "assistant", "content": "hello me"}]
 
 
+async def test_an_answer_after_a_hangup_is_not_stored(start: Start, tiny_tokenizer: Any) -> None:
+    """A client closes a stream early, and the engine returns the whole answer in spite of the cancellation. The tree
+    keeps only the tokens that the client has received."""
+    harness = start("hello you")
+    session = await harness.start()
+    asked = harness.engine.agenerate
+    harness.engine.hold, harness.engine.held_tokens = asyncio.Event(), 5
+
+    async def ignores_the_cancellation(request: Any, on_tokens: Any = None) -> Any:
+        try:
+            return await asked(request, on_tokens)
+        except asyncio.CancelledError:
+            harness.engine.hold, harness.engine.texts = None, ["hello you"]
+            return await asked(request)
+
+    harness.engine.agenerate = ignores_the_cancellation  # type: ignore[method-assign]
+    call = Connection(harness, f"/{session}/v1/chat/completions", STREAM)
+    await call.status()
+    while b'"o"' not in await call.read():
+        pass
+    await call.hang_up()
+    (cut,) = cache_of(harness, session).values()
+    assert tiny_tokenizer.decode(cut.tokens.output_tokens) == "hello"
+
+
 async def test_an_orphan_is_dropped_while_it_is_aborted(start: Start) -> None:
     """If a retry arrives while the engine aborts the first try's generation, the turn of the first try is removed from
     the tree."""
