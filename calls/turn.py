@@ -263,8 +263,8 @@ class Turn:
 async def together(coroutines: list[Coroutine[Any, Any, ModelResponse]]) -> list[ModelResponse]:
     """Run the coroutines at the same time, and return their results.
 
-    If a coroutine raises an error or the caller is cancelled, cancel all coroutines, wait until they have ended, and
-    raise the error.
+    If a coroutine raises an error, the function cancels the other coroutines, waits until they have ended, and raises
+    the error. If the caller is cancelled, the function cancels all coroutines and waits until they have ended.
     """
     if len(coroutines) == 1:  # a coroutine alone needs no task of its own, and a task takes time
         return [await coroutines[0]]

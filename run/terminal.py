@@ -64,8 +64,8 @@ before_results = ExitStack()  # closing this stack ends the clock and lets the r
 def greet(words: list[str]) -> None:
     """Print the first message and start the clock. With `--help`, print only the help. `words` is the command line.
 
-    If `load` accepts the command line, start the early processes (run/early.py). If not, print the error and end this
-    process.
+    If `load` accepts the command line, start the early processes (run/early.py). If `load` refuses the command line,
+    print the error and end this process. Under torchrun, train.py does so later, together on all ranks.
     """
     gc.disable()  # else garbage collection takes a fifth of the imports' time; run/command.py turns it on again
     is_first = os.environ.get("RANK", "0") == "0"
@@ -77,7 +77,7 @@ def greet(words: list[str]) -> None:
         try:
             prepare(load(words[1:]))
         except ConfigError as error:
-            if "RANK" not in os.environ:  # under torchrun, `agree` (run/command.py) ends all ranks later
+            if "RANK" not in os.environ:  # under torchrun, `agree` (run/command.py) ends all ranks
                 print(f"error: {error}", file=sys.stderr)
                 sys.exit(2)
     if not is_first or {"--quiet", "quiet=true"} & {*words}:

@@ -52,7 +52,8 @@ def pytest_collectstart() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the longest test files first. Turn garbage collection on again, for all objects that are made from now on."""
+    """Put the longest test files first. Turn garbage collection on again. From now on it ignores the objects that exist
+    already, such as the imported modules."""
     items.sort(key=lambda item: item.path.name not in LONGEST)
     gc.freeze()
     gc.enable()
