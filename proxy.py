@@ -71,7 +71,7 @@ from inference.io_struct import SAMPLING_KEYS, GenerationHyperparameters, ModelR
 from run.fields import as_object
 from run.keys import OpenAIConfig
 from run.schedule import ScheduledEngine
-from run.serve import bearer, check_key, listen, load_tokenizer, read_object, read_secret, reply, serve
+from run.serve import NO_TELEMETRY, bearer, check_key, listen, load_tokenizer, read_object, read_secret, reply, serve
 
 LONG_BODY = 2**15  # bytes; a thread reads every longer body, because reading and tokenising a long text takes seconds
 
@@ -359,13 +359,8 @@ def create_app(engine: Any, tokenizer: Any, admin_key: str, **options: Any) -> F
     keys = OpenAIConfig(**{name: options.pop(name) for name in vars(OpenAIConfig()) if name in options})
     proxy = Proxy(engine, tokenizer, admin_key, keys, **options)
     handlers: Any = dict.fromkeys((ValueError, EngineError, HTTPException, ClientDisconnect), error_reply)
-    app = FastAPI(title="nano-areal proxy", openapi_url=None, exception_handlers=handlers)
+    app = FastAPI(title="nano-areal proxy", openapi_url=None, exception_handlers=handlers, telemetry=NO_TELEMETRY)
     app.state.proxy = proxy
-    app.add_route("/health", proxy.health)
-    app.add_route("/grant_capacity", proxy.grant_capacity, methods=["POST"])
-    app.add_route("/rl/start_session", proxy.start_session, methods=["POST"])
-    app.add_route("/set_version", proxy.set_version, methods=["POST"])
-    app.add_route("/export_trajectories", proxy.export_trajectories, methods=["POST"])
     # The web framework takes the first matching route. The route "/v1" stands before the route "/{session_id}", so "v1"
     # is never taken for a session id.
     # A path contains "//" if a client appends "/v1" or "/messages" to a URL that ends with a slash.
@@ -379,6 +374,11 @@ def create_app(engine: Any, tokenizer: Any, admin_key: str, **options: Any) -> F
         app.add_route(f"{session}/responses/{{response_id}}/input_items", proxy.input_items)
         app.add_route(f"{session}/rl/set_reward", proxy.set_reward, methods=["POST"])
         app.add_route(f"{session}/rl/end_session", proxy.end_session, methods=["POST"])
+    app.add_route("/health", proxy.health)
+    app.add_route("/grant_capacity", proxy.grant_capacity, methods=["POST"])
+    app.add_route("/rl/start_session", proxy.start_session, methods=["POST"])
+    app.add_route("/set_version", proxy.set_version, methods=["POST"])
+    app.add_route("/export_trajectories", proxy.export_trajectories, methods=["POST"])
     return app
 
 

@@ -29,7 +29,7 @@ The class names are those of AReaL's areal/api/io_struct.py (section 2 of the wr
 """
 
 import hashlib
-import uuid
+import secrets
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any
 
@@ -78,7 +78,7 @@ class ModelRequest:
     """A request to complete one prompt. Requests with the same `affinity` go to the same server."""
 
     input_ids: list[int]  # the token ids of the prompt
-    rid: str = field(default_factory=lambda: uuid.uuid4().hex)
+    rid: str = field(default_factory=lambda: secrets.token_hex(16))
     gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
     tokenizer: Any = None
     session: str | None = None

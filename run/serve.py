@@ -28,6 +28,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from run.fields import Refusal, as_object
 
 FREE_SHARE = 0.2  # share of the file descriptors that is kept free of client connections
+# Options that switch FastAPI's telemetry off. With telemetry, FastAPI would look for OpenTelemetry in every request.
+NO_TELEMETRY: Any = {"tracing": False, "metrics": False, "logs": False}
 
 
 def read_secret(word: str) -> str:

@@ -22,7 +22,7 @@ text, because a client that trains on tokens already has the ids.
 """
 
 import random
-import uuid
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -61,7 +61,7 @@ class Protocol:
         if body.get("text") is not None or not isinstance(ids, list):
             raise Refusal("give the prompt as input_ids, a list of token ids, not as text")
         batch = bool(ids) and isinstance(ids[0], list)
-        rid = get(body, "rid", str) or uuid.uuid4().hex
+        rid = get(body, "rid", str) or secrets.token_hex(16)
         start = body.get("logprob_start_len", -1)
         if start not in (-1, 0):
             raise Refusal("logprob_start_len must be 0 (logprobs of the whole prompt) or -1 (no prompt logprobs)")

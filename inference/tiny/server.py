@@ -66,7 +66,7 @@ from inference.tiny.model import TinyModel, read_weights, receive_weights, run_s
 from inference.tiny.protocol import Protocol
 from inference.tiny.scheduler import Scheduler, Sequence
 from run.fields import Refusal, get
-from run.serve import check_key, listen, load_tokenizer, read_object, read_secret, reply, serve
+from run.serve import NO_TELEMETRY, check_key, listen, load_tokenizer, read_object, read_secret, reply, serve
 
 MODES = ("abort", "retract", "in_place")  # the pause modes
 SPEAKS = "0.5.23"  # the version of SGLang that tests/inference/test_contract.py compares with this server
@@ -184,7 +184,7 @@ class Server:
                 os._exit(1)  # the engine's thread may be waiting for a broadcast from a process that has ended
 
         handlers: Any = dict.fromkeys((Refusal, ClientDisconnect), refuse)
-        app = FastAPI(lifespan=lifespan, openapi_url=None, exception_handlers=handlers)
+        app = FastAPI(lifespan=lifespan, openapi_url=None, exception_handlers=handlers, telemetry=NO_TELEMETRY)
         for name, route in inspect.getmembers(self, inspect.iscoroutinefunction):
             if not name.startswith("_"):
                 app.add_route(f"/{name}", functools.partial(self._answer, route), methods=["GET", "POST"])
