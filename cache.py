@@ -218,15 +218,18 @@ class InteractionCache(Mapping[str, Interaction]):
     def set_reward(self, interaction_id: str, reward: Any) -> None:
         """Set the reward of one finished interaction.
 
-        Raises KeyError if the interaction is unknown or unfinished. Raises ValueError if the reward is not finite.
+        Raises KeyError if the interaction is unknown or unfinished. Raises ValueError if the reward is not a number, or
+        if its absolute value is above LARGEST_REWARD.
         """
         if interaction_id not in self or not self[interaction_id].complete:
             raise KeyError(f"interaction_id: no finished interaction {interaction_id!r} in this session")
         self[interaction_id].reward = finite(reward)
 
     def set_last_reward(self, reward: Any) -> None:
-        """Set the reward of the newest finished call that is not a side conversation. Raises KeyError if the session
-        has only unfinished calls and side conversations."""
+        """Set the reward of one finished call that is not a side conversation: the call whose request came last.
+
+        Raises KeyError if the session has only unfinished calls and side conversations.
+        """
         self.mark_side_conversations()
         finished = [interaction for interaction in self.finished() if not interaction.is_side]
         if not finished:

@@ -23,8 +23,8 @@ Example: a token with the probabilities pi_behav = 0.2, pi_prox = 0.3 and pi_the
 and u is also 1.5. With eps = 0.2 and A = 1, the clip lowers u to 1.2, so the token's term in J is 1.5 * 1.2 = 1.8.
 
 Three options change the influence of a single token on the loss:
-  `cap`:          A token whose behaviour weight exceeds behave_imp_weight_cap counts as 0 in J.
-                  If many tokens exceed the cap, J has a small gradient, because J is a mean over all trained tokens.
+  `cap`:          A token whose behaviour weight exceeds behave_imp_weight_cap counts as 0 in J. J stays a mean over all
+                  trained tokens. With behave_imp_weight_action=clamp, the token gets the cap as its behaviour weight.
   `clip higher`:  The key eps_clip_higher raises the upper bound of u, so that a step can make rare tokens likelier.
   `dual clip`:    For A < 0 the term u A has no lower bound. With c_clip = c the term u A has the lower bound c A.
 
@@ -218,7 +218,7 @@ def token_objectives(
     weight, dropped = behaviour_weight(sequence_log_weight, config)
     reject = rejected(log_weight, mask, ids, config)
     weight, dropped = weight.masked_fill(reject | ~mask, 0.0), (dropped | reject) & mask
-    return weight, objective, clipped & (weight > 0), dropped  # a dropped token does not count as clipped
+    return weight, objective, clipped & (weight > 0), dropped  # a token with weight 0 does not count as clipped
 
 
 def ppo_actor_loss_fn(

@@ -13,18 +13,18 @@ each group accepted since the run began takes one place. A group may start if a 
     enqueued -> running -> accepted   (the group keeps its place for ever: every step adds B new places)
                         -> rejected   (the group's place becomes free; a failed group counts as rejected, too)
 
-If a step drops an accepted group, or if wait_for_task fetches the group, the group's place becomes free. The gate
-cannot block forever. At version v the trainer has consumed v * B groups. If no group runs and fewer than B finished
-groups wait for the trainer, fewer than (v + 1) * B of all (eta + v + 1) * B places are taken, so a group may start.
+If a step drops an accepted group, or if wait_for_task (rollout/dispatcher.py) fetches it, its place becomes free. The
+gate cannot block forever: at version v the trainer has consumed v * B groups. If no group runs and fewer than B groups
+wait for the trainer, fewer than (v + 1) * B of all (eta + v + 1) * B places are taken, so a group may start.
 
 **The gate alone does not bound the age.** If each step consumed the groups that finished first, many steps could pass
 while a slow group runs. In an example with eta = 1 and B = 2, a slow group reaches age 5 (tests/test_staleness.py).
 `rollout.stale` chooses one of three rules that limit the lag of every trained token to eta:
 
-- **wait** consumes the groups that started first, so batches wait for slow groups. *Proof:* number the groups in order
-  of start, and leave out the rejected groups. If group p starts at version s, groups 1 to p have places, so
-  p <= (eta + s + 1) * B. If a group before p is rejected, p decreases by 1. Step ceil(p / B) consumes group p at
-  version ceil(p / B) - 1 <= eta + s. Every token of group p has a version >= s, so the group's age is at most eta.
+- **wait** consumes the groups that started first, so batches wait for slow groups. *Proof:* count the groups that
+  started before a group and were not rejected. With the group itself these are p groups. If the group starts at version
+  s, all p groups have places, so p <= (eta + s + 1) * B. Later rejections only lower p. Step ceil(p / B) consumes the
+  group at version ceil(p / B) - 1 <= eta + s. All its tokens have versions >= s, so its age is at most eta.
 
 - **mask** consumes the groups that finished first. The loss excludes tokens whose lag is above eta. The first tokens of
   long answers are masked most often, because they are the oldest. With `mask`, no step waits for a slow group. A group
@@ -109,7 +109,7 @@ class StalenessManager:
         return min(concurrency_capacity, staleness_capacity)
 
     def get_pending_limit(self) -> int:
-        """Return (eta + 1) * B, the maximum number of groups that have started and that no step has consumed."""
+        """Return (eta + 1) * B, the number of prompts that the dispatcher keeps pending, ready to start."""
         return (self.max_staleness + 1) * self.consumer_batch_size
 
     def get_stats(self) -> RolloutStat:

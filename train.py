@@ -50,7 +50,7 @@ if __name__ == "__main__":  # `greet` answers --help before the slow imports of 
 import torch
 
 from run.command import interruptible, main, open_run, start_logger
-from run.evaluate import evaluate
+from run.evaluate import start_evaluation
 from run.inputs import make_dataloader
 from run.logger import describe_batch, is_due
 from run.mismatch import Canary, logp_mismatch
@@ -142,7 +142,8 @@ class TrainingLoop:
             if self.ref is not None:
                 batch["ref_logp"] = self.ref.compute_logp(batch)
             metrics["logp_mismatch"] = logp_mismatch(batch, version)
-            # 4. Compute the advantages A = (R - mean) / std from the returns R of each group, (N, T).
+            # 4. Compute the advantages A = (R - mean) / std, (N, T). The mean and std of the returns R are those of the
+            #    turns at the same position in all conversations of the group.
             actor.compute_advantages(batch)
             # 5. Minimise the mean of -pi_prox / pi_behav * min(u A, clip(u) A), where u = pi_theta / pi_prox.
             metrics |= actor.ppo_update(batch)
@@ -188,8 +189,9 @@ class TrainingLoop:
 
     def evaluate(self) -> dict[str, Any]:
         """Run one episode for each validation prompt, and return the statistics on every rank."""
-        inputs, executor = self.run.inputs, self.evaluation  # the executor is None on every rank except 0
-        return self.until_done(lambda: share(evaluate(executor, inputs) if executor else None))
+        # Only rank 0 has an executor. The other ranks get its statistics by `share`.
+        finish = start_evaluation(self.evaluation, self.run.inputs) if self.evaluation else lambda: None
+        return self.until_done(lambda: share(finish()))
 
     def until_done(self, wait: Callable[[], dict[str, Any] | None]) -> dict[str, Any]:
         """Call `wait` until its result is not None, and return this result. If `wait` returns None, a restarted server
@@ -210,7 +212,7 @@ class TrainingLoop:
         self.rollout.pause()  # running generations stop, and their tokens are kept
         self.actor.update_weights(meta)
         self.actor.set_version(version)
-        self.rollout.set_version(version)  # the staleness gate may now admit more groups
+        self.rollout.set_version(version)  # after `resume`, the staleness gate admits more groups
         self.run.trace.mark("weights", version=version)
         self.rollout.resume()  # the interrupted generations continue under the new weights
 

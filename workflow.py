@@ -206,7 +206,7 @@ class MultiTurnWorkflow(RLVRWorkflow):
         while not turns or len(prompt_ids) < context:
             turns.append(await self.turn(engine, prompt_ids, turn=len(turns)))
             reward = await self.reward(turns[-1], data)
-            if not reward <= 0 or len(turns) == self.max_turns:  # a NaN ends the conversation, too
+            if reward > 0 or len(turns) == self.max_turns:
                 break
             prompt_ids = self.prompts.extend(turns[-1], reflection, {})
         return to_row(turns, reward * self.turn_discount ** (len(turns) - 1))

@@ -14,12 +14,12 @@ this module, the producer is the method `_produce`, and the consumer is the meth
 tasks that the gate admits. `_consume` records the result of a task. The dispatcher calls `_produce` at every event that
 may open the gate: a caller submits a task, a task ends, or the trainer sets a new version.
 
-**Which groups form a batch.** With rollout.stale=wait, a batch has the B unconsumed groups that started first. With
-rollout.stale=wait, a slow group delays its batch. With rollout.stale=mask or drop, a batch has the B unconsumed groups
-that finished first. With rollout.stale=mask, take() masks the tokens that are too old. With rollout.stale=drop, take()
-drops the groups that are too old. With each of the three values of rollout.stale, no trained token is more than
-max_head_offpolicyness versions old. The proof of this age bound is in staleness.py, and take() checks the age of each
-group. When a group is rejected, its place at the gate becomes free, and active_submit_and_wait draws a new task.
+**Which groups form a batch.** The key rollout.stale chooses one of three rules. With `wait`, a batch has the B
+unconsumed groups that started first, so a slow group delays its batch. With `mask` and `drop`, a batch has the B
+unconsumed groups that finished first: with `mask`, take() masks the tokens that are too old, and with `drop`, take()
+drops the groups that are too old. With each rule, no trained token is more than max_head_offpolicyness versions old.
+The proof of this age bound is in staleness.py, and take() checks the age of each group. When a group is rejected, its
+place at the gate becomes free, and active_submit_and_wait draws a new task.
 
 **Failure.** A task that returns None is rejected. A task that raises an exception is rejected and also counted as
 failed. The run stops if max_failures consecutive tasks raise an exception. The run also stops if a caller calls fail(),
@@ -38,7 +38,7 @@ wait_for_task returns belong to no batch, and the dispatcher does not check thei
 """
 
 import logging
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
@@ -48,6 +48,8 @@ from rollout.runner import AsyncTaskRunner, TimedResult
 from staleness import StalenessManager
 
 logger = logging.getLogger("nano_areal.dispatcher")
+
+REMEMBERED = 1_000_000  # number of rejected tasks whose ids are kept, so that memory stays bounded in a long run
 
 
 class ServerRestarted(Exception):
@@ -87,7 +89,7 @@ class DispatchState(Generic[TInput, TResult]):
     # Mutable state of the dispatcher:
     pending: OrderedDict[int, TInput] = field(default_factory=OrderedDict)  # submitted tasks that have not started
     order: OrderedDict[int, TResult | None] = field(default_factory=OrderedDict)  # task id -> result, None if running
-    rejected: deque[int] = field(default_factory=lambda: deque(maxlen=10_000))  # ids of rejected tasks
+    rejected: OrderedDict[int, None] = field(default_factory=OrderedDict)  # ids of the last REMEMBERED rejected tasks
     paused: bool = False
     failure: tuple[str, BaseException] | None = None  # message and cause of the stop; None while the run goes on
     interrupts: set[type[BaseException]] = field(default_factory=set)  # exceptions that the next waiting calls raise
@@ -167,7 +169,9 @@ class DispatchState(Generic[TInput, TResult]):
             self.trace("accept", task_id)
         else:
             del self.order[task_id]
-            self.rejected.append(task_id)
+            self.rejected[task_id] = None
+            if len(self.rejected) > REMEMBERED:
+                self.rejected.popitem(last=False)
             failed = result.error is not None and self.failure is None  # after a stop no task counts as failed
             self.manager.on_rollout_rejected(failed)
             if failed:
@@ -204,7 +208,7 @@ class DispatchState(Generic[TInput, TResult]):
         was never submitted, or if its result was already taken.
         """
         if task_id in self.rejected:
-            self.rejected.remove(task_id)
+            del self.rejected[task_id]
             return [None]
         if task_id not in self.pending and task_id not in self.order:
             raise ValueError(f"task {task_id} was never submitted, or its result was taken")

@@ -32,8 +32,9 @@ a class.
 continues after a crash, the open tasks without a finished group start again under their old ids (DataCursor,
 run/recover.py).
 
-**Evaluation.** `for_evaluation()` makes a second executor that uses the same engine and proxy. The second executor has
-no staleness gate, counts its task ids from 0, and may sample differently than training, for example greedily.
+**Evaluation.** `for_evaluation()` makes a second executor that uses the same engine and proxy. The gate of the second
+executor is so wide that it never closes. The second executor counts its task ids from 0, and may sample differently
+than training, for example greedily.
 
 **What is not promised.** On an executor with a gate, rollout_batch can wait for ever: if groups of earlier calls hold
 all places at the gate, no further group starts. For an evaluation, use the executor that for_evaluation() returns.
@@ -230,10 +231,21 @@ class WorkflowExecutor:
 
         The arguments after `data` are passed to `make_tasks`.
         """
+        return self.wait_for_each(self.submit_each(data, *args, **kwargs), [])
+
+    def submit_each(self, data: Iterable[Sample], *args: Any, **kwargs: Any) -> list[int]:
+        """Enqueue all prompts of `data`, and return their task ids. The arguments are those of `rollout_each`."""
         tasks = list(self.make_tasks(self._cursor.number(data), *args, **kwargs))
         for task in tasks:
             self.dispatcher.submit_task_input(task)
-        return [self.wait_for_task(task.task_id) for task in tasks]
+        return [task.task_id for task in tasks]
+
+    def wait_for_each(self, task_ids: list[int], groups: list[Trajectory | None]) -> list[Trajectory | None]:
+        """Wait for the tasks one after another, append each task's group, or None, to the list `groups`, and return
+        `groups`. After an interruption, a call with the same two lists waits for the other tasks."""
+        for task_id in task_ids[len(groups) :]:
+            groups.append(self.wait_for_task(task_id))
+        return groups
 
     def prepare_batch(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the next training batch, or None if a server was restarted (`until_restart`).
@@ -380,6 +392,9 @@ class WorkflowExecutor:
             scope = workflows.workflow_context.stat_scope()
             logger.warning("%s task %d failed: %r", scope, task.task_id, error, exc_info=error)
             raise
+        finally:
+            if not isinstance(task.workflow, workflows.GroupedRolloutWorkflow):  # a group counts its members itself
+                self._count_end()
         return group if accepted else None
 
     def _check(self, group: Trajectory, workflow: workflows.RolloutWorkflow) -> None:

@@ -393,20 +393,25 @@ async def _alone(episode: Coroutine[Any, Any, Any]) -> Any:
             task.cancel()
 
 
+def bypass_http_proxy(*hosts: str) -> dict[str, str]:
+    """Return the environment variables with which requests to `hosts` bypass any HTTP proxy that the environment
+    sets."""
+    listed = [*hosts, *os.environ.get("NO_PROXY", "").split(","), *os.environ.get("no_proxy", "").split(",")]
+    return dict.fromkeys(("NO_PROXY", "no_proxy"), ",".join(filter(None, dict.fromkeys(listed))))
+
+
 def run_agent(agent: Any, data: dict[str, Any], base_url: str, api_key: str, ours: bool = True) -> Any:
     """Run `agent.run` in a worker, with the session's URL and key in the environment. Return the rewards.
 
     If `ours` is true, the host of base_url belongs to this run, and requests to this host bypass any HTTP proxy that
     environment variables set.
     """
-    hosts = {*os.environ.get("NO_PROXY", "").split(","), urlsplit(base_url).hostname if ours else None}
-    no_proxy = ",".join(host for host in hosts if host)
+    own_host = urlsplit(base_url).hostname if ours else None
     os.environ |= {
         "OPENAI_BASE_URL": base_url,
         "OPENAI_API_KEY": api_key,
         "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),  # the Anthropic SDK appends /v1/messages to this URL
         "ANTHROPIC_API_KEY": api_key,
-        "NO_PROXY": no_proxy,
-        "no_proxy": no_proxy,
+        **bypass_http_proxy(own_host or ""),
     }
     return _runner().run(_alone(agent.run(data, base_url=base_url, api_key=api_key, http_client=None)))

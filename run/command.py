@@ -94,6 +94,9 @@ def interruptible(executor: Any, save: Callable[[], None]) -> Iterator[None]:
     except KeyboardInterrupt:
         save()
         raise
+    except BaseException:  # during the clean-up, Ctrl-C raises KeyboardInterrupt again
+        on_ctrl_c(signal.default_int_handler)
+        raise
     on_ctrl_c(signal.default_int_handler)
 
 
@@ -233,7 +236,8 @@ def main(train: Callable[[TrainConfig], None], argv: list[str] | None = None) ->
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     # If a shell starts a process in the background, the process ignores SIGINT until it sets a handler for SIGINT.
     on_ctrl_c(signal.default_int_handler)
-    config, code = None, 0
+    config: TrainConfig | None = None
+    code: Any = 0
     try:
         join_ranks()
         config = agree(lambda: load(sys.argv[1:] if argv is None else argv))
@@ -250,6 +254,8 @@ def main(train: Callable[[TrainConfig], None], argv: list[str] | None = None) ->
     except KeyboardInterrupt:
         print("interrupted; every process of the run has ended", file=sys.stderr)
         code = 130
+    except SystemExit as error:  # after SIGTERM, or if `agree` ends this rank
+        code = error.code
     except Exception as error:
         is_known = isinstance(error, (ConfigError, Differs, ProcessDied, Unhealthy))
         text = report(error, config.run_dir / "logs" / FAILURES) if config and not is_known else error

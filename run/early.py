@@ -25,20 +25,26 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from rollout.workers import bypass_http_proxy
 from run.keys import TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent
-# The environment variables of torchrun. With these variables, a child process would behave like a rank of the trainer.
-TORCHRUN = re.compile(r"TORCHELASTIC_\w+|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)")
+# A child process does not inherit these environment variables. With those of torchrun, it would behave like a rank of
+# the trainer. The others may break SGLang: its memory saver refuses the allocator's option expandable_segments, and
+# TORCH_DIST_USE_NCCL2 chooses another implementation of NCCL's process groups than inference/group.py.
+DROPPED = re.compile(
+    r"TORCHELASTIC_\w+|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)"
+    r"|PYTORCH_(CUDA_)?ALLOC_CONF|TORCH_DIST_USE_NCCL2"
+)
 waiting: dict[str, subprocess.Popen[bytes]] = {}  # for each module, the early process that waits for an order
 
 
 def environment(gpus: list[str]) -> dict[str, str]:
     """Return the environment variables of a child process that uses the GPUs `gpus`."""
-    inherited = {name: value for name, value in os.environ.items() if not TORCHRUN.fullmatch(name)}
+    inherited = {name: value for name, value in os.environ.items() if not DROPPED.fullmatch(name)}
     ours = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
     ours["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return inherited | ours
+    return inherited | ours | bypass_http_proxy("127.0.0.1", "localhost")  # SGLang sends a request to itself
 
 
 def spawn(command: list[str], output: Any, variables: dict[str, str]) -> subprocess.Popen[bytes]:

@@ -13,12 +13,11 @@ that fail or are rejected.
 """
 
 import asyncio
-import functools
 import json
 import logging
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import fmean, stdev
 from typing import Any
 
@@ -59,16 +58,23 @@ def describe(rewards: Sequence[float | None], inputs: Inputs) -> dict[str, float
     }
 
 
-def evaluate(executor: WorkflowExecutor, inputs: Inputs) -> Any:
-    """Run one episode per validation prompt and return the statistics. `executor` must have no staleness gate.
+def start_evaluation(executor: WorkflowExecutor, inputs: Inputs) -> Callable[[], Any]:
+    """Start one episode per validation prompt. Return a function that waits for the episodes and returns the
+    statistics. `executor` must have no staleness gate.
 
-    If an episode has several rows, the reward of the last row is the episode's reward. The result is None if an
-    inference server died and was restarted during the evaluation (WorkflowExecutor.until_restart).
+    If an episode has several rows, the reward of the last row is the episode's reward. If an inference server died and
+    was restarted, the returned function returns None. The caller must then push the current weights and call the
+    function again (WorkflowExecutor.until_restart).
     """
-    run_all = functools.partial(executor.rollout_each, inputs.validation, inputs.evaluated, group_size=1, is_eval=True)
-    if (groups := executor.until_restart(run_all)) is None:
-        return None
-    return describe([None if group is None else group["rewards"][-1].item() for group in groups], inputs)
+    tasks = executor.submit_each(inputs.validation, inputs.evaluated, group_size=1, is_eval=True)
+    groups: list[Any] = []
+
+    def finish() -> dict[str, Any] | None:
+        if executor.until_restart(lambda: executor.wait_for_each(tasks, groups)) is None:
+            return None
+        return describe([None if group is None else group["rewards"][-1].item() for group in groups], inputs)
+
+    return finish
 
 
 def evaluate_endpoint(config: TrainConfig, inputs: Inputs) -> dict[str, float | None]:
@@ -123,7 +129,7 @@ def evaluate_run(run: Run) -> None:
         statistics = evaluate_endpoint(run.config, run.inputs)
     else:
         _, executor = start_rollout(run, start_processes(run))
-        statistics = evaluate(executor, run.inputs)
+        statistics = start_evaluation(executor, run.inputs)()
     (run.config.run_dir / "eval.json").write_text(json.dumps(statistics))
     if statistics["eval_episodes"] == statistics["eval_rejected"]:
         raise RuntimeError("no episode of the evaluation has a reward: look for logged failures, or return a reward")

@@ -66,8 +66,11 @@ def plan_servers(config: TrainConfig, gpus: list[str], ranks: int) -> list[Plann
         raise ConfigError("server.release_memory only costs time if no server shares a GPU with the trainer: omit it")
     share = server.mem_fraction or (0.6 if shared else 0.85)
     command, keys = server_command(config, share if gpus else None), (config.rollout.server_key,)
+    # SGLang computes the logprobs of a prompt or of an interrupted answer in chunks. Each chunk takes up to three
+    # float32 matrices of (tokens, vocabulary), which are 3.5 GiB for the default of 2,048 tokens and a model of Qwen.
+    variables = {"SGLANG_LOGPROB_CHUNK_SIZE": "256"} if gpus else {}
     # By default SGLang exits if one of its GPUs has much less free memory than another of its GPUs.
-    variables = {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0"} if gpus and shared else {}
+    variables |= {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0"} if gpus and shared else {}
     ports = [server.port + k if server.port else 0 for k in range(server.count)]
     return [
         Planned(f"server-{k}", command, pool[k * tp : (k + 1) * tp], port, keys, variables)
@@ -98,6 +101,8 @@ def server_command(config: TrainConfig, mem_fraction: float | None) -> list[str]
         check_sglang()
     command = shlex.split(server.command) or [sys.executable, "-m", "sglang.launch_server"]
     options |= {"--tp-size": server.tp_size, "--random-seed": config.seed, "--mem-fraction-static": mem_fraction}
+    # By default SGLang computes with a model in float32 in float16, whose numbers are at most 65,504.
+    options["--dtype"] = "bfloat16" if mem_fraction else None
     flags = {"--enable-fp32-lm-head": server.fp32_head, "--enable-memory-saver": server.release_memory}
     leash = [sys.executable, str(ROOT / "run" / "leash.py"), "--api-key"]
     return [*leash, *command, *words(options), *[f for f, on in flags.items() if on and mem_fraction], *server.args]
@@ -192,6 +197,10 @@ def check_update_mode(config: TrainConfig, planned: list[Planned], gpus: list[st
     if mode == "tensor" and away:
         remedy = f"set weight_update.mode={'disk' if is_shared else 'distributed'}"
         raise ConfigError(f"weight_update.mode=tensor: {away[0]} does not use GPU {gpus[0]}, as rank 0 does: {remedy}")
+    allocator = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get("PYTORCH_ALLOC_CONF", "")
+    if mode == "tensor" and on_gpus and "expandable_segments:true" in allocator.lower():
+        remedy = "unset PYTORCH_CUDA_ALLOC_CONF and PYTORCH_ALLOC_CONF, or set weight_update.mode=disk"
+        raise ConfigError(f"weight_update.mode=tensor: a server may not read memory of expandable segments: {remedy}")
     if mode == "distributed" and on_gpus and config.server.command:
         show = [shlex.split(config.server.command)[0], "-c", "import torch; print(torch.cuda.nccl.version())"]
         theirs = subprocess.run(show, capture_output=True, text=True).stdout.strip()

@@ -102,6 +102,8 @@ RAISED_BY = {
     "a wrong key is reported before the slow imports": 4,
     "a single answer needs no task of its own": 10,
     "no telemetry in the web framework": 1,
+    "an evaluation that a restart interrupts, Ctrl-C after an error, the last lines after SIGTERM": 20,
+    "environment variables that break SGLang": 11,
 }
 
 

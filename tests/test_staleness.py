@@ -331,8 +331,9 @@ def test_order_of_start_keeps_the_bound():
     assert largest_age(eta=1, batch=2, late=5, in_order_of_start=True) == 1
 
 
-def test_rejections_are_not_remembered_for_ever():
+def test_rejections_are_not_remembered_for_ever(monkeypatch):
     """The dispatcher keeps the ids of only the newest rejected tasks, so its memory stays bounded in a long run."""
+    monkeypatch.setattr("rollout.dispatcher.REMEMBERED", 10_000)
     state = make_state(make_manager(eta=0, batch=100))
     for task_id in range(10_009):
         state.enqueue(Prompt(task_id))

@@ -227,7 +227,7 @@ def test_ctrl_c(tmp_path: Path) -> None:
 @pytest.mark.runs
 def test_sigterm_of_2000_tasks(tmp_path: Path) -> None:
     """SIGTERM ends a run that has 2,000 tasks in flight. After SIGTERM the run prints at most three short lines and no
-    warning of the doctor. No process is left behind."""
+    warning of the doctor. The last line is the command that continues the run. No process is left behind."""
     words = ["max_steps=10000", "rollout.max_concurrent_rollouts=2000", "rollout.max_head_offpolicyness=400"]
     words += ["gconfig.n_samples=2"]  # 2,000 groups have 4,000 episodes, which the limit of open files allows
     words += ["workflow=walkers.FirstBatchAgent"]  # no task after the first batch ends before SIGTERM
@@ -237,6 +237,7 @@ def test_sigterm_of_2000_tasks(tmp_path: Path) -> None:
     assert process.returncode == 143
     last = [line for line in lines if not line.startswith("step ")]
     assert len(last) <= 3, last
+    assert last[-1].startswith("to go on from the checkpoint of step "), last
     assert all(len(line) < 300 and "doctor" not in line for line in last), last
     events = json.loads((tmp_path / "e/t/trace.json").read_text())
     ended = sum(event["name"] in ("accept", "reject", "fail") for event in events)

@@ -301,7 +301,7 @@ class FSDPPPOActor(FSDPEngine):
 
         In standard PPO one old policy is both pi_prox and pi_behav, so the key of its log-probabilities is returned
         twice. With prox_logp_method=loglinear the batch does not contain log pi_prox, because `piece_loss` guesses it.
-        In place of the missing key, the key of log pi_behav is returned.
+        In place of the missing key, the key of log pi_behav is returned, and `piece_loss` does not use its values.
         """
         if self.config.use_decoupled_loss:
             return "logprobs" if self.config.prox_logp_method == "loglinear" else "prox_logp", "logprobs"

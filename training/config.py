@@ -77,7 +77,7 @@ class PPOActorConfig:
     reject_max_k2: Positive | None = None  # drop a row if a token's (log behaviour weight)^2 / 2 is above this number
     reject_veto: Annotated[float, "(0, 1)"] | None = None  # drop rows in which a behaviour weight is below this number
     ess_lr_power: NonNegative = 0.0  # lr is multiplied by behave_ess^ess_lr_power (VCPO: 0.5 for AdamW); 0: no change
-    mask_truncated: bool = False  # true: do not train on a turn that reached its token limit
+    mask_truncated: bool = False  # true: do not train on a row's last turn if it reached its token limit
     loss_aggregation: Literal["token", "sequence", "constant"] = "token"  # how the loss averages over tokens (ppo.py)
     max_new_tokens: Count | None = None  # token limit that loss and length penalty use; default: gconfig.max_new_tokens
     entropy_coeff: NonNegative = 0.0  # weight of the entropy bonus in the loss; 0: no bonus

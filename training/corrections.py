@@ -34,7 +34,7 @@ gradient of ESS tokens with equal weights. VCPO (`ess_lr_power=0.5`) multiplies 
 where M is the number of tokens. VCPO scales the learning rate and not the gradient, because AdamW normalises gradients.
 
 **Truncated answers.** An answer that was cut at its token limit might have succeeded with more tokens, so its reward is
-unknown. `without_truncated` removes truncated turns from the loss and from every baseline.
+unknown. `without_truncated` removes a row's last turn, if it was cut, from the loss and from every baseline.
 
 Sources: IcePop (arXiv 2510.18855), GSPO (2507.18071), CISPO (2506.13585), VCPO (2602.17616, with one weight for each
 row), DAPO (2503.14476, for truncated answers), and verl's pages on rollout correction for the tests that reject rows.

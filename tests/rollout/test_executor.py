@@ -301,6 +301,14 @@ def test_submit_and_wait(make: Make) -> None:
     assert executor.stats.accepted == 3
 
 
+@pytest.mark.parametrize("group_size", [1, 2])
+def test_the_live_table_counts_every_episode(make: Make, group_size: int) -> None:
+    """`ended` counts the episodes that have ended, whether a prompt has one episode or a group of episodes."""
+    executor = make(config={"consumer_batch_size": 8})
+    executor.rollout_batch(SAMPLES, Echo(rejects=(1,)), group_size=group_size)
+    assert executor.ended == 5 * group_size
+
+
 def test_rollout_batch_keeps_the_order_of_the_data(make: Make) -> None:
     """rollout_batch returns the accepted groups in the order of the prompts, and raises an error if no group was
     accepted."""

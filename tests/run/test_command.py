@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from conftest import ROOT
 from torch.distributed.checkpoint import CheckpointException, FileSystemWriter
 
-from run.command import open_run
+from run.command import interruptible, open_run
 from run.config import load
 from run.recover import unwrapped
 
@@ -72,6 +72,19 @@ def test_a_second_ctrl_c_ends_at_once() -> None:
     assert done.returncode == 130
     assert done.stdout == "first\ngoes on\n"
     assert done.stderr.strip() == ""
+
+
+def test_ctrl_c_after_a_failed_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a run trains, Ctrl-C lets the current step end. If a step has failed, Ctrl-C interrupts the clean-up."""
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 1)
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(RuntimeError, match="a step failed"), interruptible(None, lambda: None):
+            raise RuntimeError("a step failed")
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class InterruptedWriter(FileSystemWriter):

@@ -57,6 +57,27 @@ def test_a_child_does_not_inherit_torchruns_variables(tmp_path: Path, monkeypatc
     assert (seen["LOCAL_SCRATCH"], seen["LOCAL_CHECK"]) == ("/scratch", "0")
 
 
+def test_a_child_reaches_this_machine_without_the_http_proxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A child process does not use an HTTP proxy for this machine, and does not inherit settings of torch's allocator.
+
+    SGLang sends a request to its own address when it starts, and ends if the request fails. SGLang's memory saver
+    refuses expandable segments.
+    """
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # no server listens at this port
+    monkeypatch.setenv("NO_PROXY", "intern")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    bypassed = "[bool(u.proxy_bypass(host)) for host in ('127.0.0.1:1', 'intern', 'example.org')]"
+    show = f"import json, os, urllib.request as u; print(json.dumps([{bypassed}, [*os.environ]]))"
+    fleet = Fleet(tmp_path)
+    child = fleet.start(Planned("server-0", python(show)))
+    child.process.wait(timeout=30)
+    fleet.close()
+    bypasses, names = json.loads(child.log.read_text())
+    assert bypasses == [True, True, False]
+    assert "HTTP_PROXY" in names
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in names
+
+
 def test_agents_requests_are_as_patient_as_configured(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The proxy's command line contains three settings for the proxy's engine: rollout.request_timeout,
     rollout.request_retries, and whether servers are started again."""

@@ -92,7 +92,8 @@ def test_the_command_of_sglang() -> None:
     assert "run/leash.py --api-key PY -m it --model-path DIR --weight-version 0" in text
     assert "--mem-fraction-static 0.85" in text
     assert text.endswith("--tool-call-parser qwen")
-    assert split.variables == {}
+    assert "--dtype bfloat16" in text
+    assert split.variables == {"SGLANG_LOGPROB_CHUNK_SIZE": "256"}
     [shared] = plan_servers(config("DIR", *given), ["0"], 1)
     assert "--mem-fraction-static 0.6" in " ".join(shared.command)
 
@@ -103,7 +104,7 @@ def test_a_server_may_share_only_some_of_its_gpus() -> None:
     environment variable that turns this check off."""
     [server] = plan_servers(config("DIR", *SGLANG, "server.tp_size=2"), ["0", "1"], 1)
     assert server.gpus == ["0", "1"]
-    assert server.variables == {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0"}
+    assert server.variables["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] == "0"
 
 
 def test_a_server_that_releases_its_memory() -> None:
@@ -190,6 +191,17 @@ def test_a_mode_of_the_update_that_the_gpus_rule_out_is_refused(
     given.server.command = given.server.command.replace("PY", make_python(tmp_path, "(2, 27, 5)"))
     with pytest.raises(ConfigError, match=says) if says else nullcontext():
         check_update_mode(given, plan_servers(given, names, ranks), names)
+
+
+@pytest.mark.parametrize("mode", ["tensor", "disk"])
+def test_a_server_cannot_read_expandable_segments(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In mode tensor, a server opens memory of the trainer. If the allocator uses expandable segments, the kernel often
+    forbids this, because the server is a child process of the trainer. The plan then refuses the mode tensor."""
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    given = config("DIR", *SGLANG, f"weight_update.mode={mode}")
+    refused = pytest.raises(ConfigError, match="unset PYTORCH_CUDA_ALLOC_CONF")
+    with refused if mode == "tensor" else nullcontext():
+        check_update_mode(given, plan_servers(given, ["0"], 1), ["0"])
 
 
 @pytest.mark.parametrize(
