@@ -88,7 +88,10 @@ def read_vocab_size(model_path: str | None) -> int | None:
 
 @dataclass(eq=False)
 class RemoteInfEngine:
-    """The client of all inference servers of a run. Raises ValueError if the addresses or the pause mode are wrong."""
+    """The client of all inference servers of a run. Raises ValueError if the addresses or the pause mode are wrong.
+
+    A run uses the subclass ScheduledEngine (run/schedule.py), which also records each call.
+    """
 
     addresses: list[str]  # base URLs of the servers, or of routers in front of them
     pause_mode: str = "retract"  # `retract`, `abort` or `in_place`; `initialize` may replace it by `abort`
@@ -298,7 +301,8 @@ class RemoteInfEngine:
         """Start no more rollouts, and pause every server. After a call of `pause` it is safe to change the weights.
 
         If `wait_for_servers` is true, the method waits while all servers are lost. If the executor stops the run while
-        the method waits, the method raises RuntimeError.
+        the method waits, the method raises RuntimeError. Only this method waits: if the last server is lost later in a
+        weight update, `update_weights` raises EngineError.
         """
         if self._memory_released:
             return

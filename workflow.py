@@ -227,7 +227,7 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
         results = await asyncio.gather(*members, return_exceptions=True)
         failures = [result for result in results if isinstance(result, BaseException)]
         all_failed = len(failures) == self.group_size
-        for failure in failures[all_failed:]:  # if all members failed, the first failure is not logged but raised
+        for failure in failures[1:] if all_failed else failures:  # if all failed, the first failure is raised below
             logger.warning("task %s: a member of the group failed", _context.get().task_id, exc_info=failure)
         if all_failed:
             raise failures[0]

@@ -127,8 +127,8 @@ class DispatchState(Generic[TInput, TResult]):
         finished first are consumed first.
         """
         finished = [(task_id, data) for task_id, data in self.order.items() if data is not None]
-        turn = islice(self.order.items(), count) if self.stale == "wait" else finished[:count]
-        batch = {task_id: data for task_id, data in turn if data is not None}
+        chosen = islice(self.order.items(), count) if self.stale == "wait" else finished[:count]
+        batch = {task_id: data for task_id, data in chosen if data is not None}
         return batch if len(batch) == count else {}
 
     def trainable(self, data: TResult) -> TResult | None:
