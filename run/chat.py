@@ -2,16 +2,17 @@
 
     python -m run.chat runs/guess/NAME
 
-The command starts the small inference server with the run's newest checkpoint, and reads messages from the standard
-input until the input ends (Ctrl-D). Each request to the server contains the whole conversation so far. An empty line
-begins a new conversation. The server answers at temperature 0. The demo's model guesses a number that the user thinks
-of. Think of a number from 1 to 6, and type `guess a number`. Then answer each guess with `higher` or `lower`.
+The command starts the small inference server with the newest model in the run's folder checkpoints/, and reads messages
+from the standard input until the input ends (Ctrl-D). Each request to the server contains the whole conversation so
+far. An empty line begins a new conversation. The server answers at temperature 0. The demo's model guesses a number
+that the user thinks of. Think of a number from 1 to 6, and type `guess a number`. Then answer each guess with `higher`
+or `lower`.
 """
 
 import secrets
 import sys
 import tempfile
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,10 @@ def main(words: list[str]) -> int:
         config: Any = OmegaConf.load(folder / "config.yaml")
         step, model = max(folders_of_steps(folder / "checkpoints").items())
     except (OSError, ValueError):
-        print(f"error: no model in {folder.resolve()}; give the folder of a run that has checkpoints", file=sys.stderr)
+        hint = (
+            "give the folder of a run that has checkpoints: a run writes them at its end, or every saver.interval steps"
+        )
+        print(f"error: no model in {folder.resolve()}; {hint}", file=sys.stderr)
         return 2
     hint = " To play the demo, type: guess a number" if config.get("task") == "tasks.guess" else ""
     print(f"the model of step {step}; an empty line begins a new conversation, Ctrl-D ends.{hint}", flush=True)
@@ -63,4 +67,5 @@ def main(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    with suppress(KeyboardInterrupt):
+        sys.exit(main(sys.argv[1:]))

@@ -51,16 +51,10 @@ from run.replay import Differs, check_replay
 from run.report import write_report
 from run.serve import collect_garbage_rarely
 from run.start import Run
-from run.terminal import before_results, hush
+from run.terminal import before_results, end_at_once, hush
 from training.ranks import join_ranks, leave_ranks, share
 
 FAILURES = "failures.log"  # file with the tracebacks of a run, in the run's folder logs/
-
-
-def end_at_once(*_: Any) -> None:
-    """End this process at once, without a traceback and without any clean-up."""
-    os.write(2, b"\x1b[?25h\n" if os.isatty(2) else b"\n")  # show the cursor, which the live table hides
-    os._exit(130)
 
 
 def on_ctrl_c(act: Callable[..., Any]) -> None:
@@ -160,8 +154,15 @@ def open_run(config: TrainConfig, *agent: Any) -> Iterator[Run]:
         loaded: list[Any] = []  # on rank 0, this list holds the result of `read_run`
 
         def read() -> TrainConfig:
+            is_named = config.trial_name != "auto"
             loaded.append(read_run(config, *agent))
-            stack.enter_context(claim(config.run_dir))
+            try:
+                stack.enter_context(claim(config.run_dir))
+            except ConfigError:
+                if is_named:
+                    raise
+                config.trial_name += f"-{os.getpid()}"  # another run has started in the same second
+                stack.enter_context(claim(config.run_dir))
             return config
 
         config = agree(read)
@@ -183,7 +184,8 @@ def open_run(config: TrainConfig, *agent: Any) -> Iterator[Run]:
         try:
             yield Run(config, inputs, servers, fleet, trace, stack)
         except BaseException as error:
-            trace.mark("end", error=repr(error))
+            if not isinstance(error, ConfigError):  # the report of an earlier start keeps its end
+                trace.mark("end", error=repr(error))
             # If the doctor's thread has stopped the rollout, `error.__cause__` is an Unhealthy.
             if isinstance(error.__cause__, Unhealthy):
                 raise error.__cause__ from None
@@ -215,6 +217,11 @@ def start_logger(run: Run, executor: Any, step: int) -> Logger | None:
     logger.doctor.watch(executor, run.stack)
     if logger.tracker:
         run.stack.callback(logger.tracker.finish)
+    if step >= (last := run.config.replay_until or run.config.max_steps):
+        print(
+            f"nothing is left to train: step {step} is done, and the last step is {last}; raise max_steps", flush=True
+        )
+        return logger
     record(run.config)
     if step:
         print(f"continuing after step {step} of {run.config.run_dir}\n", flush=True)
@@ -258,9 +265,10 @@ def main(train: Callable[[TrainConfig], None], argv: list[str] | None = None) ->
         code = error.code
     except Exception as error:
         is_known = isinstance(error, (ConfigError, Differs, ProcessDied, Unhealthy))
-        text = report(error, config.run_dir / "logs" / FAILURES) if config and not is_known else error
+        is_known |= not config or config.dry_run
+        text = error if is_known or not config else report(error, config.run_dir / "logs" / FAILURES)
         print(f"error: {text}", file=sys.stderr)
         code = 2 if isinstance(error, ConfigError) else 1
-    if code not in (0, 2) and config and not config.replay and dist.get_rank() == 0:
+    if code not in (0, 2) and config and not (config.replay or config.dry_run) and dist.get_rank() == 0:
         say_how_to_go_on(config)
     return code

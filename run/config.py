@@ -120,13 +120,16 @@ def set_keys(config: DictConfig, given: Any, source: str) -> dict[str, str]:
     An unmet condition raises no error, because a later recipe can still fulfil it. Raises ConfigError for an unknown
     key, and the message suggests the nearest known key.
     """
+    if not isinstance(given, DictConfig):
+        raise ConfigError(f"{source}: lines of the form `key: value` are needed")
     given.pop("revision", None)  # `revision` in a run's config.yaml is the git commit, not a key
-    known, names = [key.name for key in list_keys()], []
+    known, names = {key.name: key.default for key in list_keys()}, []
     for name, value in flatten(OmegaConf.to_container(given)).items():
         names.append(name := ALIASES.get(name, name))
         if name not in known:
             last = name.rpartition(".")[2]
-            near = [SYNONYMS[last]] if last in SYNONYMS else [key for key in known if key.rpartition(".")[2] == last]
+            near = [SYNONYMS[last]] if last in SYNONYMS else difflib.get_close_matches(name, known, n=1, cutoff=0.9)
+            near = near or [key for key in known if key.startswith(f"{name}.") or key.rpartition(".")[2] == last]
             near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]!r}?" if near else "`python train.py --help` lists the keys."
             raise ConfigError(f"unknown key {name!r} in {source}; {hint}")
@@ -134,6 +137,8 @@ def set_keys(config: DictConfig, given: Any, source: str) -> dict[str, str]:
             value = "off"  # YAML parses the word `off` as false
         if name == "rollout.stale" and isinstance(value, bool):
             value = "drop" if value else "wait"  # `rollout.drop_stale` is another name of this key
+        if isinstance(value, str) and isinstance(known[name], list):
+            value = [value]  # a list with one item needs no brackets
         OmegaConf.update(config, name, value)
     return without_effect(config, names)
 
@@ -226,10 +231,13 @@ def load(argv: list[str]) -> TrainConfig:
     parser.add_argument("--replay-until", type=int, metavar="N", help="with --replay: end after step N")
     parser.add_argument("words", nargs="*", metavar="key=value", help="a key and its value, which win over the recipes")
     args = parser.parse_intermixed_args(argv)
+    if args.replay_until and not args.replay:
+        parser.error("--replay-until needs --replay")
     if bare := [word for word in args.words if "=" not in word]:
         parser.error(f"cannot read {bare[0]!r}")
     paths = ([args.replay / "config.yaml"] if args.replay else []) + (args.config or ([] if args.replay else [DEMO]))
-    recipes = [p if p.is_file() or p.suffix else DEMO.parent / f"{p}.yaml" for p in paths]
+    named = [DEMO.parent / (p if p.suffix else f"{p}.yaml") for p in paths]  # the recipes in configs/ of these names
+    recipes = [p if p.is_file() or (p.suffix and not own.is_file()) else own for p, own in zip(paths, named)]
     if missing := [recipe for recipe in recipes if not recipe.is_file()]:
         raise ConfigError(f"no recipe at {missing[0]}; configs/ holds the recipes of the project")
     merged, idle, source = OmegaConf.structured(TrainConfig), dict[str, str](), ""
@@ -244,7 +252,8 @@ def load(argv: list[str]) -> TrainConfig:
         config: Any = OmegaConf.to_object(merged)
     except (OmegaConfBaseException, YAMLError) as error:
         where = getattr(error, "full_key", None) or source
-        raise ConfigError(f"{where}: {str(error).splitlines()[0]}") from error
+        text = str(error) if isinstance(error, YAMLError) else str(error).splitlines()[0]
+        raise ConfigError(f"{where}: {' '.join(text.split())}") from error
     for name, need in without_effect(config, [] if args.replay else list(idle)).items():
         raise ConfigError(f"{name}={attrgetter(name)(config)} has no effect here: omit it, or set {need}")
     resolve(config)

@@ -6,9 +6,8 @@ its text and its place:
 
     failed: KeyError: 'answer', in run (my_agent.py:12); traceback: runs/guess/one/logs/failures.log
 
-Two exceptions count as one failure if their descriptions differ only in digits, because most numbers in descriptions
-are ids and sizes. At the end of the run, one line for each of the five most frequent failures says how often the
-failure occurred.
+Two exceptions count as one failure if their descriptions differ only in numbers and ids. At the end of the run, one
+line for each of the five most frequent failures says how often the failure occurred.
 """
 
 import contextlib
@@ -23,13 +22,14 @@ from rollout.runner import own_frames
 
 LOGGER = logging.getLogger("nano_areal")  # the parent of the loggers of all modules
 DISK = "make room on the disk, raise the limit of file sizes (ulimit -f), or take another disk with fileroot=FOLDER"
+NUMBERS = re.compile(r"(?<=/)[\w-]{20,}(?=/)|[0-9a-f]{16,}|\d+")  # the ids of sessions and calls, and all numbers
 ADVICE = (  # in each row: a text that a failure's description may contain, and the advice for the user
     ("finite", "make the agent or the reward function return a finite number for every answer"),
     ("too long", "shorten the prompts, or take a model with a longer context"),
     # If the disk is full, the error of a checkpoint says only "was not written", because torch hides the disk's error.
     *((words, DISK) for words in ("No space left", "File too large", "was not written")),
     ("KeyError", "if this key is a column of the data, add the column to the data, or correct the named line"),
-    ("", "correct the named line; the traceback shows how the program got there"),
+    ("", "correct the named line, or the code that gave it its values; the traceback shows how the program got there"),
 )
 
 
@@ -68,7 +68,7 @@ class Failures(logging.Handler):
         if error is None:
             print(record.getMessage(), file=sys.stderr, flush=True)
             return
-        kind = re.sub(r"\d+", "N", describe(error))
+        kind = NUMBERS.sub("N", describe(error))
         self.counts[kind] += 1
         if self.counts[kind] == 1:
             record_traceback(error, self.log)

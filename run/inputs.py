@@ -100,7 +100,8 @@ def try_sample(config: TrainConfig, sample: dict[str, Any], tokenizer: Any, work
             shape = AutoConfig.from_pretrained(str(config.model_path)).get_text_config()
             if tokens >= (context := getattr(shape, "max_position_embeddings", tokens + 1)):
                 raise ValueError(f"the prompt has {tokens} tokens, and the context of the model {context}")
-        elif not isinstance(workflow, workflows.RolloutWorkflow):
+    if not isinstance(workflow, workflows.RolloutWorkflow):
+        with one_line(f"{type(workflow).__name__}.run must have the parameters (self, data, **extra_kwargs)"):
             inspect.signature(workflow.run).bind(sample, base_url="", api_key="", http_client=None)
 
 
@@ -146,6 +147,8 @@ def load_dataset(path: str | None, task: Any, split: str) -> list[dict]:
     where = path or task.__name__
     if where.endswith(".jsonl"):
         samples = read_jsonl(Path(where))
+    elif "/" in where:
+        raise ConfigError(f"the dataset {where}: the path of a .jsonl file, or module.function, is needed")
     else:
         with one_line(f"the dataset of {where}"):
             samples = workflows.import_string(path)() if path else task.dataset(split)

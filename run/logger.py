@@ -212,7 +212,7 @@ class Logger:
         self.words: dict[int, str] = {}  # the text of each token id that was in a batch
         self.report_s = 0.0  # number of seconds spent on reports
         self.tracker = track(config) if config.logger.tracker else None
-        self.live = terminal.show(self._screen) if config.logger.live and terminal.is_terminal else nullcontext()
+        self.live = terminal.show(self._screen) if config.logger.live and terminal.is_live else nullcontext()
 
     def log(self, batch: dict[str, Tensor], metrics: dict[str, Any]) -> None:
         """Write one step's batch and metrics, and print the metrics.

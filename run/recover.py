@@ -57,7 +57,7 @@ from safetensors.torch import load_file, save
 from torch.distributed.checkpoint import CheckpointException
 
 from rollout.trajectory import Trajectory, complete, tail_version
-from run.config import ConfigError
+from run.config import ConfigError, one_line
 from training.ranks import second_group, share
 
 PARTIAL = ".partial"  # suffix of a file that is being written
@@ -74,10 +74,12 @@ def claim(run_dir: Path) -> TextIO:
     """Lock the run's folder for this process. The lock is held until the returned file is closed.
 
     The kernel releases the lock when the process ends, even after a kill. Raises ConfigError if another process holds
-    the lock. On a file system without locks, a second process can write to the folder.
+    the lock, or if the folder cannot be written. On a file system without locks, a second process can write to the
+    folder.
     """
-    run_dir.mkdir(parents=True, exist_ok=True)
-    lock = (run_dir / "lock").open("w")
+    with one_line(f"fileroot: cannot write to {run_dir}"):
+        run_dir.mkdir(parents=True, exist_ok=True)
+        lock = (run_dir / "lock").open("w")
     os.register_at_fork(after_in_child=lock.close)  # a forked child must not hold the lock
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -5,6 +5,7 @@ inference server, which answers with the trained policy at temperature 0.
 """
 
 import asyncio
+import shlex
 from collections import Counter
 from functools import partial
 from statistics import fmean
@@ -48,5 +49,5 @@ def summarise(logger: Logger, task: Any) -> None:
         print(f"the best model by evaluation is that of step {best}: {folder / 'checkpoints' / f'step{best:05d}'}")
     print(f"{len(history)} steps in {history[-1]['wall_s']:.0f} s; everything is in {folder}")
     print(f"look at the run in a browser: {folder / 'report.html'}")
-    print(f"talk to the model: python -m run.chat {folder}")
+    print(f"talk to the model: python -m run.chat {shlex.quote(str(folder))}")
     print(f"evaluate the model: the command of this run with mode=eval model_path={model}", flush=True)

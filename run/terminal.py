@@ -16,6 +16,7 @@ train.py imports this module before torch, so this module imports only modules t
 import atexit
 import gc
 import os
+import signal
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack, redirect_stdout
@@ -55,10 +56,21 @@ class Terminal(Console):
         live._lock = self._lock  # the display and the console share a lock, because two locks could cause a deadlock
         return live
 
+    @property
+    def is_live(self) -> bool:
+        """Whether the output goes to a terminal that can overwrite its lines."""
+        return self.is_terminal and not self.is_dumb_terminal
+
 
 terminal = Terminal()
 clock = terminal.show(lambda: f"{monotonic() - BEGIN:.0f} s since start", transient=True)
 before_results = ExitStack()  # closing this stack ends the clock and lets the run print its output
+
+
+def end_at_once(*_: Any) -> None:
+    """End this process at once, without a traceback and without any clean-up."""
+    os.write(2, b"\x1b[?25h\n" if os.isatty(2) else b"\n")  # show the cursor, which the live table hides
+    os._exit(130)
 
 
 def greet(words: list[str]) -> None:
@@ -67,6 +79,7 @@ def greet(words: list[str]) -> None:
     If `load` accepts the command line, start the early processes (run/early.py). If `load` refuses the command line,
     print the error and end this process. Under torchrun, train.py does so later, together on all ranks.
     """
+    signal.signal(signal.SIGINT, end_at_once)  # run/command.py replaces this handler after the imports
     gc.disable()  # else garbage collection takes a fifth of the imports' time; run/command.py turns it on again
     is_first = os.environ.get("RANK", "0") == "0"
     if {"-h", "--help"} & {*words}:
@@ -84,7 +97,7 @@ def greet(words: list[str]) -> None:
         return
     if "--dry-run" not in words:
         print("nano-areal: importing torch and transformers", flush=True)
-    if terminal.is_terminal:
+    if terminal.is_live:
         clock.start()
         before_results.callback(clock.stop)  # `clock.stop` removes the clock and shows the cursor
         atexit.register(before_results.close)  # `close` removes the clock if an error ends the process

@@ -104,6 +104,7 @@ RAISED_BY = {
     "no telemetry in the web framework": 1,
     "an evaluation that a restart interrupts, Ctrl-C after an error, the last lines after SIGTERM": 20,
     "environment variables that break SGLang": 11,
+    "errors and last lines that a new user found unclear": 36,
 }
 
 

@@ -192,7 +192,8 @@ def test_talk_to_the_trained_model(guess_run) -> None:
 
 @pytest.mark.runs
 def test_a_refused_restart_changes_nothing(guess_run, tmp_path: Path) -> None:
-    """If a run cannot continue because its metrics.jsonl lacks lines, its config.yaml is not changed."""
+    """If a run cannot continue because its metrics.jsonl lacks lines, its config.yaml is not changed. Its report does
+    not say that the run ended early."""
     shutil.copytree(guess_run(0)[0], tmp_path, dirs_exist_ok=True)
     folder = tmp_path / "e" / "t"
     before = (folder / "config.yaml").read_text()
@@ -202,6 +203,20 @@ def test_a_refused_restart_changes_nothing(guess_run, tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "does not hold steps 1 to 5" in done.stderr
     assert (folder / "config.yaml").read_text() == before
+    assert "ConfigError" not in (folder / "report.html").read_text()
+
+
+@pytest.mark.runs
+def test_a_finished_run_stays_as_it_is(guess_run, tmp_path: Path) -> None:
+    """If a run has trained its last step, a second start says so, and does not change the run's config.yaml."""
+    shutil.copytree(guess_run(0)[0], tmp_path, dirs_exist_ok=True)
+    config = tmp_path / "e" / "t" / "config.yaml"
+    before = config.read_text()
+    words = command(tmp_path, *SMALL_GUESS, "max_steps=5", "rollout.max_head_offpolicyness=0", "actor.eps_clip=0.3")
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0
+    assert "nothing is left to train: step 5 is done, and the last step is 5; raise max_steps" in done.stdout
+    assert config.read_text() == before
 
 
 def test_ctrl_c(tmp_path: Path) -> None:
@@ -226,19 +241,19 @@ def test_ctrl_c(tmp_path: Path) -> None:
 
 @pytest.mark.runs
 def test_sigterm_of_2000_tasks(tmp_path: Path) -> None:
-    """SIGTERM ends a run that has 2,000 tasks in flight. After SIGTERM the run prints at most three short lines and no
-    warning of the doctor. The last line is the command that continues the run. No process is left behind."""
+    """SIGTERM ends a run that has 2,000 tasks in flight. After SIGTERM the run prints at most three lines and no warning
+    of the doctor. The last line is the command that continues the run. No process is left behind."""
     words = ["max_steps=10000", "rollout.max_concurrent_rollouts=2000", "rollout.max_head_offpolicyness=400"]
     words += ["gconfig.n_samples=2"]  # 2,000 groups have 4,000 episodes, which the limit of open files allows
     words += ["workflow=walkers.FirstBatchAgent"]  # no task after the first batch ends before SIGTERM
     process, pids = start_and_wait_for_step(tmp_path, *SMALL_GUESS, *words)
     process.send_signal(signal.SIGTERM)
     lines = rest_of(process, 60).splitlines()
-    assert process.returncode == 143
+    assert process.returncode == 143, lines[-20:]
     last = [line for line in lines if not line.startswith("step ")]
     assert len(last) <= 3, last
-    assert last[-1].startswith("to go on from the checkpoint of step "), last
-    assert all(len(line) < 300 and "doctor" not in line for line in last), last
+    assert last[-1].startswith("to go on from "), last
+    assert all(len(line) < 300 and "doctor" not in line for line in last[:-1]), last
     events = json.loads((tmp_path / "e/t/trace.json").read_text())
     ended = sum(event["name"] in ("accept", "reject", "fail") for event in events)
     assert sum(event["name"] == "submit" for event in events) - ended > 1900

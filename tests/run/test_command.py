@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from conftest import ROOT
 from torch.distributed.checkpoint import CheckpointException, FileSystemWriter
 
 from run.command import interruptible, open_run
-from run.config import load
+from run.config import ConfigError, load
 from run.recover import unwrapped
 
 
@@ -35,6 +36,28 @@ def test_an_offloaded_optimizer_gets_the_cores(
     finally:
         torch.set_num_threads(1)
     assert seen == threads
+
+
+def test_two_runs_that_start_in_the_same_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default name of a run is its start time. A second run with the same start time gets a name of its own."""
+    monkeypatch.setattr("time.strftime", lambda _: "now")
+    torch.set_num_threads(1)
+    names = []
+    with ExitStack() as stack:
+        for _ in range(2):
+            run = stack.enter_context(open_run(load([f"fileroot={tmp_path}"])))
+            names.append(run.config.trial_name)
+    assert names == ["now", f"now-{os.getpid()}"]
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
+    """If the run's folder cannot be made, the run ends with one line before it starts a process."""
+    (tmp_path / "file").write_text("")
+    with (
+        pytest.raises(ConfigError, match=r"fileroot: cannot write to .*NotADirectoryError"),
+        open_run(load([f"fileroot={tmp_path / 'file'}"])),
+    ):
+        pass
 
 
 def run_without_torch(*words: str) -> subprocess.CompletedProcess[str]:
@@ -61,6 +84,17 @@ def test_a_wrong_key_does_not_wait_for_torch() -> None:
     assert (done.returncode, done.stdout) == (2, "")
     [said] = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
     assert said == "error: unknown key 'lr' in the command line; did you mean 'actor.optimizer.lr'?"
+
+
+def test_ctrl_c_during_the_imports() -> None:
+    """If Ctrl-C arrives while train.py imports torch, train.py ends without a traceback."""
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "train.py"], cwd=ROOT, **pipes) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "nano-areal: importing torch and transformers\n"
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=100)
+    assert (process.returncode, out, err) == (130, "", "\n")
 
 
 def test_a_second_ctrl_c_ends_at_once() -> None:

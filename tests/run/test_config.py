@@ -30,6 +30,9 @@ from run.keys import NEEDS, TrainConfig
     ("words", "says"),
     [
         (["actor.eps_clp=0.1"], "did you mean 'actor.eps_clip'"),
+        (["train_datset.path=x"], "did you mean 'train_dataset.path'"),
+        (["saver=3"], "did you mean 'saver.interval'"),
+        (["--replay-until", "3"], "--replay-until needs --replay"),
         (["lr=0.1"], "did you mean 'actor.optimizer.lr'"),
         (["actor.learning_rate=0.1"], "did you mean 'actor.optimizer.lr'"),
         (["evaluator.base_url=http://localhost/v1"], "no effect here: omit it, or set mode=eval"),
@@ -184,9 +187,31 @@ def test_a_recipe_is_found_by_its_name() -> None:
     recipe."""
     by_name, by_path = load(["--config", "gsm8k"]), load(["--config", "configs/gsm8k.yaml"])
     assert (by_name.task, by_name.actor, by_name.server) == (by_path.task, by_path.actor, by_path.server)
+    assert load(["--config", "gsm8k.yaml"]).task == by_name.task
     assert load(["--config", "gsm8k", "--config", "debug"]).rollout.max_head_offpolicyness == 0
     with pytest.raises(ConfigError, match=r"no recipe at .*configs/gsm9k.yaml"):
         load(["--config", "gsm9k"])
+
+
+def test_a_list_with_one_item_needs_no_brackets() -> None:
+    """On the command line, a key whose value is a list also accepts a single item."""
+    assert load(["rollout.server_addrs=http://127.0.0.1:9"]).rollout.server_addrs == ["http://127.0.0.1:9"]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [("- max_steps: 3\n", "lines of the form `key: value` are needed"), ("seed: 1\nseed: 2\n", "line 2, column 1")],
+)
+def test_a_recipe_that_cannot_be_read_is_one_line(tmp_path: Path, text: str, says: str) -> None:
+    """If a recipe is no list of keys and values, or if it sets a key twice, the error is one line with the recipe's
+    path."""
+    recipe = tmp_path / "own.yaml"
+    recipe.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        load(["--config", str(recipe)])
+    assert str(error.value).startswith(f"{recipe}: ")
+    assert says in str(error.value)
+    assert len(str(error.value).splitlines()) == 1
 
 
 def test_help_lists_every_key(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,13 +20,15 @@ def raised(error: Exception) -> Exception:
 
 
 def test_one_line_for_each_distinct_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Failures that differ only in numbers count as one failure. For each distinct failure, the run prints one line and
-    writes one traceback. At its end, the run prints how often each failure occurred."""
+    """Failures that differ only in numbers and ids count as one failure. For each distinct failure, the run prints one
+    line and writes one traceback. At its end, the run prints how often each failure occurred."""
     logger, log = logging.getLogger("nano_areal.test"), tmp_path / "logs" / "failures.log"
     failures = Failures(log)
     for k in range(5):
         logger.warning("task %d", k, exc_info=raised(OSError(f"no board {k}")))
     logger.warning("task 5", exc_info=raised(KeyError("answer")))
+    for name in ("TZy4bq_8UvwXyZ-aBcDeFg", "HkLmN0pQ_rStUvWxYz-AbC"):
+        logger.warning("task 6", exc_info=raised(LookupError(f"/{name}/v2: not found")))
     logger.warning("a server is slow")
     failures.close()
     lines = capsys.readouterr().err.splitlines()
@@ -35,9 +37,12 @@ def test_one_line_for_each_distinct_failure(tmp_path: Path, capsys: pytest.Captu
         f"failed: OSError: no board 0, {place}; traceback: {log}",
         f"failed: KeyError: 'answer', {place}; traceback: {log}",
     ]
-    assert lines[2] == "a server is slow"
-    assert [line for line in lines[3:] if not line.startswith("failed 5 times: OSError: no board N")] == []
-    assert log.read_text().count("Traceback") == 2
+    assert lines[2].startswith("failed: LookupError: /TZy4bq_8UvwXyZ-aBcDeFg/v2: not found")
+    assert lines[3] == "a server is slow"
+    assert lines[4].startswith("failed 5 times: OSError: no board N")
+    assert lines[5].startswith("failed 2 times: LookupError: /N/vN: not found")
+    assert len(lines) == 6
+    assert log.read_text().count("Traceback") == 3
 
 
 def test_a_text_that_is_no_unicode_is_reported(

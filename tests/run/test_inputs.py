@@ -97,5 +97,8 @@ def test_the_first_sample_is_tried_before_anything_starts(
         return
     with pytest.raises(ConfigError, match=problem) as caught:
         load_inputs(config, workflow, kwargs)
-    assert "correct the columns, or the code that reads them" in str(caught.value)
+    remedy = (
+        "must have the parameters (self, data, **extra_kwargs)" if workflow is NarrowAgent else "correct the columns"
+    )
+    assert remedy in str(caught.value)
     assert "\n" not in str(caught.value)

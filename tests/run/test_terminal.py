@@ -29,13 +29,13 @@ print("the results " * 10, flush=True)
 """
 
 
-def on_a_terminal(*words: str) -> str:
+def on_a_terminal(*words: str, kind: str = "xterm") -> str:
     """Return the characters that a terminal receives from a process that prints the first message, shows a table and
     ends."""
     child, terminal = pty.fork()
     if child == 0:
         os.chdir(ROOT)
-        os.execve(sys.executable, [sys.executable, "-c", SHOW, *words], {**os.environ, "TERM": "xterm"})
+        os.execve(sys.executable, [sys.executable, "-c", SHOW, *words], {**os.environ, "TERM": kind})
     received = b""
     while True:
         try:
@@ -109,6 +109,13 @@ def test_a_file_gets_no_clock() -> None:
     assert others[:2] == ["a model is made", "a step"]
     assert "\x1b" not in done.stdout
     assert "since start" not in done.stdout
+
+
+def test_a_dumb_terminal_gets_no_clock() -> None:
+    """A terminal that cannot overwrite its lines (TERM=dumb) shows only whole lines, like a file."""
+    assert "since start" not in on_a_terminal(kind="dumb")
+    assert Terminal(force_terminal=True, _environ={"TERM": "xterm"}).is_live
+    assert not Terminal(force_terminal=True, _environ={"TERM": "dumb"}).is_live
 
 
 def test_quiet_starts_without_a_word() -> None:
