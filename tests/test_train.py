@@ -241,8 +241,8 @@ def test_ctrl_c(tmp_path: Path) -> None:
 
 @pytest.mark.runs
 def test_sigterm_of_2000_tasks(tmp_path: Path) -> None:
-    """SIGTERM ends a run that has 2,000 tasks in flight. After SIGTERM the run prints at most three lines and no warning
-    of the doctor. The last line is the command that continues the run. No process is left behind."""
+    """SIGTERM ends a run that has 2,000 tasks in flight. After SIGTERM the run prints at most three lines and no
+    warning of the doctor. The last line is the command that continues the run. No process is left behind."""
     words = ["max_steps=10000", "rollout.max_concurrent_rollouts=2000", "rollout.max_head_offpolicyness=400"]
     words += ["gconfig.n_samples=2"]  # 2,000 groups have 4,000 episodes, which the limit of open files allows
     words += ["workflow=walkers.FirstBatchAgent"]  # no task after the first batch ends before SIGTERM
