@@ -352,6 +352,7 @@ class RemoteInfEngine:
         """Record that all servers have `version`, tell the proxies, and let the staleness gate start more rollouts."""
         self._version = self.servers.limit = version
         if self.proxies is not None:
+            self.proxies.lost.clear()  # a proxy that did not answer in time may answer again
             self.proxies.post_all("/set_version", {"version": version})
         if self.executor is not None:
             self.executor.on_new_version()

@@ -109,7 +109,10 @@ class TrainingLoop:
 
     def train(self) -> None:
         """Run the remaining steps of the run, and then print a summary."""
-        with self.logger.live if self.logger else nullcontext(), interruptible(self.rollout.executor, self.save):
+        save = self.save if self.recovery.on else None
+        with self.logger.live if self.logger else nullcontext(), interruptible(self.rollout.executor, save):
+            if self.step >= self.last_step:  # an earlier start of the run may have ended before it saved the model
+                self.save_model(self.step)
             for step in range(self.step + 1, self.last_step + 1):
                 self.train_step(step)
                 self.step = step
@@ -166,8 +169,7 @@ class TrainingLoop:
         # 8. Save the model as a Hugging Face directory.
         if is_last or is_due(step, config.saver.interval):
             with trace.span("save"):
-                lines = [*self.logger.history, metrics] if self.logger else []
-                save_model(actor, config.run_dir / "checkpoints", step, config.saver.keep, lines)
+                self.save_model(step, metrics)
         # 9. Write the step's line of metrics.jsonl, then the checkpoint from which a killed run continues.
         if is_last:  # no later step will read the canary's scores, so this step reads them
             metrics |= self.canary.finish(**metrics)
@@ -199,6 +201,11 @@ class TrainingLoop:
         while (result := wait()) is None:
             self.push_weights(self.actor.get_version())
         return result
+
+    def save_model(self, step: int, *metrics: dict[str, Any]) -> None:
+        """Save the model of `step`. `metrics` are the metrics of this step, if the logger does not have them yet."""
+        lines = [*self.logger.history, *metrics] if self.logger else []
+        save_model(self.actor, self.run.config.run_dir / "checkpoints", step, self.run.config.saver.keep, lines)
 
     def save(self, step: int | None = None) -> None:
         """Write a checkpoint of `step` (None: of the last finished step), from which a killed run can continue."""

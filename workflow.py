@@ -258,15 +258,22 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
         return result
 
 
+async def keep_open() -> None:
+    """Do nothing. An agent that closes its SDK client closes the HTTP client, too. `keep_open` replaces the method
+    `aclose` of an HTTP client that many agents share."""
+
+
 def make_agents_client() -> Any:
-    """Return an HTTP client without a timeout, for agents that use the openai SDK."""
-    return openai.DefaultAioHttpClient(timeout=None, trust_env=False, **many_connections(sdk_http))
+    """Return an HTTP client without a timeout, for agents that use the openai SDK. Agents cannot close it."""
+    client = openai.DefaultAioHttpClient(timeout=None, trust_env=False, **many_connections(sdk_http))
+    client.aclose = keep_open  # type: ignore[method-assign]
+    return client
 
 
 # The episodes of one event loop share three things: a transport for the proxy's /rl endpoints, the agents' HTTP client,
 # and the worker processes of mode subproc.
 _rl_transport = PerLoop(make_transport)
-_agents_client = PerLoop(make_agents_client)
+_agents_client = PerLoop(make_agents_client, openai.DefaultAioHttpClient.aclose)
 
 
 @functools.cache

@@ -251,7 +251,8 @@ def parse_anthropic(body: Json, find: Find = NOTHING) -> AgentRequest:
 def _conversation(name: str, new: list[Message], system: str = "", parent: Any = None) -> list[Message]:
     """Return the instructions, the conversation of the parent and the new messages as one list.
 
-    `system` contains the request's instructions. If `system` is empty, the result keeps the parent's instructions.
+    `system` contains the request's instructions, which replace the first message of the parent's conversation if that
+    is a system message. If `system` is empty, the result keeps the parent's instructions.
     `name` is the name of the field that holds the new messages. Raises Refusal if there are no new messages.
     """
     if not new:

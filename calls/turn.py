@@ -17,12 +17,11 @@ States. Each turn runs as an asyncio task. A connection that waits for a turn's 
     unread     | the client sends the request again          | finished
     failed     | the client sends the request again          | replaced
     abandoned  | the client sends the request again          | replaced
-    abandoned  | the session ends before the abort is done   | failed
 
 The state of a turn decides whether the turn stays in the tree. A finished or unread turn stays in the tree. A failed
-turn is removed from the tree. When a turn is abandoned, the server stops generating. The tree keeps the tokens that an
-abandoned turn has already streamed, because the client has read them. A replaced turn stays in the tree only if a later
-turn continues the replaced turn's conversation.
+turn is removed from the tree. When a turn is abandoned, the server stops generating. The tree keeps the tokens that the
+proxy has received for the stream until then, because the client may have read them. A replaced turn stays in the tree
+only if a later turn continues the replaced turn's conversation.
 
 Retries. A client repeats a request if the connection times out or the reply has a 5xx status. The SDKs of OpenAI and
 Anthropic mark a repeated request with the header x-stainless-retry-count. `match_retry` compares the body of a request,
@@ -102,7 +101,8 @@ class Turn:
 
     def end_with_session(self) -> None:
         """Stop the generation of a turn whose session ends. The turn's unfinished interactions leave the tree."""
-        self.state = State.FAILED
+        if self.state is State.RUNNING:
+            self.state = State.FAILED
         self.task.cancel()
 
     def forget(self) -> None:
@@ -144,11 +144,6 @@ class Turn:
         except BaseException:
             if self.state is State.RUNNING:
                 self.state = State.FAILED
-            if self.state is State.ABANDONED:  # the client has read the streamed tokens, so the tree keeps them
-                for k, streamed in enumerate(self.so_far):
-                    if streamed:
-                        streamed.stop_reason = streamed.stop_reason or "abort"
-                        self._finish(k, streamed)
             raise
 
     async def _generate(self, engine: Any, k: int, call: ModelRequest) -> ModelResponse:
@@ -193,12 +188,20 @@ class Turn:
             self.listeners -= 1
             if not self.listeners:
                 if self.state is State.RUNNING:
-                    self.state = State.ABANDONED
+                    self._abandon()
                 elif self.state is State.FINISHED and hangup.done():
                     self.state = State.UNREAD
                 if self.task.cancel():  # `cancel` returns False if the task is done
                     await asyncio.wait({self.task})  # wait until the engine has told the server to abort
             hangup.cancel()
+
+    def _abandon(self) -> None:
+        """Store the streamed tokens. The client may have read them, and may continue from them before the server has
+        stopped."""
+        self.state = State.ABANDONED
+        for k, streamed in enumerate(self.so_far):
+            if streamed:
+                self._finish(k, dataclasses.replace(streamed, stop_reason=streamed.stop_reason or "abort"))
 
     def result(self) -> tuple[dict[str, Any], list[Answer]]:
         """Return the reply and its answers. Raises Refusal or EngineError if there is no reply."""

@@ -104,11 +104,13 @@ def make_transport() -> httpx.AsyncBaseTransport:
 
 
 class PerLoop(Generic[T]):
-    """Keep one object for each event loop. The first `get` in a loop makes the loop's object. When a loop ends, its
-    object is closed."""
+    """Keep one object for each event loop. The first `get` in a loop makes the loop's object. When a loop ends, `close`
+    closes its object."""
 
-    def __init__(self, make: Callable[[], T]) -> None:
-        self._make = make
+    def __init__(
+        self, make: Callable[[], T], close: Callable[[T], Awaitable[None]] = lambda thing: thing.aclose()
+    ) -> None:
+        self._make, self._close = make, close
         # Each event loop has one generator, made by `_keep`. The generator makes, yields and closes the loop's object.
         self._keepers: dict[asyncio.AbstractEventLoop, AsyncGenerator[T, None]] = {}
 
@@ -122,12 +124,13 @@ class PerLoop(Generic[T]):
     async def _keep(self, loop: asyncio.AbstractEventLoop) -> AsyncGenerator[T, None]:
         # When an event loop ends, asyncio ends the loop's tasks first, and then closes the loop's generators. Closing
         # the generator `_keep` closes the loop's object.
+        thing = self._make()
         try:
-            async with contextlib.aclosing(self._make()) as thing:
-                while True:
-                    yield thing
+            while True:
+                yield thing
         finally:
             del self._keepers[loop]
+            await self._close(thing)
 
 
 def run_all(calls: Iterable[Awaitable[Any]], return_exceptions: bool = False) -> list[Any]:

@@ -69,7 +69,7 @@ class AsyncRewardWrapper:
             remedy = "define it with `def` at the top of a module, or make it `async def`"
             check_importable(reward_fn, f"reward function {self.name}", remedy)
 
-    async def __call__(self, *args: Any, **kwargs: Any) -> float:
+    async def __call__(self, /, *args: Any, **kwargs: Any) -> float:
         words = f"reward function {self.name} took longer than {self.timeout_seconds:g} s and was ended"
         if self.is_async:
             return _number(await within(self.timeout_seconds, self.reward_fn(*args, **kwargs), words))

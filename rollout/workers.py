@@ -65,6 +65,7 @@ from urllib.parse import urlsplit
 
 logger = logging.getLogger("nano_areal.workers")
 
+ERROR_CHARACTERS = 10_000  # maximum length of an exception's text, and of its traceback
 MOST_BYTES = 2**24  # maximum size of a call's result as JSON, in bytes
 ABANDON_SECONDS = 10.0  # seconds that a call may take to end after its cancellation
 END_SECONDS = 10.0  # seconds that a guard may take to end after its worker's socket is closed
@@ -146,7 +147,7 @@ class Worker:
         """Return whether the worker's process runs and can take a call."""
         return not self._busy and self._process.poll() is None
 
-    async def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    async def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run `function(*args, **kwargs)` in the worker and return the result.
 
         Raises RuntimeError if the function raises an exception or its result is too large. Raises WorkerDied if the
@@ -175,7 +176,7 @@ class Worker:
 
     async def end(self) -> None:
         """End the worker's processes and every process that they have started."""
-        self._writer.close()
+        self._writer.transport.abort()  # `close` would wait until the worker has read all that was sent to it
         with suppress(ConnectionError):
             await self._writer.wait_closed()
         try:
@@ -375,8 +376,12 @@ def outcome_of(call: bytes, last: bool = False) -> bytes:
         answer = {"value": function(*args, **kwargs), "last": last}
         return json.dumps(answer, default=lambda scalar: scalar.item()).encode()
     except BaseException as error:  # BaseException includes the SystemExit of sys.exit() in user code
-        note = "in a worker process:\n" + "".join(traceback.format_exception(error))
-        return json.dumps({"error": f"{type(error).__name__}: {error}", "note": note, "last": last}).encode()
+        try:
+            text = str(error)[:ERROR_CHARACTERS]
+        except Exception as second:
+            text = f"its text cannot be made: {type(second).__name__}"
+        note = "in a worker process:\n" + "".join(traceback.format_exception(error))[-ERROR_CHARACTERS:]
+        return json.dumps({"error": f"{type(error).__name__}: {text}", "note": note, "last": last}).encode()
 
 
 # `_runner()` returns the Runner of this worker's only event loop. The loop is never closed, because `Runner.close`

@@ -17,7 +17,7 @@ command that continues the run.
 If Ctrl-C arrives while the trainer waits for a batch, the wait ends at once. If Ctrl-C arrives in another part of a
 step, the step runs to its end. In both cases, the run then writes a checkpoint (`interruptible`). A second Ctrl-C ends
 train.py at once, and the child processes end when train.py has ended. With several ranks, Ctrl-C writes no checkpoint,
-because the ranks may stop after different steps.
+because the ranks may stop after different steps. With recover=off, no run writes checkpoints.
 """
 
 import os
@@ -68,8 +68,9 @@ def on_ctrl_c(act: Callable[..., Any]) -> None:
 
 
 @contextmanager
-def interruptible(executor: Any, save: Callable[[], None]) -> Iterator[None]:
+def interruptible(executor: Any, save: Callable[[], None] | None) -> Iterator[None]:
     """After Ctrl-C, interrupt the `with` block at its next wait for a batch, call `save`, and raise KeyboardInterrupt.
+    Without checkpoints, `save` is None.
 
     With several ranks, or outside of the main thread, `interruptible` does not change the effect of Ctrl-C.
     """
@@ -78,7 +79,8 @@ def interruptible(executor: Any, save: Callable[[], None]) -> Iterator[None]:
         return
 
     def stop() -> None:
-        print("Ctrl-C: the step ends, then a checkpoint is written; a second Ctrl-C ends at once", flush=True)
+        then = ", then a checkpoint is written" if save else ""
+        print(f"Ctrl-C: the step ends{then}; a second Ctrl-C ends at once", flush=True)
         executor.dispatcher.interrupt(KeyboardInterrupt)
 
     # The interrupted main thread may hold a lock that `stop` needs, so another thread calls `stop`.
@@ -86,7 +88,8 @@ def interruptible(executor: Any, save: Callable[[], None]) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        save()
+        if save:
+            save()
         raise
     except BaseException:  # during the clean-up, Ctrl-C raises KeyboardInterrupt again
         on_ctrl_c(signal.default_int_handler)
@@ -96,10 +99,13 @@ def interruptible(executor: Any, save: Callable[[], None]) -> Iterator[None]:
 
 def say_how_to_go_on(config: TrainConfig) -> None:
     """Print the folder of a run that ended early, and print the command that continues the run."""
+    print(f"the run's folder is {config.run_dir}", file=sys.stderr)
+    if config.mode == "train" and config.recover == "off":
+        print("with recover=off, the run cannot go on", file=sys.stderr)
+        return
     words = [word for word in sys.orig_argv if not word.startswith("trial_name=")]
     step = newest_checkpoint(config.run_dir) if config.mode == "train" else 0
     place = f"from the checkpoint of step {step}" if step else "from the beginning, because there is no checkpoint"
-    print(f"the run's folder is {config.run_dir}", file=sys.stderr)
     print(f"to go on {place}: {shlex.join([*words, f'trial_name={config.trial_name}'])}", file=sys.stderr)
 
 

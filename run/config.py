@@ -137,6 +137,8 @@ def set_keys(config: DictConfig, given: Any, source: str) -> dict[str, str]:
             value = "off"  # YAML parses the word `off` as false
         if name == "rollout.stale" and isinstance(value, bool):
             value = "drop" if value else "wait"  # `rollout.drop_stale` is another name of this key
+        if isinstance(value, bool) and isinstance(known[name], str):
+            raise ConfigError(f"{name}: YAML reads this word as {str(value).lower()}; give another word")
         if isinstance(value, str) and isinstance(known[name], list):
             value = [value]  # a list with one item needs no brackets
         OmegaConf.update(config, name, value)

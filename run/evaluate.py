@@ -31,7 +31,7 @@ from run.inputs import Inputs
 from run.keys import TrainConfig
 from run.start import Run, start_processes, start_rollout
 from run.terminal import before_results
-from workflow import RolloutWorkflow, WorkflowContext, agents_pool, workflow_context
+from workflow import RolloutWorkflow, WorkflowContext, agents_pool, keep_open, workflow_context
 
 logger = logging.getLogger("nano_areal.evaluate")
 
@@ -115,6 +115,7 @@ def evaluate_endpoint(config: TrainConfig, inputs: Inputs) -> dict[str, float | 
     async def run_all() -> list[float | None]:
         """Return the rewards of all episodes, in the order of the prompts."""
         async with openai.DefaultAsyncHttpxClient(timeout=timeout) as http:
+            http.aclose = keep_open  # type: ignore[method-assign]
             return await asyncio.gather(*(run(i, sample, http) for i, sample in enumerate(inputs.validation)))
 
     return describe(asyncio.run(run_all()), inputs)

@@ -207,6 +207,7 @@ class Logger:
         self.trace, self.config, self.executor, self.doctor = trace, config, executor, Doctor(config)
         self.path = config.run_dir / "metrics.jsonl"  # a restarted run appends to the lines of its earlier steps
         self.history = read_records(self.path)
+        self.doctor.step = len(self.history)
         self.start = time.monotonic() - (self.history[-1]["wall_s"] if self.history else 0.0)
         self.counts = asdict(executor.stats)  # the executor's counters at the last logged step
         self.words: dict[int, str] = {}  # the text of each token id that was in a batch

@@ -21,18 +21,18 @@ metrics.jsonl. A step's line of metrics.jsonl is written before the step's check
 restart.
 
 **Finished groups.** A group is written to recover/groups/{task_id}.safetensors before the group counts as accepted.
-After a restart, an open group with a file counts as finished, and the finished groups keep their order. An open group
-without a file is generated again. The group keeps its id, so its calls get the same sampling seeds as before.
+After a restart, an open group with a file counts as finished, and the finished groups are consumed in the order of
+their ids. An open group without a file is generated again. The group keeps its id, so its calls get the same sampling
+seeds as before.
 
 **Lost weights.** After a restart, a group is kept if none of its tokens is newer than the checkpoint's version.
 Example: the checkpoint has version 40, and the run was killed at version 42. After the restart, version 41 is trained
 again and may have different weights. A group with a token from the lost version 41 is generated again.
 
 **Ages.** The upper bound on the age of groups (staleness.py) also holds after a restart. The steps after a restart
-consume the restored groups first and in their old order, so a restart moves none of these groups to a later step. After
-a restart at version v with batch size B, the gate's count of accepted groups is v * B plus the number of restored
-groups. If eta or B is smaller after the restart, a restored group that exceeds the upper bound on ages is generated
-again.
+consume the restored groups first. After a restart at version v with batch size B, the gate's count of accepted groups
+is v * B plus the number of restored groups. A restored group that would exceed the upper bound on ages, for example
+because eta or B is smaller than before, is generated again.
 
 **Limits.** In an asynchronous run, a restart may change the order in which groups start. In a power failure, files that
 the operating system has not written to the disk may be lost. Groups that were submitted outside prepare_batch are not
@@ -127,10 +127,10 @@ def discard(run_dir: Path, last: int, max_age: int) -> None:
     on groups of version `last` - `max_age`, so `discard` deletes only the folders of older versions.
     """
     for path in (run_dir / "tokens").glob("*.safetensors"):
-        if int(path.stem) <= last:
+        if path.stem.isdecimal() and int(path.stem) <= last:
             path.unlink()
     for folder in (run_dir / "rollout").glob("*"):
-        if int(folder.name) < last - max_age:
+        if folder.name.isdecimal() and int(folder.name) < last - max_age:
             shutil.rmtree(folder, ignore_errors=True)  # if an episode writes into `folder` meanwhile, `rmtree` fails
 
 
@@ -188,13 +188,14 @@ def newest_checkpoint(run_dir: Path) -> int:
 
 @contextmanager
 def unwrapped() -> Iterator[None]:
-    """If Ctrl-C interrupts the `with` block, raise KeyboardInterrupt instead of the CheckpointException that torch
-    raises."""
+    """If Ctrl-C or SIGTERM interrupts the `with` block, raise KeyboardInterrupt or SystemExit instead of the
+    CheckpointException that torch raises."""
     try:
         yield
     except CheckpointException as error:
-        if any(isinstance(cause, KeyboardInterrupt) for cause, _ in error.failures.values()):
-            raise KeyboardInterrupt from error
+        for cause, _ in error.failures.values():
+            if isinstance(cause, KeyboardInterrupt | SystemExit):
+                raise cause from error
         raise
 
 

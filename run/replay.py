@@ -48,7 +48,10 @@ from run.launch import revision
 from run.schedule import FILE, POLL, Fact, Schedule
 
 # A replay may change the keys in FREE_KEYS, because no token and no weight depends on them.
-FREE_KEYS = ("replay", "trial_name=", "experiment_name=", "fileroot=", "logger.", "saver.", "doctor=")
+FREE_KEYS = (
+    *("replay", "trial_name=", "experiment_name=", "fileroot=", "logger.", "saver.", "doctor="),
+    *("quiet=", "dry_run=", "gpus=", "gpu_memory=", "server.port="),
+)
 
 
 class Differs(RuntimeError):

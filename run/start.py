@@ -19,7 +19,7 @@ import json
 import secrets
 import shutil
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from inference.servers import Servers
 from inference.weights import WeightUpdateMeta, label
-from inference.wire import Wire
+from inference.wire import EngineError, Wire
 from rollout.dispatcher import ServerRestarted
 from rollout.executor import ProxyAddress, WorkflowExecutor
 from run.inputs import Inputs
@@ -188,11 +188,14 @@ def start_rollout(run: Run, keys: Keys, groups: GroupLog | None = None) -> tuple
 def take_over(rollout: ScheduledEngine) -> None:
     """Prepare servers that were running before this run, for example servers that a killed run has left paused.
 
-    Resume the servers, abort the running generations, and give the servers a version that `initialize` can read.
-    `take_over` resumes the servers first, so no server stays paused if this run cannot start.
+    Resume the servers, end a weight update that a killed run has left open, abort the running generations, and give the
+    servers a version that `initialize` can read. `take_over` resumes the servers first, so no server stays paused if
+    this run cannot start.
     """
     rollout.servers.refresh()
     rollout.resume()
+    with suppress(EngineError):  # a server answers with an error if no update is open
+        rollout.servers.post_all("/end_weight_update", {})
     label(rollout.servers.post_all, "0", abort=True)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from inference.io_struct import GenerationHyperparameters, ModelRequest
+from inference.wire import EngineError
 from run.logger import Logger
 from run.recover import best_step, folders_of_steps
 from run.terminal import before_results
@@ -43,7 +44,11 @@ def summarise(logger: Logger, task: Any) -> None:
     print(f"staleness mean {mean:.2f}, max {oldest:.0f}{counted}", flush=True)
     if hasattr(task, "summary"):
         run = logger.executor
-        task.summary(partial(ask_greedily, run.engine, run.tokenizer, run.gconfig), Console())
+        run.engine.wait_for_servers = False  # a restarted server would wait for weights, and no step follows
+        try:
+            task.summary(partial(ask_greedily, run.engine, run.tokenizer, run.gconfig), Console())
+        except EngineError as error:
+            print(f"what the policy does is not drawn: {error}")
     folder, model = logger.config.run_dir, logger.config.run_dir / "checkpoints" / f"step{history[-1]['step']:05d}"
     if (best := best_step(history, folders_of_steps(folder / "checkpoints"))) and best != history[-1]["step"]:
         print(f"the best model by evaluation is that of step {best}: {folder / 'checkpoints' / f'step{best:05d}'}")

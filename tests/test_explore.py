@@ -287,7 +287,7 @@ UPDATE_MUTANTS = [
     ("has", ONE, train, "        self.actor.update_weights(meta)\n", ""),
     ("paused", TWO, engine, "{}, lost=True)\n        self._servers", "{})\n        self._servers"),
     ("paused", ONE, engine, 'self.servers.post_all("/continue_generation", {}, timeout=5.0, lost=True)', "pass"),
-    ("paused", UpdateBounds(tokens=1, deaths=1), start, "    rollout.resume()\n    label", "    label"),
+    ("paused", UpdateBounds(tokens=1, deaths=1), start, "    rollout.resume()\n    with suppress", "    with suppress"),
     (
         "deadlock",
         UpdateBounds(tokens=1, pause_mode="abort"),

@@ -208,15 +208,18 @@ def test_a_refused_restart_changes_nothing(guess_run, tmp_path: Path) -> None:
 
 @pytest.mark.runs
 def test_a_finished_run_stays_as_it_is(guess_run, tmp_path: Path) -> None:
-    """If a run has trained its last step, a second start says so, and does not change the run's config.yaml."""
+    """If a run has trained its last step, a second start says so, and does not change the run's config.yaml. If the
+    run's last model is missing, for example because max_steps was lowered, the second start saves this model."""
     shutil.copytree(guess_run(0)[0], tmp_path, dirs_exist_ok=True)
-    config = tmp_path / "e" / "t" / "config.yaml"
+    config, models = tmp_path / "e" / "t" / "config.yaml", tmp_path / "e" / "t" / "checkpoints"
     before = config.read_text()
+    shutil.rmtree(models)
     words = command(tmp_path, *SMALL_GUESS, "max_steps=5", "rollout.max_head_offpolicyness=0", "actor.eps_clip=0.3")
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0
     assert "nothing is left to train: step 5 is done, and the last step is 5; raise max_steps" in done.stdout
     assert config.read_text() == before
+    assert [path.name for path in models.iterdir()] == ["step00005"]
 
 
 def test_ctrl_c(tmp_path: Path) -> None:

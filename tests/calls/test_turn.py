@@ -646,6 +646,43 @@ async def test_an_orphan_is_dropped(start: Start, says_so: bool, streams: bool) 
     assert only["output"] == [{"role": "assistant", "content": "hello me"}]
 
 
+async def test_what_was_read_is_stored_before_the_abort_is_done(start: Start, tiny_tokenizer: Any) -> None:
+    """A client closes a stream early, and continues the conversation before the engine has ended the generation. The
+    next turn continues the tokens that the client has received, and the conversation is one row."""
+    harness = start("hello you", "more")
+    session = await harness.start()
+    asked, aborted = harness.engine.agenerate, asyncio.Event()
+    harness.engine.hold, harness.engine.held_tokens = asyncio.Event(), 5
+
+    async def slow_to_abort(request: Any, on_tokens: Any = None) -> Any:
+        try:
+            return await asked(request, on_tokens)
+        except asyncio.CancelledError:
+            await aborted.wait()
+            raise
+
+    harness.engine.agenerate = slow_to_abort  # type: ignore[method-assign]
+    first = Connection(harness, f"/{session}/v1/chat/completions", STREAM)
+    await first.status()
+    while b'"o"' not in await first.read():
+        pass
+    first.gone.set()
+    await harness.engine.cancelled.wait()
+    harness.engine.hold = None
+    await harness.chat(session, [*HELLO, {"role": "assistant", "content": "hello"}, {"role": "user", "content": "?"}])
+    rewards = [{"reward": 1.0}]
+    answer = await harness.post(
+        "/export_trajectories", {"session_id": session, "style": "concat", "rewards": rewards}, headers=ADMIN
+    )
+    aborted.set()
+    await first.rest()
+    (row,) = answer.json()["interactions"].values()
+    tensors = row["tensors"]
+    trained = [t for t, mask in zip(tensors["input_ids"], tensors["loss_mask"], strict=True) if mask]
+    assert trained == [*tiny_tokenizer.encode("hello"), *tiny_tokenizer.encode("more"), tiny_tokenizer.eos_token_id]
+    assert row["reward"] == 1.0
+
+
 async def test_an_answer_after_a_hangup_is_not_stored(start: Start, tiny_tokenizer: Any) -> None:
     """A client closes a stream early, and the engine returns the whole answer in spite of the cancellation. The tree
     keeps only the tokens that the client has received."""

@@ -39,6 +39,7 @@ from inference import weights
 from inference.group import join_group
 from inference.io_struct import GenerationHyperparameters, ModelRequest
 from inference.weights import WeightUpdateMeta
+from run.start import take_over
 
 SERVERS = ["url"] if os.environ.get("NANO_AREAL_CONTRACT_URL") else ["tiny", *(["sglang"] if SGLANG else [])]
 PROMPT = [40, 41, 42, 43, 44, 45, 46]
@@ -660,3 +661,15 @@ def test_a_label_can_change_alone(server: Server) -> None:
     assert 0 < first < last == LONG
     ids, logprobs = outputs(answer)
     assert logprobs == pytest.approx(server.logprobs(PROMPT + ids)[len(PROMPT) - 1 :], abs=server.tolerance)
+
+
+def test_a_new_run_ends_the_update_of_a_killed_run(server: Server) -> None:
+    """A run that was killed in the middle of a weight update leaves the update open. The next run that uses the server
+    ends the update, so it can send its own weights."""
+    assert server.post("/begin_weight_update", {}).status_code == 200
+    engine: Any = RemoteInfEngine([server.url])
+    take_over(engine)
+    assert server.post("/begin_weight_update", {}).status_code == 200
+    assert server.post("/end_weight_update", {}).status_code == 200
+    take_over(engine)  # no update is open
+    assert len(server.generate(2)["output_ids"]) == 2

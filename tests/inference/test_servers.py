@@ -157,6 +157,17 @@ def test_requests_wait_for_a_server_that_is_started_again() -> None:
     assert len(sleeps) == 30
 
 
+def test_a_proxy_that_was_silent_is_told_the_next_version() -> None:
+    """If a proxy does not answer a call of set_version in time, it gets the next call of set_version again."""
+    machines = Machines(a=0, p=0, q=0)
+    engine = machines.engine(A)
+    engine.proxies = Servers(["http://p", "http://q"], Wire(transport=httpx.MockTransport(machines)))
+    for version, silent in ((1, {"q"}), (2, set[str]())):
+        machines.dead = silent
+        engine.set_version(version)
+    assert [host for host, path in machines.asked if path == "/set_version"].count("q") == 2
+
+
 def test_an_update_waits_for_a_server_that_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If all servers are down when an update begins, the update waits until a server is started again, or until the run
     has stopped. If the engine has already sent version v, a second update to version v raises an error. After a call of

@@ -537,6 +537,15 @@ class Talks:
 QUESTION = {"messages": [{"role": "user", "content": "2+2?"}], "answer": "4"}
 
 
+class Closes:
+    """An agent that closes its SDK client, and with it the HTTP client that it was given."""
+
+    async def run(self, data: dict, base_url: str, api_key: str, http_client: Any) -> float:
+        async with AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client, max_retries=0) as client:
+            await client.chat.completions.create(model="m", messages=data["messages"], max_completion_tokens=4)
+        return 1.0
+
+
 @pytest.fixture
 def run_agent(make: Make, proxy: ProxyAddress, tiny_server: str) -> Iterator[Callable[..., Any]]:
     """Return a function run_agent(agent, **openai) that runs one group and returns (the group or None, the executor's
@@ -575,6 +584,14 @@ def test_an_agent_may_return_any_number(run_agent: Any, number: Any) -> None:
     completion gets turn_discount times the reward of the last completion."""
     group, _ = run_agent(Talks(lambda ids: number), turn_discount=0.5, export_style="individual")
     assert group["rewards"].tolist() == [0.5, 1.0]
+
+
+def test_an_agent_may_close_its_client(run_agent: Any) -> None:
+    """Many agents share one HTTP client. If an agent closes its SDK client, the agents after it can still send
+    requests."""
+    group, stats = run_agent(Closes(), group_size=3)
+    assert group["rewards"].tolist() == [1.0, 1.0, 1.0]
+    assert stats.failed_members == 0
 
 
 def test_a_conversation_is_one_row_in_style_concat(run_agent: Any) -> None:

@@ -19,6 +19,7 @@ import pytest
 import torch
 from conftest import ROOT
 
+from rollout import workers
 from rollout.reward import AsyncRewardWrapper, parse_rewards
 from rollout.workers import WorkerDied, WorkerPool
 
@@ -36,6 +37,19 @@ def broken(*args):
 
 def process_id(*args):
     return os.getpid()
+
+def columns(*args, function, self):
+    return function + self
+
+class NoText(Exception):
+    def __str__(self):
+        raise ValueError
+
+def fails_without_a_text(*args):
+    raise NoText
+
+def fails_with_a_long_text(*args):
+    raise KeyError("x" * 10_000_000)
 
 def torch_is_there(*args):
     return "torch" in sys.modules
@@ -141,6 +155,35 @@ async def test_a_plain_function_runs_in_another_process(rewards: ModuleType) -> 
     sample."""
     assert await AsyncRewardWrapper(rewards.equals)("2+2?", "4", [1], [2], answer="4", extra=None) == 1.0
     assert await AsyncRewardWrapper(rewards.process_id)() != os.getpid()
+
+
+@pytest.mark.anyio
+async def test_a_column_of_the_data_may_have_any_name(rewards: ModuleType) -> None:
+    """A column of the data may have the name of a parameter of this project's functions."""
+    assert await AsyncRewardWrapper(rewards.columns)("", "", [], [], function=1, self=2) == 3.0
+
+
+@pytest.mark.anyio
+async def test_every_exception_is_reported(rewards: ModuleType) -> None:
+    """The error of a worker names the exception's type, even if the exception's text is long or cannot be made."""
+    with pytest.raises(RuntimeError, match="NoText: its text cannot be made: ValueError"):
+        await AsyncRewardWrapper(rewards.fails_without_a_text)()
+    with pytest.raises(RuntimeError, match="KeyError: 'xxx") as error:
+        await AsyncRewardWrapper(rewards.fails_with_a_long_text)()
+    assert len(str(error.value)) < 20_000
+
+
+@pytest.mark.anyio
+async def test_a_worker_that_reads_nothing_is_killed(rewards: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a worker's process never reads its call, the time limit still ends the call, even if the call is larger than
+    the buffer of the socket."""
+    monkeypatch.setattr(workers, "END_SECONDS", 0.2)
+    pool = workers.WorkerPool(1, prefix=["sh", "-c", "exec sleep 1000"])
+    async with asyncio.timeout(60):
+        for _ in range(2):  # the second call needs the place of the first
+            with pytest.raises(TimeoutError):
+                async with pool.worker() as worker:
+                    await workers.within(0.2, worker.call(rewards.equals, b"x" * 10_000_000), "the call")
 
 
 SCRIPT = """

@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from conftest import ROOT
 from torch.distributed.checkpoint import CheckpointException, FileSystemWriter
 
-from run.command import interruptible, open_run
+from run.command import interruptible, open_run, say_how_to_go_on
 from run.config import ConfigError, load
 from run.recover import unwrapped
 
@@ -108,6 +108,14 @@ def test_a_second_ctrl_c_ends_at_once() -> None:
     assert done.stderr.strip() == ""
 
 
+def test_without_checkpoints_no_run_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """If a run with recover=off ends early, its last lines do not name a command that continues it."""
+    say_how_to_go_on(load(["recover=off", f"fileroot={tmp_path}", "trial_name=t"]))
+    assert capsys.readouterr().err.splitlines()[1:] == ["with recover=off, the run cannot go on"]
+    say_how_to_go_on(load([f"fileroot={tmp_path}", "trial_name=t"]))
+    assert "to go on from the beginning" in capsys.readouterr().err
+
+
 def test_ctrl_c_after_a_failed_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """While a run trains, Ctrl-C lets the current step end. If a step has failed, Ctrl-C interrupts the clean-up."""
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 1)
@@ -136,6 +144,7 @@ class InterruptedWriter(FileSystemWriter):
 def test_ctrl_c_during_a_checkpoint_ends_the_run_as_usual(tmp_path: Path) -> None:
     """If Ctrl-C arrives while torch writes a checkpoint, torch raises CheckpointException instead of KeyboardInterrupt.
     After Ctrl-C, `unwrapped` replaces CheckpointException with KeyboardInterrupt, so the run ends with exit code 130.
+    After SIGTERM, `unwrapped` replaces CheckpointException with SystemExit.
     If an error interrupts the write of a checkpoint, `unwrapped` does not replace the CheckpointException."""
 
     def full() -> None:
@@ -143,6 +152,7 @@ def test_ctrl_c_during_a_checkpoint_ends_the_run_as_usual(tmp_path: Path) -> Non
 
     ways: dict[type[BaseException], Callable[[], Any]] = {
         KeyboardInterrupt: lambda: signal.raise_signal(signal.SIGINT),
+        SystemExit: lambda: sys.exit(143),  # the handler of SIGTERM
         CheckpointException: full,
     }
     for expected, act in ways.items():

@@ -33,6 +33,7 @@ from run.keys import NEEDS, TrainConfig
         (["train_datset.path=x"], "did you mean 'train_dataset.path'"),
         (["saver=3"], "did you mean 'saver.interval'"),
         (["--replay-until", "3"], "--replay-until needs --replay"),
+        (["trial_name=off"], "trial_name: YAML reads this word as false; give another word"),
         (["lr=0.1"], "did you mean 'actor.optimizer.lr'"),
         (["actor.learning_rate=0.1"], "did you mean 'actor.optimizer.lr'"),
         (["evaluator.base_url=http://localhost/v1"], "no effect here: omit it, or set mode=eval"),

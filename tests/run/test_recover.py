@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from trainers import gradients, make_batch, make_config, prepare
 
 from inference.weights import write_checkpoint
+from inference.wire import EngineError
 from rollout.dispatcher import ServerRestarted
 from rollout.executor import ProxyAddress, WorkflowExecutor
 from rollout.trajectory import complete
@@ -392,6 +393,36 @@ def test_a_summary_says_what_it_has_counted(capsys, counted: list[list[int]], sa
     run = SimpleNamespace(history=history, config=SimpleNamespace(run_dir=Path("here"), task="a"))
     summarise(run, None)  # type: ignore[arg-type]
     assert f"staleness mean 0.75, max 1{says}" in capsys.readouterr().out
+
+
+def test_a_summary_does_not_wait_for_a_lost_server(capsys) -> None:
+    """After the last step, no weights are pushed, so a restarted server gets no weights. The summary does not wait for
+    this server. It leaves out the task's drawing."""
+    line = {"success": 0.5, "staleness_max": 1.0, "staleness_mean": 0.75, "wall_s": 2.0, "step": 1, "lag_counts": []}
+    engine = SimpleNamespace(wait_for_servers=True)
+
+    class Task:
+        @staticmethod
+        def summary(ask: Any, console: Any) -> None:
+            assert not engine.wait_for_servers
+            raise EngineError("every server is lost", 503)
+
+    executor = SimpleNamespace(engine=engine, tokenizer=None, gconfig=None)
+    config = SimpleNamespace(run_dir=Path("here"), task="a")
+    summarise(SimpleNamespace(history=[line], config=config, executor=executor), Task)  # type: ignore[arg-type]
+    out = capsys.readouterr().out
+    assert "what the policy does is not drawn: every server is lost" in out
+    assert "talk to the model" in out
+
+
+def test_only_files_of_the_run_are_deleted(tmp_path: Path) -> None:
+    """With logger.keep_steps, old files of a run are deleted. A file with another kind of name stays."""
+    for name in ("rollout/.DS_Store", "tokens/notes.safetensors", "tokens/00001.safetensors", "rollout/0/1.jsonl"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    discard(tmp_path, last=3, max_age=1)
+    left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    assert left == {"rollout/.DS_Store", "tokens/notes.safetensors"}
 
 
 # ---- real runs

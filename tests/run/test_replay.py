@@ -273,7 +273,7 @@ def test_another_code_or_configuration_is_refused(tmp_path: Path, monkeypatch: p
     with pytest.raises(ConfigError, match="needs a finished step"):
         check_replay(load(words))
     write(tmp_path / FILE, {"start": 7, "version": 0}, RECORDED, {"consume": 7, "version": 0})
-    config = load([*words, "--replay-until", "7", "logger.live=false"])
+    config = load([*words, "--replay-until", "7", "logger.live=false", "--quiet", "--dry-run"])
     check_replay(config)
     assert config.replay_until == 1
     with pytest.raises(ConfigError, match=r"actor\.eps_clip=0\.2 -> 0\.3"):
