@@ -23,8 +23,8 @@ Example: a token with the probabilities pi_behav = 0.2, pi_prox = 0.3 and pi_the
 and u is also 1.5. With eps = 0.2 and A = 1, the clip lowers u to 1.2, so the token's term in J is 1.5 * 1.2 = 1.8.
 
 Three options change the influence of a single token on the loss:
-  `cap`:          A token whose behaviour weight exceeds behave_imp_weight_cap counts as 0 in J. J stays a mean over all
-                  trained tokens. With behave_imp_weight_action=clamp, the token gets the cap as its behaviour weight.
+  `cap`:          By default, a token whose behaviour weight exceeds behave_imp_weight_cap counts as 0 in J, a mean over
+                  all trained tokens. With behave_imp_weight_action=clamp, the token gets the cap as its weight.
   `clip higher`:  The key eps_clip_higher raises the upper bound of u, so that a step can make rare tokens likelier.
   `dual clip`:    For A < 0 the term u A has no lower bound. With c_clip = c the term u A has the lower bound c A.
 

@@ -21,10 +21,10 @@ wait for the trainer, fewer than (v + 1) * B of all (eta + v + 1) * B places are
 while a slow group runs. In an example with eta = 1 and B = 2, a slow group reaches age 5 (tests/test_staleness.py).
 `rollout.stale` chooses one of three rules that limit the lag of every trained token to eta:
 
-- **wait** consumes the groups that started first, so batches wait for slow groups. *Proof:* count the groups that
-  started before a group and were not rejected. With the group itself these are p groups. If the group starts at version
-  s, all p groups have places, so p <= (eta + s + 1) * B. Later rejections only lower p. Step ceil(p / B) consumes the
-  group at version ceil(p / B) - 1 <= eta + s. All its tokens have versions >= s, so its age is at most eta.
+- **wait** consumes the groups that started first, so batches wait for slow groups. *Proof:* let p be the
+  number of groups that started no later than a given group and were not rejected. If the group starts at version s, all
+  p groups have places, so p <= (eta + s + 1) * B. Later rejections only lower p. Step ceil(p / B) consumes the group at
+  version ceil(p / B) - 1 <= eta + s. All its tokens have versions >= s, so its age is at most eta.
 
 - **mask** consumes the groups that finished first. The loss excludes tokens whose lag is above eta. The first tokens of
   long answers are masked most often, because they are the oldest. With `mask`, no step waits for a slow group. A group

@@ -39,6 +39,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 from run.keys import TrainConfig
@@ -111,8 +112,8 @@ class TrainingLoop:
         """Run the remaining steps of the run, and then print a summary."""
         save = self.save if self.recovery.on else None
         with self.logger.live if self.logger else nullcontext(), interruptible(self.rollout.executor, save):
-            if self.step >= self.last_step:  # an earlier start of the run may have ended before it saved the model
-                self.save_model(self.step)
+            if self.step >= self.last_step and not share(self.model_folder(self.step).exists()):
+                self.save_model(self.step)  # an earlier start of the run has ended before it saved the model
             for step in range(self.step + 1, self.last_step + 1):
                 self.train_step(step)
                 self.step = step
@@ -145,8 +146,8 @@ class TrainingLoop:
             if self.ref is not None:
                 batch["ref_logp"] = self.ref.compute_logp(batch)
             metrics["logp_mismatch"] = logp_mismatch(batch, version)
-            # 4. Compute the advantages A = (R - mean) / std, (N, T). The mean and std of the returns R are those of the
-            #    turns at the same position in all conversations of the group.
+            # 4. Compute the advantages A = (R - mean) / std, (N, T). By default, the mean and std of the returns R are
+            #    those of the turns at the same position in all conversations of the group.
             actor.compute_advantages(batch)
             # 5. Minimise the mean of -pi_prox / pi_behav * min(u A, clip(u) A), where u = pi_theta / pi_prox.
             metrics |= actor.ppo_update(batch)
@@ -205,7 +206,11 @@ class TrainingLoop:
     def save_model(self, step: int, *metrics: dict[str, Any]) -> None:
         """Save the model of `step`. `metrics` are the metrics of this step, if the logger does not have them yet."""
         lines = [*self.logger.history, *metrics] if self.logger else []
-        save_model(self.actor, self.run.config.run_dir / "checkpoints", step, self.run.config.saver.keep, lines)
+        save_model(self.actor, self.model_folder(step).parent, step, self.run.config.saver.keep, lines)
+
+    def model_folder(self, step: int) -> Path:
+        """Return the folder in which the model of `step` is saved."""
+        return self.run.config.run_dir / "checkpoints" / f"step{step:05d}"
 
     def save(self, step: int | None = None) -> None:
         """Write a checkpoint of `step` (None: of the last finished step), from which a killed run can continue."""

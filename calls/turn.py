@@ -41,6 +41,7 @@ state of the abandoned turn changes to replaced, and the proxy starts a new turn
 
 import asyncio
 import contextlib
+import copy
 import dataclasses
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
@@ -62,8 +63,8 @@ from inference.wire import EngineError
 
 PING_SECONDS = 15.0  # after this many seconds without events, a stream sends a comment as a keepalive
 
-# `_run` changes a turn's state to finished or failed, `end_with_session` to failed, `_listening` to abandoned or
-# unread, and `earlier_turn` to finished or replaced.
+# `_run` changes a turn's state to finished or failed, `end_with_session` to failed, `_abandon` to abandoned,
+# `_listening` to unread, and `earlier_turn` to finished or replaced.
 State = Enum("State", "RUNNING FINISHED UNREAD FAILED ABANDONED REPLACED")
 
 
@@ -187,11 +188,12 @@ class Turn:
         finally:
             self.listeners -= 1
             if not self.listeners:
+                runs = self.task.cancel()  # `cancel` returns False if the task is done
                 if self.state is State.RUNNING:
                     self._abandon()
                 elif self.state is State.FINISHED and hangup.done():
                     self.state = State.UNREAD
-                if self.task.cancel():  # `cancel` returns False if the task is done
+                if runs:
                     await asyncio.wait({self.task})  # wait until the engine has told the server to abort
             hangup.cancel()
 
@@ -199,9 +201,10 @@ class Turn:
         """Store the streamed tokens. The client may have read them, and may continue from them before the server has
         stopped."""
         self.state = State.ABANDONED
-        for k, streamed in enumerate(self.so_far):
+        for k, streamed in enumerate(copy.deepcopy(self.so_far)):  # the engine may still change its own objects
             if streamed:
-                self._finish(k, dataclasses.replace(streamed, stop_reason=streamed.stop_reason or "abort"))
+                streamed.stop_reason = streamed.stop_reason or "abort"
+                self._finish(k, streamed)
 
     def result(self) -> tuple[dict[str, Any], list[Answer]]:
         """Return the reply and its answers. Raises Refusal or EngineError if there is no reply."""

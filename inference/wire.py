@@ -124,13 +124,15 @@ class PerLoop(Generic[T]):
     async def _keep(self, loop: asyncio.AbstractEventLoop) -> AsyncGenerator[T, None]:
         # When an event loop ends, asyncio ends the loop's tasks first, and then closes the loop's generators. Closing
         # the generator `_keep` closes the loop's object.
-        thing = self._make()
         try:
-            while True:
-                yield thing
+            thing = self._make()
+            try:
+                while True:
+                    yield thing
+            finally:
+                await self._close(thing)
         finally:
             del self._keepers[loop]
-            await self._close(thing)
 
 
 def run_all(calls: Iterable[Awaitable[Any]], return_exceptions: bool = False) -> list[Any]:

@@ -32,8 +32,8 @@ a class.
 continues after a crash, the open tasks without a finished group start again under their old ids (DataCursor,
 run/recover.py).
 
-**Evaluation.** `for_evaluation()` makes a second executor that uses the same engine and proxy. The gate of the second
-executor is so wide that it never closes. The second executor counts its task ids from 0, and may sample differently
+**Evaluation.** `for_evaluation()` makes a second executor that uses the same engine and proxy. The second executor
+has no staleness gate (its gate is so wide that it never closes), counts its task ids from 0, and may sample differently
 than training, for example greedily.
 
 **What is not promised.** On an executor with a gate, rollout_batch can wait for ever: if groups of earlier calls hold

@@ -402,7 +402,8 @@ def bypass_http_proxy(*hosts: str) -> dict[str, str]:
     """Return the environment variables with which requests to `hosts` bypass any HTTP proxy that the environment
     sets."""
     listed = [*hosts, *os.environ.get("NO_PROXY", "").split(","), *os.environ.get("no_proxy", "").split(",")]
-    return dict.fromkeys(("NO_PROXY", "no_proxy"), ",".join(filter(None, dict.fromkeys(listed))))
+    names = ["*"] if "*" in listed else filter(None, dict.fromkeys(listed))  # "*" means all hosts, and stands alone
+    return dict.fromkeys(("NO_PROXY", "no_proxy"), ",".join(names))
 
 
 def run_agent(agent: Any, data: dict[str, Any], base_url: str, api_key: str, ours: bool = True) -> Any:
@@ -411,12 +412,12 @@ def run_agent(agent: Any, data: dict[str, Any], base_url: str, api_key: str, our
     If `ours` is true, the host of base_url belongs to this run, and requests to this host bypass any HTTP proxy that
     environment variables set.
     """
-    own_host = urlsplit(base_url).hostname if ours else None
+    host = urlsplit(base_url).hostname or ""
     os.environ |= {
         "OPENAI_BASE_URL": base_url,
         "OPENAI_API_KEY": api_key,
         "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),  # the Anthropic SDK appends /v1/messages to this URL
         "ANTHROPIC_API_KEY": api_key,
-        **bypass_http_proxy(own_host or ""),
+        **bypass_http_proxy(*[host] * ours),
     }
     return _runner().run(_alone(agent.run(data, base_url=base_url, api_key=api_key, http_client=None)))

@@ -12,7 +12,7 @@ The function `main` reads the command line, and then trains or evaluates. `main`
 The ExitStack ends every process even after Ctrl-C, an exception or the death of a server process. The exit code is 0
 for success, 1 for a run that failed, 2 for a wrong configuration, and 130 for Ctrl-C. A run that was ended by `kill -9`
 loses the steps since its last checkpoint (run/recover.py). If a run ends early, the last lines of its output name the
-command that continues the run.
+command that continues the run, unless recover=off.
 
 If Ctrl-C arrives while the trainer waits for a batch, the wait ends at once. If Ctrl-C arrives in another part of a
 step, the step runs to its end. In both cases, the run then writes a checkpoint (`interruptible`). A second Ctrl-C ends
@@ -40,7 +40,7 @@ from ppo import describe_mode
 from run.config import ConfigError, changed, load
 from run.doctor import Unhealthy
 from run.evaluate import evaluate_run
-from run.failures import Failures, report
+from run.failures import Failures, describe, report
 from run.inputs import Inputs, load_inputs
 from run.keys import TrainConfig
 from run.launch import ROOT, Fleet, Planned, ProcessDied, revision
@@ -101,7 +101,7 @@ def say_how_to_go_on(config: TrainConfig) -> None:
     """Print the folder of a run that ended early, and print the command that continues the run."""
     print(f"the run's folder is {config.run_dir}", file=sys.stderr)
     if config.mode == "train" and config.recover == "off":
-        print("with recover=off, the run cannot go on", file=sys.stderr)
+        print("the run has no checkpoints, because recover=off was set, so it cannot continue", file=sys.stderr)
         return
     words = [word for word in sys.orig_argv if not word.startswith("trial_name=")]
     step = newest_checkpoint(config.run_dir) if config.mode == "train" else 0
@@ -270,11 +270,13 @@ def main(train: Callable[[TrainConfig], None], argv: list[str] | None = None) ->
     except SystemExit as error:  # after SIGTERM, or if `agree` ends this rank
         code = error.code
     except Exception as error:
-        is_known = isinstance(error, (ConfigError, Differs, ProcessDied, Unhealthy))
-        is_known |= not config or config.dry_run
-        text = error if is_known or not config else report(error, config.run_dir / "logs" / FAILURES)
+        text = str(error)
+        if not isinstance(error, (ConfigError, Differs, ProcessDied, Unhealthy)):
+            is_run = config and not config.dry_run  # only a run has a folder for the traceback
+            text = report(error, config.run_dir / "logs" / FAILURES) if config and is_run else describe(error)
         print(f"error: {text}", file=sys.stderr)
         code = 2 if isinstance(error, ConfigError) else 1
-    if code not in (0, 2) and config and not (config.replay or config.dry_run) and dist.get_rank() == 0:
+    is_run = config and not (config.replay or config.dry_run)
+    if config and is_run and code not in (0, 2) and os.environ.get("RANK", "0") == "0":
         say_how_to_go_on(config)
     return code

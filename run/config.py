@@ -139,7 +139,7 @@ def set_keys(config: DictConfig, given: Any, source: str) -> dict[str, str]:
             value = "drop" if value else "wait"  # `rollout.drop_stale` is another name of this key
         if isinstance(value, bool) and isinstance(known[name], str):
             raise ConfigError(f"{name}: YAML reads this word as {str(value).lower()}; give another word")
-        if isinstance(value, str) and isinstance(known[name], list):
+        if isinstance(value, str) and isinstance(known[name], list) and not re.search(r"[\s,]", value):
             value = [value]  # a list with one item needs no brackets
         OmegaConf.update(config, name, value)
     return without_effect(config, names)
@@ -252,9 +252,9 @@ def load(argv: list[str]) -> TrainConfig:
         options = [f"{name}={value}" for name, value in given.items() if value is not None and value is not False]
         idle |= set_keys(merged, OmegaConf.from_dotlist(args.words + options), source)
         config: Any = OmegaConf.to_object(merged)
-    except (OmegaConfBaseException, YAMLError) as error:
+    except (OmegaConfBaseException, YAMLError, OSError, UnicodeError) as error:
         where = getattr(error, "full_key", None) or source
-        text = str(error) if isinstance(error, YAMLError) else str(error).splitlines()[0]
+        text = str(error).splitlines()[0] if isinstance(error, OmegaConfBaseException) else str(error)
         raise ConfigError(f"{where}: {' '.join(text.split())}") from error
     for name, need in without_effect(config, [] if args.replay else list(idle)).items():
         raise ConfigError(f"{name}={attrgetter(name)(config)} has no effect here: omit it, or set {need}")

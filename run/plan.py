@@ -68,7 +68,9 @@ def plan_servers(config: TrainConfig, gpus: list[str], ranks: int) -> list[Plann
     command, keys = server_command(config, share if gpus else None), (config.rollout.server_key,)
     # SGLang computes the logprobs of a prompt or of an interrupted answer in chunks. Each chunk takes up to three
     # float32 matrices of (tokens, vocabulary), which are 3.5 GiB for the default of 2,048 tokens and a model of Qwen.
-    variables = {"SGLANG_LOGPROB_CHUNK_SIZE": "256"} if gpus else {}
+    # Before version 0.5.23, SGLang's names for these variables contained LOGITS_PROCESSER.
+    chunks = {"SGLANG_LOGPROB_CHUNK_SIZE": "256", "SGLANG_LOGITS_PROCESSER_CHUNK_SIZE": "256"}
+    variables = chunks | {"SGLANG_ENABLE_LOGITS_PROCESSER_CHUNK": "1"} if gpus else {}
     # By default SGLang exits if one of its GPUs has much less free memory than another of its GPUs.
     variables |= {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0"} if gpus and shared else {}
     ports = [server.port + k if server.port else 0 for k in range(server.count)]

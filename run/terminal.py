@@ -75,6 +75,7 @@ def end_at_once(*_: Any) -> None:
 
 def greet(words: list[str]) -> None:
     """Print the first message and start the clock. With `--help`, print only the help. `words` is the command line.
+    During the imports, Ctrl-C ends this process at once.
 
     If `load` accepts the command line, start the early processes (run/early.py). If `load` refuses the command line,
     print the error and end this process. Under torchrun, train.py does so later, together on all ranks.

@@ -60,6 +60,20 @@ def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
         pass
 
 
+def test_sigterm_while_the_inputs_load(tmp_path: Path) -> None:
+    """SIGTERM ends a run with exit code 143 even if the run is still loading its inputs."""
+    (tmp_path / "slow_task.py").write_text(
+        "import os, signal\n\ndef dataset(_):\n    os.kill(os.getpid(), signal.SIGTERM)\n"
+    )
+    words = ["task=slow_task", "workflow=tasks.guess.GuessAgent", f"fileroot={tmp_path}"]
+    path = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "train.py", *words]
+    done = subprocess.run(command, cwd=ROOT, env=path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 143
+    assert "Traceback" not in done.stderr
+    assert "to go on from the beginning" in done.stderr
+
+
 def run_without_torch(*words: str) -> subprocess.CompletedProcess[str]:
     """Run train.py with `words`, and check that it ends before it imports torch. Return the ended process; its `stderr`
     also lists the imported modules."""
@@ -111,7 +125,9 @@ def test_a_second_ctrl_c_ends_at_once() -> None:
 def test_without_checkpoints_no_run_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """If a run with recover=off ends early, its last lines do not name a command that continues it."""
     say_how_to_go_on(load(["recover=off", f"fileroot={tmp_path}", "trial_name=t"]))
-    assert capsys.readouterr().err.splitlines()[1:] == ["with recover=off, the run cannot go on"]
+    assert capsys.readouterr().err.splitlines()[1:] == [
+        "the run has no checkpoints, because recover=off was set, so it cannot continue"
+    ]
     say_how_to_go_on(load([f"fileroot={tmp_path}", "trial_name=t"]))
     assert "to go on from the beginning" in capsys.readouterr().err
 
