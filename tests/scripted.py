@@ -30,6 +30,9 @@ class ScriptedEngine:
         if self.executor is not None:
             self.executor.on_new_version()
 
+    def forget_sent(self) -> None:
+        """Do nothing, because this engine sends no weights."""
+
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
         self.requests.append(request)
         output = self.tokenizer.encode(self.script(request), add_special_tokens=False)

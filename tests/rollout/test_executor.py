@@ -20,7 +20,10 @@ from torch.utils.data import DataLoader
 
 from engine import RemoteInfEngine
 from inference.io_struct import GenerationHyperparameters
+from rollout.dispatcher import ServerRestarted
 from rollout.executor import ProxyAddress, WorkflowExecutor
+from run.evaluate import start_evaluation
+from run.inputs import Inputs
 from run.keys import OpenAIConfig, RolloutConfig
 from staleness import RolloutStat
 from workflow import RLVRWorkflow, RolloutWorkflow, workflow_context
@@ -334,6 +337,28 @@ def test_evaluation_needs_no_new_version_and_leaves_the_engine_alone(make: Make,
     evaluation.destroy()
     assert executor.engine.executor is executor
     assert executor.stats == RolloutStat()
+
+
+def test_a_restart_of_a_server_repeats_no_episode_of_an_evaluation(make: Make) -> None:
+    """If a server is restarted during an evaluation, the trainer pushes the weights, and the evaluation then waits for
+    the episodes that it has already started."""
+    evaluation = make().for_evaluation()
+    played: list[int] = []
+
+    class Restarts(Echo):
+        async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
+            played.append(data["n"])
+            if data["n"] == 3:
+                evaluation.dispatcher.interrupt(ServerRestarted)
+            return await super().arun_episode(engine, data)
+
+    finish = start_evaluation(evaluation, Inputs(None, [], [{"n": n} for n in range(6)], None, None, Restarts()))
+    assert finish() is None
+    found, left = finish(), evaluation.dispatcher.in_flight()
+    evaluation.destroy()
+    assert found["eval_episodes"] == 6
+    assert sorted(played) == [0, 1, 2, 3, 4, 5]
+    assert not left
 
 
 def test_a_workflow_cannot_change_the_dataset(make: Make) -> None:

@@ -32,7 +32,6 @@ from trainers import gradients, make_batch, make_config, prepare
 
 from inference.weights import write_checkpoint
 from inference.wire import EngineError
-from rollout.dispatcher import ServerRestarted
 from rollout.executor import ProxyAddress, WorkflowExecutor
 from rollout.trajectory import complete
 from run.config import ConfigError, load
@@ -676,28 +675,6 @@ def test_an_episode_of_several_rows_has_the_reward_of_the_last(make_executor, re
     found = start_evaluation(executor, Inputs(None, [], [{"n": 0}, {"n": 1}], None, None, Turns()))()
     executor.destroy()
     assert found["eval_reward"] == rewards[-1]
-
-
-def test_a_restart_of_a_server_repeats_no_episode_of_an_evaluation(make_executor) -> None:
-    """If a server is restarted during an evaluation, the trainer pushes the weights, and the evaluation then waits for
-    the episodes that it has already started."""
-    evaluation = make_executor().for_evaluation()
-    played = []
-
-    class Restarts(Echo):
-        async def arun_episode(self, engine, data):
-            played.append(data["n"])
-            if data["n"] == 3:
-                evaluation.dispatcher.interrupt(ServerRestarted)
-            return await super().arun_episode(engine, data)
-
-    finish = start_evaluation(evaluation, Inputs(None, [], [{"n": n} for n in range(6)], None, None, Restarts()))
-    assert finish() is None
-    found, left = finish(), evaluation.dispatcher.in_flight()
-    evaluation.destroy()
-    assert found["eval_episodes"] == 6
-    assert sorted(played) == [0, 1, 2, 3, 4, 5]
-    assert not left
 
 
 @pytest.mark.parametrize("mode", ["inline", "subproc"])
