@@ -210,7 +210,7 @@ TURN_MUTANTS = [
     ("read", X, calls.turn, "cache.discard(name)", "cache._interactions.pop(name, None)"),
     ("mixed", WX, proxy, "hashlib.blake2b(raw + ", "hashlib.blake2b("),
     ("mixed", WX, calls.turn, "setdefault(body, [])", "setdefault(body, []) or sum(session.turns.values(), [])"),
-    ("stopped", X, calls.turn, "if self.task.cancel():", "if False:"),
+    ("stopped", X, calls.turn, "runs = self.task.cancel()", "runs = False"),
     ("stopped", X, calls.turn, "= State.FAILED\n        self.task.cancel()", "= State.FAILED"),
     ("answered", X, calls.turn, "asyncio.wait({self.task, hangup}", "asyncio.wait({hangup}"),
     ("answered", Y, calls.turn, "asyncio.wait({self.task, *others}", "asyncio.wait({*others}"),
