@@ -68,7 +68,7 @@ def plan_servers(config: TrainConfig, gpus: list[str], ranks: int) -> list[Plann
     command, keys = server_command(config, share if gpus else None), (config.rollout.server_key,)
     # SGLang computes the logprobs of a prompt or of an interrupted answer in chunks. Each chunk takes up to three
     # float32 matrices of (tokens, vocabulary), which are 3.5 GiB for the default of 2,048 tokens and a model of Qwen.
-    # Before version 0.5.23, SGLang's names for these variables contained LOGITS_PROCESSER.
+    # Older versions of SGLang know only the names with LOGITS_PROCESSER.
     chunks = {"SGLANG_LOGPROB_CHUNK_SIZE": "256", "SGLANG_LOGITS_PROCESSER_CHUNK_SIZE": "256"}
     variables = chunks | {"SGLANG_ENABLE_LOGITS_PROCESSER_CHUNK": "1"} if gpus else {}
     # By default SGLang exits if one of its GPUs has much less free memory than another of its GPUs.
@@ -103,7 +103,7 @@ def server_command(config: TrainConfig, mem_fraction: float | None) -> list[str]
         check_sglang()
     command = shlex.split(server.command) or [sys.executable, "-m", "sglang.launch_server"]
     options |= {"--tp-size": server.tp_size, "--random-seed": config.seed, "--mem-fraction-static": mem_fraction}
-    # By default SGLang computes with a model in float32 in float16, whose numbers are at most 65,504.
+    # By default SGLang computes a float32 model in float16, whose numbers are at most 65,504.
     options["--dtype"] = "bfloat16" if mem_fraction else None
     flags = {"--enable-fp32-lm-head": server.fp32_head, "--enable-memory-saver": server.release_memory}
     leash = [sys.executable, str(ROOT / "run" / "leash.py"), "--api-key"]
