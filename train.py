@@ -39,7 +39,6 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 from run.keys import TrainConfig
@@ -55,7 +54,7 @@ from run.evaluate import start_evaluation
 from run.inputs import make_dataloader
 from run.logger import describe_batch, is_due
 from run.mismatch import Canary, logp_mismatch
-from run.recover import Recovery, save_model
+from run.recover import Recovery, folders_of_steps, save_model
 from run.start import Run, start_processes, start_rollout, start_trainer
 from run.summary import summarise
 from training.ranks import share
@@ -106,13 +105,14 @@ class TrainingLoop:
             self.push_weights(self.step)
         # 5. Start the logger, which writes the results. The logger is None on every rank except 0.
         self.last_step = config.replay_until or config.max_steps
+        self.models = config.run_dir / "checkpoints"  # folder of the saved models
         self.logger = start_logger(run, self.rollout.executor, self.step)
 
     def train(self) -> None:
         """Run the remaining steps of the run, and then print a summary."""
         save = self.save if self.recovery.on else None
         with self.logger.live if self.logger else nullcontext(), interruptible(self.rollout.executor, save):
-            if self.step >= self.last_step and not share(self.model_folder(self.step).exists()):
+            if self.step >= self.last_step and self.step not in share(folders_of_steps(self.models)):
                 self.save_model(self.step)  # an earlier start of the run has ended before it saved the model
             for step in range(self.step + 1, self.last_step + 1):
                 self.train_step(step)
@@ -206,11 +206,7 @@ class TrainingLoop:
     def save_model(self, step: int, *metrics: dict[str, Any]) -> None:
         """Save the model of `step`. `metrics` are the metrics of this step, if the logger does not have them yet."""
         lines = [*self.logger.history, *metrics] if self.logger else []
-        save_model(self.actor, self.model_folder(step).parent, step, self.run.config.saver.keep, lines)
-
-    def model_folder(self, step: int) -> Path:
-        """Return the folder in which the model of `step` is saved."""
-        return self.run.config.run_dir / "checkpoints" / f"step{step:05d}"
+        save_model(self.actor, self.models, step, self.run.config.saver.keep, lines)
 
     def save(self, step: int | None = None) -> None:
         """Write a checkpoint of `step` (None: of the last finished step), from which a killed run can continue."""

@@ -200,9 +200,8 @@ class WorkflowExecutor:
         The arguments after `data` are passed to `make_tasks`: workflow, workflow_kwargs, should_accept_fn, group_size
         and is_eval.
         """
-        [task] = self.make_tasks(self._cursor.number([data]), *args, **kwargs)
-        self.dispatcher.submit_task_input(task)
-        return task.task_id
+        [task_id] = self.submit_each([data], *args, **kwargs)
+        return task_id
 
     def wait(self, count: int, timeout: float | None = None) -> Trajectory:
         """Return the next `count` accepted groups as one batch.

@@ -37,9 +37,7 @@ def main(words: list[str]) -> int:
         config: Any = OmegaConf.load(folder / "config.yaml")
         step, model = max(folders_of_steps(folder / "checkpoints").items())
     except (OSError, ValueError):
-        hint = (
-            "give the folder of a run that has checkpoints: a run writes them at its end, or every saver.interval steps"
-        )
+        hint = "give the folder of a run that has checkpoints (written at its end, or every saver.interval steps)"
         print(f"error: no model in {folder.resolve()}; {hint}", file=sys.stderr)
         return 2
     hint = " To play the demo, type: guess a number" if config.get("task") == "tasks.guess" else ""

@@ -270,13 +270,13 @@ def main(train: Callable[[TrainConfig], None], argv: list[str] | None = None) ->
     except SystemExit as error:  # after SIGTERM, or if `agree` ends this rank
         code = error.code
     except Exception as error:
-        text = str(error)
-        if not isinstance(error, (ConfigError, Differs, ProcessDied, Unhealthy)):
-            is_run = config and not config.dry_run  # only a run has a folder for the traceback
-            text = report(error, config.run_dir / "logs" / FAILURES) if config and is_run else describe(error)
+        is_known = isinstance(error, (ConfigError, Differs, ProcessDied, Unhealthy))
+        text = str(error) if is_known else describe(error)
+        if config and not (is_known or config.dry_run):  # a dry run has no folder for the traceback
+            text = report(error, config.run_dir / "logs" / FAILURES)
         print(f"error: {text}", file=sys.stderr)
         code = 2 if isinstance(error, ConfigError) else 1
-    is_run = config and not (config.replay or config.dry_run)
-    if config and is_run and code not in (0, 2) and os.environ.get("RANK", "0") == "0":
+    has_failed = code not in (0, 2) and os.environ.get("RANK", "0") == "0"
+    if has_failed and config and not (config.replay or config.dry_run):
         say_how_to_go_on(config)
     return code

@@ -106,7 +106,7 @@ RAISED_BY = {
     "environment variables that break SGLang": 11,
     "errors and last lines that a new user found unclear": 36,
     "agents that close a client or a stream early, workers that read nothing, odd columns and exceptions": 14,
-    "a silent proxy, a summary without servers, an open update, SIGTERM while a checkpoint loads, a lowered max_steps": 38,
+    "a silent proxy, a summary without servers, an open update, SIGTERM while a checkpoint loads, a lowered max_steps": 33,
 }
 
 

@@ -208,7 +208,7 @@ def test_a_refused_restart_changes_nothing(guess_run, tmp_path: Path) -> None:
 
 @pytest.mark.runs
 def test_a_finished_run_stays_as_it_is(guess_run, tmp_path: Path) -> None:
-    """If a run has trained its last step, a second start says so, and does not change the run's config.yaml. If the
+    """If a run has trained its last step, a second start prints that, and does not change the run's config.yaml. If the
     run's last model is missing, for example because max_steps was lowered, the second start saves this model."""
     shutil.copytree(guess_run(0)[0], tmp_path, dirs_exist_ok=True)
     config, models = tmp_path / "e" / "t" / "config.yaml", tmp_path / "e" / "t" / "checkpoints"

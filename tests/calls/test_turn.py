@@ -646,13 +646,9 @@ async def test_an_orphan_is_dropped(start: Start, says_so: bool, streams: bool) 
     assert only["output"] == [{"role": "assistant", "content": "hello me"}]
 
 
-async def test_what_was_read_is_stored_before_the_abort_is_done(start: Start, tiny_tokenizer: Any) -> None:
-    """A client closes a stream early, and continues the conversation before the engine has ended the generation. The
-    next turn continues the tokens that the client has received, and the conversation is one row."""
-    harness = start("hello you", "more")
-    session = await harness.start()
+def make_slow_to_abort(harness: Harness) -> asyncio.Event:
+    """Change the harness's engine, so that a cancelled generation ends only after the returned event is set."""
     asked, aborted = harness.engine.agenerate, asyncio.Event()
-    harness.engine.hold, harness.engine.held_tokens = asyncio.Event(), 5
 
     async def slow_to_abort(request: Any, on_tokens: Any = None) -> Any:
         try:
@@ -662,6 +658,15 @@ async def test_what_was_read_is_stored_before_the_abort_is_done(start: Start, ti
             raise
 
     harness.engine.agenerate = slow_to_abort  # type: ignore[method-assign]
+    return aborted
+
+
+async def test_what_was_read_is_stored_before_the_abort_is_done(start: Start, tiny_tokenizer: Any) -> None:
+    """A client closes a stream early, and continues the conversation before the engine has ended the generation. The
+    next turn continues the tokens that the client has received, and the conversation is one row."""
+    harness = start("hello you", "more")
+    session, aborted = await harness.start(), make_slow_to_abort(harness)
+    harness.engine.hold, harness.engine.held_tokens = asyncio.Event(), 5
     first = Connection(harness, f"/{session}/v1/chat/completions", STREAM)
     await first.status()
     while b'"o"' not in await first.read():
@@ -712,19 +717,8 @@ async def test_an_orphan_is_dropped_while_it_is_aborted(start: Start) -> None:
     """If a retry arrives while the engine aborts the first try's generation, the turn of the first try is removed from
     the tree."""
     harness = start("hello you", "hello me")
-    session = await harness.start()
-    asked = harness.engine.agenerate
+    session, aborted = await harness.start(), make_slow_to_abort(harness)
     harness.engine.hold, harness.engine.held_tokens = asyncio.Event(), 5
-    aborted = asyncio.Event()
-
-    async def slow_to_abort(request: Any, on_tokens: Any = None) -> Any:
-        try:
-            return await asked(request, on_tokens)
-        except asyncio.CancelledError:
-            await aborted.wait()
-            raise
-
-    harness.engine.agenerate = slow_to_abort  # type: ignore[method-assign]
     path = f"/{session}/v1/chat/completions"
     first = Connection(harness, path, STREAM)
     await first.status()

@@ -165,7 +165,8 @@ async def test_a_column_of_the_data_may_have_any_name(rewards: ModuleType) -> No
 
 @pytest.mark.anyio
 async def test_every_exception_is_reported(rewards: ModuleType) -> None:
-    """The error of a worker names the exception's type, even if the exception's text is long or cannot be made."""
+    """If a function in a worker raises an exception, the caller's error names the exception's type, even if the text of
+    the exception is long or cannot be made."""
     with pytest.raises(RuntimeError, match="NoText: its text cannot be made: ValueError"):
         await AsyncRewardWrapper(rewards.fails_without_a_text)()
     with pytest.raises(RuntimeError, match="KeyError: 'xxx") as error:

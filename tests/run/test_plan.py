@@ -197,7 +197,8 @@ def test_a_mode_of_the_update_that_the_gpus_rule_out_is_refused(
 @pytest.mark.parametrize("mode", ["tensor", "disk"])
 def test_a_server_cannot_read_expandable_segments(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In mode tensor, a server opens memory of the trainer. If the allocator uses expandable segments, the kernel often
-    forbids this, because the server is a child process of the trainer. The plan then refuses the mode tensor."""
+    forbids this, because the server is a child process of the trainer. With such an allocator, the plan refuses the
+    mode tensor."""
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     given = config("DIR", *SGLANG, f"weight_update.mode={mode}")
     refused = pytest.raises(ConfigError, match="unset PYTORCH_CUDA_ALLOC_CONF")

@@ -396,7 +396,7 @@ def test_a_summary_says_what_it_has_counted(capsys, counted: list[list[int]], sa
 
 def test_a_summary_does_not_wait_for_a_lost_server(capsys) -> None:
     """After the last step, no weights are pushed, so a restarted server gets no weights. The summary does not wait for
-    this server. It leaves out the task's drawing."""
+    this server, and leaves out the task's drawing."""
     line = {"success": 0.5, "staleness_max": 1.0, "staleness_mean": 0.75, "wall_s": 2.0, "step": 1, "lag_counts": []}
     engine = SimpleNamespace(wait_for_servers=True)
 
