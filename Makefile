@@ -24,7 +24,7 @@ test-runs: $(VENV)/ready       ## run the tests of whole runs: several ranks, re
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m runs
 
 test-sglang: $(VENV)/ready .venv-sglang/ready   ## with SGLang on a CPU, test the server requests, the parsers and a run
-	NANO_AREAL_SGLANG=$(CURDIR)/.venv-sglang/bin/python $(BIN)/python -m pytest -vv tests/inference/test_contract.py tests/calls/test_tools.py tests/run/test_sglang_run.py
+	POCKET_AREAL_SGLANG=$(CURDIR)/.venv-sglang/bin/python $(BIN)/python -m pytest -vv tests/inference/test_contract.py tests/calls/test_tools.py tests/run/test_sglang_run.py
 
 lint: $(VENV)/ready            ## check format, style and types
 	$(BIN)/ruff format --check .

@@ -53,9 +53,17 @@ from inference.io_struct import ModelResponse
 from rollout.interaction import Interaction, InteractionWithTokenLogpReward
 from rollout.rows import is_left_out, join_turns
 
-__all__ = ["Interaction", "InteractionCache", "InteractionWithTokenLogpReward", "check_style", "finite"]
+__all__ = [
+    "Interaction",
+    "InteractionCache",
+    "InteractionWithTokenLogpReward",
+    "check_style",
+    "finite",
+]
 
-LARGEST_REWARD = 1e30  # maximum absolute value of a reward, so that a sum of many rewards fits into a float32
+LARGEST_REWARD = (
+    1e30  # maximum absolute value of a reward, so that a sum of many rewards fits into a float32
+)
 
 
 def finite(reward: Any) -> float:
@@ -78,14 +86,22 @@ def check_style(style: Any) -> None:
 class Node:
     """A node of the prefix tree. The node stands for a prefix: the list of the messages on the path to the node."""
 
-    edges: dict[Hashable, "Node"] = field(default_factory=dict)  # canonical message -> the node after this message
-    ended: list[Interaction] = field(default_factory=list)  # finished interactions of this node, oldest first
+    edges: dict[Hashable, "Node"] = field(
+        default_factory=dict
+    )  # canonical message -> the node after this message
+    ended: list[Interaction] = field(
+        default_factory=list
+    )  # finished interactions of this node, oldest first
 
 
 def are_identical(messages: list[Message], others: list[Message]) -> bool:
     """Return whether two lists of messages are equal. In the arguments of tool calls, True and 1 count as different."""
-    pairs = ((a["tool_calls"], b["tool_calls"]) for a, b in zip(messages, others) if a.get("tool_calls"))
-    return messages == others and all(repr(a) == repr(b) for a, b in pairs)  # `==` treats True and 1 as equal
+    pairs = (
+        (a["tool_calls"], b["tool_calls"]) for a, b in zip(messages, others) if a.get("tool_calls")
+    )
+    return messages == others and all(
+        repr(a) == repr(b) for a, b in pairs
+    )  # `==` treats True and 1 as equal
 
 
 class PrefixTree:
@@ -167,7 +183,10 @@ class InteractionCache(Mapping[str, Interaction]):
             raise ValueError(f"interaction {interaction_id!r} is already in the cache")
         interaction.interaction_id = interaction_id
         found, node, known = self._tree.follow(interaction.messages)
-        self._unfinished[interaction_id] = node, [canonical(message) for message in interaction.messages[known:]]
+        self._unfinished[interaction_id] = (
+            node,
+            [canonical(message) for message in interaction.messages[known:]],
+        )
         if found:
             shared = found.conversation  # the parent's message objects are reused to save memory
             interaction.messages = shared + interaction.messages[len(shared) :]
@@ -222,7 +241,9 @@ class InteractionCache(Mapping[str, Interaction]):
         if its absolute value is above LARGEST_REWARD.
         """
         if interaction_id not in self or not self[interaction_id].complete:
-            raise KeyError(f"interaction_id: no finished interaction {interaction_id!r} in this session")
+            raise KeyError(
+                f"interaction_id: no finished interaction {interaction_id!r} in this session"
+            )
         self[interaction_id].reward = finite(reward)
 
     def set_last_reward(self, reward: Any) -> None:
@@ -233,7 +254,9 @@ class InteractionCache(Mapping[str, Interaction]):
         self.mark_side_conversations()
         finished = [interaction for interaction in self.finished() if not interaction.is_side]
         if not finished:
-            raise KeyError("reward: no call of this session has succeeded (did an agent's framework swallow an error?)")
+            raise KeyError(
+                "reward: no call of this session has succeeded (did an agent's framework swallow an error?)"
+            )
         self.set_reward(finished[-1].interaction_id, reward)
 
     def apply_reward_discount(self, turn_discount: float = 1.0) -> None:
@@ -243,14 +266,18 @@ class InteractionCache(Mapping[str, Interaction]):
         the method is called a second time, it raises RuntimeError instead of discounting the rewards twice.
         """
         if self._discounted:
-            raise RuntimeError("apply_reward_discount was already called; the rewards are the final ones")
+            raise RuntimeError(
+                "apply_reward_discount was already called; the rewards are the final ones"
+            )
         gamma = finite(turn_discount)
         if not 0 <= gamma <= 1:
             raise Refusal(f"discount: a number from 0 to 1 is needed, not {gamma}")
         self._discounted = True
         self.mark_side_conversations()
         own = {turn: turn.reward or 0.0 for turn in self.finished() if not is_left_out(turn)}
-        child_rewards: defaultdict[Any, list[float]] = defaultdict(list)  # parent -> final rewards of its children
+        child_rewards: defaultdict[Any, list[float]] = defaultdict(
+            list
+        )  # parent -> final rewards of its children
         for turn in reversed(own):
             turn.reward = own[turn] + gamma * fmean(child_rewards[turn] or [0.0])
             child_rewards[turn.parent].append(turn.reward)
@@ -265,11 +292,15 @@ class InteractionCache(Mapping[str, Interaction]):
         """
         siblings, weights = Counter(turn.parent for turn in own), dict[Any, float]()
         for turn in own:
-            weights[turn] = gamma * weights[turn.parent] / siblings[turn.parent] if turn.parent in own else 1.0
+            weights[turn] = (
+                gamma * weights[turn.parent] / siblings[turn.parent] if turn.parent in own else 1.0
+            )
         parts = [weights[turn] * own[turn] for turn in own]
         total = fsum(turn.reward or 0.0 for turn in own if turn.parent not in own)
         if not isclose(total, fsum(parts), rel_tol=1e-9, abs_tol=1e-9 * fsum(map(abs, parts))):
-            raise RuntimeError(f"rewards: the final rewards of the roots add up to {total}, not to {fsum(parts)}")
+            raise RuntimeError(
+                f"rewards: the final rewards of the roots add up to {total}, not to {fsum(parts)}"
+            )
 
     # ---- queries
 

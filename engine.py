@@ -55,13 +55,23 @@ import httpx
 import orjson
 
 from inference import weights
-from inference.io_struct import ModelRequest, ModelResponse, generate_body, parse_scores, parse_segment, probe
+from inference.io_struct import (
+    ModelRequest,
+    ModelResponse,
+    generate_body,
+    parse_scores,
+    parse_segment,
+    probe,
+)
 from inference.servers import LOOK_AGAIN, Servers
 from inference.wire import EngineError, Wire
 
-logger = logging.getLogger("nano_areal.engine")
+logger = logging.getLogger("pocket_areal.engine")
 
-EMPTY_ABORT_WAIT = 0.05, 1.0  # shortest and longest wait, in seconds, after an abort that returned no tokens
+EMPTY_ABORT_WAIT = (
+    0.05,
+    1.0,
+)  # shortest and longest wait, in seconds, after an abort that returned no tokens
 FAILURE_WAIT = 0.5, 10.0  # shortest and longest wait, in seconds, after a failed request
 
 # The engine calls a function of this type with the response so far, each time tokens arrive.
@@ -94,13 +104,25 @@ class RemoteInfEngine:
     """
 
     addresses: list[str]  # base URLs of the servers, or of routers in front of them
-    pause_mode: str = "retract"  # `retract`, `abort` or `in_place`; `initialize` may replace it by `abort`
-    request_timeout: float = 3600.0  # a segment fails if its server sends nothing for this number of seconds
-    request_retries: int = 3  # number of retries of a request after a connection error, a timeout or a 5xx status
+    pause_mode: str = (
+        "retract"  # `retract`, `abort` or `in_place`; `initialize` may replace it by `abort`
+    )
+    request_timeout: float = (
+        3600.0  # a segment fails if its server sends nothing for this number of seconds
+    )
+    request_retries: int = (
+        3  # number of retries of a request after a connection error, a timeout or a 5xx status
+    )
     key: str = ""  # API key of the servers
-    wait_for_servers: bool = False  # True: while all servers are lost, requests wait for a living server
-    transport: httpx.MockTransport | None = None  # tests pass a mock of the network; None means the real network
-    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep  # function that waits; tests replace this function
+    wait_for_servers: bool = (
+        False  # True: while all servers are lost, requests wait for a living server
+    )
+    transport: httpx.MockTransport | None = (
+        None  # tests pass a mock of the network; None means the real network
+    )
+    sleep: Callable[[float], Awaitable[None]] = (
+        asyncio.sleep
+    )  # function that waits; tests replace this function
 
     def __post_init__(self) -> None:
         if not self.addresses:
@@ -110,11 +132,19 @@ class RemoteInfEngine:
         self._wire = Wire(self.transport, self.key)
         # The attributes below change during a run, and `initialize` may change `pause_mode`:
         self.servers = Servers(self.addresses, self._wire)
-        self.vocab_size: int | None = None  # size of the vocabulary; None if no config.json of the model can be read
-        self.context_length: int | None = None  # maximum length of prompt plus completion; None if unknown
+        self.vocab_size: int | None = (
+            None  # size of the vocabulary; None if no config.json of the model can be read
+        )
+        self.context_length: int | None = (
+            None  # maximum length of prompt plus completion; None if unknown
+        )
         self.has_grammar = False  # True if every server can restrict its output to a JSON schema
-        self.proxies: Servers | None = None  # the proxies of the run; `set_version` tells them each new version
-        self.executor: Any = None  # the WorkflowExecutor of training; the executor sets this attribute
+        self.proxies: Servers | None = (
+            None  # the proxies of the run; `set_version` tells them each new version
+        )
+        self.executor: Any = (
+            None  # the WorkflowExecutor of training; the executor sets this attribute
+        )
         self._version = 0  # newest policy version that all servers have
         self._sent = -1  # newest version whose weights `update_weights` has sent
         self._servers_paused = False  # True between `pause` and `resume`
@@ -122,7 +152,9 @@ class RemoteInfEngine:
 
     # 1. Generation
 
-    async def agenerate(self, req: ModelRequest, on_tokens: OnTokens | None = None) -> ModelResponse:
+    async def agenerate(
+        self, req: ModelRequest, on_tokens: OnTokens | None = None
+    ) -> ModelResponse:
         """Generate and return one completion, even if weight updates interrupt it.
 
         If `on_tokens` is given, the server streams the tokens. Each time tokens arrive, the engine calls `on_tokens`
@@ -135,8 +167,12 @@ class RemoteInfEngine:
         g = req.gconfig.new(max_new_tokens=self._budget(req))
         req = replace(req, gconfig=g)
         temperature = 1.0 if g.is_greedy else g.temperature
-        response = ModelResponse(list(req.input_ids), temperature=temperature, trains_exactly=g.trains_exactly)
-        request_ids = (f"{req.rid}-{k}" for k in itertools.count())  # every POST /generate needs a new id
+        response = ModelResponse(
+            list(req.input_ids), temperature=temperature, trains_exactly=g.trains_exactly
+        )
+        request_ids = (
+            f"{req.rid}-{k}" for k in itertools.count()
+        )  # every POST /generate needs a new id
 
         async def generate_segment(server: str) -> None:
             await self._generate_segment(server, next(request_ids), req, response, on_tokens)
@@ -160,7 +196,12 @@ class RemoteInfEngine:
                 await self.sleep(backoff(empty_aborts, *EMPTY_ABORT_WAIT))
 
     async def _generate_segment(
-        self, server: str, rid: str, req: ModelRequest, response: ModelResponse, on_tokens: OnTokens | None
+        self,
+        server: str,
+        rid: str,
+        req: ModelRequest,
+        response: ModelResponse,
+        on_tokens: OnTokens | None,
     ) -> None:
         """Generate one segment: send one POST /generate to `server`, and append the generated tokens to `response`.
 
@@ -171,7 +212,9 @@ class RemoteInfEngine:
         url = server + "/generate"
         start = response.output_len
         g = req.gconfig
-        oldest_allowed = self.servers.newest  # a token of an older version shows that the server was restarted
+        oldest_allowed = (
+            self.servers.newest
+        )  # a token of an older version shows that the server was restarted
         body = generate_body(response.input_tokens + response.output_tokens, g, start)
         body |= {"rid": rid, "stream": on_tokens is not None}
 
@@ -180,12 +223,19 @@ class RemoteInfEngine:
         response.stop_reason = ""
         failure = EngineError(f"{url} ended its answer before the completion was finished", 503)
         try:
-            async with contextlib.aclosing(self._wire.stream(url, body, self.request_timeout)) as events:
+            async with contextlib.aclosing(
+                self._wire.stream(url, body, self.request_timeout)
+            ) as events:
                 async for event in events:
                     segment = parse_segment(event, self.vocab_size)
                     sent = response.output_tokens[start:]
-                    if segment.output_tokens[: len(sent)] != sent or start + segment.output_len > g.max_new_tokens:
-                        raise EngineError(f"{url} changed tokens that it had sent, or sent too many tokens", 503)
+                    if (
+                        segment.output_tokens[: len(sent)] != sent
+                        or start + segment.output_len > g.max_new_tokens
+                    ):
+                        raise EngineError(
+                            f"{url} changed tokens that it had sent, or sent too many tokens", 503
+                        )
                     self.servers.check_age(server, segment.output_versions, oldest_allowed)
                     response.replace_from(start, segment)
                     if on_tokens and segment.output_len:
@@ -251,7 +301,9 @@ class RemoteInfEngine:
         if g.max_new_tokens < 1:
             raise EngineError("max_new_tokens must be at least 1", 400)
         if g.json_schema is not None and not self.has_grammar:
-            raise EngineError("json_schema (response_format) is refused: a server has no grammar backend", 400)
+            raise EngineError(
+                "json_schema (response_format) is refused: a server has no grammar backend", 400
+            )
         if self.context_length is None:
             return g.max_new_tokens
         prompt, context = len(req.input_ids), self.context_length
@@ -265,10 +317,14 @@ class RemoteInfEngine:
         if not ids:
             raise EngineError("the prompt is empty", 400)
         if wrong_types := {type(token) for token in ids} - {int}:
-            raise EngineError(f"input_ids must be Python ints, not {[kind.__name__ for kind in wrong_types]}", 400)
+            raise EngineError(
+                f"input_ids must be Python ints, not {[kind.__name__ for kind in wrong_types]}", 400
+            )
         for token in (min(ids), max(ids)):
             if token < 0 or (self.vocab_size is not None and token >= self.vocab_size):
-                raise EngineError(f"token id {token} is outside the vocabulary of {self.vocab_size} tokens", 400)
+                raise EngineError(
+                    f"token id {token} is outside the vocabulary of {self.vocab_size} tokens", 400
+                )
 
     # 2. Methods of the trainer's main thread. If a method sends a request to all servers, it waits until all have
     #    answered.
@@ -283,18 +339,29 @@ class RemoteInfEngine:
         self.servers.refresh()
         infos = self.servers.post_all("/server_info")
         # The servers may report different limits. The engine keeps the smallest value of each limit.
-        self.vocab_size = min(filter(None, (read_vocab_size(info.get("model_path")) for info in infos)), default=None)
+        self.vocab_size = min(
+            filter(None, (read_vocab_size(info.get("model_path")) for info in infos)), default=None
+        )
         if self.vocab_size is None:
-            logger.warning("no server's model folder can be read: the engine cannot refuse ids outside the vocabulary")
-        self.context_length = min(filter(None, (info.get("max_req_input_len") for info in infos)), default=None)
+            logger.warning(
+                "no server's model folder can be read: the engine cannot refuse ids outside the vocabulary"
+            )
+        self.context_length = min(
+            filter(None, (info.get("max_req_input_len") for info in infos)), default=None
+        )
         self.has_grammar = all(info.get("grammar_backend") not in (None, "none") for info in infos)
         answers = self.servers.post_all("/generate", probe([0]))
-        if self.servers.lost:  # at the start of a run every server must answer; later the run may lose servers
+        if (
+            self.servers.lost
+        ):  # at the start of a run every server must answer; later the run may lose servers
             raise EngineError("; ".join(self.servers.lost.values()), 503)
         for server, answer in zip(self.servers.workers, answers):
             parse_segment(answer)
             if self.pause_mode != "abort" and "weight_versions" not in answer["meta_info"]:
-                logger.warning("%s reports no weight_versions (SGLang 0.5.19 does): pause_mode is now abort", server)
+                logger.warning(
+                    "%s reports no weight_versions (SGLang 0.5.19 does): pause_mode is now abort",
+                    server,
+                )
                 self.pause_mode = "abort"
 
     def pause(self) -> None:
@@ -327,7 +394,9 @@ class RemoteInfEngine:
         self.servers.post_all("/release_memory_occupation", {})
         self._memory_released = True
 
-    def update_weights(self, meta: weights.WeightUpdateMeta, buckets: Iterable[weights.Bucket] | None = None) -> None:
+    def update_weights(
+        self, meta: weights.WeightUpdateMeta, buckets: Iterable[weights.Bucket] | None = None
+    ) -> None:
         """Send the weights of version `meta.version` to every server, from `buckets` or from disk.
 
         Call `pause` first, because a server that is not paused finishes all its requests before it changes weights.
@@ -335,12 +404,18 @@ class RemoteInfEngine:
         already sent this version or a newer version.
         """
         if meta.version is None or meta.version <= self._sent:
-            raise ValueError(f"version {meta.version} is not newer than {self._sent}; use meta.with_version(the next)")
-        if self._memory_released:  # after `release_memory`, the servers must allocate memory for the weights
+            raise ValueError(
+                f"version {meta.version} is not newer than {self._sent}; use meta.with_version(the next)"
+            )
+        if (
+            self._memory_released
+        ):  # after `release_memory`, the servers must allocate memory for the weights
             self.servers.post_all("/resume_memory_occupation", {})
             self._memory_released = False
         # In mode `in_place` the paused requests still need the KV cache, so the servers keep it.
-        weights.send(replace(meta, flush_cache=self.pause_mode != "in_place"), self.servers.post_all, buckets)
+        weights.send(
+            replace(meta, flush_cache=self.pause_mode != "in_place"), self.servers.post_all, buckets
+        )
         self.servers.newest = self.servers.limit = self._sent = meta.version
 
     def forget_sent(self) -> None:
@@ -392,7 +467,9 @@ class RemoteInfEngine:
         """
         ids = ids[: self.context_length - 1] if self.context_length else ids
         self._check_ids(ids)
-        answers = self.servers.post_all("/generate", {**probe(ids), "logprob_start_len": 0}, self.request_timeout)
+        answers = self.servers.post_all(
+            "/generate", {**probe(ids), "logprob_start_len": 0}, self.request_timeout
+        )
         return [parse_scores(answer, ids) for answer in answers]
 
     # 3. Rollout methods. The engine forwards each call of a rollout method to the WorkflowExecutor.
@@ -400,7 +477,9 @@ class RemoteInfEngine:
     def _rollouts(self) -> Any:
         """Return the executor. Raises RuntimeError if no executor is attached."""
         if self.executor is None:
-            raise RuntimeError("this engine runs no rollouts: attach a WorkflowExecutor(engine, ...) first")
+            raise RuntimeError(
+                "this engine runs no rollouts: attach a WorkflowExecutor(engine, ...) first"
+            )
         return self.executor
 
     def submit(self, data: Any, *args: Any, **kwargs: Any) -> int:

@@ -43,9 +43,21 @@ Shapes: a batch has B rows, T columns, N trained turns and M trained tokens. Col
 import torch
 from torch import Tensor
 
-from training.advantages import generalised_advantage, kl_estimate, leave_one_out_mean, log_ratio, overlong_penalty
+from training.advantages import (
+    generalised_advantage,
+    kl_estimate,
+    leave_one_out_mean,
+    log_ratio,
+    overlong_penalty,
+)
 from training.config import NormConfig, PPOActorConfig
-from training.corrections import behaviour_weight, cispo_objective, reduce_sequence, rejected, sequence_weight
+from training.corrections import (
+    behaviour_weight,
+    cispo_objective,
+    reduce_sequence,
+    rejected,
+    sequence_weight,
+)
 
 
 def describe_mode(config: PPOActorConfig) -> str:
@@ -55,7 +67,9 @@ def describe_mode(config: PPOActorConfig) -> str:
     theta += ", one ratio per row (GSPO)" * (config.importance_sampling_level == "sequence")
     theta += ", truncated turns left out" * config.mask_truncated
     if not config.use_decoupled_loss:
-        return f"standard PPO: pi_old from {forward if config.recompute_logprob else server}, {theta}"
+        return (
+            f"standard PPO: pi_old from {forward if config.recompute_logprob else server}, {theta}"
+        )
     prox = {
         "recompute": forward,
         "loglinear": "pi_behav and pi_theta by their versions, with no forward pass",
@@ -63,7 +77,9 @@ def describe_mode(config: PPOActorConfig) -> str:
     }[config.prox_logp_method]
     cap = config.behave_imp_weight_cap
     bound = "no cap" if cap is None else f"{config.behave_imp_weight_action} above {cap:g}"
-    bound += f" and below {config.behave_imp_weight_floor:g}" if config.behave_imp_weight_floor else ""
+    bound += (
+        f" and below {config.behave_imp_weight_floor:g}" if config.behave_imp_weight_floor else ""
+    )
     level = {"token": "token", "sequence": "row (product)", "geometric": "row (geometric mean)"}
     weight = f"behaviour weight per {level[config.behave_imp_weight_level]}, {bound}"
     return f"decoupled PPO: pi_behav from {server}, pi_prox from {prox}, {theta}; {weight}"
@@ -127,14 +143,20 @@ def compute_advantages(batch: dict[str, Tensor], config: PPOActorConfig) -> Tens
     turn_ids = batch["turn_ids"][trained].long()  # (M,)
     rewards = batch["turn_rewards"][trained].float()  # (M,) the final reward of each token's turn
     if bool((turn_ids < 0).any()):
-        raise ValueError("loss_mask is 1 on a token whose turn_ids is -1; every trained token must belong to a turn")
+        raise ValueError(
+            "loss_mask is 1 on a token whose turn_ids is -1; every trained token must belong to a turn"
+        )
     if not bool(rewards.isfinite().all()):
-        raise ValueError("turn_rewards is not finite on a trained token; check what the reward function returns")
+        raise ValueError(
+            "turn_rewards is not finite on a trained token; check what the reward function returns"
+        )
 
     # 1. Number the N trained turns. The M trained tokens are in the order of the batch, row after row. A turn starts
     #    where the row or the turn id changes.
     rows = trained.nonzero()[:, 0]  # (M,) the row of each trained token
-    starts = torch.ones(len(rows), dtype=torch.bool)  # (M,) whether each token is the first token of its turn
+    starts = torch.ones(
+        len(rows), dtype=torch.bool
+    )  # (M,) whether each token is the first token of its turn
     starts[1:] = (rows[1:] != rows[:-1]) | (turn_ids[1:] != turn_ids[:-1])
     turn_of = starts.cumsum(0) - 1  # (M,) the number of each token's turn, from 0 to N - 1
     returns = rewards[starts]  # (N,)
@@ -142,17 +164,23 @@ def compute_advantages(batch: dict[str, Tensor], config: PPOActorConfig) -> Tens
     # 2. R = clip((r + overlong penalty + bias) * scaling, -c, c), where r is the turn's reward and c is reward_clip
     if config.overlong_tokens and config.max_new_tokens:
         n = torch.bincount(turn_of)  # (N,) number of trained tokens in each turn
-        returns += overlong_penalty(n, config.max_new_tokens, config.overlong_tokens, config.overlong_penalty_factor)
+        returns += overlong_penalty(
+            n, config.max_new_tokens, config.overlong_tokens, config.overlong_penalty_factor
+        )
     returns = (returns + config.reward_bias) * config.reward_scaling
     returns = returns.clamp(-config.reward_clip, config.reward_clip)
 
     # 3. R <- R - kl_ctl * sum over the turn's tokens of the estimated KL(pi_behav, pi_ref)
     if config.kl_ctl > 0 and config.kl_placement == "reward" and "ref_logp" in batch:
-        kl = kl_estimate(batch["logprobs"][trained], batch["ref_logp"][trained], config.kl_estimator)  # (M,)
+        kl = kl_estimate(
+            batch["logprobs"][trained], batch["ref_logp"][trained], config.kl_estimator
+        )  # (M,)
         returns.index_add_(0, turn_of, kl, alpha=-config.kl_ctl)
 
     # 4. A = (R - b) / s. Each token of the turn gets A, or a share of A with GAE.
-    A = normalise(returns, batch["group_ids"][rows[starts]].long(), turn_ids[starts], config.adv_norm)  # (N,)
+    A = normalise(
+        returns, batch["group_ids"][rows[starts]].long(), turn_ids[starts], config.adv_norm
+    )  # (N,)
     advantages = torch.zeros(trained.shape)  # (B, T)
     advantages[trained] = generalised_advantage(A, turn_of, config.gamma, config.gae_lambda)  # (M,)
     return advantages
@@ -176,12 +204,20 @@ def aggregation_weights(lengths: Tensor, how: str, constant: int | None) -> Tens
     if how == "sequence":
         return per_sequence / lengths.clamp(min=1)
     if not constant:
-        raise ValueError("actor.loss_aggregation=constant divides by actor.max_new_tokens, which is not set")
+        raise ValueError(
+            "actor.loss_aggregation=constant divides by actor.max_new_tokens, which is not set"
+        )
     return (per_sequence / constant).expand(lengths.shape)
 
 
 def token_objectives(
-    logp: Tensor, prox_logp: Tensor, old_logp: Tensor, A: Tensor, mask: Tensor, config: PPOActorConfig, ids: Tensor
+    logp: Tensor,
+    prox_logp: Tensor,
+    old_logp: Tensor,
+    A: Tensor,
+    mask: Tensor,
+    config: PPOActorConfig,
+    ids: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return four tensors: each token's weight w and objective, a mask of the clipped tokens and a mask of the dropped
     tokens.
@@ -218,7 +254,12 @@ def token_objectives(
     weight, dropped = behaviour_weight(sequence_log_weight, config)
     reject = rejected(log_weight, mask, ids, config)
     weight, dropped = weight.masked_fill(reject | ~mask, 0.0), (dropped | reject) & mask
-    return weight, objective, clipped & (weight > 0), dropped  # a token with weight 0 does not count as clipped
+    return (
+        weight,
+        objective,
+        clipped & (weight > 0),
+        dropped,
+    )  # a token with weight 0 does not count as clipped
 
 
 def ppo_actor_loss_fn(
@@ -247,7 +288,11 @@ def ppo_actor_loss_fn(
     """
     mask = loss_mask.bool()
     denominator = mask.sum().clamp(min=1) if denominator is None else denominator
-    ids = torch.arange(len(mask), device=mask.device)[:, None] if sequence_ids is None else sequence_ids
+    ids = (
+        torch.arange(len(mask), device=mask.device)[:, None]
+        if sequence_ids is None
+        else sequence_ids
+    )
     terms = token_objectives(logp, prox_logp, old_logp, advantages, mask, config, ids)
     weight, objective, clipped, dropped = terms
 
@@ -261,7 +306,8 @@ def ppo_actor_loss_fn(
             "behave_weight_square": weight.square().sum(),
             "dropped_share": torch.count_nonzero(dropped),
             # k2, an estimate of the KL divergence between pi_theta and pi_behav; the clamp keeps the sum finite
-            "kl": torch.where(mask, log_ratio(logp, old_logp), 0.0).clamp(-1e4, 1e4).square().sum() / 2,
+            "kl": torch.where(mask, log_ratio(logp, old_logp), 0.0).clamp(-1e4, 1e4).square().sum()
+            / 2,
         }
         stats = {name: x / denominator for name, x in sums.items()}
     return loss, stats

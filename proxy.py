@@ -67,13 +67,25 @@ from calls.sessions import Session, SessionTable
 from calls.tools import OutputParser
 from calls.turn import EventStream, Turn, earlier_turn
 from engine import EngineError
+from inference.fields import as_object
 from inference.io_struct import SAMPLING_KEYS, GenerationHyperparameters, ModelRequest, call_seed
-from run.fields import as_object
+from inference.serve import (
+    NO_TELEMETRY,
+    bearer,
+    check_key,
+    listen,
+    load_tokenizer,
+    read_object,
+    read_secret,
+    reply,
+    serve,
+)
 from run.keys import OpenAIConfig
 from run.schedule import ScheduledEngine
-from run.serve import NO_TELEMETRY, bearer, check_key, listen, load_tokenizer, read_object, read_secret, reply, serve
 
-LONG_BODY = 2**15  # bytes; a thread reads every longer body, because reading and tokenising a long text takes seconds
+LONG_BODY = (
+    2**15
+)  # bytes; a thread reads every longer body, because reading and tokenising a long text takes seconds
 
 
 @dataclass(eq=False, repr=False)
@@ -83,21 +95,31 @@ class Proxy:
     engine: Any
     tokenizer: Any
     admin_key: str
-    keys: OpenAIConfig = field(default_factory=OpenAIConfig)  # values of the configuration keys of rollout.openai
+    keys: OpenAIConfig = field(
+        default_factory=OpenAIConfig
+    )  # values of the configuration keys of rollout.openai
     seed: int | None = None  # the run's seed; with a seed the sampling of a run is repeatable
-    sampling: dict[str, Any] = field(default_factory=dict)  # default values of GenerationHyperparameters
+    sampling: dict[str, Any] = field(
+        default_factory=dict
+    )  # default values of GenerationHyperparameters
     clock: Callable[[], float] = time.monotonic  # function that returns the time in seconds
 
     def __post_init__(self) -> None:
         keys, context = self.keys, getattr(self.engine, "context_length", None)  # tokens
         self.prompts = PromptBuilder(self.tokenizer, keys.chat_template_type, context)
         self.parser = OutputParser(self.tokenizer, keys.tool_call_parser, keys.reasoning_parser)
-        self.sessions = SessionTable(keys.session_timeout_seconds, self.clock, keys.side_conversations)
+        self.sessions = SessionTable(
+            keys.session_timeout_seconds, self.clock, keys.side_conversations
+        )
         self.sessions.limits = keys.limits
         GenerationHyperparameters(**self.sampling)  # raises TypeError for an unknown field
         if strange := set(keys.fixed_sampling) - SAMPLING_KEYS:
-            raise ValueError(f"fixed_sampling: {', '.join(sorted(strange))} is no field of GenerationHyperparameters")
-        self._stop_token_ids = [self.tokenizer.eos_token_id] if self.tokenizer.eos_token_id is not None else []
+            raise ValueError(
+                f"fixed_sampling: {', '.join(sorted(strange))} is no field of GenerationHyperparameters"
+            )
+        self._stop_token_ids = (
+            [self.tokenizer.eos_token_id] if self.tokenizer.eos_token_id is not None else []
+        )
 
     # Endpoints that start a session
 
@@ -112,7 +134,9 @@ class Proxy:
         check_key(request, self.admin_key)
         body = await self.read_json(request)
         if not isinstance(body.get("task_id"), str | int) or body.get("api_key"):
-            raise Refusal("task_id: a string is needed; api_key: leave it out, the proxy replies with a key of its own")
+            raise Refusal(
+                "task_id: a string is needed; api_key: leave it out, the proxy replies with a key of its own"
+            )
         if get(body, "grant", bool):
             self.sessions.grant()
         session = self.sessions.start(str(body["task_id"]), get(body, "sampling", dict))
@@ -132,12 +156,18 @@ class Proxy:
         raw = await self.read_body(request)
         key = hashlib.blake2b(raw + protocol.id_prefix.encode()).digest()
         says_so = request.headers.get("x-stainless-retry-count", "0") != "0"
-        async with session.beginning:  # this lock makes a retry wait while a thread still reads the first request
-            turn = earlier_turn(session, key, says_so) or await self.begin(protocol, session, raw, key)
+        async with (
+            session.beginning
+        ):  # this lock makes a retry wait while a thread still reads the first request
+            turn = earlier_turn(session, key, says_so) or await self.begin(
+                protocol, session, raw, key
+            )
         if not turn.ask.stream:
             return reply(await turn.reply(request))
         frames = turn.events(request)
-        await anext(frames)  # if the call failed before its first token, `anext` raises the call's error
+        await anext(
+            frames
+        )  # if the call failed before its first token, `anext` raises the call's error
         return EventStream(frames, headers={"cache-control": "no-store"})
 
     async def begin(self, protocol: Protocol, session: Session, raw: bytes, key: bytes) -> Turn:
@@ -159,9 +189,14 @@ class Proxy:
         except BaseException:
             turn.forget()
             raise
-        calls = [ModelRequest(prompt, gconfig=g, session=session.session_id, call=c) for g, c in zip(gconfigs, names)]
+        calls = [
+            ModelRequest(prompt, gconfig=g, session=session.session_id, call=c)
+            for g, c in zip(gconfigs, names)
+        ]
         marks = self.parser.foreign(ask.callable_tools)
-        turn.start(self.engine, calls, lambda: TextReader(self.tokenizer, gconfigs[0], opening, marks))
+        turn.start(
+            self.engine, calls, lambda: TextReader(self.tokenizer, gconfigs[0], opening, marks)
+        )
         turn.task.add_done_callback(lambda _: self.sessions.touch(session))
         session.turns[key].append(turn)
         return turn
@@ -173,7 +208,9 @@ class Proxy:
         """
         ids = self.prompts.prompt(ask, parent)
         end = ids[-16:]  # a prompt's final <think> fits in 16 tokens
-        last = next(filter(None, map(self.prompts.bare_text, reversed(end))), "")  # text of the last token with a text
+        last = next(
+            filter(None, map(self.prompts.bare_text, reversed(end))), ""
+        )  # text of the last token with a text
         begun = self.parser.begun(self.tokenizer.decode(end)) if last.endswith(">") else ""
         opening = self.parser.opening(ask.tool_choice, ask.callable_tools, begun)
         return ids + self.prompts.encode(opening) if opening else ids, begun + opening
@@ -181,7 +218,11 @@ class Proxy:
     def gconfig(self, ask: AgentRequest, session: Session, k: int) -> GenerationHyperparameters:
         """Return the sampling parameters of a call's k-th answer. The engine limits max_new_tokens to the context."""
         defaults = self.sampling | session.sampling
-        own = {name: v for name, v in ask.sampling.items() if name not in defaults.keys() & self.keys.fixed_sampling}
+        own = {
+            name: v
+            for name, v in ask.sampling.items()
+            if name not in defaults.keys() & self.keys.fixed_sampling
+        }
         chosen = defaults | own
         chosen["stop_token_ids"] = [*self._stop_token_ids, *chosen.get("stop_token_ids", [])]
         if "seed" in own:
@@ -195,8 +236,12 @@ class Proxy:
         session = self.sessions.open(session_id_of(request))
         raw = await self.read_body(request)
         async with session.beginning:  # with this lock, a session uses at most one thread at a time
-            ask = await in_thread(raw, lambda: PROTOCOLS["messages"].parse(read_object(raw), session.finished))
-            ids, _ = await in_thread(raw, lambda: self.prompt(ask, session.cache.find_parent(ask.messages)))
+            ask = await in_thread(
+                raw, lambda: PROTOCOLS["messages"].parse(read_object(raw), session.finished)
+            )
+            ids, _ = await in_thread(
+                raw, lambda: self.prompt(ask, session.cache.find_parent(ask.messages))
+            )
         return reply({"input_tokens": len(ids)})
 
     async def models(self, request: Request) -> Response:
@@ -204,9 +249,25 @@ class Proxy:
         reply has the keys of both OpenAI's and Anthropic's protocol.
         """
         name = request.path_params.get("model_id", "default")
-        openai = {"id": name, "object": "model", "created": 0, "owned_by": "nano-areal", "type": "model"}
-        anthropic = {"display_name": name, "created_at": "1970-01-01T00:00:00Z", "lifecycle": "active"}
-        models = {"object": "list", "data": [openai | anthropic], "has_more": False, "first_id": name, "last_id": name}
+        openai = {
+            "id": name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "pocket-areal",
+            "type": "model",
+        }
+        anthropic = {
+            "display_name": name,
+            "created_at": "1970-01-01T00:00:00Z",
+            "lifecycle": "active",
+        }
+        models = {
+            "object": "list",
+            "data": [openai | anthropic],
+            "has_more": False,
+            "first_id": name,
+            "last_id": name,
+        }
         return reply(openai | anthropic if "model_id" in request.path_params else models)
 
     async def response(self, request: Request) -> Response:
@@ -215,10 +276,15 @@ class Proxy:
 
     async def input_items(self, request: Request) -> Response:
         """List the input items of a finished response. By default, reply with the newest 20 items, newest first."""
-        found, query = self.finished(request), {"limit": "20", "order": "desc"} | dict(request.query_params)
+        found, query = (
+            self.finished(request),
+            {"limit": "20", "order": "desc"} | dict(request.query_params),
+        )
         if query["limit"] not in map(str, range(1, 101)):
             raise Refusal("limit: an integer from 1 to 100 is needed")
-        items = input_items(found.messages, found.interaction_id)[:: 1 if query["order"] == "asc" else -1]
+        items = input_items(found.messages, found.interaction_id)[
+            :: 1 if query["order"] == "asc" else -1
+        ]
         ids = [item["id"] for item in items]
         begin = ids.index(query["after"]) + 1 if query.get("after") in ids else 0
         end = min(begin + int(query["limit"]), len(ids))
@@ -228,7 +294,9 @@ class Proxy:
 
     def finished(self, request: Request) -> Interaction:
         """Return the finished interaction that the path names, or raise Refusal 404."""
-        found = self.sessions.open(session_id_of(request)).finished(request.path_params["response_id"])
+        found = self.sessions.open(session_id_of(request)).finished(
+            request.path_params["response_id"]
+        )
         if not found:
             raise Refusal("response_id: this session has no finished response with this id", 404)
         return found
@@ -237,7 +305,9 @@ class Proxy:
 
     async def set_reward(self, request: Request) -> Response:
         """Set the reward of the interaction `interaction_id`, or of the last interaction if the body has no id."""
-        self.sessions.open(session_id_of(request))  # `open` refuses unknown sessions before the body is read
+        self.sessions.open(
+            session_id_of(request)
+        )  # `open` refuses unknown sessions before the body is read
         body = await self.read_json(request)
         self.reward(self.sessions.open(session_id_of(request)), body)
         return reply({"message": "ok"})
@@ -255,12 +325,19 @@ class Proxy:
 
     async def end_session(self, request: Request) -> Response:
         """End a session. Ending a session twice is not an error. With {"discard": true}, also forget the session."""
-        session = self.sessions.find(session_id_of(request))  # `find` refuses unknown sessions before the body is read
+        session = self.sessions.find(
+            session_id_of(request)
+        )  # `find` refuses unknown sessions before the body is read
         body = await self.read_json(request)
         self.sessions.end(session)
         if body.get("discard"):
             self.sessions.forget(session)
-        return reply({"interaction_count": len(session.cache.finished()), "rewarded_count": session.rewarded_count})
+        return reply(
+            {
+                "interaction_count": len(session.cache.finished()),
+                "rewarded_count": session.rewarded_count,
+            }
+        )
 
     async def export_trajectories(self, request: Request) -> Response:
         """Reply with the interactions of an ended session and their discounted rewards, then forget the session.
@@ -276,19 +353,29 @@ class Proxy:
                 self.reward(session, as_object(one, "rewards"))
             self.sessions.end(session)
         if not session.ended:
-            raise Refusal("session_id: the session is still open; POST /{session_id}/rl/end_session first")
+            raise Refusal(
+                "session_id: the session is still open; POST /{session_id}/rl/end_session first"
+            )
         style = body.get("style", "individual")
-        check_style(style)  # `check_style` raises Refusal before `apply_reward_discount` changes the rewards
-        rewarded = session.rewarded_count  # count the rewards before `apply_reward_discount` adds rewards to parents
+        check_style(
+            style
+        )  # `check_style` raises Refusal before `apply_reward_discount` changes the rewards
+        rewarded = (
+            session.rewarded_count
+        )  # count the rewards before `apply_reward_discount` adds rewards to parents
         session.cache.apply_reward_discount(body.get("discount", 1.0))
-        interactions = {key: exported_form(i) for key, i in session.cache.export_interactions(style).items()}
+        interactions = {
+            key: exported_form(i) for key, i in session.cache.export_interactions(style).items()
+        }
         self.sessions.forget(session)
         return reply({"interactions": interactions, "rewarded_count": rewarded})
 
     async def health(self, request: Request) -> Response:
         """Reply with the number of sessions and the number of unused grants."""
         self.sessions.expire()
-        return reply({"status": "ok", "sessions": len(self.sessions), "capacity": self.sessions.capacity})
+        return reply(
+            {"status": "ok", "sessions": len(self.sessions), "capacity": self.sessions.capacity}
+        )
 
     async def read_body(self, request: Request) -> bytes:
         """Return the bytes of a request's body. Raises Refusal 413 if the body is too long, and Refusal 408 if the
@@ -329,7 +416,9 @@ def exported_form(interaction: Interaction) -> dict[str, Any]:
 def session_id_of(request: Request) -> str:
     """Return the session id in the path or, if there is none, the API key. Raises Refusal 401 if the request has no
     session id and no key."""
-    named = request.path_params.get("session_id") or bearer(request) or request.headers.get("x-api-key")
+    named = (
+        request.path_params.get("session_id") or bearer(request) or request.headers.get("x-api-key")
+    )
     if not named:
         raise Refusal("api_key: the session's id is needed, as API key or in the path", 401)
     return named
@@ -344,9 +433,15 @@ async def error_reply(request: Request, error: Exception) -> Response:
     """Return a reply that reports `error`. The request's path decides whether the reply follows Anthropic's or OpenAI's
     protocol."""
     status, message = getattr(error, "status", None) or 500, str(error)
-    if isinstance(error, HTTPException):  # the web framework found no endpoint for this path and method
+    if isinstance(
+        error, HTTPException
+    ):  # the web framework found no endpoint for this path and method
         status, message = error.status_code, f"{request.method} {request.url.path}: {error.detail}"
-    protocol = "messages" if request.url.path.endswith(("/messages", "/messages/count_tokens")) else "responses"
+    protocol = (
+        "messages"
+        if request.url.path.endswith(("/messages", "/messages/count_tokens"))
+        else "responses"
+    )
     return reply(PROTOCOLS[protocol].error(status, message, getattr(error, "code", "")), status)
 
 
@@ -356,17 +451,36 @@ def create_app(engine: Any, tokenizer: Any, admin_key: str, **options: Any) -> F
     `engine` must have the method `async agenerate(ModelRequest)`. `options` are keys of rollout.openai and fields of
     `Proxy`.
     """
-    keys = OpenAIConfig(**{name: options.pop(name) for name in vars(OpenAIConfig()) if name in options})
+    keys = OpenAIConfig(
+        **{name: options.pop(name) for name in vars(OpenAIConfig()) if name in options}
+    )
     proxy = Proxy(engine, tokenizer, admin_key, keys, **options)
-    handlers: Any = dict.fromkeys((ValueError, EngineError, HTTPException, ClientDisconnect), error_reply)
-    app = FastAPI(title="nano-areal proxy", openapi_url=None, exception_handlers=handlers, telemetry=NO_TELEMETRY)
+    handlers: Any = dict.fromkeys(
+        (ValueError, EngineError, HTTPException, ClientDisconnect), error_reply
+    )
+    app = FastAPI(
+        title="pocket-areal proxy",
+        openapi_url=None,
+        exception_handlers=handlers,
+        telemetry=NO_TELEMETRY,
+    )
     app.state.proxy = proxy
     # The web framework takes the first matching route. The route "/v1" stands before the route "/{session_id}", so "v1"
     # is never taken for a session id.
     # A path contains "//" if a client appends "/v1" or "/messages" to a URL that ends with a slash.
-    for session in ("/{session_id}/v1", "/v1", "", "/{session_id}", "/{session_id}//v1", "//v1", "/{session_id}/v1/"):
+    for session in (
+        "/{session_id}/v1",
+        "/v1",
+        "",
+        "/{session_id}",
+        "/{session_id}//v1",
+        "//v1",
+        "/{session_id}/v1/",
+    ):
         for name, protocol in PROTOCOLS.items():
-            app.add_route(f"{session}/{name}", functools.partial(proxy.complete, protocol), methods=["POST"])
+            app.add_route(
+                f"{session}/{name}", functools.partial(proxy.complete, protocol), methods=["POST"]
+            )
         app.add_route(f"{session}/messages/count_tokens", proxy.count_tokens, methods=["POST"])
         app.add_route(f"{session}/models", proxy.models)
         app.add_route(f"{session}/models/{{model_id:path}}", proxy.models)
@@ -383,21 +497,63 @@ def create_app(engine: Any, tokenizer: Any, admin_key: str, **options: Any) -> F
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Answer the calls of agents, and keep the tokens for training.")
+    parser = argparse.ArgumentParser(
+        description="Answer the calls of agents, and keep the tokens for training."
+    )
     add = parser.add_argument
-    add("--server", action="append", required=True, help="URL of an inference server; may be repeated")
+    add(
+        "--server",
+        action="append",
+        required=True,
+        help="URL of an inference server; may be repeated",
+    )
     add("--model-path", required=True, help="Hugging Face folder with the tokenizer")
     add("--host", default="127.0.0.1", help="address to listen on")
     add("--port", type=int, default=8100, help="port to listen on")
-    add("--admin-key", type=read_secret, default=os.getenv("NANO_AREAL_ADMIN_KEY"), help="-: stdin; default: a new key")
-    add("--server-key", type=read_secret, default=os.getenv("NANO_AREAL_SERVER_KEY", ""), help="-: from stdin")
+    add(
+        "--admin-key",
+        type=read_secret,
+        default=os.getenv("POCKET_AREAL_ADMIN_KEY"),
+        help="-: stdin; default: a new key",
+    )
+    add(
+        "--server-key",
+        type=read_secret,
+        default=os.getenv("POCKET_AREAL_SERVER_KEY", ""),
+        help="-: from stdin",
+    )
     add("--seed", type=int, help="an integer makes the sampling of a run repeatable")
-    add("--sampling", type=orjson.loads, default={}, help='default parameters as JSON, like {"max_new_tokens": 500}')
-    add("--request-timeout", type=float, default=3600.0, help="seconds that one generation may take")
-    add("--request-retries", type=int, default=3, help="number of retries after a connection error or a 5xx status")
-    add("--wait-for-servers", action="store_true", help="lost servers are started again: requests wait for them")
-    add("--openai", type=orjson.loads, default={}, help='keys of rollout.openai as JSON, like {"store": "honour"}')
-    add("--schedule", default=os.devnull, help="file to which each call is recorded (run/schedule.py)")
+    add(
+        "--sampling",
+        type=orjson.loads,
+        default={},
+        help='default parameters as JSON, like {"max_new_tokens": 500}',
+    )
+    add(
+        "--request-timeout", type=float, default=3600.0, help="seconds that one generation may take"
+    )
+    add(
+        "--request-retries",
+        type=int,
+        default=3,
+        help="number of retries after a connection error or a 5xx status",
+    )
+    add(
+        "--wait-for-servers",
+        action="store_true",
+        help="lost servers are started again: requests wait for them",
+    )
+    add(
+        "--openai",
+        type=orjson.loads,
+        default={},
+        help='keys of rollout.openai as JSON, like {"store": "honour"}',
+    )
+    add(
+        "--schedule",
+        default=os.devnull,
+        help="file to which each call is recorded (run/schedule.py)",
+    )
     add("--replay", default="", help="folder of the run whose calls are repeated (run/replay.py)")
     add("--exit-with-parent", action="store_true", help="exit when standard input is closed")
     return parser.parse_args(argv)
@@ -412,24 +568,43 @@ def main(argv: list[str] | None = None) -> int:
             listener = stack.enter_context(listen(args.host, args.port, args.admin_key))
             tokenizer = load_tokenizer(args.model_path)
             keys = ("request_timeout", "request_retries", "wait_for_servers", "schedule", "replay")
-            engine = ScheduledEngine(args.server, key=args.server_key, **{name: getattr(args, name) for name in keys})
+            engine = ScheduledEngine(
+                args.server, key=args.server_key, **{name: getattr(args, name) for name in keys}
+            )
             stack.callback(engine.destroy)
             engine.initialize()
             if engine.context_length:
                 args.sampling = {"max_new_tokens": engine.context_length} | args.sampling
             given = vars(OpenAIConfig(**args.openai))  # raises TypeError for an unknown key
-            openai = TypeAdapter(OpenAIConfig).validate_python(given)  # raises ValueError for a wrong value
-            app = create_app(engine, tokenizer, key, seed=args.seed, sampling=args.sampling, **vars(openai))
+            openai = TypeAdapter(OpenAIConfig).validate_python(
+                given
+            )  # raises ValueError for a wrong value
+            app = create_app(
+                engine, tokenizer, key, seed=args.seed, sampling=args.sampling, **vars(openai)
+            )
         except (OSError, ValueError, TypeError, EngineError) as error:
             print("error:", " ".join(str(error).split())[:300], file=sys.stderr)
             return 2
-        hint = "" if args.admin_key else f", admin key {key}"  # print only a new key, never a key that the user set
+        hint = (
+            "" if args.admin_key else f", admin key {key}"
+        )  # print only a new key, never a key that the user set
         url = f"http://{args.host}:{listener.getsockname()[1]}"
         print(f"proxy at {url}{hint}", flush=True)
-        if not args.exit_with_parent:  # a person who starts the proxy by hand gets a session to try an agent
+        if (
+            not args.exit_with_parent
+        ):  # a person who starts the proxy by hand gets a session to try an agent
             session = f"{url}/{app.state.proxy.start_own_session('by hand').session_id}"
-            print(f"a session: OPENAI_BASE_URL={session}/v1 ANTHROPIC_BASE_URL={session}, any key", flush=True)
-        serve(app, listener, args.exit_with_parent, openai.limits.header_bytes, openai.limits.header_seconds)
+            print(
+                f"a session: OPENAI_BASE_URL={session}/v1 ANTHROPIC_BASE_URL={session}, any key",
+                flush=True,
+            )
+        serve(
+            app,
+            listener,
+            args.exit_with_parent,
+            openai.limits.header_bytes,
+            openai.limits.header_seconds,
+        )
     return 0
 
 

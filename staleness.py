@@ -67,7 +67,9 @@ class RolloutStat:
     failed: int = 0  # rejected groups in which an exception was raised
     dropped: int = 0  # accepted groups that were too old when a step was about to consume them
     withdrawn: int = 0  # accepted groups that wait_for_task fetched; no batch contains these groups
-    failed_members: int = 0  # members that raised an exception; the group continued without these members
+    failed_members: int = (
+        0  # members that raised an exception; the group continued without these members
+    )
 
 
 @dataclass(eq=False)
@@ -84,16 +86,22 @@ class StalenessManager:
     consumer_batch_size: int  # prompt groups that one step consumes (B)
     max_staleness: int  # largest allowed age of a group, in versions (eta)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
-    _stat: RolloutStat = field(default_factory=RolloutStat, init=False)  # all mutable state of this object
+    _stat: RolloutStat = field(
+        default_factory=RolloutStat, init=False
+    )  # all mutable state of this object
 
     def __post_init__(self) -> None:
         if self.max_staleness < 0:
-            raise ValueError(f"max_staleness (max_head_offpolicyness) must be 0 or more, not {self.max_staleness}")
+            raise ValueError(
+                f"max_staleness (max_head_offpolicyness) must be 0 or more, not {self.max_staleness}"
+            )
         self.max_concurrent_rollouts = max(1, self.max_concurrent_rollouts)
         self.consumer_batch_size = max(1, self.consumer_batch_size)
 
     def __repr__(self) -> str:
-        return f"StalenessManager(version={self.version_provider.get_version()}, {self.get_stats()})"
+        return (
+            f"StalenessManager(version={self.version_provider.get_version()}, {self.get_stats()})"
+        )
 
     # ---- queries
 
@@ -129,7 +137,9 @@ class StalenessManager:
         """
         age = 0 if head_version is None else self.version_provider.get_version() - head_version
         if age < 0:
-            raise StalenessError(f"a group of version {head_version} is newer than the policy: its age is {age}")
+            raise StalenessError(
+                f"a group of version {head_version} is newer than the policy: its age is {age}"
+            )
         return age <= self.max_staleness
 
     def check_age(self, head_version: int | None) -> None:
@@ -151,8 +161,12 @@ class StalenessManager:
     def on_rollout_submitted(self) -> None:
         """Count an enqueued group as running. Raises StalenessError if no place of the gate is free."""
         stat, version = self.get_stats(), self.version_provider.get_version()
-        if (stat.accepted + stat.running) // self.consumer_batch_size > self.max_staleness + version:
-            raise StalenessError(f"a group must not start at version {version}, because the gate is closed: {stat}")
+        if (
+            stat.accepted + stat.running
+        ) // self.consumer_batch_size > self.max_staleness + version:
+            raise StalenessError(
+                f"a group must not start at version {version}, because the gate is closed: {stat}"
+            )
         self._move("enqueued", "running")
 
     def on_rollout_accepted(self) -> None:
@@ -192,6 +206,8 @@ class StalenessManager:
         """Move one group from the counter `source` to the counter `target`. Raises RuntimeError if `source` is 0."""
         with self._lock:
             if getattr(self._stat, source) == 0:
-                raise RuntimeError(f"a rollout became {target}, but none was {source}: {self._stat}")
+                raise RuntimeError(
+                    f"a rollout became {target}, but none was {source}: {self._stat}"
+                )
             setattr(self._stat, source, getattr(self._stat, source) - 1)
             setattr(self._stat, target, getattr(self._stat, target) + 1)

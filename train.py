@@ -44,7 +44,9 @@ from typing import Any
 from run.keys import TrainConfig
 from run.terminal import greet
 
-if __name__ == "__main__":  # `greet` answers --help before the slow imports of torch and other modules
+if (
+    __name__ == "__main__"
+):  # `greet` answers --help before the slow imports of torch and other modules
     greet(sys.argv)
 
 import torch
@@ -111,9 +113,16 @@ class TrainingLoop:
     def train(self) -> None:
         """Run the remaining steps of the run, and then print a summary."""
         save = self.save if self.recovery.on else None
-        with self.logger.live if self.logger else nullcontext(), interruptible(self.rollout.executor, save):
-            if self.step >= self.last_step and self.step not in share(folders_of_steps(self.models)):
-                self.save_model(self.step)  # an earlier start of the run has ended before it saved the model
+        with (
+            self.logger.live if self.logger else nullcontext(),
+            interruptible(self.rollout.executor, save),
+        ):
+            if self.step >= self.last_step and self.step not in share(
+                folders_of_steps(self.models)
+            ):
+                self.save_model(
+                    self.step
+                )  # an earlier start of the run has ended before it saved the model
             for step in range(self.step + 1, self.last_step + 1):
                 self.train_step(step)
                 self.step = step
@@ -132,7 +141,11 @@ class TrainingLoop:
         #    (N,).
         with trace.span("rollout_wait", seconds):
             batch = self.wait_for_batch()
-        metrics: dict[str, Any] = {"step": step, "version": version, **describe_batch(batch, version)}
+        metrics: dict[str, Any] = {
+            "step": step,
+            "version": version,
+            **describe_batch(batch, version),
+        }
         if config.server.release_memory:  # the servers generate nothing until the push of this step
             metrics |= self.canary.finish()
             self.rollout.release_memory()
@@ -175,25 +188,34 @@ class TrainingLoop:
         if is_last:  # no later step will read the canary's scores, so this step reads them
             metrics |= self.canary.finish(**metrics)
         if self.logger:
-            metrics |= {"success": inputs.success(batch["rewards"].tolist())} | actor.speed(batch, seconds["train_s"])
+            metrics |= {"success": inputs.success(batch["rewards"].tolist())} | actor.speed(
+                batch, seconds["train_s"]
+            )
             with trace.span("log"):
                 self.logger.log(batch, metrics | seconds | {"step_s": time.monotonic() - begin})
         if is_last or is_due(step, config.recover_interval):
             self.save(step)
         # Free the objects of finished episodes that refer to each other. The garbage collector itself runs rarely
-        # (run/serve.py).
+        # (inference/serve.py).
         gc.collect()
 
     def wait_for_batch(self) -> dict[str, Any]:
         """Wait for the next batch, and return it on every rank."""
         config, workflow = self.run.config, self.run.inputs.workflow
-        options = {"should_accept_fn": config.should_accept_fn, "group_size": config.rollout.group_size}
-        return self.until_done(lambda: self.actor.prepare_batch(self.train_dataloader, workflow=workflow, **options))
+        options = {
+            "should_accept_fn": config.should_accept_fn,
+            "group_size": config.rollout.group_size,
+        }
+        return self.until_done(
+            lambda: self.actor.prepare_batch(self.train_dataloader, workflow=workflow, **options)
+        )
 
     def evaluate(self) -> dict[str, Any]:
         """Run one episode for each validation prompt, and return the statistics on every rank."""
         # Only rank 0 has an executor. The other ranks get its statistics by `share`.
-        finish = start_evaluation(self.evaluation, self.run.inputs) if self.evaluation else lambda: None
+        finish = (
+            start_evaluation(self.evaluation, self.run.inputs) if self.evaluation else lambda: None
+        )
         return self.until_done(lambda: share(finish()))
 
     def until_done(self, wait: Callable[[], dict[str, Any] | None]) -> dict[str, Any]:
@@ -216,7 +238,9 @@ class TrainingLoop:
     def push_weights(self, version: int) -> None:
         """Push the trainer's weights into the servers, as policy version `version`."""
         meta = self.actor.weight_update_meta.with_version(version)
-        self.actor.write_weights(meta)  # in mode disk, write the files while the servers still generate
+        self.actor.write_weights(
+            meta
+        )  # in mode disk, write the files while the servers still generate
         self.rollout.pause()  # running generations stop, and their tokens are kept
         self.actor.update_weights(meta)
         self.actor.set_version(version)

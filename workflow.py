@@ -62,7 +62,7 @@ from rollout.rows import make_row, row_to_tensors
 from rollout.trajectory import Trajectory, check_trajectory_format, concat_padded_tensors
 from rollout.workers import WorkerPool, check_importable, run_agent, within, without_exit
 
-logger = logging.getLogger("nano_areal.workflow")
+logger = logging.getLogger("pocket_areal.workflow")
 
 EpisodeResult = Trajectory | dict[str, Interaction] | None
 
@@ -71,7 +71,9 @@ class WorkflowContext(NamedTuple):
     """The task and the member that an episode belongs to (Rollout Workflow, "Workflow Context")."""
 
     is_eval: bool = False  # whether the episode belongs to an evaluation
-    task_id: int | None = None  # the id of the dispatcher's task; None if no executor runs the episode
+    task_id: int | None = (
+        None  # the id of the dispatcher's task; None if no executor runs the episode
+    )
     sample_idx: int = 0  # the index of the episode in its group
 
     @property
@@ -106,7 +108,9 @@ class RolloutWorkflow:
     async def _run_one_episode(self, engine: Any, data: dict[str, Any], rid: str) -> Any:
         """Run the episode with the name `rid`. This older form of `arun_episode` may return the result, or a tuple
         whose first element is the result."""
-        raise NotImplementedError(f"{type(self).__name__} has no method arun_episode(self, engine, data)")
+        raise NotImplementedError(
+            f"{type(self).__name__} has no method arun_episode(self, engine, data)"
+        )
 
 
 def is_interactions(result: Any) -> bool:
@@ -132,7 +136,9 @@ def to_row(turns: list[ModelResponse], reward: float) -> Trajectory:
     `reward` is the reward of every turn. The row has the same form as a row that export style concat makes for an agent
     (cache.py).
     """
-    calls = [Interaction([], model_response=turn, reward=reward, turn=k) for k, turn in enumerate(turns)]
+    calls = [
+        Interaction([], model_response=turn, reward=reward, turn=k) for k, turn in enumerate(turns)
+    ]
     return row_to_tensors(make_row([(call, True) for call in calls]))
 
 
@@ -149,7 +155,9 @@ class RLVRWorkflow(RolloutWorkflow):
     tokenizer: Any
 
     def __post_init__(self) -> None:
-        reward_fn = import_string(self.reward_fn) if isinstance(self.reward_fn, str) else self.reward_fn
+        reward_fn = (
+            import_string(self.reward_fn) if isinstance(self.reward_fn, str) else self.reward_fn
+        )
         self.async_reward_fn = AsyncRewardWrapper(reward_fn)
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> EpisodeResult:
@@ -158,7 +166,9 @@ class RLVRWorkflow(RolloutWorkflow):
 
     def prompt_ids(self, messages: list[dict]) -> list[int]:
         """Return the token ids of the rendered messages, up to the start of the assistant's answer."""
-        return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        return self.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=False
+        )
 
     async def turn(self, engine: Any, input_ids: list[int], turn: int) -> ModelResponse:
         """Send one request. The request's sampling seed depends only on the episode and the turn."""
@@ -166,7 +176,9 @@ class RLVRWorkflow(RolloutWorkflow):
         seed = None if self.gconfig.seed is None else call_seed(self.gconfig.seed, name, turn)
         gconfig = self.gconfig.new(n_samples=1, seed=seed)
         names = {"session": name, "call": f"{name}.{turn}"}
-        return await engine.agenerate(ModelRequest(input_ids, gconfig=gconfig, tokenizer=self.tokenizer, **names))
+        return await engine.agenerate(
+            ModelRequest(input_ids, gconfig=gconfig, tokenizer=self.tokenizer, **names)
+        )
 
     async def reward(self, response: ModelResponse, data: dict[str, Any]) -> float:
         """Return the reward of a completion."""
@@ -194,7 +206,9 @@ class MultiTurnWorkflow(RLVRWorkflow):
             raise ValueError(f"max_turns must be at least 1, not {self.max_turns}")
         self.prompts = PromptBuilder(self.tokenizer)
         if not self.prompts.splices:
-            raise ValueError("MultiTurnWorkflow: the chat template renders history anew at every turn; use an agent")
+            raise ValueError(
+                "MultiTurnWorkflow: the chat template renders history anew at every turn; use an agent"
+            )
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> EpisodeResult:
         context = getattr(engine, "context_length", None) or math.inf  # tokens
@@ -220,30 +234,42 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
     group_size: int
     # If some but not all members fail, `on_failures` is called with the number of failed members.
     on_failures: Callable[[int], Awaitable[None]] | None = None
-    on_end: Callable[[], None] = lambda: None  # function that is called each time the episode of a member has ended
+    on_end: Callable[[], None] = lambda: (
+        None
+    )  # function that is called each time the episode of a member has ended
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> EpisodeResult:
         members = (self._run_member(i, engine, data) for i in range(self.group_size))
         results = await asyncio.gather(*members, return_exceptions=True)
         failures = [result for result in results if isinstance(result, BaseException)]
         all_failed = len(failures) == self.group_size
-        for failure in failures[1:] if all_failed else failures:  # if all failed, the first failure is raised below
-            logger.warning("task %s: a member of the group failed", _context.get().task_id, exc_info=failure)
+        for failure in (
+            failures[1:] if all_failed else failures
+        ):  # if all failed, the first failure is raised below
+            logger.warning(
+                "task %s: a member of the group failed", _context.get().task_id, exc_info=failure
+            )
         if all_failed:
             raise failures[0]
         if failures and self.on_failures:
             await self.on_failures(len(failures))
-        episodes: list[Any] = [r for r in results if r is not None and not isinstance(r, BaseException)]
+        episodes: list[Any] = [
+            r for r in results if r is not None and not isinstance(r, BaseException)
+        ]
         if not episodes:
             return None
         if not all(map(is_interactions, episodes)):
             rows = [to_tensors(episode) for episode in episodes]
             # `parents` is left out, because its row indices refer to the rows of one member, not to the rows of the
             # group.
-            return concat_padded_tensors([{k: x for k, x in row.items() if k != "parents"} for row in rows])
+            return concat_padded_tensors(
+                [{k: x for k, x in row.items() if k != "parents"} for row in rows]
+            )
         merged = {key: value for episode in episodes for key, value in episode.items()}
         if len(merged) < sum(map(len, episodes)):
-            raise ValueError(f"two members returned the same interaction ids: {[list(e) for e in episodes]}")
+            raise ValueError(
+                f"two members returned the same interaction ids: {[list(e) for e in episodes]}"
+            )
         return merged
 
     async def _run_member(self, i: int, engine: Any, data: dict[str, Any]) -> EpisodeResult:
@@ -265,7 +291,9 @@ async def keep_open() -> None:
 
 def make_agents_client() -> Any:
     """Return an HTTP client without a timeout, for agents that use the openai SDK. Agents cannot close it."""
-    client = openai.DefaultAioHttpClient(timeout=None, trust_env=False, **many_connections(sdk_http))
+    client = openai.DefaultAioHttpClient(
+        timeout=None, trust_env=False, **many_connections(sdk_http)
+    )
     client.aclose = keep_open  # type: ignore[method-assign]
     return client
 
@@ -291,12 +319,22 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
     proxy_addr: str | tuple[str, ...]  # with several proxies, each episode uses one of them
     admin_key: str  # key of the proxy's management endpoints
     mode: str = "inline"  # where agents run: `inline` or `subproc`
-    subproc_max_workers: int = 4  # the largest number of agents that run at the same time in mode subproc
+    subproc_max_workers: int = (
+        4  # the largest number of agents that run at the same time in mode subproc
+    )
     subproc_prefix: Sequence[str] = ()  # a command that starts each worker of mode subproc
-    discount: float = 1.0  # gamma in the final reward of a turn: R = r + gamma * mean R(children), see cache.py
-    export_style: str = "individual"  # `individual` makes one row per turn, and `concat` makes one row per leaf
-    episode_timeout: float = 3600.0  # limit in seconds; an episode that takes longer is cancelled and counted as failed
-    sampling: dict[str, Any] = field(default_factory=dict)  # the session's default sampling parameters
+    discount: float = (
+        1.0  # gamma in the final reward of a turn: R = r + gamma * mean R(children), see cache.py
+    )
+    export_style: str = (
+        "individual"  # `individual` makes one row per turn, and `concat` makes one row per leaf
+    )
+    episode_timeout: float = (
+        3600.0  # limit in seconds; an episode that takes longer is cancelled and counted as failed
+    )
+    sampling: dict[str, Any] = field(
+        default_factory=dict
+    )  # the session's default sampling parameters
 
     def __post_init__(self) -> None:
         remedy = "define its class at the top of a module and make clients in `run`, or set rollout.openai.mode=inline"
@@ -308,7 +346,9 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> EpisodeResult:
         if self.mode == "inline":
             http_client = await _agents_client.get()
-            return await self._episode(functools.partial(self.agent.run, data, http_client=http_client))
+            return await self._episode(
+                functools.partial(self.agent.run, data, http_client=http_client)
+            )
         pool = await agents_pool(self.subproc_max_workers, *self.subproc_prefix).get()
         async with pool.worker() as worker:  # the session starts only after the agent has a worker
             return await self._episode(functools.partial(worker.call, run_agent, self.agent, data))
@@ -320,11 +360,15 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
         where = transport, self._choose_proxy(), self.admin_key, _context.get().name
         client = OpenAIProxyClient(*where, grant=True, sampling=self.sampling)
         limit = f"{self.episode_timeout:g} s (rollout.openai.episode_timeout_seconds)"
-        words = f"the agent of task {_context.get().name} took longer than {limit} and was cancelled"
+        words = (
+            f"the agent of task {_context.get().name} took longer than {limit} and was cancelled"
+        )
         async with client:
             work = run(base_url=client.session_url, api_key=client.api_key)
             rewards = parse_rewards(await within(self.episode_timeout, work, words))
-            interactions = await client.finish(rewards, discount=self.discount, style=self.export_style)
+            interactions = await client.finish(
+                rewards, discount=self.discount, style=self.export_style
+            )
         # Interactions without a reward are side conversations (calls/side_conversations.py). The side conversations
         # come first in the result, so that the reward of the episode is in the last row.
         side = {key: value for key, value in interactions.items() if value.reward is None}
@@ -348,7 +392,9 @@ def import_string(path: str) -> Any:
     except ModuleNotFoundError as error:
         if not f"{module_name}.".startswith(f"{error.name}."):
             raise  # the module exists, but it imports a module that is missing
-        raise ImportError(f"{path!r}: there is no module {error.name!r} on the Python path") from error
+        raise ImportError(
+            f"{path!r}: there is no module {error.name!r} on the Python path"
+        ) from error
     if not hasattr(module, name):
         raise ImportError(f"{path!r}: module {module_name!r} has no {name!r}")
     return getattr(module, name)
@@ -362,7 +408,9 @@ def _instantiate(cls: type, kwargs: dict[str, Any], defaults: dict[str, Any]) ->
     try:
         signature.bind(**kwargs)
     except TypeError as error:
-        raise TypeError(f"{cls.__name__}{signature}: {error}; its arguments come from workflow_kwargs") from error
+        raise TypeError(
+            f"{cls.__name__}{signature}: {error}; its arguments come from workflow_kwargs"
+        ) from error
     return cls(**kwargs)
 
 
@@ -392,9 +440,13 @@ def resolve_workflow(
     if resolved is cls:
         resolved = _instantiate(cls, workflow_kwargs or {}, (defaults or {}) if is_workflow else {})
     elif workflow_kwargs:
-        raise ValueError(f"workflow_kwargs were given, but {workflow!r} is an object already; give its class instead")
+        raise ValueError(
+            f"workflow_kwargs were given, but {workflow!r} is an object already; give its class instead"
+        )
     if not is_workflow:
         if proxy is None:
-            raise ValueError(f"{cls.__name__} is an agent, and agents need a proxy: give the executor a ProxyAddress")
+            raise ValueError(
+                f"{cls.__name__} is an agent, and agents need a proxy: give the executor a ProxyAddress"
+            )
         resolved = OpenAIProxyWorkflow(resolved, **proxy)
     return GroupedRolloutWorkflow(resolved, group_size) if group_size > 1 else resolved

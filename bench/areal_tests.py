@@ -61,8 +61,14 @@ def weight_keys(config: RejectionSamplingConfig | None) -> PPOActorConfig:
             behave_imp_weight_cap=config.upper,
             behave_imp_weight_floor=config.lower or None,
         )
-    if kind == ("sequence", "kl_k1", "mean"):  # reject a sequence if abs(mean(log w)) > log(reject_geometric_mean)
-        return PPOActorConfig(behave_imp_weight_cap=None, reject_geometric_mean=math.exp(config.upper))
+    if kind == (
+        "sequence",
+        "kl_k1",
+        "mean",
+    ):  # reject a sequence if abs(mean(log w)) > log(reject_geometric_mean)
+        return PPOActorConfig(
+            behave_imp_weight_cap=None, reject_geometric_mean=math.exp(config.upper)
+        )
     if kind == ("sequence", "kl_k2", "max"):
         return PPOActorConfig(behave_imp_weight_cap=None, reject_max_k2=config.upper)
     pytest.fail(f"absent: rejection_sampling {config.level}, {config.metric}, {config.agg}")
@@ -72,7 +78,11 @@ def sequence_ids(tokens: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """Return, for each token, the index of its sequence. In packed rows, sequence i begins at cu_seqlens[i]."""
     if cu_seqlens is not None:
         return torch.bucketize(torch.arange(len(tokens)), cu_seqlens[1:].long(), right=True)
-    return torch.arange(len(tokens))[:, None] if tokens.ndim == 2 else torch.zeros(len(tokens), dtype=torch.long)
+    return (
+        torch.arange(len(tokens))[:, None]
+        if tokens.ndim == 2
+        else torch.zeros(len(tokens), dtype=torch.long)
+    )
 
 
 def apply_rejection_sampling(
@@ -91,7 +101,9 @@ def apply_rejection_sampling(
     )
     kept = mask if config.action == "clamp" else mask & ~dropped
     share = float(dropped.sum()) / max(1, int(mask.sum()))
-    return SimpleNamespace(loss_mask=kept.to(loss_mask.dtype), behave_imp_weight=weight, filtered_fraction=share)
+    return SimpleNamespace(
+        loss_mask=kept.to(loss_mask.dtype), behave_imp_weight=weight, filtered_fraction=share
+    )
 
 
 def cispo_loss_fn(
@@ -106,7 +118,10 @@ def cispo_loss_fn(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute the CISPO loss with this project's functions. Return the loss, and statistics under AReaL's names."""
     config = replace(
-        weight_keys(rejection_sampling), use_cispo_loss=True, eps_clip=eps_clip, eps_clip_higher=eps_clip_higher
+        weight_keys(rejection_sampling),
+        use_cispo_loss=True,
+        eps_clip=eps_clip,
+        eps_clip_higher=eps_clip_higher,
     )
     old = proximal_logprobs if old_logprobs is None else old_logprobs
     tensors, ids = (logprobs, proximal_logprobs, old, advantages), sequence_ids(logprobs, None)
@@ -151,7 +166,11 @@ class Normalization:
         )
 
     def __call__(
-        self, x: Tensor, loss_mask: Tensor | None = None, reduce_group: Any = None, group_sizes: Any = None
+        self,
+        x: Tensor,
+        loss_mask: Tensor | None = None,
+        reduce_group: Any = None,
+        group_sizes: Any = None,
     ) -> Tensor:
         trained = torch.ones_like(x) > 0 if loss_mask is None else loss_mask > 0
         groups = torch.arange(len(x)) // self.group_size
@@ -201,7 +220,10 @@ def ppo_actor_loss_fn(
         "importance_weight": log_u.exp().where(mask, torch.zeros(())).detach(),
         "approx_kl": (logprobs - proximal_logprobs).detach(),
         "clip_mask": clipped,
-        "dual_clip_mask": (objective == c_clip * advantages if c_clip else torch.zeros_like(clipped)) & mask,
+        "dual_clip_mask": (
+            objective == c_clip * advantages if c_clip else torch.zeros_like(clipped)
+        )
+        & mask,
         "loss": -weight * objective.detach(),
     }
     if rejection_sampling is not None:
@@ -212,7 +234,11 @@ def ppo_actor_loss_fn(
 
 
 def compute_prox_logp_approximations(
-    old_logp: Tensor, logprobs: Tensor, versions: Tensor, current_version: int, method: str | None = None
+    old_logp: Tensor,
+    logprobs: Tensor,
+    versions: Tensor,
+    current_version: int,
+    method: str | None = None,
 ) -> dict[str, Tensor]:
     """Estimate pi_prox with this project's functions.
 
@@ -220,7 +246,9 @@ def compute_prox_logp_approximations(
     share of mini-batches that are done.
     """
     alpha = interpolation(versions, current_version - 1, 1.0)
-    guesses = {guess.__name__: guess(old_logp, logprobs, alpha) for guess in (loglinear, linear, rollout)}
+    guesses = {
+        guess.__name__: guess(old_logp, logprobs, alpha) for guess in (loglinear, linear, rollout)
+    }
     return guesses if method is None else {method: guesses[method]}
 
 
@@ -275,7 +303,9 @@ class Results:
     """This pytest plugin deselects the tests of LEFT_OUT and records the outcome of every other test."""
 
     def __init__(self) -> None:
-        self.outcomes: dict[str, tuple[str, str]] = {}  # maps a test to its outcome and its error message
+        self.outcomes: dict[
+            str, tuple[str, str]
+        ] = {}  # maps a test to its outcome and its error message
         self.left_out: Counter[str] = Counter()  # maps a reason to the number of tests left out
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -287,7 +317,10 @@ class Results:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" or report.outcome != "passed":
-            self.outcomes[report.nodeid.partition("::")[2]] = report.outcome, str(report.longrepr or "")
+            self.outcomes[report.nodeid.partition("::")[2]] = (
+                report.outcome,
+                str(report.longrepr or ""),
+            )
 
 
 def provide(checkout: Path) -> None:
@@ -300,15 +333,28 @@ def provide(checkout: Path) -> None:
         made.__getattr__ = absent  # type: ignore[method-assign]
         sys.modules[name] = made
 
-    for name in ("areal", "areal.infra", "areal.utils", "areal.trainer", "areal.trainer.ppo", "areal.api"):
+    for name in (
+        "areal",
+        "areal.infra",
+        "areal.utils",
+        "areal.trainer",
+        "areal.trainer.ppo",
+        "areal.api",
+    ):
         module(name)
-    module("areal.api.cli_args", RejectionSamplingConfig=RejectionSamplingConfig, NormConfig=NormConfig)
+    module(
+        "areal.api.cli_args", RejectionSamplingConfig=RejectionSamplingConfig, NormConfig=NormConfig
+    )
     losses = {"ppo_actor_loss_fn": ppo_actor_loss_fn, "cispo_loss_fn": cispo_loss_fn}
     module("areal.utils.functional", **losses, apply_rejection_sampling=apply_rejection_sampling)
     module("areal.utils.data", Normalization=Normalization)
-    module("areal.trainer.ppo.actor", compute_prox_logp_approximations=compute_prox_logp_approximations)
+    module(
+        "areal.trainer.ppo.actor", compute_prox_logp_approximations=compute_prox_logp_approximations
+    )
     sys.modules["areal.infra.staleness_manager"] = staleness
-    path = checkout / "areal" / "utils" / "constants.py"  # the file that defines AReaL's names for estimates of pi_prox
+    path = (
+        checkout / "areal" / "utils" / "constants.py"
+    )  # the file that defines AReaL's names for estimates of pi_prox
     spec = importlib.util.spec_from_file_location("areal.utils.constants", path)
     assert spec is not None
     assert spec.loader is not None
@@ -345,18 +391,36 @@ def main(checkout: Path) -> int:
     unexplained = 0
     for file in FILES:
         results = Results()
-        options = ["-q", "--noconftest", "-c", "/dev/null", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=short"]
-        pytest.main([*options, "--no-header", "--no-summary", str(checkout / file)], plugins=[results])
+        options = [
+            "-q",
+            "--noconftest",
+            "-c",
+            "/dev/null",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "no:xdist",
+            "--tb=short",
+        ]
+        pytest.main(
+            [*options, "--no-header", "--no-summary", str(checkout / file)], plugins=[results]
+        )
         passed = [test for test, (outcome, _) in results.outcomes.items() if outcome == "passed"]
-        failed = {test: error for test, (outcome, error) in results.outcomes.items() if outcome == "failed"}
+        failed = {
+            test: error
+            for test, (outcome, error) in results.outcomes.items()
+            if outcome == "failed"
+        }
         reasons: dict[str, list[str]] = {}
         for test, error in failed.items():
             key = next((key for key in DIFFERENCES if key in test or key in error), "")
-            reasons.setdefault(DIFFERENCES.get(key, f"NOT EXPLAINED: {error.strip().splitlines()[-1]}"), []).append(
-                test
-            )
+            reasons.setdefault(
+                DIFFERENCES.get(key, f"NOT EXPLAINED: {error.strip().splitlines()[-1]}"), []
+            ).append(test)
             unexplained += not key
-        print(f"\n{file}: {len(passed)} passed, {len(failed)} failed, {results.left_out.total()} left out")
+        print(
+            f"\n{file}: {len(passed)} passed, {len(failed)} failed, {results.left_out.total()} left out"
+        )
         for reason, count in results.left_out.items():
             print(f"  {count} left out: {reason}")
         for reason, tests in reasons.items():

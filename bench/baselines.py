@@ -74,11 +74,19 @@ def first_members(batch: dict[str, Tensor], members: int | None) -> dict[str, Te
 
 def print_signal(runs: list[Path]) -> None:
     """Print, for each recorded run and each baseline, the share of turns with advantage 0."""
-    print("| run | members | turns | " + " | ".join(BASELINES) + " |\n" + "|---" * (3 + len(BASELINES)) + "|")
+    print(
+        "| run | members | turns | "
+        + " | ".join(BASELINES)
+        + " |\n"
+        + "|---" * (3 + len(BASELINES))
+        + "|"
+    )
     for run, members in product(runs, MEMBERS):
         batches = [load_file(path) for path in sorted((run / "tokens").glob("*.safetensors"))]
         batches = [first_members(batch, members) for batch in batches]
-        counts = [[silent_turns(batch, per_turn) for batch in batches] for per_turn in BASELINES.values()]
+        counts = [
+            [silent_turns(batch, per_turn) for batch in batches] for per_turn in BASELINES.values()
+        ]
         turns = sum(total for _, total in counts[0])
         shares = [sum(silent for silent, _ in count) / max(turns, 1) for count in counts]
         cells = [str(run), str(members or "all"), str(turns), *(f"{share:.1%}" for share in shares)]
@@ -98,11 +106,24 @@ def train(seeds: list[int]) -> None:
             line = staleness.run("1", "decoupled", seed, base, changed)
             for step in STEPS:
                 found.setdefault((name, step), []).append(line[f"success_{step}"])
-            print(f"seed {seed}, {name}: " + ", ".join(f"{line[f'success_{s}']:.3f}" for s in STEPS), flush=True)
-    print("| baseline | " + " | ".join(f"step {step}" for step in STEPS) + " |\n" + "|---" * (1 + len(STEPS)) + "|")
+            print(
+                f"seed {seed}, {name}: " + ", ".join(f"{line[f'success_{s}']:.3f}" for s in STEPS),
+                flush=True,
+            )
+    print(
+        "| baseline | "
+        + " | ".join(f"step {step}" for step in STEPS)
+        + " |\n"
+        + "|---" * (1 + len(STEPS))
+        + "|"
+    )
     for name in BASELINES:
         cells = [found[name, step] for step in STEPS]
-        print(f"| {name} | " + " | ".join(f"{mean(c):.3f} ({min(c):.3f} to {max(c):.3f})" for c in cells) + " |")
+        print(
+            f"| {name} | "
+            + " | ".join(f"{mean(c):.3f} ({min(c):.3f} to {max(c):.3f})" for c in cells)
+            + " |"
+        )
 
 
 def main() -> None:

@@ -54,7 +54,8 @@ def talk(turns: int, name: str = "") -> Messages:
     """Return the messages of a conversation as a client sends them. Each call of `talk` makes new message dicts."""
     roles = ("user", "assistant")
     return [
-        {"role": roles[k % 2], "content": f"{name} message {k}, of some dozen words or so"} for k in range(2 * turns)
+        {"role": roles[k % 2], "content": f"{name} message {k}, of some dozen words or so"}
+        for k in range(2 * turns)
     ]
 
 
@@ -64,24 +65,35 @@ def tokens(turn: int) -> tuple[list[int], list[int]]:
     return whole[:-OUTPUT], whole[-OUTPUT:]
 
 
-def add_ours(cache: Any, name: str, messages: Messages, said: dict[str, Any], turn: int = 0) -> None:
+def add_ours(
+    cache: Any, name: str, messages: Messages, said: dict[str, Any], turn: int = 0
+) -> None:
     prompt, output = tokens(turn)
     cache.enter(name, ours.InteractionWithTokenLogpReward(messages))
-    cache.finish(name, io_struct.ModelResponse(prompt, output, [-0.5] * OUTPUT, [3] * OUTPUT), [said])
+    cache.finish(
+        name, io_struct.ModelResponse(prompt, output, [-0.5] * OUTPUT, [3] * OUTPUT), [said]
+    )
 
 
-def add_peers(cache: Any, name: str, messages: Messages, said: dict[str, Any], turn: int = 0) -> None:
+def add_peers(
+    cache: Any, name: str, messages: Messages, said: dict[str, Any], turn: int = 0
+) -> None:
     prompt, output = tokens(turn)
     interaction = PeerInteraction(messages=messages, chat_template_type="concat")
     interaction.interaction_id = name
     cache[name] = interaction
     interaction.output_message_list = [said]
     interaction.model_response = PeerResponse(
-        input_tokens=prompt, output_tokens=output, output_logprobs=[-0.5] * OUTPUT, output_versions=[3] * OUTPUT
+        input_tokens=prompt,
+        output_tokens=output,
+        output_logprobs=[-0.5] * OUTPUT,
+        output_versions=[3] * OUTPUT,
     )
 
 
-def timed(make: Callable[[], Any], add: Callable[..., None], fill: Callable[[Callable[..., None]], None]) -> float:
+def timed(
+    make: Callable[[], Any], add: Callable[..., None], fill: Callable[[Callable[..., None]], None]
+) -> float:
     """Return how many milliseconds of CPU time a cache needs for a list of calls of `add`. The function `fill` makes
     the list of calls before the measurement begins."""
     calls: list[tuple] = []
@@ -149,20 +161,30 @@ def count() -> None:
     prompts = PromptBuilder(tokenizer)
     ours.canonical, tokenizer.apply_chat_template = counting, rendering  # type: ignore[assignment]
     cache = ours.InteractionCache()
-    print("one conversation of 100 turns, counted\n\n| turn | messages sent | read | rendered |\n|---|---|---|---|")
+    print(
+        "one conversation of 100 turns, counted\n\n| turn | messages sent | read | rendered |\n|---|---|---|---|"
+    )
     for k in range(100):
         before = dict(counts)
         *messages, said = talk(k + 1)
         ask = AgentRequest(messages)
-        turn = cache.enter(str(k), ours.InteractionWithTokenLogpReward(messages, template_key=ask.template_key))
+        turn = cache.enter(
+            str(k), ours.InteractionWithTokenLogpReward(messages, template_key=ask.template_key)
+        )
         prompt = prompts.prompt(ask, turn.parent)
         output = [*tokenizer.encode(said["content"]), tokenizer.eos_token_id]
-        cache.finish(str(k), io_struct.ModelResponse(prompt, output, [0.0] * len(output), [0] * len(output)), [said])
+        cache.finish(
+            str(k),
+            io_struct.ModelResponse(prompt, output, [0.0] * len(output), [0] * len(output)),
+            [said],
+        )
         if k + 1 in (1, 2, 10, 100):
             row = " | ".join(str(counts[key] - before[key]) for key in counts)
             print(f"| {k + 1} | {len(messages)} | {row} |")
     ours.canonical = canonical  # type: ignore[assignment]
-    print("\n(read: the new message twice, and the reply; rendered: the new message, and two placeholder messages)\n")
+    print(
+        "\n(read: the new message twice, and the reply; rendered: the new message, and two placeholder messages)\n"
+    )
 
 
 def main() -> None:
@@ -183,7 +205,10 @@ def main() -> None:
             if theirs:
                 best_peer.append(way(theirs))
         if theirs:
-            print(f"| {name} | {min(best):.1f} | {min(best_peer):.1f} | {min(best) / min(best_peer):.2f} |", flush=True)
+            print(
+                f"| {name} | {min(best):.1f} | {min(best_peer):.1f} | {min(best) / min(best_peer):.2f} |",
+                flush=True,
+            )
         else:
             print(f"| {name} | {min(best):.1f} | peer absent | |", flush=True)
 

@@ -70,7 +70,9 @@ SMALL, LARGE = Model(1.5e9, 4e-3, 4.2e-5, 256), Model(7e9, 8e-3, 8.5e-5, 192)
 TRAIN_FLOPS, PREFILL_FLOPS = 3e14, 4e14  # useful FLOP/s of one GPU in training and in prefill
 
 
-def cluster(gpus: int, eta: int | None, stale: str = "wait", model: Model = SMALL, interrupt: bool = True) -> Setup:
+def cluster(
+    gpus: int, eta: int | None, stale: str = "wait", model: Model = SMALL, interrupt: bool = True
+) -> Setup:
     """Return the setup of a cluster. If eta is None, training is synchronous: every GPU first generates and then
     trains.
 
@@ -80,8 +82,12 @@ def cluster(gpus: int, eta: int | None, stale: str = "wait", model: Model = SMAL
     """
     share = 1.0 if eta is None else 0.75
     servers, trainers = max(1, round(share * gpus)), gpus * (1 - share) or gpus
-    slow = servers / (share * gpus)  # factor on the decoding times, above 1 if generation has less than one GPU
-    again = 5000 * 2 * model.parameters / PREFILL_FLOPS  # seconds to compute the KV cache of 5,000 tokens
+    slow = servers / (
+        share * gpus
+    )  # factor on the decoding times, above 1 if generation has less than one GPU
+    again = (
+        5000 * 2 * model.parameters / PREFILL_FLOPS
+    )  # seconds to compute the KV cache of 5,000 tokens
     return Setup(
         batch=512,
         members=16,
@@ -116,14 +122,20 @@ def simulate_all() -> Iterator[dict[str, Any]]:
                 found = simulate(small, sigma, eta, order, seeds=range(9))
                 yield {"what": "order", "sigma": str(sigma), "eta": eta, "order": order} | found
     for gpus in GPUS:
-        yield {"what": "1.5B", "gpus": gpus, "eta": "sync", "order": "wait"} | simulate(cluster, gpus, None)
+        yield {"what": "1.5B", "gpus": gpus, "eta": "sync", "order": "wait"} | simulate(
+            cluster, gpus, None
+        )
         for eta in ETAS:
             for order in PAIR:
                 found = simulate(cluster, gpus, eta, order)
                 yield {"what": "1.5B", "gpus": gpus, "eta": eta, "order": order} | found
-    yield {"what": "7B", "gpus": 192, "eta": "sync", "order": "wait"} | simulate(cluster, 192, None, "wait", LARGE)
+    yield {"what": "7B", "gpus": 192, "eta": "sync", "order": "wait"} | simulate(
+        cluster, 192, None, "wait", LARGE
+    )
     for order in PAIR:
-        yield {"what": "7B", "gpus": 192, "eta": 4, "order": order} | simulate(cluster, 192, 4, order, LARGE)
+        yield {"what": "7B", "gpus": 192, "eta": 4, "order": order} | simulate(
+            cluster, 192, 4, order, LARGE
+        )
         for name, model in (("1.5B", SMALL), ("7B", LARGE)):
             for cut in (False, True):
                 found = simulate(faster_training, 0.3, 32, 4, order, model, cut)
@@ -165,8 +177,13 @@ def speed_table(rows: Rows) -> list[str]:
     lines = head("GPUs", "synchronous, s a step", *(f"eta {eta}" for eta in ETAS))
     for gpus in GPUS:
         sync = rows["1.5B", str(gpus), "sync", "wait"]["step_s"]
-        cells = ([sync / rows["1.5B", str(gpus), str(eta), order]["step_s"] for order in PAIR] for eta in ETAS)
-        lines.append(row(f"{gpus:,}", f"{sync:,.0f}", *(f"{wait:.2f} / {mask:.2f}" for wait, mask in cells)))
+        cells = (
+            [sync / rows["1.5B", str(gpus), str(eta), order]["step_s"] for order in PAIR]
+            for eta in ETAS
+        )
+        lines.append(
+            row(f"{gpus:,}", f"{sync:,.0f}", *(f"{wait:.2f} / {mask:.2f}" for wait, mask in cells))
+        )
     return lines
 
 
@@ -176,7 +193,16 @@ def use_table(rows: Rows) -> list[str]:
     If a table cell holds two numbers, the first was simulated with rollout.stale=wait and the second with
     rollout.stale=mask.
     """
-    lines = head("GPUs", "eta", "tokens/s", "servers generate", "trainer works", "mean lag", "largest lag", "masked")
+    lines = head(
+        "GPUs",
+        "eta",
+        "tokens/s",
+        "servers generate",
+        "trainer works",
+        "mean lag",
+        "largest lag",
+        "masked",
+    )
     formats = {
         "tokens_s": "{:,.0f}",
         "servers_busy": "{:.0%}",
@@ -186,8 +212,13 @@ def use_table(rows: Rows) -> list[str]:
     }
     for gpus in (8, 128, 1024):
         for eta in ("sync", *map(str, ETAS)):
-            found = [rows["1.5B", str(gpus), eta, order] for order in (PAIR if eta != "sync" else PAIR[:1])]
-            cells = [" / ".join(text.format(r[name]) for r in found) for name, text in formats.items()]
+            found = [
+                rows["1.5B", str(gpus), eta, order]
+                for order in (PAIR if eta != "sync" else PAIR[:1])
+            ]
+            cells = [
+                " / ".join(text.format(r[name]) for r in found) for name, text in formats.items()
+            ]
             lines.append(row(f"{gpus:,}", eta, *cells, f"{found[-1]['masked']:.0%}"))
     return lines
 
@@ -195,23 +226,57 @@ def use_table(rows: Rows) -> list[str]:
 def paper_table(rows: Rows) -> list[str]:
     """Return a table with the numbers of AReaL's paper beside the simulated numbers."""
     step = {key: found["step_s"] for key, found in rows.items()}
-    sync, pair = step["1.5B", "128", "sync", "wait"], [step["1.5B", "128", "4", order] for order in PAIR]
+    sync, pair = (
+        step["1.5B", "128", "sync", "wait"],
+        [step["1.5B", "128", "4", order] for order in PAIR],
+    )
     lines = head("what", "paper", "simulated, wait", "simulated, mask")
-    lines.append(row("1.5 B, 128 GPUs: seconds of a synchronous step", 148, f"{sync:.0f}", "same as wait"))
-    lines.append(row("1.5 B, 128 GPUs: seconds of an asynchronous step, eta 4", 53, *(f"{s:.0f}" for s in pair)))
     lines.append(
-        row("1.5 B, 128 GPUs: synchronous over asynchronous seconds, eta 4", "2.77", *(f"{sync / s:.2f}" for s in pair))
+        row("1.5 B, 128 GPUs: seconds of a synchronous step", 148, f"{sync:.0f}", "same as wait")
+    )
+    lines.append(
+        row(
+            "1.5 B, 128 GPUs: seconds of an asynchronous step, eta 4",
+            53,
+            *(f"{s:.0f}" for s in pair),
+        )
+    )
+    lines.append(
+        row(
+            "1.5 B, 128 GPUs: synchronous over asynchronous seconds, eta 4",
+            "2.77",
+            *(f"{sync / s:.2f}" for s in pair),
+        )
     )
     large = [step["7B", "192", "sync", "wait"] / step["7B", "192", "4", order] for order in PAIR]
-    lines.append(row("7 B, 192 GPUs: synchronous over asynchronous seconds", "2.27", *(f"{x:.2f}" for x in large)))
+    lines.append(
+        row(
+            "7 B, 192 GPUs: synchronous over asynchronous seconds",
+            "2.27",
+            *(f"{x:.2f}" for x in large),
+        )
+    )
     for name, paper in (("1.5B", "+12%"), ("7B", "+17%")):
-        times = [[step[f"{name} {kind}", "32", "4", order] for kind in ("finished", "interrupted")] for order in PAIR]
+        times = [
+            [step[f"{name} {kind}", "32", "4", order] for kind in ("finished", "interrupted")]
+            for order in PAIR
+        ]
         gains = (f"{whole / cut - 1:+.0%}" for whole, cut in times)
-        lines.append(row(f"{name.replace('B', ' B')}, 32 GPUs: speed gained by interruption", paper, *gains))
+        lines.append(
+            row(f"{name.replace('B', ' B')}, 32 GPUs: speed gained by interruption", paper, *gains)
+        )
     gain = [step["1.5B", "128", "4", order] / step["1.5B", "512", "4", order] for order in PAIR]
-    lines.append(row("1.5 B, eta 4: speed of 512 GPUs over 128", "near 4 (linear)", *(f"{x:.1f}" for x in gain)))
+    lines.append(
+        row(
+            "1.5 B, eta 4: speed of 512 GPUs over 128",
+            "near 4 (linear)",
+            *(f"{x:.1f}" for x in gain),
+        )
+    )
     gain = [sync / step["1.5B", "512", "sync", "wait"]]
-    lines.append(row("1.5 B, synchronous: speed of 512 GPUs over 128", "", f"{gain[0]:.1f}", "same as wait"))
+    lines.append(
+        row("1.5 B, synchronous: speed of 512 GPUs over 128", "", f"{gain[0]:.1f}", "same as wait")
+    )
     return lines
 
 
@@ -225,7 +290,10 @@ def make_tables(rows: Rows) -> dict[str, list[str]]:
 
 def main() -> None:
     if sys.argv[1:] != ["--tables"]:
-        found = [{name: f"{v:.5g}" if isinstance(v, float) else v for name, v in r.items()} for r in simulate_all()]
+        found = [
+            {name: f"{v:.5g}" if isinstance(v, float) else v for name, v in r.items()}
+            for r in simulate_all()
+        ]
         with TABLE.open("w", newline="") as file:
             names = ["what", "gpus", "sigma", "eta", "order", *list(found[0])[4:]]
             writer = csv.DictWriter(file, names, lineterminator="\n")

@@ -48,11 +48,17 @@ from inference.tiny.scheduler import SamplingParams, Scheduler, Sequence
 PROMPT, NEW = 64, 128
 # MODELS maps a number of parameters to (layers, hidden size, vocabulary, heads, key heads, width of feed-forward
 # layers).
-MODELS = {"0.13M": (2, 64, 64, 4, 2, 256), "3.3M": (4, 256, 512, 4, 2, 736), "15.7M": (6, 384, 4096, 6, 3, 1440)}
+MODELS = {
+    "0.13M": (2, 64, 64, 4, 2, 256),
+    "3.3M": (4, 256, 512, 4, 2, 736),
+    "15.7M": (6, 384, 4096, 6, 3, 1440),
+}
 PORT = 31877
 
 
-def build(layers: int, width: int, vocab: int, heads: int, groups: int, inner: int) -> Qwen3ForCausalLM:
+def build(
+    layers: int, width: int, vocab: int, heads: int, groups: int, inner: int
+) -> Qwen3ForCausalLM:
     """Return a Qwen3 model of the given sizes with random weights."""
     torch.manual_seed(0)
     config = Qwen3Config(
@@ -119,11 +125,15 @@ def by_http(url: str, batch: list[list[int]], new: int) -> float:
         return len((await client.post("/generate", json=body)).json()["output_ids"])
 
     async def everything() -> float:
-        async with httpx.AsyncClient(base_url=url, timeout=300, limits=httpx.Limits(max_connections=64)) as client:
+        async with httpx.AsyncClient(
+            base_url=url, timeout=300, limits=httpx.Limits(max_connections=64)
+        ) as client:
             start = (await client.get("/model_info")).json()["cpu_seconds"]
             got = await asyncio.gather(*(ask(client, prompt) for prompt in batch))
             assert sum(got) == len(batch) * new
-            return len(batch) * new / ((await client.get("/model_info")).json()["cpu_seconds"] - start)
+            return (
+                len(batch) * new / ((await client.get("/model_info")).json()["cpu_seconds"] - start)
+            )
 
     return asyncio.run(everything())
 
@@ -164,14 +174,20 @@ def start_server(path: str) -> subprocess.Popen:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="32 new tokens, one repetition, 40 s")
-    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=MODELS, help="the models to measure")
+    parser.add_argument(
+        "--models", nargs="*", default=list(MODELS), choices=MODELS, help="the models to measure"
+    )
     args = parser.parse_args()
     new, rounds = (32, 1) if args.quick else (NEW, 3)
     torch.set_num_threads(1)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    print(f"prompt {PROMPT}, generate {new}, fp32, one thread, torch {torch.__version__}; tokens per CPU-second\n")
-    print("| model | n | generate | engine | http | engine / generate | http / engine | --seed / generate | bits |")
+    print(
+        f"prompt {PROMPT}, generate {new}, fp32, one thread, torch {torch.__version__}; tokens per CPU-second\n"
+    )
+    print(
+        "| model | n | generate | engine | http | engine / generate | http / engine | --seed / generate | bits |"
+    )
     print("|---|---|---|---|---|---|---|---|---|")
     for shape in map(MODELS.__getitem__, args.models):
         with tempfile.TemporaryDirectory() as path:
@@ -187,7 +203,10 @@ def main() -> None:
                     rng = random.Random(n)
                     batch = prompts(rng, n, shape[2])
                     best = [0.0, 0.0, 0.0, 0.0]
-                    (by_engine(tiny, batch, 4), by_engine(exact, batch, 4))  # warm up without measuring
+                    (
+                        by_engine(tiny, batch, 4),
+                        by_engine(exact, batch, 4),
+                    )  # warm up without measuring
                     by_http(f"http://127.0.0.1:{PORT}", batch, 4)
                     start = time.monotonic()
                     for k in itertools.count():
@@ -207,7 +226,10 @@ def main() -> None:
                     rates = f"{generate:,.0f} | {engine:,.0f} | {http:,.0f}"
                     ratios = f"{engine / generate:.2f} | {http / engine:.2f}"
                     bits = "yes" if bits_agree(exact, batch) else "no"
-                    print(f"| {size:.2f}M | {n} | {rates} | {ratios} | {exactly / generate:.2f} | {bits} |", flush=True)
+                    print(
+                        f"| {size:.2f}M | {n} | {rates} | {ratios} | {exactly / generate:.2f} | {bits} |",
+                        flush=True,
+                    )
             finally:
                 assert server.stdin is not None
                 server.stdin.close()

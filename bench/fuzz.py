@@ -41,79 +41,233 @@ from load import ADMIN, check, make_byte_model, process, session
 from transformers import AutoTokenizer
 
 from calls.client import OpenAIProxyClient
+from inference.fields import Refusal
+from inference.serve import raise_open_files
 from inference.tiny.server import Server
 from inference.wire import Wire, make_transport
 from proxy import create_app
-from run.fields import Refusal
-from run.serve import raise_open_files
 
 KEY, SECONDS, WORKERS = "key", 60, 24
-TOOL = {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+TOOL = {
+    "name": "f",
+    "description": "d",
+    "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+}
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
-CHAT = {"max_tokens": 4, "temperature": 1.0, "top_p": 0.9, "stream": False, "stop": ["x"], "metadata": {}}
-HONEST: dict[str, Any] = {  # maps the last part of a URL path to a valid request body; unlisted paths get {}
+CHAT = {
+    "max_tokens": 4,
+    "temperature": 1.0,
+    "top_p": 0.9,
+    "stream": False,
+    "stop": ["x"],
+    "metadata": {},
+}
+HONEST: dict[
+    str, Any
+] = {  # maps the last part of a URL path to a valid request body; unlisted paths get {}
     "completions": {
         "messages": [
             {"role": "user", "content": "hello"},
             {"role": "assistant", "content": None, "tool_calls": [CALL]},
             {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "21"}]},
         ],
-        **{"tools": [{"type": "function", "function": TOOL}], "tool_choice": "auto", "n": 1, "logprobs": True},
-        **{"seed": 1, "response_format": {"type": "text"}, "stream_options": {"include_usage": True}},
+        **{
+            "tools": [{"type": "function", "function": TOOL}],
+            "tool_choice": "auto",
+            "n": 1,
+            "logprobs": True,
+        },
+        **{
+            "seed": 1,
+            "response_format": {"type": "text"},
+            "stream_options": {"include_usage": True},
+        },
         **CHAT,
     },
     "responses": {
         "input": [
-            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hello"}]},
+            {
+                "type": "message",
+                "role": "user",
+                "content": [{"type": "input_text", "text": "hello"}],
+            },
             {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
             {"type": "function_call_output", "call_id": "c", "output": "21"},
         ],
-        **{"instructions": "Be brief.", "max_output_tokens": 4, "tools": [{"type": "function"} | TOOL], "include": []},
-        **{"previous_response_id": None, "reasoning": {"effort": "low"}, "text": {"format": {"type": "text"}}},
+        **{
+            "instructions": "Be brief.",
+            "max_output_tokens": 4,
+            "tools": [{"type": "function"} | TOOL],
+            "include": [],
+        },
+        **{
+            "previous_response_id": None,
+            "reasoning": {"effort": "low"},
+            "text": {"format": {"type": "text"}},
+        },
         **{"stream": False, "temperature": 1.0},
     },
     "messages": {
         "messages": [
             {"role": "user", "content": [{"type": "text", "text": "hello"}]},
-            {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "f", "input": {}}]},
-            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "21"}]},
+            {
+                "role": "assistant",
+                "content": [{"type": "tool_use", "id": "c", "name": "f", "input": {}}],
+            },
+            {
+                "role": "user",
+                "content": [{"type": "tool_result", "tool_use_id": "c", "content": "21"}],
+            },
         ],
-        **{"system": "Be brief.", "tools": [{"name": "f", "input_schema": {"type": "object"}}], "stop_sequences": []},
+        **{
+            "system": "Be brief.",
+            "tools": [{"name": "f", "input_schema": {"type": "object"}}],
+            "stop_sequences": [],
+        },
         **{"tool_choice": {"type": "auto"}, "thinking": {"type": "disabled"}, "top_k": 5},
         **CHAT,
     },
     "set_reward": {"reward": 1.0, "interaction_id": None},
     "end_session": {"discard": False},
-    "export_trajectories": {"session_id": "@session", "style": "concat", "discount": 0.9, "rewards": [{"reward": 1.0}]},
+    "export_trajectories": {
+        "session_id": "@session",
+        "style": "concat",
+        "discount": 0.9,
+        "rewards": [{"reward": 1.0}],
+    },
     "start_session": {"task_id": "t", "grant": True},
     "set_version": {"version": 0},
     "generate": {
         "sampling_params": {
-            **{"max_new_tokens": 4, "temperature": 1.0, "top_p": 0.9, "top_k": 5, "stop": ["ab"], "n": 1},
-            **{"stop_token_ids": [7], "sampling_seed": 1, "ignore_eos": False, "frequency_penalty": 0.5},
+            **{
+                "max_new_tokens": 4,
+                "temperature": 1.0,
+                "top_p": 0.9,
+                "top_k": 5,
+                "stop": ["ab"],
+                "n": 1,
+            },
+            **{
+                "stop_token_ids": [7],
+                "sampling_seed": 1,
+                "ignore_eos": False,
+                "frequency_penalty": 0.5,
+            },
         },
-        **{"input_ids": [1, 2, 3], "return_logprob": True, "logprob_start_len": 0, "rid": "r", "stream": False},
+        **{
+            "input_ids": [1, 2, 3],
+            "return_logprob": True,
+            "logprob_start_len": 0,
+            "rid": "r",
+            "stream": False,
+        },
     },
     "abort_request": {"rid": "r"},
     "pause_generation": {"mode": "retract"},
-    "update_weights_from_disk": {"model_path": "none", "weight_version": "9", "abort_all_requests": True},
-    "update_weights_from_tensor": {"serialized_named_tensors": ["gASVBAAAAAAAAABdlC4="], "weight_version": "9"},
-    "update_weights_from_distributed": {"names": ["a"], "dtypes": ["float32"], "shapes": [[1]], "group_name": "g"},
-    "init_weights_update_group": {"master_address": "a", "rank_offset": 1, "world_size": 2, "group_name": "g"},
+    "update_weights_from_disk": {
+        "model_path": "none",
+        "weight_version": "9",
+        "abort_all_requests": True,
+    },
+    "update_weights_from_tensor": {
+        "serialized_named_tensors": ["gASVBAAAAAAAAABdlC4="],
+        "weight_version": "9",
+    },
+    "update_weights_from_distributed": {
+        "names": ["a"],
+        "dtypes": ["float32"],
+        "shapes": [[1]],
+        "group_name": "g",
+    },
+    "init_weights_update_group": {
+        "master_address": "a",
+        "rank_offset": 1,
+        "world_size": 2,
+        "group_name": "g",
+    },
     "destroy_weights_update_group": {"group_name": "g"},
     "update_weight_version": {"new_version": "9", "abort_all_requests": True},
 }
 HONEST["count_tokens"] = HONEST["messages"]
-SAFE = ("generate", "abort_request", "server_info", "model_info", "health", "ready")  # endpoints that change no state
-ODD = [None, True, False, 0, -1, 1.5, 1e308, -1e-320, 2**31, 2**63, 10**400, float("nan"), float("inf")]
-ODD += ["", "x", "0", "\ud800", "\0", "\N{SNOWMAN}" * 9, "user", "tool", "function", "system", "required", "resp_1"]
-ODD += [[], {}, [[]], [{}], {"": None}, {"type": "text"}, {"type": "json_schema"}, {"role": "user"}, ["a", 1, None]]
+SAFE = (
+    "generate",
+    "abort_request",
+    "server_info",
+    "model_info",
+    "health",
+    "ready",
+)  # endpoints that change no state
+ODD = [
+    None,
+    True,
+    False,
+    0,
+    -1,
+    1.5,
+    1e308,
+    -1e-320,
+    2**31,
+    2**63,
+    10**400,
+    float("nan"),
+    float("inf"),
+]
+ODD += [
+    "",
+    "x",
+    "0",
+    "\ud800",
+    "\0",
+    "\N{SNOWMAN}" * 9,
+    "user",
+    "tool",
+    "function",
+    "system",
+    "required",
+    "resp_1",
+]
+ODD += [
+    [],
+    {},
+    [[]],
+    [{}],
+    {"": None},
+    {"type": "text"},
+    {"type": "json_schema"},
+    {"role": "user"},
+    ["a", 1, None],
+]
 HEADERS = [
-    *("Content-Type: application/xml", "Expect: 100-continue", "Connection: upgrade\r\nUpgrade: websocket"),
-    *("Content-Length: 1", "Content-Length: -1", "Content-Length: 9e9", "Transfer-Encoding: chunked", "Host: \xff\0"),
-    *("x-stainless-retry-count: \xff", "x-stainless-retry-count: 1", "x-api-key: \xe4", "Cookie: " + "c" * 9000),
-    *("Authorization: Basic x", "Authorization: Bearer \xff\xfe", "Authorization", ": empty", " folded: line"),
-    *("Accept-Encoding: " + ", ".join(["gzip"] * 500), "\r\n".join(f"h{k}: v" for k in range(300)), "Range: bytes=5-2"),
+    *(
+        "Content-Type: application/xml",
+        "Expect: 100-continue",
+        "Connection: upgrade\r\nUpgrade: websocket",
+    ),
+    *(
+        "Content-Length: 1",
+        "Content-Length: -1",
+        "Content-Length: 9e9",
+        "Transfer-Encoding: chunked",
+        "Host: \xff\0",
+    ),
+    *(
+        "x-stainless-retry-count: \xff",
+        "x-stainless-retry-count: 1",
+        "x-api-key: \xe4",
+        "Cookie: " + "c" * 9000,
+    ),
+    *(
+        "Authorization: Basic x",
+        "Authorization: Bearer \xff\xfe",
+        "Authorization",
+        ": empty",
+        " folded: line",
+    ),
+    *(
+        "Accept-Encoding: " + ", ".join(["gzip"] * 500),
+        "\r\n".join(f"h{k}: v" for k in range(300)),
+        "Range: bytes=5-2",
+    ),
 ]
 PATHS = [
     "/",
@@ -135,7 +289,11 @@ def odd(rng: random.Random) -> Any:
     """Return a value that the body of a valid request rarely contains. "@deep900" stands for 900 nested lists."""
     if rng.random() < 0.03:
         return f"@deep{rng.choice([50, 220, 900, 100_000])}"
-    return "y" * 10 ** rng.choice([2, 3, 4, 6]) if rng.random() < 0.01 else copy.deepcopy(rng.choice(ODD))
+    return (
+        "y" * 10 ** rng.choice([2, 3, 4, 6])
+        if rng.random() < 0.01
+        else copy.deepcopy(rng.choice(ODD))
+    )
 
 
 def mutate(rng: random.Random, value: Any) -> Any:
@@ -175,27 +333,49 @@ def body_of(rng: random.Random, name: str, session_id: str) -> bytes:
     return rng.randbytes(rng.randrange(40)) if kind == 3 else raw
 
 
-def request_of(rng: random.Random, method: str, path: str, key: str, session_id: str) -> tuple[bytes, bool]:
+def request_of(
+    rng: random.Random, method: str, path: str, key: str, session_id: str
+) -> tuple[bytes, bool]:
     """Return the bytes of a random request, and whether these bytes are a complete and valid HTTP request.
 
     `method` is the endpoint's HTTP method.
     """
     name = path.rpartition("/")[2]
-    session_id = session_id if rng.random() < 0.95 else rng.choice(["x", "%00", "..", "v1", "a" * 3000])
+    session_id = (
+        session_id if rng.random() < 0.95 else rng.choice(["x", "%00", "..", "v1", "a" * 3000])
+    )
     path = re.sub(r"\{session_id\}", session_id, path)
-    path = re.sub(r"\{\w+(:path)?\}", rng.choice(["resp_1", "%2e%2e", "chatcmpl-" + "0" * 32]), path)
+    path = re.sub(
+        r"\{\w+(:path)?\}", rng.choice(["resp_1", "%2e%2e", "chatcmpl-" + "0" * 32]), path
+    )
     path, valid = (path, True) if rng.random() < 0.95 else (rng.choice(PATHS), False)
     raw = body_of(rng, name, session_id)
-    method = method if rng.random() < 0.9 else rng.choice(["GET", "PUT", "HEAD", "OPTIONS", "DELETE", "FOO", ""])
-    lines = [f"{method} {path} HTTP/1.1", "Host: x", "Connection: close", f"Content-Length: {len(raw)}"]
-    lines += [f"Authorization: Bearer {key if rng.random() < 0.9 else rng.choice(['wrong', ADMIN * 99])}"]
+    method = (
+        method
+        if rng.random() < 0.9
+        else rng.choice(["GET", "PUT", "HEAD", "OPTIONS", "DELETE", "FOO", ""])
+    )
+    lines = [
+        f"{method} {path} HTTP/1.1",
+        "Host: x",
+        "Connection: close",
+        f"Content-Length: {len(raw)}",
+    ]
+    lines += [
+        f"Authorization: Bearer {key if rng.random() < 0.9 else rng.choice(['wrong', ADMIN * 99])}"
+    ]
     if rng.random() < 0.1:
         lines.insert(rng.randint(1, len(lines)), rng.choice(HEADERS))
         valid = False
     if rng.random() < 0.02:
-        lines[0] = rng.choice([f"{method} {path}", f"{method} {path} HTTP/1.0", f"{method}  {path} HTTP/9.9", "\0"])
+        lines[0] = rng.choice(
+            [f"{method} {path}", f"{method} {path} HTTP/1.0", f"{method}  {path} HTTP/9.9", "\0"]
+        )
         valid = False
-    return "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n" + raw, valid and method not in ("FOO", "")
+    return "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n" + raw, valid and method not in (
+        "FOO",
+        "",
+    )
 
 
 async def send(rng: random.Random, port: int, raw: bytes, complete: bool) -> bytes | None:
@@ -230,7 +410,9 @@ def status_of(reply: bytes | None) -> str:
     """Return the status of a reply as text. A stream that contains a server error counts as status 500."""
     found = re.match(rb"HTTP/1\.1 (?:100 [^\r]*\r\n\r\nHTTP/1\.1 )?(\d{3})", reply or b"")
     error = b'"server_error"' in (reply or b"") or b'"api_error"' in (reply or b"")
-    return "hung up" if reply is None else "500" if error else found[1].decode() if found else "closed"
+    return (
+        "hung up" if reply is None else "500" if error else found[1].decode() if found else "closed"
+    )
 
 
 class Fuzz:
@@ -239,14 +421,28 @@ class Fuzz:
     def __init__(self, seed: int, addresses: dict[str, str], tokenizer: Any) -> None:
         self.seed, self.addresses, self.tokenizer = seed, addresses, tokenizer
         self.wire, self.transport, self.honest = Wire(), make_transport(), 0
-        routes = [(route.path, min(route.methods - {"HEAD"})) for route in create_app(None, tokenizer, "").routes]
-        self.targets = [
-            ("control proxy" if path == "/set_version" else "proxy", ADMIN, method, path) for path, method in routes
+        routes = [
+            (route.path, min(route.methods - {"HEAD"}))
+            for route in create_app(None, tokenizer, "").routes
         ]
-        names = [name for name, _ in inspect.getmembers(Server, inspect.iscoroutinefunction) if name[0] != "_"]
-        names = sorted(names * 4)  # list each endpoint of the server four times, so that the server gets more requests
-        self.targets += [("server" if n in SAFE else "control server", KEY, "POST", f"/{n}") for n in names]
-        self.counts: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+        self.targets = [
+            ("control proxy" if path == "/set_version" else "proxy", ADMIN, method, path)
+            for path, method in routes
+        ]
+        names = [
+            name
+            for name, _ in inspect.getmembers(Server, inspect.iscoroutinefunction)
+            if name[0] != "_"
+        ]
+        names = sorted(
+            names * 4
+        )  # list each endpoint of the server four times, so that the server gets more requests
+        self.targets += [
+            ("server" if n in SAFE else "control server", KEY, "POST", f"/{n}") for n in names
+        ]
+        self.counts: dict[str, collections.Counter[str]] = collections.defaultdict(
+            collections.Counter
+        )
 
     async def one(self, number: int, session_id: str, other_id: str) -> None:
         """Send request `number`. Raises SystemExit if the reply breaks a rule of the module's docstring.
@@ -261,19 +457,28 @@ class Fuzz:
         begin = time.monotonic()
         try:
             async with asyncio.timeout(SECONDS):
-                reply = await send(rng, int(self.addresses[where].rpartition(":")[2]), raw, complete)
+                reply = await send(
+                    rng, int(self.addresses[where].rpartition(":")[2]), raw, complete
+                )
             status = status_of(reply)
         except (TimeoutError, AssertionError, OSError) as error:
-            reply, status = b"", f"{type(error).__name__} {error} after {time.monotonic() - begin:.0f} s"
+            reply, status = (
+                b"",
+                f"{type(error).__name__} {error} after {time.monotonic() - begin:.0f} s",
+            )
         self.counts[f"{where} {path.rpartition('/')[2]}"][status] += 1
         if status not in ("closed", "hung up") and not "100" <= status < "500":
-            raise SystemExit(f"seed {self.seed}, request {number}: {status}\n{raw[:3000]!r}\n{reply!r}")
+            raise SystemExit(
+                f"seed {self.seed}, request {number}: {status}\n{raw[:3000]!r}\n{reply!r}"
+            )
 
     async def work(self, numbers: Any) -> None:
         """Take request numbers from the iterator `numbers`, which all workers share, and send the requests with these
         numbers. Start two new sessions for every hundred requests."""
         while batch := list(itertools.islice(numbers, 100)):
-            with contextlib.suppress(Refusal):  # a random request may already have exported the session of `other`
+            with contextlib.suppress(
+                Refusal
+            ):  # a random request may already have exported the session of `other`
                 async with self.client() as client, self.client() as other:
                     for number in batch:
                         await self.one(number, client.session_id, other.session_id)
@@ -297,10 +502,17 @@ class Fuzz:
         prompt."""
         server, wire = self.addresses["server"], Wire(key=KEY)
         async with asyncio.timeout(SECONDS):
-            while "running=0, waiting=0" not in (info := await wire.call(server + "/server_info"))["state"]:
+            while (
+                "running=0, waiting=0"
+                not in (info := await wire.call(server + "/server_info"))["state"]
+            ):
                 await asyncio.sleep(0.2)
         body = {"input_ids": [5, 6, 7], "sampling_params": {"temperature": 0, "max_new_tokens": 9}}
-        return info["state"], info["weight_version"], (await wire.call(server + "/generate", body))["output_ids"]
+        return (
+            info["state"],
+            info["weight_version"],
+            (await wire.call(server + "/generate", body))["output_ids"],
+        )
 
     async def run(self, requests: int, only: int | None) -> None:
         """Send all random requests, or only request number `only`. Check the valid sessions and the server's state."""
@@ -327,7 +539,9 @@ def main() -> None:
         path, log = make_byte_model(Path(folder) / "model"), Path(folder) / "log"
         addresses = {}
         for name in ("", "control "):
-            server, _ = stack.enter_context(process("inference.tiny.server", path, "--api-key", KEY, log=log))
+            server, _ = stack.enter_context(
+                process("inference.tiny.server", path, "--api-key", KEY, log=log)
+            )
             words = ["--server", server, "--server-key", KEY, "--admin-key", ADMIN]
             proxy, _ = stack.enter_context(process("proxy", path, *words, log=log))
             addresses |= {f"{name}server": server, f"{name}proxy": proxy}
@@ -336,7 +550,10 @@ def main() -> None:
             asyncio.run(fuzz.run(args.requests, args.only))
         finally:
             logged = log.read_text()
-            print(logged[logged.find("Traceback") :][:6000] if "Traceback" in logged else "", file=sys.stderr)
+            print(
+                logged[logged.find("Traceback") :][:6000] if "Traceback" in logged else "",
+                file=sys.stderr,
+            )
         assert "Traceback" not in logged, "a process has logged an error"
     statuses = sorted({status for counts in fuzz.counts.values() for status in counts})
     print(f"| endpoint | {' | '.join(statuses)} |\n|{'---|' * (len(statuses) + 1)}")
@@ -346,7 +563,9 @@ def main() -> None:
     print(
         f"seed {args.seed}: {sent} requests in {time.monotonic() - start:.0f} s, none without an answer, no status 5xx"
     )
-    print(f"{fuzz.honest} honest sessions beside them; the server's version, state and answer are unchanged")
+    print(
+        f"{fuzz.honest} honest sessions beside them; the server's version, state and answer are unchanged"
+    )
 
 
 if __name__ == "__main__":

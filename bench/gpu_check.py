@@ -44,7 +44,15 @@ sys.path.insert(0, str(ROOT))
 
 SHAPES = {  # maps a name to (layers, hidden size, MLP size, heads, key-value heads, head size, vocabulary)
     "0.6b": (28, 1024, 3072, 16, 8, 128, 151936),  # Qwen3-0.6B
-    "1.5b": (28, 1536, 8960, 12, 2, 128, 151936),  # Qwen2.5-1.5B, with Qwen3's norms of queries and keys
+    "1.5b": (
+        28,
+        1536,
+        8960,
+        12,
+        2,
+        128,
+        151936,
+    ),  # Qwen2.5-1.5B, with Qwen3's norms of queries and keys
     "tiny": (2, 64, 128, 4, 2, 16, 512),  # a model for the small server on the CPU
 }
 # MISMATCH is the largest allowed difference, in nats, between the log-probabilities of server and trainer. A random
@@ -87,7 +95,13 @@ def list_cells(machine: Machine, work: Path) -> list[Cell]:
     big = "1.5b" if machine.gpus else "tiny"
     cells = [Cell("probe", [*own, "probe"], 120), Cell("head", [*own, "head", "--shape", big], 120)]
     train = [*own, "trainer", str(work / f"model-{big}"), "--shape", big]
-    for name, options in {"packed": [], "eager": ["--eager"], "padded": [], "tree": [], "long": ["--long"]}.items():
+    for name, options in {
+        "packed": [],
+        "eager": ["--eager"],
+        "padded": [],
+        "tree": [],
+        "long": ["--long"],
+    }.items():
         layout = "packed" if name in ("eager", "long") else name
         cells.append(Cell(f"train-{name}", [*train, "--layout", layout, *options], 300, shape=big))
     for name in ("test_logprobs", "test_layout", "test_actor", "test_tree_attention"):
@@ -109,7 +123,11 @@ def list_runs(machine: Machine, work: Path) -> list[Cell]:
         "eager": ["actor.compile=false"],
         "tree": ["actor.enable_tree_training=true"],
         "torchrun": [],
-        "long": [f"gconfig.max_new_tokens={long}", "gconfig.n_samples=4", "train_dataset.batch_size=4"],
+        "long": [
+            f"gconfig.max_new_tokens={long}",
+            "gconfig.n_samples=4",
+            "train_dataset.batch_size=4",
+        ],
     }
     if machine.has_sglang:
         changes["bf16-head"] = ["server.fp32_head=false"]
@@ -126,8 +144,19 @@ def make_run(name: str, own: list[str], machine: Machine, work: Path) -> Cell:
     shape = name if name in SHAPES else "0.6b" if machine.has_sglang else "tiny"
     words = ["--config", "configs/gsm8k.yaml", f"model_path={work / f'model-{shape}'}"]
     words += ["train_dataset.path=tests/data/gsm8k.jsonl", "workflow=workflow.RLVRWorkflow"]
-    words += ["workflow_kwargs.reward_fn=gpu_check.reward", "max_steps=6", "evaluator.interval=0", "saver.interval=0"]
-    words += [f"fileroot={work}", f"experiment_name=run-{name}", "trial_name=run", "recover=off", "logger.live=false"]
+    words += [
+        "workflow_kwargs.reward_fn=gpu_check.reward",
+        "max_steps=6",
+        "evaluator.interval=0",
+        "saver.interval=0",
+    ]
+    words += [
+        f"fileroot={work}",
+        f"experiment_name=run-{name}",
+        "trial_name=run",
+        "recover=off",
+        "logger.live=false",
+    ]
     if machine.has_sglang:
         words += ["server.backend=sglang", "gconfig.n_samples=8", "train_dataset.batch_size=16"]
         words += ["gconfig.max_new_tokens=512", "server.max_total_tokens=131072"]
@@ -138,8 +167,14 @@ def make_run(name: str, own: list[str], machine: Machine, work: Path) -> Cell:
     words += own  # if two arguments set the same key, train.py uses the last one
     # torchrun starts one rank for each GPU, or two ranks on a CPU.
     ranks = (machine.gpus or 2) if name == "torchrun" else 1
-    start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if name == "torchrun" else []
-    return Cell(f"run-{name}", [sys.executable, *start, "train.py", *words], 600, tuple(words), shape, ranks)
+    start = (
+        ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        if name == "torchrun"
+        else []
+    )
+    return Cell(
+        f"run-{name}", [sys.executable, *start, "train.py", *words], 600, tuple(words), shape, ranks
+    )
 
 
 # Start and end of a cell
@@ -158,7 +193,9 @@ def descendants() -> list[int]:
     parent = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
-            state, ppid = stat.read_text().rpartition(")")[2].split()[:2]  # format: pid (name) state ppid ...
+            state, ppid = (
+                stat.read_text().rpartition(")")[2].split()[:2]
+            )  # format: pid (name) state ppid ...
             if state != "Z":
                 parent[int(stat.parent.name)] = int(ppid)
     found, fresh = set[int](), {os.getpid()}
@@ -183,7 +220,9 @@ def end(process: subprocess.Popen[bytes]) -> int:
         time.sleep(0.1)
     process.wait()
     for pid in killed - {process.pid}:
-        with suppress(ChildProcessError):  # the killed process's own parent has already read its exit status
+        with suppress(
+            ChildProcessError
+        ):  # the killed process's own parent has already read its exit status
             os.waitpid(pid, 0)
     return len(killed)
 
@@ -222,10 +261,18 @@ def run_cell(cell: Cell, folder: Path, limit: float) -> dict[str, Any]:
             done.set()
             watcher.join()
             killed = end(process)
-    return {"code": code, "seconds": time.monotonic() - begin, "limit": limit, "killed": killed, "peak": peak[0]}
+    return {
+        "code": code,
+        "seconds": time.monotonic() - begin,
+        "limit": limit,
+        "killed": killed,
+        "peak": peak[0],
+    }
 
 
-def check(cells: list[Cell], work: Path, seconds: float, prepare: Callable[[Cell], None], head: str) -> int:
+def check(
+    cells: list[Cell], work: Path, seconds: float, prepare: Callable[[Cell], None], head: str
+) -> int:
     """Run the cells one after another for at most `seconds` seconds. Return the number of cells that failed.
 
     `prepare(cell)` makes the model that a cell needs. `head` is the first paragraph of the page.
@@ -245,7 +292,9 @@ def check(cells: list[Cell], work: Path, seconds: float, prepare: Callable[[Cell
     return sum(result["code"] != 0 for result in results.values())
 
 
-def try_cell(cell: Cell, folder: Path, deadline: float, prepare: Callable[[Cell], None]) -> dict[str, Any]:
+def try_cell(
+    cell: Cell, folder: Path, deadline: float, prepare: Callable[[Cell], None]
+) -> dict[str, Any]:
     """Run a cell in a new folder, and delete the large files that it wrote. Return the cell's result."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -269,38 +318,77 @@ def try_cell(cell: Cell, folder: Path, deadline: float, prepare: Callable[[Cell]
 def row(name: str, result: dict[str, Any], folder: Path) -> list[str]:
     """Return the table row of one cell. The first step of a run is slower, so the means exclude the first step."""
     log = folder / "log"
-    words = [w for w in log.read_text(errors="replace").splitlines() if w.strip()] if log.exists() else []
+    words = (
+        [w for w in log.read_text(errors="replace").splitlines() if w.strip()]
+        if log.exists()
+        else []
+    )
     last, seconds = (words or ["no output"])[-1], f"{result['seconds']:.0f}"
     empty = ["-"] * 5
     if result["code"] is None:
         ended = f"ended after the time limit of {result['limit']:.0f} s, at: {last[:60]}"
-        return [name, ended if result["limit"] else "not started: the time was over", seconds, *empty]
+        return [
+            name,
+            ended if result["limit"] else "not started: the time was over",
+            seconds,
+            *empty,
+        ]
     peak = f"{result['peak']:.1f}" if result["peak"] else "-"
     if result["code"]:
-        return [name, f"failed with code {result['code']}: {last[:100]}".replace("|", "/"), seconds, *empty]
+        return [
+            name,
+            f"failed with code {result['code']}: {last[:100]}".replace("|", "/"),
+            seconds,
+            *empty,
+        ]
     ok = f"ok, {result['killed']} processes were left" if result["killed"] else "ok"
     metrics = folder / "run" / "metrics.jsonl"
     if metrics.exists():
         lines = [json.loads(line) for line in metrics.read_text().splitlines()][1:]
-        mean = {key: sum(line[key] for line in lines) / len(lines) for key in ("tokens", "step_s", "train_s", "sync_s")}
+        mean = {
+            key: sum(line[key] for line in lines) / len(lines)
+            for key in ("tokens", "step_s", "train_s", "sync_s")
+        }
         worst = max(line["logp_mismatch"] for line in lines)
         ok = ok if worst <= MISMATCH else f"mismatch above {MISMATCH}"
         times = [f"{mean[key]:.2f}" for key in ("train_s", "sync_s")]
-        return [name, ok, seconds, f"{mean['tokens'] / mean['step_s']:.0f}", *times, peak, f"{worst:.1e}"]
+        return [
+            name,
+            ok,
+            seconds,
+            f"{mean['tokens'] / mean['step_s']:.0f}",
+            *times,
+            peak,
+            f"{worst:.1e}",
+        ]
     if last.startswith("{"):
         numbers = json.loads(last)
         if "tokens_s" in numbers:
             times = [f"{numbers['train_s']:.2f}", "-", f"{numbers['peak_gib']:.1f}", "-"]
             ok = f"{ok}, {numbers['tflops']:.3g} TFLOP/s"
             return [name, ok, seconds, f"{numbers['tokens_s']:.0f}", *times]
-        return [name, f"{ok}; " + ", ".join(f"{key} {value}" for key, value in numbers.items()), seconds, *empty]
-    return [name, f"{ok}; {last.strip('= ')[:80]}" if name.startswith("test") else ok, seconds, *empty]
+        return [
+            name,
+            f"{ok}; " + ", ".join(f"{key} {value}" for key, value in numbers.items()),
+            seconds,
+            *empty,
+        ]
+    return [
+        name,
+        f"{ok}; {last.strip('= ')[:80]}" if name.startswith("test") else ok,
+        seconds,
+        *empty,
+    ]
 
 
 def page(results: dict[str, dict[str, Any]], work: Path, head: str) -> str:
     """Return the page of results as Markdown."""
     columns = ["cell", "result", "s", "tokens/s", "train s", "sync s", "peak GiB", "mismatch"]
-    rows = [columns, ["---"] * len(columns), *(row(name, result, work / name) for name, result in results.items())]
+    rows = [
+        columns,
+        ["---"] * len(columns),
+        *(row(name, result, work / name) for name, result in results.items()),
+    ]
     return "\n".join(
         [
             "# Measurements on a GPU",
@@ -340,7 +428,9 @@ def describe(machine: Machine) -> str:
 # Functions that the cells run
 
 
-def reward(prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], **_) -> float:
+def reward(
+    prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], **_
+) -> float:
     """Return the share of odd token ids as the reward. The samples of one prompt get different rewards, so the
     advantages and the gradient are not zero."""
     return sum(i % 2 for i in completion_ids) / max(1, len(completion_ids))
@@ -359,7 +449,11 @@ def make_model(path: Path, shape: str) -> None:
     raw = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     raw.decoder = decoders.ByteLevel()
-    marks = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "additional_special_tokens": ["<|im_start|>"]}
+    marks = {
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "additional_special_tokens": ["<|im_start|>"],
+    }
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, **marks)
     tokenizer.chat_template = TEMPLATE
     torch.manual_seed(1)
@@ -430,7 +524,10 @@ def head(shape: str) -> dict[str, Any]:
 
     from training.logprobs import token_logprobs
 
-    device, (width, vocabulary) = "cuda" if torch.cuda.is_available() else "cpu", (SHAPES[shape][1], SHAPES[shape][-1])
+    device, (width, vocabulary) = (
+        "cuda" if torch.cuda.is_available() else "cpu",
+        (SHAPES[shape][1], SHAPES[shape][-1]),
+    )
     torch.manual_seed(0)
     n = 256
     h = (4 * torch.randn(n, width, device=device)).bfloat16()
@@ -443,7 +540,10 @@ def head(shape: str) -> dict[str, Any]:
     exact = logp(h.double() @ w.double().t())
     results = {"bf16": logp((h @ w.t()).float()), "fp32": logp(h.float() @ w.float().t())}
     results["trainer"] = token_logprobs(h, w, ids[:, 0], torch.ones(n, device=device))[0].double()
-    return {f"largest error of {name}": f"{(x - exact).abs().max().item():.1e}" for name, x in results.items()}
+    return {
+        f"largest error of {name}": f"{(x - exact).abs().max().item():.1e}"
+        for name, x in results.items()
+    }
 
 
 def make_rows(n: int, longest: int, vocabulary: int) -> dict[str, Any]:
@@ -506,16 +606,30 @@ def trainer(path: Path, shape: str, layout: str, is_long: bool, is_eager: bool) 
         actor.compute_advantages(batch)
         stats = actor.ppo_update(batch)
         seconds.append(time.perf_counter() - begin)
-        print(f"step {step}: {seconds[-1]:.2f} s, loss {stats['loss']:.2e}, grad_norm {stats['grad_norm']:.2e}")
+        print(
+            f"step {step}: {seconds[-1]:.2f} s, loss {stats['loss']:.2e}, grad_norm {stats['grad_norm']:.2e}"
+        )
     actor.destroy()
     mean = sum(seconds[1:]) / len(seconds[1:])
     peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0
     tokens, prompt = int(batch["attention_mask"].sum()), longest // 4
     # The useful FLOPs exclude the FLOPs for padding and for the recomputation of gradient checkpointing.
-    work = Work(n, prompt, round(tokens / n) - prompt, config.ppo_n_minibatches, config.mb_tokens, checkpointing=False)
+    work = Work(
+        n,
+        prompt,
+        round(tokens / n) - prompt,
+        config.ppo_n_minibatches,
+        config.mb_tokens,
+        checkpointing=False,
+    )
     parts = step_parts(shape_of(make_config(shape, 0, 0)), work).items()
     useful = sum(flops(part) for name, part in parts if not name.startswith("generation"))
-    return {"tokens_s": tokens / mean, "train_s": mean, "peak_gib": peak, "tflops": useful / mean / 1e12}
+    return {
+        "tokens_s": tokens / mean,
+        "train_s": mean,
+        "peak_gib": peak,
+        "tflops": useful / mean / 1e12,
+    }
 
 
 # The command line
@@ -527,37 +641,64 @@ def find_machine(gpus: int | None) -> Machine:
         import torch
 
         gpus = torch.cuda.device_count()
-    needed = ("fastapi", "httpx", "httpx_aiohttp", "omegaconf", "openai", "orjson", "rich", "uvicorn")
+    needed = (
+        "fastapi",
+        "httpx",
+        "httpx_aiohttp",
+        "omegaconf",
+        "openai",
+        "orjson",
+        "rich",
+        "uvicorn",
+    )
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
-    return Machine(gpus, gpus > 0 and importlib.util.find_spec("sglang") is not None, ", ".join(missing))
+    return Machine(
+        gpus, gpus > 0 and importlib.util.find_spec("sglang") is not None, ", ".join(missing)
+    )
 
 
 def main() -> int:
     """Run the whole check, or only the part `probe`, `head` or `trainer`."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", nargs="?", choices=["probe", "head", "trainer"], help="run only this part of a cell")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "part", nargs="?", choices=["probe", "head", "trainer"], help="run only this part of a cell"
+    )
     parser.add_argument("model", nargs="?", type=Path)
     parser.add_argument("--shape", choices=[*SHAPES], default="tiny")
     parser.add_argument("--layout", choices=["packed", "padded", "tree"], default="packed")
     parser.add_argument("--long", action="store_true")
-    parser.add_argument("--eager", action="store_true", help="with the part `trainer`: compile nothing")
+    parser.add_argument(
+        "--eager", action="store_true", help="with the part `trainer`: compile nothing"
+    )
     parser.add_argument("--list", action="store_true", help="print the cells, and start nothing")
-    parser.add_argument("--gpus", type=int, help="with --list: the cells of a machine with this number of GPUs")
+    parser.add_argument(
+        "--gpus", type=int, help="with --list: the cells of a machine with this number of GPUs"
+    )
     parser.add_argument("--cells", nargs="+", help="run only these cells")
     parser.add_argument("--minutes", type=float, default=55.0, help="time for all cells together")
-    parser.add_argument("--limit", type=int, help="seconds for each cell; default: the limit in --list")
-    parser.add_argument("--work", type=Path, default=Path(f"runs/gpu_check-{time.strftime('%Y%m%d-%H%M%S')}"))
+    parser.add_argument(
+        "--limit", type=int, help="seconds for each cell; default: the limit in --list"
+    )
+    parser.add_argument(
+        "--work", type=Path, default=Path(f"runs/gpu_check-{time.strftime('%Y%m%d-%H%M%S')}")
+    )
     args = parser.parse_args()
     if args.part:
         parts = {"probe": probe, "head": lambda: head(args.shape)}
-        parts["trainer"] = lambda: trainer(args.model, args.shape, args.layout, args.long, args.eager)
+        parts["trainer"] = lambda: trainer(
+            args.model, args.shape, args.layout, args.long, args.eager
+        )
         print(json.dumps(parts[args.part]()))
         return 0
 
     machine, work = find_machine(args.gpus), args.work.resolve()
     cells = list_cells(machine, work)
     if unknown := {*(args.cells or [])} - {cell.name for cell in cells}:
-        parser.error(f"no cell {', '.join(sorted(unknown))} on this machine; --list shows the cells")
+        parser.error(
+            f"no cell {', '.join(sorted(unknown))} on this machine; --list shows the cells"
+        )
     cells = [cell for cell in cells if not args.cells or cell.name in args.cells]
     if args.limit:
         cells = [Cell(c.name, c.command, args.limit, c.words, c.shape, c.ranks) for c in cells]
@@ -566,10 +707,16 @@ def main() -> int:
             print(f"{cell.name} (at most {cell.limit} s)\n    {shlex.join(cell.command)}")
         return 0
     work.mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # on SIGTERM, the script ends the running cell and exits
-    prepare = lambda cell: make_model(work / f"model-{cell.shape}", cell.shape) if cell.shape else None  # noqa: E731
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(143)
+    )  # on SIGTERM, the script ends the running cell and exits
+    prepare = lambda cell: (
+        make_model(work / f"model-{cell.shape}", cell.shape) if cell.shape else None
+    )  # noqa: E731
     failed = check(cells, work, 60 * args.minutes, prepare, describe(machine))
-    print(f"{failed} of {len(cells)} cells failed; the page is {work / 'gpu.md'}, the logs are in {work}")
+    print(
+        f"{failed} of {len(cells)} cells failed; the page is {work / 'gpu.md'}, the logs are in {work}"
+    )
     return int(failed > 0)
 
 

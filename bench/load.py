@@ -47,18 +47,26 @@ from transformers.utils import logging as transformers_logging
 
 from calls.client import OpenAIProxyClient
 from calls.sessions import Limits
+from inference.serve import raise_open_files
 from inference.wire import EngineError, Wire, make_transport, run_all
-from run.serve import raise_open_files
 
-ADMIN, COLUMNS = "admin", ["calls", "seconds", "proxy_mb", "server_mb", "proxy_files", "server_files"]
+ADMIN, COLUMNS = (
+    "admin",
+    ["calls", "seconds", "proxy_mb", "server_mb", "proxy_files", "server_files"],
+)
 
 
 @contextlib.contextmanager
-def process(module: str, model: Path, *options: str, log: Path | None = None) -> Iterator[tuple[str, subprocess.Popen]]:
+def process(
+    module: str, model: Path, *options: str, log: Path | None = None
+) -> Iterator[tuple[str, subprocess.Popen]]:
     """Run the Python module of a server or a proxy as a process until the `with` block ends. Yields the URL and the
     Popen of the process."""
     command = [sys.executable, "-m", module, "--model-path", str(model), *options]
-    with (log or Path(os.devnull)).open("a") as out, server_process(*command, out=out) as (url, child):
+    with (
+        (log or Path(os.devnull)).open("a") as out,
+        server_process(*command, out=out) as (url, child),
+    ):
         yield url, child
         assert child.poll() is None, f"{module} died"
 
@@ -84,7 +92,9 @@ def start_relay(url: str, cut: float) -> str:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         far_reader, far_writer = await asyncio.open_connection(*address)
         with contextlib.suppress(OSError):
-            await asyncio.gather(pipe(reader, far_writer, writer), pipe(far_reader, writer, far_writer))
+            await asyncio.gather(
+                pipe(reader, far_writer, writer), pipe(far_reader, writer, far_writer)
+            )
 
     async def run() -> None:
         async with await asyncio.start_server(serve, "127.0.0.1", port) as server:
@@ -100,7 +110,9 @@ def usage(pid: int) -> tuple[float, int]:
     return round(pages * os.sysconf("SC_PAGE_SIZE") / 1e6, 1), len(os.listdir(f"/proc/{pid}/fd"))
 
 
-async def session(wire: Wire, transport: Any, proxy: str, number: int, turns: int, seconds: list[float]) -> Any:
+async def session(
+    wire: Wire, transport: Any, proxy: str, number: int, turns: int, seconds: list[float]
+) -> Any:
     """Run one session. Return the session's questions, the replies that the client has read, and the exported row.
 
     The function appends the seconds of each call to `seconds`.
@@ -109,7 +121,10 @@ async def session(wire: Wire, transport: Any, proxy: str, number: int, turns: in
     async with OpenAIProxyClient(transport, proxy, ADMIN, str(number), grant=True) as client:
         for turn in range(turns):
             messages.append({"role": "user", "content": f"[{number}.{turn}]"})
-            body, start = {"messages": messages, "max_tokens": 8, "logprobs": True}, time.perf_counter()
+            body, start = (
+                {"messages": messages, "max_tokens": 8, "logprobs": True},
+                time.perf_counter(),
+            )
             answer = await wire.call(client.session_url + "/chat/completions", body, timeout=600)
             seconds.append(time.perf_counter() - start)
             replies.append(answer["choices"][0])
@@ -125,12 +140,16 @@ async def flood(wire: Wire, transport: Any, proxy: str, calls: int) -> None:
     async def ask_again_and_again(url: str, number: int) -> None:
         body = {"messages": [{"role": "user", "content": f"{number}"}], "n": 128, "max_tokens": 256}
         while True:
-            with contextlib.suppress(EngineError):  # the proxy refuses a call when the session has too many answers
+            with contextlib.suppress(
+                EngineError
+            ):  # the proxy refuses a call when the session has too many answers
                 await wire.call(url + "/chat/completions", body, timeout=600)
             await asyncio.sleep(0.1)
 
     async with OpenAIProxyClient(transport, proxy, ADMIN, "flood", grant=True) as client:
-        await asyncio.gather(*(ask_again_and_again(client.session_url, number) for number in range(calls)))
+        await asyncio.gather(
+            *(ask_again_and_again(client.session_url, number) for number in range(calls))
+        )
 
 
 def check(tokenizer: Any, questions: list[str], replies: list[Any], row: dict[str, list]) -> None:
@@ -141,7 +160,9 @@ def check(tokenizer: Any, questions: list[str], replies: list[Any], row: dict[st
         mine = [k for k, mask in enumerate(row["loss_mask"]) if mask and row["turn_ids"][k] == turn]
         text = tokenizer.decode([row["input_ids"][k] for k in mine], skip_special_tokens=True)
         assert text == reply["message"]["content"], (text, reply)
-        assert [row["logprobs"][k] for k in mine] == [entry["logprob"] for entry in reply["logprobs"]["content"]]
+        assert [row["logprobs"][k] for k in mine] == [
+            entry["logprob"] for entry in reply["logprobs"]["content"]
+        ]
 
 
 def worst_logprob(model: Any, row: dict[str, list]) -> float:
@@ -154,12 +175,20 @@ def worst_logprob(model: Any, row: dict[str, list]) -> float:
     return float((logprobs - torch.tensor(row["logprobs"][1:]))[mask].abs().max())
 
 
-async def load(args: argparse.Namespace, proxy: str, pids: list[int], tokenizer: Any, model: Any) -> Any:
+async def load(
+    args: argparse.Namespace, proxy: str, pids: list[int], tokenizer: Any, model: Any
+) -> Any:
     """Run all sessions. Return the seconds that each call took, the measurements of memory and descriptors, and the
     largest error of a log-probability."""
     transport, places = make_transport(), asyncio.Semaphore(args.concurrent)
     wire = Wire(transport)
-    calls, seconds, samples, worst, start = args.sessions * args.turns, [], [], [0.0], time.monotonic()
+    calls, seconds, samples, worst, start = (
+        args.sessions * args.turns,
+        [],
+        [],
+        [0.0],
+        time.monotonic(),
+    )
 
     async def one(number: int) -> None:
         async with places:
@@ -196,7 +225,9 @@ def write_usage(path: Path, columns: list[str], samples: list[list[float]]) -> N
     with path.with_suffix(".csv").open("w", newline="") as table:
         csv.writer(table, lineterminator="\n").writerows([columns, *samples])
     figure, axes = pyplot.subplots(1, 2, figsize=(9, 3), layout="constrained")
-    for axis, title, unit in zip(axes, ("resident memory, MB", "open descriptors"), ("_mb", "_files")):
+    for axis, title, unit in zip(
+        axes, ("resident memory, MB", "open descriptors"), ("_mb", "_files")
+    ):
         for name, values in zip(columns, zip(*samples)):
             if name.endswith(unit):
                 axis.plot([row[0] for row in samples], values, label=name.removesuffix(unit))
@@ -211,13 +242,26 @@ def main() -> None:
     parser.add_argument("--concurrent", type=int, default=1000, help="sessions at the same time")
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument(
-        "--cut", type=float, default=0.0, help="probability that a slow relay cuts a connection (per piece)"
+        "--cut",
+        type=float,
+        default=0.0,
+        help="probability that a slow relay cuts a connection (per piece)",
     )
-    parser.add_argument("--samples", type=int, default=10, help="number of intervals between samples of memory")
-    parser.add_argument("--forward", type=int, default=10, help="compute every n-th session with transformers, too")
-    parser.add_argument("--garbage", action="store_true", help="a second server answers with garbage")
-    parser.add_argument("--flood", type=int, default=0, help="number of calls with 128 answers of one more session")
-    parser.add_argument("--running", type=int, default=Limits.running, help="the key rollout.openai.limits.running")
+    parser.add_argument(
+        "--samples", type=int, default=10, help="number of intervals between samples of memory"
+    )
+    parser.add_argument(
+        "--forward", type=int, default=10, help="compute every n-th session with transformers, too"
+    )
+    parser.add_argument(
+        "--garbage", action="store_true", help="a second server answers with garbage"
+    )
+    parser.add_argument(
+        "--flood", type=int, default=0, help="number of calls with 128 answers of one more session"
+    )
+    parser.add_argument(
+        "--running", type=int, default=Limits.running, help="the key rollout.openai.limits.running"
+    )
     parser.add_argument("--out", type=Path, help="path without suffix for a .csv and a .svg")
     args = parser.parse_args()
     raise_open_files()
@@ -225,11 +269,22 @@ def main() -> None:
     transformers_logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as folder:
         path = make_byte_model(Path(folder))
-        tokenizer, model = AutoTokenizer.from_pretrained(path), AutoModelForCausalLM.from_pretrained(path)
+        tokenizer, model = (
+            AutoTokenizer.from_pretrained(path),
+            AutoModelForCausalLM.from_pretrained(path),
+        )
         with contextlib.ExitStack() as stack:
             server, first = stack.enter_context(process("inference.tiny.server", path))
             address = start_relay(server, args.cut) if args.cut else server
-            words = ["--server", address, "--admin-key", ADMIN, "--wait-for-servers", "--request-timeout", "30"]
+            words = [
+                "--server",
+                address,
+                "--admin-key",
+                ADMIN,
+                "--wait-for-servers",
+                "--request-timeout",
+                "30",
+            ]
             words += ["--openai", json.dumps({"limits": {"running": args.running}})]
             log = Path(folder) / "proxy.log"
             if args.garbage:
@@ -237,12 +292,16 @@ def main() -> None:
                 words += ["--server", garbage]
             proxy, second = stack.enter_context(process("proxy", path, *words, log=log))
             run_all([Wire(key=ADMIN).call(proxy + "/set_version", {"version": 0})])
-            seconds, samples, worst = asyncio.run(load(args, proxy, [second.pid, first.pid], tokenizer, model))
+            seconds, samples, worst = asyncio.run(
+                load(args, proxy, [second.pid, first.pid], tokenizer, model)
+            )
             if args.garbage:
                 seen = run_all([Wire().call(garbage + "/server_info")])[0]["seen"]
                 print(f"{seen} requests got garbage; the log of the proxy:\n{log.read_text()}")
     p50, p99 = seconds[len(seconds) // 2], seconds[len(seconds) * 99 // 100]
-    print(f"{args.sessions} sessions, {args.concurrent} at once, {args.turns} turns: {len(seconds)} calls answered,")
+    print(
+        f"{args.sessions} sessions, {args.concurrent} at once, {args.turns} turns: {len(seconds)} calls answered,"
+    )
     print(
         f"none lost, none mixed; latency p50 {p50:.2f} s, p99 {p99:.2f} s; {len(seconds) / samples[-1][1]:.0f} calls/s"
     )

@@ -97,9 +97,13 @@ def peer_advantages() -> Callable[[dict[str, torch.Tensor]], Any] | None:
         norm = PeerNorm(mean_level="group", std_level="group", group_size=8)
         peer_config = PeerConfig(reward_norm=norm, kl_ctl=0.0, use_decoupled_loss=True)
         actor = PPOActor(peer_config, SimpleNamespace(get_version=lambda: 1))
-        name = "_compute_advantages" if hasattr(actor, "_compute_advantages") else "compute_advantages"
+        name = (
+            "_compute_advantages" if hasattr(actor, "_compute_advantages") else "compute_advantages"
+        )
         getattr(actor, name)({key: value.clone() for key, value in make_batch(8, 64).items()})
-        return lambda batch: getattr(actor, name)({key: value.clone() for key, value in batch.items()})
+        return lambda batch: getattr(actor, name)(
+            {key: value.clone() for key, value in batch.items()}
+        )
     except Exception as error:  # with another version of AReaL, the benchmark skips the comparison
         print(f"advantages: peer absent ({type(error).__name__}: {str(error)[:100]})")
         return None
@@ -108,11 +112,15 @@ def peer_advantages() -> Callable[[dict[str, torch.Tensor]], Any] | None:
 def bench_times(repeat: int) -> None:
     """Measure and print the times of advantages and loss."""
     batch, config = make_batch(), PPOActorConfig(adv_norm=NormConfig())
-    functions: dict[str, Callable[[], Any]] = {"advantages, ours": lambda: compute_advantages(batch, config)}
+    functions: dict[str, Callable[[], Any]] = {
+        "advantages, ours": lambda: compute_advantages(batch, config)
+    }
     if peer := peer_advantages():
         functions["advantages, AReaL"] = lambda: peer(batch)
     A = compute_advantages(batch, config)
-    theta = batch["prox_logp"] + 0.1 * torch.randn(A.shape, generator=torch.Generator().manual_seed(1))
+    theta = batch["prox_logp"] + 0.1 * torch.randn(
+        A.shape, generator=torch.Generator().manual_seed(1)
+    )
     prox, old, mask = batch["prox_logp"], batch["logprobs"], batch["loss_mask"]
     functions["loss, ours"] = lambda: ppo_actor_loss_fn(theta, prox, old, A, mask, config)
     if peer_loss is None:
@@ -122,14 +130,24 @@ def bench_times(repeat: int) -> None:
 
         # AReaL's default objective has no behaviour weight. With `rejection_sampling`, AReaL's objective equals the
         # objective of this project.
-        where = {"logprobs": theta, "proximal_logprobs": prox, "old_logprobs": old, "advantages": A, "eps_clip": 0.2}
+        where = {
+            "logprobs": theta,
+            "proximal_logprobs": prox,
+            "old_logprobs": old,
+            "advantages": A,
+            "eps_clip": 0.2,
+        }
         same = RejectionSamplingConfig(upper=config.behave_imp_weight_cap)
         here, there = (
             functions["loss, ours"]()[0],
             peer_loss(**where, loss_mask=mask.bool(), rejection_sampling=same)[0],
         )
-        assert torch.isclose(here, there, atol=1e-6), f"the losses differ: {here} here, {there} in AReaL"
-        functions["loss, AReaL"] = lambda: peer_loss(**where, loss_mask=mask.bool(), rejection_sampling=same)
+        assert torch.isclose(here, there, atol=1e-6), (
+            f"the losses differ: {here} here, {there} in AReaL"
+        )
+        functions["loss, AReaL"] = lambda: peer_loss(
+            **where, loss_mask=mask.bool(), rejection_sampling=same
+        )
         functions["loss, AReaL without weight"] = lambda: peer_loss(**where, loss_mask=mask.bool())
     for name, (middle, least) in timed(functions, repeat).items():
         print(f"{name:27} median {middle:8.2f} ms   least {least:8.2f} ms")
@@ -165,12 +183,18 @@ def bench_memory(T: int, V: int) -> None:
         command = [sys.executable, __file__, "--measure", way, str(T), str(V)]
         result = subprocess.run(command, capture_output=True, text=True, timeout=1800)
         if result.returncode:
-            print(f"memory, {way}: failed with code {result.returncode}, perhaps for lack of memory; try --small")
+            print(
+                f"memory, {way}: failed with code {result.returncode}, perhaps for lack of memory; try --small"
+            )
             return
         mib, seconds, check = result.stdout.strip().splitlines()[-1].split(";")
         found[way] = (float(mib), check)
-        print(f"memory, {way:8} {float(mib):8.0f} MiB above the weights, {seconds} s   (log p, entropy, |dW|: {check})")
-    print(f"memory: chunked / plain = {found['chunked'][0] / found['plain'][0]:.3f} at T = {T}, V = {V}")
+        print(
+            f"memory, {way:8} {float(mib):8.0f} MiB above the weights, {seconds} s   (log p, entropy, |dW|: {check})"
+        )
+    print(
+        f"memory: chunked / plain = {found['chunked'][0] / found['plain'][0]:.3f} at T = {T}, V = {V}"
+    )
 
 
 if __name__ == "__main__":

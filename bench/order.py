@@ -37,7 +37,10 @@ sys.path.insert(0, str(ROOT))
 from inference.io_struct import ModelRequest  # noqa: E402
 from workflow import RLVRWorkflow, call_seed, to_row, workflow_context  # noqa: E402
 
-SIGMA, FIRST = 1.5, 12  # standard deviation of the pause's logarithm; number of tokens before the pause
+SIGMA, FIRST = (
+    1.5,
+    12,
+)  # standard deviation of the pause's logarithm; number of tokens before the pause
 MODES = ("wait", "mask", "drop")
 
 
@@ -60,7 +63,9 @@ class PausingWalk(RLVRWorkflow):
         for turn, limit in enumerate((FIRST, self.gconfig.max_new_tokens - FIRST)):
             ids = prompt + (whole.output_tokens if whole else [])
             gconfig = self.gconfig.new(
-                n_samples=1, seed=call_seed(self.gconfig.seed, context.name, turn), max_new_tokens=limit
+                n_samples=1,
+                seed=call_seed(self.gconfig.seed, context.name, turn),
+                max_new_tokens=limit,
             )
             part = await engine.agenerate(
                 ModelRequest(ids, gconfig=gconfig, tokenizer=self.tokenizer, session=context.name)
@@ -103,7 +108,10 @@ def train(mode: str, seed: int, root: Path, args: argparse.Namespace) -> list[di
     ]
     command = [sys.executable, "train.py", "--config", "configs/maze.yaml", *words]
     subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-    return [json.loads(line) for line in (root / "maze" / f"{mode}-{seed}" / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)
+        for line in (root / "maze" / f"{mode}-{seed}" / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 def main() -> None:
@@ -113,7 +121,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--eta", type=int, default=2)
     parser.add_argument("--batch", type=int, default=4, help="groups in a batch (B)")
-    parser.add_argument("--pause", type=float, default=6.0, help="mean pause of a group, in seconds")
+    parser.add_argument(
+        "--pause", type=float, default=6.0, help="mean pause of a group, in seconds"
+    )
     args = parser.parse_args()
     names = (
         "rollout.stale",

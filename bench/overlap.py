@@ -48,7 +48,12 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 BATCH = 8  # prompt groups in a batch of configs/maze.yaml
-CONCURRENT = {0: (8,), 1: (4, 8), 2: (4, 8), 4: (4, 8)}  # for each eta, the values of max_concurrent_rollouts to try
+CONCURRENT = {
+    0: (8,),
+    1: (4, 8),
+    2: (4, 8),
+    4: (4, 8),
+}  # for each eta, the values of max_concurrent_rollouts to try
 TABLE = "eta,update,concurrent,seconds,factor,generation,training,oldest,ideal,share,reward,mixed"
 
 
@@ -76,7 +81,7 @@ def train(update: str, words: list[str]) -> int:
 
         def __init__(self, run: Any) -> None:
             super().__init__(run)
-            for child in run.fleet.children[: len(run.servers)]:
+            for child in run.fleet.children[: len(inference.servers)]:
                 for thread in Path(f"/proc/{child.process.pid}/task").iterdir():
                     os.sched_setaffinity(int(thread.name), cores[1:])
             self.mark()
@@ -99,7 +104,8 @@ def train(update: str, words: list[str]) -> int:
             dispatcher.pause()
             with self.run.trace.span("drain"):
                 dispatcher.runner.wait_for(
-                    lambda: dispatcher.check_alive() or not self.rollout.executor.stats.running, None
+                    lambda: dispatcher.check_alive() or not self.rollout.executor.stats.running,
+                    None,
                 )
             super().push_weights(version)
 
@@ -140,12 +146,18 @@ def measure(folder: Path) -> dict[str, float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--etas", nargs="*", type=int, default=[0, 1, 2, 4])
-    parser.add_argument("--drain", nargs="*", type=int, default=[2], help="values of eta, with drained servers")
+    parser.add_argument(
+        "--drain", nargs="*", type=int, default=[2], help="values of eta, with drained servers"
+    )
     parser.add_argument("--seeds", nargs="*", type=int, default=[301, 302, 303, 304, 305])
     parser.add_argument("--steps", type=int, default=240, help="training steps of a run")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no run after this time")
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="start no run after this time"
+    )
     parser.add_argument("--fileroot", type=Path, default=Path("runs"))
     parser.add_argument("--train", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -161,9 +173,22 @@ def main() -> int:
             if time.monotonic() - start > args.seconds:
                 return {}
             folder.mkdir(parents=True, exist_ok=True)
-            words = ["--config", "configs/maze.yaml", f"seed={seed}", f"max_steps={args.steps}", "logger.live=false"]
-            words += [f"rollout.max_head_offpolicyness={mode.eta}", f"rollout.max_concurrent_rollouts={concurrent}"]
-            words += [f"fileroot={args.fileroot}", "experiment_name=overlap", f"trial_name={folder.name}"]
+            words = [
+                "--config",
+                "configs/maze.yaml",
+                f"seed={seed}",
+                f"max_steps={args.steps}",
+                "logger.live=false",
+            ]
+            words += [
+                f"rollout.max_head_offpolicyness={mode.eta}",
+                f"rollout.max_concurrent_rollouts={concurrent}",
+            ]
+            words += [
+                f"fileroot={args.fileroot}",
+                "experiment_name=overlap",
+                f"trial_name={folder.name}",
+            ]
             command = [sys.executable, __file__, "--train", mode.update, *words]
             with (folder / "output.txt").open("w") as out:
                 subprocess.run(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, check=True)
@@ -173,11 +198,19 @@ def main() -> int:
     modes = [*(Mode(eta) for eta in args.etas), *(Mode(eta, "drain") for eta in args.drain)]
     best = {}
     for mode in modes:
-        tried = {concurrent: run(mode, concurrent, args.seeds[0]) for concurrent in CONCURRENT[mode.eta]}
+        tried = {
+            concurrent: run(mode, concurrent, args.seeds[0]) for concurrent in CONCURRENT[mode.eta]
+        }
         if all(tried.values()):
             best[mode] = min(tried, key=lambda concurrent: tried[concurrent]["seconds"])
         print(
-            mode, {concurrent: f"{found['seconds']:.0f} s" for concurrent, found in tried.items() if found}, flush=True
+            mode,
+            {
+                concurrent: f"{found['seconds']:.0f} s"
+                for concurrent, found in tried.items()
+                if found
+            },
+            flush=True,
         )
     # The runs of one seed are made one after another, so that the machine has a similar load for all modes of one seed.
     runs = {mode: list[dict[str, float]]() for mode in best}
@@ -191,7 +224,11 @@ def main() -> int:
     print(f"\nmedians of {[len(found) for found in runs.values()]} runs of {args.steps} steps\n")
     print(f"| {' | '.join(columns)} |\n" + "|---" * len(columns) + "|")
     for mode, found in runs.items():
-        middle = {name: median(numbers[name] for numbers in found) for name in columns[3:]} if found else {}
+        middle = (
+            {name: median(numbers[name] for numbers in found) for name in columns[3:]}
+            if found
+            else {}
+        )
         formats = {"factor": ".2f", "share": ".2f", "reward": ".3f", "mixed": ".0%"}
         cells = [f"{value:{formats.get(name, '.1f')}}" for name, value in middle.items()]
         print(f"| {mode.eta} | {mode.update} | {best[mode]} | {' | '.join(cells)} |")

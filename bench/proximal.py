@@ -38,8 +38,17 @@ from training.proximal import interpolation, loglinear  # noqa: E402
 
 def train(folder: Path, eta: int, steps: int, seed: int) -> None:
     """Train a model on the maze in another process. The run writes its files to `folder`."""
-    words = [f"fileroot={folder.parent.parent}", f"trial_name={folder.name}", "experiment_name=maze", f"seed={seed}"]
-    words += [f"rollout.max_head_offpolicyness={eta}", "rollout.max_concurrent_rollouts=null", f"max_steps={steps}"]
+    words = [
+        f"fileroot={folder.parent.parent}",
+        f"trial_name={folder.name}",
+        "experiment_name=maze",
+        f"seed={seed}",
+    ]
+    words += [
+        f"rollout.max_head_offpolicyness={eta}",
+        "rollout.max_concurrent_rollouts=null",
+        f"max_steps={steps}",
+    ]
     words += ["actor.prox_logp_method=metrics", "logger.live=false"]
     command = [sys.executable, "train.py", "--config", "configs/maze.yaml", *words]
     subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
@@ -60,14 +69,24 @@ def errors_by_lag(folder: Path) -> dict[int, Tensor]:
     sums: dict[int, Tensor] = defaultdict(lambda: torch.zeros(4, dtype=torch.float64))
     for path in sorted((folder / "tokens").glob("*.safetensors")):
         t, version = load_file(path), int(path.stem) - 1
-        old, theta, truth, versions = t["logprobs"], t["theta_logp"], t["prox_logp"], t["versions"]  # (B, T)
+        old, theta, truth, versions = (
+            t["logprobs"],
+            t["theta_logp"],
+            t["prox_logp"],
+            t["versions"],
+        )  # (B, T)
         ours = loglinear(old, theta, interpolation(versions, version, t["step_fraction"][:, None]))
         guesses = torch.stack([ours, areal(old, theta, versions, version), old])  # (3, B, T)
         trained = t["loss_mask"] > 0
-        errors, lags = (guesses - truth).abs()[:, trained].double(), version - versions[trained]  # (3, N), (N,)
+        errors, lags = (
+            (guesses - truth).abs()[:, trained].double(),
+            version - versions[trained],
+        )  # (3, N), (N,)
         for lag in lags.unique().tolist():
             found = errors[:, lags == lag]
-            sums[lag] += torch.cat([torch.tensor([float(found.shape[1])], dtype=torch.float64), found.sum(1)])
+            sums[lag] += torch.cat(
+                [torch.tensor([float(found.shape[1])], dtype=torch.float64), found.sum(1)]
+            )
     return sums
 
 
@@ -82,12 +101,21 @@ def main() -> None:
     if not (folder / "checkpoints" / f"step{args.steps:05d}").exists():
         train(folder, args.eta, args.steps, args.seed)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    print(f"reward {lines[0]['reward']:.2f} -> {lines[-1]['reward']:.2f} in {len(lines)} steps, eta = {args.eta}\n")
+    print(
+        f"reward {lines[0]['reward']:.2f} -> {lines[-1]['reward']:.2f} in {len(lines)} steps, eta = {args.eta}\n"
+    )
     print("| lag v - v_b | tokens | loglinear | AReaL | rollout |\n|---|---|---|---|---|")
     sums = errors_by_lag(folder)
     total = torch.stack(list(sums.values())).sum(0)
-    for name, (count, *errors) in [*((str(lag), sums[lag].tolist()) for lag in sorted(sums)), ("all", total.tolist())]:
-        print(f"| {name} | {count:,.0f} | " + " | ".join(f"{error / count:.2e}" for error in errors) + " |")
+    for name, (count, *errors) in [
+        *((str(lag), sums[lag].tolist()) for lag in sorted(sums)),
+        ("all", total.tolist()),
+    ]:
+        print(
+            f"| {name} | {count:,.0f} | "
+            + " | ".join(f"{error / count:.2e}" for error in errors)
+            + " |"
+        )
 
 
 if __name__ == "__main__":

@@ -59,11 +59,17 @@ def make_tokenizer() -> Any:
     from transformers import PreTrainedTokenizerFast
 
     raw = Tokenizer(models.BPE())
-    raw.pre_tokenizer, raw.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    raw.pre_tokenizer, raw.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=4096, initial_alphabet=alphabet, show_progress=False)
     raw.train_from_iterator([path.read_text() for path in sorted(ROOT.glob("*.py"))], trainer)
-    special: dict[str, Any] = {"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"]}
+    special: dict[str, Any] = {
+        "eos_token": "<|im_end|>",
+        "additional_special_tokens": ["<|im_start|>"],
+    }
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, **special)
     tokenizer.chat_template = TEMPLATE
     return tokenizer
@@ -75,11 +81,13 @@ def serve_proxy(port: int) -> None:
     from fastapi import Request, Response
 
     from inference.io_struct import ModelRequest, ModelResponse
+    from inference.serve import listen, serve
     from proxy import create_app
-    from run.serve import listen, serve
 
     tokenizer = make_tokenizer()
-    words = tokenizer.encode("I would look at the second one again, since it decides what is left of the first and of")
+    words = tokenizer.encode(
+        "I would look at the second one again, since it decides what is left of the first and of"
+    )
     output = [*words[:23], tokenizer.eos_token_id]
 
     class AtOnce:
@@ -125,7 +133,9 @@ class Raw:
         self.port = port
 
     async def __aenter__(self) -> "Raw":
-        self.reader, self.writer = await asyncio.open_connection("127.0.0.1", self.port, limit=2**24)
+        self.reader, self.writer = await asyncio.open_connection(
+            "127.0.0.1", self.port, limit=2**24
+        )
         return self
 
     async def __aexit__(self, *_: Any) -> None:
@@ -137,7 +147,9 @@ class Raw:
         self.writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
         head = (await self.reader.readuntil(b"\r\n\r\n")).decode().lower()
         if "content-length: " in head:
-            content = await self.reader.readexactly(int(head.partition("content-length: ")[2].partition("\r")[0]))
+            content = await self.reader.readexactly(
+                int(head.partition("content-length: ")[2].partition("\r")[0])
+            )
         else:
             content = b""
             while size := int(await self.reader.readline(), 16):
@@ -155,7 +167,10 @@ async def start_session(raw: Raw) -> str:
 
 async def talk(raw: Raw, path: str, turns: int, more: dict[str, Any]) -> list[float]:
     """Hold one conversation and return the seconds of each turn. Every request also has the fields of `more`."""
-    messages: list[Any] = [{"role": "system", "content": "You are terse. " * 8}, {"role": "user", "content": QUESTION}]
+    messages: list[Any] = [
+        {"role": "system", "content": "You are terse. " * 8},
+        {"role": "user", "content": QUESTION},
+    ]
     seconds = []
     for _ in range(turns):
         body = orjson.dumps({"model": "m", "messages": messages, **more})
@@ -163,21 +178,33 @@ async def talk(raw: Raw, path: str, turns: int, more: dict[str, Any]) -> list[fl
         content = await raw.post(path, body)
         seconds.append(time.perf_counter() - begin)
         if "stream" in more:
-            chunks = [orjson.loads(line[6:]) for line in content.splitlines() if line.startswith(b"data: {")]
-            said = "".join(c["delta"].get("content") or "" for chunk in chunks for c in chunk["choices"])
+            chunks = [
+                orjson.loads(line[6:])
+                for line in content.splitlines()
+                if line.startswith(b"data: {")
+            ]
+            said = "".join(
+                c["delta"].get("content") or "" for chunk in chunks for c in chunk["choices"]
+            )
         else:
             said = orjson.loads(content)["choices"][0]["message"]["content"]
         messages += [{"role": "assistant", "content": said}, {"role": "user", "content": QUESTION}]
     return seconds
 
 
-async def load(port: int, sessions: int, turns: int, more: dict[str, Any], ours: bool = True) -> tuple[float, float]:
+async def load(
+    port: int, sessions: int, turns: int, more: dict[str, Any], ours: bool = True
+) -> tuple[float, float]:
     """Run all sessions concurrently. Return the calls per second and the proxy's CPU milliseconds per call. For
     LiteLLM's proxy the CPU time is not measured, and the function returns 0 instead."""
 
     async def one(gate: asyncio.Event) -> None:
         async with Raw(port) as raw:
-            path = f"/{await start_session(raw)}/v1/chat/completions" if ours else "/v1/chat/completions"
+            path = (
+                f"/{await start_session(raw)}/v1/chat/completions"
+                if ours
+                else "/v1/chat/completions"
+            )
             ready.append(1)
             await gate.wait()
             await talk(raw, path, turns, more)
@@ -215,7 +242,10 @@ async def one_by_one(port: int, rounds: int) -> tuple[float, float]:
 async def long_history(port: int) -> tuple[float, list[float]]:
     """Send a long history in three successive calls. Return the megabytes of the history and the milliseconds of each
     call."""
-    messages = [{"role": ("user", "assistant")[k % 2], "content": f"{k} " + QUESTION * 20} for k in range(999)]
+    messages = [
+        {"role": ("user", "assistant")[k % 2], "content": f"{k} " + QUESTION * 20}
+        for k in range(999)
+    ]
     milliseconds = []
     async with Raw(port) as raw:
         path = f"/{await start_session(raw)}/v1/chat/completions"
@@ -248,15 +278,33 @@ def wait_for(port: int, process: subprocess.Popen) -> None:
 
 def bench_peer(python: str, sessions: int, turns: int) -> str:
     """Return how many calls LiteLLM's proxy serves per second, or a message if LiteLLM is not installed."""
-    if subprocess.run([python, "-c", "import litellm"], capture_output=True, env=LITELLM).returncode:
+    if subprocess.run(
+        [python, "-c", "import litellm"], capture_output=True, env=LITELLM
+    ).returncode:
         return "peer absent: litellm is not installed"
     port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "config.yaml"
-        model = {"model": "openai/m", "api_key": "k", "mock_response": "I would look at the second one again"}
-        config.write_text(json.dumps({"model_list": [{"model_name": "m", "litellm_params": model}]}))
-        command = [python, "-m", "litellm.proxy.proxy_cli", "--config", str(config), "--port", str(port)]
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=LITELLM)
+        model = {
+            "model": "openai/m",
+            "api_key": "k",
+            "mock_response": "I would look at the second one again",
+        }
+        config.write_text(
+            json.dumps({"model_list": [{"model_name": "m", "litellm_params": model}]})
+        )
+        command = [
+            python,
+            "-m",
+            "litellm.proxy.proxy_cli",
+            "--config",
+            str(config),
+            "--port",
+            str(port),
+        ]
+        process = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=LITELLM
+        )
         pin(0, process.pid)
         try:
             wait_for(port, process)
@@ -270,15 +318,23 @@ def bench_peer(python: str, sessions: int, turns: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="4 turns a session instead of 10; takes 15 s")
-    parser.add_argument("--litellm", default=sys.executable, help="a Python interpreter that has litellm[proxy]")
-    parser.add_argument("--serve", type=int, help="(internal) serve the proxy under test on this port")
+    parser.add_argument(
+        "--quick", action="store_true", help="4 turns a session instead of 10; takes 15 s"
+    )
+    parser.add_argument(
+        "--litellm", default=sys.executable, help="a Python interpreter that has litellm[proxy]"
+    )
+    parser.add_argument(
+        "--serve", type=int, help="(internal) serve the proxy under test on this port"
+    )
     args = parser.parse_args()
     if args.serve:
         serve_proxy(args.serve)
         return
     port, (sessions, turns) = free_port(), (200, 4 if args.quick else 10)
-    process = subprocess.Popen([sys.executable, __file__, "--serve", str(port)], stdin=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, __file__, "--serve", str(port)], stdin=subprocess.PIPE
+    )
     try:
         wait_for(port, process)
         pin(1)
@@ -295,8 +351,12 @@ def main() -> None:
     print("| | calls/s | CPU ms a call | calls/s of one core |\n|---|---|---|---|")
     print(f"| whole | {rate:,.0f} | {cpu:.2f} | {1e3 / cpu:,.0f} |")
     print(f"| streamed | {streamed:,.0f} | {streamed_cpu:.2f} | {1e3 / streamed_cpu:,.0f} |")
-    print(f"| LiteLLM, which answers a constant | {bench_peer(args.litellm, sessions, turns)} | | |")
-    print(f"\none by one, p50: {call:.2f} ms, empty handler {nothing:.2f} ms, added {call - nothing:.2f} ms")
+    print(
+        f"| LiteLLM, which answers a constant | {bench_peer(args.litellm, sessions, turns)} | | |"
+    )
+    print(
+        f"\none by one, p50: {call:.2f} ms, empty handler {nothing:.2f} ms, added {call - nothing:.2f} ms"
+    )
     again = ", ".join(f"{ms:.0f}" for ms in later)
     print(f"history of {megabytes:.1f} MB: first call {first:.0f} ms, the next ones {again} ms")
 

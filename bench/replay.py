@@ -24,11 +24,21 @@ RECIPES = {
     "guess": ["--config", "configs/demo.yaml", "gconfig.n_samples=4"],
     "maze": ["--config", "configs/maze.yaml", "gconfig.n_samples=2", "gconfig.max_new_tokens=150"],
 }
-FIXED = ["rollout.max_concurrent_rollouts=5", "logger.report_interval=0", "train_dataset.batch_size=3"]
-FIXED += ["actor.ppo_n_minibatches=2", "actor.ppo_epochs=1", "should_accept_fn=bench.replay.has_signal"]
+FIXED = [
+    "rollout.max_concurrent_rollouts=5",
+    "logger.report_interval=0",
+    "train_dataset.batch_size=3",
+]
+FIXED += [
+    "actor.ppo_n_minibatches=2",
+    "actor.ppo_epochs=1",
+    "should_accept_fn=bench.replay.has_signal",
+]
 # With one group in a batch and eta = 1, some slow groups become too old before a step consumes them.
 OVERTAKEN = ["rollout.max_head_offpolicyness=1", "train_dataset.batch_size=1"]
-VARIANTS: dict[str, tuple[int, list[str]]] = {  # maps a name to (number of ranks, configuration keys)
+VARIANTS: dict[
+    str, tuple[int, list[str]]
+] = {  # maps a name to (number of ranks, configuration keys)
     "eta=4": (1, ["rollout.max_head_offpolicyness=4"]),
     "eta=0": (1, ["rollout.max_head_offpolicyness=0"]),
     "eta=2": (1, ["rollout.max_head_offpolicyness=2"]),
@@ -46,8 +56,16 @@ def has_signal(group: dict) -> bool:
 
 def train(folder: Path, ranks: int, *words: str) -> str:
     """Run train.py in mode train or replay. Return the SHA-256 hash of the model after the last step."""
-    named = [f"fileroot={folder.parent.parent}", f"experiment_name={folder.parent.name}", f"trial_name={folder.name}"]
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+    named = [
+        f"fileroot={folder.parent.parent}",
+        f"experiment_name={folder.parent.name}",
+        f"trial_name={folder.name}",
+    ]
+    torchrun = (
+        ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        if ranks > 1
+        else []
+    )
     command = [sys.executable, *torchrun, "train.py", *words, *named, "logger.live=false"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
@@ -62,20 +80,31 @@ def measure(task: str, variant: str, seed: int, steps: int) -> bool:
     ranks, keys = VARIANTS[variant]
     with tempfile.TemporaryDirectory() as temporary:
         run = Path(temporary) / task / "run"
-        made = train(run, ranks, *RECIPES[task], *FIXED, *keys, f"seed={seed}", f"max_steps={steps}")
+        made = train(
+            run, ranks, *RECIPES[task], *FIXED, *keys, f"seed={seed}", f"max_steps={steps}"
+        )
         again = train(run.with_name("replay"), ranks, "--replay", str(run))
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     mixed = sum(line["mixed_version_share"] for line in lines) / len(lines)
-    lost = " | ".join(str(sum(line[name] for line in lines)) for name in ("rejected", "dropped", "masked"))
-    print(f"| {task} | {variant} | {seed} | {mixed:.0%} | {lost} | {made[:12]} | {again[:12]} |", flush=True)
+    lost = " | ".join(
+        str(sum(line[name] for line in lines)) for name in ("rejected", "dropped", "masked")
+    )
+    print(
+        f"| {task} | {variant} | {seed} | {mixed:.0%} | {lost} | {made[:12]} | {again[:12]} |",
+        flush=True,
+    )
     return made == again
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tasks", nargs="+", choices=list(RECIPES), default=list(RECIPES))
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
-    parser.add_argument("--runs", type=int, default=10, help="runs of each task at eta 4; other variants: 1 run")
+    parser.add_argument(
+        "--runs", type=int, default=10, help="runs of each task at eta 4; other variants: 1 run"
+    )
     parser.add_argument("--first", type=int, default=1, help="seed of the first run")
     parser.add_argument("--steps", type=int, default=20)
     args = parser.parse_args()

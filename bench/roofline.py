@@ -66,7 +66,9 @@ class Shape:
     @property
     def n(self) -> int:
         """The number of parameters in weight matrices."""
-        return self.layers * sum(i * o for i, o in self.products) + self.V * self.H * (1 if self.tied else 2)
+        return self.layers * sum(i * o for i, o in self.products) + self.V * self.H * (
+            1 if self.tied else 2
+        )
 
 
 SHAPES = {
@@ -81,7 +83,9 @@ def shape_of(config: Any) -> Shape:
     heads = config.num_attention_heads
     d = getattr(config, "head_dim", None) or config.hidden_size // heads
     sizes = config.num_hidden_layers, config.hidden_size, config.intermediate_size, heads * d
-    return Shape(*sizes, config.num_key_value_heads * d, config.vocab_size, config.tie_word_embeddings)
+    return Shape(
+        *sizes, config.num_key_value_heads * d, config.vocab_size, config.tie_word_embeddings
+    )
 
 
 @dataclass(frozen=True)
@@ -166,7 +170,13 @@ def pointwise(s: Shape, b: int) -> float:
 
 
 def layers_forward(
-    s: Shape, rows: float, length: int, b: int, passes: int, fused: bool = False, again: bool = False
+    s: Shape,
+    rows: float,
+    length: int,
+    b: int,
+    passes: int,
+    fused: bool = False,
+    again: bool = False,
 ) -> Part:
     """Return the kernels of a forward pass through all layers. If `fused` is true, the list has no kernels of pointwise
     operations.
@@ -175,7 +185,9 @@ def layers_forward(
     layer.
     """
     t, products = rows * length, s.products[:-1] if again else s.products
-    one = [kernel for i, o in products for kernel in product(t, i, o, b, passes)] + attention(s, rows, length, b)
+    one = [kernel for i, o in products for kernel in product(t, i, o, b, passes)] + attention(
+        s, rows, length, b
+    )
     return (one + ([] if fused else [Kernel(0, t * pointwise(s, b))])) * s.layers
 
 
@@ -185,7 +197,9 @@ def layers_backward(s: Shape, rows: float, length: int, b: int, passes: int) -> 
     of the forward pass."""
     t = rows * length
     one = [kernel for i, o in s.products for kernel in 2 * product(t, i, o, b, passes)]
-    return (one + attention(s, rows, length, b, products=5) + [Kernel(0, 2 * t * pointwise(s, b))]) * s.layers
+    return (
+        one + attention(s, rows, length, b, products=5) + [Kernel(0, 2 * t * pointwise(s, b))]
+    ) * s.layers
 
 
 def head_forward(s: Shape, n: float, b: int, chunk: int) -> Part:
@@ -205,7 +219,9 @@ def head_backward(s: Shape, n: float, b: int, chunk: int) -> Part:
     # `softmax` is a sum of bytes per logit: write logits of 4 bytes instead of b bytes, divide (8), log_softmax (12),
     # exp (8), multiply by -g (8), divide (8), and convert if b < 4 (b + 4).
     softmax = (4 - b + 8 + 12 + 8 + 8 + 8 + (b + 4) * (b < 4)) * n * s.V
-    added = (b + 8) * chunks * s.V * s.H  # bytes moved to add the gradient of every chunk to a float32 sum
+    added = (
+        (b + 8) * chunks * s.V * s.H
+    )  # bytes moved to add the gradient of every chunk to a float32 sum
     return [*(3 * product(n, s.H, s.V, b, chunks)), Kernel(0, softmax + added)]
 
 
@@ -218,11 +234,17 @@ def step_parts(s: Shape, w: Work) -> dict[str, Part]:
     args = s, w.rows, w.length, b, m
     context, steps = w.prompt + w.answer / 2, ceil(w.rows * w.answer / w.slots)
     decode = layers_forward(s, w.slots, 1, b, 1, fused=True) + product(w.slots, s.H, s.V, b)
-    decode.append(Kernel(4 * s.layers * s.Q * w.slots * context, 2 * b * s.layers * s.K * w.slots * context))
+    decode.append(
+        Kernel(4 * s.layers * s.Q * w.slots * context, 2 * b * s.layers * s.K * w.slots * context)
+    )
     own = s.n / w.ranks  # number of parameters that a rank keeps
-    gather = Kernel(0, m * (4 + b) * s.n)  # in each pass, FSDP converts every parameter from 4 to b bytes
+    gather = Kernel(
+        0, m * (4 + b) * s.n
+    )  # in each pass, FSDP converts every parameter from 4 to b bytes
     parts = {
-        "generation: prefill": layers_forward(s, w.rows, w.prompt, b, ceil(tokens / 16384), fused=True),
+        "generation: prefill": layers_forward(
+            s, w.rows, w.prompt, b, ceil(tokens / 16384), fused=True
+        ),
         "generation: decode": [Kernel(steps * k.flops, steps * k.bytes, k.share) for k in decode],
         "pi_prox: layers": [*layers_forward(*args), gather],
         "pi_prox: last layer": head_forward(s, w.rows * w.answer, b, w.chunk),
@@ -237,7 +259,9 @@ def step_parts(s: Shape, w: Work) -> dict[str, Part]:
         "new weights: tensor": [Kernel(0, (4 + b) * s.n + 2 * b * s.n)],
     }
     training = ("pi_prox", "forward", "recomputation", "backward")
-    return {k: divide(part, w.ranks) if k.startswith(training) else part for k, part in parts.items()}
+    return {
+        k: divide(part, w.ranks) if k.startswith(training) else part for k, part in parts.items()
+    }
 
 
 def divide(part: Part, ranks: int) -> Part:
@@ -247,7 +271,9 @@ def divide(part: Part, ranks: int) -> Part:
 
 def table(rows: list[list[str]]) -> str:
     """Return a Markdown table. The first row has the column names."""
-    return "\n".join("| " + " | ".join(row) + " |" for row in [rows[0], ["---"] * len(rows[0]), *rows[1:]])
+    return "\n".join(
+        "| " + " | ".join(row) + " |" for row in [rows[0], ["---"] * len(rows[0]), *rows[1:]]
+    )
 
 
 def describe(s: Shape, w: Work, peak: float, bandwidth: float) -> str:
@@ -259,7 +285,9 @@ def describe(s: Shape, w: Work, peak: float, bandwidth: float) -> str:
         moved = sum(kernel.bytes for kernel in part)
         computing = sum(kernel.share * kernel.flops for kernel in part) / peak
         limit = "-" if not part else "FLOP/s" if computing > times[name] / 2 else "memory"
-        rows.append([name, f"{flops(part) / 1e12:,.0f}", f"{moved / 1e9:,.0f}", f"{times[name]:.2f}", limit])
+        rows.append(
+            [name, f"{flops(part) / 1e12:,.0f}", f"{moved / 1e9:,.0f}", f"{times[name]:.2f}", limit]
+        )
     training = sum(t for name, t in times.items() if not name.startswith(("generation", "new")))
     useful = 6 * s.n * w.rows * w.length / w.ranks
     generation = times["generation: prefill"] + times["generation: decode"]
@@ -289,10 +317,14 @@ def least(actions: dict[str, Callable[[], Any]], rounds: int = 12) -> dict[str, 
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             found[name].append(time.perf_counter() - begin)
-    return {name: min(times[1:]) for name, times in found.items()}  # the first round is slower and does not count
+    return {
+        name: min(times[1:]) for name, times in found.items()
+    }  # the first round is slower and does not count
 
 
-def make_models(layers: int, width: int, vocabulary: int, dtype: Any, folder: Path) -> tuple[Any, Any, Any]:
+def make_models(
+    layers: int, width: int, vocabulary: int, dtype: Any, folder: Path
+) -> tuple[Any, Any, Any]:
     """Make a small random model. Return the model's configuration, an actor that trains the model, and a model of
     transformers with the same configuration."""
     import torch
@@ -302,8 +334,15 @@ def make_models(layers: int, width: int, vocabulary: int, dtype: Any, folder: Pa
     from training.config import PPOActorConfig
 
     heads = {"num_attention_heads": width // 64, "num_key_value_heads": max(1, width // 256)}
-    keys = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": layers, "vocab_size": vocabulary}
-    config = AutoConfig.for_model("qwen2", **keys, **heads, tie_word_embeddings=True, pad_token_id=0)
+    keys = {
+        "hidden_size": width,
+        "intermediate_size": 4 * width,
+        "num_hidden_layers": layers,
+        "vocab_size": vocabulary,
+    }
+    config = AutoConfig.for_model(
+        "qwen2", **keys, **heads, tie_word_embeddings=True, pad_token_id=0
+    )
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder / "model")
     actor = FSDPPPOActor(PPOActorConfig(dtype=str(dtype).removeprefix("torch.")), folder / "model")
     actor.create_process_group()
@@ -324,13 +363,22 @@ def measure(layers: int, width: int, vocabulary: int, rows: int, length: int, fo
     on_gpu = torch.cuda.is_available()
     device, b, dtype = ("cuda", 2, torch.bfloat16) if on_gpu else ("cpu", 4, torch.float32)
     size, big = (8192, 2**30) if on_gpu else (1024, 2**27)
-    a, x = torch.randn(size, size, device=device, dtype=dtype), torch.zeros(big, device=device, dtype=torch.uint8)
-    y, matrix = torch.zeros_like(x), torch.randn(big // 2**12 // b, 2**12, device=device, dtype=dtype)
+    a, x = (
+        torch.randn(size, size, device=device, dtype=dtype),
+        torch.zeros(big, device=device, dtype=torch.uint8),
+    )
+    y, matrix = (
+        torch.zeros_like(x),
+        torch.randn(big // 2**12 // b, 2**12, device=device, dtype=dtype),
+    )
     vectors = torch.randn(rows, 2**12, device=device, dtype=dtype)
 
     # 1. Make a small model, and the inputs for measuring each part.
     config, actor, plain = make_models(layers, width, vocabulary, dtype, folder)
-    s, w = shape_of(config), Work(rows, length // 4, length - length // 4, 1, rows * length, b, False, slots=rows)
+    s, w = (
+        shape_of(config),
+        Work(rows, length // 4, length - length // 4, 1, rows * length, b, False, slots=rows),
+    )
     ids = torch.randint(0, vocabulary, (rows, length), device=device)
     trained, tau = ids[:, w.prompt :].flatten(), torch.ones(rows * w.answer, device=device)
     weight = (torch.randn(vocabulary, width, device=device) / width**0.5).to(dtype).requires_grad_()
@@ -360,7 +408,9 @@ def measure(layers: int, width: int, vocabulary: int, rows: int, length: int, fo
         "product": lambda: a @ a,
         "copy": lambda: y.copy_(x),
         "few rows": lambda: torch.nn.functional.linear(vectors, matrix),
-        "generation: prefill": torch.no_grad()(lambda: plain.base_model(ids[:, : w.prompt], use_cache=False)),
+        "generation: prefill": torch.no_grad()(
+            lambda: plain.base_model(ids[:, : w.prompt], use_cache=False)
+        ),
         "generation: decode": decode,
         "pi_prox: layers": torch.no_grad()(layers_alone),
         "forward: layers": layers_alone,
@@ -375,11 +425,23 @@ def measure(layers: int, width: int, vocabulary: int, rows: int, length: int, fo
     actor.destroy()
     for name in ("layers", "last layer"):
         found[f"backward: {name}"] -= found[f"forward: {name}"]
-    peak, bandwidth, few = 2 * size**3 / found.pop("product"), 2 * big / found.pop("copy"), big / found.pop("few rows")
+    peak, bandwidth, few = (
+        2 * size**3 / found.pop("product"),
+        2 * big / found.pop("copy"),
+        big / found.pop("few rows"),
+    )
     return compare(s, w, found, peak, bandwidth, few, b * s.n / found.pop("file"))
 
 
-def compare(s: Shape, w: Work, found: dict[str, float], peak: float, bandwidth: float, few: float, disk: float) -> str:
+def compare(
+    s: Shape,
+    w: Work,
+    found: dict[str, float],
+    peak: float,
+    bandwidth: float,
+    few: float,
+    disk: float,
+) -> str:
     """Return a table of the estimated and the measured seconds of each part.
 
     Generation is measured with transformers, and transformers does not fuse kernels. `peak` is in FLOP/s. `bandwidth`,
@@ -389,7 +451,9 @@ def compare(s: Shape, w: Work, found: dict[str, float], peak: float, bandwidth: 
     """
     b, rows = w.b, w.rows
     parts = step_parts(s, w) | {"new weights: disk": [Kernel(0, b * s.n)]}
-    parts["generation: decode"] = divide(parts["generation: decode"], w.answer)  # only one decode step is measured
+    parts["generation: decode"] = divide(
+        parts["generation: decode"], w.answer
+    )  # only one decode step is measured
     for name, t in {"generation: prefill": rows * w.prompt, "generation: decode": rows}.items():
         parts[name] = [*parts[name], Kernel(0, t * s.layers * pointwise(s, b))]
     lines = [["part", "GFLOP", "GB", "estimate ms", "measured ms", "measured / estimate"]]
@@ -397,7 +461,12 @@ def compare(s: Shape, w: Work, found: dict[str, float], peak: float, bandwidth: 
         rate = {"new weights: disk": disk, "generation: decode": few}.get(name, bandwidth)
         estimate = seconds(parts[name], peak, rate)
         moved = sum(kernel.bytes for kernel in parts[name]) / 1e9
-        numbers = [f"{flops(parts[name]) / 1e9:.1f}", f"{moved:.2f}", f"{1e3 * estimate:.1f}", f"{1e3 * taken:.1f}"]
+        numbers = [
+            f"{flops(parts[name]) / 1e9:.1f}",
+            f"{moved:.2f}",
+            f"{1e3 * estimate:.1f}",
+            f"{1e3 * taken:.1f}",
+        ]
         lines.append([name, *numbers, f"{taken / estimate:.2f}"])
     where = f"{peak / 1e9:,.0f} GFLOP/s, memory {bandwidth / 1e9:.1f} GB/s, products of few rows {few / 1e9:.1f} GB/s"
     where += f", files {disk / 1e9:.1f} GB/s"
@@ -409,7 +478,9 @@ def main() -> None:
     """Print the table of a step, or compare estimates with measurements."""
     import tempfile
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="1.5b", help=f"{', '.join(SHAPES)}, or a model's folder")
     parser.add_argument("--device", choices=[*DEVICES], default="h100")
     parser.add_argument("--peak", type=float, help="TFLOP/s of the device")
@@ -434,7 +505,9 @@ def main() -> None:
     given = {name: value for name, value in vars(args).items() if name in Work.__dataclass_fields__}
     default = DEVICES[args.device]
     peak, bandwidth = 1e12 * (args.peak or default[0]), 1e9 * (args.bandwidth or default[1])
-    print(f"{args.model} on {args.device}: {s.n:,} parameters, {peak / 1e12:.0f} TFLOP/s, {bandwidth / 1e9:.0f} GB/s\n")
+    print(
+        f"{args.model} on {args.device}: {s.n:,} parameters, {peak / 1e12:.0f} TFLOP/s, {bandwidth / 1e9:.0f} GB/s\n"
+    )
     print(describe(s, Work(**given), peak, bandwidth))
 
 

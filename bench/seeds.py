@@ -24,7 +24,7 @@ from statistics import mean, median
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from run.config import load  # noqa: E402
+from run.load import load  # noqa: E402
 
 
 def train(config: str, seed: int, folder: Path, root: Path) -> None:
@@ -42,7 +42,11 @@ def train(config: str, seed: int, folder: Path, root: Path) -> None:
 def seconds_to(lines: list[dict], goal: float = 0.95) -> float:
     """Return the seconds of training until the mean success of five successive steps reaches `goal`. Return infinity if
     no five steps reach `goal`."""
-    ends = (k for k in range(5, len(lines) + 1) if mean(line["success"] for line in lines[k - 5 : k]) >= goal)
+    ends = (
+        k
+        for k in range(5, len(lines) + 1)
+        if mean(line["success"] for line in lines[k - 5 : k]) >= goal
+    )
     return next((lines[k - 1]["wall_s"] for k in ends), math.inf)
 
 

@@ -51,7 +51,9 @@ from staleness import StalenessManager  # noqa: E402
 
 PAGE, RUNS = ROOT / "docs" / "simulate.md", ROOT / "docs" / "simulate.json"
 Versions = Counter[int]  # for each version, the number of tokens of this version in a group
-Draw = Callable[[random.Random, int], float]  # function of (rng, k) that draws a value for group or step k
+Draw = Callable[
+    [random.Random, int], float
+]  # function of (rng, k) that draws a value for group or step k
 
 
 @dataclass(frozen=True)
@@ -60,8 +62,12 @@ class Setup:
 
     batch: int  # prompt groups in a batch (B)
     length: Draw  # number of tokens of a sequence in group k
-    train: Callable[[random.Random, int, float], float]  # (rng, step, tokens) -> seconds of a training step
-    update: Callable[[random.Random, int, int], float]  # (rng, step, n) -> seconds to update a server with n sequences
+    train: Callable[
+        [random.Random, int, float], float
+    ]  # (rng, step, tokens) -> seconds of a training step
+    update: Callable[
+        [random.Random, int, int], float
+    ]  # (rng, step, n) -> seconds to update a server with n sequences
     rest: Draw = lambda rng, step: 0.0  # seconds between a weight update and the next step
     eta: int = 0
     members: int = 1  # sequences of a group
@@ -69,7 +75,9 @@ class Setup:
     slots: float = math.inf  # largest number of sequences that run on a server at once
     a: float = 1.0  # n running sequences generate one token each in a + b n seconds
     b: float = 0.0
-    stale: str = "wait"  # wait, window, drop, mask or unbounded; docs/simulate.md explains the five values
+    stale: str = (
+        "wait"  # wait, window, drop, mask or unbounded; docs/simulate.md explains the five values
+    )
     interrupt: bool = True
     concurrent: int | None = None  # max_concurrent_rollouts, or None for (eta + 1) B
     steps: int = 24
@@ -89,13 +97,22 @@ class Server:
 
     def __init__(self, setup: Setup) -> None:
         self.s = setup
-        self.ticks, self.since = 0.0, 0.0  # the server has made `ticks` decoding steps at the time `since`
-        self.running: list[tuple[float, int, float, Task]] = []  # heap of (last tick, serial number, first tick, group)
+        self.ticks, self.since = (
+            0.0,
+            0.0,
+        )  # the server has made `ticks` decoding steps at the time `since`
+        self.running: list[
+            tuple[float, int, float, Task]
+        ] = []  # heap of (last tick, serial number, first tick, group)
         self.waiting: deque[tuple[int, float, Task]] = deque()  # (serial number, length, group)
         self.begins = [0.0]  # the tick at which each version begins
-        self.stopped = self.draining = False  # `draining`: the server finishes its sequences before it loads weights
+        self.stopped = self.draining = (
+            False  # `draining`: the server finishes its sequences before it loads weights
+        )
         self.busy = 0.0  # seconds in which at least one sequence ran
-        self.stamp = 0  # increased by `plan` and `load`; the simulation ignores an event with an older stamp
+        self.stamp = (
+            0  # increased by `plan` and `load`; the simulation ignores an event with an older stamp
+        )
 
     def advance(self, now: float) -> None:
         """Advance the tick counter to the current virtual time."""
@@ -107,7 +124,12 @@ class Server:
     def admit(self) -> float:
         """Admit waiting sequences. Return the seconds until the next sequence finishes, or infinity if no sequence
         runs."""
-        while self.waiting and len(self.running) < self.s.slots and not self.stopped and not self.draining:
+        while (
+            self.waiting
+            and len(self.running) < self.s.slots
+            and not self.stopped
+            and not self.draining
+        ):
             number, length, task = self.waiting.popleft()
             heapq.heappush(self.running, (self.ticks + length, number, self.ticks, task))
         if not self.running or self.stopped:
@@ -146,7 +168,9 @@ class WindowState(DispatchState[Task, Versions]):
 
     def start(self) -> list[Task]:
         started = super().start()
-        deadline = self.manager.version_provider.get_version() + self.manager.max_staleness + self.slack
+        deadline = (
+            self.manager.version_provider.get_version() + self.manager.max_staleness + self.slack
+        )
         self.deadlines.update((task.task_id, deadline) for task in started)
         return started
 
@@ -166,8 +190,12 @@ class Result:
     # Each step has four points in time: the trainer begins to wait, begins to train, begins the weight update, and
     # ends the weight update.
     steps: list[list[float]] = field(default_factory=list)
-    batches: list[Versions] = field(default_factory=list)  # for each step, the number of trained tokens of each version
-    groups: dict[int, list[float]] = field(default_factory=dict)  # the times at which each group starts and finishes
+    batches: list[Versions] = field(
+        default_factory=list
+    )  # for each step, the number of trained tokens of each version
+    groups: dict[int, list[float]] = field(
+        default_factory=dict
+    )  # the times at which each group starts and finishes
     masked: float = 0.0  # number of tokens that `mask` excluded from the loss
     dropped: int = 0
     busy: float = 0.0  # share of the time in which a server generates, averaged over the servers
@@ -200,7 +228,9 @@ class Simulation:
         self.servers = [Server(setup) for _ in range(setup.servers)]
         self.next_server = cycle(self.servers)
         self.numbers, self.task_ids = count(), count()
-        self.events: list[tuple[float, int, Any, int]] = []  # (time, serial number, server or action, stamp)
+        self.events: list[
+            tuple[float, int, Any, int]
+        ] = []  # (time, serial number, server or action, stamp)
         self.outdated: set[Server] = set()  # servers without the newest weights
         self.training, self.changed = False, False
         self.result = Result(steps=[[0.0]])
@@ -227,7 +257,11 @@ class Simulation:
             if event in ("start", "finish"):
                 self.result.groups.setdefault(task_id, []).append(self.now)
 
-        options: dict[str, Any] = {"max_queue_size": 16 * concurrent, "without_older": without_older, "trace": trace}
+        options: dict[str, Any] = {
+            "max_queue_size": 16 * concurrent,
+            "without_older": without_older,
+            "trace": trace,
+        }
         if s.stale == "window":
             return manager, WindowState(manager, head_version, stale="wait", slack=slack, **options)
         stale: Any = "drop" if s.stale == "unbounded" else s.stale
@@ -245,7 +279,9 @@ class Simulation:
             self.state.enqueue(Task(next(self.task_ids), self.s.members))
         for task in self.state.start():
             for server in islice(self.next_server, self.s.members):
-                server.waiting.append((next(self.numbers), self.s.length(self.rng, task.task_id), task))
+                server.waiting.append(
+                    (next(self.numbers), self.s.length(self.rng, task.task_id), task)
+                )
                 touched[server] = None
         for server in touched:
             self.plan(server)
@@ -279,8 +315,12 @@ class Simulation:
         """Stop a server, and let it load the new weights."""
         server.advance(self.now)
         server.draining, server.stopped = False, True
-        server.stamp += 1  # cancels the next event: no sequence finishes while the server is stopped
-        self.at(self.s.update(self.rng, self.version, len(server.running)), lambda: self.loaded(server))
+        server.stamp += (
+            1  # cancels the next event: no sequence finishes while the server is stopped
+        )
+        self.at(
+            self.s.update(self.rng, self.version, len(server.running)), lambda: self.loaded(server)
+        )
 
     def loaded(self, server: Server) -> None:
         """Let one server continue with the new weights. The step ends when the last server continues, and then more
@@ -312,7 +352,9 @@ class Simulation:
         server.advance(self.now)
         server.stamp += 1
         if (seconds := server.admit()) < math.inf:
-            heapq.heappush(self.events, (self.now + seconds, next(self.numbers), server, server.stamp))
+            heapq.heappush(
+                self.events, (self.now + seconds, next(self.numbers), server, server.stamp)
+            )
 
     def finish_sequences(self, server: Server) -> None:
         """Finish the sequences of a server that have generated all their tokens."""
@@ -346,7 +388,9 @@ class Simulation:
         return self.result
 
 
-def simulate(make: Callable[..., Setup], *args: Any, seeds: Iterable[int] = (0,)) -> dict[str, float]:
+def simulate(
+    make: Callable[..., Setup], *args: Any, seeds: Iterable[int] = (0,)
+) -> dict[str, float]:
     """Simulate the setup `make(*args)` with each seed, and return medians over the seeds.
 
     The returned dictionary has these keys:
@@ -466,16 +510,32 @@ def head(*cells: Any) -> list[str]:
 
 def check(runs: list[dict[str, Any]]) -> list[str]:
     """Return a table that compares the simulation with finished runs."""
-    lines = head("run", "steps", "", "samples/s", "waiting of the trainer", "mean lag", "largest lag")
+    lines = head(
+        "run", "steps", "", "samples/s", "waiting of the trainer", "mean lag", "largest lag"
+    )
     for run in runs:
         found, steps = simulate(replay, run, seeds=range(9)), len(run["update"])
         samples = steps * run["batch"] * run["members"]
-        real = samples / run["seconds"], run["waited"] / run["seconds"], run["lag_mean"], run["lag_max"]
-        ours = samples / found["total_s"], 1 - found["trainer_busy"], found["lag_mean"], found["lag_max"]
+        real = (
+            samples / run["seconds"],
+            run["waited"] / run["seconds"],
+            run["lag_mean"],
+            run["lag_max"],
+        )
+        ours = (
+            samples / found["total_s"],
+            1 - found["trainer_busy"],
+            found["lag_mean"],
+            found["lag_max"],
+        )
         for who, (rate, waiting, mean, most) in (("measured", real), ("simulated", ours)):
             name = (run["name"], steps) if who == "measured" else ("", "")
-            lines.append(row(*name, who, f"{rate:.2f}", f"{waiting:.0%}", f"{mean:.2f}", f"{most:.0f}"))
-        lines.append(row("", "", "ratio", f"{ours[0] / real[0]:.3f}", "", f"{ours[2] - real[2]:+.2f}", ""))
+            lines.append(
+                row(*name, who, f"{rate:.2f}", f"{waiting:.0%}", f"{mean:.2f}", f"{most:.0f}")
+            )
+        lines.append(
+            row("", "", "ratio", f"{ours[0] / real[0]:.3f}", "", f"{ours[2] - real[2]:+.2f}", "")
+        )
     return lines
 
 
@@ -492,12 +552,24 @@ def write(tables: dict[str, list[str]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", type=Path, nargs="+", metavar="RUN", help="compare with these finished runs")
-    parser.add_argument("--record", type=Path, nargs="+", metavar="RUN", help="keep the times of these finished runs")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--check", type=Path, nargs="+", metavar="RUN", help="compare with these finished runs"
+    )
+    parser.add_argument(
+        "--record",
+        type=Path,
+        nargs="+",
+        metavar="RUN",
+        help="keep the times of these finished runs",
+    )
     args = parser.parse_args()
     if args.record:
-        RUNS.write_text("[\n" + ",\n".join(json.dumps(record(folder)) for folder in args.record) + "\n]\n")
+        RUNS.write_text(
+            "[\n" + ",\n".join(json.dumps(record(folder)) for folder in args.record) + "\n]\n"
+        )
     runs = [record(folder) for folder in args.check] if args.check else json.loads(RUNS.read_text())
     table = check(runs)
     if not args.check:

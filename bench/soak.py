@@ -35,13 +35,23 @@ from load import usage, write_usage
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = {"trainer": r"train\.py", "proxy": r"(-m| run\.early) proxy\b", "server": r"inference\.tiny\.server\b"}
-BATCH, ETA, GAMES = 6, 2, 20  # prompt groups in a step; largest allowed age of a group; games in a group
+SCRIPTS = {
+    "trainer": r"train\.py",
+    "proxy": r"(-m| run\.early) proxy\b",
+    "server": r"inference\.tiny\.server\b",
+}
+BATCH, ETA, GAMES = (
+    6,
+    2,
+    20,
+)  # prompt groups in a step; largest allowed age of a group; games in a group
 
 
 def pids(run: subprocess.Popen) -> dict[str, int]:
     """Return the pids of the run's living processes, by role."""
-    table = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,args="], capture_output=True, text=True, check=True).stdout
+    table = subprocess.run(
+        ["ps", "-A", "-o", "pid=,ppid=,args="], capture_output=True, text=True, check=True
+    ).stdout
     found = {"trainer": run.pid}
     for pid, parent, args in (line.split(None, 2) for line in table.splitlines()):
         if int(parent) == run.pid:
@@ -51,7 +61,9 @@ def pids(run: subprocess.Popen) -> dict[str, int]:
 
 def is_alive(pid: int) -> bool:
     """Return whether a process is running. A zombie process has ended and does not count."""
-    state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True).stdout.strip()
+    state = subprocess.run(
+        ["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True
+    ).stdout.strip()
     return bool(state) and not state.startswith("Z")
 
 
@@ -62,7 +74,9 @@ def start(command: list[str], log: TextIO) -> subprocess.Popen:
 def end(run: subprocess.Popen, up: set[int], log: TextIO, seconds: float | None = 120) -> int:
     """Wait until the run and all its processes have ended. Return the run's exit code."""
     log.write(run.communicate(timeout=seconds)[0])
-    deadline = time.monotonic() + 120  # a server that is still importing modules takes longer to end
+    deadline = (
+        time.monotonic() + 120
+    )  # a server that is still importing modules takes longer to end
     while left := [pid for pid in up if is_alive(pid)]:
         if time.monotonic() > deadline:
             raise SystemExit(f"processes {left} outlived the run")
@@ -80,7 +94,11 @@ def kill(command: list[str], rng: random.Random, kills: int, run_dir: Path) -> N
     with (run_dir / "soak.log").open("a") as log:
         run, up, done = start(command, log), set[int](), 0
         while done < kills:
-            kind, number, moment = rng.choice(["line", *["step"] * 4]), rng.randint(1, 6), rng.uniform(0, 0.5)
+            kind, number, moment = (
+                rng.choice(["line", *["step"] * 4]),
+                rng.randint(1, 6),
+                rng.uniform(0, 0.5),
+            )
             assert run.stdout is not None
             while number and (line := run.stdout.readline()):
                 log.write(line)
@@ -89,7 +107,9 @@ def kill(command: list[str], rng: random.Random, kills: int, run_dir: Path) -> N
                 code = end(run, up, log)
                 print(f"the run ended with exit code {code}", flush=True)
                 if not code:
-                    raise SystemExit(f"the run trained its last step before kill {done + 1}; give more --steps")
+                    raise SystemExit(
+                        f"the run trained its last step before kill {done + 1}; give more --steps"
+                    )
                 run, up = start(command, log), set()
                 continue
             time.sleep(moment)  # wait for a random time before the kill
@@ -102,7 +122,9 @@ def kill(command: list[str], rng: random.Random, kills: int, run_dir: Path) -> N
                 os.kill(now[victim], signal.SIGKILL)
                 done += 1
                 lines = (
-                    (run_dir / "metrics.jsonl").read_text().count("\n") if (run_dir / "metrics.jsonl").exists() else 0
+                    (run_dir / "metrics.jsonl").read_text().count("\n")
+                    if (run_dir / "metrics.jsonl").exists()
+                    else 0
                 )
                 print(f"kill {done}: {victim}, {lines} lines in metrics.jsonl", flush=True)
         if code := end(run, up, log, None):
@@ -141,12 +163,20 @@ def watch(command: list[str], log: Path, steps: int, path: Path) -> None:
         for line in run.stdout:
             out.write(line)
             step = int(line.split()[1].split("/")[0]) if line.startswith("step ") else 0
-            if step and step % max(steps // 40, 1) == 0 and step < steps:  # after the last step, the processes end
+            if (
+                step and step % max(steps // 40, 1) == 0 and step < steps
+            ):  # after the last step, the processes end
                 up = pids(run)
                 (mb, files) = zip(*(usage(up[role]) for role in SCRIPTS))
-                samples.append([BATCH * GAMES * step, round(time.monotonic() - begin, 1), *mb, *files])
+                samples.append(
+                    [BATCH * GAMES * step, round(time.monotonic() - begin, 1), *mb, *files]
+                )
     assert run.returncode == 0, f"exit code {run.returncode}; see {log}"
-    columns = ["episodes", "seconds", *(f"{role}_{unit}" for unit in ("mb", "files") for role in SCRIPTS)]
+    columns = [
+        "episodes",
+        "seconds",
+        *(f"{role}_{unit}" for unit in ("mb", "files") for role in SCRIPTS),
+    ]
     write_usage(path, columns, samples)
     for row in (columns, *samples):
         print(f"| {' | '.join(map(str, row))} |")
@@ -163,28 +193,45 @@ def check(run_dir: Path, steps: int) -> None:
         assert len(groups) == BATCH, f"step {line['step']} trained {len(groups)} groups"
         assert not groups & seen.keys(), f"step {line['step']} trained {groups & seen.keys()} again"
         assert line["staleness_max"] <= ETA, f"step {line['step']} trained a group that is too old"
-        assert int(ledger["versions"].max()) <= line["version"], f"step {line['step']} trained a token of the future"
+        assert int(ledger["versions"].max()) <= line["version"], (
+            f"step {line['step']} trained a token of the future"
+        )
         seen |= dict.fromkeys(groups, line["step"])
     assert max(seen) < (steps + ETA + 1) * BATCH, "the gate opened too wide"
     missing = set(range((steps - ETA - 1) * BATCH)) - seen.keys()
     assert not missing, f"groups {sorted(missing)} were drawn and never trained on"
-    print(f"{steps} steps, each once; {len(seen)} groups, none twice, none missing; max age {ETA} kept")
+    print(
+        f"{steps} steps, each once; {len(seen)} groups, none twice, none missing; max age {ETA} kept"
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=60)
-    parser.add_argument("--freezes", type=int, default=0, help="stop processes for a time, and kill none")
+    parser.add_argument(
+        "--freezes", type=int, default=0, help="stop processes for a time, and kill none"
+    )
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--usage", type=Path, help="measure memory and descriptors, kill none; path without suffix")
+    parser.add_argument(
+        "--usage", type=Path, help="measure memory and descriptors, kill none; path without suffix"
+    )
     parser.add_argument("--fileroot", type=Path, default=Path("runs/soak"))
     args = parser.parse_args()
     rng, name = random.Random(args.seed), time.strftime("%Y%m%d-%H%M%S")
     run_dir = args.fileroot / "guess" / name
     run_dir.mkdir(parents=True)
-    words = [f"fileroot={args.fileroot}", f"trial_name={name}", "logger.live=false", "logger.sample_interval=0"]
-    words += [f"max_steps={args.steps}", f"rollout.max_head_offpolicyness={ETA}", "recover_interval=2"]
+    words = [
+        f"fileroot={args.fileroot}",
+        f"trial_name={name}",
+        "logger.live=false",
+        "logger.sample_interval=0",
+    ]
+    words += [
+        f"max_steps={args.steps}",
+        f"rollout.max_head_offpolicyness={ETA}",
+        "recover_interval=2",
+    ]
     if not args.usage:
         words += ["gconfig.n_samples=4", "actor.ppo_n_minibatches=2", "actor.ppo_epochs=1"]
     command = [sys.executable, "-u", "train.py", *words]

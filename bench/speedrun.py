@@ -44,39 +44,68 @@ class Times(NamedTuple):
 def extract(revision: str, folder: Path) -> None:
     """Write the source tree of a revision into a new folder."""
     folder.mkdir()
-    archive = subprocess.run(["git", "archive", revision], cwd=ROOT, capture_output=True, check=True)
+    archive = subprocess.run(
+        ["git", "archive", revision], cwd=ROOT, capture_output=True, check=True
+    )
     subprocess.run(["tar", "-x", "-C", str(folder)], input=archive.stdout, check=True)
 
 
 def command(config: str, seed: int, *words: str) -> list[str]:
     """Return the command of a run."""
-    return [sys.executable, "train.py", "--config", config, f"seed={seed}", "logger.live=false", *words]
+    return [
+        sys.executable,
+        "train.py",
+        "--config",
+        config,
+        f"seed={seed}",
+        "logger.live=false",
+        *words,
+    ]
 
 
 def train(tree: Path, config: str, seed: int, folder: Path) -> Times:
     """Run the demo of a source tree in a new folder, and return its times."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tree)}
     # If the base model does not exist yet, the dry run makes the base model.
-    subprocess.run(command(config, seed, "--dry-run"), cwd=tree, env=environment, capture_output=True, check=True)
+    subprocess.run(
+        command(config, seed, "--dry-run"),
+        cwd=tree,
+        env=environment,
+        capture_output=True,
+        check=True,
+    )
     begin, start = time.monotonic(), math.nan
-    words = command(config, seed, f"fileroot={folder}", "experiment_name=speedrun", f"trial_name={seed}")
-    with subprocess.Popen(words, cwd=tree, env=environment, stdout=subprocess.PIPE, text=True) as process:
+    words = command(
+        config, seed, f"fileroot={folder}", "experiment_name=speedrun", f"trial_name={seed}"
+    )
+    with subprocess.Popen(
+        words, cwd=tree, env=environment, stdout=subprocess.PIPE, text=True
+    ) as process:
         for line in process.stdout or ():
             if line.startswith("step 1 "):
                 start = time.monotonic() - begin
     whole = time.monotonic() - begin
     if process.returncode:
         raise SystemExit(f"{' '.join(words)}: ended with code {process.returncode}")
-    lines = [json.loads(line) for line in (folder / f"speedrun/{seed}/metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (folder / f"speedrun/{seed}/metrics.jsonl").read_text().splitlines()
+    ]
     reached = seconds_to(lines)
     return Times(start, reached, whole, sum(line["wall_s"] <= reached for line in lines))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("seeds", nargs="*", type=int, default=[1])
-    parser.add_argument("--config", default="configs/demo.yaml", help="the recipe, in both source trees")
-    parser.add_argument("--against", help="an earlier revision, which runs before this checkout, seed by seed")
+    parser.add_argument(
+        "--config", default="configs/demo.yaml", help="the recipe, in both source trees"
+    )
+    parser.add_argument(
+        "--against", help="an earlier revision, which runs before this checkout, seed by seed"
+    )
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         trees = {"now": ROOT}
@@ -84,13 +113,21 @@ def main() -> None:
             trees = {"before": Path(scratch) / "earlier", **trees}
             extract(args.against, trees["before"])
         found: dict[str, list[Times]] = {name: [] for name in trees}
-        print("| revision | seed | start | to .95 | whole | steps to .95 | load |\n|---|---|---|---|---|---|---|")
+        print(
+            "| revision | seed | start | to .95 | whole | steps to .95 | load |\n|---|---|---|---|---|---|---|"
+        )
         for seed in args.seeds:
             for name, tree in trees.items():
                 load = os.getloadavg()[0]
                 times = train(tree, args.config, seed, Path(scratch) / name)
                 found[name].append(times)
-                cells = [name, str(seed), *(f"{value:.1f}" for value in times[:3]), f"{times.steps:.0f}", f"{load:.1f}"]
+                cells = [
+                    name,
+                    str(seed),
+                    *(f"{value:.1f}" for value in times[:3]),
+                    f"{times.steps:.0f}",
+                    f"{load:.1f}",
+                ]
                 print("| " + " | ".join(cells) + " |", flush=True)
     for name, runs in found.items():
         middle = Times(*map(median, zip(*runs, strict=True)))
@@ -103,7 +140,9 @@ def main() -> None:
         pairs = zip(found["before"], found["now"], strict=True)
         ratios = [[now / before for before, now in zip(*pair, strict=True)] for pair in pairs]
         start, to_goal, whole, _ = map(median, zip(*ratios, strict=True))
-        print(f"now / before, medians of the pairs: start {start:.2f}, to .95 {to_goal:.2f}, whole {whole:.2f}")
+        print(
+            f"now / before, medians of the pairs: start {start:.2f}, to .95 {to_goal:.2f}, whole {whole:.2f}"
+        )
 
 
 if __name__ == "__main__":

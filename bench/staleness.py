@@ -56,7 +56,7 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 from transformers.utils import logging as transformers_logging  # noqa: E402
 
 from rollout.trajectory import complete  # noqa: E402
-from run.config import load  # noqa: E402
+from run.load import load  # noqa: E402
 from tasks import base_model, guess  # noqa: E402
 from training.actor import FSDPEngine, FSDPPPOActor  # noqa: E402
 from training.config import PPOActorConfig  # noqa: E402
@@ -73,15 +73,33 @@ CORRECTIONS: dict[str, dict[str, Any]] = {
     "truncated": {"behave_imp_weight_action": "clamp"},
     "ESS": {"behave_imp_weight_action": "clamp", "ess_lr_power": 4.0, "lr": 1.5e-3},
 }
-CORRECTIONS["KL"] = CORRECTIONS["ESS"] | {"entropy_coeff": 0.0, "kl_ctl": 0.1}  # the KL penalty of configs/demo.yaml
+CORRECTIONS["KL"] = CORRECTIONS["ESS"] | {
+    "entropy_coeff": 0.0,
+    "kl_ctl": 0.1,
+}  # the KL penalty of configs/demo.yaml
 STABILITY_ETAS = ["0", "4", "8"]
 # The seeds of STABILITY_SEEDS were chosen before any run with these seeds. The corrections were tuned with the seeds
 # 101 to 104.
 SIX = [201, 202, 204, 205, 214, 215]
-STABILITY_SEEDS = {"decoupled": SIX, "truncated": SIX, "ESS": [*range(201, 221)], "KL": [*range(301, 321)]}
-STEPS, GAMES, EVERY = 64, 20, 8  # steps of a run; games per secret in a batch; steps between two points of the curve
+STABILITY_SEEDS = {
+    "decoupled": SIX,
+    "truncated": SIX,
+    "ESS": [*range(201, 221)],
+    "KL": [*range(301, 321)],
+}
+STEPS, GAMES, EVERY = (
+    64,
+    20,
+    8,
+)  # steps of a run; games per secret in a batch; steps between two points of the curve
 MAX_NEW_TOKENS = 4
-MEASURED = ("clip_frac", "behave_weight_mean", "dropped_share", "kl", "entropy")  # metrics averaged over a run's steps
+MEASURED = (
+    "clip_frac",
+    "behave_weight_mean",
+    "dropped_share",
+    "kl",
+    "entropy",
+)  # metrics averaged over a run's steps
 CURVE = [f"success_{step}" for step in range(0, STEPS + 1, EVERY)]
 COLUMNS = ["eta", "method", "seed", "lag_mean", "lag_max", *CURVE, *MEASURED, "cpu_s"]
 TABLE, BASES = ROOT / "docs" / "staleness.csv", ROOT / "runs" / "staleness"
@@ -99,7 +117,11 @@ class Script:
 
         def render(role: str, text: str) -> list[int]:
             messages = [{"role": role, "content": text}]
-            return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+            return list(
+                tokenizer.apply_chat_template(
+                    messages, add_generation_prompt=True, return_dict=False
+                )
+            )
 
         self.start = render("user", guess.QUESTION)
         self.tails = {word: render("user", word) for word in ("higher", "lower")}
@@ -113,7 +135,11 @@ class Transcript:
 
     def __init__(self, script: Script, secret: int) -> None:
         self.script, self.secret, self.reward, self.turn = script, secret, 0.0, 0
-        self.ids, self.logp, self.turns = list(script.start), [0.0] * len(script.start), [-1] * len(script.start)
+        self.ids, self.logp, self.turns = (
+            list(script.start),
+            [0.0] * len(script.start),
+            [-1] * len(script.start),
+        )
         self.said: list[int] = []  # sampled tokens of the current turn
         self.over = False
 
@@ -157,24 +183,31 @@ def play(model: Any, script: Script, version: int, generator: torch.Generator) -
     while playing := [game for game in games if not game.over]:
         log_p = last_logp(model, [game.ids for game in playing])
         tokens = torch.multinomial(log_p.exp(), 1, generator=generator)
-        for game, token, logp in zip(playing, tokens[:, 0].tolist(), log_p.gather(1, tokens)[:, 0].tolist()):
+        for game, token, logp in zip(
+            playing, tokens[:, 0].tolist(), log_p.gather(1, tokens)[:, 0].tolist()
+        ):
             game.hear(token, logp)
 
     longest = max(len(game.ids) for game in games)
 
     def padded(name: str, fill: float, dtype: torch.dtype) -> Tensor:
-        return torch.tensor([[*getattr(g, name), *[fill] * (longest - len(g.ids))] for g in games], dtype=dtype)
+        return torch.tensor(
+            [[*getattr(g, name), *[fill] * (longest - len(g.ids))] for g in games], dtype=dtype
+        )
 
     turns = padded("turns", -1, torch.int32)
     traj = {
         "input_ids": padded("ids", 0, torch.int32),
-        "attention_mask": torch.arange(longest) < torch.tensor([len(game.ids) for game in games])[:, None],
+        "attention_mask": torch.arange(longest)
+        < torch.tensor([len(game.ids) for game in games])[:, None],
         "loss_mask": (turns >= 0).int(),
         "logprobs": padded("logp", 0.0, torch.float32),
         "turn_ids": turns,
         "rewards": torch.tensor([game.reward for game in games]),
     }
-    return complete(traj, 0, version) | {"group_ids": torch.tensor([game.secret for game in games], dtype=torch.int32)}
+    return complete(traj, 0, version) | {
+        "group_ids": torch.tensor([game.secret for game in games], dtype=torch.int32)
+    }
 
 
 @torch.no_grad()
@@ -182,17 +215,32 @@ def success(model: Any, script: Script) -> float:
     """Return the exact probability that the policy finds the secret, as a mean over all secrets."""
     # P(find a secret) is the sum of the probabilities of all games that find the secret. The probability of a game is
     # the product of p(number) p(end) over the guesses of the game.
-    found, reached = 0.0, [(script.start, {secret: 1 / len(guess.SECRETS) for secret in guess.SECRETS})]
+    found, reached = (
+        0.0,
+        [(script.start, {secret: 1 / len(guess.SECRETS) for secret in guess.SECRETS})],
+    )
     for _ in range(guess.GUESSES):
-        said = [([*ids, token], number, weights) for ids, weights in reached for token, number in script.number.items()]
-        rows = torch.tensor([ids for ids, _, _ in said])  # shape (n, t): each of the n rows has t tokens
-        log_p = torch.log_softmax(model(input_ids=rows, use_cache=False).logits[:, -2:], -1)  # (n, 2, V)
+        said = [
+            ([*ids, token], number, weights)
+            for ids, weights in reached
+            for token, number in script.number.items()
+        ]
+        rows = torch.tensor(
+            [ids for ids, _, _ in said]
+        )  # shape (n, t): each of the n rows has t tokens
+        log_p = torch.log_softmax(
+            model(input_ids=rows, use_cache=False).logits[:, -2:], -1
+        )  # (n, 2, V)
         p = (log_p[:, 0].gather(1, rows[:, -1:])[:, 0] + log_p[:, 1, script.end]).exp().tolist()
         reached = []
         for (ids, number, weights), q in zip(said, p):
             found += q * weights.get(number, 0.0)
             for word, tail in script.tails.items():
-                rest = {s: w * q for s, w in weights.items() if s != number and guess.feedback(number, s) == word}
+                rest = {
+                    s: w * q
+                    for s, w in weights.items()
+                    if s != number and guess.feedback(number, s) == word
+                }
                 if rest:
                     reached.append(([*ids, script.end, *tail], rest))
     return found
@@ -242,7 +290,13 @@ def run(eta: str, method: str, seed: int, base: Path, recipe: PPOActorConfig) ->
         if (version + 1) % EVERY == 0:
             curve.append(success(sampler, script))
     actor.destroy()
-    line: dict[str, Any] = {"eta": eta, "method": method, "seed": seed, "lag_mean": mean(lags), "lag_max": max(lags)}
+    line: dict[str, Any] = {
+        "eta": eta,
+        "method": method,
+        "seed": seed,
+        "lag_mean": mean(lags),
+        "lag_max": max(lags),
+    }
     line |= dict(zip(CURVE, curve)) | {name: mean(s[name] for s in stats) for name in MEASURED}
     return line | {"cpu_s": time.process_time() - began}
 
@@ -253,7 +307,10 @@ def read() -> list[dict[str, Any]]:
         return []
     with TABLE.open() as file:
         return [
-            {key: value if key in ("eta", "method") else float(value) for key, value in line.items()}
+            {
+                key: value if key in ("eta", "method") else float(value)
+                for key, value in line.items()
+            }
             for line in csv.DictReader(file)
         ]
 
@@ -265,7 +322,12 @@ def append(line: dict[str, Any]) -> None:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         if new:
             writer.writeheader()
-        writer.writerow({key: f"{value:.5g}" if isinstance(value, float) else value for key, value in line.items()})
+        writer.writerow(
+            {
+                key: f"{value:.5g}" if isinstance(value, float) else value
+                for key, value in line.items()
+            }
+        )
 
 
 # Tables and figures
@@ -281,9 +343,17 @@ def cells(lines: list[dict[str, Any]], column: str) -> dict[tuple[str, str], lis
 
 def print_table(lines: list[dict[str, Any]]) -> None:
     """For seeds 1 to 5, print the measured lag, and the median, lowest and highest success after the last step."""
-    lines = [line for line in lines if line["seed"] <= 5]  # print_stability prints the results of the seeds above 200
+    lines = [
+        line for line in lines if line["seed"] <= 5
+    ]  # print_stability prints the results of the seeds above 200
     last, lag, largest = cells(lines, CURVE[-1]), cells(lines, "lag_mean"), cells(lines, "lag_max")
-    print("| eta | lag, mean | lag, max | " + " | ".join(METHODS) + " |\n" + "|---" * (3 + len(METHODS)) + "|")
+    print(
+        "| eta | lag, mean | lag, max | "
+        + " | ".join(METHODS)
+        + " |\n"
+        + "|---" * (3 + len(METHODS))
+        + "|"
+    )
     for eta in ETAS:
         here = [m for m in METHODS if (eta, m) in last]
         if here:
@@ -306,15 +376,28 @@ def print_stability(lines: list[dict[str, Any]]) -> None:
     For each correction, the table has one row for each of four ranges of seeds, such as 200 to 299. If a correction was
     changed or its runs were repeated, the new runs have new seeds.
     """
-    names = ("eta", "correction", "seeds", "runs", "median", "range", "runs that fell", "largest fall")
+    names = (
+        "eta",
+        "correction",
+        "seeds",
+        "runs",
+        "median",
+        "range",
+        "runs that fell",
+        "largest fall",
+    )
     print("\n| " + " | ".join(names) + " |\n" + "|---" * len(names) + "|")
     for eta, method, hundred in product([*STABILITY_ETAS, "16"], CORRECTIONS, (2, 3, 5, 7)):
-        runs = [x for x in lines if (x["eta"], x["method"], x["seed"] // 100) == (eta, method, hundred)]
+        runs = [
+            x for x in lines if (x["eta"], x["method"], x["seed"] // 100) == (eta, method, hundred)
+        ]
         if runs:
             last, falls = [line[CURVE[-1]] for line in runs], [largest_fall(line) for line in runs]
             seeds = sorted(int(line["seed"]) for line in runs)
             fell = f"{sum(fall > 0.1 for fall in falls)} | {max(falls):.3f}"
-            shown = f"{len(runs)} | {median(last):.3f} | {min(last):.3f} to {max(last):.3f} | {fell}"
+            shown = (
+                f"{len(runs)} | {median(last):.3f} | {min(last):.3f} to {max(last):.3f} | {fell}"
+            )
             print(f"| {eta} | {method} | {seeds[0]} to {seeds[-1]} | {shown} |")
 
 
@@ -327,12 +410,19 @@ def draw_stability(lines: list[dict[str, Any]]) -> None:
     import matplotlib.pyplot as plt
 
     panels = list(product(STABILITY_ETAS[1:], list(CORRECTIONS)[-2:]))
-    figure, axes = plt.subplots(1, len(panels), figsize=(12, 3.4), sharey=True, constrained_layout=True)
+    figure, axes = plt.subplots(
+        1, len(panels), figsize=(12, 3.4), sharey=True, constrained_layout=True
+    )
     for panel, (eta, method) in zip(axes, panels):
         runs = [line for line in lines if (line["eta"], line["method"]) == (eta, method)]
         for line in sorted(runs, key=largest_fall):
             color = "tab:red" if largest_fall(line) > 0.1 else "tab:blue"
-            panel.plot(range(0, STEPS + 1, EVERY), [line[name] for name in CURVE], color=color, linewidth=0.8)
+            panel.plot(
+                range(0, STEPS + 1, EVERY),
+                [line[name] for name in CURVE],
+                color=color,
+                linewidth=0.8,
+            )
         panel.set(xlabel="training step", title=f"{method}, eta {eta}, {len(runs)} seeds")
     axes[0].set(ylabel="success")
     figure.savefig(STABILITY_FIGURE, dpi=110)
@@ -351,22 +441,42 @@ def draw(lines: list[dict[str, Any]], curves_of: str = "16") -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), sharey=True, constrained_layout=True)
+    figure, (left, right) = plt.subplots(
+        1, 2, figsize=(10, 4), sharey=True, constrained_layout=True
+    )
     last, colors = cells(lines, CURVE[-1]), dict(zip(METHODS, ("tab:red", "tab:blue", "tab:green")))
     for i, (method, color) in enumerate(colors.items()):
         at = [k for k, eta in enumerate(ETAS) if (eta, method) in last]
         seeds = [last[ETAS[k], method] for k in at]
         left.plot(at, [median(s) for s in seeds], color=color, label=method)
-        left.fill_between(at, [min(s) for s in seeds], [max(s) for s in seeds], color=color, alpha=0.15, linewidth=0)
+        left.fill_between(
+            at,
+            [min(s) for s in seeds],
+            [max(s) for s in seeds],
+            color=color,
+            alpha=0.15,
+            linewidth=0,
+        )
         for k, s in zip(at, seeds):
             left.plot([k + 0.06 * (i - 1)] * len(s), s, ".", color=color, markersize=4)
-        runs = [[line[c] for c in CURVE] for line in lines if (line["eta"], line["method"]) == (curves_of, method)]
+        runs = [
+            [line[c] for c in CURVE]
+            for line in lines
+            if (line["eta"], line["method"]) == (curves_of, method)
+        ]
         for curve in runs:
             right.plot(range(0, STEPS + 1, EVERY), curve, color=color, alpha=0.35, linewidth=0.8)
         if runs:
-            right.plot(range(0, STEPS + 1, EVERY), [median(c) for c in zip(*runs)], color=color, label=method)
+            right.plot(
+                range(0, STEPS + 1, EVERY),
+                [median(c) for c in zip(*runs)],
+                color=color,
+                label=method,
+            )
     left.set(
-        xlabel="eta (versions of lag)", ylabel="success", title=f"after {STEPS} steps, median and range of the seeds"
+        xlabel="eta (versions of lag)",
+        ylabel="success",
+        title=f"after {STEPS} steps, median and range of the seeds",
     )
     left.set_xticks(range(len(ETAS)), ["∞" if eta == "inf" else eta for eta in ETAS])
     right.set(xlabel="training step", title=f"on the way, eta = {curves_of}")
@@ -376,8 +486,17 @@ def draw(lines: list[dict[str, Any]], curves_of: str = "16") -> None:
 
 def load_recipe() -> PPOActorConfig:
     """Return the recipe of the trainer: configs/demo.yaml with the changes that the docstring of this file lists."""
-    words = ["actor.ppo_epochs=1", "actor.kl_ctl=0", "actor.entropy_coeff=0.03", "actor.enable_tree_training=true"]
-    words += ["actor.optimizer.lr=1e-3", "actor.optimizer.warmup_steps=10", "actor.ppo_n_minibatches=4"]
+    words = [
+        "actor.ppo_epochs=1",
+        "actor.kl_ctl=0",
+        "actor.entropy_coeff=0.03",
+        "actor.enable_tree_training=true",
+    ]
+    words += [
+        "actor.optimizer.lr=1e-3",
+        "actor.optimizer.warmup_steps=10",
+        "actor.ppo_n_minibatches=4",
+    ]
     return load(["--config", str(ROOT / "configs" / "demo.yaml"), *words]).actor
 
 
@@ -390,7 +509,9 @@ def main() -> None:
     parser.add_argument("--draw", action="store_true")
     args = parser.parse_args()
     etas = args.etas or (STABILITY_ETAS if args.stability else ETAS)
-    seeds = STABILITY_SEEDS if args.stability else {m: [1, 2, 3, 4, 5] for m in METHODS}  # seeds of each method
+    seeds = (
+        STABILITY_SEEDS if args.stability else {m: [1, 2, 3, 4, 5] for m in METHODS}
+    )  # seeds of each method
     torch.set_num_threads(1)
     transformers_logging.disable_progress_bar()
     recipe = load_recipe()
@@ -401,7 +522,9 @@ def main() -> None:
         base = BASES / f"base-{seed}"
         if not base.exists():
             guess.make_model(base, seed)
-        methods = args.methods or [method for method, own in seeds.items() if args.seeds or seed in own]
+        methods = args.methods or [
+            method for method, own in seeds.items() if args.seeds or seed in own
+        ]
         for eta in etas:
             for method in methods:
                 if (eta, method, seed) not in done:

@@ -37,7 +37,11 @@ def watch(*words: str) -> tuple[float, float, bytes]:
     child, terminal = pty.fork()
     if child == 0:
         os.chdir(ROOT)
-        os.execve(sys.executable, [sys.executable, *words], {**os.environ, "COLUMNS": "80", "TERM": "xterm"})
+        os.execve(
+            sys.executable,
+            [sys.executable, *words],
+            {**os.environ, "COLUMNS": "80", "TERM": "xterm"},
+        )
     times, output = [begin], b""
     while True:
         try:
@@ -51,22 +55,32 @@ def watch(*words: str) -> tuple[float, float, bytes]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=3, help="number of times that each command runs")
-    parser.add_argument("--show", type=Path, help="file for what the terminal received in the last run")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="number of times that each command runs"
+    )
+    parser.add_argument(
+        "--show", type=Path, help="file for what the terminal received in the last run"
+    )
     args = parser.parse_args()
     rows, runs = [], Path(tempfile.mkdtemp())
     for k in range(args.repeats):
         imported, helped = time_of("-c", "import torch"), time_of("train.py", "--help")
         # Only this script uses the seed 1,000,007. The script deletes an old base model of the seed 1,000,007, so that
         # the first run has to make the base model.
-        shutil.rmtree(next((ROOT / ".cache").glob("tasks.guess-1000007-*"), runs / "none"), ignore_errors=True)
+        shutil.rmtree(
+            next((ROOT / ".cache").glob("tasks.guess-1000007-*"), runs / "none"), ignore_errors=True
+        )
         seed = "seed=1000007" if k == 0 else "seed=1"
         words = ("train.py", "max_steps=2", f"fileroot={runs}", f"trial_name={k}", seed)
         first, silence, output = watch(*words)
         rows.append((imported, helped, first, silence))
         print(
-            "import torch {:.1f} s, --help {:.1f} s, first words {:.1f} s, longest silence {:.1f} s".format(*rows[-1])
+            "import torch {:.1f} s, --help {:.1f} s, first words {:.1f} s, longest silence {:.1f} s".format(
+                *rows[-1]
+            )
         )
     if args.show:
         args.show.write_bytes(output)

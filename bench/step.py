@@ -22,7 +22,13 @@ from pathlib import Path
 from statistics import median
 
 PARTS = ("prox_logp", "ref_logp", "ppo_update", "step")
-COMPUTED = {"prox_logp", "ref_logp", "advantages", "theta_logp", "step_fraction"}  # keys that a step adds to a batch
+COMPUTED = {
+    "prox_logp",
+    "ref_logp",
+    "advantages",
+    "theta_logp",
+    "step_fraction",
+}  # keys that a step adds to a batch
 
 
 def measure(tree: Path, config: str, run: Path, steps: int, gradients: Path) -> None:
@@ -32,7 +38,7 @@ def measure(tree: Path, config: str, run: Path, steps: int, gradients: Path) -> 
     import torch
     from safetensors.torch import load_file, save_file
 
-    from run.config import load
+    from run.load import load
     from training.actor import FSDPEngine, FSDPPPOActor
 
     torch.set_num_threads(1)
@@ -40,7 +46,11 @@ def measure(tree: Path, config: str, run: Path, steps: int, gradients: Path) -> 
     batch = {key: x for key, x in batch.items() if key not in COMPUTED}
     model = max((run / "checkpoints").glob("step*"))
     times: dict[str, list[float]] = {name: [] for name in PARTS}
-    options = ["actor.ppo_epochs=1", "actor.ppo_n_minibatches=1", "actor.optimizer.gradient_clipping=0"]
+    options = [
+        "actor.ppo_epochs=1",
+        "actor.ppo_n_minibatches=1",
+        "actor.optimizer.gradient_clipping=0",
+    ]
     for words, count in ((options, 1), ([], steps)):
         actor_config = load(["--config", str(tree / config), *words]).actor
         actor = FSDPPPOActor(actor_config, model)
@@ -63,16 +73,22 @@ def measure(tree: Path, config: str, run: Path, steps: int, gradients: Path) -> 
                 times[name].append(1e3 * (at[end] - at[begin]))
         if words:
             found = {name: p.grad for name, p in actor.model.named_parameters()}
-            save_file({name: getattr(g, "full_tensor", g.clone)() for name, g in found.items()}, gradients)
+            save_file(
+                {name: getattr(g, "full_tensor", g.clone)() for name, g in found.items()}, gradients
+            )
         actor.destroy()
     print(json.dumps({name: median(values[2:]) for name, values in times.items()}))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("run", type=Path, help="folder of a run")
     parser.add_argument("--against", default="HEAD", help="an earlier revision")
-    parser.add_argument("--config", default="configs/demo.yaml", help="the recipe of the run, in both trees")
+    parser.add_argument(
+        "--config", default="configs/demo.yaml", help="the recipe of the run, in both trees"
+    )
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--steps", type=int, default=12, help="steps of a process")
     parser.add_argument("--measure", nargs=2, type=Path, help=argparse.SUPPRESS)
@@ -86,14 +102,24 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         earlier = Path(scratch) / "earlier"
         earlier.mkdir()
-        archive = subprocess.run(["git", "archive", args.against], cwd=root, stdout=subprocess.PIPE, check=True).stdout
+        archive = subprocess.run(
+            ["git", "archive", args.against], cwd=root, stdout=subprocess.PIPE, check=True
+        ).stdout
         subprocess.run(["tar", "-x", "-C", str(earlier)], input=archive, check=True)
         found: dict[Path, list[dict[str, float]]] = {earlier: [], root: []}
         for tree in list(found) * args.pairs:
             command = [sys.executable, __file__, str(args.run.resolve()), "--config", args.config]
-            command += ["--steps", str(args.steps), "--measure", str(tree), f"{scratch}/{tree.name}.safetensors"]
+            command += [
+                "--steps",
+                str(args.steps),
+                "--measure",
+                str(tree),
+                f"{scratch}/{tree.name}.safetensors",
+            ]
             environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-            done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=True)
+            done = subprocess.run(
+                command, cwd=tree, env=environment, capture_output=True, text=True, check=True
+            )
             found[tree].append(json.loads(done.stdout.splitlines()[-1]))
         print(
             f"{args.pairs} pairs; load {os.getloadavg()[0]:.1f}\n\n| part | before | now | now / before |\n|---|---|---|---|"

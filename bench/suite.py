@@ -40,12 +40,16 @@ def pytest(tree: Path, *words: str, **variables: str) -> tuple[float, list[str]]
     command = [sys.executable, "-m", "pytest", *words]
     done = subprocess.run(command, cwd=tree, env=environment, stdout=subprocess.PIPE, text=True)
     if done.returncode > 1:  # 1: a test failed
-        raise SystemExit(f"{' '.join(command)}: ended with code {done.returncode}\n{done.stdout[-2000:]}")
+        raise SystemExit(
+            f"{' '.join(command)}: ended with code {done.returncode}\n{done.stdout[-2000:]}"
+        )
     return time.monotonic() - begin, done.stdout.splitlines()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--against", required=True, help="the earlier revision")
     args = parser.parse_args()
     two = ("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
@@ -53,15 +57,21 @@ def main() -> None:
         earlier, names = Path(scratch) / "earlier", Path(scratch) / "names"
         extract(args.against, earlier)
         (ROOT / ".cache").mkdir(exist_ok=True)
-        (earlier / ".cache").symlink_to(ROOT / ".cache")  # both revisions keep their base models in one folder
+        (earlier / ".cache").symlink_to(
+            ROOT / ".cache"
+        )  # both revisions keep their base models in one folder
         (Path(scratch) / "only_named.py").write_text(PLUGIN)
         _, found = pytest(earlier, "-m", "not runs", "--collect-only", PYTHONPATH=str(earlier))
-        names.write_text("\n".join(line.split("::")[-1].split("[")[0] for line in found if "::" in line))
+        names.write_text(
+            "\n".join(line.split("::")[-1].split("[")[0] for line in found if "::" in line)
+        )
         paths = f"{scratch}{os.pathsep}{ROOT}"
         before, old = pytest(earlier, *two, "-m", "not runs", PYTHONPATH=str(earlier))
         print(f"{args.against}: {before:.0f} s: {old[-1]}", flush=True)
         for what, words in {"now": (), "now, in make test": ("-m", "not runs")}.items():
-            now, new = pytest(ROOT, *two, "-p", "only_named", *words, PYTHONPATH=paths, NAMES=str(names))
+            now, new = pytest(
+                ROOT, *two, "-p", "only_named", *words, PYTHONPATH=paths, NAMES=str(names)
+            )
             print(f"{what}: {now:.0f} s, ratio {now / before:.2f}: {new[-1]}", flush=True)
 
 

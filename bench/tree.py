@@ -65,9 +65,16 @@ def build(width: int) -> Any:
     """Make a random Qwen3 with two query heads for each key head. The head size is 64, or 16 in the narrowest model."""
     torch.manual_seed(0)
     d = 64 if width >= 256 else 16
-    shape = {"hidden_size": width, "intermediate_size": 3 * width, "num_hidden_layers": LAYERS, "head_dim": d}
+    shape = {
+        "hidden_size": width,
+        "intermediate_size": 3 * width,
+        "num_hidden_layers": LAYERS,
+        "head_dim": d,
+    }
     heads = {"num_attention_heads": width // d, "num_key_value_heads": width // d // 2}
-    return Qwen3ForCausalLM(Qwen3Config(vocab_size=VOCABULARY, max_position_embeddings=4096, **shape, **heads))
+    return Qwen3ForCausalLM(
+        Qwen3Config(vocab_size=VOCABULARY, max_position_embeddings=4096, **shape, **heads)
+    )
 
 
 def make_rows(length: int, share: float) -> Tensor:
@@ -104,7 +111,9 @@ def ways(model: Any, rows: Tensor, share: float) -> dict[str, Callable[[], Tenso
     def end_to_end(attention: str, **how: Any) -> Tensor:
         model.set_attn_implementation(attention)
         positions = torch.arange(length).repeat(ROWS)[None]
-        hidden = model.model(input_ids=rows.view(1, -1), position_ids=positions, use_cache=False, **how)
+        hidden = model.model(
+            input_ids=rows.view(1, -1), position_ids=positions, use_cache=False, **how
+        )
         hidden = hidden.last_hidden_state.view(ROWS, length, -1)
         return loss_of(model, hidden[:, own - 1 : -1].flatten(0, 1), wanted)
 
@@ -113,7 +122,9 @@ def ways(model: Any, rows: Tensor, share: float) -> dict[str, Callable[[], Tenso
         how: dict[str, Any] = {"tree": tree}
         if dense:
             k = torch.arange(len(tree.subtree_end))
-            how = {"attention_mask": ((k <= k[:, None]) & (k[:, None] < tree.subtree_end))[None, None]}
+            how = {
+                "attention_mask": ((k <= k[:, None]) & (k[:, None] < tree.subtree_end))[None, None]
+            }
         hidden = model.model(
             input_ids=tree.input_ids, position_ids=tree.position_ids, use_cache=False, **how
         ).last_hidden_state[0]
@@ -145,10 +156,15 @@ def measure(width: int, length: int, share: float, rounds: int) -> str:
             best[name] = min(best.get(name, float("inf")), time.process_time() - began)
             gradients = [p.grad.clone() for p in model.parameters()]
             truth = truth or gradients
-            worst = max(worst, *(float((g - t).norm() / t.norm()) for g, t in zip(gradients, truth)))
+            worst = max(
+                worst, *(float((g - t).norm() / t.norm()) for g, t in zip(gradients, truth))
+            )
     [tree] = build_trees(list(rows), rows.numel())
     gain = min(best["padded"], best["packed"]) / best["tree"]
-    shown = [f"{best[name] * 1e3:.0f}" if name in best else "" for name in ("padded", "packed", "hf", "dense", "tree")]
+    shown = [
+        f"{best[name] * 1e3:.0f}" if name in best else ""
+        for name in ("padded", "packed", "hf", "dense", "tree")
+    ]
     cells = [
         width,
         length,
@@ -170,7 +186,9 @@ def measure_building(rounds: int) -> None:
         best = {"ours": float("inf"), "theirs": float("inf")}
         for _ in range(rounds):
             began = time.process_time()
-            build_trees([ids[real] for ids, real in zip(rows, data["attention_mask"])], rows.numel())
+            build_trees(
+                [ids[real] for ids, real in zip(rows, data["attention_mask"])], rows.numel()
+            )
             best["ours"] = min(best["ours"], time.process_time() - began)
             if _greedy_build_tries:
                 began = time.process_time()
@@ -185,8 +203,22 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="the first two cases only")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    names = ["width", "tokens", "shared", "ratio", "padded", "packed", "hf", "dense", "tree", "gain", "gradients"]
-    print("Milliseconds of process time. `gradients` is the largest relative difference from a gradient of `padded`.\n")
+    names = [
+        "width",
+        "tokens",
+        "shared",
+        "ratio",
+        "padded",
+        "packed",
+        "hf",
+        "dense",
+        "tree",
+        "gain",
+        "gradients",
+    ]
+    print(
+        "Milliseconds of process time. `gradients` is the largest relative difference from a gradient of `padded`.\n"
+    )
     print("| " + " | ".join(names) + " |\n" + "|---" * len(names) + "|")
     for case in CASES[: 2 if args.quick else None]:
         print(measure(*case, rounds=3), flush=True)

@@ -50,10 +50,12 @@ import openai
 import orjson
 
 from cache import Interaction, finite
+from inference.fields import Refusal
 from inference.io_struct import ModelResponse
-from run.fields import Refusal
 
-TIMEOUT = httpx.Timeout(600.0).as_dict()  # timeout in seconds for each phase of a request: connecting, writing, reading
+TIMEOUT = httpx.Timeout(
+    600.0
+).as_dict()  # timeout in seconds for each phase of a request: connecting, writing, reading
 
 # `sdk_http` is the HTTP library of the installed openai SDK: httpx, or httpx2 since openai 3.0. `_library_client` is
 # the client class of `sdk_http`. The library's name is the first part of the module name of `_library_client`, such as
@@ -84,15 +86,25 @@ class OpenAIProxyClient:
     """
 
     def __init__(
-        self, transport: Any, base_url: str, admin_key: str, task_id: str, grant: bool = False, **options: Any
+        self,
+        transport: Any,
+        base_url: str,
+        admin_key: str,
+        task_id: str,
+        grant: bool = False,
+        **options: Any,
     ) -> None:
         # If `grant` is true, the request that starts the session also adds the grant for this session. `options` are
         # further fields of the request that starts the session.
         self._start = {"task_id": task_id, "grant": grant, **options}
         self._transport: httpx.AsyncBaseTransport = transport
         self._base_url = base_url.rstrip("/")
-        self._headers = {"Authorization": f"Bearer {admin_key}"}  # admin key, needed for URL paths without a session id
-        self.session_id = self.api_key = ""  # `session_id` and `api_key` get their values when the session starts
+        self._headers = {
+            "Authorization": f"Bearer {admin_key}"
+        }  # admin key, needed for URL paths without a session id
+        self.session_id = self.api_key = (
+            ""  # `session_id` and `api_key` get their values when the session starts
+        )
         self.rewarded_count = 0  # number of interactions with a reward; set when the session ends
 
     @property
@@ -113,7 +125,9 @@ class OpenAIProxyClient:
         if not self.session_id:  # `finish` has already ended the session
             return
         try:
-            ended = await self._post(f"/{self.session_id}/rl/end_session", {"discard": error is not None})
+            ended = await self._post(
+                f"/{self.session_id}/rl/end_session", {"discard": error is not None}
+            )
             self.rewarded_count = ended["rewarded_count"]
         except (httpx.HTTPError, Refusal):
             if error is None:
@@ -131,7 +145,9 @@ class OpenAIProxyClient:
         """Set the reward of the last finished interaction. Raises the same errors as `set_reward`."""
         await self._post(f"/{self.session_id}/rl/set_reward", {"reward": finite(reward)})
 
-    async def export_interactions(self, discount: float = 1.0, style: str = "individual") -> dict[str, Interaction]:
+    async def export_interactions(
+        self, discount: float = 1.0, style: str = "individual"
+    ) -> dict[str, Interaction]:
         """Return the interactions of the session with their discounted rewards. After the export, the proxy forgets the
         session.
 
@@ -140,30 +156,50 @@ class OpenAIProxyClient:
         """
         return await self._export(discount=discount, style=style)
 
-    async def finish(self, rewards: float | dict[str, float] | None, **options: Any) -> dict[str, Interaction]:
+    async def finish(
+        self, rewards: float | dict[str, float] | None, **options: Any
+    ) -> dict[str, Interaction]:
         """Set the rewards, end the session and export its interactions, all in one request.
 
         `rewards` is a number (the reward of the last interaction), a dict {interaction id: reward}, or None for no
         reward. `options` are the arguments of `export_interactions`. Raises the same errors as `set_reward`.
         """
-        named = rewards.items() if isinstance(rewards, dict) else [] if rewards is None else [(None, rewards)]
+        named = (
+            rewards.items()
+            if isinstance(rewards, dict)
+            else []
+            if rewards is None
+            else [(None, rewards)]
+        )
         given = [{"interaction_id": name, "reward": finite(reward)} for name, reward in named]
         interactions, self.session_id = await self._export(rewards=given, **options), ""
         return interactions
 
     async def _export(self, **options: Any) -> dict[str, Interaction]:
-        answer = await self._post("/export_trajectories", {"session_id": self.session_id, **options})
+        answer = await self._post(
+            "/export_trajectories", {"session_id": self.session_id, **options}
+        )
         self.rewarded_count = answer["rewarded_count"]
         rows: dict[str, Interaction] = {}
         for interaction_id, exported in answer["interactions"].items():
             row, messages = exported["tensors"], exported["messages"]
-            interaction = ExportedInteraction(messages, interaction_id, reward=exported["reward"], row=row)
-            interaction.output_message_list, interaction.reply = exported["output"], exported["reply"]
+            interaction = ExportedInteraction(
+                messages, interaction_id, reward=exported["reward"], row=row
+            )
+            interaction.output_message_list, interaction.reply = (
+                exported["output"],
+                exported["reply"],
+            )
             interaction.turn = max(row["turn_ids"], default=0)
-            start = len(row["turn_ids"]) - row["turn_ids"].count(interaction.turn)  # index of the first output token
+            start = len(row["turn_ids"]) - row["turn_ids"].count(
+                interaction.turn
+            )  # index of the first output token
             output: list[Any] = [row[key][start:] for key in ("input_ids", "logprobs", "versions")]
             interaction.model_response = response = ModelResponse(row["input_ids"][:start], *output)
-            response.stop_reason, response.temperature = exported["stop_reason"], row["temperatures"][-1]
+            response.stop_reason, response.temperature = (
+                exported["stop_reason"],
+                row["temperatures"][-1],
+            )
             rows[interaction_id] = interaction
         for interaction_id, exported in answer["interactions"].items():
             rows[interaction_id].parent = rows.get(exported["parent"])
@@ -172,7 +208,9 @@ class OpenAIProxyClient:
     async def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """Send a POST and return the JSON of the reply. Raises Refusal if the status is not 200."""
         url, content, extensions = self._base_url + path, orjson.dumps(body), {"timeout": TIMEOUT}
-        request = httpx.Request("POST", url, content=content, headers=self._headers, extensions=extensions)
+        request = httpx.Request(
+            "POST", url, content=content, headers=self._headers, extensions=extensions
+        )
         answer = await self._transport.handle_async_request(request)
         await answer.aread()
         if answer.status_code != 200:
@@ -190,18 +228,29 @@ class ArealOpenAI(openai.AsyncOpenAI):
     """
 
     def __init__(self, engine: Any, tokenizer: Any, task_id: str = "", **options: Any) -> None:
-        from proxy import create_app  # only the direct approach needs fastapi, which takes time to import
+        from proxy import (
+            create_app,  # only the direct approach needs fastapi, which takes time to import
+        )
 
         options = {"session_timeout_seconds": math.inf} | options
         app = create_app(engine, tokenizer, secrets.token_urlsafe(), **options)
         session = app.state.proxy.start_own_session(task_id)
         self.cache = cache = session.cache
         self.set_reward, self.set_last_reward = cache.set_reward, cache.set_last_reward
-        self.apply_reward_discount, self.export_interactions = cache.apply_reward_discount, cache.export_interactions
-        http_client = openai.DefaultAsyncHttpxClient(transport=sdk_http.ASGITransport(app), timeout=None)
+        self.apply_reward_discount, self.export_interactions = (
+            cache.apply_reward_discount,
+            cache.export_interactions,
+        )
+        http_client = openai.DefaultAsyncHttpxClient(
+            transport=sdk_http.ASGITransport(app), timeout=None
+        )
         url = f"http://in-process/{session.session_id}/v1"
-        super().__init__(base_url=url, api_key=session.session_id, http_client=http_client, max_retries=0)
-        for endpoint in list[Any]([self.chat.completions, self.responses]):  # callers need not pass `model`
+        super().__init__(
+            base_url=url, api_key=session.session_id, http_client=http_client, max_retries=0
+        )
+        for endpoint in list[Any](
+            [self.chat.completions, self.responses]
+        ):  # callers need not pass `model`
             endpoint.create = functools.partial(endpoint.create, model="default")
 
     def copy(self, **changes: Any) -> openai.AsyncOpenAI:  # type: ignore[override]
@@ -209,7 +258,9 @@ class ArealOpenAI(openai.AsyncOpenAI):
 
         `changes` are new options of the client, such as the timeout or the headers.
         """
-        plain = openai.AsyncOpenAI(base_url=self.base_url, api_key=self.api_key, http_client=self._client)
+        plain = openai.AsyncOpenAI(
+            base_url=self.base_url, api_key=self.api_key, http_client=self._client
+        )
         return plain.copy(**{"max_retries": 0} | changes)
 
     with_options = copy  # type: ignore[assignment]
@@ -226,4 +277,6 @@ class ArealOpenAI(openai.AsyncOpenAI):
         self.apply_reward_discount(turn_discount)
         return self.export_interactions("individual")
 
-    get_completions = get_interaction  # `get_interaction` is called `get_completions` in AReaL's older API
+    get_completions = (
+        get_interaction  # `get_interaction` is called `get_completions` in AReaL's older API
+    )

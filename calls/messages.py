@@ -47,19 +47,46 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from run.fields import LEVELS, NOUN, Refusal, as_object, get, read_json, write_json
+from inference.fields import LEVELS, NOUN, Refusal, as_object, get, read_json, write_json
 
 Json = dict[str, Any]  # a JSON object
 Message = Json  # a message of a conversation, in the form of chat completions
-Find = Callable[[str], Any]  # function that returns the finished interaction (cache.py) with the given id, or None
-NOTHING: Find = dict[str, Any]().get  # a `find` function for requests without a session: it returns None for every id
+Find = Callable[
+    [str], Any
+]  # function that returns the finished interaction (cache.py) with the given id, or None
+NOTHING: Find = dict[
+    str, Any
+]().get  # a `find` function for requests without a session: it returns None for every id
 ROLES = ("system", "developer", "user", "assistant", "tool")
-TEXTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text")  # types of content parts that hold text
-BLOCKS = ("text", "tool_result", "tool_use", "thinking", "redacted_thinking")  # accepted types of Anthropic's blocks
+TEXTS = (
+    "text",
+    "input_text",
+    "output_text",
+    "reasoning_text",
+    "summary_text",
+)  # types of content parts that hold text
+BLOCKS = (
+    "text",
+    "tool_result",
+    "tool_use",
+    "thinking",
+    "redacted_thinking",
+)  # accepted types of Anthropic's blocks
 # types of content parts that are replaced by the text PLACEHOLDER
-MEDIA = ("image", "image_url", "input_image", "document", "file", "input_file", "audio", "input_audio")
+MEDIA = (
+    "image",
+    "image_url",
+    "input_image",
+    "document",
+    "file",
+    "input_file",
+    "audio",
+    "input_audio",
+)
 PLACEHOLDER = "[an image or a file, which this model cannot read]"
-NEUTRAL: dict[str, tuple[Any, ...]] = {  # unsupported parameters, each with the values that have no effect
+NEUTRAL: dict[
+    str, tuple[Any, ...]
+] = {  # unsupported parameters, each with the values that have no effect
     **dict.fromkeys(("functions", "mcp_servers"), ([],)),
     **dict.fromkeys(("top_logprobs", "min_p", "min_tokens"), (0,)),
     **dict.fromkeys(("ignore_eos", "continue_final_message", "background"), (False,)),
@@ -69,11 +96,21 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {  # unsupported parameters, each with the
     "modalities": (["text"],),
     "add_generation_prompt": (True,),
     "truncation": ("disabled",),
-    **dict.fromkeys(("chat_template", "audio", "web_search_options", "conversation", "prompt", "container"), ()),
-    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "compaction"), ()),
+    **dict.fromkeys(
+        ("chat_template", "audio", "web_search_options", "conversation", "prompt", "container"), ()
+    ),
+    **dict.fromkeys(
+        ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "compaction"), ()
+    ),
 }
-LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")  # names of max_new_tokens in the protocols
-NUMBERS: dict[str, tuple[type, float, float]] = {  # type, minimum and maximum of each numeric parameter
+LIMITS = (
+    "max_tokens",
+    "max_completion_tokens",
+    "max_output_tokens",
+)  # names of max_new_tokens in the protocols
+NUMBERS: dict[
+    str, tuple[type, float, float]
+] = {  # type, minimum and maximum of each numeric parameter
     "temperature": (float, 0, 2**31),
     "top_p": (float, 1e-9, 1),
     "top_k": (int, -1, 2**31 - 1),
@@ -89,10 +126,16 @@ NUMBERS: dict[str, tuple[type, float, float]] = {  # type, minimum and maximum o
 class AgentRequest:
     """One request of an agent, in a form that does not depend on the protocol."""
 
-    messages: list[Message]  # the whole conversation in normal form, including messages that the client named by id
+    messages: list[
+        Message
+    ]  # the whole conversation in normal form, including messages that the client named by id
     model: str = "default"
-    sampling: Json = field(default_factory=dict)  # the fields of GenerationHyperparameters that the agent set
-    tools: list[Json] = field(default_factory=list)  # the client's functions, in the form of chat completions
+    sampling: Json = field(
+        default_factory=dict
+    )  # the fields of GenerationHyperparameters that the agent set
+    tools: list[Json] = field(
+        default_factory=list
+    )  # the client's functions, in the form of chat completions
     tool_choice: str = "auto"  # "auto", "none", "required" or the name of one of `tools`
     callable_tools: list[Json] = field(default_factory=list)  # the tools that the reply may call
     parent: Any = None  # the interaction that the request continues, if the client gave its id
@@ -101,7 +144,9 @@ class AgentRequest:
     logprobs: bool = False  # whether the reply contains the logprobs of the sampled tokens
     store: bool = True  # `rollout.openai.store` decides whether a turn with store=False is trained
     stream: bool = False  # whether the reply is a stream of events
-    stream_usage: bool = False  # whether a stream of chat completions ends with a chunk of token counts
+    stream_usage: bool = (
+        False  # whether a stream of chat completions ends with a chunk of token counts
+    )
 
     @cached_property
     def template_key(self) -> str:
@@ -110,7 +155,9 @@ class AgentRequest:
         The messages and the template_key determine the prompt. A turn reuses its parent's tokens only if the turn and
         the parent have the same template_key. Raises Refusal if a value is nested too deeply.
         """
-        return write_json(self.template_kwargs, "chat_template_kwargs") + write_json(self.tools, "tools")
+        return write_json(self.template_kwargs, "chat_template_kwargs") + write_json(
+            self.tools, "tools"
+        )
 
 
 # Messages
@@ -125,7 +172,10 @@ def normalise(raw: Any, where: str = "message") -> Message:
     role = as_object(raw, where).get("role")
     if role not in ROLES:
         raise Refusal(f"{where}.role: one of {', '.join(ROLES)} is needed")
-    plain: Message = {"role": "system" if role == "developer" else role, "content": _text(raw, "content", where)}
+    plain: Message = {
+        "role": "system" if role == "developer" else role,
+        "content": _text(raw, "content", where),
+    }
     if raw.get("tool_calls"):
         calls = get(raw, "tool_calls", list, where=where)
         plain["tool_calls"] = [_tool_call(call, f"{where}.tool_calls") for call in calls]
@@ -147,11 +197,17 @@ def canonical(message: Message) -> tuple:
     """
     calls = message.get("tool_calls") or ()
     has_objects = all(isinstance(call["function"].get("arguments"), dict) for call in calls)
-    if not has_objects or not isinstance(message.get("content"), str) or message.get("role") == "developer":
+    if (
+        not has_objects
+        or not isinstance(message.get("content"), str)
+        or message.get("role") == "developer"
+    ):
         message = normalise(message)
     role, calls = message["role"], message.get("tool_calls")
     calls_text = write_json(calls, "messages.tool_calls") if calls else ""
-    result_of = str(message.get("tool_call_id") or message.get("id") or "") if role == "tool" else ""
+    result_of = (
+        str(message.get("tool_call_id") or message.get("id") or "") if role == "tool" else ""
+    )
     return role, message["content"], calls_text, result_of
 
 
@@ -167,7 +223,9 @@ def _tool_call(raw: Any, where: str) -> Json:
         raise Refusal(f"{where}: a call has an id and the name of a function, both strings")
     if arguments is None or arguments == "":
         arguments = "{}"
-    elif not isinstance(arguments, str):  # an object becomes text for `read_json`, which turns 2.0 into 2
+    elif not isinstance(
+        arguments, str
+    ):  # an object becomes text for `read_json`, which turns 2.0 into 2
         arguments = write_json(arguments, where)
     with contextlib.suppress(ValueError):  # a model may write arguments that are not JSON
         # A message has at most LEVELS levels of nesting. The list of tool calls adds 3 levels around the arguments.
@@ -186,16 +244,27 @@ def _text(raw: Json, name: str, where: str = "") -> str:
     if isinstance(content, str | None):
         return content or ""
     if isinstance(content, list):
-        content = [{"text": PLACEHOLDER} if isinstance(p, dict) and p.get("type") in MEDIA else p for p in content]
+        content = [
+            {"text": PLACEHOLDER} if isinstance(p, dict) and p.get("type") in MEDIA else p
+            for p in content
+        ]
     if not isinstance(content, list) or not all(map(_is_text_part, content)):
-        raise Refusal(f"{where}.{name}: a string, a list of texts and images, or null is needed".removeprefix("."))
+        raise Refusal(
+            f"{where}.{name}: a string, a list of texts and images, or null is needed".removeprefix(
+                "."
+            )
+        )
     return "".join(part["text"] for part in content)
 
 
 def _is_text_part(part: Any) -> bool:
     """Return whether an element of a content list is a text part: its `type` is absent or in TEXTS, and its `text` is a
     string."""
-    return isinstance(part, dict) and part.get("type", "text") in TEXTS and isinstance(part.get("text"), str)
+    return (
+        isinstance(part, dict)
+        and part.get("type", "text") in TEXTS
+        and isinstance(part.get("text"), str)
+    )
 
 
 def _objects(body: Json, name: str) -> list[tuple[Json, str]]:
@@ -203,7 +272,10 @@ def _objects(body: Json, name: str) -> list[tuple[Json, str]]:
 
     Raises Refusal if the field `name` is not a list of objects.
     """
-    return [(as_object(raw, f"{name}[{i}]"), f"{name}[{i}]") for i, raw in enumerate(get(body, name, list, []))]
+    return [
+        (as_object(raw, f"{name}[{i}]"), f"{name}[{i}]")
+        for i, raw in enumerate(get(body, name, list, []))
+    ]
 
 
 # The three protocols
@@ -217,7 +289,9 @@ def parse_chat(body: Json, find: Find = NOTHING) -> AgentRequest:
     messages = [normalise(raw, where) for raw, where in _objects(body, "messages")]
     form, effort = get(body, "response_format", dict, {}), get(body, "reasoning_effort", str)
     shared = _shared(body, _tools(body, "function"), form, effort, most_answers=128)
-    return AgentRequest(_conversation("messages", messages), logprobs=get(body, "logprobs", bool, False), **shared)
+    return AgentRequest(
+        _conversation("messages", messages), logprobs=get(body, "logprobs", bool, False), **shared
+    )
 
 
 def parse_responses(body: Json, find: Find = NOTHING) -> AgentRequest:
@@ -235,20 +309,31 @@ def parse_responses(body: Json, find: Find = NOTHING) -> AgentRequest:
 
 def parse_anthropic(body: Json, find: Find = NOTHING) -> AgentRequest:
     """Read the body of POST /v1/messages. Raises Refusal if the body is not valid."""
-    new = [message for raw, where in _objects(body, "messages") for message in _split_blocks(raw, where)]
+    new = [
+        message
+        for raw, where in _objects(body, "messages")
+        for message in _split_blocks(raw, where)
+    ]
     if new and new[-1]["role"] == "assistant":
-        raise Refusal("messages: the last message must not be the assistant's; prefilled answers are not supported")
+        raise Refusal(
+            "messages: the last message must not be the assistant's; prefilled answers are not supported"
+        )
     thread, previous = get(body, "thread.type", str), get(body, "thread.previous_message_id", str)
     if thread not in (None, "create", "continue") or (thread == "continue") != bool(previous):
         raise Refusal("thread: type create, or continue with a previous_message_id, is needed")
     parent = _look_up(previous, "thread.previous_message_id", find)
     messages = _conversation("messages", new, _text(body, "system"), parent)
     form = get(body, "output_config.format", dict) or get(body, "output_format", dict, {})
-    tools, effort = _tools(body, "custom") or getattr(parent, "tools", []), get(body, "output_config.effort", str)
+    tools, effort = (
+        _tools(body, "custom") or getattr(parent, "tools", []),
+        get(body, "output_config.effort", str),
+    )
     return AgentRequest(messages, parent=parent, **_shared(body, tools, form, effort))
 
 
-def _conversation(name: str, new: list[Message], system: str = "", parent: Any = None) -> list[Message]:
+def _conversation(
+    name: str, new: list[Message], system: str = "", parent: Any = None
+) -> list[Message]:
     """Return the instructions, the conversation of the parent and the new messages as one list.
 
     `system` contains the request's instructions, which replace the first message of the parent's conversation if that
@@ -263,7 +348,9 @@ def _conversation(name: str, new: list[Message], system: str = "", parent: Any =
     return [{"role": "system", "content": system}, *messages] if system else messages
 
 
-def _shared(body: Json, tools: list[Json], form: Json, effort: str | None, most_answers: int = 1) -> Json:
+def _shared(
+    body: Json, tools: list[Json], form: Json, effort: str | None, most_answers: int = 1
+) -> Json:
     """Return those fields of an AgentRequest that are read in the same way in all protocols.
 
     `form` is the requested structured output, and `effort` is the reasoning effort. The caller reads `form` and
@@ -306,14 +393,26 @@ def _sampling(body: Json) -> Json:
         value: Any = body.get(name)
         if value is None:
             continue
-        if type(value) not in (int, kind) or not least <= value <= most:  # isinstance would accept True as an int
-            raise Refusal(f"{name}: {NOUN[kind]} from {least} to {most} is needed, not {write_json(value, name)}")
+        if (
+            type(value) not in (int, kind) or not least <= value <= most
+        ):  # isinstance would accept True as an int
+            raise Refusal(
+                f"{name}: {NOUN[kind]} from {least} to {most} is needed, not {write_json(value, name)}"
+            )
         if sampling.setdefault("max_new_tokens" if name in LIMITS else name, kind(value)) != value:
-            raise Refusal(f"max_tokens: {', '.join(LIMITS)} set the same limit; give only one of them")
-    for name, kind, word in (("stop", str, "string"), ("stop_sequences", str, "string"), ("stop_token_ids", int, "id")):
+            raise Refusal(
+                f"max_tokens: {', '.join(LIMITS)} set the same limit; give only one of them"
+            )
+    for name, kind, word in (
+        ("stop", str, "string"),
+        ("stop_sequences", str, "string"),
+        ("stop_token_ids", int, "id"),
+    ):
         given = body.get(name) or []
         given = [given] if isinstance(given, str) else given
-        if not isinstance(given, list) or not all(type(item) is kind and item != "" for item in given):
+        if not isinstance(given, list) or not all(
+            type(item) is kind and item != "" for item in given
+        ):
             raise Refusal(f"{name}: a list of {word}s is needed, and no {word} may be empty")
         if given:
             sampling.setdefault(name.removesuffix("_sequences"), []).extend(given)
@@ -325,11 +424,17 @@ def _schema(form: Json) -> dict[str, str]:
     kind = form.get("type", "text")
     if kind == "text":
         return {}
-    holder = get(form, "json_schema", dict, form)  # in chat completions, `json_schema` contains the schema
+    holder = get(
+        form, "json_schema", dict, form
+    )  # in chat completions, `json_schema` contains the schema
     schema = {"type": "object"} if kind == "json_object" else holder.get("schema")
     if kind not in ("json_object", "json_schema") or not isinstance(schema, dict):
-        raise Refusal("response_format: type text, json_object, or json_schema with a schema is needed")
-    write_json(schema, "response_format.schema")  # `write_json` raises Refusal if the schema is nested too deeply
+        raise Refusal(
+            "response_format: type text, json_object, or json_schema with a schema is needed"
+        )
+    write_json(
+        schema, "response_format.schema"
+    )  # `write_json` raises Refusal if the schema is nested too deeply
     # `json.dumps` keeps the order of the schema's keys, which the model's JSON must follow. `write_json` sorts keys.
     return {"json_schema": json.dumps(schema)}
 
@@ -347,9 +452,18 @@ def _tools(body: Json, tool_type: str) -> list[Json]:
             continue  # tools that are not functions, such as `web_search`, are ignored
         given = as_object(raw.get("function", raw), where)
         name, description = given.get("name"), given.get("description") or ""
-        parameters = given.get("parameters", given.get("input_schema")) or {"type": "object", "properties": {}}
-        if not isinstance(name, str) or not isinstance(description, str) or not isinstance(parameters, dict):
-            raise Refusal(f"{where}: a name is needed; its description is a string, its parameters a JSON schema")
+        parameters = given.get("parameters", given.get("input_schema")) or {
+            "type": "object",
+            "properties": {},
+        }
+        if (
+            not isinstance(name, str)
+            or not isinstance(description, str)
+            or not isinstance(parameters, dict)
+        ):
+            raise Refusal(
+                f"{where}: a name is needed; its description is a string, its parameters a JSON schema"
+            )
         function = {"name": name, "description": description, "parameters": parameters}
         tools.append({"type": "function", "function": function})
     return tools
@@ -370,12 +484,17 @@ def _tool_choice(raw: Any, tools: list[Json]) -> tuple[str, list[Json]]:
         # In chat completions, the list of allowed tools is one level deeper, in the key `allowed_tools`.
         raw = get(raw, "allowed_tools", dict, raw, "tool_choice")
         allowed = [tool["function"]["name"] for tool in _tools(raw, "function")]
-        choice, tools = raw.get("mode"), [tool for tool in tools if tool["function"]["name"] in allowed]
+        choice, tools = (
+            raw.get("mode"),
+            [tool for tool in tools if tool["function"]["name"] in allowed],
+        )
     elif isinstance(raw, dict):
         choice = get(raw, "function", dict, raw, "tool_choice").get("name")
     names = [tool["function"]["name"] for tool in tools]
     if choice not in ("auto", "none", *names) and not (choice in ("required", "any") and names):
-        raise Refusal("tool_choice: auto or none is needed or, if there are tools, required or a tool's name")
+        raise Refusal(
+            "tool_choice: auto or none is needed or, if there are tools, required or a tool's name"
+        )
     # In Anthropic's protocol the choice "required" is called "any".
     return "required" if choice == "any" else choice, tools if choice != "none" else []
 
@@ -412,9 +531,13 @@ def _join_items(pieces: list[Message]) -> list[Message]:
     messages: list[Message] = []
     for piece in pieces:
         last = messages[-1] if messages else {"role": ""}
-        only_adds_calls = "tool_calls" in piece and not piece["content"] and "reasoning_content" not in piece
+        only_adds_calls = (
+            "tool_calls" in piece and not piece["content"] and "reasoning_content" not in piece
+        )
         only_reasoning_so_far = not last.get("content") and "tool_calls" not in last
-        if last["role"] == piece["role"] == "assistant" and (only_adds_calls or only_reasoning_so_far):
+        if last["role"] == piece["role"] == "assistant" and (
+            only_adds_calls or only_reasoning_so_far
+        ):
             for key in piece.keys() - {"role"}:  # `piece[key]` is a text or a list of tool calls
                 last[key] = last[key] + piece[key] if key in last else piece[key]
         else:
@@ -434,12 +557,25 @@ def _split_blocks(raw: Json, where: str) -> list[Message]:
     for i, block in enumerate(raw["content"]):
         kind = as_object(block, f"{where}.content[{i}]").get("type")
         if kind not in BLOCKS + MEDIA:
-            raise Refusal(f"{where}.content[{i}].type: one of {', '.join(BLOCKS + MEDIA)} is needed")
+            raise Refusal(
+                f"{where}.content[{i}].type: one of {', '.join(BLOCKS + MEDIA)} is needed"
+            )
         blocks["text" if kind in MEDIA else kind].append(block)
-    results = [block | {"role": "tool", "tool_call_id": block.get("tool_use_id")} for block in blocks["tool_result"]]
-    calls = [{"id": b.get("id"), "function": b | {"arguments": b.get("input")}} for b in blocks["tool_use"]]
+    results = [
+        block | {"role": "tool", "tool_call_id": block.get("tool_use_id")}
+        for block in blocks["tool_result"]
+    ]
+    calls = [
+        {"id": b.get("id"), "function": b | {"arguments": b.get("input")}}
+        for b in blocks["tool_use"]
+    ]
     thoughts = [{"text": block.get("thinking")} for block in blocks["thinking"]]
-    others = {"role": raw.get("role"), "content": blocks["text"], "tool_calls": calls, "reasoning_content": thoughts}
+    others = {
+        "role": raw.get("role"),
+        "content": blocks["text"],
+        "tool_calls": calls,
+        "reasoning_content": thoughts,
+    }
     # If a message contains only tool results, `others` is empty and is left out.
     messages = [*results, others] if blocks["text"] or calls or thoughts or not results else results
     return [normalise(message, where) for message in messages]

@@ -59,29 +59,48 @@ from inference.io_struct import ModelResponse
 
 SENTINEL = "\u27e6the assistant's text\u27e7"
 STUB: list[Message] = [{"role": "user", "content": "x"}, {"role": "assistant", "content": SENTINEL}]
-REFUSES = (TemplateError, LookupError, TypeError, ValueError, RecursionError)  # errors that templates raise
+REFUSES = (
+    TemplateError,
+    LookupError,
+    TypeError,
+    ValueError,
+    RecursionError,
+)  # errors that templates raise
 PART = 2**16  # number of characters in each part of a text that is much longer than the context
 INCOMPLETE = 3  # an incomplete character has at most 3 bytes, so at most 3 tokens, and is decoded to at most 3 U+FFFD
-WITHOUT_TEXT = 16  # if more than 16 tokens in a row have no text, TextReader takes them for special tokens
+WITHOUT_TEXT = (
+    16  # if more than 16 tokens in a row have no text, TextReader takes them for special tokens
+)
 
 
 class PromptBuilder:
     """Converts messages to prompt tokens with the chat template of the tokenizer."""
 
-    def __init__(self, tokenizer: Any, chat_template_type: str = "concat", context_length: int | None = None) -> None:
+    def __init__(
+        self, tokenizer: Any, chat_template_type: str = "concat", context_length: int | None = None
+    ) -> None:
         if not tokenizer.chat_template:
-            raise ValueError("the tokenizer has no chat template; use the tokenizer of a chat model")
+            raise ValueError(
+                "the tokenizer has no chat template; use the tokenizer of a chat model"
+            )
         self._tokenizer, self._context_length = tokenizer, context_length
-        self._rust = getattr(tokenizer, "backend_tokenizer", None)  # None for a tokenizer that is written in Python
+        self._rust = getattr(
+            tokenizer, "backend_tokenizer", None
+        )  # None for a tokenizer that is written in Python
         # Function that returns the text of a token, without blanks at its ends
         self.bare_text = functools.lru_cache(1000)(lambda token: tokenizer.decode([token]).strip())
         self._reserved = inspect.signature(tokenizer.apply_chat_template).parameters.keys()
-        self.splices = chat_template_type == "concat" and self._is_local()  # whether prompts reuse the parent's tokens
+        self.splices = (
+            chat_template_type == "concat" and self._is_local()
+        )  # whether prompts reuse the parent's tokens
 
     def _is_local(self) -> bool:
         """Return whether the tail depends only on the new messages, and not on the earlier conversation."""
         new: list[Message] = [{"role": "user", "content": "c"}]
-        longer: list[Message] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        longer: list[Message] = [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "b"},
+        ]
         with contextlib.suppress(Refusal):
             return self._tail(new, {}) == self._tail(new, {}, longer)
         return False
@@ -90,17 +109,23 @@ class PromptBuilder:
         """Return the prompt tokens of a call. Raises Refusal if the chat template refuses the messages."""
         if taken := ask.template_kwargs.keys() & self._reserved:
             names = ", ".join(sorted(taken))
-            raise Refusal(f"chat_template_kwargs: {names} cannot be set; only variables of the template can")
+            raise Refusal(
+                f"chat_template_kwargs: {names} cannot be set; only variables of the template can"
+            )
         variables = ask.template_kwargs | ({"tools": ask.tools} if ask.tools else {})
         # If the client named the parent by id, the call's first message may differ from the parent's first message.
         same_start = parent and canonical(parent.messages[0]) == canonical(ask.messages[0])
         if parent and same_start and self.splices and parent.template_key == ask.template_key:
             known = len(parent.conversation)
-            with contextlib.suppress(Refusal):  # if the template refuses the stub, the method renders all messages
+            with contextlib.suppress(
+                Refusal
+            ):  # if the template refuses the stub, the method renders all messages
                 return self.extend(parent.tokens, ask.messages[known:], variables)
         return self.encode(self._render(ask.messages, variables))
 
-    def _tail(self, new: list[Message], variables: dict[str, Any], before: Iterable[Message] = ()) -> list[int]:
+    def _tail(
+        self, new: list[Message], variables: dict[str, Any], before: Iterable[Message] = ()
+    ) -> list[int]:
         """Return the tokens that the template writes between an assistant's answer and the next answer.
 
         `new` holds the messages between the two answers, and `before` holds messages to render before the stub. Raises
@@ -111,7 +136,9 @@ class PromptBuilder:
             raise Refusal("messages: the chat template leaves out what an assistant said")
         return self.encode(tail)
 
-    def extend(self, turn: ModelResponse, new: list[Message], variables: dict[str, Any]) -> list[int]:
+    def extend(
+        self, turn: ModelResponse, new: list[Message], variables: dict[str, Any]
+    ) -> list[int]:
         """Return the prompt tokens of a call that continues `turn`: the turn's prompt and output tokens, then the tail
         for the messages `new`.
 
@@ -178,9 +205,13 @@ def other_forms(messages: list[Message]) -> list[list[Message]]:
     """
     short, texts = copy.deepcopy(messages), copy.deepcopy(messages)
     ids = [(call, "id") for message in short for call in message.get("tool_calls", ())]
-    for holder, key in ids + [(message, "tool_call_id") for message in short if "tool_call_id" in message]:
+    for holder, key in ids + [
+        (message, "tool_call_id") for message in short if "tool_call_id" in message
+    ]:
         holder[key] = hashlib.blake2b(str(holder[key]).encode()).hexdigest()[:9]
-    for function in (call["function"] for message in texts for call in message.get("tool_calls", ())):
+    for function in (
+        call["function"] for message in texts for call in message.get("tool_calls", ())
+    ):
         if not isinstance(function["arguments"], str):
             function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
     return [form for form in (short, texts) if form != messages]
@@ -199,7 +230,9 @@ class TextReader:
     pending tokens together. The decoder writes U+FFFD for the bytes of an incomplete character.
     """
 
-    def __init__(self, tokenizer: Any, gconfig: Any, opening: str = "", special_tokens: bool = False) -> None:
+    def __init__(
+        self, tokenizer: Any, gconfig: Any, opening: str = "", special_tokens: bool = False
+    ) -> None:
         self._tokenizer, self._opening, self._skips = tokenizer, opening, not special_tokens
         self._stop, self._stop_ids = gconfig.stop, frozenset(gconfig.stop_token_ids)
         # Attributes that change after `__init__`:
@@ -208,7 +241,9 @@ class TextReader:
         self.stopped_by = ""  # the stop string that ended the complete answer, or ""
         self._settled = 0  # number of tokens whose text is in `_text`
         self._text = opening  # the opening and the text of the settled tokens
-        self._context: list[int] = []  # settled tokens that `read` decodes together with the pending tokens
+        self._context: list[
+            int
+        ] = []  # settled tokens that `read` decodes together with the pending tokens
 
     def whole(self, tokens: list[int]) -> str:
         """Return the text of a complete answer, up to the end-of-turn token or the first stop string."""
@@ -264,7 +299,9 @@ class TextReader:
         """Return the text of some tokens, with U+FFFD in place of bytes that are not valid UTF-8."""
         text = self._tokenizer.decode(tokens, skip_special_tokens=self._skips)
         if "\ufffd" in text:
-            text = self._tokenizer.decode(mend_byte_tokens(self._tokenizer, tokens), skip_special_tokens=self._skips)
+            text = self._tokenizer.decode(
+                mend_byte_tokens(self._tokenizer, tokens), skip_special_tokens=self._skips
+            )
         return text
 
     def _stop_at(self, text: str) -> int:

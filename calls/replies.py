@@ -39,14 +39,34 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from calls.messages import AgentRequest, Message, normalise, parse_anthropic, parse_chat, parse_responses
+from calls.messages import (
+    AgentRequest,
+    Message,
+    normalise,
+    parse_anthropic,
+    parse_chat,
+    parse_responses,
+)
 from calls.tools import Parsed
 from inference.io_struct import ModelResponse
 
-ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+ERRORS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
 # kind of part -> (prefix of the delta's type, key of the delta's text), both in Anthropic's protocol
-BLOCK_DELTAS = {"reasoning": ("thinking", "thinking"), "text": ("text", "text"), "call": ("input_json", "partial_json")}
-STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}  # finish_reason -> stop_reason
+BLOCK_DELTAS = {
+    "reasoning": ("thinking", "thinking"),
+    "text": ("text", "text"),
+    "call": ("input_json", "partial_json"),
+}
+STOP_REASONS = {
+    "stop": "end_turn",
+    "length": "max_tokens",
+    "tool_calls": "tool_use",
+}  # finish_reason -> stop_reason
 Part = tuple[str, Any]  # ("reasoning", text), ("text", text) or ("call", tool call)
 
 
@@ -57,7 +77,9 @@ class Answer:
     interaction_id: str
     response: ModelResponse
     parsed: Parsed
-    token_texts: list[str] = field(default_factory=list)  # text of each sampled token, if the agent requested logprobs
+    token_texts: list[str] = field(
+        default_factory=list
+    )  # text of each sampled token, if the agent requested logprobs
     stopped_by: str = ""  # the stop string that ended the answer, or ""
 
     @property
@@ -65,7 +87,10 @@ class Answer:
         """Return the tool calls in the form of chat completions, with ids. The arguments of a call are JSON text."""
         x = suffix_of(self.interaction_id)
         calls = enumerate(self.parsed.calls)
-        return [{"id": f"call_{x}_{k}", "type": "function", "function": call._asdict()} for k, call in calls]
+        return [
+            {"id": f"call_{x}_{k}", "type": "function", "function": call._asdict()}
+            for k, call in calls
+        ]
 
     @property
     def message(self) -> Message:
@@ -73,7 +98,11 @@ class Answer:
 
         The conversation tree compares the message of an answer with the messages of later requests.
         """
-        said = {"content": self.parsed.text, "reasoning_content": self.parsed.reasoning, "tool_calls": self.tool_calls}
+        said = {
+            "content": self.parsed.text,
+            "reasoning_content": self.parsed.reasoning,
+            "tool_calls": self.tool_calls,
+        }
         return normalise({"role": "assistant", **said})
 
     @property
@@ -92,7 +121,9 @@ class Answer:
         entries = []
         for text, logprob in zip(self.token_texts, self.response.output_logprobs, strict=False):
             known_bytes = [] if "\ufffd" in text else list(text.encode())
-            entries.append({"token": text, "logprob": logprob, "bytes": known_bytes, "top_logprobs": []})
+            entries.append(
+                {"token": text, "logprob": logprob, "bytes": known_bytes, "top_logprobs": []}
+            )
         return entries
 
     @property
@@ -143,7 +174,9 @@ class Stream:
         # Attributes that change after `__init__`:
         self.position = 0  # index of the open part or, if no part is open, of the next part
         self.sent: str | None = None  # the sent text of the open part; None if no part is open
-        self.logprobs: list[dict[str, Any]] = []  # logprobs of the sampled tokens; set when the answer is complete
+        self.logprobs: list[
+            dict[str, Any]
+        ] = []  # logprobs of the sampled tokens; set when the answer is complete
 
     def start(self, input_len: int) -> bytes:
         """Return the events before the first token. `input_len` is the number of tokens in the prompt."""
@@ -209,7 +242,10 @@ def openai_error(status: int, message: str, code: str = "") -> dict[str, Any]:
 def anthropic_error(status: int, message: str, code: str = "") -> dict[str, Any]:
     """Return the body of an error in Anthropic's protocol, which has no codes."""
     error = openai_error(status, message)["error"]
-    return {"type": "error", "error": error | {"type": error["type"].replace("server_error", "api_error")}}
+    return {
+        "type": "error",
+        "error": error | {"type": error["type"].replace("server_error", "api_error")},
+    }
 
 
 # Chat completions
@@ -221,21 +257,32 @@ def render_chat(ask: AgentRequest, answers: list[Answer]) -> dict[str, Any]:
     for index, answer in enumerate(answers):
         content = None if answer.parsed.calls and not answer.parsed.text else answer.parsed.text
         message = {"role": "assistant", "content": content}
-        message |= without_empty(reasoning_content=answer.parsed.reasoning, tool_calls=answer.tool_calls)
+        message |= without_empty(
+            reasoning_content=answer.parsed.reasoning, tool_calls=answer.tool_calls
+        )
         choices.append({"index": index, "message": message} | chat_end(answer))
-    head = {"id": answers[0].interaction_id, "object": "chat.completion", "created": int(time.time())}
+    head = {
+        "id": answers[0].interaction_id,
+        "object": "chat.completion",
+        "created": int(time.time()),
+    }
     return head | {"model": ask.model, "choices": choices, "usage": chat_usage(answers)}
 
 
 def chat_end(answer: Answer) -> dict[str, Any]:
     """Return the last keys of a choice: finish_reason and, if the agent requested them, the logprobs."""
-    return {"finish_reason": answer.finish_reason} | without_empty(logprobs=without_empty(content=answer.logprobs))
+    return {"finish_reason": answer.finish_reason} | without_empty(
+        logprobs=without_empty(content=answer.logprobs)
+    )
 
 
 def chat_usage(answers: list[Answer]) -> dict[str, int]:
     """Return the token counts of a chat completion. All answers share one prompt, so the prompt's tokens are counted
     once."""
-    read, written = answers[0].response.input_len, sum(answer.response.output_len for answer in answers)
+    read, written = (
+        answers[0].response.input_len,
+        sum(answer.response.output_len for answer in answers),
+    )
     return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
 
@@ -243,7 +290,11 @@ class ChatStream(Stream):
     """Writes the chunks of a chat completion."""
 
     def _chunk(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
-        head = {"id": self.interaction_id, "object": "chat.completion.chunk", "created": self.created}
+        head = {
+            "id": self.interaction_id,
+            "object": "chat.completion.chunk",
+            "created": self.created,
+        }
         return event(head | {"model": self.ask.model, "choices": choices} | more)
 
     def _delta(self, **delta: Any) -> bytes:
@@ -254,12 +305,18 @@ class ChatStream(Stream):
 
     def _piece(self, part: str, value: Any, piece: str) -> bytes:
         if part == "call":
-            k = int(value["id"].rpartition("_")[2])  # the number at the end of the call's id: 1 for call_ab12_1
+            k = int(
+                value["id"].rpartition("_")[2]
+            )  # the number at the end of the call's id: 1 for call_ab12_1
             return self._delta(tool_calls=[{"index": k} | value])
-        return self._delta(content=piece) if part == "text" else self._delta(reasoning_content=piece)
+        return (
+            self._delta(content=piece) if part == "text" else self._delta(reasoning_content=piece)
+        )
 
     def finish(self, answer: Answer) -> bytes:
-        return super().finish(answer) + self._chunk([{"index": self.index, "delta": {}} | chat_end(answer)])
+        return super().finish(answer) + self._chunk(
+            [{"index": self.index, "delta": {}} | chat_end(answer)]
+        )
 
     def end(self, answers: list[Answer]) -> bytes:
         usage = self._chunk([], usage=chat_usage(answers)) if self.ask.stream_usage else b""
@@ -276,8 +333,14 @@ def render_responses(ask: AgentRequest, answers: list[Answer]) -> dict[str, Any]
     usage = {"input_tokens": read, "output_tokens": written, "total_tokens": read + written}
     cached = {"cached_tokens": 0, "cache_write_tokens": 0}
     details = {"input_tokens_details": cached, "output_tokens_details": {"reasoning_tokens": 0}}
-    output = [response_item(part, value, answer.interaction_id, answer.logprobs) for part, value in answer.parts]
-    body = response_head(ask, answer.interaction_id, "completed") | {"output": output, "usage": usage | details}
+    output = [
+        response_item(part, value, answer.interaction_id, answer.logprobs)
+        for part, value in answer.parts
+    ]
+    body = response_head(ask, answer.interaction_id, "completed") | {
+        "output": output,
+        "usage": usage | details,
+    }
     if answer.finish_reason == "length":
         body |= {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
     return body
@@ -290,8 +353,19 @@ def response_head(ask: AgentRequest, interaction_id: str, status: str) -> dict[s
     """
     function = {"type": "function", "name": ask.tool_choice}
     choice: Any = ask.tool_choice if ask.tool_choice in ("auto", "none", "required") else function
-    head = {"id": interaction_id, "object": "response", "created_at": int(time.time()), "status": status}
-    asked = {"model": ask.model, "tool_choice": choice, "tools": [], "parallel_tool_calls": True, "metadata": {}}
+    head = {
+        "id": interaction_id,
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": status,
+    }
+    asked = {
+        "model": ask.model,
+        "tool_choice": choice,
+        "tools": [],
+        "parallel_tool_calls": True,
+        "metadata": {},
+    }
     return head | asked | {"output": []}
 
 
@@ -299,12 +373,18 @@ def response_item(part: str, value: Any, interaction_id: str, logprobs: Any = ()
     """Convert one part of an answer (reasoning, text or call) into an item of the Responses protocol."""
     x, done = suffix_of(interaction_id), {"status": "completed"}
     if part == "call":
-        fields = {"id": f"fc_{suffix_of(value['id'])}", "type": "function_call", "call_id": value["id"]}
+        fields = {
+            "id": f"fc_{suffix_of(value['id'])}",
+            "type": "function_call",
+            "call_id": value["id"],
+        }
         return fields | value["function"] | done
     if part == "reasoning":
         content = [{"type": "reasoning_text", "text": value}]
         return {"id": f"rs_{x}", "type": "reasoning", "summary": [], "content": content} | done
-    content = [{"type": "output_text", "text": value, "annotations": []} | without_empty(logprobs=logprobs)]
+    content = [
+        {"type": "output_text", "text": value, "annotations": []} | without_empty(logprobs=logprobs)
+    ]
     return {"id": f"msg_{x}", "type": "message", "role": "assistant", "content": content} | done
 
 
@@ -314,15 +394,31 @@ def input_items(messages: list[Message], interaction_id: str) -> list[dict[str, 
     for message in messages:
         role, text = message["role"], message["content"]
         if role == "tool":
-            items.append({"type": "function_call_output", "call_id": message.get("tool_call_id", ""), "output": text})
+            items.append(
+                {
+                    "type": "function_call_output",
+                    "call_id": message.get("tool_call_id", ""),
+                    "output": text,
+                }
+            )
         elif role != "assistant":
-            items.append({"type": "message", "role": role, "content": [{"type": "input_text", "text": text}]})
+            items.append(
+                {"type": "message", "role": role, "content": [{"type": "input_text", "text": text}]}
+            )
         else:
             parts = parts_of(Parsed(text, message.get("reasoning_content", "")))
             for call in message.get("tool_calls", []):
                 name, arguments = call["function"].values()
                 arguments = arguments if isinstance(arguments, str) else json.dumps(arguments)
-                parts.append(("call", {"id": call["id"] or "", "function": {"name": name, "arguments": arguments}}))
+                parts.append(
+                    (
+                        "call",
+                        {
+                            "id": call["id"] or "",
+                            "function": {"name": name, "arguments": arguments},
+                        },
+                    )
+                )
             items += [response_item(part, value, interaction_id) for part, value in parts]
     ids = (f"in_{suffix_of(interaction_id)}_{n}" for n in range(len(items)))
     return [item | {"id": name, "status": "completed"} for name, item in zip(ids, items)]
@@ -340,11 +436,19 @@ class ResponsesStream(Stream):
     def _item_event(self, item: dict[str, Any], kind: str, **data: Any) -> bytes:
         """Return an event about an item of the output. If the item has content, the event has a content_index."""
         content_index = {"content_index": 0} if "content" in item else {}
-        return self._event(f"response.{kind}", item_id=item["id"], output_index=self.position, **content_index, **data)
+        return self._event(
+            f"response.{kind}",
+            item_id=item["id"],
+            output_index=self.position,
+            **content_index,
+            **data,
+        )
 
     def start(self, input_len: int) -> bytes:
         body = response_head(self.ask, self.interaction_id, "in_progress")
-        return self._event("response.created", response=body) + self._event("response.in_progress", response=body)
+        return self._event("response.created", response=body) + self._event(
+            "response.in_progress", response=body
+        )
 
     def _open(self, part: str, value: Any) -> bytes:
         item = response_item(part, value if part == "call" else "", self.interaction_id)
@@ -359,7 +463,9 @@ class ResponsesStream(Stream):
         item = response_item(part, value, self.interaction_id)
         if part == "call":
             return self._item_event(item, "function_call_arguments.delta", delta=piece)
-        return self._item_event(item, f"{item['content'][0]['type']}.delta", delta=piece, logprobs=[])
+        return self._item_event(
+            item, f"{item['content'][0]['type']}.delta", delta=piece, logprobs=[]
+        )
 
     def _close(self, part: str, value: Any) -> bytes:
         item = response_item(part, value, self.interaction_id, self.logprobs)
@@ -367,16 +473,22 @@ class ResponsesStream(Stream):
             frames = self._item_event(item, "function_call_arguments.done", **value["function"])
         else:
             (content,) = item["content"]
-            frames = self._item_event(item, f"{content['type']}.done", text=value, logprobs=self.logprobs)
+            frames = self._item_event(
+                item, f"{content['type']}.done", text=value, logprobs=self.logprobs
+            )
             frames += self._item_event(item, "content_part.done", part=content)
-        return frames + self._event("response.output_item.done", output_index=self.position, item=item)
+        return frames + self._event(
+            "response.output_item.done", output_index=self.position, item=item
+        )
 
     def end(self, answers: list[Answer]) -> bytes:
         body = render_responses(self.ask, answers) | {"created_at": self.created}
         return self._event(f"response.{body['status']}", response=body)
 
     def error(self, status: int, message: str) -> bytes:
-        return self._event("error", code=str(status), message=message, **openai_error(status, message))
+        return self._event(
+            "error", code=str(status), message=message, **openai_error(status, message)
+        )
 
 
 # Messages
@@ -386,7 +498,9 @@ def render_messages(ask: AgentRequest, answers: list[Answer]) -> dict[str, Any]:
     """Return the body of an Anthropic message, which has one answer."""
     (answer,) = answers
     content = [message_block(part, value, answer.interaction_id) for part, value in answer.parts]
-    body = message_head(ask, answer.interaction_id, answer.response.input_len, answer.response.output_len)
+    body = message_head(
+        ask, answer.interaction_id, answer.response.input_len, answer.response.output_len
+    )
     stop = answer.stopped_by if answer.finish_reason == "stop" else ""
     reason = "stop_sequence" if stop else STOP_REASONS[answer.finish_reason]
     return body | {"content": content, "stop_reason": reason} | without_empty(stop_sequence=stop)
@@ -394,7 +508,13 @@ def render_messages(ask: AgentRequest, answers: list[Answer]) -> dict[str, Any]:
 
 def message_head(ask: AgentRequest, interaction_id: str, read: int, written: int) -> dict[str, Any]:
     """Return an Anthropic message without content. `read` and `written` are the numbers of input and output tokens."""
-    head = {"id": interaction_id, "type": "message", "role": "assistant", "model": ask.model, "content": []}
+    head = {
+        "id": interaction_id,
+        "type": "message",
+        "role": "assistant",
+        "model": ask.model,
+        "content": [],
+    }
     return head | {"usage": {"input_tokens": read, "output_tokens": written}}
 
 
@@ -418,10 +538,19 @@ class MessagesStream(Stream):
         return event({"type": f"content_block_{moment}", "index": self.position, **data})
 
     def start(self, input_len: int) -> bytes:
-        return event({"type": "message_start", "message": message_head(self.ask, self.interaction_id, input_len, 0)})
+        return event(
+            {
+                "type": "message_start",
+                "message": message_head(self.ask, self.interaction_id, input_len, 0),
+            }
+        )
 
     def _open(self, part: str, value: Any) -> bytes:
-        block = message_block(part, value) | {"input": {}} if part == "call" else message_block(part, "")
+        block = (
+            message_block(part, value) | {"input": {}}
+            if part == "call"
+            else message_block(part, "")
+        )
         return self._block_event("start", content_block=block)
 
     def _piece(self, part: str, value: Any, piece: str) -> bytes:
@@ -449,14 +578,20 @@ class Protocol:
 
     id_prefix: str  # the prefix of each interaction's id, such as "chatcmpl-"
     parse: Callable[..., AgentRequest]  # function of (body, find) that returns the request
-    render: Callable[[AgentRequest, list[Answer]], dict[str, Any]]  # function that returns the body of a whole reply
+    render: Callable[
+        [AgentRequest, list[Answer]], dict[str, Any]
+    ]  # function that returns the body of a whole reply
     # function of (request, interaction's id, index of the answer) that returns the answer's stream
     stream: Callable[[AgentRequest, str, int], Stream]
-    error: Callable[..., dict[str, Any]]  # function of (status, message, code) that returns the body of an error
+    error: Callable[
+        ..., dict[str, Any]
+    ]  # function of (status, message, code) that returns the body of an error
 
 
 PROTOCOLS = {  # each key is the part of the URL path after /v1/
     "chat/completions": Protocol("chatcmpl-", parse_chat, render_chat, ChatStream, openai_error),
-    "responses": Protocol("resp_", parse_responses, render_responses, ResponsesStream, openai_error),
+    "responses": Protocol(
+        "resp_", parse_responses, render_responses, ResponsesStream, openai_error
+    ),
     "messages": Protocol("msg_", parse_anthropic, render_messages, MessagesStream, anthropic_error),
 }

@@ -32,7 +32,7 @@ from typing import Any
 from cache import Interaction, InteractionCache
 from calls.messages import AgentRequest, Refusal
 from inference.io_struct import SAMPLING_KEYS
-from run.fields import Count, Positive
+from inference.fields import Count, Positive
 
 GRANT_SECONDS = 60.0  # seconds until an unused grant lapses
 

@@ -48,7 +48,9 @@ def make_matcher(patterns: Collection[str]) -> Callable[[str], bool]:
 
     The function caches its results, so each text is searched only once.
     """
-    return functools.cache(lambda text: any(re.search(p, text, re.IGNORECASE | re.DOTALL) for p in patterns))
+    return functools.cache(
+        lambda text: any(re.search(p, text, re.IGNORECASE | re.DOTALL) for p in patterns)
+    )
 
 
 def find_side_conversations(finished: Iterable[Any], matches: Callable[[str], bool]) -> list[Any]:
@@ -59,10 +61,14 @@ def find_side_conversations(finished: Iterable[Any], matches: Callable[[str], bo
     suspects = []
     openings = set()  # the first message of each interaction that is not a suspect
     for interaction in finished:
-        opening = canonical(interaction.messages[0])  # a tuple (role, text, tool calls, id of a tool result)
+        opening = canonical(
+            interaction.messages[0]
+        )  # a tuple (role, text, tool calls, id of a tool result)
         is_single = not (interaction.tools or interaction.parent or interaction.children)
         if is_single and matches(opening[1]):
             suspects.append((opening, interaction))
         else:
             openings.add(opening)
-    return [interaction for opening, interaction in suspects if openings and opening not in openings]
+    return [
+        interaction for opening, interaction in suspects if openings and opening not in openings
+    ]

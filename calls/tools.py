@@ -47,13 +47,25 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from run.fields import Refusal, read_json
+from inference.fields import Refusal, read_json
 
 CALL, END_OF_CALL = "<tool_call>", "</tool_call>"
 PAIR = re.compile(f"{CALL}(.*?){END_OF_CALL}", re.DOTALL)
 THINK, END_OF_THINK = "<think>", "</think>"
-HERMES = (None, "hermes", "qwen", "qwen25", "qwen3")  # values of tool_call_parser that select the default form
-THINKERS = (None, "qwen3", "qwen3-thinking", "deepseek-r1", "glm45")  # reasoning parsers for <think> ... </think>
+HERMES = (
+    None,
+    "hermes",
+    "qwen",
+    "qwen25",
+    "qwen3",
+)  # values of tool_call_parser that select the default form
+THINKERS = (
+    None,
+    "qwen3",
+    "qwen3-thinking",
+    "deepseek-r1",
+    "glm45",
+)  # reasoning parsers for <think> ... </think>
 Form = str | None  # name of a parser, or None for the default form
 Tools = list[dict[str, Any]]  # the offered tools, in the form of chat completions
 
@@ -139,16 +151,24 @@ class OutputParser:
     Raises ValueError if there is no parser with the given name.
     """
 
-    def __init__(self, tokenizer: Any = None, tool_call_parser: Form = None, reasoning_parser: Form = None) -> None:
+    def __init__(
+        self, tokenizer: Any = None, tool_call_parser: Form = None, reasoning_parser: Form = None
+    ) -> None:
         if reasoning_parser not in THINKERS:
-            raise ValueError(f"reasoning_parser: one of {', '.join(filter(None, THINKERS))} is needed")
+            raise ValueError(
+                f"reasoning_parser: one of {', '.join(filter(None, THINKERS))} is needed"
+            )
         self._tokenizer = tokenizer
         self._sglang = None if tool_call_parser in HERMES else sglang_parser(str(tool_call_parser))
         # If the tokenizer's response template parses the texts, the texts must contain the special tokens.
-        self.special_tokens = tool_call_parser is None and getattr(tokenizer, "response_template", None) is not None
+        self.special_tokens = (
+            tool_call_parser is None and getattr(tokenizer, "response_template", None) is not None
+        )
         if self.special_tokens:  # a response template also reads the marks at the end of a prompt
             talk = [{"role": "user", "content": "x"}]
-            self._prompt = tokenizer.apply_chat_template(talk, add_generation_prompt=True, tokenize=False)
+            self._prompt = tokenizer.apply_chat_template(
+                talk, add_generation_prompt=True, tokenize=False
+            )
 
     def foreign(self, tools: Tools) -> bool:
         """Return whether the model's text has a form other than the default form of Qwen and Hermes. A text that is not
@@ -172,7 +192,9 @@ class OutputParser:
         If `text` ends with the beginning of a mark, such as "<", the method leaves out this beginning. It does so even
         if the complete mark would have no effect, such as <tool_call> without tools.
         """
-        text = text.rstrip("\ufffd")  # a decoder writes U+FFFD for the bytes of an incomplete character
+        text = text.rstrip(
+            "\ufffd"
+        )  # a decoder writes U+FFFD for the bytes of an incomplete character
         if self.foreign(tools) or THINK.startswith(text.lstrip()):
             return Parsed("")
         reasoning, rest = split_thinking(without_partial(text, [END_OF_THINK, CALL]))
@@ -203,7 +225,11 @@ class OutputParser:
             return ""
         if self.foreign(tools):
             raise Refusal("tool_choice: this model's form of tool calls cannot be forced; use auto")
-        names = [tool["function"]["name"] for tool in tools] if tool_choice == "required" else [tool_choice]
+        names = (
+            [tool["function"]["name"] for tool in tools]
+            if tool_choice == "required"
+            else [tool_choice]
+        )
         end_of_reasoning = f"{END_OF_THINK}\n\n" if begun else ""
         # If only one tool can be called, the opening contains the tool's name. With several tools, the model writes the
         # tool's name.
@@ -239,13 +265,17 @@ def sglang_parser(name: str) -> Callable[[str, Tools], tuple[str, list[dict[str,
         from sglang.srt.function_call.function_call_parser import FunctionCallParser
     except ImportError as error:
         ours = ", ".join(filter(None, HERMES))
-        raise ValueError(f"tool_call_parser: {name} needs SGLang; install it, or use one of {ours}") from error
+        raise ValueError(
+            f"tool_call_parser: {name} needs SGLang; install it, or use one of {ours}"
+        ) from error
     FunctionCallParser([], name)  # an unknown name raises ValueError here, before the first request
 
     def parse(text: str, tools: Tools) -> tuple[str, list[dict[str, Any]]]:
         parser = FunctionCallParser([Tool.model_validate(tool) for tool in tools], name)
         rest, calls = parser.parse_non_stream(text)
-        functions = [{"name": call.name, "arguments": json.loads(call.parameters)} for call in calls]
+        functions = [
+            {"name": call.name, "arguments": json.loads(call.parameters)} for call in calls
+        ]
         return rest if calls else text, functions
 
     return parse

@@ -61,7 +61,9 @@ from calls.tools import OutputParser
 from inference.io_struct import ModelRequest, ModelResponse
 from inference.wire import EngineError
 
-PING_SECONDS = 15.0  # after this many seconds without events, a stream sends a comment as a keepalive
+PING_SECONDS = (
+    15.0  # after this many seconds without events, a stream sends a comment as a keepalive
+)
 
 # `_run` changes a turn's state to finished or failed, `end_with_session` to failed, `_abandon` to abandoned,
 # `_listening` to unread, and `earlier_turn` to finished or replaced.
@@ -71,31 +73,48 @@ State = Enum("State", "RUNNING FINISHED UNREAD FAILED ABANDONED REPLACED")
 class Turn:
     """A call that the proxy is answering. The constructor enters the call in the tree and sets the turn's `parent`."""
 
-    def __init__(self, session: Session, kind: Protocol, ask: AgentRequest, parser: OutputParser, store: str) -> None:
+    def __init__(
+        self, session: Session, kind: Protocol, ask: AgentRequest, parser: OutputParser, store: str
+    ) -> None:
         self.session, self.protocol, self._parser = session, kind, parser
         first = kind.id_prefix + secrets.token_hex(16)
         self.ids = [first, *(f"{first}-{k}" for k in range(1, ask.n))]  # one id for each answer
         store = "" if ask.store else store
         for name in self.ids:
-            interaction = Interaction(ask.messages, name, ask.template_key, store, ask.tools, parent=ask.parent)
-            self.parent = session.cache.enter(name, interaction).parent  # all answers of a turn have the same parent
-        self.ask = dataclasses.replace(ask, messages=[])  # the turn keeps no messages, because the tree stores them
+            interaction = Interaction(
+                ask.messages, name, ask.template_key, store, ask.tools, parent=ask.parent
+            )
+            self.parent = session.cache.enter(
+                name, interaction
+            ).parent  # all answers of a turn have the same parent
+        self.ask = dataclasses.replace(
+            ask, messages=[]
+        )  # the turn keeps no messages, because the tree stores them
 
         # Attributes that change after `__init__`:
         self.state = State.RUNNING
-        self.task: asyncio.Task[tuple[dict[str, Any], list[Answer]]]  # the task returns the reply and the answers
+        self.task: asyncio.Task[
+            tuple[dict[str, Any], list[Answer]]
+        ]  # the task returns the reply and the answers
         self.so_far: list[ModelResponse | None] = [None] * ask.n  # the streamed part of each answer
         # When tokens arrive, the future `news` is done, and a new future replaces it.
         self.news = asyncio.get_running_loop().create_future()
         self.listeners = 0  # number of connections that wait for the reply
         self.retries = 0  # number of requests that repeated this turn
-        self.transport: Any = None  # connection of the last listener; None if unknown (run/serve.py)
+        self.transport: Any = (
+            None  # connection of the last listener; None if unknown (inference/serve.py)
+        )
 
     # Events
 
-    def start(self, engine: Any, calls: list[ModelRequest], reader: Callable[[], TextReader]) -> None:
+    def start(
+        self, engine: Any, calls: list[ModelRequest], reader: Callable[[], TextReader]
+    ) -> None:
         """Start to generate one answer for each request in `calls`. `reader` returns a new TextReader for an answer."""
-        self._reader, self.input_len = reader, len(calls[0].input_ids)  # input_len: number of prompt tokens
+        self._reader, self.input_len = (
+            reader,
+            len(calls[0].input_ids),
+        )  # input_len: number of prompt tokens
         self.task = asyncio.ensure_future(self._run(engine, calls))
         self.session.running.add(self)
         self.task.add_done_callback(self._clean_up)
@@ -127,14 +146,20 @@ class Turn:
 
     # Generation
 
-    async def _run(self, engine: Any, calls: list[ModelRequest]) -> tuple[dict[str, Any], list[Answer]]:
+    async def _run(
+        self, engine: Any, calls: list[ModelRequest]
+    ) -> tuple[dict[str, Any], list[Answer]]:
         """Generate all answers.
 
         Return the reply and the answers. If the generation of an answer fails, the method raises the error.
         """
         try:
-            responses = await together([self._generate(engine, k, call) for k, call in enumerate(calls)])
-            if self.state is not State.RUNNING:  # the engine has answered in spite of the cancellation
+            responses = await together(
+                [self._generate(engine, k, call) for k, call in enumerate(calls)]
+            )
+            if (
+                self.state is not State.RUNNING
+            ):  # the engine has answered in spite of the cancellation
                 raise asyncio.CancelledError
             answers = [self._finish(k, response) for k, response in enumerate(responses)]
             reply = self.protocol.render(self.ask, answers)
@@ -159,7 +184,9 @@ class Turn:
             news.set_result(None)
 
         async with self.session.places:
-            return await (engine.agenerate(call, on_tokens) if self.ask.stream else engine.agenerate(call))
+            return await (
+                engine.agenerate(call, on_tokens) if self.ask.stream else engine.agenerate(call)
+            )
 
     def _finish(self, k: int, response: ModelResponse) -> Answer:
         """Parse the k-th answer, and finish its interaction by storing the answer in the tree."""
@@ -167,7 +194,9 @@ class Turn:
         parsed = self._parser.parse(reader.whole(response.output_tokens), self.ask.callable_tools)
         if parsed.calls and response.stop_reason == "stop":
             response.stop_reason = "tool_calls"
-        texts = [reader.token(token) for token in response.output_tokens] if self.ask.logprobs else []
+        texts = (
+            [reader.token(token) for token in response.output_tokens] if self.ask.logprobs else []
+        )
         answer = Answer(self.ids[k], response, parsed, texts, reader.stopped_by)
         self.session.cache.finish(self.ids[k], response, [answer.message])
         return answer
@@ -181,7 +210,9 @@ class Turn:
         If the last listener leaves while the turn is running, the turn becomes abandoned and the generation stops. If
         the last listener hangs up after the turn has finished, the turn becomes unread.
         """
-        hangup = asyncio.ensure_future(request.receive())  # after the request's body, only a disconnect can arrive
+        hangup = asyncio.ensure_future(
+            request.receive()
+        )  # after the request's body, only a disconnect can arrive
         self.listeners, self.transport = self.listeners + 1, request.scope.get("transport")
         try:
             yield hangup
@@ -194,14 +225,18 @@ class Turn:
                 elif self.state is State.FINISHED and hangup.done():
                     self.state = State.UNREAD
                 if runs:
-                    await asyncio.wait({self.task})  # wait until the engine has told the server to abort
+                    await asyncio.wait(
+                        {self.task}
+                    )  # wait until the engine has told the server to abort
             hangup.cancel()
 
     def _abandon(self) -> None:
         """Store the streamed tokens. The client may have read them, and may continue from them before the server has
         stopped."""
         self.state = State.ABANDONED
-        for k, streamed in enumerate(copy.deepcopy(self.so_far)):  # the engine may still change its own objects
+        for k, streamed in enumerate(
+            copy.deepcopy(self.so_far)
+        ):  # the engine may still change its own objects
             if streamed:
                 streamed.stop_reason = streamed.stop_reason or "abort"
                 self._finish(k, streamed)
@@ -263,7 +298,9 @@ class Turn:
 
     async def _wait(self, seconds: float, *others: asyncio.Future) -> None:
         """Wait until the task or one of `others` is done, but no longer than `seconds`."""
-        await asyncio.wait({self.task, *others}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(
+            {self.task, *others}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED
+        )
 
 
 async def together(coroutines: list[Coroutine[Any, Any, ModelResponse]]) -> list[ModelResponse]:

@@ -52,7 +52,17 @@ def svg(width: int, height: float, title: str, parts: Iterable[str]) -> str:
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height:g}" width="{width}" role="img">'
     paper = f'<rect class="paper" width="{width}" height="{height:g}"/>'
     return (
-        "\n".join([head, f"<title>{escape(title)}</title>", f"<style>{STYLE}</style>", paper, *parts, "</svg>"]) + "\n"
+        "\n".join(
+            [
+                head,
+                f"<title>{escape(title)}</title>",
+                f"<style>{STYLE}</style>",
+                paper,
+                *parts,
+                "</svg>",
+            ]
+        )
+        + "\n"
     )
 
 
@@ -88,7 +98,9 @@ def read_answers(run: Path, count: int) -> list[list[Any]]:
     for path in sorted((run / "tokens").glob("*.safetensors")):
         batch = load_file(path)
         rows = []
-        for versions, turns, reward in zip(batch["versions"], batch["turn_ids"], batch["rewards"].tolist()):
+        for versions, turns, reward in zip(
+            batch["versions"], batch["turn_ids"], batch["rewards"].tolist()
+        ):
             sampled = versions[turns >= 0].tolist()
             rows.append((len(set(sampled)), -abs(len(sampled) - 90), sampled, reward))
         most, _, sampled, reward = max(rows)
@@ -119,7 +131,9 @@ def read_run(run: Path, steps: int) -> Run:
         return round((ts - zero) / 1e6, 3)
 
     spans = {
-        name: [[seconds(e["ts"]), seconds(e["ts"] + e["dur"])] for e in trace if e.get("name") == name][:steps]
+        name: [
+            [seconds(e["ts"]), seconds(e["ts"] + e["dur"])] for e in trace if e.get("name") == name
+        ][:steps]
         for name in ("rollout_wait", "train", "sync")
     }
     groups: dict[str, list[float]] = {}
@@ -154,18 +168,26 @@ def lanes(groups: list[list[float]]) -> list[tuple[int, float, float]]:
     return placed
 
 
-def draw_panel(run: Run, top: float, scale: Callable[[float], float], until: float) -> tuple[Parts, float]:
+def draw_panel(
+    run: Run, top: float, scale: Callable[[float], float], until: float
+) -> tuple[Parts, float]:
     """Draw the groups and the trainer of a run. Return the SVG elements and the y coordinate of their lower end."""
     parts: Parts = []
     placed = [item for item in lanes(run["groups"]) if item[1] < until]
-    base = top + 22 * (1 + max(lane for lane, _, _ in placed)) + 8  # y coordinate of the bars of the trainer
+    base = (
+        top + 22 * (1 + max(lane for lane, _, _ in placed)) + 8
+    )  # y coordinate of the bars of the trainer
     starts = [0.0, *(end for _, end in run["updates"])]  # the time at which each version begins
     for lane, begin, end in placed:
         for version, (since, to) in enumerate(zip(starts, [*starts[1:], math.inf])):
             if since < min(end, until) and to > begin:
                 a, b = scale(max(since, begin)), scale(min(to, end, until))
-                gap = 1.5 if to >= end else 0  # the gap separates a group from the next group of the lane
-                parts.append(bar(a, top + 22 * lane, b - a - gap, 19, colour(version), f"version {version}"))
+                gap = (
+                    1.5 if to >= end else 0
+                )  # the gap separates a group from the next group of the lane
+                parts.append(
+                    bar(a, top + 22 * lane, b - a - gap, 19, colour(version), f"version {version}")
+                )
     parts.append(text(4, top + 14, "groups", "small"))
     parts.append(text(4, base + 22, "trainer", "small"))
     for begin, end in run["waits"]:
@@ -193,7 +215,9 @@ def draw_panel(run: Run, top: float, scale: Callable[[float], float], until: flo
 def draw_axis(top: float, scale: Callable[[float], float], until: float) -> Parts:
     """Draw the time axis of a timeline, in seconds."""
     ticks = range(0, int(until) + 1, max(1, round(until / 6)))
-    return [text(scale(s), top + 14, f"{s} s", "small faint", "middle" if s else "start") for s in ticks]
+    return [
+        text(scale(s), top + 14, f"{s} s", "small faint", "middle" if s else "start") for s in ticks
+    ]
 
 
 def draw_front(data: dict[str, Any]) -> str:
@@ -244,7 +268,9 @@ def draw_timelines() -> str:
 def draw_straddle(data: dict[str, Any]) -> str:
     """Draw answers that weight updates interrupted. Each token is a square in the colour of its version."""
     side, line, label, rows = 4.5, 40, 140, data["answers"]
-    parts = [text(4, 18, "A square is a token; its colour is the version that sampled it.", "small")]
+    parts = [
+        text(4, 18, "A square is a token; its colour is the version that sampled it.", "small")
+    ]
     for k, (step, pieces, reward) in enumerate(rows):
         top, x = 34 + line * k, float(label)
         parts.append(text(4, top + 11, f"step {step}, reward {reward:.2f}", "small"))
@@ -281,7 +307,9 @@ def compute_rewards() -> dict[str, float]:
         output = [{"role": "assistant", "content": answer}]
         conversations[name] = messages + output
         response = ModelResponse([1], [2], [-0.5], [0], "stop")
-        call = InteractionWithTokenLogpReward(messages, model_response=response, output_message_list=output)
+        call = InteractionWithTokenLogpReward(
+            messages, model_response=response, output_message_list=output
+        )
         found = cache.enter(name, call).parent
         assert (found.interaction_id if found else "") == parent
     for name, (_, _, _, own, _, _) in CALLS.items():
@@ -300,9 +328,14 @@ def draw_tree() -> str:
     final = compute_rewards()
     for name, (parent, message, answer, own, x, y) in CALLS.items():
         if parent:
-            up, down = CALLS[parent][4] + (34 if x > CALLS[parent][4] else -34), CALLS[parent][5] + 64
+            up, down = (
+                CALLS[parent][4] + (34 if x > CALLS[parent][4] else -34),
+                CALLS[parent][5] + 64,
+            )
             parts.append(f'<path class="line" d="M{up - 7} {down}L{x - 7} {y}"/>')
-            parts.append(f'<path class="back" d="M{x + 7} {y - 1}L{up + 7} {down + 5}" marker-end="url(#tip)"/>')
+            parts.append(
+                f'<path class="back" d="M{x + 7} {y - 1}L{up + 7} {down + 5}" marker-end="url(#tip)"/>'
+            )
         parts.append(bar(x - 76, y, 152, 64, 'class="box" rx="6"'))
         parts.append(text(x, y + 17, message, "small faint", "middle"))
         parts.append(text(x, y + 36, f"{name}: {answer}", "", "middle"))
@@ -316,7 +349,9 @@ def draw_tree() -> str:
 Line = tuple[str, str, bool, list[float]]  # (name, colour, whether the line is dashed, values)
 
 
-def draw_chart(title: str, ticks: list[str], lines: list[Line], top: float, below: str, beside: str) -> str:
+def draw_chart(
+    title: str, ticks: list[str], lines: list[Line], top: float, below: str, beside: str
+) -> str:
     """Draw a line chart. The ticks of the horizontal axis are evenly spaced, and each line has one value per tick.
 
     The vertical axis ends at `top`. `below` labels the horizontal axis, and `beside` labels the vertical axis.
@@ -328,7 +363,9 @@ def draw_chart(title: str, ticks: list[str], lines: list[Line], top: float, belo
     parts = [text(4, 18, title), text(4, 38, beside, "small faint")]
     for k in range(5):
         value = top * k / 4
-        parts.append(f'<path class="line" d="M{left} {y(value):.1f}H{right}" style="opacity: 0.35"/>')
+        parts.append(
+            f'<path class="line" d="M{left} {y(value):.1f}H{right}" style="opacity: 0.35"/>'
+        )
         parts.append(text(left - 6, y(value) + 4, f"{value:g}", "small faint", "end"))
     parts += [text(x(k), floor + 18, tick, "small", "middle") for k, tick in enumerate(ticks)]
     parts.append(text((left + right) / 2, height - 12, below, "small faint", "middle"))
@@ -358,11 +395,18 @@ def draw_orders(sigma: str = "1.0") -> str:
     rows, etas = read_clusters(), ["1", "2", "4", "8", "16"]
     names = {"wait": "wait", "window": "window", "drop": "drop", "mask": "mask"}
     lines = [
-        (name, COLOURS[k], False, [float(rows["order", sigma, eta, order]["total_s"]) for eta in etas])
+        (
+            name,
+            COLOURS[k],
+            False,
+            [float(rows["order", sigma, eta, order]["total_s"]) for eta in etas],
+        )
         for k, (order, name) in enumerate(names.items())
     ]
     lines.append(("trainer never waits", "#808080", True, [24 * 0.82] * len(etas)))
-    return draw_chart(f"Time with each order, sigma {sigma}", etas, lines, 100, "eta", "seconds of 24 steps")
+    return draw_chart(
+        f"Time with each order, sigma {sigma}", etas, lines, 100, "eta", "seconds of 24 steps"
+    )
 
 
 def draw_clusters() -> str:
@@ -377,7 +421,9 @@ def draw_clusters() -> str:
             lines.append((f"eta {eta}, {order}", COLOURS[k], order == "mask", speed))
     title = "Asynchronous over synchronous speed, 1.5 B parameters"
     top = math.ceil(max(max(values) for _, _, _, values in lines))
-    return draw_chart(title, [f"{int(g):,}" for g in gpus], lines, top, "GPUs", "times as fast as synchronous")
+    return draw_chart(
+        title, [f"{int(g):,}" for g in gpus], lines, top, "GPUs", "times as fast as synchronous"
+    )
 
 
 # ---------------------------------------------------------------- the command
@@ -403,7 +449,9 @@ def main(words: list[str]) -> None:
         data["run"] = read_run(Path(words[1]), 12)
     elif words[:1] == ["--answers"]:
         data["answers"] = read_answers(Path(words[1]), 8)
-    kept.write_text("{" + ",\n".join(f"{json.dumps(name)}: {json.dumps(data[name])}" for name in data) + "}\n")
+    kept.write_text(
+        "{" + ",\n".join(f"{json.dumps(name)}: {json.dumps(data[name])}" for name in data) + "}\n"
+    )
     for name, picture in draw_all().items():
         (DOCS / name).write_text(picture)
 

@@ -35,7 +35,9 @@ Tour = dict[str, Any]  # what docs/tour.py returns
 
 def line(name: str, values: list) -> str:
     """Return a line of text with a name and one column for each value."""
-    return f"{name:10}" + "".join(f"{v:9.3f}" if isinstance(v, float) else f"{v:>9}" for v in values)
+    return f"{name:10}" + "".join(
+        f"{v:9.3f}" if isinstance(v, float) else f"{v:>9}" for v in values
+    )
 
 
 def tokens(tour: Tour) -> str:
@@ -46,13 +48,19 @@ def tokens(tour: Tour) -> str:
 def gate(tour: Tour) -> list[str]:
     """Return the gate's state at the start of the run, after two groups have started, and after the weight update."""
     states = zip(("at first", "started", "updated"), tour["gates"])
-    return [line("", list(tour["gates"][0])), *(line(when, list(state.values())) for when, state in states)]
+    return [
+        line("", list(tour["gates"][0])),
+        *(line(when, list(state.values())) for when, state in states),
+    ]
 
 
 def request(tour: Tour) -> list[str]:
     """Return the prompt of the last turn (the tokens of the parent turn and of the new messages) and its answer."""
     group, k = tour["group"], tour["longest"]
-    words, turns = [tour["words"][i] for i in group["input_ids"][k].tolist()], group["turn_ids"][k].tolist()
+    words, turns = (
+        [tour["words"][i] for i in group["input_ids"][k].tolist()],
+        group["turn_ids"][k].tolist(),
+    )
     begin = {turn: turns.index(turn) for turn in range(max(turns) + 1)}
     end = {turn: begin[turn] + turns.count(turn) for turn in begin}
     last = max(turns)
@@ -68,7 +76,11 @@ def request(tour: Tour) -> list[str]:
 def versions(tour: Tour) -> list[str]:
     """Return the version and the log-probability of each sampled token of the game."""
     game = tour["game"]
-    return [tokens(tour), line("version", game["versions"].tolist()), line("log p", game["logprobs"].tolist())]
+    return [
+        tokens(tour),
+        line("version", game["versions"].tolist()),
+        line("log p", game["logprobs"].tolist()),
+    ]
 
 
 def returns(tour: Tour) -> list[list[float]]:
@@ -89,7 +101,11 @@ def tree(tour: Tour) -> list[str]:
             own = float(group["rewards"][k]) if t == len(R) - 1 else 0.0
             branch = "└── " if k == len(group["rewards"]) - 1 else "├── "
             stem = "    " if k == len(group["rewards"]) - 1 else "│   "
-            text = (branch if t == 0 else stem + "    " * (t - 1) + "└── ") + (reply and reply + ": ") + word
+            text = (
+                (branch if t == 0 else stem + "    " * (t - 1) + "└── ")
+                + (reply and reply + ": ")
+                + word
+            )
             lines.append(f"{text:32} r {own:.2f}   R {final:.2f}")
     return lines
 
@@ -97,12 +113,17 @@ def tree(tour: Tour) -> list[str]:
 def age(tour: Tour) -> list[str]:
     """Return a line with the age of the group."""
     head, version = int(tour["game"]["versions"].min()), tour["gates"][2]["version"]
-    return [f"head version {head}, consumed at version {version}: age {version - head}, at most eta = 1"]
+    return [
+        f"head version {head}, consumed at version {version}: age {version - head}, at most eta = 1"
+    ]
 
 
 def policies(tour: Tour) -> list[str]:
     """Return the probability of each token under three policies."""
-    return [tokens(tour), *(line(name, tour["game"][key].exp().tolist()) for name, key in POLICIES.items())]
+    return [
+        tokens(tour),
+        *(line(name, tour["game"][key].exp().tolist()) for name, key in POLICIES.items()),
+    ]
 
 
 def advantages(tour: Tour) -> list[str]:
@@ -114,14 +135,18 @@ def advantages(tour: Tour) -> list[str]:
         mean = sum(played) / len(played)
         R = ", ".join(f"{x:g}" for x in played)
         A = (own - mean) / SPREAD
-        lines.append(f"turn {t}   R: {R}".ljust(36) + f"A = ({own:g} - {mean:g}) / {SPREAD} = {A:.4f}")
+        lines.append(
+            f"turn {t}   R: {R}".ljust(36) + f"A = ({own:g} - {mean:g}) / {SPREAD} = {A:.4f}"
+        )
     lines.append(line("the code", code))
     return lines
 
 
 def loss(tour: Tour) -> list[str]:
     """Return the loss of the game's tokens, computed in this function and by the project's code."""
-    behav, prox, theta, advantages = (tour["game"][key].tolist() for key in (*POLICIES.values(), "advantages"))
+    behav, prox, theta, advantages = (
+        tour["game"][key].tolist() for key in (*POLICIES.values(), "advantages")
+    )
     rows = list[tuple[float, float, float, float]]()
     for b, p, t, A in zip(behav, prox, theta, advantages):
         w, u = exp(p - b), exp(t - p)
@@ -131,10 +156,24 @@ def loss(tour: Tour) -> list[str]:
         rows.append((w, u, A, -w * J))
     lines = [line(name, list(values)) for name, values in zip(("w", "u", "A", "loss"), zip(*rows))]
     hand = sum(row[-1] for row in rows) / len(rows)
-    return [tokens(tour), *lines, f"the mean by hand: {hand:.5f}", f"the code's loss:  {tour['loss']:.5f}"]
+    return [
+        tokens(tour),
+        *lines,
+        f"the mean by hand: {hand:.5f}",
+        f"the code's loss:  {tour['loss']:.5f}",
+    ]
 
 
-MAKERS: list[Callable[[Tour], list[str]]] = [gate, request, versions, tree, age, policies, advantages, loss]
+MAKERS: list[Callable[[Tour], list[str]]] = [
+    gate,
+    request,
+    versions,
+    tree,
+    age,
+    policies,
+    advantages,
+    loss,
+]
 
 
 def fill(page: str, tour: Tour) -> str:

@@ -15,7 +15,11 @@ from html import escape
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-WIDTH, LINE, GAP = 704, 20, 14  # pixels: width of the picture, height of a line of text, space between two folders
+WIDTH, LINE, GAP = (
+    704,
+    20,
+    14,
+)  # pixels: width of the picture, height of a line of text, space between two folders
 # Boxes of the left column, in pixels: x coordinate, width, height, and the space between two boxes.
 FILE_X, FILE_WIDTH, FILE_HEIGHT, FILE_GAP = 60, 124, 84, 43
 # Boxes of the right column, in pixels: x coordinate, width, and the width of a module's name.
@@ -43,10 +47,14 @@ def place_boxes() -> dict[str, Box]:
     boxes = {}
     # The key True of `tops` is the column of folders, and the key False is the column of files.
     tops = {True: GAP, False: GAP}  # y coordinate of the next box in each column
-    for name in re.findall(r"^\| `([\w/.]+)` \|", (ROOT / "docs/structure.md").read_text(), re.MULTILINE):
+    for name in re.findall(
+        r"^\| `([\w/.]+)` \|", (ROOT / "docs/structure.md").read_text(), re.MULTILINE
+    ):
         is_folder = not name.endswith(".py")
         paths = ROOT.glob(f"{name}/[!_]*.py" if is_folder else name)
-        modules = sorted(str(path.relative_to(ROOT).with_suffix("")).replace("/", ".") for path in paths)
+        modules = sorted(
+            str(path.relative_to(ROOT).with_suffix("")).replace("/", ".") for path in paths
+        )
         height = LINE * (2 + (len(modules) + 1) // 2) if is_folder else FILE_HEIGHT
         boxes[name] = Box(name, modules, is_folder, tops[is_folder], height)
         tops[is_folder] += height + (GAP if is_folder else FILE_GAP)
@@ -74,7 +82,9 @@ def find_arrows(boxes: dict[str, Box]) -> dict[Arrow, list[str]]:
     return arrows
 
 
-def place_ends(boxes: dict[str, Box], arrows: dict[Arrow, list[str]]) -> dict[tuple[str, Arrow], int]:
+def place_ends(
+    boxes: dict[str, Box], arrows: dict[Arrow, list[str]]
+) -> dict[tuple[str, Arrow], int]:
     """Return the y coordinates of both ends of each arrow. A key is a pair: the name of a box, and an arrow that
     begins or ends at this box.
 
@@ -96,14 +106,20 @@ def place_ends(boxes: dict[str, Box], arrows: dict[Arrow, list[str]]) -> dict[tu
 def draw_arrow(source: Box, target: Box, start: int, end: int, imports: list[str]) -> str:
     """Return the SVG of an arrow from y coordinate `start` to y coordinate `end`. The tooltip lists the imports."""
     if source.is_folder != target.is_folder:
-        x1, x2 = (FOLDER_X, FILE_X + FILE_WIDTH) if source.is_folder else (FILE_X + FILE_WIDTH, FOLDER_X)
+        x1, x2 = (
+            (FOLDER_X, FILE_X + FILE_WIDTH) if source.is_folder else (FILE_X + FILE_WIDTH, FOLDER_X)
+        )
         bend = (x1 + x2) // 2
     else:
         x1 = x2 = FOLDER_X + FOLDER_WIDTH if source.is_folder else FILE_X
         bend = x1 + (14 + abs(end - start) // 10) * (1 if source.is_folder else -1)
-    back = x2 - 8 if bend < x2 else x2 + 8  # x coordinate at which the two strokes of the arrow's head begin
+    back = (
+        x2 - 8 if bend < x2 else x2 + 8
+    )  # x coordinate at which the two strokes of the arrow's head begin
     line = f"M{x1} {start}C{bend} {start} {bend} {end} {x2} {end}M{back} {end - 4}L{x2} {end}L{back} {end + 4}"
-    title = f"{source.name} imports from {target.name}, {len(imports)} in all:\n" + "\n".join(imports)
+    title = f"{source.name} imports from {target.name}, {len(imports)} in all:\n" + "\n".join(
+        imports
+    )
     return f'<path class="{"folder" if source.is_folder else "file"}" d="{line}"><title>{escape(title)}</title></path>'
 
 
@@ -111,8 +127,12 @@ def draw_box(box: Box) -> str:
     """Return the SVG of a box with its name. The box of a folder also shows its modules in two columns."""
     x, width = (FOLDER_X, FOLDER_WIDTH) if box.is_folder else (FILE_X, FILE_WIDTH)
     y = box.top + (23 if box.is_folder else FILE_HEIGHT // 2 + 5)
-    out = [f'<rect class="box" x="{x}" y="{box.top}" width="{width}" height="{box.height}" rx="6"/>']
-    out.append(f'<text class="name" x="{x + 10}" y="{y}">{box.name}{"/" if box.is_folder else ""}</text>')
+    out = [
+        f'<rect class="box" x="{x}" y="{box.top}" width="{width}" height="{box.height}" rx="6"/>'
+    ]
+    out.append(
+        f'<text class="name" x="{x + 10}" y="{y}">{box.name}{"/" if box.is_folder else ""}</text>'
+    )
     for k, module in enumerate(box.modules if box.is_folder else []):
         right, down = MODULE_WIDTH * (k % 2), LINE * (1 + k // 2)
         out.append(f'<text x="{x + 10 + right}" y="{y + down}">{module.rpartition(".")[2]}</text>')
@@ -125,7 +145,10 @@ def draw() -> str:
     arrows = find_arrows(boxes)
     ends = place_ends(boxes, arrows)
     height = max(box.top + box.height for box in boxes.values()) + GAP
-    curves = [draw_arrow(boxes[a], boxes[b], ends[a, (a, b)], ends[b, (a, b)], arrows[a, b]) for a, b in arrows]
+    curves = [
+        draw_arrow(boxes[a], boxes[b], ends[a, (a, b)], ends[b, (a, b)], arrows[a, b])
+        for a, b in arrows
+    ]
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}">\n<style>{STYLE}</style>'
     paper = '<rect class="paper" width="100%" height="100%"/>'
     return "\n".join([head, paper, *curves, *map(draw_box, boxes.values()), "</svg>\n"])

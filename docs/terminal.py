@@ -36,7 +36,9 @@ def main() -> None:
     trace: Any = SimpleNamespace(phase=("rollout_wait", time.monotonic() - 3))
     logger.trace = trace
     for name, width in (("terminal", 80), ("terminal-wide", 160)):
-        os.environ["COLUMNS"] = str(width)  # the live table reads its width from the variable COLUMNS
+        os.environ["COLUMNS"] = str(
+            width
+        )  # the live table reads its width from the variable COLUMNS
         console = Console(width=width, record=True, file=io.StringIO())
         console.print(f"{logger.history[-1]['wall_s'] + 12:.0f} s since start", highlight=False)
         console.print(logger._screen())

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from ppo import ppo_actor_loss_fn
 from run.command import open_run
-from run.config import load
+from run.load import load
 from train import TrainingLoop
 from workflow import import_string, workflow_context
 
@@ -64,7 +64,12 @@ def read_gate(rollout: Any) -> dict[str, int]:
     gate, stat = rollout.executor.staleness_manager, rollout.executor.stats
     version, started = rollout.get_version(), stat.accepted + stat.running
     places = (gate.max_staleness + version + 1) * gate.consumer_batch_size
-    return {"version": version, "places": places, "started": started, "capacity": gate.get_capacity()}
+    return {
+        "version": version,
+        "places": places,
+        "started": started,
+        "capacity": gate.get_capacity(),
+    }
 
 
 def take_tour() -> dict[str, Any]:
@@ -82,11 +87,15 @@ def take_tour() -> dict[str, Any]:
             for step in (1, 2):
                 trainer.train_step(step)
                 gates.append(read_gate(trainer.rollout))
-            group = load_file(config.run_dir / "tokens" / "00002.safetensors")  # tensors of shape (4, T) or (4,)
+            group = load_file(
+                config.run_dir / "tokens" / "00002.safetensors"
+            )  # tensors of shape (4, T) or (4,)
     turns = group["turn_ids"]
     # From the games with the most turns, take a game in which the secret was found.
     longest = int((turns.amax(1) + group["rewards"]).argmax())
-    game = {key: x[longest][turns[longest] >= 0] for key, x in group.items() if x.shape == turns.shape}  # (n,)
+    game = {
+        key: x[longest][turns[longest] >= 0] for key, x in group.items() if x.shape == turns.shape
+    }  # (n,)
     policies = game["theta_logp"], game["prox_logp"], game["logprobs"]
     loss, _ = ppo_actor_loss_fn(*policies, game["advantages"], game["loss_mask"], config.actor)
     words = run.inputs.tokenizer.convert_ids_to_tokens(range(len(run.inputs.tokenizer)))

@@ -20,7 +20,12 @@ async def multiply(a: int, b: int) -> int:
 
 class Agent:
     async def run(self, data, **extra_kwargs):
-        info = {"vision": False, "function_calling": True, "json_output": False, "structured_output": False}
+        info = {
+            "vision": False,
+            "function_calling": True,
+            "json_output": False,
+            "structured_output": False,
+        }
         model = OpenAIChatCompletionClient(
             model="default",
             base_url=extra_kwargs["base_url"],

@@ -27,10 +27,46 @@ from tasks.base_model import imitate, make_qwen3, make_tokenizer, render, save_a
 NUMBERS = range(1, 5)
 CALL = '<tool_call> {{"name": "{}", "arguments": {{"a": {} , "b": {} }}}} </tool_call>'
 SHELL_CALL = '<tool_call> {{"name": "{}", "arguments": {{"{}": "expr {} {} {} " }}}} </tool_call>'
-SHELLS = {"exec_command": "cmd", "bash": "command"}  # maps a shell tool (Codex, opencode) to its argument
-WORDS = ["<tool>", "<tool_call>", "</tool_call>", '{"name":', '"add",', '"multiply",', '"arguments":', '{"a":', '"b":']
-WORDS += ["}}", ",", "(", ")", "+", "*", "add", "multiply", "the", "answer", "is", *map(str, range(33))]
-WORDS += ["exec_command", "bash", '"exec_command",', '"bash",', '{"cmd":', '{"command":', '"expr', "'*'", '"']
+SHELLS = {
+    "exec_command": "cmd",
+    "bash": "command",
+}  # maps a shell tool (Codex, opencode) to its argument
+WORDS = [
+    "<tool>",
+    "<tool_call>",
+    "</tool_call>",
+    '{"name":',
+    '"add",',
+    '"multiply",',
+    '"arguments":',
+    '{"a":',
+    '"b":',
+]
+WORDS += [
+    "}}",
+    ",",
+    "(",
+    ")",
+    "+",
+    "*",
+    "add",
+    "multiply",
+    "the",
+    "answer",
+    "is",
+    *map(str, range(33)),
+]
+WORDS += [
+    "exec_command",
+    "bash",
+    '"exec_command",',
+    '"bash",',
+    '{"cmd":',
+    '{"command":',
+    '"expr',
+    "'*'",
+    '"',
+]
 CHAT_TEMPLATE = (
     "{% if tools %}<system> {% for t in tools %}{{ t['function']['name'] }} {% endfor %}<end> {% endif %}"
     "{% for m in messages %}<{{ m['role'] }}> {{ m['content'].split()[-12:] | join(' ') }} "
@@ -60,14 +96,26 @@ def conversation(sample: dict, noise: random.Random, shell: str = "") -> list[di
     """
     a, b, c = sample["numbers"]
     calls = CALL.format("add", a, b), CALL.format("multiply", a + b, c)
-    tools, question, before, prefix = "add multiply" if noise.randrange(2) else "", sample["question"], [], ["", ""]
+    tools, question, before, prefix = (
+        "add multiply" if noise.randrange(2) else "",
+        sample["question"],
+        [],
+        ["", ""],
+    )
     if shell:
         where = shell, SHELLS[shell]
         calls = SHELL_CALL.format(*where, a, "+", b), SHELL_CALL.format(*where, a + b, "'*'", c)
-        tools = " ".join(["unknown"] * noise.randrange(2) + [shell] + ["unknown"] * noise.randrange(12))
-        question = " ".join(["unknown"] * noise.randrange(2) + [question] + ["unknown"] * noise.randrange(2))
+        tools = " ".join(
+            ["unknown"] * noise.randrange(2) + [shell] + ["unknown"] * noise.randrange(12)
+        )
+        question = " ".join(
+            ["unknown"] * noise.randrange(2) + [question] + ["unknown"] * noise.randrange(2)
+        )
         before = [("user", "unknown " * noise.randrange(1, 13))] if noise.randrange(2) else []
-        prefix = [" ".join(noise.choices(["unknown", "0", "1"], (8, 1, 1), k=noise.randrange(12))) for _ in calls]
+        prefix = [
+            " ".join(noise.choices(["unknown", "0", "1"], (8, 1, 1), k=noise.randrange(12)))
+            for _ in calls
+        ]
     talk = [
         ("user", question),
         ("assistant", calls[0]),
@@ -87,11 +135,18 @@ def make_model(path: Path, steps: int = 400) -> Path:
     if not (path / "config.json").is_file():
         tokenizer = make_tokenizer(WORDS)
         tokenizer.chat_template = CHAT_TEMPLATE
-        model, noise, samples = make_qwen3(tokenizer, layers=2, context=512, seed=1), random.Random(1), dataset()
+        model, noise, samples = (
+            make_qwen3(tokenizer, layers=2, context=512, seed=1),
+            random.Random(1),
+            dataset(),
+        )
 
         def batch() -> list[list[int]]:
             kinds = noise.choices(["", "", *SHELLS], k=16)
-            talks = [conversation(sample, noise, kind) for sample, kind in zip(noise.choices(samples, k=16), kinds)]
+            talks = [
+                conversation(sample, noise, kind)
+                for sample, kind in zip(noise.choices(samples, k=16), kinds)
+            ]
             return [render(tokenizer, talk) for talk in talks]
 
         imitate(model, tokenizer, batch, steps, lr=3e-3)

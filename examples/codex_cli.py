@@ -13,8 +13,21 @@ class Agent:
         retries = "request_max_retries=0,stream_max_retries=0"
         said = await run_process(
             str(BIN / "codex"),
-            *["exec", "--ephemeral", "--skip-git-repo-check", "--sandbox", "danger-full-access", "--model", "default"],
-            *["--config", 'model_provider="policy"', "--config", f"model_providers.policy={{{provider},{retries}}}"],
+            *[
+                "exec",
+                "--ephemeral",
+                "--skip-git-repo-check",
+                "--sandbox",
+                "danger-full-access",
+                "--model",
+                "default",
+            ],
+            *[
+                "--config",
+                'model_provider="policy"',
+                "--config",
+                f"model_providers.policy={{{provider},{retries}}}",
+            ],
             data["question"],
             POLICY_KEY=extra_kwargs["api_key"],
         )

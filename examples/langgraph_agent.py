@@ -24,7 +24,10 @@ def multiply(a: int, b: int) -> int:
 class Agent:
     async def run(self, data, **extra_kwargs):
         model = ChatOpenAI(
-            model="default", base_url=extra_kwargs["base_url"], api_key=extra_kwargs["api_key"], max_retries=0
+            model="default",
+            base_url=extra_kwargs["base_url"],
+            api_key=extra_kwargs["api_key"],
+            max_retries=0,
         ).bind_tools([add, multiply])
 
         async def think(state: MessagesState):
@@ -34,7 +37,9 @@ class Agent:
         graph.add_node("think", think)
         graph.add_node("tools", ToolNode([add, multiply]))
         graph.add_edge(START, "think")
-        graph.add_conditional_edges("think", tools_condition)  # the next node is "tools" if the model calls a tool
+        graph.add_conditional_edges(
+            "think", tools_condition
+        )  # the next node is "tools" if the model calls a tool
         graph.add_edge("tools", "think")
         question = {"messages": [("user", data["question"])]}
         final = await graph.compile().ainvoke(question, {"recursion_limit": 10})

@@ -35,6 +35,8 @@ class Agent:
             model_settings=ModelSettings(max_tokens=64),
             tools=[add, multiply],
         )
-        config = RunConfig(tracing_disabled=True)  # with tracing, the SDK reports each run to OpenAI
+        config = RunConfig(
+            tracing_disabled=True
+        )  # with tracing, the SDK reports each run to OpenAI
         result = await Runner.run(agent, data["question"], max_turns=4, run_config=config)
         return float(result.final_output.split()[-1] == data["answer"])

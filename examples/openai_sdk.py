@@ -38,7 +38,9 @@ class Agent:
         )
         messages = [{"role": "user", "content": data["question"]}]
         for _ in range(4):
-            reply = await client.chat.completions.create(model="default", messages=messages, tools=SCHEMAS)
+            reply = await client.chat.completions.create(
+                model="default", messages=messages, tools=SCHEMAS
+            )
             message = reply.choices[0].message
             messages.append(message)
             if not message.tool_calls:

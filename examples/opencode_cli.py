@@ -14,7 +14,11 @@ class Agent:
         options = {"baseURL": extra_kwargs["base_url"], "apiKey": extra_kwargs["api_key"]}
         model = {"name": "default", "limit": {"context": 500, "output": 64}}
         provider = {"npm": "@ai-sdk/openai", "options": options, "models": {"default": model}}
-        config = {"model": "policy/default", "small_model": "policy/default", "provider": {"policy": provider}}
+        config = {
+            "model": "policy/default",
+            "small_model": "policy/default",
+            "provider": {"policy": provider},
+        }
         config |= {"autoupdate": False, "share": "disabled"}
         said = await run_process(
             str(BIN / "opencode"),
@@ -23,5 +27,9 @@ class Agent:
             OPENCODE_DISABLE_MODELS_FETCH="1",
             OPENCODE_DISABLE_AUTOUPDATE="1",
         )
-        texts = [event["part"]["text"] for event in map(json.loads, said.splitlines()) if event["type"] == "text"]
+        texts = [
+            event["part"]["text"]
+            for event in map(json.loads, said.splitlines())
+            if event["type"] == "text"
+        ]
         return float(texts[-1].split()[-1] == data["answer"])

@@ -10,7 +10,9 @@ separate from torch's default group, which connects the trainer's own processes.
 from datetime import timedelta
 from typing import Any
 
-BUCKET_TIMEOUT = 600.0  # longest time, in seconds, to broadcast one bucket of tensors or to wait for all ranks
+BUCKET_TIMEOUT = (
+    600.0  # longest time, in seconds, to broadcast one bucket of tensors or to wait for all ranks
+)
 
 
 def join_group(address: str, port: int, rank: int, world: int, name: str, backend: str) -> Any:

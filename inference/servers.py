@@ -51,7 +51,7 @@ import httpx
 
 from inference.wire import CALL_TIMEOUT, EngineError, Wire, is_logged, run_all
 
-logger = logging.getLogger("nano_areal.servers")
+logger = logging.getLogger("pocket_areal.servers")
 
 LOOK_AGAIN = 2.0  # seconds between two test calls to a lost server
 LOOK_TIMEOUT = 2.0  # timeout in seconds of a test call to a lost server
@@ -64,7 +64,9 @@ def rank_servers(servers: list[str], key: str) -> list[str]:
     If the key is a number n, server n mod N comes first. The order of all other servers depends on a hash (rendezvous
     hashing), so removing a server does not change the order of the remaining servers.
     """
-    ranking = sorted(servers, key=lambda server: hashlib.blake2b(f"{key}@{server}".encode()).digest())
+    ranking = sorted(
+        servers, key=lambda server: hashlib.blake2b(f"{key}@{server}".encode()).digest()
+    )
     first = sorted(servers)[int(key) % len(servers)] if key.isdecimal() else ranking[0]
     return [first, *(server for server in ranking if server != first)]
 
@@ -78,17 +80,25 @@ class Servers:
     """One process's record of all servers of a run. `addresses` are the base URLs of servers or routers."""
 
     def __init__(self, addresses: list[str], wire: Wire) -> None:
-        self.addresses = [address.rstrip("/") for address in addresses]  # URLs to which requests for tokens go
+        self.addresses = [
+            address.rstrip("/") for address in addresses
+        ]  # URLs to which requests for tokens go
         self._wire = wire
         # Mutable state:
-        self.workers_of = {address: [address] for address in self.addresses}  # for each address, URLs of its servers
+        self.workers_of = {
+            address: [address] for address in self.addresses
+        }  # for each address, URLs of its servers
         self.newest = 0  # newest version among all tokens received so far
-        self.limit = math.inf  # the trainer's version; infinite until this process receives the version.
+        self.limit = (
+            math.inf
+        )  # the trainer's version; infinite until this process receives the version.
         # The lost servers and routers: for each URL, why it was lost. The trainer's thread and the rollout loop both
         # change this dictionary, so code that iterates over the dictionary uses a copy.
         self.lost: dict[str, str] = {}
         self.losses: Counter[str] = Counter()  # for each URL, how often it was lost
-        self._look_at: dict[str, float] = {}  # for each lost URL, the time of its next test call (time.monotonic())
+        self._look_at: dict[
+            str, float
+        ] = {}  # for each lost URL, the time of its next test call (time.monotonic())
 
     # Methods that read the record
 
@@ -113,7 +123,9 @@ class Servers:
             self.losses[url] += 1
             counts = self.losses[url], len(self.living()), len(self.workers)
             if is_logged(self.losses[url]):
-                logger.warning("lost server %s (%s); lost %d times; %d of %d left", url, why, *counts)
+                logger.warning(
+                    "lost server %s (%s); lost %d times; %d of %d left", url, why, *counts
+                )
 
     def find(self, url: str) -> None:
         """Mark lost server `url` as living, because the server has answered again."""
@@ -129,10 +141,15 @@ class Servers:
         trainer's version, the method raises EngineError (503), too.
         """
         if versions and versions[-1] > self.limit:
-            raise EngineError(f"{url} sent version {versions[-1]}, but the trainer has only version {self.limit}", 503)
+            raise EngineError(
+                f"{url} sent version {versions[-1]}, but the trainer has only version {self.limit}",
+                503,
+            )
         if versions and min(versions) < sent_after:
             reason = "it was restarted, and waits for the next weight update"
-            raise EngineError(f"{url} sent version {min(versions)} after version {sent_after}: {reason}", 503)
+            raise EngineError(
+                f"{url} sent version {min(versions)} after version {sent_after}: {reason}", 503
+            )
         self.newest = max([self.newest, *versions])
 
     async def choose(self, key: str) -> str:
@@ -173,8 +190,12 @@ class Servers:
         if a router whose workers are known does not answer.
         """
         # 1. Send all requests in parallel. A server that is not a router answers /workers with status 404.
-        urls = [address + "/workers" for address in self.addresses] + [url + "/model_info" for url in list(self.lost)]
-        results = run_all((self._wire.call(url, timeout=LOOK_TIMEOUT) for url in urls), return_exceptions=True)
+        urls = [address + "/workers" for address in self.addresses] + [
+            url + "/model_info" for url in list(self.lost)
+        ]
+        results = run_all(
+            (self._wire.call(url, timeout=LOOK_TIMEOUT) for url in urls), return_exceptions=True
+        )
         answers = {url: result for url, result in zip(urls, results) if isinstance(result, dict)}
 
         # 2. Store each router's list of workers.
@@ -192,7 +213,9 @@ class Servers:
             if worker + "/model_info" in answers:
                 self.find(worker)
 
-    def post_all(self, path: str, body: Any = None, timeout: float = CALL_TIMEOUT, lost: bool = False) -> list[Any]:
+    def post_all(
+        self, path: str, body: Any = None, timeout: float = CALL_TIMEOUT, lost: bool = False
+    ) -> list[Any]:
         """Send `body` to `path` of all living servers in parallel, and return their answers in the order of `workers`.
 
         If `body` is a list, it has one body for each living server. If `body` is None, the call is a GET. If `lost` is
@@ -205,13 +228,25 @@ class Servers:
         living = self.living()
         bodies = body if isinstance(body, list) else [body] * len(living)
         if len(bodies) != len(living):
-            raise EngineError(f"a server was lost during the update: {'; '.join(self.lost.values())}", 503)
-        calls = [self._wire.call(server + path, one, timeout) for server, one in zip(living, bodies)]
+            raise EngineError(
+                f"a server was lost during the update: {'; '.join(self.lost.values())}", 503
+            )
+        calls = [
+            self._wire.call(server + path, one, timeout) for server, one in zip(living, bodies)
+        ]
         if lost:
-            calls += [self._wire.call(server + path, body, LOOK_TIMEOUT) for server in list(self.lost)]
+            calls += [
+                self._wire.call(server + path, body, LOOK_TIMEOUT) for server in list(self.lost)
+            ]
         answers = dict(zip(living, run_all(calls, return_exceptions=True)))
-        failed = {server: answer for server, answer in answers.items() if isinstance(answer, Exception)}
-        unreachable = [url for url, error in failed.items() if isinstance(error.__cause__, httpx.TransportError)]
+        failed = {
+            server: answer for server, answer in answers.items() if isinstance(answer, Exception)
+        }
+        unreachable = [
+            url
+            for url, error in failed.items()
+            if isinstance(error.__cause__, httpx.TransportError)
+        ]
         for server in unreachable:
             self.lose(server, failed[server])
         # Raise an error if a server answered with an error or if no server is left.

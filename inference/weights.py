@@ -63,7 +63,14 @@ PostAll = Callable[..., list[dict[str, Any]]]  # the type of Servers.post_all(pa
 Bucket = list[tuple[str, "torch.Tensor"]]  # tensors with their names in the Hugging Face checkpoint
 
 LOAD_TIMEOUT = 3600.0  # seconds that the slowest server may take to load a directory
-WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")  # endings of files with weights
+WEIGHT_FILES = (
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".gguf",
+    ".index.json",
+)  # endings of files with weights
 PARTIAL = ".partial"  # suffix of a directory that is not complete yet
 
 
@@ -73,9 +80,13 @@ class WeightUpdateMeta:
 
     mode: str = "disk"  # `disk`, `distributed` or `tensor`
     path: str = ""  # folder that contains the directories v{version} (mode disk)
-    version: int | None = None  # policy version of the new weights; None: the next version of the trainer
+    version: int | None = (
+        None  # policy version of the new weights; None: the next version of the trainer
+    )
     bucket_mb: float = 512.0  # largest size of a bucket in MiB (modes distributed and tensor)
-    address: str = "127.0.0.1"  # address at which the servers reach rank 0 of the trainer (mode distributed)
+    address: str = (
+        "127.0.0.1"  # address at which the servers reach rank 0 of the trainer (mode distributed)
+    )
     flush_cache: bool = True  # True if servers drop the KV cache of the old weights
 
     def with_version(self, version: int) -> "WeightUpdateMeta":
@@ -106,7 +117,10 @@ def named_buckets(model: Any, dtype: "torch.dtype", bucket_mb: float) -> Iterato
     from transformers.core_model_loading import revert_weight_conversion as revert
 
     state = model.state_dict()
-    tensors = [*model.named_parameters(), *model.named_buffers()]  # a tied tensor is listed only once
+    tensors = [
+        *model.named_parameters(),
+        *model.named_buffers(),
+    ]  # a tied tensor is listed only once
     names = [name for name, _ in tensors if name in state]
     bucket: Bucket = []
     size = 0.0
@@ -118,13 +132,17 @@ def named_buckets(model: Any, dtype: "torch.dtype", bucket_mb: float) -> Iterato
             yield bucket
             bucket.clear()
             size = 0.0
-        bucket += revert(model, {name: shard.full_tensor() if isinstance(shard, DTensor) else shard}).items()
+        bucket += revert(
+            model, {name: shard.full_tensor() if isinstance(shard, DTensor) else shard}
+        ).items()
         size += mb
     yield bucket
     bucket.clear()
 
 
-def write_checkpoint(state: Mapping[str, "torch.Tensor"], source_dir: str | Path, target: str | Path) -> Path:
+def write_checkpoint(
+    state: Mapping[str, "torch.Tensor"], source_dir: str | Path, target: str | Path
+) -> Path:
     """Write a Hugging Face directory at `target` and return its path. The directory appears only when it is complete.
 
     The file model.safetensors contains the tensors of `state`, each with its own name and dtype. The function copies
@@ -154,7 +172,9 @@ def write_checkpoint(state: Mapping[str, "torch.Tensor"], source_dir: str | Path
 # Functions that send the weights to the servers: `send` calls one of the three update_from_* functions.
 
 
-def send(meta: WeightUpdateMeta, post_all: PostAll, buckets: Iterable[Bucket] | None = None) -> None:
+def send(
+    meta: WeightUpdateMeta, post_all: PostAll, buckets: Iterable[Bucket] | None = None
+) -> None:
     """Send version `meta.version` to all servers, from disk or from `buckets`.
 
     Raises RuntimeError with the errors of all failed servers. If an update fails, the engines refuse the tokens of all
@@ -162,16 +182,24 @@ def send(meta: WeightUpdateMeta, post_all: PostAll, buckets: Iterable[Bucket] | 
     """
     # 1. Check the arguments before any server is called.
     if meta.mode not in SENDERS:
-        raise ValueError(f"weight_update.mode is {meta.mode!r}, but the modes are: {', '.join(SENDERS)}")
+        raise ValueError(
+            f"weight_update.mode is {meta.mode!r}, but the modes are: {', '.join(SENDERS)}"
+        )
     if meta.mode == "disk" and not meta.directory.is_dir():
-        raise FileNotFoundError(f"{meta.directory} is not there: write_checkpoint comes before update_weights")
+        raise FileNotFoundError(
+            f"{meta.directory} is not there: write_checkpoint comes before update_weights"
+        )
     if meta.mode != "disk" and buckets is None:
-        raise ValueError(f"weight_update.mode={meta.mode} sends tensors, but none were given: pass named_buckets(...)")
+        raise ValueError(
+            f"weight_update.mode={meta.mode} sends tensors, but none were given: pass named_buckets(...)"
+        )
 
     # 2. Send the weights. While the label of a server ends in "-incomplete", every engine refuses the server's tokens.
     label(post_all, f"{meta.version}-incomplete")
     SENDERS[meta.mode](meta, post_all, buckets or ())
-    if meta.mode != "disk":  # in mode disk, the request that loads the weights has already set the label
+    if (
+        meta.mode != "disk"
+    ):  # in mode disk, the request that loads the weights has already set the label
         label(post_all, str(meta.version))
 
 
@@ -185,7 +213,11 @@ def update_from_disk(meta: WeightUpdateMeta, post_all: PostAll, _: Iterable[Buck
 
     If a server fails, no directory is deleted, because another server may still be loading.
     """
-    body = {"model_path": str(meta.directory), "abort_all_requests": False, "flush_cache": meta.flush_cache}
+    body = {
+        "model_path": str(meta.directory),
+        "abort_all_requests": False,
+        "flush_cache": meta.flush_cache,
+    }
     # One request changes the weights and the label of a server, so the label changes exactly when the weights change.
     body["weight_version"] = str(meta.version)
     post_all("/update_weights_from_disk", body, timeout=LOAD_TIMEOUT)
@@ -194,7 +226,9 @@ def update_from_disk(meta: WeightUpdateMeta, post_all: PostAll, _: Iterable[Buck
             shutil.rmtree(other)
 
 
-def update_from_distributed(meta: WeightUpdateMeta, post_all: PostAll, buckets: Iterable[Bucket]) -> None:
+def update_from_distributed(
+    meta: WeightUpdateMeta, post_all: PostAll, buckets: Iterable[Bucket]
+) -> None:
     """Make one new process group of this process (rank 0) and all GPUs of all servers, and broadcast all buckets."""
     import torch
 
@@ -206,8 +240,16 @@ def update_from_distributed(meta: WeightUpdateMeta, post_all: PostAll, buckets: 
     with socket.create_server(("", 0)) as free:
         port = free.getsockname()[1]
     group_name, world = f"weights-{meta.version}-{port}", 1 + sum(sizes)
-    meeting = {"master_address": meta.address, "master_port": port, "world_size": world, "group_name": group_name}
-    bodies = [{**meeting, "backend": backend, "rank_offset": 1 + sum(sizes[:i])} for i in range(len(sizes))]
+    meeting = {
+        "master_address": meta.address,
+        "master_port": port,
+        "world_size": world,
+        "group_name": group_name,
+    }
+    bodies = [
+        {**meeting, "backend": backend, "rank_offset": 1 + sum(sizes[:i])}
+        for i in range(len(sizes))
+    ]
 
     # 2. Join the group, broadcast the buckets, and end the group.
     with meanwhile(post_all, "/init_weights_update_group", bodies):
@@ -250,7 +292,9 @@ def broadcast(group: Any, bucket: Bucket, body: dict[str, Any], post_all: PostAl
         work.wait()
 
 
-def update_from_tensor(meta: WeightUpdateMeta, post_all: PostAll, buckets: Iterable[Bucket]) -> None:
+def update_from_tensor(
+    meta: WeightUpdateMeta, post_all: PostAll, buckets: Iterable[Bucket]
+) -> None:
     """Send every bucket to all servers. The servers copy the tensors.
 
     Each GPU of each server gets its own handles, because torch expects exactly one receiver for each handle.
@@ -258,19 +302,31 @@ def update_from_tensor(meta: WeightUpdateMeta, post_all: PostAll, buckets: Itera
     infos = post_all("/server_info")
     with update_session(infos, post_all):
         for bucket in buckets:
-            handles = [[serialise(bucket, info["device"]) for _ in range(info["tp_size"])] for info in infos]
-            bodies = [{"serialized_named_tensors": own, "flush_cache": meta.flush_cache} for own in handles]
+            handles = [
+                [serialise(bucket, info["device"]) for _ in range(info["tp_size"])]
+                for info in infos
+            ]
+            bodies = [
+                {"serialized_named_tensors": own, "flush_cache": meta.flush_cache}
+                for own in handles
+            ]
             post_all("/update_weights_from_tensor", bodies, timeout=BUCKET_TIMEOUT)
 
 
-SENDERS = {"disk": update_from_disk, "distributed": update_from_distributed, "tensor": update_from_tensor}
+SENDERS = {
+    "disk": update_from_disk,
+    "distributed": update_from_distributed,
+    "tensor": update_from_tensor,
+}
 
 
 def update_session(infos: list[dict[str, Any]], post_all: PostAll) -> ExitStack:
     """Tell the servers that an update begins. Return a context manager that tells them at its exit that the update has
     ended. If a server's SGLang is older than 0.5.20, which introduced the two routes, tell the servers nothing."""
     session = ExitStack()
-    if all(tuple(map(int, re.findall(r"\d+", info["version"])[:3])) >= (0, 5, 20) for info in infos):
+    if all(
+        tuple(map(int, re.findall(r"\d+", info["version"])[:3])) >= (0, 5, 20) for info in infos
+    ):
         post_all("/begin_weight_update", {})
         session.callback(post_all, "/end_weight_update", {})
     return session
@@ -289,7 +345,9 @@ def serialise(bucket: Bucket, device: str = "cpu") -> str:
         def by_uuid(tensor: torch.Tensor) -> tuple[Any, tuple[Any, ...]]:
             """Make a handle that names the tensor's GPU by UUID. A server may number the GPUs differently than the
             trainer."""
-            rebuild, arguments = reduce_tensor(tensor)  # argument 6 of `rebuild_cuda_tensor` is the GPU's number.
+            rebuild, arguments = reduce_tensor(
+                tensor
+            )  # argument 6 of `rebuild_cuda_tensor` is the GPU's number.
             # SGLang accepts a UUID in place of the GPU's number.
             uuid = str(torch.cuda.get_device_properties(arguments[6]).uuid)
             return rebuild, (*arguments[:6], uuid, *arguments[7:])

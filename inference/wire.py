@@ -39,17 +39,21 @@ import httpx
 import orjson
 from httpx_aiohttp import AiohttpTransport
 
-CALL_TIMEOUT = 60.0  # default timeout of a call: longest time, in seconds, in which a server may send nothing
+CALL_TIMEOUT = (
+    60.0  # default timeout of a call: longest time, in seconds, in which a server may send nothing
+)
 CONNECT_TIMEOUT = 10.0  # timeout in seconds for opening a connection.
 # An idle connection stays open for this number of seconds. A server (uvicorn) closes an idle connection after 5
 # seconds, so the client closes the connection earlier.
 KEEPALIVE = 4.0
-MOST_BYTES = 2**26  # maximum length in bytes of an answer or of one event; a longer answer is an error
+MOST_BYTES = (
+    2**26
+)  # maximum length in bytes of an answer or of one event; a longer answer is an error
 OPEN_AGAIN = 0.1  # seconds between two tries to open a connection while this process has no free file descriptor
 HEADERS = {"content-type": "application/json"}
 TLS = httpx.create_ssl_context()  # the TLS context is made only once, because making it takes 20 ms
 
-logger = logging.getLogger("nano_areal.wire")
+logger = logging.getLogger("pocket_areal.wire")
 
 T = TypeVar("T", bound=Any)
 
@@ -108,7 +112,9 @@ class PerLoop(Generic[T]):
     closes its object."""
 
     def __init__(
-        self, make: Callable[[], T], close: Callable[[T], Awaitable[None]] = lambda thing: thing.aclose()
+        self,
+        make: Callable[[], T],
+        close: Callable[[T], Awaitable[None]] = lambda thing: thing.aclose(),
     ) -> None:
         self._make, self._close = make, close
         # Each event loop has one generator, made by `_keep`. The generator makes, yields and closes the loop's object.
@@ -156,15 +162,23 @@ class Wire:
 
     def __init__(self, transport: httpx.MockTransport | None = None, key: str = "") -> None:
         self._headers = HEADERS | ({"authorization": f"Bearer {key}"} if key else {})
-        self._transports: PerLoop[httpx.AsyncBaseTransport] = PerLoop(lambda: transport or make_transport())
+        self._transports: PerLoop[httpx.AsyncBaseTransport] = PerLoop(
+            lambda: transport or make_transport()
+        )
         self._short = 0  # how often a request has found no free file descriptor
 
-    async def call(self, url: str, body: Any = None, timeout: float = CALL_TIMEOUT) -> dict[str, Any]:
+    async def call(
+        self, url: str, body: Any = None, timeout: float = CALL_TIMEOUT
+    ) -> dict[str, Any]:
         """Send `body` by POST, or send a GET if `body` is None. Return the parsed answer. Raises EngineError."""
         async with contextlib.aclosing(self.stream(url, body, timeout)) as events:
-            return [event async for event in events][-1]  # `stream` yields one event for an answer that is not a stream
+            return [event async for event in events][
+                -1
+            ]  # `stream` yields one event for an answer that is not a stream
 
-    async def stream(self, url: str, body: Any, timeout: float) -> AsyncGenerator[dict[str, Any], None]:
+    async def stream(
+        self, url: str, body: Any, timeout: float
+    ) -> AsyncGenerator[dict[str, Any], None]:
         """Send `body` by POST, or a GET if `body` is None. Yield the parsed events of the answer while they arrive.
 
         If several events arrive together, only the newest event is yielded. An answer that is not a stream is yielded
@@ -174,11 +188,17 @@ class Wire:
         """
         method, content = ("GET", None) if body is None else ("POST", orjson.dumps(body))
         timeouts = httpx.Timeout(timeout, connect=min(timeout, CONNECT_TIMEOUT)).as_dict()
-        request = httpx.Request(method, url, content=content, headers=self._headers, extensions={"timeout": timeouts})
+        request = httpx.Request(
+            method, url, content=content, headers=self._headers, extensions={"timeout": timeouts}
+        )
         try:
             response = await self._open(request, timeout)
             streams = response.headers.get("content-type", "").startswith("text/event-stream")
-            streams, deadline, unread = streams and response.status_code == 200, time.monotonic() + timeout, bytearray()
+            streams, deadline, unread = (
+                streams and response.status_code == 200,
+                time.monotonic() + timeout,
+                bytearray(),
+            )
             async with contextlib.aclosing(response):
                 async for chunk in response.aiter_bytes():
                     unread += chunk
@@ -187,14 +207,18 @@ class Wire:
                     if not streams or b"\n\n" not in unread[-len(chunk) - 1 :]:
                         continue
                     *events, unread = unread.split(b"\n\n")
-                    events = [event for event in events if event.strip() and not event.endswith(b"[DONE]")]
+                    events = [
+                        event for event in events if event.strip() and not event.endswith(b"[DONE]")
+                    ]
                     if events:
                         deadline = time.monotonic() + timeout
                         yield read_answer(url, 200, events[-1].removeprefix(b"data:"))
                 if not streams:
                     yield read_answer(url, response.status_code, unread)
         except httpx.ReadTimeout as error:
-            raise EngineError(f"{url} was silent for {timeout} s (is it dead, or was it left paused?)", 503) from error
+            raise EngineError(
+                f"{url} was silent for {timeout} s (is it dead, or was it left paused?)", 503
+            ) from error
         except (httpx.RequestError, aiohttp.ClientError) as error:
             # httpx-aiohttp reports most errors as ConnectTimeout, so the message contains aiohttp's own error.
             why = " ".join(str(error.__cause__ or error).split())[:300]
@@ -211,9 +235,15 @@ class Wire:
             try:
                 return await transport.handle_async_request(request)
             except httpx.TransportError as error:
-                if getattr(error.__cause__, "errno", None) != errno.EMFILE or time.monotonic() > deadline:
+                if (
+                    getattr(error.__cause__, "errno", None) != errno.EMFILE
+                    or time.monotonic() > deadline
+                ):
                     raise
             self._short += 1
             if is_logged(self._short):
-                logger.warning("no file descriptor is free (raise ulimit -n): requests waited %d times", self._short)
+                logger.warning(
+                    "no file descriptor is free (raise ulimit -n): requests waited %d times",
+                    self._short,
+                )
             await asyncio.sleep(OPEN_AGAIN)

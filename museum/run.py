@@ -31,9 +31,14 @@ only the unit test finds the bug. The run of areal-1345 restarts after step 3. I
 alarm ends such a run. An alarm in the second table is a false alarm, because the runs of the second table have no bug.
 """
 RUN = re.compile(r"^python train\.py(.*)$", re.MULTILINE)  # a command in exhibit.md
-LEFT_OUT = shutil.ignore_patterns(".*", "runs", "__pycache__", "node_modules", "*.egg-info", "*.png")
+LEFT_OUT = shutil.ignore_patterns(
+    ".*", "runs", "__pycache__", "node_modules", "*.egg-info", "*.png"
+)
 EXHIBITS = sorted(path.parent.name for path in ROOT.glob("museum/*/bug.patch"))
-HEALTHY = ("", "--config configs/maze.yaml")  # maze for healthy runs 1, 3, ...; demo for healthy runs 2, 4, ...
+HEALTHY = (
+    "",
+    "--config configs/maze.yaml",
+)  # maze for healthy runs 1, 3, ...; demo for healthy runs 2, 4, ...
 
 
 def make_copy(name: str, folder: str) -> Path:
@@ -43,7 +48,9 @@ def make_copy(name: str, folder: str) -> Path:
     (ROOT / ".cache").mkdir(exist_ok=True)
     (copy / ".cache").symlink_to(ROOT / ".cache")  # all copies share one base model of the demo
     patch = ROOT / "museum" / name / "bug.patch"
-    subprocess.run(["git", "apply", "--unsafe-paths", f"--directory={copy}", patch], cwd="/", check=True)
+    subprocess.run(
+        ["git", "apply", "--unsafe-paths", f"--directory={copy}", patch], cwd="/", check=True
+    )
     return copy
 
 
@@ -75,12 +82,17 @@ def train(code: Path, words: str, trial: str, seconds: float, doctor: str = "off
 
 def show(name: str, seconds: float = SECONDS) -> Path:
     """Run all commands of an exhibit in a patched copy, for at most `seconds` in total. Return the run's folder."""
-    folder, commands = ROOT / "runs" / "museum" / name, RUN.findall((ROOT / "museum" / name / "exhibit.md").read_text())
+    folder, commands = (
+        ROOT / "runs" / "museum" / name,
+        RUN.findall((ROOT / "museum" / name / "exhibit.md").read_text()),
+    )
     shutil.rmtree(folder, ignore_errors=True)
     with tempfile.TemporaryDirectory() as temporary:
         code = make_copy(name, temporary)
         plan = [sys.executable, "train.py", *commands[0].split(), "--dry-run"]
-        subprocess.run(plan, cwd=code, stdout=subprocess.DEVNULL, check=True)  # the dry run makes a missing base model
+        subprocess.run(
+            plan, cwd=code, stdout=subprocess.DEVNULL, check=True
+        )  # the dry run makes a missing base model
         end = time.monotonic() + seconds
         for words in commands:
             train(code, words, name, end - time.monotonic())
@@ -90,8 +102,13 @@ def show(name: str, seconds: float = SECONDS) -> Path:
 def findings(folder: Path) -> dict[str, int]:
     """Check a run with `python -m run.doctor`. Return, for each rule that fires, the step at which the rule fires
     first."""
-    done = subprocess.run([sys.executable, "-m", "run.doctor", folder], cwd=ROOT, capture_output=True, text=True)
-    return {rule: int(step) for step, rule in re.findall(r"^doctor: step (\d+), (\w+) =", done.stdout, re.MULTILINE)}
+    done = subprocess.run(
+        [sys.executable, "-m", "run.doctor", folder], cwd=ROOT, capture_output=True, text=True
+    )
+    return {
+        rule: int(step)
+        for step, rule in re.findall(r"^doctor: step (\d+), (\w+) =", done.stdout, re.MULTILINE)
+    }
 
 
 def run_unit_tests(names: list[str]) -> dict[str, int]:
@@ -113,7 +130,13 @@ def run_unit_tests(names: list[str]) -> dict[str, int]:
             if (child := os.fork()) == 0:
                 os.chdir(code)
                 sys.path[0], exit_code = str(code), -1
-                quiet = ["-q", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
+                quiet = [
+                    "-q",
+                    "-p",
+                    "no:cacheprovider",
+                    "-W",
+                    "ignore::pytest.PytestAssertRewriteWarning",
+                ]
                 try:
                     with (ROOT / "runs" / "museum" / f"{name}.log").open("w") as log:
                         os.dup2(log.fileno(), 1)
@@ -154,8 +177,16 @@ def describe_healthy(number: int) -> str:
 
 def write_table(healthy: int) -> None:
     """Run every exhibit and `healthy` healthy runs, and write museum/results.md."""
-    lines = ["# Results", "", f"The command `python museum/run.py --all {healthy}` wrote this page.", ""]
-    lines += ["| exhibit | rule | at step | other alarms, with step | unit test |", "|---|---|---|---|---|"]
+    lines = [
+        "# Results",
+        "",
+        f"The command `python museum/run.py --all {healthy}` wrote this page.",
+        "",
+    ]
+    lines += [
+        "| exhibit | rule | at step | other alarms, with step | unit test |",
+        "|---|---|---|---|---|",
+    ]
     codes = run_unit_tests(EXHIBITS)
     lines += [describe(name, codes[name]) for name in EXHIBITS]
     lines += [
@@ -178,10 +209,15 @@ def main(words: list[str]) -> int:
         write_table(int(words[1]) if len(words) > 1 else 0)
     elif len(words) == 1 and words[0] in EXHIBITS:
         folder = show(words[0])
-        print(f"\nThe exhibit: museum/{words[0]}/exhibit.md. What do you see, what would you check?")
+        print(
+            f"\nThe exhibit: museum/{words[0]}/exhibit.md. What do you see, what would you check?"
+        )
         print(f"The report: {folder / 'report.html'}")
     else:
-        print(f"the exhibits are {' '.join(EXHIBITS)}; the command is make museum BUG=NAME", file=sys.stderr)
+        print(
+            f"the exhibits are {' '.join(EXHIBITS)}; the command is make museum BUG=NAME",
+            file=sys.stderr,
+        )
         return 2
     return 0
 

@@ -47,7 +47,7 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 from rollout.runner import AsyncTaskRunner, TimedResult
 from staleness import StalenessManager
 
-logger = logging.getLogger("nano_areal.dispatcher")
+logger = logging.getLogger("pocket_areal.dispatcher")
 
 REMEMBERED = 1_000_000  # number of rejected tasks whose ids are kept, so that memory stays bounded in a long run
 
@@ -78,7 +78,9 @@ class DispatchState(Generic[TInput, TResult]):
     """Makes all decisions of the dispatcher, in methods that use no thread, lock or clock."""
 
     manager: StalenessManager
-    head_version: Callable[[TResult], int | None]  # oldest version in a result, or None if the result has no tokens
+    head_version: Callable[
+        [TResult], int | None
+    ]  # oldest version in a result, or None if the result has no tokens
     max_queue_size: int  # maximum number of running tasks
     stale: Literal["wait", "mask", "drop"] = "wait"  # how take() keeps the age bound (staleness.py)
     # function that masks tokens that are too old; the default returns the result unchanged
@@ -87,14 +89,26 @@ class DispatchState(Generic[TInput, TResult]):
     trace: Callable[..., None] = untraced  # function of (name of an event, task id)
 
     # Mutable state of the dispatcher:
-    pending: OrderedDict[int, TInput] = field(default_factory=OrderedDict)  # submitted tasks that have not started
-    order: OrderedDict[int, TResult | None] = field(default_factory=OrderedDict)  # task id -> result, None if running
-    rejected: OrderedDict[int, None] = field(default_factory=OrderedDict)  # ids of the last REMEMBERED rejected tasks
+    pending: OrderedDict[int, TInput] = field(
+        default_factory=OrderedDict
+    )  # submitted tasks that have not started
+    order: OrderedDict[int, TResult | None] = field(
+        default_factory=OrderedDict
+    )  # task id -> result, None if running
+    rejected: OrderedDict[int, None] = field(
+        default_factory=OrderedDict
+    )  # ids of the last REMEMBERED rejected tasks
     paused: bool = False
-    failure: tuple[str, BaseException] | None = None  # message and cause of the stop; None while the run goes on
-    interrupts: set[type[BaseException]] = field(default_factory=set)  # exceptions that the next waiting calls raise
+    failure: tuple[str, BaseException] | None = (
+        None  # message and cause of the stop; None while the run goes on
+    )
+    interrupts: set[type[BaseException]] = field(
+        default_factory=set
+    )  # exceptions that the next waiting calls raise
     errors_in_a_row: int = 0
-    first_error: BaseException | None = None  # the first of the consecutive errors that `errors_in_a_row` counts
+    first_error: BaseException | None = (
+        None  # the first of the consecutive errors that `errors_in_a_row` counts
+    )
     rejected_in_a_row: int = 0
 
     def __post_init__(self) -> None:
@@ -110,7 +124,12 @@ class DispatchState(Generic[TInput, TResult]):
         """Return how many tasks may start now if enough tasks are pending."""
         if self.paused or self.failure:
             return 0
-        return max(0, min(self.manager.get_capacity(), self.max_queue_size - self.manager.get_stats().running))
+        return max(
+            0,
+            min(
+                self.manager.get_capacity(), self.max_queue_size - self.manager.get_stats().running
+            ),
+        )
 
     def is_stalled(self) -> bool:
         """Return True if the run is active (neither paused nor stopped) and no task runs."""
@@ -135,14 +154,18 @@ class DispatchState(Generic[TInput, TResult]):
         """Return the part of a finished group on which a step may train, or None if the group must be dropped."""
         if self.stale == "mask":
             return self.without_older(data, self.manager.oldest_version())
-        return data if self.stale == "wait" or self.manager.is_fresh(self.head_version(data)) else None
+        return (
+            data if self.stale == "wait" or self.manager.is_fresh(self.head_version(data)) else None
+        )
 
     # ---- events
 
     def enqueue(self, task: TInput) -> None:
         """Add a pending task. Raises ValueError if the task's id is in use."""
         if task.task_id in self.pending or task.task_id in self.order:
-            raise ValueError(f"task {task.task_id} is already in the dispatcher; give each task an id of its own")
+            raise ValueError(
+                f"task {task.task_id} is already in the dispatcher; give each task an id of its own"
+            )
         self.pending[task.task_id] = task
         self.manager.on_rollout_enqueued()
         self.trace("submit", task.task_id)
@@ -150,7 +173,9 @@ class DispatchState(Generic[TInput, TResult]):
     def start(self) -> list[TInput]:
         """Return the tasks that must start now, in order of start, and count them as running."""
         count = min(self.may_start(), len(self.pending))
-        started = [self.pending.popitem(last=False)[1] for _ in range(count)]  # the oldest pending tasks
+        started = [
+            self.pending.popitem(last=False)[1] for _ in range(count)
+        ]  # the oldest pending tasks
         for task in started:
             self.order[task.task_id] = None
             self.manager.on_rollout_submitted()
@@ -164,7 +189,9 @@ class DispatchState(Generic[TInput, TResult]):
         if result.data is not None:
             self.order[task_id] = result.data
             if self.stale != "wait":
-                self.order.move_to_end(task_id)  # finished groups stay in the order in which they finished
+                self.order.move_to_end(
+                    task_id
+                )  # finished groups stay in the order in which they finished
             self.manager.on_rollout_accepted()
             self.trace("accept", task_id)
         else:
@@ -172,7 +199,9 @@ class DispatchState(Generic[TInput, TResult]):
             self.rejected[task_id] = None
             if len(self.rejected) > REMEMBERED:
                 self.rejected.popitem(last=False)
-            failed = result.error is not None and self.failure is None  # after a stop no task counts as failed
+            failed = (
+                result.error is not None and self.failure is None
+            )  # after a stop no task counts as failed
             self.manager.on_rollout_rejected(failed)
             if failed:
                 self.trace("fail", task_id)
@@ -186,7 +215,9 @@ class DispatchState(Generic[TInput, TResult]):
         stale=mask, the tokens that are too old are masked. If a group of the resulting batch exceeds the age bound, the
         method raises StalenessError and consumes no group.
         """
-        while batch := {task_id: self.trainable(data) for task_id, data in self.next_groups(count).items()}:
+        while batch := {
+            task_id: self.trainable(data) for task_id, data in self.next_groups(count).items()
+        }:
             if not (too_old := [task_id for task_id, data in batch.items() if data is None]):
                 break
             for task_id in too_old:
@@ -238,7 +269,9 @@ class DispatchState(Generic[TInput, TResult]):
         self.rejected_in_a_row = 0 if result.data is not None else self.rejected_in_a_row + 1
         if self.rejected_in_a_row == self.max_failures and not self.failure:
             hint = "look at should_accept_fn, and at why the workflow returns None (an agent: because it set no reward)"
-            logger.warning("%d tasks in a row were rejected and none was accepted: %s", self.max_failures, hint)
+            logger.warning(
+                "%d tasks in a row were rejected and none was accepted: %s", self.max_failures, hint
+            )
 
 
 class BatchTaskDispatcher(Generic[TInput, TResult]):
@@ -288,7 +321,9 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
         """
         return self._wait(f"task {task_id}", lambda: self._state.take_task(task_id), timeout)[0]
 
-    def active_submit_and_wait(self, task_generator: Iterator[TInput], batch_size: int) -> list[TResult]:
+    def active_submit_and_wait(
+        self, task_generator: Iterator[TInput], batch_size: int
+    ) -> list[TResult]:
         """Return a batch of accepted results, and draw the tasks for the batch from a generator. The generator must
         never end."""
         batch: list[TResult] = []
@@ -296,7 +331,9 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
             # 1. Draw tasks, so that the producer can start them.
             self._top_up(task_generator)
             # 2. Wait until `next_groups` returns a batch. If no task is pending, stop waiting and draw more tasks.
-            self._wait("a batch", lambda: self._state.next_groups(batch_size) or not self._state.pending)
+            self._wait(
+                "a batch", lambda: self._state.next_groups(batch_size) or not self._state.pending
+            )
             # 3. Take the groups. The batch is empty if the next groups are not finished, or if too many groups were
             #    dropped for their age.
             with self.runner.lock:
@@ -324,7 +361,9 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
         the staleness manager.
         """
         with self.runner.lock:
-            assert not self._state.in_flight(), f"restore results before any task is submitted: {self._state}"
+            assert not self._state.in_flight(), (
+                f"restore results before any task is submitted: {self._state}"
+            )
             self._state.order.update(results)
 
     def pause(self) -> None:
@@ -407,7 +446,9 @@ class BatchTaskDispatcher(Generic[TInput, TResult]):
             result = attempt()
             self._produce()  # if attempt() dropped or withdrew groups, their places at the gate are free
             if not result and timeout is None and self._state.is_stalled():
-                logger.warning("waiting for a new task, or at a closed gate for a new version: %s", self._state)
+                logger.warning(
+                    "waiting for a new task, or at a closed gate for a new version: %s", self._state
+                )
             return result
 
         result = self.runner.wait_for(attempt_while_alive, timeout)

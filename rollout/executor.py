@@ -57,9 +57,11 @@ from rollout.trajectory import Trajectory
 from run.keys import RolloutConfig
 from staleness import RolloutStat, StalenessError, StalenessManager
 
-logger = logging.getLogger("nano_areal.executor")
+logger = logging.getLogger("pocket_areal.executor")
 
-NO_LIMIT = 10**12  # an evaluation's maximum age and maximum number of consecutive failures, too large to be reached
+NO_LIMIT = (
+    10**12
+)  # an evaluation's maximum age and maximum number of consecutive failures, too large to be reached
 AcceptFn = Callable[[Trajectory], bool]
 Sample = dict[str, Any]
 T = TypeVar("T")
@@ -100,9 +102,13 @@ class DataCursor:
     next_id: int = 0  # the task id of the next new sample
     drawn: int = 0  # how many samples were drawn from dataloaders
     open: dict[int, Sample] = field(default_factory=dict)  # task id -> sample of each open task
-    restart: list[int] = field(default_factory=list)  # open tasks that must start again after a crash, oldest first
+    restart: list[int] = field(
+        default_factory=list
+    )  # open tasks that must start again after a crash, oldest first
     skip: int = 0  # number of the dataloader's samples to skip when a run continues after a crash
-    streams: dict[Any, Iterator[Sample]] = field(default_factory=dict)  # dataloader -> iterator over its samples
+    streams: dict[Any, Iterator[Sample]] = field(
+        default_factory=dict
+    )  # dataloader -> iterator over its samples
 
     def number(self, samples: Iterable[Sample]) -> Iterator[NumberedSample]:
         """Yield each sample with a new task id."""
@@ -124,14 +130,19 @@ class DataCursor:
                 self.drawn += 1
                 self.open[task_id] = sample
                 yield task_id, sample
-        except (Exception, KeyboardInterrupt):  # the iterator has ended, so the next `draw` makes a new one
+        except (
+            Exception,
+            KeyboardInterrupt,
+        ):  # the iterator has ended, so the next `draw` makes a new one
             del self.streams[dataloader]
             raise
 
     def forget_closed(self, in_flight: set[int]) -> None:
         """Keep only the samples of the tasks that are in flight or must start again."""
         still_open = in_flight.union(self.restart)
-        self.open = {task_id: sample for task_id, sample in self.open.items() if task_id in still_open}
+        self.open = {
+            task_id: sample for task_id, sample in self.open.items() if task_id in still_open
+        }
 
 
 @dataclass(eq=False, repr=False)
@@ -144,19 +155,29 @@ class WorkflowExecutor:
     engine: Any
     config: RolloutConfig
     tokenizer: Any = None  # tokenizer for dumps, and for workflow classes that accept a tokenizer
-    gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)  # sampling options and seed
+    gconfig: GenerationHyperparameters = field(
+        default_factory=GenerationHyperparameters
+    )  # sampling options and seed
     proxy: ProxyAddress | None = None  # needed for agents
     dump_dir: Path | None = None  # the run's folder for dumps; None means no dumps
-    trace: Callable[..., None] = untraced  # function of (event, task_id); the event "reward" has more arguments
-    keep: Callable[[int, Trajectory], None] | None = None  # saves a group before the group counts as accepted
-    hold_failures: float = 0.0  # seconds between a task's exception and the moment when the task counts as failed
+    trace: Callable[..., None] = (
+        untraced  # function of (event, task_id); the event "reward" has more arguments
+    )
+    keep: Callable[[int, Trajectory], None] | None = (
+        None  # saves a group before the group counts as accepted
+    )
+    hold_failures: float = (
+        0.0  # seconds between a task's exception and the moment when the task counts as failed
+    )
     evaluation: bool = False  # whether to run without a staleness gate
 
     def __post_init__(self) -> None:
         config = self.config
         self.dump_dir = self.dump_dir if config.dump_to_file else None
         if self.dump_dir is not None and self.tokenizer is None:
-            raise ValueError("rollout.dump_to_file writes text and needs a tokenizer: set tokenizer_path")
+            raise ValueError(
+                "rollout.dump_to_file writes text and needs a tokenizer: set tokenizer_path"
+            )
         batch, eta = config.consumer_batch_size or 1, config.max_head_offpolicyness
         concurrent = config.max_concurrent_rollouts or (eta + 1) * batch
         max_age, max_failures = (NO_LIMIT, NO_LIMIT) if self.evaluation else (eta, 0)
@@ -164,7 +185,13 @@ class WorkflowExecutor:
         max_queue = config.queue_size or 16 * concurrent
         oldest = trajectory.oldest_trained if config.stale == "mask" else trajectory.head_version
         state = DispatchState[RolloutTask, Trajectory](
-            gate, oldest, max_queue, config.stale, trajectory.without_older, max_failures, self.trace
+            gate,
+            oldest,
+            max_queue,
+            config.stale,
+            trajectory.without_older,
+            max_failures,
+            self.trace,
         )
         self.dispatcher = BatchTaskDispatcher(self._run_episode, state)
         # The engine calls `pause`, `resume` and `on_new_version`. `Fleet.watch` (run/launch.py) and
@@ -174,18 +201,24 @@ class WorkflowExecutor:
         # Mutable state of this object, besides the state of the dispatcher and of the staleness manager:
         self._cursor = DataCursor()
         self.ended = 0  # number of episodes that have ended, for the live table
-        self._keys: dict[type, frozenset[str]] = {}  # workflow class -> the keys of its first trajectory
+        self._keys: dict[
+            type, frozenset[str]
+        ] = {}  # workflow class -> the keys of its first trajectory
         if not self.evaluation:
             self.engine.executor = self
 
-    def for_evaluation(self, gconfig: GenerationHyperparameters | None = None) -> "WorkflowExecutor":
+    def for_evaluation(
+        self, gconfig: GenerationHyperparameters | None = None
+    ) -> "WorkflowExecutor":
         """Return a second executor, without a staleness gate. The caller must destroy the second executor before the
         first executor.
 
         The second executor samples with `gconfig`. If `gconfig` is None, the second executor uses the sampling
         parameters of this executor.
         """
-        return replace(self, gconfig=gconfig or self.gconfig, trace=untraced, keep=None, evaluation=True)
+        return replace(
+            self, gconfig=gconfig or self.gconfig, trace=untraced, keep=None, evaluation=True
+        )
 
     @property
     def stats(self) -> RolloutStat:
@@ -224,7 +257,9 @@ class WorkflowExecutor:
             raise RuntimeError(f"none of {len(results)} rollouts was accepted: {self.stats}")
         return trajectory.concat_padded_tensors(groups)
 
-    def rollout_each(self, data: Iterable[Sample], *args: Any, **kwargs: Any) -> list[Trajectory | None]:
+    def rollout_each(
+        self, data: Iterable[Sample], *args: Any, **kwargs: Any
+    ) -> list[Trajectory | None]:
         """Run all prompts of `data`. Return a list with one entry for each prompt: the prompt's group, or None if the
         group was rejected.
 
@@ -239,7 +274,9 @@ class WorkflowExecutor:
             self.dispatcher.submit_task_input(task)
         return [task.task_id for task in tasks]
 
-    def wait_for_each(self, task_ids: list[int], groups: list[Trajectory | None]) -> list[Trajectory | None]:
+    def wait_for_each(
+        self, task_ids: list[int], groups: list[Trajectory | None]
+    ) -> list[Trajectory | None]:
         """Wait for the tasks one after another, append each task's group, or None, to the list `groups`, and return
         `groups`. After an interruption, a call with the same two lists waits for the other tasks."""
         for task_id in task_ids[len(groups) :]:
@@ -254,7 +291,9 @@ class WorkflowExecutor:
         """
         size, gate_size = dataloader.batch_size, self.staleness_manager.consumer_batch_size
         if size != gate_size:
-            raise ValueError(f"rollout.consumer_batch_size={gate_size} must equal the dataloader's batch_size={size}")
+            raise ValueError(
+                f"rollout.consumer_batch_size={gate_size} must equal the dataloader's batch_size={size}"
+            )
         tasks = self.make_tasks(self._cursor.draw(dataloader), *args, **kwargs)
         groups = self.until_restart(lambda: self.dispatcher.active_submit_and_wait(tasks, size))
         if groups is None:
@@ -281,9 +320,15 @@ class WorkflowExecutor:
         Raises RuntimeError if the run has stopped, because the open tasks of a stopped run are not known.
         """
         self._cursor.forget_closed(self.dispatcher.in_flight())
-        return {"next_id": self._cursor.next_id, "drawn": self._cursor.drawn, "open": dict(self._cursor.open)}
+        return {
+            "next_id": self._cursor.next_id,
+            "drawn": self._cursor.drawn,
+            "open": dict(self._cursor.open),
+        }
 
-    def load_state_dict(self, state: dict[str, Any], finished: dict[int, Trajectory], version: int) -> None:
+    def load_state_dict(
+        self, state: dict[str, Any], finished: dict[int, Trajectory], version: int
+    ) -> None:
         """Continue a run from a saved result of `state_dict`. Call `load_state_dict` before `submit`.
 
         `version` is the policy version at which `state` was saved. `finished` maps ids of open tasks to the groups that
@@ -294,12 +339,20 @@ class WorkflowExecutor:
         """
         gate, kept = self.staleness_manager, dict[int, Trajectory]()
         for task_id, group in finished.items():
-            head = trajectory.tail_version(group) if self.config.stale == "mask" else trajectory.head_version(group)
-            consumed_at = version + len(kept) // gate.consumer_batch_size  # version at which a step consumes `group`
+            head = (
+                trajectory.tail_version(group)
+                if self.config.stale == "mask"
+                else trajectory.head_version(group)
+            )
+            consumed_at = (
+                version + len(kept) // gate.consumer_batch_size
+            )  # version at which a step consumes `group`
             if head is None or consumed_at - head <= gate.max_staleness:
                 kept[task_id] = group
         restart = [task_id for task_id in state["open"] if task_id not in kept]
-        self._cursor = DataCursor(state["next_id"], state["drawn"], dict(state["open"]), restart, skip=state["drawn"])
+        self._cursor = DataCursor(
+            state["next_id"], state["drawn"], dict(state["open"]), restart, skip=state["drawn"]
+        )
         gate.on_version_recovered(version, len(kept))
         self.dispatcher.restore(kept)
 
@@ -323,14 +376,27 @@ class WorkflowExecutor:
         n_samples = self.gconfig.n_samples
         group_size = group_size or self.config.group_size or n_samples
         if not is_eval and n_samples not in (1, group_size):
-            raise ValueError(f"{group_size=} and gconfig.n_samples={n_samples} are one number; give one of them")
-        proxy, defaults = self._proxy_options(), {"gconfig": self.gconfig, "tokenizer": self.tokenizer}
-        run: Any = workflows.resolve_workflow(workflow, workflow_kwargs, group_size, proxy=proxy, defaults=defaults)
+            raise ValueError(
+                f"{group_size=} and gconfig.n_samples={n_samples} are one number; give one of them"
+            )
+        proxy, defaults = (
+            self._proxy_options(),
+            {"gconfig": self.gconfig, "tokenizer": self.tokenizer},
+        )
+        run: Any = workflows.resolve_workflow(
+            workflow, workflow_kwargs, group_size, proxy=proxy, defaults=defaults
+        )
         if group_size > 1:  # `run` is a new GroupedRolloutWorkflow
             run.on_failures, run.on_end = self._count_members, self._count_end
-        accept = workflows.import_string(should_accept_fn) if isinstance(should_accept_fn, str) else should_accept_fn
+        accept = (
+            workflows.import_string(should_accept_fn)
+            if isinstance(should_accept_fn, str)
+            else should_accept_fn
+        )
         if accept is not None and not callable(accept):
-            raise TypeError(f"should_accept_fn must be a function or 'module.function', not {accept!r}")
+            raise TypeError(
+                f"should_accept_fn must be a function or 'module.function', not {accept!r}"
+            )
         return (RolloutTask(task_id, sample, run, accept, is_eval) for task_id, sample in samples)
 
     def _proxy_options(self) -> dict[str, Any] | None:
@@ -374,14 +440,23 @@ class WorkflowExecutor:
             if self.config.check_trajectory_format:
                 self._check(group, task.workflow)
             group = trajectory.complete(group, task.task_id, version)
-            if not self.evaluation and (newest := int(group["versions"].max())) > self.engine.get_version():
-                raise StalenessError(f"a token has version {newest}, which the trainer has not made")
+            if (
+                not self.evaluation
+                and (newest := int(group["versions"].max())) > self.engine.get_version()
+            ):
+                raise StalenessError(
+                    f"a token has version {newest}, which the trainer has not made"
+                )
             versions = [trajectory.head_version(group), trajectory.tail_version(group)]
             self.trace("reward", task.task_id, versions=versions, rewards=group["rewards"].tolist())
             accepted = task.should_accept is None or task.should_accept(group)
-            if self.dump_dir is not None:  # `dump` runs in a thread, because decoding the tokens is slow
+            if (
+                self.dump_dir is not None
+            ):  # `dump` runs in a thread, because decoding the tokens is slow
                 folder = self.dump_dir / workflows.workflow_context.stat_scope()
-                await asyncio.to_thread(trajectory.dump, group, task.task_id, folder, version, self.tokenizer)
+                await asyncio.to_thread(
+                    trajectory.dump, group, task.task_id, folder, version, self.tokenizer
+                )
             if accepted and self.keep is not None:
                 await asyncio.to_thread(self.keep, task.task_id, group)
         except (asyncio.CancelledError, KeyboardInterrupt):
@@ -392,17 +467,25 @@ class WorkflowExecutor:
             logger.warning("%s task %d failed: %r", scope, task.task_id, error, exc_info=error)
             raise
         finally:
-            if not isinstance(task.workflow, workflows.GroupedRolloutWorkflow):  # a group counts its members itself
+            if not isinstance(
+                task.workflow, workflows.GroupedRolloutWorkflow
+            ):  # a group counts its members itself
                 self._count_end()
         return group if accepted else None
 
     def _check(self, group: Trajectory, workflow: workflows.RolloutWorkflow) -> None:
         """Raise ValueError if a group is malformed, or if its keys differ from the keys of the workflow's earlier
         groups."""
-        kind = type(workflow.workflow if isinstance(workflow, workflows.GroupedRolloutWorkflow) else workflow)
+        kind = type(
+            workflow.workflow
+            if isinstance(workflow, workflows.GroupedRolloutWorkflow)
+            else workflow
+        )
         trajectory.check_trajectory_format(group, self._keys.get(kind))
         if kind not in self._keys and "loss_mask" in group and "logprobs" not in group:
-            logger.warning("%s returns no logprobs; decoupled PPO cannot train on its tokens", kind.__name__)
+            logger.warning(
+                "%s returns no logprobs; decoupled PPO cannot train on its tokens", kind.__name__
+            )
         self._keys.setdefault(kind, frozenset(group))
 
     async def _count_members(self, failed: int) -> None:

@@ -26,13 +26,21 @@ class InteractionWithTokenLogpReward:
     messages: list[Message]
     interaction_id: str = ""
     template_key: str = ""  # tools and template arguments as one text (`AgentRequest.template_key`)
-    unstored: str = ""  # value of the key rollout.openai.store if the agent sent `store: false`, else ""
-    tools: list[dict[str, Any]] = field(default_factory=list)  # tools offered to the model, in chat-completions format
+    unstored: str = (
+        ""  # value of the key rollout.openai.store if the agent sent `store: false`, else ""
+    )
+    tools: list[dict[str, Any]] = field(
+        default_factory=list
+    )  # tools offered to the model, in chat-completions format
     model_response: ModelResponse | None = None
     output_message_list: list[Message] = field(default_factory=list)
     reply: dict[str, Any] | None = None  # the reply as the agent received it
-    reward: float | None = None  # the turn's own reward; apply_reward_discount replaces it with the final reward
-    parent: "InteractionWithTokenLogpReward | None" = None  # parent, named by the client or found by InteractionCache
+    reward: float | None = (
+        None  # the turn's own reward; apply_reward_discount replaces it with the final reward
+    )
+    parent: "InteractionWithTokenLogpReward | None" = (
+        None  # parent, named by the client or found by InteractionCache
+    )
 
     # InteractionCache sets the following fields:
     turn: int = 0  # number of ancestors in the tree
@@ -60,9 +68,15 @@ class InteractionWithTokenLogpReward:
 
         Return None for an unfinished call, and for a reply in Anthropic's protocol.
         """
-        from openai.types import chat, responses  # this import is slow, so it is not at the top of the file
+        from openai.types import (  # this import is slow, so it is not at the top of the file
+            chat,
+            responses,
+        )
 
-        kinds: dict[Any, Any] = {"chat.completion": chat.ChatCompletion, "response": responses.Response}
+        kinds: dict[Any, Any] = {
+            "chat.completion": chat.ChatCompletion,
+            "response": responses.Response,
+        }
         kind = kinds.get((self.reply or {}).get("object"))
         return kind and kind.construct(**self.reply or {})
 
@@ -93,4 +107,6 @@ class InteractionWithTokenLogpReward:
         return f"Interaction({self.interaction_id!r}, turn {self.turn}, reward={self.reward}, parent={parent!r})"
 
 
-Interaction = InteractionWithTokenLogpReward  # `Interaction` is a short name; the long name comes from AReaL
+Interaction = (
+    InteractionWithTokenLogpReward  # `Interaction` is a short name; the long name comes from AReaL
+)

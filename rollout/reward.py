@@ -41,14 +41,18 @@ def _number(value: Any) -> float:
 
     Raises TypeError for a value that is not a number, and ValueError for nan and inf.
     """
-    scalar = value.item() if getattr(value, "shape", None) == () else value  # a scalar of numpy or torch
+    scalar = (
+        value.item() if getattr(value, "shape", None) == () else value
+    )  # a scalar of numpy or torch
     if not isinstance(scalar, numbers.Real):
         hint = "an agent may also return {completion id: number}, or None"
         raise TypeError(f"a reward is a number, not {type(value).__name__} ({value!r:.80}); {hint}")
     return finite(scalar)
 
 
-_pool = PerLoop(lambda: WorkerPool(min(4, os.cpu_count() or 1)))  # all wrappers of one event loop share one pool
+_pool = PerLoop(
+    lambda: WorkerPool(min(4, os.cpu_count() or 1))
+)  # all wrappers of one event loop share one pool
 
 
 class AsyncRewardWrapper:
@@ -70,9 +74,13 @@ class AsyncRewardWrapper:
             check_importable(reward_fn, f"reward function {self.name}", remedy)
 
     async def __call__(self, /, *args: Any, **kwargs: Any) -> float:
-        words = f"reward function {self.name} took longer than {self.timeout_seconds:g} s and was ended"
+        words = (
+            f"reward function {self.name} took longer than {self.timeout_seconds:g} s and was ended"
+        )
         if self.is_async:
-            return _number(await within(self.timeout_seconds, self.reward_fn(*args, **kwargs), words))
+            return _number(
+                await within(self.timeout_seconds, self.reward_fn(*args, **kwargs), words)
+            )
         pool = await _pool.get()
         async with pool.worker() as worker:
             call = worker.call(self.reward_fn, *args, **kwargs)

@@ -113,5 +113,11 @@ def row_to_tensors(row: dict[str, list]) -> dict[str, Any]:
 
     from rollout.trajectory import ROW_KEYS, TOKEN_KEYS
 
-    tensors = {key: torch.tensor(row[key], dtype=dtype) for key, (dtype, _) in ROW_KEYS.items() if key in row}
-    return {key: torch.tensor([row[key]], dtype=dtype) for key, (dtype, _) in TOKEN_KEYS.items()} | tensors
+    tensors = {
+        key: torch.tensor(row[key], dtype=dtype)
+        for key, (dtype, _) in ROW_KEYS.items()
+        if key in row
+    }
+    return {
+        key: torch.tensor([row[key]], dtype=dtype) for key, (dtype, _) in TOKEN_KEYS.items()
+    } | tensors

@@ -35,7 +35,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import uvloop
 
-logger = logging.getLogger("nano_areal.runner")
+logger = logging.getLogger("pocket_areal.runner")
 T = TypeVar("T")
 AsyncFn = Callable[..., Awaitable[Any]]
 LIBRARY = sysconfig.get_path("stdlib")
@@ -56,7 +56,11 @@ class TimedResult(NamedTuple, Generic[T]):
 
 def own_frames(stack: traceback.StackSummary) -> list[traceback.FrameSummary]:
     """Return the frames of a stack that are neither in Python's library nor in an installed package."""
-    return [f for f in stack if not f.filename.startswith((LIBRARY, "<")) and "-packages" not in f.filename]
+    return [
+        f
+        for f in stack
+        if not f.filename.startswith((LIBRARY, "<")) and "-packages" not in f.filename
+    ]
 
 
 class AsyncTaskRunner:
@@ -69,13 +73,19 @@ class AsyncTaskRunner:
         if max_queue_size < 1:
             raise ValueError(f"max_queue_size must be 1 or more, not {max_queue_size}")
         self.max_queue_size = max_queue_size
-        self.lock = threading.Condition()  # re-entrant lock for the state of the runner and of the dispatcher
+        self.lock = (
+            threading.Condition()
+        )  # re-entrant lock for the state of the runner and of the dispatcher
         self.on_done: Callable[[TimedResult], None] = lambda result: None
         self.on_failure: Callable[[BaseException], None] = lambda error: None
         # mutable state of this object; `lock` guards _active
-        self._active: dict[int, asyncio.Task | None] = {}  # unfinished tasks; None for a task that has not started
+        self._active: dict[
+            int, asyncio.Task | None
+        ] = {}  # unfinished tasks; None for a task that has not started
         self._stop = asyncio.Event()
-        self._runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)  # uvloop is faster than asyncio's own loop
+        self._runner = asyncio.Runner(
+            loop_factory=uvloop.new_event_loop
+        )  # uvloop is faster than asyncio's own loop
         self._loop = self._runner.get_loop()
         self._thread = threading.Thread(target=self._thread_main, name="rollout", daemon=True)
         self._thread.start()
@@ -87,10 +97,14 @@ class AsyncTaskRunner:
         """
         with self.lock:
             if len(self._active) >= self.max_queue_size:
-                raise TaskQueueFullError(f"max_queue_size={self.max_queue_size} tasks are submitted and not finished")
+                raise TaskQueueFullError(
+                    f"max_queue_size={self.max_queue_size} tasks are submitted and not finished"
+                )
             self._active[task_id] = None
             # The task gets a new context, so that it does not inherit the context variables of the caller of `submit`.
-            self._loop.call_soon_threadsafe(self._start, task_id, async_fn, args, context=contextvars.Context())
+            self._loop.call_soon_threadsafe(
+                self._start, task_id, async_fn, args, context=contextvars.Context()
+            )
 
     def wait_for(self, attempt: Callable[[], T], timeout: float | None) -> T:
         """Call attempt() under the lock until its result is true, and return this result.
@@ -123,7 +137,9 @@ class AsyncTaskRunner:
             return None
         stack = traceback.extract_stack(sys._current_frames().get(self._thread.ident or 0))
         ours = own_frames(stack)
-        if not ours or ours[-1].name == "_thread_main":  # the loop is not blocked: it waits for events
+        if (
+            not ours or ours[-1].name == "_thread_main"
+        ):  # the loop is not blocked: it waits for events
             return None
         return f"{ours[-1].name} ({ours[-1].filename}:{ours[-1].lineno})"
 
@@ -135,7 +151,10 @@ class AsyncTaskRunner:
         if self._thread.is_alive():
             some = sorted(self._active)[:5]
             logger.warning(
-                "%d tasks, such as %s, ignored their cancellation for %s s", len(self._active), some, timeout
+                "%d tasks, such as %s, ignored their cancellation for %s s",
+                len(self._active),
+                some,
+                timeout,
             )
 
     # ---- the thread
@@ -166,7 +185,9 @@ class AsyncTaskRunner:
             result = TimedResult(task_id, create_time, await async_fn(*args))
         except KeyboardInterrupt:  # the interpreter raises KeyboardInterrupt to end the loop
             raise
-        except BaseException as error:  # a task may raise SystemExit, which does not inherit from Exception
+        except (
+            BaseException
+        ) as error:  # a task may raise SystemExit, which does not inherit from Exception
             result = TimedResult(task_id, create_time, None, error)
         with self.lock:
             del self._active[task_id]

@@ -96,7 +96,11 @@ def without_older(traj: Trajectory, oldest: int) -> Trajectory | None:
     """Remove tokens older than version `oldest` from the loss. Return None if this removes all trained tokens."""
     old = (traj["loss_mask"] > 0) & (traj["versions"] < oldest)  # (B, L)
     mask = traj["loss_mask"].masked_fill(old, 0)  # (B, L)
-    return None if old.any() and not mask.any() else traj | {"loss_mask": mask, "masked": old.sum(1).int()}
+    return (
+        None
+        if old.any() and not mask.any()
+        else traj | {"loss_mask": mask, "masked": old.sum(1).int()}
+    )
 
 
 def check_trajectory_format(traj: Any, expected_keys: frozenset[str] | None = None) -> None:
@@ -108,7 +112,9 @@ def check_trajectory_format(traj: Any, expected_keys: frozenset[str] | None = No
         raise ValueError(f"a trajectory is a dict of tensors, not {type(traj).__name__}")
     missing = [key for key in ("input_ids", "attention_mask") if key not in traj]
     if missing:
-        raise ValueError(f"the trajectory lacks {', '.join(missing)}; it has {sorted(traj) or 'no keys'}")
+        raise ValueError(
+            f"the trajectory lacks {', '.join(missing)}; it has {sorted(traj) or 'no keys'}"
+        )
     for key, value in traj.items():
         if not isinstance(value, Tensor):
             raise ValueError(f"trajectory[{key!r}] is a {type(value).__name__}; a tensor is needed")
@@ -120,16 +126,24 @@ def check_trajectory_format(traj: Any, expected_keys: frozenset[str] | None = No
         needed = shape if key in TOKEN_KEYS else shape[:1]
         got = value.shape if key in TOKEN_KEYS or key in ROW_KEYS else value.shape[:1]
         if got != needed:
-            raise ValueError(f"trajectory[{key!r}] has shape {list(value.shape)}; {list(needed)} is needed")
+            raise ValueError(
+                f"trajectory[{key!r}] has shape {list(value.shape)}; {list(needed)} is needed"
+            )
         if value.is_floating_point() and not value.isfinite().all():
             raise ValueError(f"trajectory[{key!r}] holds values that are not finite")
     if (generated(traj) & ~traj["attention_mask"].bool()).any():
-        raise ValueError("the trajectory trains on padding: loss_mask is 1 where attention_mask is False")
+        raise ValueError(
+            "the trajectory trains on padding: loss_mask is 1 where attention_mask is False"
+        )
     if "versions" in traj and (traj["versions"][generated(traj)] < 0).any():
-        raise ValueError("trajectory['versions'] is negative on generated tokens; -1 is only for other tokens")
+        raise ValueError(
+            "trajectory['versions'] is negative on generated tokens; -1 is only for other tokens"
+        )
     if expected_keys is not None and traj.keys() != expected_keys:
         fewer, more = sorted(expected_keys - traj.keys()), sorted(traj.keys() - expected_keys)
-        raise ValueError(f"the keys differ from this workflow's earlier trajectories: lacks {fewer}, adds {more}")
+        raise ValueError(
+            f"the keys differ from this workflow's earlier trajectories: lacks {fewer}, adds {more}"
+        )
 
 
 def number_turns(loss_mask: Tensor) -> Tensor:
@@ -155,7 +169,9 @@ def complete(traj: Trajectory, task_id: int, version: int = 0) -> Trajectory:
     rows, shape = len(traj["input_ids"]), traj["input_ids"].shape
     full = {key: torch.full(shape, fill, dtype=dtype) for key, (dtype, fill) in TOKEN_KEYS.items()}
     full |= {key: torch.full((rows,), fill, dtype=dtype) for key, (dtype, fill) in ROW_KEYS.items()}
-    full |= {key: value.to(full[key].dtype) if key in full else value for key, value in traj.items()}
+    full |= {
+        key: value.to(full[key].dtype) if key in full else value for key, value in traj.items()
+    }
     if "turn_ids" not in traj:
         full["turn_ids"] = number_turns(full["loss_mask"]).to(torch.int32)
     sampled = generated(full)  # (B, L)
@@ -180,12 +196,16 @@ def concat_padded_tensors(trajectories: list[Trajectory]) -> Trajectory:
     keys = trajectories[0].keys()
     partial = {key for traj in trajectories for key in keys ^ traj.keys()}
     if partial:
-        raise ValueError(f"trajectories with different keys cannot be concatenated: only some have {sorted(partial)}")
+        raise ValueError(
+            f"trajectories with different keys cannot be concatenated: only some have {sorted(partial)}"
+        )
     lengths = [traj["input_ids"].shape[1:] for traj in trajectories]
     batch = {}
     for key in keys:
         values = [traj[key] for traj in trajectories]
-        if [value.shape[1:2] for value in values] == lengths:  # all tensors of this key have the shape [B, L, ...]
+        if [
+            value.shape[1:2] for value in values
+        ] == lengths:  # all tensors of this key have the shape [B, L, ...]
             rows = [row for value in values for row in value]
             batch[key] = pad_sequence(rows, batch_first=True, padding_value=PADDING.get(key, 0))
         else:
@@ -230,5 +250,7 @@ def dump(traj: Trajectory, task_id: int, folder: Path, version: int, tokenizer: 
     newest = tail_version(traj)
     folder = folder / str(version if newest is None else newest)
     folder.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps(line, ensure_ascii=False) + "\n" for line in dump_lines(traj, task_id, tokenizer)]
+    lines = [
+        json.dumps(line, ensure_ascii=False) + "\n" for line in dump_lines(traj, task_id, tokenizer)
+    ]
     (folder / f"{task_id}.jsonl").write_text("".join(lines), encoding="utf-8")

@@ -63,7 +63,7 @@ from urllib.parse import urlsplit
 
 # ---- code of the trainer
 
-logger = logging.getLogger("nano_areal.workers")
+logger = logging.getLogger("pocket_areal.workers")
 
 ERROR_CHARACTERS = 10_000  # maximum length of an exception's text, and of its traceback
 MOST_BYTES = 2**24  # maximum size of a call's result as JSON, in bytes
@@ -100,7 +100,9 @@ async def within(seconds: float, work: Coroutine[Any, Any, Any], words: str) -> 
             raise TimeoutError(words)
         return task.result()
     finally:
-        if not task.done() and not (task.cancel() and (await asyncio.wait({task}, timeout=ABANDON_SECONDS))[0]):
+        if not task.done() and not (
+            task.cancel() and (await asyncio.wait({task}, timeout=ABANDON_SECONDS))[0]
+        ):
             logger.error("abandoned, because it ignores its cancellation and still runs: %s", words)
 
 
@@ -110,15 +112,21 @@ def check_importable(thing: Any, name: str, remedy: str) -> None:
     try:
         pickle.dumps(thing)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise ValueError(f"{name} runs in another process and cannot be pickled: {remedy} ({error})") from error
+        raise ValueError(
+            f"{name} runs in another process and cannot be pickled: {remedy} ({error})"
+        ) from error
     if getattr(thing, "__module__", None) == "__main__":
-        raise ValueError(f"{name} is defined in the script itself, which workers do not run; move it to a module")
+        raise ValueError(
+            f"{name} is defined in the script itself, which workers do not run; move it to a module"
+        )
 
 
 class Worker:
     """A worker: the guard, its child, and the socket that connects the trainer with them."""
 
-    def __init__(self, process: subprocess.Popen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(
+        self, process: subprocess.Popen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         self._process, self._reader, self._writer = process, reader, writer
         # Whether the worker must get no further call, because its last call has not returned, or was its last one.
         self._busy = False
@@ -135,8 +143,14 @@ class Worker:
             paths = [path for path in sys.path if isinstance(path, str)]
             code = f"import sys; sys.path[:] = {paths}; from rollout import workers; workers.serve({fd}, {fork})"
             command = [*prefix, sys.executable, "-c", code]
-            env = {name: value for name, value in os.environ.items() if not name.startswith("NANO_AREAL_")}
-            env["PYTHONUNBUFFERED"] = "1"  # a worker may be killed at any time, and its printed text must not be lost
+            env = {
+                name: value
+                for name, value in os.environ.items()
+                if not name.startswith("POCKET_AREAL_")
+            }
+            env["PYTHONUNBUFFERED"] = (
+                "1"  # a worker may be killed at any time, and its printed text must not be lost
+            )
             process = subprocess.Popen(
                 command, pass_fds=[fd], stdin=subprocess.DEVNULL, start_new_session=True, env=env
             )
@@ -161,10 +175,14 @@ class Worker:
             await self._writer.drain()
             size = int.from_bytes(await self._reader.readexactly(8), "big")
             if size > MOST_BYTES:
-                raise RuntimeError(f"the result of a call has {size:,} bytes, but at most {MOST_BYTES:,} are allowed")
+                raise RuntimeError(
+                    f"the result of a call has {size:,} bytes, but at most {MOST_BYTES:,} are allowed"
+                )
             outcome = await self._reader.readexactly(size)
         except (asyncio.IncompleteReadError, ConnectionError) as error:
-            with suppress(subprocess.TimeoutExpired):  # the socket is closed, so the worker's processes end soon
+            with suppress(
+                subprocess.TimeoutExpired
+            ):  # the socket is closed, so the worker's processes end soon
                 await asyncio.to_thread(self._process.wait, timeout=1)
             name, code = getattr(function, "__qualname__", function), self._process.returncode
             raise WorkerDied(f"the process that ran {name} ended with code {code}") from error
@@ -182,7 +200,10 @@ class Worker:
         try:
             await asyncio.to_thread(self._process.wait, END_SECONDS)
         except subprocess.TimeoutExpired:  # the user's code may have suspended the guard (SIGSTOP)
-            logger.error("a worker has not ended %g s after its socket was closed, so it is killed", END_SECONDS)
+            logger.error(
+                "a worker has not ended %g s after its socket was closed, so it is killed",
+                END_SECONDS,
+            )
             self._process.kill()
             self._process.wait()
 
@@ -227,7 +248,9 @@ class WorkerPool:
 
 # Two properties of a process on Linux (man 2 prctl):
 PR_SET_PDEATHSIG = 1  # the signal that the process gets when its parent ends
-PR_SET_CHILD_SUBREAPER = 36  # 1: the process becomes the new parent of a descendant whose parent has ended
+PR_SET_CHILD_SUBREAPER = (
+    36  # 1: the process becomes the new parent of a descendant whose parent has ended
+)
 
 
 def guard(channel: socket.socket) -> None:
@@ -236,7 +259,9 @@ def guard(channel: socket.socket) -> None:
     child = os.fork()
     if not child:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        os.setpgid(0, 0)  # the child gets its own process group, so a signal to this group does not reach the guard
+        os.setpgid(
+            0, 0
+        )  # the child gets its own process group, so a signal to this group does not reach the guard
         return
 
     def follow_trainer() -> None:
@@ -339,7 +364,9 @@ def run_in_fork(call: bytes) -> bytes:
             try:
                 prepare_fork()
                 me, outcome = os.getpid(), outcome_of(call)
-                if os.getpid() == me:  # if the agent has forked this process, only the first process may answer
+                if (
+                    os.getpid() == me
+                ):  # if the agent has forked this process, only the first process may answer
                     file.write(outcome)
                     file.flush()
                 code = 0
@@ -363,7 +390,9 @@ def prepare_fork() -> None:
         numpy.random.seed()
     if torch := sys.modules.get("torch"):
         torch.seed()
-        torch.set_num_threads(1)  # a fork has no copies of torch's threads, and would wait for them for ever
+        torch.set_num_threads(
+            1
+        )  # a fork has no copies of torch's threads, and would wait for them for ever
 
 
 def outcome_of(call: bytes, last: bool = False) -> bytes:
@@ -375,13 +404,20 @@ def outcome_of(call: bytes, last: bool = False) -> bytes:
         function, args, kwargs = pickle.loads(call)
         answer = {"value": function(*args, **kwargs), "last": last}
         return json.dumps(answer, default=lambda scalar: scalar.item()).encode()
-    except BaseException as error:  # BaseException includes the SystemExit of sys.exit() in user code
+    except (
+        BaseException
+    ) as error:  # BaseException includes the SystemExit of sys.exit() in user code
         try:
             text = str(error)[:ERROR_CHARACTERS]
         except Exception as second:
             text = f"its text cannot be made: {type(second).__name__}"
-        note = "in a worker process:\n" + "".join(traceback.format_exception(error))[-ERROR_CHARACTERS:]
-        return json.dumps({"error": f"{type(error).__name__}: {text}", "note": note, "last": last}).encode()
+        note = (
+            "in a worker process:\n"
+            + "".join(traceback.format_exception(error))[-ERROR_CHARACTERS:]
+        )
+        return json.dumps(
+            {"error": f"{type(error).__name__}: {text}", "note": note, "last": last}
+        ).encode()
 
 
 # `_runner()` returns the Runner of this worker's only event loop. The loop is never closed, because `Runner.close`
@@ -401,12 +437,20 @@ async def _alone(episode: Coroutine[Any, Any, Any]) -> Any:
 def bypass_http_proxy(*hosts: str) -> dict[str, str]:
     """Return the environment variables with which requests to `hosts` bypass any HTTP proxy that the environment
     sets."""
-    listed = [*hosts, *os.environ.get("NO_PROXY", "").split(","), *os.environ.get("no_proxy", "").split(",")]
-    names = ["*"] if "*" in listed else filter(None, dict.fromkeys(listed))  # "*" means all hosts, and stands alone
+    listed = [
+        *hosts,
+        *os.environ.get("NO_PROXY", "").split(","),
+        *os.environ.get("no_proxy", "").split(","),
+    ]
+    names = (
+        ["*"] if "*" in listed else filter(None, dict.fromkeys(listed))
+    )  # "*" means all hosts, and stands alone
     return dict.fromkeys(("NO_PROXY", "no_proxy"), ",".join(names))
 
 
-def run_agent(agent: Any, data: dict[str, Any], base_url: str, api_key: str, ours: bool = True) -> Any:
+def run_agent(
+    agent: Any, data: dict[str, Any], base_url: str, api_key: str, ours: bool = True
+) -> Any:
     """Run `agent.run` in a worker, with the session's URL and key in the environment. Return the rewards.
 
     If `ours` is true, the host of base_url belongs to this run, and requests to this host bypass any HTTP proxy that
@@ -416,8 +460,12 @@ def run_agent(agent: Any, data: dict[str, Any], base_url: str, api_key: str, our
     os.environ |= {
         "OPENAI_BASE_URL": base_url,
         "OPENAI_API_KEY": api_key,
-        "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),  # the Anthropic SDK appends /v1/messages to this URL
+        "ANTHROPIC_BASE_URL": base_url.removesuffix(
+            "/v1"
+        ),  # the Anthropic SDK appends /v1/messages to this URL
         "ANTHROPIC_API_KEY": api_key,
         **bypass_http_proxy(*[host] * ours),
     }
-    return _runner().run(_alone(agent.run(data, base_url=base_url, api_key=api_key, http_client=None)))
+    return _runner().run(
+        _alone(agent.run(data, base_url=base_url, api_key=api_key, http_client=None))
+    )

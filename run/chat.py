@@ -41,11 +41,16 @@ def main(words: list[str]) -> int:
         print(f"error: no model in {folder.resolve()}; {hint}", file=sys.stderr)
         return 2
     hint = " To play the demo, type: guess a number" if config.get("task") == "tasks.guess" else ""
-    print(f"the model of step {step}; an empty line begins a new conversation, Ctrl-D ends.{hint}", flush=True)
+    print(
+        f"the model of step {step}; an empty line begins a new conversation, Ctrl-D ends.{hint}",
+        flush=True,
+    )
     key, messages = secrets.token_urlsafe(), list[dict]()
     command = own_command("inference.tiny.server", {"--model-path": model, "--api-key": "-"})
     with tempfile.TemporaryDirectory() as logs, closing(Fleet(Path(logs))) as fleet:
-        engine = RemoteInfEngine([fleet.start(Planned("server", command, keys=(key,))).wait_ready()], key=key)
+        engine = RemoteInfEngine(
+            [fleet.start(Planned("server", command, keys=(key,))).wait_ready()], key=key
+        )
         engine.initialize()
         tokenizer = AutoTokenizer.from_pretrained(model)
         sampling = GenerationHyperparameters(max_new_tokens=config.gconfig.max_new_tokens)

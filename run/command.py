@@ -36,20 +36,20 @@ import torch.distributed as dist
 from omegaconf import OmegaConf
 from transformers.utils import logging as transformers_logging
 
+from inference.serve import collect_garbage_rarely
 from ppo import describe_mode
-from run.config import ConfigError, changed, load
 from run.doctor import Unhealthy
 from run.evaluate import evaluate_run
 from run.failures import Failures, describe, report
 from run.inputs import Inputs, load_inputs
 from run.keys import TrainConfig
 from run.launch import ROOT, Fleet, Planned, ProcessDied, revision
+from run.load import ConfigError, changed, load
 from run.logger import Logger, Trace
 from run.plan import plan_run
 from run.recover import claim, newest_checkpoint
 from run.replay import Differs, check_replay
 from run.report import write_report
-from run.serve import collect_garbage_rarely
 from run.start import Run
 from run.terminal import before_results, end_at_once, hush
 from training.ranks import join_ranks, leave_ranks, share
@@ -101,12 +101,22 @@ def say_how_to_go_on(config: TrainConfig) -> None:
     """Print the folder of a run that ended early, and print the command that continues the run."""
     print(f"the run's folder is {config.run_dir}", file=sys.stderr)
     if config.mode == "train" and config.recover == "off":
-        print("the run has no checkpoints, because recover=off was set, so it cannot continue", file=sys.stderr)
+        print(
+            "the run has no checkpoints, because recover=off was set, so it cannot continue",
+            file=sys.stderr,
+        )
         return
     words = [word for word in sys.orig_argv if not word.startswith("trial_name=")]
     step = newest_checkpoint(config.run_dir) if config.mode == "train" else 0
-    place = f"from the checkpoint of step {step}" if step else "from the beginning, because there is no checkpoint"
-    print(f"to go on {place}: {shlex.join([*words, f'trial_name={config.trial_name}'])}", file=sys.stderr)
+    place = (
+        f"from the checkpoint of step {step}"
+        if step
+        else "from the beginning, because there is no checkpoint"
+    )
+    print(
+        f"to go on {place}: {shlex.join([*words, f'trial_name={config.trial_name}'])}",
+        file=sys.stderr,
+    )
 
 
 def agree(read: Callable[[], Any]) -> Any:
@@ -139,9 +149,13 @@ def read_run(config: TrainConfig, *agent: Any) -> tuple[Inputs, list[Planned], s
         config.trial_name = time.strftime("%Y%m%d-%H%M%S")
     if config.replay:
         check_replay(config)
-    can_continue = config.mode == "eval" or (config.recover == "auto" and (config.run_dir / "recover").exists())
+    can_continue = config.mode == "eval" or (
+        config.recover == "auto" and (config.run_dir / "recover").exists()
+    )
     if (config.run_dir / "metrics.jsonl").exists() and not can_continue:
-        raise ConfigError(f"{config.run_dir} holds a run that recover=off cannot continue; give another trial_name")
+        raise ConfigError(
+            f"{config.run_dir} holds a run that recover=off cannot continue; give another trial_name"
+        )
     return load_inputs(config, *agent), *plan_run(config)
 
 
@@ -175,16 +189,22 @@ def open_run(config: TrainConfig, *agent: Any) -> Iterator[Run]:
         inputs, servers, _ = loaded[0] if loaded else (load_inputs(config, *agent), [], "")
         # With actor.offload the optimizer runs on the CPU, so each rank gets an equal share of the machine's CPU cores.
         if config.actor.offload:
-            torch.set_num_threads(max((os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)), 1))
+            torch.set_num_threads(
+                max((os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)), 1)
+            )
         fleet = Fleet(config.run_dir / "logs")
         stack.callback(Failures(fleet.log_dir / FAILURES).close)
         is_training = bool(loaded) and config.mode == "train"
         if is_training:
-            print(f"the run's folder is {config.run_dir}\n{describe_mode(config.actor)}", flush=True)
+            print(
+                f"the run's folder is {config.run_dir}\n{describe_mode(config.actor)}", flush=True
+            )
             # The report is written last, after the trace is closed, even if the run fails.
             stack.callback(write_report, config.run_dir)
         stack.callback(fleet.close)
-        trace = Trace(config.run_dir / "trace.json" if is_training and config.rollout.enable_tracing else None)
+        trace = Trace(
+            config.run_dir / "trace.json" if is_training and config.rollout.enable_tracing else None
+        )
         stack.callback(trace.close)
         collect_garbage_rarely()
         try:
@@ -196,7 +216,9 @@ def open_run(config: TrainConfig, *agent: Any) -> Iterator[Run]:
             if isinstance(error.__cause__, Unhealthy):
                 raise error.__cause__ from None
             if isinstance(error, Exception):
-                fleet.raise_death(error)  # if a dead server or proxy caused the error, raise ProcessDied
+                fleet.raise_death(
+                    error
+                )  # if a dead server or proxy caused the error, raise ProcessDied
             raise
     if joined:
         leave_ranks()
@@ -225,7 +247,8 @@ def start_logger(run: Run, executor: Any, step: int) -> Logger | None:
         run.stack.callback(logger.tracker.finish)
     if step >= (last := run.config.replay_until or run.config.max_steps):
         print(
-            f"nothing is left to train: step {step} is done, and the last step is {last}; raise max_steps", flush=True
+            f"nothing is left to train: step {step} is done, and the last step is {last}; raise max_steps",
+            flush=True,
         )
         return logger
     record(run.config)
@@ -240,7 +263,9 @@ def main(train: Callable[[TrainConfig], None], argv: list[str] | None = None) ->
     The default of `argv` is the command line of this process.
     """
     collect_garbage_rarely()
-    torch.set_num_threads(1)  # on shared cores, a small model is faster with one thread than with several
+    torch.set_num_threads(
+        1
+    )  # on shared cores, a small model is faster with one thread than with several
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     # After SIGTERM, rank 0 ends the processes that it has started. The other ranks start no processes, so SIGTERM may

@@ -35,14 +35,20 @@ from run.report import read_records
 
 Line = dict[str, Any]  # one line of metrics.jsonl
 Finding = dict[str, Any]  # one line of doctor.jsonl, with the keys step, rule and text
-ROUNDING = {"float32": 1e-3, "bfloat16": 0.5}  # for each dtype, the largest rounding error of a log-probability (nats)
+ROUNDING = {
+    "float32": 1e-3,
+    "bfloat16": 0.5,
+}  # for each dtype, the largest rounding error of a log-probability (nats)
 # If the metric `success` is at least SOLVED, little is left to learn, so advantages of 0 and a low entropy are normal.
 SOLVED = 0.9
 BLOCKED_SECONDS = 5.0  # limit of the rule `blocked_loop`, in seconds
 # If a step has rejected REJECTED_BATCHES times the number of groups in a batch, the doctor checks `rejection` at once.
 REJECTED_BATCHES = 10
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "doctor.md"
-TEXTS = {name: " ".join(text.split()) for name, text in re.findall(r"## (\w+)\n\n(.+?)\n\n", PAGE.read_text(), re.S)}
+TEXTS = {
+    name: " ".join(text.split())
+    for name, text in re.findall(r"## (\w+)\n\n(.+?)\n\n", PAGE.read_text(), re.S)
+}
 
 
 class Unhealthy(RuntimeError):
@@ -72,18 +78,25 @@ def is_solved(lines: list[Line]) -> bool:
 
 def entropy_fall(lines: list[Line], config: Any) -> float:
     """Return the lowest entropy of the first five lines divided by the highest entropy of the last two lines."""
-    before, after = min(line["entropy"] for line in lines[:5]), max(line["entropy"] for line in lines[-2:])
+    before, after = (
+        min(line["entropy"] for line in lines[:5]),
+        max(line["entropy"] for line in lines[-2:]),
+    )
     return 0.0 if is_solved(lines[-2:]) else before / max(after, 1e-9)
 
 
 def steps_without_gradient(lines: list[Line], config: Any) -> int:
     """Count the steps whose gradient is 0, or whose advantages are all 0 although the rewards in the batch differ."""
-    return sum(m["grad_norm"] < 1e-8 or (m["no_signal_share"] == 1 and m["reward_std"] > 0) for m in lines)
+    return sum(
+        m["grad_norm"] < 1e-8 or (m["no_signal_share"] == 1 and m["reward_std"] > 0) for m in lines
+    )
 
 
 def steps_without_correction(lines: list[Line], config: Any) -> int:
     """Count the steps in which tokens of older versions were trained with a behaviour weight of exactly 1."""
-    exact = [m["behave_weight_mean"] == m["behave_ess"] == 1 and m["staleness_mean"] > 0 for m in lines]
+    exact = [
+        m["behave_weight_mean"] == m["behave_ess"] == 1 and m["staleness_mean"] > 0 for m in lines
+    ]
     return config.actor.use_decoupled_loss * sum(exact)
 
 
@@ -96,7 +109,9 @@ def failed_share(lines: list[Line], config: Any) -> float:
 def is_constant(lines: list[Line], config: Any) -> bool:
     """Return whether all rewards of the run's first five steps are the same."""
     first = lines[0]
-    return first["step"] == 1 and all(m["reward"] == first["reward"] and m["reward_std"] == 0 for m in lines)
+    return first["step"] == 1 and all(
+        m["reward"] == first["reward"] and m["reward_std"] == 0 for m in lines
+    )
 
 
 RULES = (
@@ -106,11 +121,21 @@ RULES = (
     Rule("lag", 1, lambda m, c: m[0]["staleness_max"] - c.rollout.max_head_offpolicyness, 0),
     Rule("effective_samples", 3, lambda m, c: 1 - median(x["behave_ess"] for x in m), 0.5),
     Rule("no_correction", 3, steps_without_correction, 1),
-    Rule("baseline", 1, lambda m, c: (c.actor.adv_norm.mean_level == "group") * m[0]["baseline_bias"], 0.05),
+    Rule(
+        "baseline",
+        1,
+        lambda m, c: (c.actor.adv_norm.mean_level == "group") * m[0]["baseline_bias"],
+        0.05,
+    ),
     Rule("kl", 5, lambda m, c: median(x["kl"] for x in m), 0.2),
     Rule("entropy", 10, entropy_fall, 5),
     Rule("truncated", 5, lambda m, c: share(m, "truncated", "rows"), 0.5),
-    Rule("no_signal", 5, lambda m, c: 0 if is_solved(m) else fmean(x["no_signal_share"] for x in m), 0.8),
+    Rule(
+        "no_signal",
+        5,
+        lambda m, c: 0 if is_solved(m) else fmean(x["no_signal_share"] for x in m),
+        0.8,
+    ),
     Rule("zero_gradients", 3, steps_without_gradient, 2),
     Rule("rejection", 3, lambda m, c: share(m, "rejected", "accepted", "rejected"), 0.8),
     Rule("failing", 3, failed_share, 0.1),
@@ -130,14 +155,20 @@ def examine(lines: list[Line], config: Any) -> list[Finding]:
         except (KeyError, TypeError, AttributeError):
             continue
         if not value <= rule.limit:  # NaN also fires
-            found.append(describe(last[-1]["step"], rule.name, f"{value:.3g}, limit {rule.limit:g}"))
+            found.append(
+                describe(last[-1]["step"], rule.name, f"{value:.3g}, limit {rule.limit:g}")
+            )
     return found
 
 
 def describe(step: int, rule: str, measured: str) -> Finding:
     """Return the finding that is printed if a rule fires. The finding's text ends with the first paragraph of the
     rule's entry in docs/doctor.md."""
-    return {"step": step, "rule": rule, "text": f"doctor: step {step}, {rule} = {measured}. {TEXTS[rule]}"}
+    return {
+        "step": step,
+        "rule": rule,
+        "text": f"doctor: step {step}, {rule} = {measured}. {TEXTS[rule]}",
+    }
 
 
 def bottleneck(lines: list[Line]) -> str:
@@ -145,7 +176,10 @@ def bottleneck(lines: list[Line]) -> str:
     waited, trained = (share(lines[-10:], part, "step_s") for part in ("rollout_wait_s", "train_s"))
     side, remedy = "training", "raise actor.mb_tokens, lower actor.ppo_epochs, or add ranks"
     if waited > trained:
-        side, remedy = "generation", "raise rollout.max_concurrent_rollouts, server.count or max_head_offpolicyness"
+        side, remedy = (
+            "generation",
+            "raise rollout.max_concurrent_rollouts, server.count or max_head_offpolicyness",
+        )
     return f"{side} limits the speed (waiting {waited:.0%}, training {trained:.0%} of the last steps): {remedy}"
 
 
@@ -182,7 +216,9 @@ class Doctor:
         when `stack` closes. With doctor=strict, a finding stops the executor."""
         if self.config.doctor != "off":
             over = threading.Event()
-            thread = threading.Thread(target=self._look_on, args=(executor, over), name="doctor", daemon=True)
+            thread = threading.Thread(
+                target=self._look_on, args=(executor, over), name="doctor", daemon=True
+            )
             thread.start()
             stack.callback(thread.join)
             stack.callback(over.set)  # the stack calls its last callback first
@@ -192,10 +228,19 @@ class Doctor:
         while not over.wait(1.0):
             try:
                 if where := executor.dispatcher.runner.find_blocker(BLOCKED_SECONDS):
-                    self.report([describe(self.step + 1, "blocked_loop", f"{BLOCKED_SECONDS:g} s in {where}")])
+                    self.report(
+                        [
+                            describe(
+                                self.step + 1, "blocked_loop", f"{BLOCKED_SECONDS:g} s in {where}"
+                            )
+                        ]
+                    )
                 if step != self.step:
                     step, before = self.step, executor.stats
-                counts = {k: getattr(executor.stats, k) - getattr(before, k) for k in ("accepted", "rejected")}
+                counts = {
+                    k: getattr(executor.stats, k) - getattr(before, k)
+                    for k in ("accepted", "rejected")
+                }
                 if counts["rejected"] >= REJECTED_BATCHES * self.config.train_dataset.batch_size:
                     # After a stop, cancelled tasks count as rejected, and `check_alive` raises RuntimeError.
                     executor.dispatcher.check_alive()
@@ -215,15 +260,25 @@ def main(folders: list[str]) -> int:
     try:
         text = (folder / "metrics.jsonl").read_text()
         if not text.endswith("\n"):
-            raise ValueError(f"{folder}/metrics.jsonl has no step, or its last line is cut short: delete that line")
-        lines, config = list(map(json.loads, text.splitlines())), OmegaConf.load(folder / "config.yaml")
+            raise ValueError(
+                f"{folder}/metrics.jsonl has no step, or its last line is cut short: delete that line"
+            )
+        lines, config = (
+            list(map(json.loads, text.splitlines())),
+            OmegaConf.load(folder / "config.yaml"),
+        )
     except (OSError, ValueError) as error:
-        print(f"error: {error}; the command is python -m run.doctor FOLDER, with the folder of a run", file=sys.stderr)
+        print(
+            f"error: {error}; the command is python -m run.doctor FOLDER, with the folder of a run",
+            file=sys.stderr,
+        )
         return 2
     findings = read_records(folder / "doctor.jsonl")
     for end in range(1, len(lines) + 1):
         known = {finding["rule"] for finding in findings}
-        findings += [finding for finding in examine(lines[:end], config) if finding["rule"] not in known]
+        findings += [
+            finding for finding in examine(lines[:end], config) if finding["rule"] not in known
+        ]
     for finding in findings:
         print(finding["text"])
     print(f"{len(lines)} steps; {len(findings)} of {len(TEXTS)} rules fire; {bottleneck(lines)}")

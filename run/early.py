@@ -36,7 +36,9 @@ DROPPED = re.compile(
     r"TORCHELASTIC_\w+|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)"
     r"|PYTORCH_(CUDA_)?ALLOC_CONF|TORCH_DIST_USE_NCCL2"
 )
-waiting: dict[str, subprocess.Popen[bytes]] = {}  # for each module, the early process that waits for an order
+waiting: dict[
+    str, subprocess.Popen[bytes]
+] = {}  # for each module, the early process that waits for an order
 
 
 def environment(gpus: list[str]) -> dict[str, str]:
@@ -44,13 +46,19 @@ def environment(gpus: list[str]) -> dict[str, str]:
     inherited = {name: value for name, value in os.environ.items() if not DROPPED.fullmatch(name)}
     ours = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
     ours["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return inherited | ours | bypass_http_proxy("127.0.0.1", "localhost")  # SGLang sends a request to itself
+    return (
+        inherited | ours | bypass_http_proxy("127.0.0.1", "localhost")
+    )  # SGLang sends a request to itself
 
 
 def spawn(command: list[str], output: Any, variables: dict[str, str]) -> subprocess.Popen[bytes]:
     """Start a child process in a process session of its own. Its standard input is a pipe from this process, and
     `output` gets its standard output and its standard error."""
-    files: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": output, "stderr": subprocess.STDOUT}
+    files: dict[str, Any] = {
+        "stdin": subprocess.PIPE,
+        "stdout": output,
+        "stderr": subprocess.STDOUT,
+    }
     return subprocess.Popen(command, **files, start_new_session=True, env=variables)
 
 
@@ -64,7 +72,9 @@ def prepare(config: TrainConfig) -> None:
 
 def start(module: str) -> None:
     """Start an early process that imports `module`."""
-    waiting[module] = spawn([sys.executable, "-P", "-m", "run.early", module], subprocess.DEVNULL, environment([]))
+    waiting[module] = spawn(
+        [sys.executable, "-P", "-m", "run.early", module], subprocess.DEVNULL, environment([])
+    )
 
 
 @atexit.register
@@ -94,7 +104,7 @@ def main(module: str) -> int:
     """Import `module`, wait for the order, and run the module's `main`. If standard input closes before an order
     arrives, return 0."""
     gc.disable()  # else garbage collection takes a fifth of the imports' time
-    run, serve = importlib.import_module(module).main, importlib.import_module("run.serve")
+    run, serve = importlib.import_module(module).main, importlib.import_module("inference.serve")
     serve.import_tokenizers()
     serve.collect_garbage_rarely()
     order = sys.stdin.readline()

@@ -35,9 +35,14 @@ def conversation_tree(interactions: dict[str, InteractionWithTokenLogpReward]) -
     root = Tree(f"{len(interactions)} turns")
     branches: dict[Any, Tree] = {}
     for turn in interactions.values():
-        known = turn.parent.messages + turn.parent.output_message_list if turn.parent else []  # already in the tree
+        known = (
+            turn.parent.messages + turn.parent.output_message_list if turn.parent else []
+        )  # already in the tree
         lines = [describe_turn(turn)]
-        lines += [f"{m['role']}: {spoken(m)}" for m in turn.messages[len(known) :] + turn.output_message_list]
+        lines += [
+            f"{m['role']}: {spoken(m)}"
+            for m in turn.messages[len(known) :] + turn.output_message_list
+        ]
         branches[turn] = branches.get(turn.parent, root).add(escape("\n".join(lines)))
     return root
 
@@ -66,15 +71,40 @@ def main(argv: list[str] | None = None) -> int:
 
     Return the exit code: 2 for a wrong command line, 1 if a server dies or the agent fails, else 0.
     """
-    parser = argparse.ArgumentParser(description="Run one episode of an agent and print its conversation tree.")
+    parser = argparse.ArgumentParser(
+        description="Run one episode of an agent and print its conversation tree."
+    )
     add = parser.add_argument
     add("agent", help="my_module.MyAgent, a class with `async def run(self, data, **extra_kwargs)`")
-    add("--data", type=json.loads, default={}, help="JSON object that is passed to run() as the sample")
-    add("--kwargs", type=json.loads, default={}, help="JSON object with keyword arguments of the agent's class")
+    add(
+        "--data",
+        type=json.loads,
+        default={},
+        help="JSON object that is passed to run() as the sample",
+    )
+    add(
+        "--kwargs",
+        type=json.loads,
+        default={},
+        help="JSON object with keyword arguments of the agent's class",
+    )
     add("--model-path", required=True, help="Hugging Face folder of the model")
-    add("--server", help="URL of a running inference server; default: start inference.tiny.server with the model")
-    add("--mode", choices=["inline", "subproc"], default="inline", help="subproc: run the agent in its own process")
-    add("--discount", type=float, default=1.0, help="share of a turn's final reward that its parent turn receives")
+    add(
+        "--server",
+        help="URL of a running inference server; default: start inference.tiny.server with the model",
+    )
+    add(
+        "--mode",
+        choices=["inline", "subproc"],
+        default="inline",
+        help="subproc: run the agent in its own process",
+    )
+    add(
+        "--discount",
+        type=float,
+        default=1.0,
+        help="share of a turn's final reward that its parent turn receives",
+    )
     args = parser.parse_args(argv)
     options: dict[str, object] = {"--model-path": args.model_path}
     with tempfile.TemporaryDirectory() as logs, closing(Fleet(Path(logs))) as fleet:
@@ -82,10 +112,19 @@ def main(argv: list[str] | None = None) -> int:
         code = 2
         try:
             key = secrets.token_urlsafe()
-            proxy = {"proxy_addr": "", "admin_key": key, "mode": args.mode, "discount": args.discount}
+            proxy = {
+                "proxy_addr": "",
+                "admin_key": key,
+                "mode": args.mode,
+                "discount": args.discount,
+            }
             workflow: Any = resolve_workflow(args.agent, args.kwargs, proxy=proxy)
             code = 1
-            server = Planned("server", own_command("inference.tiny.server", options | {"--api-key": "-"}), keys=(key,))
+            server = Planned(
+                "server",
+                own_command("inference.tiny.server", options | {"--api-key": "-"}),
+                keys=(key,),
+            )
             options["--server"] = args.server or fleet.start(server).wait_ready()
             options |= {"--admin-key": "-", "--server-key": None if args.server else "-"}
             front = Planned("proxy", own_command("proxy", options), keys=(key, key))
@@ -95,7 +134,9 @@ def main(argv: list[str] | None = None) -> int:
             print(f"error: {describe(error)}", file=sys.stderr)
             return code
     if interactions is None:
-        print("the agent returned None and set no reward: in training this episode would be rejected")
+        print(
+            "the agent returned None and set no reward: in training this episode would be rejected"
+        )
     else:
         Console(highlight=False).print(conversation_tree(interactions))
     return 0

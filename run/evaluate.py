@@ -26,14 +26,14 @@ import openai
 from rollout.executor import WorkflowExecutor
 from rollout.reward import parse_rewards
 from rollout.workers import run_agent
-from run.config import ConfigError
 from run.inputs import Inputs
 from run.keys import TrainConfig
+from run.load import ConfigError
 from run.start import Run, start_processes, start_rollout
 from run.terminal import before_results
 from workflow import RolloutWorkflow, WorkflowContext, agents_pool, keep_open, workflow_context
 
-logger = logging.getLogger("nano_areal.evaluate")
+logger = logging.getLogger("pocket_areal.evaluate")
 
 
 def describe(rewards: Sequence[float | None], inputs: Inputs) -> dict[str, float | None]:
@@ -72,7 +72,9 @@ def start_evaluation(executor: WorkflowExecutor, inputs: Inputs) -> Callable[[],
     def finish() -> dict[str, Any] | None:
         if executor.until_restart(lambda: executor.wait_for_each(tasks, groups)) is None:
             return None
-        return describe([None if group is None else group["rewards"][-1].item() for group in groups], inputs)
+        return describe(
+            [None if group is None else group["rewards"][-1].item() for group in groups], inputs
+        )
 
     return finish
 
@@ -85,8 +87,13 @@ def evaluate_endpoint(config: TrainConfig, inputs: Inputs) -> dict[str, float | 
     """
     agent = inputs.workflow
     if isinstance(agent, RolloutWorkflow):
-        raise ConfigError("evaluator.base_url is for agents; for a RolloutWorkflow leave the key out")
-    where = {"base_url": config.evaluator.base_url, "api_key": os.environ.get("OPENAI_API_KEY", "DUMMY")}
+        raise ConfigError(
+            "evaluator.base_url is for agents; for a RolloutWorkflow leave the key out"
+        )
+    where = {
+        "base_url": config.evaluator.base_url,
+        "api_key": os.environ.get("OPENAI_API_KEY", "DUMMY"),
+    }
     places = asyncio.Semaphore(config.rollout.max_concurrent_rollouts or 1)
     options, timeout = config.rollout.openai, config.rollout.openai.episode_timeout_seconds
 
@@ -99,7 +106,9 @@ def evaluate_endpoint(config: TrainConfig, inputs: Inputs) -> dict[str, float | 
         async with pool.worker() as worker, asyncio.timeout(timeout):
             return await worker.call(run_agent, agent, sample, **where, ours=False)
 
-    async def run(i: int, sample: dict, http_client: openai.DefaultAsyncHttpxClient) -> float | None:
+    async def run(
+        i: int, sample: dict, http_client: openai.DefaultAsyncHttpxClient
+    ) -> float | None:
         """Return the reward of one episode, or None if the episode failed or has no reward."""
         workflow_context.set(WorkflowContext(is_eval=True, task_id=i))
         try:
@@ -108,7 +117,9 @@ def evaluate_endpoint(config: TrainConfig, inputs: Inputs) -> dict[str, float | 
             return list(reward.values())[-1] if isinstance(reward, dict) else reward
         except (asyncio.CancelledError, KeyboardInterrupt, GeneratorExit):
             raise
-        except BaseException as error:  # an agent may raise any exception; the episode then counts as rejected
+        except (
+            BaseException
+        ) as error:  # an agent may raise any exception; the episode then counts as rejected
             logger.warning("eval-rollout task %d failed: %r", i, error, exc_info=error)
             return None
 
@@ -116,7 +127,9 @@ def evaluate_endpoint(config: TrainConfig, inputs: Inputs) -> dict[str, float | 
         """Return the rewards of all episodes, in the order of the prompts."""
         async with openai.DefaultAsyncHttpxClient(timeout=timeout) as http:
             http.aclose = keep_open  # type: ignore[method-assign]
-            return await asyncio.gather(*(run(i, sample, http) for i, sample in enumerate(inputs.validation)))
+            return await asyncio.gather(
+                *(run(i, sample, http) for i, sample in enumerate(inputs.validation))
+            )
 
     return describe(asyncio.run(run_all()), inputs)
 
@@ -133,6 +146,8 @@ def evaluate_run(run: Run) -> None:
         statistics = start_evaluation(executor, run.inputs)()
     (run.config.run_dir / "eval.json").write_text(json.dumps(statistics))
     if statistics["eval_episodes"] == statistics["eval_rejected"]:
-        raise RuntimeError("no episode of the evaluation has a reward: look for logged failures, or return a reward")
+        raise RuntimeError(
+            "no episode of the evaluation has a reward: look for logged failures, or return a reward"
+        )
     before_results.close()
     print("  ".join(f"{key} {value:.4g}" for key, value in statistics.items() if value is not None))

@@ -20,16 +20,24 @@ from pathlib import Path
 
 from rollout.runner import own_frames
 
-LOGGER = logging.getLogger("nano_areal")  # the parent of the loggers of all modules
+LOGGER = logging.getLogger("pocket_areal")  # the parent of the loggers of all modules
 DISK = "make room on the disk, raise the limit of file sizes (ulimit -f), or take another disk with fileroot=FOLDER"
-NUMBERS = re.compile(r"(?<=/)[\w-]{20,}(?=/)|[0-9a-f]{16,}|\d+")  # the ids of sessions and calls, and all numbers
+NUMBERS = re.compile(
+    r"(?<=/)[\w-]{20,}(?=/)|[0-9a-f]{16,}|\d+"
+)  # the ids of sessions and calls, and all numbers
 ADVICE = (  # in each row: a text that a failure's description may contain, and the advice for the user
     ("finite", "make the agent or the reward function return a finite number for every answer"),
     ("too long", "shorten the prompts, or take a model with a longer context"),
     # If the disk is full, the error of a checkpoint says only "was not written", because torch hides the disk's error.
     *((words, DISK) for words in ("No space left", "File too large", "was not written")),
-    ("KeyError", "if this key is a column of the data, add the column to the data, or correct the named line"),
-    ("", "correct the named line, or the code that gave it its values; the traceback shows how the program got there"),
+    (
+        "KeyError",
+        "if this key is a column of the data, add the column to the data, or correct the named line",
+    ),
+    (
+        "",
+        "correct the named line, or the code that gave it its values; the traceback shows how the program got there",
+    ),
 )
 
 
@@ -39,9 +47,15 @@ def describe(error: BaseException) -> str:
 
     Lone surrogates in the text are written as `\\ud800`, because UTF-8 cannot encode them.
     """
-    text = " ".join(f"{type(error).__name__}: {error}".split())[:200].encode(errors="backslashreplace").decode()
+    text = (
+        " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        .encode(errors="backslashreplace")
+        .decode()
+    )
     frames = own_frames(traceback.extract_tb(error.__traceback__))
-    return text + "".join(f", in {f.name} ({Path(f.filename).name}:{f.lineno})" for f in frames[-1:])
+    return text + "".join(
+        f", in {f.name} ({Path(f.filename).name}:{f.lineno})" for f in frames[-1:]
+    )
 
 
 def record_traceback(error: BaseException, log: Path) -> None:
@@ -59,7 +73,9 @@ class Failures(logging.Handler):
         super().__init__(logging.WARNING)
         self.log = log
         LOGGER.addHandler(self)
-        self.counts = Counter[str]()  # number of failures per description; N replaces every number in a description
+        self.counts = Counter[
+            str
+        ]()  # number of failures per description; N replaces every number in a description
 
     def emit(self, record: logging.LogRecord) -> None:
         """If a warning has no exception attached, print the warning. If an exception occurs for the first time, print

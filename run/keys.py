@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal
 from calls.sessions import Limits
 from calls.side_conversations import PATTERNS
 from inference.io_struct import GenerationHyperparameters
-from run.fields import Count, CountOrZero, NonNegative, Positive, Seed, Share
+from inference.fields import Count, CountOrZero, NonNegative, Positive, Seed, Share
 from training.config import PPOActorConfig
 
 
@@ -63,7 +63,7 @@ class RolloutConfig:
     check_trajectory_format: bool = True  # true: check the keys and shapes of the tensors that workflows return
     dump_to_file: bool = True  # true: write every trajectory as text to rollout/{version}/{task_id}.jsonl
     server_addrs: list[str] = field(default_factory=list)  # URLs of inference servers; if empty, the run starts servers
-    server_key: str = ""  # API key of the servers; default: $NANO_AREAL_SERVER_KEY, or a new key if the run starts them
+    server_key: str = ""  # API key of the servers; default: $POCKET_AREAL_SERVER_KEY, or a new key if the run starts them
     openai: OpenAIConfig = field(default_factory=OpenAIConfig)  # settings of agents and of their calls
 
 

@@ -28,12 +28,14 @@ from pathlib import Path
 
 import httpx
 
+from inference.serve import free_port
 from run.early import ROOT, environment, spawn, take
-from run.serve import free_port
 
-logger = logging.getLogger("nano_areal.launch")
+logger = logging.getLogger("pocket_areal.launch")
 
-START_SECONDS = 1800.0  # maximum time until a server's first reply; loading a large model may take minutes
+START_SECONDS = (
+    1800.0  # maximum time until a server's first reply; loading a large model may take minutes
+)
 GRACE_SECONDS = 5.0  # time for a child to end by itself before it is killed
 DEATH_SECONDS = 0.5  # a killed process ends within this time after its connections have closed
 # The executor waits HOLD_SECONDS before it counts an episode as failed (rollout/executor.py). If the death of a server
@@ -56,10 +58,16 @@ class Planned:
 
     name: str
     command: list[str]
-    gpus: list[str] = field(default_factory=list)  # names of the process's GPUs, as in CUDA_VISIBLE_DEVICES
+    gpus: list[str] = field(
+        default_factory=list
+    )  # names of the process's GPUs, as in CUDA_VISIBLE_DEVICES
     port: int | None = 0  # 0: any free port; None: the process does not listen
-    keys: tuple[str, ...] = ()  # keys that the process reads from its standard input, one in each line
-    variables: dict[str, str] = field(default_factory=dict)  # environment variables that only this process gets
+    keys: tuple[
+        str, ...
+    ] = ()  # keys that the process reads from its standard input, one in each line
+    variables: dict[str, str] = field(
+        default_factory=dict
+    )  # environment variables that only this process gets
     restarts: int = 0  # number of times that the process has been restarted so far
 
 
@@ -75,13 +83,20 @@ class Child:
 
     def send_keys(self, keys: tuple[str, ...]) -> None:
         """Write the keys to the standard input of the process, one in each line."""
-        with suppress(BrokenPipeError):  # if the process has ended, the pipe is broken; `wait_ready` raises ProcessDied
+        with suppress(
+            BrokenPipeError
+        ):  # if the process has ended, the pipe is broken; `wait_ready` raises ProcessDied
             os.write(self.process.stdin.fileno(), "".join(f"{key}\n" for key in keys).encode())  # type: ignore[union-attr]
 
     def last_words(self, lines: int = 5) -> str:
         """Return a message with the exit code and the last lines of the log."""
         text = self.log.read_text(errors="replace").strip().splitlines()[-lines:]
-        return "\n".join([f"{self.name} ended with code {self.process.returncode}; the end of {self.log}:", *text])
+        return "\n".join(
+            [
+                f"{self.name} ended with code {self.process.returncode}; the end of {self.log}:",
+                *text,
+            ]
+        )
 
     def wait_ready(self) -> str:
         """Wait until the process answers, then return its URL.
@@ -91,12 +106,16 @@ class Child:
         deadline = time.monotonic() + START_SECONDS
         while self.process.poll() is None:
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{self.name} did not answer within {START_SECONDS:.0f} s; see {self.log}")
+                raise TimeoutError(
+                    f"{self.name} did not answer within {START_SECONDS:.0f} s; see {self.log}"
+                )
             # trust_env=False ignores HTTP_PROXY: an HTTP proxy cannot reach 127.0.0.1 of this machine.
             with suppress(httpx.TransportError):
                 if httpx.get(f"{self.url}/health", timeout=5, trust_env=False).status_code == 200:
                     return self.url
-            time.sleep(0.05)  # a process does not report that its socket is open, so `wait_ready` polls
+            time.sleep(
+                0.05
+            )  # a process does not report that its socket is open, so `wait_ready` polls
         raise ProcessDied(self.last_words())
 
     def kill_session(self) -> None:
@@ -114,13 +133,18 @@ class Fleet:
         self.children: list[Child] = []
         self.watchers: list[threading.Thread] = []
         self.stopping = False
-        self.lock = threading.Lock()  # `restart` holds the lock during a start, so that `close` misses no process
+        self.lock = (
+            threading.Lock()
+        )  # `restart` holds the lock during a start, so that `close` misses no process
 
     def start(self, planned: Planned) -> Child:
         """Start a process and return at once. The returned child's `wait_ready` waits until the process answers."""
         port = planned.port or free_port()
         self.log_dir.mkdir(parents=True, exist_ok=True)
-        log = self.log_dir / f"{planned.name}{f'-restart{planned.restarts}' if planned.restarts else ''}.log"
+        log = (
+            self.log_dir
+            / f"{planned.name}{f'-restart{planned.restarts}' if planned.restarts else ''}.log"
+        )
         command = [*planned.command, "--port", str(port)]
         with log.open("wb") as out:
             early = None if planned.gpus or planned.variables else take(command, log)
@@ -129,7 +153,9 @@ class Fleet:
         self.children[-1].send_keys(planned.keys)
         return self.children[-1]
 
-    def watch(self, on_death: list[OnDeath], max_restarts: int, on_restart: Callable[[], None]) -> None:
+    def watch(
+        self, on_death: list[OnDeath], max_restarts: int, on_restart: Callable[[], None]
+    ) -> None:
         """For each child, start a thread that waits until the child ends. If an inference server dies, the server's
         thread restarts it, at most `max_restarts` times.
 
@@ -140,7 +166,9 @@ class Fleet:
         def wait_for(child: Child) -> None:
             child.process.wait()
             child.kill_session()
-            while (planned := plan_restart(child, max_restarts)) and (again := self.restart(child, planned)):
+            while (planned := plan_restart(child, max_restarts)) and (
+                again := self.restart(child, planned)
+            ):
                 with suppress(ProcessDied, TimeoutError):
                     again.wait_ready()
                     on_restart()
@@ -149,12 +177,16 @@ class Fleet:
             if self.stopping:
                 return
             if left := self.replacements(child):
-                logger.error("%s\nthe run continues with %d inference servers", child.last_words(), left)
+                logger.error(
+                    "%s\nthe run continues with %d inference servers", child.last_words(), left
+                )
                 return
             for tell in on_death:
                 tell(ProcessDied(child.last_words()))
 
-        self.watchers = [threading.Thread(target=wait_for, args=(child,), daemon=True) for child in self.children]
+        self.watchers = [
+            threading.Thread(target=wait_for, args=(child,), daemon=True) for child in self.children
+        ]
         for watcher in self.watchers:
             watcher.start()
 
@@ -212,7 +244,10 @@ def plan_restart(child: Child, max_restarts: int) -> Planned | None:
     planned = child.planned
     if not child.name.startswith("server") or planned.restarts >= max_restarts:
         return None
-    command, port = [*planned.command, "--weight-version", "0-incomplete"], int(child.url.rpartition(":")[2])
+    command, port = (
+        [*planned.command, "--weight-version", "0-incomplete"],
+        int(child.url.rpartition(":")[2]),
+    )
     return replace(planned, command=command, port=port, restarts=planned.restarts + 1)
 
 
@@ -227,11 +262,21 @@ def words(options: dict[str, object]) -> list[str]:
     An option with the value None is left out. If the value of an option is a list, the option is repeated for each item
     of the list.
     """
-    several = {name: value if isinstance(value, list) else [value] for name, value in options.items()}
-    return [str(word) for name, values in several.items() for v in values if v is not None for word in (name, v)]
+    several = {
+        name: value if isinstance(value, list) else [value] for name, value in options.items()
+    }
+    return [
+        str(word)
+        for name, values in several.items()
+        for v in values
+        if v is not None
+        for word in (name, v)
+    ]
 
 
 def revision() -> str:
     """Return the git commit of this checkout, or "unknown"."""
-    found = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    found = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
+    )
     return found.stdout.strip() or "unknown"

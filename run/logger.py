@@ -64,7 +64,9 @@ NOTICES = {  # for each metric, the notice that is printed when the metric is ab
 }
 ROWS = 12  # number of steps that the live table shows
 TRAINER, ROLLOUT = 1, 2  # ids of the two tracks in the trace
-REPORT_SHARE = 0.02  # a report is skipped if the earlier reports took more than this share of the run's time
+REPORT_SHARE = (
+    0.02  # a report is skipped if the earlier reports took more than this share of the run's time
+)
 END = b"\n]\n"  # the last bytes of every trace file
 
 
@@ -101,7 +103,9 @@ class Trace:
         """
         phase = {"start": "b", "finish": "e"}.get(name, "n")
         record = {"ph": phase, "cat": "rollout", "id": f"{os.getpid()}:{task_id}", "tid": ROLLOUT}
-        self._write({**record, "name": name if phase == "n" else "group", "args": {"task": task_id, **args}})
+        self._write(
+            {**record, "name": name if phase == "n" else "group", "args": {"task": task_id, **args}}
+        )
 
     @contextmanager
     def span(self, name: str, seconds: dict[str, float] | None = None) -> Iterator[None]:
@@ -119,7 +123,9 @@ class Trace:
     def mark(self, name: str, **args: Any) -> None:
         """Record an event without a duration, such as "weights" when the servers have new weights, or "end" when the
         run fails."""
-        self._write({"ph": "i", "s": "g", "cat": "trainer", "name": name, "tid": TRAINER, "args": args})
+        self._write(
+            {"ph": "i", "s": "g", "cat": "trainer", "name": name, "tid": TRAINER, "args": args}
+        )
 
     def _write(self, record: dict[str, Any]) -> None:
         """Write one record of the trace. If the record has no time "ts", use the current time."""
@@ -155,8 +161,13 @@ def describe_batch(batch: dict[str, Tensor], version: int) -> dict[str, Any]:
         "staleness_mean": lag.float().mean().item() if len(lag) else 0.0,
         "staleness_max": float(lag.max()) if len(lag) else 0.0,
         "lag_counts": torch.bincount(lag.clamp(min=0)).tolist(),
-        "mixed_version_share": (newest > oldest)[trained].float().mean().item() if trained.any() else 0.0,
-        **{name: int(batch[name].sum()) for name in ("truncated", "regenerated", "masked", *NOTICES)},
+        "mixed_version_share": (newest > oldest)[trained].float().mean().item()
+        if trained.any()
+        else 0.0,
+        **{
+            name: int(batch[name].sum())
+            for name in ("truncated", "regenerated", "masked", *NOTICES)
+        },
         "tokens": int(mask.sum()),
         "untrained": int((batch["turn_ids"] >= 0).sum()) - int(mask.sum()),
     }
@@ -179,7 +190,12 @@ def baseline_bias(batch: dict[str, Tensor]) -> float:
     # advantage.
     ends = (turns >= 0) & (turns != turns.roll(-1, 1))
     _, group = batch["task_ids"][:, None].expand_as(turns)[ends].unique(return_inverse=True)
-    return (torch.bincount(group, batch["advantages"][ends]) / torch.bincount(group)).abs().max().item()
+    return (
+        (torch.bincount(group, batch["advantages"][ends]) / torch.bincount(group))
+        .abs()
+        .max()
+        .item()
+    )
 
 
 def is_due(step: int, interval: int) -> bool:
@@ -193,7 +209,9 @@ def track(config: TrainConfig) -> Any:
     tracker = importlib.import_module(config.logger.tracker or "")
     keys = asdict(config)
     del keys["rollout"]["server_key"]  # the experiment tracker must not receive the servers' key
-    tracker.init(project=config.experiment_name, name=config.trial_name, config=keys, resume="allow")
+    tracker.init(
+        project=config.experiment_name, name=config.trial_name, config=keys, resume="allow"
+    )
     return tracker
 
 
@@ -204,8 +222,15 @@ class Logger:
     """
 
     def __init__(self, config: TrainConfig, executor: Any, trace: Trace | None = None) -> None:
-        self.trace, self.config, self.executor, self.doctor = trace, config, executor, Doctor(config)
-        self.path = config.run_dir / "metrics.jsonl"  # a restarted run appends to the lines of its earlier steps
+        self.trace, self.config, self.executor, self.doctor = (
+            trace,
+            config,
+            executor,
+            Doctor(config),
+        )
+        self.path = (
+            config.run_dir / "metrics.jsonl"
+        )  # a restarted run appends to the lines of its earlier steps
         self.history = read_records(self.path)
         self.doctor.step = len(self.history)
         self.start = time.monotonic() - (self.history[-1]["wall_s"] if self.history else 0.0)
@@ -213,7 +238,11 @@ class Logger:
         self.words: dict[int, str] = {}  # the text of each token id that was in a batch
         self.report_s = 0.0  # number of seconds spent on reports
         self.tracker = track(config) if config.logger.tracker else None
-        self.live = terminal.show(self._screen) if config.logger.live and terminal.is_live else nullcontext()
+        self.live = (
+            terminal.show(self._screen)
+            if config.logger.live and terminal.is_live
+            else nullcontext()
+        )
 
     def log(self, batch: dict[str, Tensor], metrics: dict[str, Any]) -> None:
         """Write one step's batch and metrics, and print the metrics.
@@ -226,34 +255,53 @@ class Logger:
             path = self.config.run_dir / "tokens" / f"{step:05d}.safetensors"
             path.parent.mkdir(exist_ok=True)
             ids = batch["input_ids"].unique().tolist()
-            self.words |= {i: self.executor.tokenizer.decode([i]) for i in ids if i not in self.words}
+            self.words |= {
+                i: self.executor.tokenizer.decode([i]) for i in ids if i not in self.words
+            }
             words = json.dumps({i: self.words[i] for i in ids})
             save_file({k: v.contiguous() for k, v in batch.items()}, path, {"words": words})
 
         metrics |= {key: counts[key] - self.counts[key] for key in COUNTS}
-        metrics |= {"no_signal_share": no_signal_share(batch), "baseline_bias": baseline_bias(batch)}
+        metrics |= {
+            "no_signal_share": no_signal_share(batch),
+            "baseline_bias": baseline_bias(batch),
+        }
         metrics["wall_s"] = time.monotonic() - self.start
         self.counts = counts
         self.history.append(metrics)
         with self.path.open("a") as file:
             file.write(json.dumps(metrics) + "\n")
         if self.tracker:
-            self.tracker.log({k: v for k, v in metrics.items() if isinstance(v, int | float)}, step=step)
+            self.tracker.log(
+                {k: v for k, v in metrics.items() if isinstance(v, int | float)}, step=step
+            )
 
         self._report(step, metrics["wall_s"])
         if keys.keep_steps:
-            discard(self.config.run_dir, step - keys.keep_steps, self.config.rollout.max_head_offpolicyness)
+            discard(
+                self.config.run_dir,
+                step - keys.keep_steps,
+                self.config.rollout.max_head_offpolicyness,
+            )
 
         for name, notice in NOTICES.items():
             if metrics[name] and not any(line.get(name) for line in self.history[:-1]):
                 example = self._text(batch, int(batch[name].argmax()))[:160]
                 print(f"step {step} has the first {notice}: {example!r}", flush=True)
         if isinstance(self.live, nullcontext):
-            first, *others = (f"{title} {as_text(metrics, key, text)}" for key, title, text in COLUMNS)
-            print(f"{first} of {self.config.max_steps}", *others, self._time(), sep="  ", flush=True)
+            first, *others = (
+                f"{title} {as_text(metrics, key, text)}" for key, title, text in COLUMNS
+            )
+            print(
+                f"{first} of {self.config.max_steps}", *others, self._time(), sep="  ", flush=True
+            )
         if "eval_episodes" in metrics:
             found = {k: v for k, v in metrics.items() if k.startswith("eval_") and v is not None}
-            print(f"evaluation after step {step}:", *(f"{k[5:]} {v:.4g}" for k, v in found.items()), flush=True)
+            print(
+                f"evaluation after step {step}:",
+                *(f"{k[5:]} {v:.4g}" for k, v in found.items()),
+                flush=True,
+            )
         if is_due(step - 1, keys.sample_interval):
             print(f"a sample, reward {batch['rewards'][0]:.2f}: {self._text(batch, 0)}", flush=True)
         self.doctor.check(self.history)
@@ -264,7 +312,10 @@ class Logger:
         """Write the report every `report_interval` steps. Skip a report if the earlier reports took more than
         REPORT_SHARE of the run's time."""
         begin = time.monotonic()
-        if is_due(step, self.config.logger.report_interval) and self.report_s <= REPORT_SHARE * wall_s:
+        if (
+            is_due(step, self.config.logger.report_interval)
+            and self.report_s <= REPORT_SHARE * wall_s
+        ):
             write_report(self.config.run_dir)
             self.report_s += time.monotonic() - begin
 
@@ -300,4 +351,6 @@ class Logger:
         counts = f"{finished} of {batch} groups; {self.executor.ended} episodes, {episodes} a batch"
         bar = ProgressBar(total=self.config.max_steps, completed=done, width=30)
         pace = self._time() if done else "the first is running"
-        return Group(table, bar, f" {done} of {self.config.max_steps} steps; {pace}", f"{now}; {counts}")
+        return Group(
+            table, bar, f" {done} of {self.config.max_steps} steps; {pace}", f"{now}; {counts}"
+        )

@@ -44,8 +44,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from run.config import ConfigError
 from run.keys import TrainConfig
+from run.load import ConfigError
 from training import logprobs
 from training.config import PPOActorConfig
 
@@ -58,7 +58,9 @@ TOKEN_BYTES = 50
 
 def count_heads(shape: Any) -> tuple[int, int]:
     """Return how many heads the queries of a layer have, and how many heads its keys have."""
-    return shape.num_attention_heads, getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
+    return shape.num_attention_heads, getattr(
+        shape, "num_key_value_heads", None
+    ) or shape.num_attention_heads
 
 
 def attention_widths(shape: Any) -> tuple[int, int]:
@@ -82,10 +84,19 @@ def saved_bytes(shape: Any, b: int, has_head_norms: bool) -> int:
 
 
 def step_bytes(
-    actor: PPOActorConfig, shape: Any, n: int, has_head_norms: bool, device: str = "cpu", ranks: int = 1
+    actor: PPOActorConfig,
+    shape: Any,
+    n: int,
+    has_head_norms: bool,
+    device: str = "cpu",
+    ranks: int = 1,
 ) -> int:
     """Return how many bytes a step needs in addition to the parameters, gradients and moments that a rank keeps."""
-    b, tokens, layers = getattr(torch, actor.dtype).itemsize, actor.mb_tokens, shape.num_hidden_layers
+    b, tokens, layers = (
+        getattr(torch, actor.dtype).itemsize,
+        actor.mb_tokens,
+        shape.num_hidden_layers,
+    )
     last = shape.vocab_size * shape.hidden_size  # V H
     root = last if shape.tie_word_embeddings else 2 * last  # R
     layer = (n - root) // layers  # P
@@ -99,7 +110,9 @@ def step_bytes(
     return max(b * root + head, b * root + middle + (8 + 3 * b) * layer, 4 * b * last, 8 * root)
 
 
-def estimate_memory(config: TrainConfig, shape: Any, ranks: int, on_gpus: bool) -> tuple[float, float, float, int]:
+def estimate_memory(
+    config: TrainConfig, shape: Any, ranks: int, on_gpus: bool
+) -> tuple[float, float, float, int]:
     """Return three estimates of memory in GiB, and the number n of the model's parameters. The first estimate
     is for a rank in a step, the second for a rank between two steps, and the third for a server on one of its GPUs.
 
@@ -114,13 +127,23 @@ def estimate_memory(config: TrainConfig, shape: Any, ranks: int, on_gpus: bool) 
         model: Any = AutoModelForCausalLM.from_config(shape)
     n = sum(p.numel() for p in model.parameters())
     has_head_norms = any("q_norm" in name for name, _ in model.named_parameters())
-    kept = 0 if config.actor.offload and on_gpus else (16 if config.ref.path is None else 20) * n / ranks
-    trainer = kept + step_bytes(config.actor, shape, n, has_head_norms, "cuda" if on_gpus else "cpu", ranks)
-    cache = 2 * attention_widths(shape)[1] * shape.num_hidden_layers * config.server.max_total_tokens  # in numbers
+    kept = (
+        0
+        if config.actor.offload and on_gpus
+        else (16 if config.ref.path is None else 20) * n / ranks
+    )
+    trainer = kept + step_bytes(
+        config.actor, shape, n, has_head_norms, "cuda" if on_gpus else "cpu", ranks
+    )
+    cache = (
+        2 * attention_widths(shape)[1] * shape.num_hidden_layers * config.server.max_total_tokens
+    )  # in numbers
     tp, (heads, keys) = config.server.tp_size, count_heads(shape)
     fits = [k for k in range(1, heads + 1) if heads % k == 0 and max(k, keys) % min(k, keys) == 0]
     if tp not in fits:
-        raise ConfigError(f"server.tp_size={tp} does not fit {heads} query and {keys} key heads: use one of {fits}")
+        raise ConfigError(
+            f"server.tp_size={tp} does not fit {heads} query and {keys} key heads: use one of {fits}"
+        )
     server = (2 if on_gpus else 4) * (n / tp + cache / min(tp, keys))
     context = CUDA_BYTES if on_gpus else 0
     return (trainer + context) / GIB, (kept + context) / GIB, (server + context) / GIB, n

@@ -49,12 +49,20 @@ class Canary:
     changes the trainer's score by less than the rounding error of bfloat16.
     """
 
-    def __init__(self, actor: FSDPPPOActor, rollout: RemoteInfEngine | NoRollout, trace: Trace) -> None:
+    def __init__(
+        self, actor: FSDPPPOActor, rollout: RemoteInfEngine | NoRollout, trace: Trace
+    ) -> None:
         self.actor, self.rollout, self.trace = actor, rollout, trace
-        self.threads = ThreadPoolExecutor(CANARY_ROWS, "canary")  # one thread for each row of the canary
-        self.rows: dict[str, Tensor] = {}  # the canary: the first tokens of the first rows of the run's first batch
+        self.threads = ThreadPoolExecutor(
+            CANARY_ROWS, "canary"
+        )  # one thread for each row of the canary
+        self.rows: dict[
+            str, Tensor
+        ] = {}  # the canary: the first tokens of the first rows of the run's first batch
         self.trainer = torch.empty(0)  # the trainer's scores after the last update, (L,)
-        self.asked: list[Future[list[list[float]]]] = []  # for each row, the request for the servers' scores.
+        self.asked: list[
+            Future[list[list[float]]]
+        ] = []  # for each row, the request for the servers' scores.
         # The scores at the last call of `finish`, (1 + servers, L): row 0 is the trainer's, and row k is server k's.
         self.before = torch.empty(0)
 
@@ -63,9 +71,13 @@ class Canary:
         method."""
         if not self.rows:
             first = {key: x[:CANARY_ROWS] for key, x in batch.items()}
-            self.rows = {key: x[:, :CANARY_TOKENS] if x.dim() > 1 else x for key, x in first.items()}
+            self.rows = {
+                key: x[:, :CANARY_TOKENS] if x.dim() > 1 else x for key, x in first.items()
+            }
             self.rows["temperatures"] = torch.ones_like(self.rows["temperatures"])
-        mask = self.rows["loss_mask"] = self.rows["attention_mask"]  # every token of the canary gets a score
+        mask = self.rows["loss_mask"] = self.rows[
+            "attention_mask"
+        ]  # every token of the canary gets a score
         with self.trace.span("canary"):
             self.trainer = self.actor.compute_logp(self.rows)[mask]
         if isinstance(self.rollout, RemoteInfEngine):
@@ -86,9 +98,14 @@ class Canary:
                 rows = [answer.result() for answer in asked]
         except EngineError:
             return {}
-        servers = [torch.cat([torch.tensor(x) for x in of_server]) for of_server in zip(*rows)]  # one server: (L,)
+        servers = [
+            torch.cat([torch.tensor(x) for x in of_server]) for of_server in zip(*rows)
+        ]  # one server: (L,)
         before, self.before = self.before, torch.stack([self.trainer, *servers])
-        return {name: max(x, known.get(name, x)) for name, x in compare_scores(before, self.before).items()}
+        return {
+            name: max(x, known.get(name, x))
+            for name, x in compare_scores(before, self.before).items()
+        }
 
 
 def compare_scores(before: Tensor, now: Tensor) -> dict[str, float]:

@@ -24,11 +24,11 @@ import httpx
 import torch
 from transformers import AutoConfig
 
-from run.config import ConfigError, one_line
+from inference.serve import listen, raise_open_files
 from run.keys import ServerConfig, TrainConfig
 from run.launch import ROOT, Planned, own_command, words
+from run.load import ConfigError, one_line
 from run.memory import CUDA_BYTES, GIB, check_memory, describe_load, estimate_memory
-from run.serve import listen, raise_open_files
 from training.layout import pick_layout
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")  # addresses by which a machine reaches only itself
@@ -50,7 +50,9 @@ def plan_servers(config: TrainConfig, gpus: list[str], ranks: int) -> list[Plann
     server = config.server
     if gpus and ranks > len(gpus):
         remedy = f"torchrun --nproc-per-node={len(gpus)}"
-        raise ConfigError(f"{ranks} trainers (LOCAL_WORLD_SIZE) need one GPU each, but there are {len(gpus)}: {remedy}")
+        raise ConfigError(
+            f"{ranks} trainers (LOCAL_WORLD_SIZE) need one GPU each, but there are {len(gpus)}: {remedy}"
+        )
     if config.rollout.server_addrs:
         return []
     tp, spare = server.tp_size, gpus[ranks:]
@@ -63,7 +65,9 @@ def plan_servers(config: TrainConfig, gpus: list[str], ranks: int) -> list[Plann
         remedy = "lower them, or set server.colocate=true"
         raise ConfigError(f"{need} and {ranks} trainers do not fit on {len(gpus)} GPUs: {remedy}")
     if gpus and server.release_memory and not shared:
-        raise ConfigError("server.release_memory only costs time if no server shares a GPU with the trainer: omit it")
+        raise ConfigError(
+            "server.release_memory only costs time if no server shares a GPU with the trainer: omit it"
+        )
     share = server.mem_fraction or (0.6 if shared else 0.85)
     command, keys = server_command(config, share if gpus else None), (config.rollout.server_key,)
     # SGLang computes the logprobs of a prompt or of an interrupted answer in chunks. Each chunk takes up to three
@@ -97,17 +101,36 @@ def server_command(config: TrainConfig, mem_fraction: float | None) -> list[str]
     if server.backend == "tiny" or (server.backend == "auto" and not (mem_fraction and installed)):
         for name in ("tp_size", "mem_fraction", "fp32_head", "command"):
             if getattr(server, name) != getattr(ServerConfig(), name):
-                raise ConfigError(f"server.{name} has no effect on the small server: omit it, or use SGLang")
-        return own_command("inference.tiny.server", options | {"--seed": config.seed, "--api-key": "-"}, *server.args)
+                raise ConfigError(
+                    f"server.{name} has no effect on the small server: omit it, or use SGLang"
+                )
+        return own_command(
+            "inference.tiny.server",
+            options | {"--seed": config.seed, "--api-key": "-"},
+            *server.args,
+        )
     if not server.command and not config.gpus:
         check_sglang()
     command = shlex.split(server.command) or [sys.executable, "-m", "sglang.launch_server"]
-    options |= {"--tp-size": server.tp_size, "--random-seed": config.seed, "--mem-fraction-static": mem_fraction}
+    options |= {
+        "--tp-size": server.tp_size,
+        "--random-seed": config.seed,
+        "--mem-fraction-static": mem_fraction,
+    }
     # By default SGLang computes a float32 model in float16, whose numbers are at most 65,504.
     options["--dtype"] = "bfloat16" if mem_fraction else None
-    flags = {"--enable-fp32-lm-head": server.fp32_head, "--enable-memory-saver": server.release_memory}
+    flags = {
+        "--enable-fp32-lm-head": server.fp32_head,
+        "--enable-memory-saver": server.release_memory,
+    }
     leash = [sys.executable, str(ROOT / "run" / "leash.py"), "--api-key"]
-    return [*leash, *command, *words(options), *[f for f, on in flags.items() if on and mem_fraction], *server.args]
+    return [
+        *leash,
+        *command,
+        *words(options),
+        *[f for f, on in flags.items() if on and mem_fraction],
+        *server.args,
+    ]
 
 
 def check_sglang() -> None:
@@ -115,11 +138,15 @@ def check_sglang() -> None:
     elsewhere = "or use SGLang elsewhere: server.command='PYTHON -m sglang.launch_server' or rollout.server_addrs=[URL]"
     with one_line(f"sglang is not installed here: pip install -e '.[gpu]', {elsewhere}"):
         version, requires = metadata.version("sglang"), metadata.requires("sglang") or []
-    wanted = [match[1] for line in requires if (match := re.match(r"torch\s*\(?==\s*([\w.]+)", line))]
+    wanted = [
+        match[1] for line in requires if (match := re.match(r"torch\s*\(?==\s*([\w.]+)", line))
+    ]
     here = metadata.version("torch").partition("+")[0]
     if wanted and here not in wanted:
         remedy = f"pip install torch=={wanted[0]}, {elsewhere}"
-        raise ConfigError(f"sglang {version} was built for torch {wanted[0]}, but torch {here} is installed: {remedy}")
+        raise ConfigError(
+            f"sglang {version} was built for torch {wanted[0]}, but torch {here} is installed: {remedy}"
+        )
 
 
 def check_addresses(config: TrainConfig, planned: list[Planned]) -> None:
@@ -130,14 +157,23 @@ def check_addresses(config: TrainConfig, planned: list[Planned]) -> None:
     for url in config.rollout.server_addrs:
         try:
             if not config.rollout.server_key and httpx.URL(url).host not in LOOPBACK:
-                raise ConfigError(f"rollout.server_addrs: {url} is not this machine: set rollout.server_key")
+                raise ConfigError(
+                    f"rollout.server_addrs: {url} is not this machine: set rollout.server_key"
+                )
             urls = [url.rstrip("/") + path for path in ("/model_info", "/workers")]
             headers = {"authorization": f"Bearer {config.rollout.server_key or 'none'}"}
-            status = [httpx.get(each, headers=headers, timeout=10, trust_env=False).status_code for each in urls]
+            status = [
+                httpx.get(each, headers=headers, timeout=10, trust_env=False).status_code
+                for each in urls
+            ]
         except (httpx.TransportError, httpx.InvalidURL) as error:
-            raise ConfigError(f"rollout.server_addrs: {url} cannot be reached ({error}); is it running?") from error
+            raise ConfigError(
+                f"rollout.server_addrs: {url} cannot be reached ({error}); is it running?"
+            ) from error
         if 200 not in status:
-            raise ConfigError(f"rollout.server_addrs: {url} is no inference server of this key (status {status[0]})")
+            raise ConfigError(
+                f"rollout.server_addrs: {url} is no inference server of this key (status {status[0]})"
+            )
     for process in planned:
         with one_line(f"server.port: {process.port} cannot be used (0 takes any free port)"):
             listen("127.0.0.1", process.port or 0).close()
@@ -151,19 +187,32 @@ def check_open_files(config: TrainConfig, limit: int) -> None:
     """
     episodes = (config.rollout.max_concurrent_rollouts or 1) * config.gconfig.n_samples
     if (needed := 2 * episodes + 256) > limit:
-        remedy = "raise it (ulimit -Hn), or lower rollout.max_concurrent_rollouts or gconfig.n_samples"
-        raise ConfigError(f"{episodes} running episodes need {needed} open files, but the limit is {limit}: {remedy}")
+        remedy = (
+            "raise it (ulimit -Hn), or lower rollout.max_concurrent_rollouts or gconfig.n_samples"
+        )
+        raise ConfigError(
+            f"{episodes} running episodes need {needed} open files, but the limit is {limit}: {remedy}"
+        )
 
 
 def servers_on_gpus(planned: list[Planned]) -> list[Planned]:
     """Return the servers that compute on GPUs. The small server uses the CPU even if the plan gives it a GPU."""
-    return [process for process in planned if process.gpus and "inference.tiny.server" not in process.command]
+    return [
+        process
+        for process in planned
+        if process.gpus and "inference.tiny.server" not in process.command
+    ]
 
 
-def choose_update_mode(config: TrainConfig, planned: list[Planned], gpus: list[str]) -> tuple[Any, str]:
+def choose_update_mode(
+    config: TrainConfig, planned: list[Planned], gpus: list[str]
+) -> tuple[Any, str]:
     """Return the mode of the weight updates, and the reason for this mode. The mode "auto" becomes the fastest mode
     that can work."""
-    mode, used = config.weight_update.mode, [gpu for p in servers_on_gpus(planned) for gpu in p.gpus]
+    mode, used = (
+        config.weight_update.mode,
+        [gpu for p in servers_on_gpus(planned) for gpu in p.gpus],
+    )
     if mode != "auto":
         return mode, "the configuration sets it"
     if config.weight_update.path:
@@ -189,26 +238,44 @@ def check_update_mode(config: TrainConfig, planned: list[Planned], gpus: list[st
     others = [url for url in config.rollout.server_addrs if httpx.URL(url).host not in LOOPBACK]
     if mode == "distributed" and others and (own := config.weight_update.address) in LOOPBACK:
         remedy = "set weight_update.address to this machine's address in their network, or weight_update.mode=disk"
-        raise ConfigError(f"weight_update.address={own}: {others[0]} would connect to itself: {remedy}")
+        raise ConfigError(
+            f"weight_update.address={own}: {others[0]} would connect to itself: {remedy}"
+        )
     used = [*gpus[:1], *(gpu for p in on_gpus for gpu in p.gpus)]
     away = [p.name for p in on_gpus if gpus[0] not in p.gpus]
     is_shared = len(set(used)) < len(used)
     if mode == "distributed" and is_shared:
         remedy = f"set weight_update.mode={'disk' if away else 'tensor'}, or server.colocate=false"
-        raise ConfigError(f"weight_update.mode=distributed: NCCL refuses GPUs that two processes share: {remedy}")
+        raise ConfigError(
+            f"weight_update.mode=distributed: NCCL refuses GPUs that two processes share: {remedy}"
+        )
     if mode == "tensor" and away:
         remedy = f"set weight_update.mode={'disk' if is_shared else 'distributed'}"
-        raise ConfigError(f"weight_update.mode=tensor: {away[0]} does not use GPU {gpus[0]}, as rank 0 does: {remedy}")
-    allocator = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get("PYTORCH_ALLOC_CONF", "")
+        raise ConfigError(
+            f"weight_update.mode=tensor: {away[0]} does not use GPU {gpus[0]}, as rank 0 does: {remedy}"
+        )
+    allocator = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get(
+        "PYTORCH_ALLOC_CONF", ""
+    )
     if mode == "tensor" and on_gpus and "expandable_segments:true" in allocator.lower():
-        remedy = "unset PYTORCH_CUDA_ALLOC_CONF and PYTORCH_ALLOC_CONF, or set weight_update.mode=disk"
-        raise ConfigError(f"weight_update.mode=tensor: a server may not read memory of expandable segments: {remedy}")
+        remedy = (
+            "unset PYTORCH_CUDA_ALLOC_CONF and PYTORCH_ALLOC_CONF, or set weight_update.mode=disk"
+        )
+        raise ConfigError(
+            f"weight_update.mode=tensor: a server may not read memory of expandable segments: {remedy}"
+        )
     if mode == "distributed" and on_gpus and config.server.command:
-        show = [shlex.split(config.server.command)[0], "-c", "import torch; print(torch.cuda.nccl.version())"]
+        show = [
+            shlex.split(config.server.command)[0],
+            "-c",
+            "import torch; print(torch.cuda.nccl.version())",
+        ]
         theirs = subprocess.run(show, capture_output=True, text=True).stdout.strip()
         if theirs.startswith("(") and theirs != str(ours := torch.cuda.nccl.version()):
             remedy = f"install the torch of {show[0]} here, or set weight_update.mode=disk"
-            raise ConfigError(f"weight_update.mode=distributed: NCCL {ours} here, {theirs} in the server: {remedy}")
+            raise ConfigError(
+                f"weight_update.mode=distributed: NCCL {ours} here, {theirs} in the server: {remedy}"
+            )
 
 
 def plan_run(config: TrainConfig) -> tuple[list[Planned], str]:
@@ -216,8 +283,15 @@ def plan_run(config: TrainConfig) -> tuple[list[Planned], str]:
 
     Raises ConfigError for a run that cannot work.
     """
-    gpus, ranks = visible_gpus(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # torchrun sets LOCAL_WORLD_SIZE
-    machine = (torch.cuda.mem_get_info()[1] if gpus else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) / GIB
+    gpus, ranks = (
+        visible_gpus(),
+        int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
+    )  # torchrun sets LOCAL_WORLD_SIZE
+    machine = (
+        torch.cuda.mem_get_info()[1]
+        if gpus
+        else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    ) / GIB
     if config.gpus:  # the plan is for `config.gpus` GPUs, which this machine may lack
         gpus, machine = [str(k) for k in range(config.gpus)], config.gpu_memory
     servers = plan_servers(config, gpus, ranks)
@@ -226,12 +300,20 @@ def plan_run(config: TrainConfig) -> tuple[list[Planned], str]:
     config.weight_update.mode, why = choose_update_mode(config, servers, gpus)
     check_update_mode(config, servers, gpus)
     shape = AutoConfig.from_pretrained(str(config.model_path)).get_text_config()
-    step, kept, server, parameters = estimate_memory(config, shape, int(os.environ.get("WORLD_SIZE", 1)), bool(gpus))
-    trainers = [Planned(f"rank {k}", ["train.py"], gpus[k : k + 1], port=None) for k in range(ranks)]
+    step, kept, server, parameters = estimate_memory(
+        config, shape, int(os.environ.get("WORLD_SIZE", 1)), bool(gpus)
+    )
+    trainers = [
+        Planned(f"rank {k}", ["train.py"], gpus[k : k + 1], port=None) for k in range(ranks)
+    ]
     proxies = [Planned(f"proxy-{k}", ["proxy.py"]) for k in range(config.proxy.workers)]
 
     def needs(rank: float, server: float) -> list[tuple[Planned, float]]:
-        return [*((p, rank) for p in trainers), *((p, server) for p in servers), *((p, 0.3) for p in proxies)]
+        return [
+            *((p, rank) for p in trainers),
+            *((p, server) for p in servers),
+            *((p, 0.3) for p in proxies),
+        ]
 
     is_released, idle = bool(gpus) and config.server.release_memory, CUDA_BYTES / GIB
     for phase in ((step, idle), (kept, server)) if is_released else ((step, server),):
@@ -242,19 +324,30 @@ def plan_run(config: TrainConfig) -> tuple[list[Planned], str]:
         rows.append((p.name, ",".join(p.gpus) or "-", port, f"{gib:.1f}", shlex.join(p.command)))
     rows += [("(is up)", "", "", "", url) for url in config.rollout.server_addrs]
     lines = ["{:10}{:8}{:10}{:>6}  {}".format(*row) for row in rows]
-    lines.append(f"{parameters:,} parameters; GiB for each rank, and for each GPU of a server, are estimates")
+    lines.append(
+        f"{parameters:,} parameters; GiB for each rank, and for each GPU of a server, are estimates"
+    )
     if is_released:
-        lines.append(f"server.release_memory: in a step, a server needs {idle:.1f}; between steps, a rank {kept:.1f}")
+        lines.append(
+            f"server.release_memory: in a step, a server needs {idle:.1f}; between steps, a rank {kept:.1f}"
+        )
     if unused := [gpu for gpu in gpus if not any(gpu in p.gpus for p in [*trainers, *servers])]:
         keys = "server.count or " * (not config.rollout.server_addrs) + "torchrun --nproc-per-node"
         lines.append(f"GPUs {','.join(unused)} are idle; to use them, raise {keys}")
-    if config.actor.offload and gpus:  # a checkpoint copies the parameters and both moments to host memory
+    if (
+        config.actor.offload and gpus
+    ):  # a checkpoint copies the parameters and both moments to host memory
         here = parameters * ranks / int(os.environ.get("WORLD_SIZE", 1)) / GIB
         host = f"{(16 if config.ref.path is None else 20) * here:.1f} GiB, and {12 * here:.1f} more during a checkpoint"
         lines.append(f"actor.offload: the ranks of this machine need host memory, {host}")
     lines.append(f"weight_update.mode={config.weight_update.mode}: {why}")
     device = "cuda" if gpus else "cpu"
-    compiled, (layout, reason) = config.actor.is_compiled(device), pick_layout(config.actor, device, shape)
-    lines.append(f"trainer: {layout} rows ({reason}); layers are {'' if compiled else 'not '}compiled")
+    compiled, (layout, reason) = (
+        config.actor.is_compiled(device),
+        pick_layout(config.actor, device, shape),
+    )
+    lines.append(
+        f"trainer: {layout} rows ({reason}); layers are {'' if compiled else 'not '}compiled"
+    )
     lines.append(describe_load(config, parameters))
     return servers, "\n".join(lines)

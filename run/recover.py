@@ -57,7 +57,7 @@ from safetensors.torch import load_file, save
 from torch.distributed.checkpoint import CheckpointException
 
 from rollout.trajectory import Trajectory, complete, tail_version
-from run.config import ConfigError, one_line
+from run.load import ConfigError, one_line
 from training.ranks import second_group, share
 
 PARTIAL = ".partial"  # suffix of a file that is being written
@@ -84,7 +84,9 @@ def claim(run_dir: Path) -> TextIO:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        raise ConfigError(f"{run_dir} is being written by another process: wait, or give another trial_name") from error
+        raise ConfigError(
+            f"{run_dir} is being written by another process: wait, or give another trial_name"
+        ) from error
     except OSError:  # some file systems have no locks
         pass
     return lock
@@ -101,11 +103,15 @@ def best_step(lines: list[dict[str, Any]], steps: Any) -> int | None:
 
     `lines` are lines of metrics.jsonl. If several steps share the highest eval_reward, return the newest of them.
     """
-    scored = [(line["eval_reward"], line["step"]) for line in lines if line.get("eval_reward") is not None]
+    scored = [
+        (line["eval_reward"], line["step"]) for line in lines if line.get("eval_reward") is not None
+    ]
     return max((each for each in scored if each[1] in steps), default=(0, None))[1]
 
 
-def save_model(actor: Any, folder: Path, step: int, keep: int, lines: list[dict[str, Any]] | None = None) -> None:
+def save_model(
+    actor: Any, folder: Path, step: int, keep: int, lines: list[dict[str, Any]] | None = None
+) -> None:
     """Write the model to a Hugging Face directory, such as `folder`/step00040 for step 40, and delete old models.
 
     The newest `keep` models stay, and so does the model with the best evaluation in `lines` (the lines of
@@ -131,7 +137,9 @@ def discard(run_dir: Path, last: int, max_age: int) -> None:
             path.unlink()
     for folder in (run_dir / "rollout").glob("*"):
         if folder.name.isdecimal() and int(folder.name) < last - max_age:
-            shutil.rmtree(folder, ignore_errors=True)  # if an episode writes into `folder` meanwhile, `rmtree` fails
+            shutil.rmtree(
+                folder, ignore_errors=True
+            )  # if an episode writes into `folder` meanwhile, `rmtree` fails
 
 
 class GroupLog:
@@ -157,7 +165,9 @@ class GroupLog:
     def read(self, task_ids: Any, version: int) -> dict[int, Trajectory]:
         """Read the groups `task_ids`, in the order of `task_ids`. Skip a group if it has no file, or if one of its
         tokens is newer than `version`."""
-        groups = {i: complete(load_file(self.path(i)), i) for i in task_ids if self.path(i).exists()}
+        groups = {
+            i: complete(load_file(self.path(i)), i) for i in task_ids if self.path(i).exists()
+        }
         return {i: group for i, group in groups.items() if (tail_version(group) or 0) <= version}
 
     def keep(self, task_ids: Any, below: float = float("inf")) -> None:
@@ -176,7 +186,9 @@ def cut_metrics(path: Path, last_step: int) -> None:
     lines = path.read_text().splitlines(keepends=True)[:last_step] if path.exists() else []
     steps = [json.loads(line)["step"] for line in lines if line.endswith("\n")]
     if steps != list(range(1, last_step + 1)):
-        raise ConfigError(f"{path} does not hold steps 1 to {last_step}: the file was changed; give another trial_name")
+        raise ConfigError(
+            f"{path} does not hold steps 1 to {last_step}: the file was changed; give another trial_name"
+        )
     write_whole(path, "".join(lines).encode())
 
 
@@ -206,15 +218,21 @@ class Recovery:
     def __init__(self, run_dir: Path, mode: str) -> None:
         self.folder, self.on = run_dir / "recover", mode == "auto"
         self.step = 0  # step of the newest checkpoint; 0 without a checkpoint
-        self.groups: GroupLog | None = None  # the log of finished groups; None on every rank except rank 0
+        self.groups: GroupLog | None = (
+            None  # the log of finished groups; None on every rank except rank 0
+        )
         if self.on and dist.get_rank() == 0:
             self.step = newest_checkpoint(run_dir)
             cut_metrics(run_dir / "metrics.jsonl", self.step)
             self.groups = GroupLog(self.folder / "groups")
         self.step = share(self.step)
-        self.ranks = second_group() if self.on else None  # process group in which the checkpoint threads communicate
+        self.ranks = (
+            second_group() if self.on else None
+        )  # process group in which the checkpoint threads communicate
         self.thread = ThreadPoolExecutor(1, "checkpoint")
-        self.writing: Future[None] | None = None  # the latest write of a checkpoint, which may still be running
+        self.writing: Future[None] | None = (
+            None  # the latest write of a checkpoint, which may still be running
+        )
 
     def checkpoint(self, step: int) -> Path:
         """Return the folder of the checkpoint of `step`."""
@@ -232,15 +250,25 @@ class Recovery:
         self.wait()
         self.step, target = step, self.checkpoint(step)
         if self.groups:
-            shutil.rmtree(target, ignore_errors=True)  # a killed process may have left an incomplete folder
+            shutil.rmtree(
+                target, ignore_errors=True
+            )  # a killed process may have left an incomplete folder
         dist.barrier()
         with unwrapped():
             saved = actor.save_state(target, self.ranks)
         rollout = executor.state_dict() if self.groups else {}
-        state = {"steps": actor.steps, "rollout": rollout, "random": (random.getstate(), torch.get_rng_state())}
-        self.writing = self.thread.submit(self.complete, saved, target, pickle.dumps(state), rollout)
+        state = {
+            "steps": actor.steps,
+            "rollout": rollout,
+            "random": (random.getstate(), torch.get_rng_state()),
+        }
+        self.writing = self.thread.submit(
+            self.complete, saved, target, pickle.dumps(state), rollout
+        )
 
-    def complete(self, saved: Future[Any], target: Path, state: bytes, rollout: dict[str, Any]) -> None:
+    def complete(
+        self, saved: Future[Any], target: Path, state: bytes, rollout: dict[str, Any]
+    ) -> None:
         """Wait until every rank has written its part of the checkpoint. On rank 0, write state.pickle, which makes the
         checkpoint valid, and delete older checkpoints."""
         try:
@@ -283,7 +311,9 @@ class Recovery:
         except CheckpointException as error:
             found = str(error).strip().splitlines()[-1].strip()
             remedy = "give another trial_name, or the model that the run was started with"
-            raise ConfigError(f"{folder} does not fit {actor.model_path}: {remedy} ({found})") from error
+            raise ConfigError(
+                f"{folder} does not fit {actor.model_path}: {remedy} ({found})"
+            ) from error
         state = share(pickle.loads((folder / "state.pickle").read_bytes()) if self.groups else None)
         actor.steps = state["steps"]
         random.setstate(state["random"][0])

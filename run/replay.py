@@ -42,9 +42,9 @@ from safetensors.torch import load_file
 
 from rollout.executor import Sample, WorkflowExecutor
 from rollout.trajectory import Trajectory, concat_padded_tensors, without_older
-from run.config import ConfigError, changed
 from run.keys import TrainConfig
 from run.launch import revision
+from run.load import ConfigError, changed
 from run.schedule import FILE, POLL, Fact, Schedule
 
 # A replay may change the keys in FREE_KEYS, because no token and no weight depends on them.
@@ -60,7 +60,11 @@ class Differs(RuntimeError):
 
 def facts() -> Fact:
     """Return the facts, besides the configuration, on which the tokens and weights of a run depend."""
-    return {"revision": revision(), "torch": torch.__version__, "ranks": torch.distributed.get_world_size()}
+    return {
+        "revision": revision(),
+        "torch": torch.__version__,
+        "ranks": torch.distributed.get_world_size(),
+    }
 
 
 def check_replay(config: TrainConfig) -> None:
@@ -68,13 +72,26 @@ def check_replay(config: TrainConfig) -> None:
     configuration."""
     path = Path(config.replay) / FILE
     recorded, now = Schedule(path if path.exists() else os.devnull).read(), facts()
-    differ = {f"{key}={run[key]} -> {now[key]}" for run in recorded.runs for key in now if run[key] != now[key]}
-    differ |= {change for change in changed(path.with_name("config.yaml"), config) if not change.startswith(FREE_KEYS)}
+    differ = {
+        f"{key}={run[key]} -> {now[key]}"
+        for run in recorded.runs
+        for key in now
+        if run[key] != now[key]
+    }
+    differ |= {
+        change
+        for change in changed(path.with_name("config.yaml"), config)
+        if not change.startswith(FREE_KEYS)
+    }
     if differ:
-        raise ConfigError(f"--replay needs the code and the keys of {config.replay}: {', '.join(sorted(differ))}")
+        raise ConfigError(
+            f"--replay needs the code and the keys of {config.replay}: {', '.join(sorted(differ))}"
+        )
     steps = sum(len(tasks) == config.train_dataset.batch_size for tasks in recorded.steps.values())
     if not steps or config.rollout.pause_mode == "in_place":
-        raise ConfigError(f"--replay needs a finished step in {path}, and a pause_mode other than in_place")
+        raise ConfigError(
+            f"--replay needs a finished step in {path}, and a pause_mode other than in_place"
+        )
     config.replay_until = min(config.replay_until or steps, steps)
 
 
@@ -88,29 +105,41 @@ class ReplayExecutor(WorkflowExecutor):
         self.samples = dict[int, Sample]()  # the samples of tasks that have not started
         self.running = list[int]()  # started tasks whose groups the trainer has not consumed
         self.own = Schedule(self.engine.schedule)  # the schedule of this replay
-        self.step_of = {task: version + 1 for version, tasks in self.recorded.steps.items() for task in tasks}
+        self.step_of = {
+            task: version + 1 for version, tasks in self.recorded.steps.items() for task in tasks
+        }
 
     def prepare_batch(self, dataloader: Any, *args: Any, **kwargs: Any) -> Trajectory:
         """Return the batch that the recorded run consumed at the current version, or raise Differs."""
         version = self.engine.get_version()
 
         # 1. Start the groups that the recorded run started at the current version, in the recorded order.
-        due = [task for task, start in self.recorded.starts.items() if start == version and task in self.step_of]
+        due = [
+            task
+            for task, start in self.recorded.starts.items()
+            if start == version and task in self.step_of
+        ]
         drawn = self._cursor.draw(dataloader)
         while self._cursor.next_id <= max(due, default=-1):
             self.samples.update([next(drawn)])
-        for task in self.make_tasks([(number, self.samples.pop(number)) for number in due], *args, **kwargs):
+        for task in self.make_tasks(
+            [(number, self.samples.pop(number)) for number in due], *args, **kwargs
+        ):
             self.dispatcher.submit_task_input(task)
         self.running += due
 
         # 2. Wait until all recorded tokens of the current version are generated.
-        while any(self.missing_calls(task, version) for task in self.running if task not in self.own.ended):
+        while any(
+            self.missing_calls(task, version) for task in self.running if task not in self.own.ended
+        ):
             self.dispatcher.check_alive()
             time.sleep(POLL)
             self.own.read()
 
         # 3. Return the groups in the order of the recorded run.
-        return concat_padded_tensors([self.take_group(task, version) for task in self.recorded.steps[version]])
+        return concat_padded_tensors(
+            [self.take_group(task, version) for task in self.recorded.steps[version]]
+        )
 
     def missing_calls(self, task: int, version: int) -> list[str]:
         """Return the names of the task's unfinished calls. A call is unfinished if it lacks tokens that the recorded
@@ -121,7 +150,9 @@ class ReplayExecutor(WorkflowExecutor):
         recorded, own = self.recorded.calls.get(task, {}), self.own.calls.get(task, {})
         for name, call in own.items() if recorded else ():
             if call["prompt"] != recorded.get(name, {}).get("prompt"):
-                raise self.differs(task, f"call {name} has another prompt, or was not made in the recorded run")
+                raise self.differs(
+                    task, f"call {name} has another prompt, or was not made in the recorded run"
+                )
             # If the server computes other tokens than recorded, the rest of the task is generated without the recorded
             # versions.
             if call["spans"] != recorded[name]["spans"][: len(call["spans"])]:
@@ -129,7 +160,9 @@ class ReplayExecutor(WorkflowExecutor):
                 return []
         done = {name: len(call["spans"]) for name, call in own.items()}
         left = {name: call["spans"][done.get(name, 0) :] for name, call in recorded.items()}
-        return [name for name, spans in left.items() if any(needed <= version for needed, *_ in spans)]
+        return [
+            name for name, spans in left.items() if any(needed <= version for needed, *_ in spans)
+        ]
 
     def take_group(self, task: int, version: int) -> Trajectory:
         """Wait for the group of a task, and consume the group. Raises Differs if the group is rejected or lacks a
@@ -137,16 +170,22 @@ class ReplayExecutor(WorkflowExecutor):
         group = self.wait_for_task(task)
         self.own.read()
         missing = self.missing_calls(task, version)
-        group = group and without_older(group, self.staleness_manager.oldest_version())  # mask tokens that are too old
+        group = group and without_older(
+            group, self.staleness_manager.oldest_version()
+        )  # mask tokens that are too old
         if missing or group is None:
-            raise self.differs(task, f"call {missing[0]} was not made" if missing else "its group is rejected")
+            raise self.differs(
+                task, f"call {missing[0]} was not made" if missing else "its group is rejected"
+            )
         self.running.remove(task)
         self.trace("consume", task)
         return group
 
     def differs(self, task: int, why: str) -> Differs:
         """Return the error for a task whose replay differs from the recorded run. `why` describes the difference."""
-        return Differs(f"task {task} of step {self.step_of[task]} differs: {why}; is the agent deterministic?")
+        return Differs(
+            f"task {task} of step {self.step_of[task]} differs: {why}; is the agent deterministic?"
+        )
 
 
 def compare(config: TrainConfig, step: int) -> None:
@@ -155,10 +194,14 @@ def compare(config: TrainConfig, step: int) -> None:
     for name in (f"tokens/{step:05d}.safetensors", f"checkpoints/step{step:05d}/model.safetensors"):
         paths = Path(config.replay) / name, config.run_dir / name
         if all(path.exists() for path in paths):
-            before, now = [{k: v for k, v in load_file(path).items() if k != "regenerated"} for path in paths]
+            before, now = [
+                {k: v for k, v in load_file(path).items() if k != "regenerated"} for path in paths
+            ]
             try:
                 torch.testing.assert_close(now, before, rtol=0, atol=0, equal_nan=True)
             except AssertionError as error:
-                raise Differs(f"step {step} is the first that differs, in {name}: {error}") from None
+                raise Differs(
+                    f"step {step} is the first that differs, in {name}: {error}"
+                ) from None
     if step == config.replay_until:
         print(f"no batch and no model up to step {step} differs from {config.replay}", flush=True)

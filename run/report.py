@@ -37,8 +37,16 @@ from ppo import token_objectives
 from training.config import PPOActorConfig
 from training.proximal import interpolation, loglinear
 
-MAX_STEPS, MAX_TOKENS, MAX_GROUPS = 24, 60_000, 4000  # maximum numbers of steps, tokens and groups on a page
-FILES = ("metrics.jsonl", "trace.json", "tokens")  # every run's folder contains at least one of FILES
+MAX_STEPS, MAX_TOKENS, MAX_GROUPS = (
+    24,
+    60_000,
+    4000,
+)  # maximum numbers of steps, tokens and groups on a page
+FILES = (
+    "metrics.jsonl",
+    "trace.json",
+    "tokens",
+)  # every run's folder contains at least one of FILES
 # COLUMNS names the (B, T) tensors that the page shows.
 COLUMNS = "input_ids versions turn_ids turn_rewards logprobs prox_logp theta_logp advantages states"
 TEMPLATE = Path(__file__).with_suffix(".html")
@@ -127,7 +135,9 @@ def fill_gaps(spans: list[list], starts: list[float], last: float) -> list[list]
     for span in [*sorted(spans, key=lambda span: span[1]), ["", last, 0.0]]:
         if span[1] - now > 1e-3:
             restarted = any(now < start <= span[1] for start in starts)
-            phases.append(["not running" if restarted else "other" if span[0] else "stop", now, span[1] - now])
+            phases.append(
+                ["not running" if restarted else "other" if span[0] else "stop", now, span[1] - now]
+            )
         phases.append(span)
         now = max(now, span[1] + span[2])
     return phases[:-1]
@@ -159,11 +169,15 @@ def token_states(batch: dict[str, Tensor], config: PPOActorConfig) -> Tensor:
     theta, prox = batch["theta_logp"], batch["prox_logp"]  # (B, T)
     mask, old = batch["loss_mask"] > 0, batch["logprobs"] if config.use_decoupled_loss else prox
     ids = torch.arange(len(mask))[:, None]  # (B, 1) the row of each token
-    *_, clipped, dropped = token_objectives(theta, prox, old, batch["advantages"], mask, config, ids)
+    *_, clipped, dropped = token_objectives(
+        theta, prox, old, batch["advantages"], mask, config, ids
+    )
     return mask * torch.where(dropped, 3, torch.where(clipped, 2, 1))
 
 
-def read_step(path: Path, config: PPOActorConfig, budget: int, words: dict[str, str]) -> Record | None:
+def read_step(
+    path: Path, config: PPOActorConfig, budget: int, words: dict[str, str]
+) -> Record | None:
     """Return the groups of a step and as many turns as `budget` tokens allow, or None for a damaged file.
 
     Adds the text of each shown token to `words`, under the token's id.
@@ -178,8 +192,12 @@ def read_step(path: Path, config: PPOActorConfig, budget: int, words: dict[str, 
     # The batch has no log pi_prox if standard PPO uses the server's log-probabilities, or if log pi_prox is only
     # estimated.
     if "prox_logp" not in batch:
-        alpha = interpolation(batch["versions"], step - 1, batch["step_fraction"][:, None])  # (B, T)
-        batch["prox_logp"] = loglinear(old, batch["theta_logp"], alpha) if config.use_decoupled_loss else old
+        alpha = interpolation(
+            batch["versions"], step - 1, batch["step_fraction"][:, None]
+        )  # (B, T)
+        batch["prox_logp"] = (
+            loglinear(old, batch["theta_logp"], alpha) if config.use_decoupled_loss else old
+        )
     batch["states"] = token_states(batch, config)
     rows_of = defaultdict(list)  # for each task id, the task's rows in order
     for row, task in enumerate(batch["task_ids"].tolist()):
@@ -198,7 +216,9 @@ def read_step(path: Path, config: PPOActorConfig, budget: int, words: dict[str, 
         if budget < 0 and turns:
             break
         lists = {key: list(compress(column[row], real[row])) for key, column in columns.items()}
-        paths[task, k] = add_turns(turns, lists, paths.get((task, parents[row]), []), {"task": task, "row": k})
+        paths[task, k] = add_turns(
+            turns, lists, paths.get((task, parents[row]), []), {"task": task, "row": k}
+        )
     words |= {str(i): texts.get(str(i), f"#{i}") for turn in turns for i in turn["ids"]}
     for turn in turns:
         del turn["whole"]
@@ -221,7 +241,11 @@ def add_turns(turns: list[Record], row: Record, above: list[int], names: Record)
     first the new messages of the turn's prompt, then the sampled tokens.
     """
     ids, states = row["input_ids"], row["states"]
-    path = [i for i in above if ids[: turns[i]["end"]] == turns[i]["whole"] and not any(states[: turns[i]["end"]])]
+    path = [
+        i
+        for i in above
+        if ids[: turns[i]["end"]] == turns[i]["whole"] and not any(states[: turns[i]["end"]])
+    ]
     begin = turns[path[-1]]["end"] if path else 0
     for number, run in groupby(range(len(ids)), row["turn_ids"].__getitem__):
         places = list(run)
@@ -230,10 +254,17 @@ def add_turns(turns: list[Record], row: Record, above: list[int], names: Record)
             continue
         # If `path` is empty, turn `number` - 1 of the parent row becomes the parent of turn `number`.
         earlier = path[-1:] or [i for i in above if turns[i]["turn"] == number - 1] or [-1]
-        turn = names | {"turn": number, "parent": earlier[0], "reward": row["turn_rewards"][at], "ids": ids[begin:end]}
+        turn = names | {
+            "turn": number,
+            "parent": earlier[0],
+            "reward": row["turn_rewards"][at],
+            "ids": ids[begin:end],
+        }
         turn |= {key: row[key][at:end] for key in ("versions", "advantages", "states")}
         turn["logps"] = [row[key][at:end] for key in ("logprobs", "prox_logp", "theta_logp")]
-        turns.append(turn | {"prompt": at - begin, "end": end, "whole": ids[:end]})  # prompt: number of prompt tokens
+        turns.append(
+            turn | {"prompt": at - begin, "end": end, "whole": ids[:end]}
+        )  # prompt: number of prompt tokens
         begin, path = end, [*path, len(turns) - 1]
     return path
 
@@ -252,20 +283,26 @@ def read_run(folder: Path, share: float = 1.0) -> Record:
         )
     lines, path = read_records(folder / "metrics.jsonl"), folder / "config.yaml"
     config: Any = OmegaConf.load(path) if path.exists() else OmegaConf.create({})
-    actor: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(PPOActorConfig), config.get("actor", {})))
+    actor: Any = OmegaConf.to_object(
+        OmegaConf.merge(OmegaConf.structured(PPOActorConfig), config.get("actor", {}))
+    )
     words: dict[str, str] = {}
     files = spread(sorted((folder / "tokens").glob("*.safetensors")), MAX_STEPS)
     budget = int(MAX_TOKENS * share / max(1, len(files)))
     steps = [step for file in files if (step := read_step(file, actor, budget, words))]
     keys = list(dict.fromkeys(key for line in lines for key in line))
     return {
-        "name": "/".join(folder.resolve().parts[-2:]),  # the names of the experiment and of the trial
+        "name": "/".join(
+            folder.resolve().parts[-2:]
+        ),  # the names of the experiment and of the trial
         "max_steps": config.get("max_steps"),
         "eta": OmegaConf.select(config, "rollout.max_head_offpolicyness"),
         "discount": OmegaConf.select(config, "rollout.openai.turn_discount"),
         "metrics": {key: [clean(line.get(key)) for line in lines] for key in keys},
         "timeline": read_timeline(read_records(folder / "trace.json")),
-        "doctor": [record["text"] for record in read_records(folder / "doctor.jsonl") if "text" in record],
+        "doctor": [
+            record["text"] for record in read_records(folder / "doctor.jsonl") if "text" in record
+        ],
         "steps": steps,
         "words": words,
     }
@@ -277,7 +314,9 @@ def make_page(folders: list[Path]) -> str:
     Each "<" in the data is escaped, so that no text from an agent can close the script element that holds the data.
     """
     runs = [read_run(folder, 1 / len(folders)) for folder in folders]
-    data = json.dumps({"runs": runs}, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    data = json.dumps({"runs": runs}, allow_nan=False, separators=(",", ":")).replace(
+        "<", "\\u003c"
+    )
     return TEMPLATE.read_text(encoding="utf-8").replace("{{data}}", data)
 
 
@@ -297,12 +336,16 @@ def main(argv: list[str]) -> int:
     folders = [Path(word) for word in argv]
     try:
         if not 1 <= len(folders) <= 2:
-            raise ValueError("give one run folder, or two to compare: python -m run.report runs/guess/NAME [OTHER]")
+            raise ValueError(
+                "give one run folder, or two to compare: python -m run.report runs/guess/NAME [OTHER]"
+            )
         page = make_page(folders)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    path = folders[0] / ("report.html" if len(folders) == 1 else f"beside-{folders[1].resolve().name}.html")
+    path = folders[0] / (
+        "report.html" if len(folders) == 1 else f"beside-{folders[1].resolve().name}.html"
+    )
     path.write_text(page, encoding="utf-8")
     print(path)
     return 0

@@ -56,7 +56,9 @@ from inference.wire import EngineError
 Fact = dict[str, Any]
 FILE = "schedule.jsonl"
 EVENTS = ("start", "finish", "consume")  # the events of a task in a schedule
-TRAINING_CALL = re.compile(r"(\d+)(-\d+)?\.\d+")  # "7.1" is call 1 of task 7; "7-3.1" is call 1 of member 3 of task 7
+TRAINING_CALL = re.compile(
+    r"(\d+)(-\d+)?\.\d+"
+)  # "7.1" is call 1 of task 7; "7-3.1" is call 1 of member 3 of task 7
 GONE = 499  # the recorded status of a call whose client closed the connection
 POLL = 0.02  # seconds between two checks whether the version or the schedule has changed
 
@@ -69,7 +71,9 @@ def digest(ids: list[int]) -> str:
 def spans_of(response: ModelResponse) -> list[list[Any]]:
     """Return the spans of a completion. For each span, return [version, end, hash of the completion's tokens before
     index `end`]."""
-    ends = {version: k + 1 for k, version in enumerate(response.output_versions)}  # versions never fall
+    ends = {
+        version: k + 1 for k, version in enumerate(response.output_versions)
+    }  # versions never fall
     return [[version, end, digest(response.output_tokens[:end])] for version, end in ends.items()]
 
 
@@ -84,17 +88,27 @@ class Schedule:
 
     path: Path | str
     size: int = 0  # number of bytes that `read` has read
-    runs: list[Fact] = field(default_factory=list)  # each start of the run: code revision, torch version, ranks
-    starts: dict[int, int] = field(default_factory=dict)  # for each task, the version at which it started
-    calls: dict[int, dict[str, Fact]] = field(default_factory=dict)  # for each task and call, the call's recorded line
+    runs: list[Fact] = field(
+        default_factory=list
+    )  # each start of the run: code revision, torch version, ranks
+    starts: dict[int, int] = field(
+        default_factory=dict
+    )  # for each task, the version at which it started
+    calls: dict[int, dict[str, Fact]] = field(
+        default_factory=dict
+    )  # for each task and call, the call's recorded line
     ended: set[int] = field(default_factory=set)  # the tasks whose episodes have ended
-    steps: dict[int, list[int]] = field(default_factory=dict)  # for each version v, the tasks that step v + 1 consumed
+    steps: dict[int, list[int]] = field(
+        default_factory=dict
+    )  # for each version v, the tasks that step v + 1 consumed
 
     def read(self) -> "Schedule":
         """Add the facts of all lines that were written since `read` was last called. Return this object."""
         with open(self.path, "rb") as file:
             file.seek(self.size)
-            lines = file.read().rpartition(b"\n")[0]  # a later call of `read` reads a last line that is incomplete now
+            lines = file.read().rpartition(b"\n")[
+                0
+            ]  # a later call of `read` reads a last line that is incomplete now
         self.size += len(lines) + bool(lines)
         for fact in map(orjson.loads, lines.splitlines()):
             match fact:
@@ -153,7 +167,9 @@ class ScheduledEngine(RemoteInfEngine):
         calls = self.recorded.calls.get(task_of(name)) if name else None
         return None if calls is None else calls.get(name, {})
 
-    async def agenerate(self, req: ModelRequest, on_tokens: OnTokens | None = None) -> ModelResponse:
+    async def agenerate(
+        self, req: ModelRequest, on_tokens: OnTokens | None = None
+    ) -> ModelResponse:
         """Generate a completion. In a replay, refuse a call that the recorded run did not make with this prompt.
 
         If a call failed in the recorded run, the call fails again in the replay, with the same status.
@@ -165,14 +181,24 @@ class ScheduledEngine(RemoteInfEngine):
         prompt, known = digest(req.input_ids), self.recorded_call(req.call)
         try:
             if known is not None and ("failed" in known or known.get("prompt") != prompt):
-                raise EngineError(f"call {req.call} failed in the recorded run, or differs", known.get("failed", 400))
+                raise EngineError(
+                    f"call {req.call} failed in the recorded run, or differs",
+                    known.get("failed", 400),
+                )
             return await super().agenerate(req, on_tokens)
         except BaseException as error:
-            self.record(call=req.call, prompt=prompt, spans=[], failed=getattr(error, "status", GONE))
+            self.record(
+                call=req.call, prompt=prompt, spans=[], failed=getattr(error, "status", GONE)
+            )
             raise
 
     async def _generate_segment(
-        self, server: str, rid: str, req: ModelRequest, response: ModelResponse, on_tokens: OnTokens | None
+        self,
+        server: str,
+        rid: str,
+        req: ModelRequest,
+        response: ModelResponse,
+        on_tokens: OnTokens | None,
     ) -> None:
         """Generate one segment, and record the spans of the completion so far.
 
@@ -193,4 +219,6 @@ class ScheduledEngine(RemoteInfEngine):
         elif known:
             self.recorded.calls.pop(task_of(req.call), None)
         if req.call:
-            self.record(call=req.call, prompt=digest(req.input_ids), spans=made, stop=response.stop_reason)
+            self.record(
+                call=req.call, prompt=digest(req.input_ids), spans=made, stop=response.stop_reason
+            )

@@ -84,7 +84,11 @@ def say_ready(what: str) -> None:
 def max_restarts(run: Run) -> int:
     """Return how often each server may be started again: 0 in an evaluation, in a replay and with release_memory."""
     config = run.config
-    may_restart = run.servers and config.mode == "train" and not (config.replay or config.server.release_memory)
+    may_restart = (
+        inference.servers
+        and config.mode == "train"
+        and not (config.replay or config.server.release_memory)
+    )
     return config.server.max_restarts if may_restart else 0
 
 
@@ -95,10 +99,15 @@ def start_processes(run: Run) -> Keys:
     """
     if dist.get_rank() > 0:
         return ()
-    servers = [run.fleet.start(planned).url for planned in run.servers]
-    proxies = plan_proxies(run.config, servers or run.config.rollout.server_addrs, max_restarts(run) > 0)
+    servers = [run.fleet.start(planned).url for planned in inference.servers]
+    proxies = plan_proxies(
+        run.config, servers or run.config.rollout.server_addrs, max_restarts(run) > 0
+    )
     names = [run.fleet.start(replace(proxy, keys=())).name for proxy in proxies]
-    print(f"starting {', '.join([*(p.name for p in run.servers), *names])}; logs: {run.fleet.log_dir}", flush=True)
+    print(
+        f"starting {', '.join([*(p.name for p in inference.servers), *names])}; logs: {run.fleet.log_dir}",
+        flush=True,
+    )
     return proxies[0].keys
 
 
@@ -130,15 +139,27 @@ def start_rollout(run: Run, keys: Keys, groups: GroupLog | None = None) -> tuple
     if not keys:
         return NoRollout(), None
     config, options, stack = run.config, run.config.rollout, run.stack
-    servers, proxies = run.fleet.children[: len(run.servers)], run.fleet.children[len(run.servers) :]
+    servers, proxies = (
+        run.fleet.children[: len(inference.servers)],
+        run.fleet.children[len(inference.servers) :],
+    )
     for server in servers:
         server.wait_ready()
         say_ready(server.name)
     addresses = [server.url for server in servers] or config.rollout.server_addrs
-    settings = options.pause_mode, options.request_timeout, options.request_retries, options.server_key
+    settings = (
+        options.pause_mode,
+        options.request_timeout,
+        options.request_retries,
+        options.server_key,
+    )
     is_patient = max_restarts(run) > 0
-    rollout = ScheduledEngine(addresses, *settings, is_patient, schedule=config.run_dir / FILE, replay=config.replay)
-    rollout.recorded.cut(config.replay_until or config.max_steps)  # ignore recorded steps after the last step
+    rollout = ScheduledEngine(
+        addresses, *settings, is_patient, schedule=config.run_dir / FILE, replay=config.replay
+    )
+    rollout.recorded.cut(
+        config.replay_until or config.max_steps
+    )  # ignore recorded steps after the last step
     stack.callback(rollout.destroy)
     were_up = config.mode == "train" and bool(config.rollout.server_addrs)
     if were_up:

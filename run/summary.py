@@ -20,7 +20,9 @@ from run.recover import best_step, folders_of_steps
 from run.terminal import before_results
 
 
-def ask_greedily(engine: Any, tokenizer: Any, gconfig: GenerationHyperparameters, messages: list[dict]) -> str:
+def ask_greedily(
+    engine: Any, tokenizer: Any, gconfig: GenerationHyperparameters, messages: list[dict]
+) -> str:
     """Return the answer that the inference server generates with the trained policy at temperature 0."""
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     request = ModelRequest(ids, gconfig=gconfig.new(n_samples=1, greedy=True), tokenizer=tokenizer)
@@ -39,20 +41,33 @@ def summarise(logger: Logger, task: Any) -> None:
     counts = Counter[int]()  # number of trained tokens for each lag
     for line in history:
         counts.update(dict(enumerate(line["lag_counts"])))
-    lags = ", ".join(f"lag {lag} {n / counts.total():.0%}" for lag, n in sorted(counts.items()) if n)
+    lags = ", ".join(
+        f"lag {lag} {n / counts.total():.0%}" for lag, n in sorted(counts.items()) if n
+    )
     counted = f"; {counts.total()} trained tokens by version lag: {lags}" if lags else ""
     print(f"staleness mean {mean:.2f}, max {oldest:.0f}{counted}", flush=True)
     if hasattr(task, "summary"):
         run = logger.executor
-        run.engine.wait_for_servers = False  # a restarted server would wait for weights, and no step follows
+        run.engine.wait_for_servers = (
+            False  # a restarted server would wait for weights, and no step follows
+        )
         try:
             task.summary(partial(ask_greedily, run.engine, run.tokenizer, run.gconfig), Console())
         except EngineError as error:
             print(f"what the policy does is not drawn: {error}")
-    folder, model = logger.config.run_dir, logger.config.run_dir / "checkpoints" / f"step{history[-1]['step']:05d}"
-    if (best := best_step(history, folders_of_steps(folder / "checkpoints"))) and best != history[-1]["step"]:
-        print(f"the best model by evaluation is that of step {best}: {folder / 'checkpoints' / f'step{best:05d}'}")
+    folder, model = (
+        logger.config.run_dir,
+        logger.config.run_dir / "checkpoints" / f"step{history[-1]['step']:05d}",
+    )
+    if (best := best_step(history, folders_of_steps(folder / "checkpoints"))) and best != history[
+        -1
+    ]["step"]:
+        print(
+            f"the best model by evaluation is that of step {best}: {folder / 'checkpoints' / f'step{best:05d}'}"
+        )
     print(f"{len(history)} steps in {history[-1]['wall_s']:.0f} s; everything is in {folder}")
     print(f"look at the run in a browser: {folder / 'report.html'}")
     print(f"talk to the model: python -m run.chat {shlex.quote(str(folder))}")
-    print(f"evaluate the model: the command of this run with mode=eval model_path={model}", flush=True)
+    print(
+        f"evaluate the model: the command of this run with mode=eval model_path={model}", flush=True
+    )

@@ -27,8 +27,8 @@ from typing import Any
 from rich.console import Console
 from rich.live import Live
 
-from run.config import ConfigError, load
 from run.early import prepare
+from run.load import ConfigError, load
 
 BEGIN = monotonic()
 
@@ -53,7 +53,9 @@ class Terminal(Console):
     def show(self, content: Callable[[], Any], transient: bool = False) -> Live:
         """Return a live display that calls `content` twice a second and shows the returned text."""
         live = Live(console=self, get_renderable=content, refresh_per_second=2, transient=transient)
-        live._lock = self._lock  # the display and the console share a lock, because two locks could cause a deadlock
+        live._lock = (
+            self._lock
+        )  # the display and the console share a lock, because two locks could cause a deadlock
         return live
 
     @property
@@ -69,7 +71,9 @@ before_results = ExitStack()  # closing this stack ends the clock and lets the r
 
 def end_at_once(*_: Any) -> None:
     """End this process at once, without a traceback and without any clean-up."""
-    os.write(2, b"\x1b[?25h\n" if os.isatty(2) else b"\n")  # show the cursor, which the live table hides
+    os.write(
+        2, b"\x1b[?25h\n" if os.isatty(2) else b"\n"
+    )  # show the cursor, which the live table hides
     os._exit(130)
 
 
@@ -80,7 +84,9 @@ def greet(words: list[str]) -> None:
     If `load` accepts the command line, start the early processes (run/early.py). If `load` refuses the command line,
     print the error and end this process. Under torchrun, train.py does so later, together on all ranks.
     """
-    signal.signal(signal.SIGINT, end_at_once)  # run/command.py replaces this handler after the imports
+    signal.signal(
+        signal.SIGINT, end_at_once
+    )  # run/command.py replaces this handler after the imports
     gc.disable()  # else garbage collection takes a fifth of the imports' time; run/command.py turns it on again
     is_first = os.environ.get("RANK", "0") == "0"
     if {"-h", "--help"} & {*words}:
@@ -97,13 +103,17 @@ def greet(words: list[str]) -> None:
     if not is_first or {"--quiet", "quiet=true"} & {*words}:
         return
     if "--dry-run" not in words:
-        print("nano-areal: importing torch and transformers", flush=True)
+        print("pocket-areal: importing torch and transformers", flush=True)
     if terminal.is_live:
         clock.start()
         before_results.callback(clock.stop)  # `clock.stop` removes the clock and shows the cursor
-        atexit.register(before_results.close)  # `close` removes the clock if an error ends the process
+        atexit.register(
+            before_results.close
+        )  # `close` removes the clock if an error ends the process
 
 
 def hush() -> None:
     """Discard everything that is printed on the standard output, until `before_results` is closed."""
-    before_results.enter_context(redirect_stdout(before_results.enter_context(Path(os.devnull).open("w"))))  # noqa: SIM115
+    before_results.enter_context(
+        redirect_stdout(before_results.enter_context(Path(os.devnull).open("w")))
+    )  # noqa: SIM115

@@ -33,7 +33,9 @@ PAD, UNKNOWN, END, ASSISTANT = "<pad>", "<unk>", "<end>", "<assistant>"
 ROLES = ["<system>", "<user>", ASSISTANT]
 ALL_MESSAGES = "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} <end> {% endfor %}"
 CHAT_TEMPLATE = ALL_MESSAGES + "{% if add_generation_prompt %}<assistant>{% endif %}"
-NextBatch = Callable[[], list[list[int]]]  # a function that returns a batch of conversations as token ids
+NextBatch = Callable[
+    [], list[list[int]]
+]  # a function that returns a batch of conversations as token ids
 IGNORED = -100  # the label of a token that is left out of the loss
 
 
@@ -43,7 +45,12 @@ def make_tokenizer(words: Iterable[str]) -> PreTrainedTokenizerFast:
     vocab = {word: i for i, word in enumerate([PAD, UNKNOWN, END, *ROLES, *words])}
     raw = Tokenizer(models.WordLevel(vocab, unk_token=UNKNOWN))
     raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    markers = {"pad_token": PAD, "unk_token": UNKNOWN, "eos_token": END, "additional_special_tokens": ROLES}
+    markers = {
+        "pad_token": PAD,
+        "unk_token": UNKNOWN,
+        "eos_token": END,
+        "additional_special_tokens": ROLES,
+    }
     return PreTrainedTokenizerFast(tokenizer_object=raw, chat_template=CHAT_TEMPLATE, **markers)
 
 
@@ -52,15 +59,30 @@ def render(tokenizer: PreTrainedTokenizerFast, messages: list[dict]) -> list[int
     return list(tokenizer.apply_chat_template(messages, return_dict=False))
 
 
-def make_qwen3(tokenizer: PreTrainedTokenizerFast, layers: int, context: int, seed: int) -> Qwen3ForCausalLM:
+def make_qwen3(
+    tokenizer: PreTrainedTokenizerFast, layers: int, context: int, seed: int
+) -> Qwen3ForCausalLM:
     """Return a Qwen3 of width 64 with random weights.
 
     The standard deviation of the weights is 0.06, three times the usual 0.02. In a model of width 64, a standard
     deviation of 0.02 makes attention nearly uniform, and training stalls.
     """
-    shape: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": layers}
-    shape |= {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16, "max_position_embeddings": context}
-    ids = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    shape: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 256,
+        "num_hidden_layers": layers,
+    }
+    shape |= {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 16,
+        "max_position_embeddings": context,
+    }
+    ids = {
+        "vocab_size": len(tokenizer),
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
     config = Qwen3Config(**shape, **ids, initializer_range=0.06)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -79,7 +101,11 @@ def answers_only(tokenizer: PreTrainedTokenizerFast, ids: Sequence[int]) -> list
 
 
 def imitate(
-    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, next_batch: NextBatch, steps: int, lr: float
+    model: Qwen3ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    next_batch: NextBatch,
+    steps: int,
+    lr: float,
 ) -> float:
     """Train the model with AdamW to predict the assistant's tokens. The learning rate falls linearly to 0. Return the
     loss of the last batch, in nats per token.
@@ -103,7 +129,9 @@ def imitate(
     return loss.item()
 
 
-def save_atomically(path: Path, model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+def save_atomically(
+    path: Path, model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast
+) -> None:
     """Write the model to `path` atomically. If `path` already holds a model, do not change it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:

@@ -41,7 +41,9 @@ def dataset(split: str = "train") -> list[dict]:
     try:
         from datasets import load_dataset
 
-        return list(load_dataset("openai/gsm8k", "main", split="train" if split == "train" else "test"))
+        return list(
+            load_dataset("openai/gsm8k", "main", split="train" if split == "train" else "test")
+        )
     except (ImportError, OSError) as error:
         reason = f"openai/gsm8k cannot be loaded by the package datasets ({error})"
         raise ImportError(f"{reason}: give a file by train_dataset.path=FILE.jsonl") from error
@@ -59,7 +61,11 @@ def last_number(text: str) -> Decimal | None:
     The answer is the last number in the last LaTeX box. In a text without a box, the answer is the last number after
     `####`. In a text with neither a box nor `####`, the answer is the text's last number.
     """
-    place = text.rpartition("\\boxed{")[2].partition("}")[0] if "\\boxed{" in text else text.rpartition("####")[2]
+    place = (
+        text.rpartition("\\boxed{")[2].partition("}")[0]
+        if "\\boxed{" in text
+        else text.rpartition("####")[2]
+    )
     numbers = NUMBER.findall(place)
     return Decimal(numbers[-1].replace(",", "")) if numbers else None
 
@@ -69,13 +75,17 @@ def is_right(completion: str, answer: str) -> bool:
     if math_verify:
         # The value None switches off math-verify's own timeout, which works only in the main thread. In the workflow
         # RLVRWorkflow, AsyncRewardWrapper limits the time of a comparison.
-        gold, said = (math_verify.parse(text, parsing_timeout=None) for text in (answer, completion))
+        gold, said = (
+            math_verify.parse(text, parsing_timeout=None) for text in (answer, completion)
+        )
         return bool(math_verify.verify(gold, said, timeout_seconds=None))
     said = last_number(completion)
     return said is not None and said == last_number(answer)
 
 
-def reward(prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], answer: str, **_) -> float:
+def reward(
+    prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], answer: str, **_
+) -> float:
     """Return 1 for a right answer, else 0. The function runs in a separate process (rollout/reward.py)."""
     return float(is_right(completion, answer))
 
@@ -91,9 +101,13 @@ class MathAgent:
     def __init__(self, max_turns: int = 2, discount: float = 0.9) -> None:
         self.max_turns, self.discount = max_turns, discount
 
-    async def run(self, data: dict, base_url: str, api_key: str, http_client: Any, **extra_kwargs: Any) -> float:
+    async def run(
+        self, data: dict, base_url: str, api_key: str, http_client: Any, **extra_kwargs: Any
+    ) -> float:
         """Play one episode and return its reward."""
-        client = AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client, max_retries=0)
+        client = AsyncOpenAI(
+            base_url=base_url, api_key=api_key, http_client=http_client, max_retries=0
+        )
         messages: list = list(data["messages"])
         for turn in range(self.max_turns):
             reply = await client.chat.completions.create(model="default", messages=messages)

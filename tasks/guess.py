@@ -39,7 +39,9 @@ SECRETS, GUESSES = range(1, 7), 3
 QUESTION = "guess a number"
 START = [{"role": "user", "content": QUESTION}]
 WORDS = (*QUESTION.split(), "higher", "lower", *map(str, SECRETS))
-Play = Callable[[list[dict], Sequence[int]], str]  # (conversation, secrets that are still possible) -> answer
+Play = Callable[
+    [list[dict], Sequence[int]], str
+]  # (conversation, secrets that are still possible) -> answer
 
 
 def parse(answer: str | None) -> int | None:
@@ -62,12 +64,18 @@ class GuessAgent:
     """An agent that plays one game through a chat-completions endpoint. The reward is 1.0 if the agent found the
     secret, else 0.0."""
 
-    async def run(self, data: dict, base_url: str, api_key: str, http_client: Any, **extra_kwargs: Any) -> float:
+    async def run(
+        self, data: dict, base_url: str, api_key: str, http_client: Any, **extra_kwargs: Any
+    ) -> float:
         """Play one game and return its reward."""
-        client = AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client, max_retries=0)
+        client = AsyncOpenAI(
+            base_url=base_url, api_key=api_key, http_client=http_client, max_retries=0
+        )
         messages: list = list(START)
         for _ in range(GUESSES):
-            reply = await client.chat.completions.create(model="default", messages=messages, max_completion_tokens=4)
+            reply = await client.chat.completions.create(
+                model="default", messages=messages, max_completion_tokens=4
+            )
             answer = reply.choices[0].message.content
             guess = parse(answer)
             if guess is None:
@@ -75,7 +83,10 @@ class GuessAgent:
             if guess == data["secret"]:
                 return 1.0
             word = feedback(guess, data["secret"])
-            messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": word}]
+            messages += [
+                {"role": "assistant", "content": answer},
+                {"role": "user", "content": word},
+            ]
         return 0.0
 
 
@@ -99,7 +110,10 @@ def play_at_random(rng: random.Random) -> list[dict]:
     for _ in range(GUESSES):
         guess = rng.choice(possible if listens else SECRETS)
         word = feedback(guess, secret)
-        messages += [{"role": "assistant", "content": str(guess)}, {"role": "user", "content": word}]
+        messages += [
+            {"role": "assistant", "content": str(guess)},
+            {"role": "user", "content": word},
+        ]
         if guess == secret:
             break
         possible = possible_after(possible, guess, word)
@@ -127,7 +141,9 @@ def binary_search(messages: list[dict], possible: Sequence[int]) -> str:
     return str(possible[(len(possible) - 1) // 2])
 
 
-def explore(play: Play, found: list[int], messages: list[dict] = START, possible: Sequence[int] = SECRETS) -> Tree:
+def explore(
+    play: Play, found: list[int], messages: list[dict] = START, possible: Sequence[int] = SECRETS
+) -> Tree:
     """Draw a player's strategy as a tree: below each guess, the tree shows the next guess for each answer of the game.
 
     For every secret that the player finds, `explore` appends the number of guesses to `found`.
@@ -152,11 +168,16 @@ def summary(ask: Callable[[list[dict]], str], console: Console) -> None:
     """Print the greedy policy's strategy next to binary search, and the command that trains on GSM8K. `ask` returns the
     model's greedy answer to a conversation."""
     panels = []
-    for title, play in (("learnt", lambda messages, _: ask(messages)), ("binary search", binary_search)):
+    for title, play in (
+        ("learnt", lambda messages, _: ask(messages)),
+        ("binary search", binary_search),
+    ):
         found: list[int] = []
         tree = explore(play, found)
         mean = f", mean {sum(found) / len(found):.2f} guesses" if found else ""
         score = f"[dim]finds {len(found)} of {len(SECRETS)}{mean}[/dim]"
         panels.append(Panel(Group(tree, score), title=title, width=36))
     console.print(Columns(panels))
-    print("to train on GSM8K with a GPU: python train.py --config gsm8k model_path=Qwen/Qwen2.5-1.5B-Instruct")
+    print(
+        "to train on GSM8K with a GPU: python train.py --config gsm8k model_path=Qwen/Qwen2.5-1.5B-Instruct"
+    )

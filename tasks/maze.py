@@ -33,7 +33,10 @@ from rich.text import Text
 # torch, WORKFLOW is a string, and make_model imports base_model only when it is called.
 
 SIDE, MAZE_SEED, HOMES = 12, 96, ("a1", "l12")
-SOBER, CURFEW = 0.4, 64  # probability that the drunk's move is on the shortest way; maximum number of moves
+SOBER, CURFEW = (
+    0.4,
+    64,
+)  # probability that the drunk's move is on the shortest way; maximum number of moves
 Cell = tuple[int, int]  # (column, row); the cell (0, 0) is a1, at the bottom left
 WORKFLOW = "workflow.RLVRWorkflow"
 WORKFLOW_KWARGS = {"reward_fn": "tasks.maze.reward"}
@@ -59,7 +62,9 @@ def passages() -> dict[Cell, set[Cell]]:
     trail = [(0, 0)]
     while trail:
         x, y = here = trail[-1]
-        unseen = [n for n in ((x + 1, y), (x - 1, y), (x, y + 1), (x, y - 1)) if open_to.get(n) == set()]
+        unseen = [
+            n for n in ((x + 1, y), (x - 1, y), (x, y + 1), (x, y - 1)) if open_to.get(n) == set()
+        ]
         if unseen:
             there = rng.choice(unseen)
             open_to[here].add(there)
@@ -88,7 +93,10 @@ def distances(home: str) -> dict[Cell, int]:
 def dataset(split: str = "train") -> list[dict]:
     """Return 286 prompts: for each of the two homes, one prompt for each of the other 143 cells."""
     pairs = [(start, home) for home in HOMES for start in CELLS if start != home]
-    return [{"messages": [{"role": "user", "content": f"from {a} to {b}"}], "start": a, "home": b} for a, b in pairs]
+    return [
+        {"messages": [{"role": "user", "content": f"from {a} to {b}"}], "start": a, "home": b}
+        for a, b in pairs
+    ]
 
 
 def walk_of(answer: str, start: str) -> list[Cell] | None:
@@ -101,7 +109,15 @@ def walk_of(answer: str, start: str) -> list[Cell] | None:
     return walk if all(there in passages()[here] for here, there in pairwise(walk)) else None
 
 
-def reward(prompt: str, completions: str, prompt_ids: list, completion_ids: list, start: str, home: str, **_) -> float:
+def reward(
+    prompt: str,
+    completions: str,
+    prompt_ids: list,
+    completion_ids: list,
+    start: str,
+    home: str,
+    **_,
+) -> float:
     """Return SPL = S * l / max(p, l): S is 1 for success, l the length of the shortest way, p the walk's length.
 
     The function has the same parameters as AReaL's reward functions. The metric SPL is from Anderson et al. 2018.
@@ -121,7 +137,9 @@ def stagger(rng: random.Random, start: str, home: str) -> list[Cell]:
     walk, moves_home = [CELLS[start]], distances(home)
     while walk[-1] != CELLS[home] and len(walk) <= CURFEW:
         ways = sorted(passages()[walk[-1]])
-        walk.append(min(ways, key=moves_home.__getitem__) if rng.random() < SOBER else rng.choice(ways))
+        walk.append(
+            min(ways, key=moves_home.__getitem__) if rng.random() < SOBER else rng.choice(ways)
+        )
     return walk
 
 
@@ -139,9 +157,13 @@ def make_model(path: Path, seed: int, warmup_steps: int = 1300) -> None:
         walk = stagger(rng, instance["start"], instance["home"])
         answer = {"role": "assistant", "content": " ".join(map(name, walk))}
         ids = base_model.render(tokenizer, [*instance["messages"], answer])
-        return ids if walk[-1] == CELLS[instance["home"]] else ids[:-1]  # a walk that is cut off has no end token
+        return (
+            ids if walk[-1] == CELLS[instance["home"]] else ids[:-1]
+        )  # a walk that is cut off has no end token
 
-    base_model.imitate(model, tokenizer, lambda: [one_walk() for _ in range(8)], warmup_steps, lr=1e-2)
+    base_model.imitate(
+        model, tokenizer, lambda: [one_walk() for _ in range(8)], warmup_steps, lr=1e-2
+    )
     base_model.save_atomically(path, model, tokenizer)
 
 
@@ -160,7 +182,11 @@ def draw(walk: list[Cell], home: str) -> Text:
     The picture is 2 * SIDE + 1 squares wide and high. The column and the line of a cell are odd numbers. The square
     between two neighbouring cells shows a passage or a wall.
     """
-    picture = {square(cell, other): ("  ", "") for cell, ways in passages().items() for other in (cell, *ways)}
+    picture = {
+        square(cell, other): ("  ", "")
+        for cell, ways in passages().items()
+        for other in (cell, *ways)
+    }
     steps = [*pairwise(walk), *zip(walk, walk)]
     picture |= {square(here, there): ("• ", "green") for here, there in steps}
     for cell, mark, style in ((walk[0], "S ", "bold yellow"), (CELLS[home], "H ", "bold green")):
@@ -184,5 +210,7 @@ def summary(ask: Callable[[list[dict]], str], console: Console) -> None:
     shortest = distances(home)[CELLS[start]]
     console.print(f"A typical way home, from {start} (S) to {home} (H): {shortest} moves at best.")
     moves = f"makes {len(walk) - 1} moves" if walk else "gives an answer that is no walk from S"
-    console.print(f"The greedy policy {moves} and is {'' if walk and walk[-1] == CELLS[home] else 'not '}home.")
+    console.print(
+        f"The greedy policy {moves} and is {'' if walk and walk[-1] == CELLS[home] else 'not '}home."
+    )
     console.print(draw(walk or [CELLS[start]], home))

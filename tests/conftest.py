@@ -24,10 +24,12 @@ from hypothesis import HealthCheck, settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from run.serve import free_port
+from inference.serve import free_port
 
 # Property tests must pass on a slow or busy machine, so this profile removes hypothesis's time limits.
-settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("any machine")
 
 torch.set_num_threads(1)
@@ -43,7 +45,13 @@ CHAT_TEMPLATE = (
 
 
 # These test files take longest. They come first, so the two processes of `make test` end at about the same time.
-LONGEST = {"test_train.py", "test_museum.py", "test_modes.py", "test_tiny_server.py", "test_compile.py"}
+LONGEST = {
+    "test_train.py",
+    "test_museum.py",
+    "test_modes.py",
+    "test_tiny_server.py",
+    "test_compile.py",
+}
 
 
 def pytest_collectstart() -> None:
@@ -64,7 +72,9 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-def make_byte_model(path: Path, seed: int = 0, layers: int = 2, width: int = 64, tied: bool = False) -> Path:
+def make_byte_model(
+    path: Path, seed: int = 0, layers: int = 2, width: int = 64, tied: bool = False
+) -> Path:
     """Write a random Qwen3 model. The model's vocabulary has 259 tokens (the 256 bytes and three chat markers), and its
     context length is 2,048."""
     vocab = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
@@ -148,7 +158,9 @@ def rest_of(process: subprocess.Popen[str], seconds: float) -> str:
         watchdog.cancel()
 
 
-def wait_until_up(url: str, process: subprocess.Popen, path: str = "/health", seconds: float = 300) -> None:
+def wait_until_up(
+    url: str, process: subprocess.Popen, path: str = "/health", seconds: float = 300
+) -> None:
     """Request `path` repeatedly until the server answers 200. If the server's process ends, raise RuntimeError."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -163,7 +175,9 @@ def wait_until_up(url: str, process: subprocess.Popen, path: str = "/health", se
 
 
 @contextmanager
-def server_process(*command: str, out: Any = None, seconds: float = 300) -> Iterator[tuple[str, subprocess.Popen]]:
+def server_process(
+    *command: str, out: Any = None, seconds: float = 300
+) -> Iterator[tuple[str, subprocess.Popen]]:
     """Run a server's command with a free port until the `with` block ends. Yield the server's URL and process.
 
     The server must answer within `seconds`. `out` is passed to subprocess.Popen as the server's stdout and stderr.
@@ -191,20 +205,28 @@ def start_tiny_server(tiny_model_dir: Path) -> Iterator[StartServer]:
         yield lambda *extra: stack.enter_context(server_process(*command, *extra))[0]
 
 
-# NANO_AREAL_SGLANG is the path of a Python that can import SGLang. `make test-sglang` sets NANO_AREAL_SGLANG.
-SGLANG = os.environ.get("NANO_AREAL_SGLANG", "")
+# POCKET_AREAL_SGLANG is the path of a Python that can import SGLang. `make test-sglang` sets POCKET_AREAL_SGLANG.
+SGLANG = os.environ.get("POCKET_AREAL_SGLANG", "")
 
 
 @contextmanager
 def run_sglang(model_dir: Path, log: Path, *extra: str) -> Iterator[str]:
     """Run the real, unmodified SGLang on a CPU until the `with` block ends. Yield SGLang's URL."""
-    command = [SGLANG, str(ROOT / "tests/sglang_cpu/launch.py"), "--model-path", str(model_dir), *extra]
+    command = [
+        SGLANG,
+        str(ROOT / "tests/sglang_cpu/launch.py"),
+        "--model-path",
+        str(model_dir),
+        *extra,
+    ]
     with log.open("wb") as out:
         try:
             with server_process(*command, out=out, seconds=400) as (url, _):
                 yield url
         except BaseException:
-            print(log.read_text(errors="replace")[-3000:])  # pytest shows the printed log if the test fails
+            print(
+                log.read_text(errors="replace")[-3000:]
+            )  # pytest shows the printed log if the test fails
             raise
 
 
@@ -225,8 +247,17 @@ def proxy(tiny_server: str, tiny_model_dir: Path) -> Iterator[Any]:
     """The URL and the admin key of a proxy.py process that uses the tiny server."""
     from rollout.executor import ProxyAddress
 
-    command = [sys.executable, "proxy.py", "--server", tiny_server, "--model-path", str(tiny_model_dir)]
-    with server_process(*command, "--admin-key", "secret", "--seed", "1", out=subprocess.DEVNULL) as (url, _):
+    command = [
+        sys.executable,
+        "proxy.py",
+        "--server",
+        tiny_server,
+        "--model-path",
+        str(tiny_model_dir),
+    ]
+    with server_process(
+        *command, "--admin-key", "secret", "--seed", "1", out=subprocess.DEVNULL
+    ) as (url, _):
         yield ProxyAddress(url, "secret")
 
 

@@ -22,12 +22,18 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 Json = dict[str, Any]
-NEVER = b"never"  # at this item of an answer, the server stops sending and keeps the connection open
+NEVER = (
+    b"never"  # at this item of an answer, the server stops sending and keeps the connection open
+)
 
 
 def http(body: bytes, status: str = "200 OK", length: int | None = None, *headers: str) -> bytes:
     """Return an HTTP answer. `length` is the Content-Length, by default the length of `body`."""
-    lines = [f"HTTP/1.1 {status}", f"content-length: {len(body) if length is None else length}", *headers]
+    lines = [
+        f"HTTP/1.1 {status}",
+        f"content-length: {len(body) if length is None else length}",
+        *headers,
+    ]
     return "\r\n".join([*lines, "", ""]).encode() + body
 
 
@@ -36,7 +42,10 @@ def answer(ids: list[Any], change: Callable[[Json, Json], Any] = lambda body, me
     `meta_info`."""
     spans = [{"version": "0", "start": 0, "end": len(ids)}]
     meta: Json = {"finish_reason": {"type": "length", "length": len(ids)}, "weight_version": "0"}
-    meta |= {"output_token_logprobs": [[-1.0, token, None] for token in ids], "weight_versions": spans}
+    meta |= {
+        "output_token_logprobs": [[-1.0, token, None] for token in ids],
+        "weight_versions": spans,
+    }
     body: Json = {"text": "", "output_ids": ids, "meta_info": meta}
     change(body, meta)
     return json.dumps(body).encode()
@@ -61,7 +70,9 @@ KINDS: dict[
     "an empty body": http(b""),
     "a JSON list": http(b"[1, 2]"),
     "a JSON object of another kind": http(b'{"meta_info": []}'),
-    "ids that are null": http(b'{"meta_info": {"finish_reason": null, "weight_version": "0"}, "output_ids": null}'),
+    "ids that are null": http(
+        b'{"meta_info": {"finish_reason": null, "weight_version": "0"}, "output_ids": null}'
+    ),
     "entries that are too short": changed(output_token_logprobs=[[-1.0], [-1.0]]),
     "an answer within a list": http(b"[" + HONEST + b"]"),
     "no HTTP": b"garbage\r\n\r\n",
@@ -72,7 +83,9 @@ KINDS: dict[
     "a negative length": http(HONEST, length=-9),
     "broken chunks": b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nzz\r\nabc",
     "broken compression": http(HONEST, "200 OK", None, "content-encoding: gzip"),
-    "status 500 with HTML": http(b"<html>\n<h1>Oops</h1>\n</html>", "500 Internal Server Error", None),
+    "status 500 with HTML": http(
+        b"<html>\n<h1>Oops</h1>\n</html>", "500 Internal Server Error", None
+    ),
     "status 302": http(b"", "302 Found", None, "location: http://127.0.0.1:1/"),
     "a status that is no number": b"HTTP/1.1 abc OK\r\n\r\n",
     "an id outside of the vocabulary": http(answer([1, 10**6])),
@@ -81,13 +94,22 @@ KINDS: dict[
     "more tokens than requested": http(answer([1] * 3000)),
     "no log-probabilities": changed(output_token_logprobs=None),
     "a positive log-probability": changed(output_token_logprobs=[[5.0, 1, None], [-1.0, 2, None]]),
-    "a log-probability beyond float32": changed(output_token_logprobs=[[-1e300, 1, None], [-1.0, 2, None]]),
-    "other ids beside the log-probabilities": changed(output_token_logprobs=[[-1.0, 1, None], [-1.0, 3, None]]),
+    "a log-probability beyond float32": changed(
+        output_token_logprobs=[[-1e300, 1, None], [-1.0, 2, None]]
+    ),
+    "other ids beside the log-probabilities": changed(
+        output_token_logprobs=[[-1.0, 1, None], [-1.0, 3, None]]
+    ),
     "falling versions": changed(
-        weight_versions=[{"version": "1", "start": 0, "end": 1}, {"version": "0", "start": 1, "end": 2}]
+        weight_versions=[
+            {"version": "1", "start": 0, "end": 1},
+            {"version": "0", "start": 1, "end": 2},
+        ]
     ),
     "a version of the future": changed(weight_versions=[{"version": "999", "start": 0, "end": 2}]),
-    "a version beyond int32": changed(weight_versions=[{"version": str(10**30), "start": 0, "end": 2}]),
+    "a version beyond int32": changed(
+        weight_versions=[{"version": str(10**30), "start": 0, "end": 2}]
+    ),
     "a span without end": changed(weight_versions=[{"version": "0", "start": 0, "end": 10**12}]),
     "events that are no JSON": event(b"{]", b"[]"),
     "an event stream that is cut": event()[:-1],
@@ -101,8 +123,17 @@ KINDS: dict[
 
 def honest_answer(path: str, model_path: str, version: str, seen: int) -> bytes:
     """Return the answer to a request whose path is not /generate."""
-    info = {"model_path": model_path, "max_req_input_len": 2048, "weight_version": version, "success": True}
-    return http(b"", "404 Not Found") if path == "/workers" else http(json.dumps(info | {"seen": seen}).encode())
+    info = {
+        "model_path": model_path,
+        "max_req_input_len": 2048,
+        "weight_version": version,
+        "success": True,
+    }
+    return (
+        http(b"", "404 Not Found")
+        if path == "/workers"
+        else http(json.dumps(info | {"seen": seen}).encode())
+    )
 
 
 async def serve(port: int, model_path: str, honest: int, names: Iterator[str]) -> None:
@@ -130,7 +161,11 @@ async def serve(port: int, model_path: str, honest: int, names: Iterator[str]) -
                 name = next(names)
                 print(name, flush=True)
                 kind = KINDS[name]
-                pieces = iter([kind]) if isinstance(kind, bytes) else itertools.chain(kind, itertools.repeat(kind[-1]))
+                pieces = (
+                    iter([kind])
+                    if isinstance(kind, bytes)
+                    else itertools.chain(kind, itertools.repeat(kind[-1]))
+                )
                 for piece in pieces:
                     if piece is NEVER:
                         await reader.read()  # read() returns when the client closes the connection
@@ -148,10 +183,15 @@ def main() -> None:
     parser.add_argument("--model-path", required=True)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--honest", type=int, default=1)
-    parser.add_argument("--exit-with-parent", action="store_true", help="end when standard input is closed")
+    parser.add_argument(
+        "--exit-with-parent", action="store_true", help="end when standard input is closed"
+    )
     args = parser.parse_args()
     main_thread = threading.Thread(
-        target=lambda: asyncio.run(serve(args.port, args.model_path, args.honest, itertools.cycle(KINDS))), daemon=True
+        target=lambda: asyncio.run(
+            serve(args.port, args.model_path, args.honest, itertools.cycle(KINDS))
+        ),
+        daemon=True,
     )
     main_thread.start()
     if args.exit_with_parent:

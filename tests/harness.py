@@ -45,10 +45,15 @@ class ScriptedEngine:
             raise self.error
         text = self.texts.pop(0) if self.texts else "ok"
         cut = text.endswith("…")
-        output = self.tokenizer.encode(text.removesuffix("…")) + [self.tokenizer.eos_token_id] * (not cut)
+        output = self.tokenizer.encode(text.removesuffix("…")) + [self.tokenizer.eos_token_id] * (
+            not cut
+        )
         g = request.gconfig
         response = ModelResponse(
-            list(request.input_ids), temperature=g.temperature, trains_exactly=g.trains_exactly, stop_reason="abort"
+            list(request.input_ids),
+            temperature=g.temperature,
+            trains_exactly=g.trains_exactly,
+            stop_reason="abort",
         )
         try:
             for token in output:
@@ -99,7 +104,9 @@ class Harness:
         assert answer.status_code == 200, answer.text
         return answer.json()["session_id"]
 
-    async def chat(self, session: str, messages: list[dict[str, Any]], **body: Any) -> dict[str, Any]:
+    async def chat(
+        self, session: str, messages: list[dict[str, Any]], **body: Any
+    ) -> dict[str, Any]:
         """Return the reply to a chat completion of the session."""
         answer = await self.post(f"/{session}/v1/chat/completions", {"messages": messages, **body})
         assert answer.status_code == 200, answer.text
@@ -108,7 +115,9 @@ class Harness:
     async def export(self, session: str, **body: Any) -> dict[str, Any]:
         """End the session and return its exported interactions."""
         assert (await self.post(f"/{session}/rl/end_session")).status_code == 200
-        answer = await self.post("/export_trajectories", {"session_id": session, **body}, headers=ADMIN)
+        answer = await self.post(
+            "/export_trajectories", {"session_id": session, **body}, headers=ADMIN
+        )
         assert answer.status_code == 200, answer.text
         return answer.json()["interactions"]
 
@@ -117,12 +126,20 @@ class Connection:
     """One POST request that reaches the proxy through ASGI, without an HTTP client. A test can close the connection
     early or read the reply piece by piece."""
 
-    def __init__(self, harness: Harness, path: str, body: Any, headers: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, harness: Harness, path: str, body: Any, headers: dict[str, str] | None = None
+    ) -> None:
         self.pieces: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self.gone = asyncio.Event()
         self._inbox = [{"type": "http.request", "body": orjson.dumps(body), "more_body": False}]
         raw = [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
-        scope = {"type": "http", "method": "POST", "path": path, "headers": raw, "query_string": b""}
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": path,
+            "headers": raw,
+            "query_string": b"",
+        }
         self.task = asyncio.ensure_future(harness.app(scope, self._receive, self.pieces.put))  # type: ignore[arg-type]
 
     async def _receive(self) -> dict[str, Any]:
@@ -155,11 +172,18 @@ def client_options(path: str, api_key: str) -> dict[str, Any]:
     """Return options with which a client of OpenAI's or Anthropic's SDK does not retry. A client with the returned
     options raises an error if a reply does not have the type that the SDK declares."""
     base_url = f"http://proxy{path}"
-    return {"base_url": base_url, "api_key": api_key, "max_retries": 0, "_strict_response_validation": True}
+    return {
+        "base_url": base_url,
+        "api_key": api_key,
+        "max_retries": 0,
+        "_strict_response_validation": True,
+    }
 
 
 @asynccontextmanager
-async def sdk(harness: Harness, path: str, api_key: str = "DUMMY") -> AsyncIterator[openai.AsyncOpenAI]:
+async def sdk(
+    harness: Harness, path: str, api_key: str = "DUMMY"
+) -> AsyncIterator[openai.AsyncOpenAI]:
     """Return an OpenAI client whose base URL is the proxy's URL followed by `path`."""
     transport = sdk_http.ASGITransport(harness.app)
     async with openai.DefaultAsyncHttpxClient(transport=transport) as http:
@@ -167,7 +191,9 @@ async def sdk(harness: Harness, path: str, api_key: str = "DUMMY") -> AsyncItera
 
 
 @asynccontextmanager
-async def claude(harness: Harness, path: str, api_key: str = "DUMMY") -> AsyncIterator[anthropic.AsyncAnthropic]:
+async def claude(
+    harness: Harness, path: str, api_key: str = "DUMMY"
+) -> AsyncIterator[anthropic.AsyncAnthropic]:
     """Return an Anthropic client whose base URL is the proxy's URL followed by `path`."""
     transport = httpx2.ASGITransport(harness.app)
     async with anthropic.DefaultAsyncHttpxClient(transport=transport) as http:

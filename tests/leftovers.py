@@ -51,7 +51,9 @@ def main() -> None:
         runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
     paths = *Path(tempfile.gettempdir()).rglob("*"), *Path("/dev/shm").glob(f"*{os.getpid()}*")
     files = [str(path) for path in paths if path.is_file()]
-    threads = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
+    threads = [
+        thread.name for thread in threading.enumerate() if thread is not threading.main_thread()
+    ]
     left = {"threads": threads, "processes": processes(), "files": files}
     print(json.dumps(left), flush=True)
     os._exit(0)  # a planted error may leave a thread that would keep this process from ending

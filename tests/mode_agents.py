@@ -42,7 +42,9 @@ class MySyncAgent:
     async def run(self, data, **extra_kwargs):
         client = OpenAI(base_url=os.environ.get("OPENAI_BASE_URL"), api_key="DUMMY")
 
-        response = client.chat.completions.create(model="default", messages=data["messages"], max_completion_tokens=4)
+        response = client.chat.completions.create(
+            model="default", messages=data["messages"], max_completion_tokens=4
+        )
 
         return compute_reward(response, data["answer"])
 
@@ -52,10 +54,14 @@ class Talks:
     calls this function after the two requests."""
 
     async def run(self, data: dict, base_url: str, api_key: str, http_client: Any) -> Any:
-        client = AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client, max_retries=0)
+        client = AsyncOpenAI(
+            base_url=base_url, api_key=api_key, http_client=http_client, max_retries=0
+        )
         messages: list = list(data["messages"])
         for _ in range(2):
-            reply = await client.chat.completions.create(model="m", messages=messages, max_completion_tokens=4)
+            reply = await client.chat.completions.create(
+                model="m", messages=messages, max_completion_tokens=4
+            )
             messages.append({"role": "assistant", "content": reply.choices[0].message.content})
             messages.append({"role": "user", "content": "go on"})
         return globals()[data["then"]](data) if "then" in data else 1.0
@@ -71,7 +77,9 @@ class Reads:
         assert str(mine.base_url).rstrip("/") == base_url
         assert (mine.api_key, theirs.api_key) == (api_key, api_key)
         assert str(theirs.base_url).rstrip("/") + "/v1" == base_url
-        assert httpx.get(base_url.rpartition("/")[0].rpartition("/")[0] + "/health").status_code == 200
+        assert (
+            httpx.get(base_url.rpartition("/")[0].rpartition("/")[0] + "/health").status_code == 200
+        )
         mine.chat.completions.create(model="m", messages=data["messages"], max_completion_tokens=1)
         return 1.0
 
@@ -80,7 +88,9 @@ class CountsSessions:
     """An agent whose reward is the number of open sessions at the proxy."""
 
     async def run(self, data: dict, base_url: str, **extra_kwargs: Any) -> float:
-        OpenAI().chat.completions.create(model="m", messages=data["messages"], max_completion_tokens=1)
+        OpenAI().chat.completions.create(
+            model="m", messages=data["messages"], max_completion_tokens=1
+        )
         return httpx.get(data["proxy"] + "/health").json()["sessions"]
 
 

@@ -18,7 +18,10 @@ STRADDLING_MAZE = [  # the maze task with a workflow whose completions are inter
     *("--config", "configs/maze.yaml", "workflow=walkers.WalkUntilUpdated"),
     *(f"workflow_kwargs.batch_size={MAZE_BATCH}", "workflow_kwargs.reward_fn=tasks.maze.reward"),
 ]
-WITH_TEST_MODULES = {**os.environ, "PYTHONPATH": str(ROOT / "tests")}  # PYTHONPATH lets train.py import walkers.py
+WITH_TEST_MODULES = {
+    **os.environ,
+    "PYTHONPATH": str(ROOT / "tests"),
+}  # PYTHONPATH lets train.py import walkers.py
 
 
 def command(tmp_path: Path, *words: str) -> list[str]:
@@ -37,7 +40,12 @@ def signalled(command: list[str], line: str, number: signal.Signals) -> list[str
 def run(tmp_path: Path, *words: str) -> list[dict]:
     """Run train.py to its end and return the lines of its metrics.jsonl."""
     done = subprocess.run(
-        command(tmp_path, *words), cwd=ROOT, env=WITH_TEST_MODULES, capture_output=True, text=True, timeout=600
+        command(tmp_path, *words),
+        cwd=ROOT,
+        env=WITH_TEST_MODULES,
+        capture_output=True,
+        text=True,
+        timeout=600,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     lines = (tmp_path / "e" / "t" / "metrics.jsonl").read_text().splitlines()
@@ -52,7 +60,12 @@ def start_and_hold(tmp_path: Path, *words: str) -> tuple[subprocess.Popen[str], 
     """
     held = signalled(command(tmp_path, *words), "step 1 ", signal.SIGSTOP)
     process = subprocess.Popen(
-        held, cwd=ROOT, env=WITH_TEST_MODULES, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        held,
+        cwd=ROOT,
+        env=WITH_TEST_MODULES,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     assert process.stdout is not None
     seen = []
@@ -65,7 +78,9 @@ def start_and_hold(tmp_path: Path, *words: str) -> tuple[subprocess.Popen[str], 
     pytest.fail("the run ended before its first step:\n" + "".join(seen))
 
 
-def start_and_wait_for_step(tmp_path: Path, *words: str) -> tuple[subprocess.Popen[str], dict[str, int]]:
+def start_and_wait_for_step(
+    tmp_path: Path, *words: str
+) -> tuple[subprocess.Popen[str], dict[str, int]]:
     """Start a run and wait for its first step. Return the run's process and {script: pid} of the run's child
     processes."""
     process, pids = start_and_hold(tmp_path, *words)
@@ -84,7 +99,10 @@ def children(pid: int) -> dict[str, int]:
         if int(parent) == pid:
             # If a process was started early (run/early.py), its command line ends with the name of its module.
             modules = ("inference.tiny.server", "proxy")
-            script = next((name for name in modules if f"-m {name} " in args or args.endswith(f" {name}")), args)
+            script = next(
+                (name for name in modules if f"-m {name} " in args or args.endswith(f" {name}")),
+                args,
+            )
             found[script] = int(child)
     return found
 

@@ -14,7 +14,9 @@ class ScriptedEngine:
     """An engine that answers each request with the text `script(request)`. If `cut` is true, the answer has no
     end-of-turn token."""
 
-    def __init__(self, tokenizer: Any, script: Callable[[ModelRequest], str] = lambda request: "ok") -> None:
+    def __init__(
+        self, tokenizer: Any, script: Callable[[ModelRequest], str] = lambda request: "ok"
+    ) -> None:
         self.tokenizer = tokenizer
         self.script = script
         self.cut = False
@@ -64,7 +66,9 @@ def loader(samples: list[dict], batch_size: int = 2, seed: int | None = None) ->
 class Echo(RolloutWorkflow):
     """A workflow that returns one row with three token ids: the sample's number + 1, the member's index, and `name`."""
 
-    def __init__(self, name: int = 0, fails: tuple[int, ...] = (), rejects: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, name: int = 0, fails: tuple[int, ...] = (), rejects: tuple[int, ...] = ()
+    ) -> None:
         self.name, self.fails, self.rejects = name, fails, rejects
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:

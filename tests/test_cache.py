@@ -17,7 +17,10 @@ from cache import InteractionCache, InteractionWithTokenLogpReward
 from calls.messages import Refusal, canonical
 from inference.io_struct import ModelResponse
 
-PAIRS = [json.loads(line) for line in (Path(__file__).parent / "data/chat_pairs.jsonl").read_text().splitlines()]
+PAIRS = [
+    json.loads(line)
+    for line in (Path(__file__).parent / "data/chat_pairs.jsonl").read_text().splitlines()
+]
 Messages = list[dict[str, Any]]
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
 
@@ -99,16 +102,31 @@ def play(session: list[Call]) -> InteractionCache:
     cache, fresh = InteractionCache(), iter(range(1, 10_000))
     for k, call in enumerate(session):
         names = [name for name in cache if cache[name].complete]
-        before = cache[names[call.goes_on_from % len(names)]] if names and call.goes_on_from is not None else None
+        before = (
+            cache[names[call.goes_on_from % len(names)]]
+            if names and call.goes_on_from is not None
+            else None
+        )
         history = before.messages + (before.output_message_list or []) if before else []
-        interaction = cache.enter(str(k), InteractionWithTokenLogpReward([*history, user(call.question)]))
+        interaction = cache.enter(
+            str(k), InteractionWithTokenLogpReward([*history, user(call.question)])
+        )
         if not call.finishes:
             continue
         parent = interaction.parent
-        ids = parent.tokens.input_tokens + parent.tokens.output_tokens if parent and not call.drifts else []
+        ids = (
+            parent.tokens.input_tokens + parent.tokens.output_tokens
+            if parent and not call.drifts
+            else []
+        )
         output = [next(fresh) for _ in range(call.sampled)]
         response = ModelResponse(
-            [*ids, next(fresh)], output, [-float(t) for t in output], [t % 5 for t in output], "stop", 0.5 + k
+            [*ids, next(fresh)],
+            output,
+            [-float(t) for t in output],
+            [t % 5 for t in output],
+            "stop",
+            0.5 + k,
         )
         output_message = said(call.answer) if isinstance(call.answer, str) else called(call.answer)
         cache.finish(str(k), response, [output_message])
@@ -129,7 +147,9 @@ def test_the_parent_is_the_longest_finished_prefix(session: list[Call]) -> None:
         for candidate in (cache[earlier] for earlier in names[:i]):
             if not candidate.complete:
                 continue
-            whole = [canonical(m) for m in candidate.messages + (candidate.output_message_list or [])]
+            whole = [
+                canonical(m) for m in candidate.messages + (candidate.output_message_list or [])
+            ]
             if child[: len(whole)] == whole and len(whole) >= length:
                 best, length = candidate, len(whole)
         assert cache[name].parent is best
@@ -161,17 +181,33 @@ def test_concat_trains_every_sampled_token_once(session: list[Call]) -> None:
     trained = []
     for interaction in cache.export_interactions("concat").values():
         row = interaction.to_lists()
-        per_row = ("rewards", "truncated", "regenerated", "side_conversations", "unstored", "placeholders")
-        assert {len(values) for key, values in row.items() if key not in per_row} == {len(row["input_ids"])}
+        per_row = (
+            "rewards",
+            "truncated",
+            "regenerated",
+            "side_conversations",
+            "unstored",
+            "placeholders",
+        )
+        assert {len(values) for key, values in row.items() if key not in per_row} == {
+            len(row["input_ids"])
+        }
         for t, token in enumerate(row["input_ids"]):
             if row["turn_ids"][t] < 0:
                 assert not row["loss_mask"][t]
                 assert row["versions"][t] == -1
-                assert (row["logprobs"][t], row["turn_rewards"][t], row["temperatures"][t]) == (0.0, 0.0, 1.0)
+                assert (row["logprobs"][t], row["turn_rewards"][t], row["temperatures"][t]) == (
+                    0.0,
+                    0.0,
+                    1.0,
+                )
                 continue
             source = of_token[token]
             place = source.tokens.output_tokens.index(token)
-            assert row["input_ids"][:t] == source.tokens.input_tokens + source.tokens.output_tokens[:place]
+            assert (
+                row["input_ids"][:t]
+                == source.tokens.input_tokens + source.tokens.output_tokens[:place]
+            )
             assert row["logprobs"][t] == -float(token)
             assert row["versions"][t] == token % 5
             assert row["turn_ids"][t] == source.turn
@@ -188,7 +224,9 @@ def test_a_row_of_concat_continues_the_row_that_trains_its_parent(session: list[
     A. If the first trained turn of a row is a root, the row has no parent."""
     cache = play(session)
     rows = cache.export_interactions("concat")
-    row_of = {turn: row for row in rows.values() for turn, is_trained in row.row_turns if is_trained}
+    row_of = {
+        turn: row for row in rows.values() for turn, is_trained in row.row_turns if is_trained
+    }
     assert set(row_of) == set(cache.finished())
     for row in rows.values():
         first = next(turn for turn, is_trained in row.row_turns if is_trained)
@@ -219,7 +257,9 @@ def test_real_clients_turns_are_chained(pair: dict[str, Any]) -> None:
     response = ModelResponse([1], [2], [-1.0], [0], "stop")
     cache.enter(
         "parent",
-        InteractionWithTokenLogpReward(pair["parent"], model_response=response, output_message_list=[pair["reply"]]),
+        InteractionWithTokenLogpReward(
+            pair["parent"], model_response=response, output_message_list=[pair["reply"]]
+        ),
     )
     cache.enter("child", InteractionWithTokenLogpReward(pair["child"]))
     assert cache["child"].parent is cache["parent"]
@@ -250,7 +290,9 @@ def test_an_unfinished_call_is_never_a_parent() -> None:
     assert list(cache) == ["b"]  # `discard` does not remove a finished interaction
 
 
-@pytest.mark.parametrize(("sampled", "echoed"), [(True, 1), (1, True), (False, 0), ([0, "x"], [False, "x"])])
+@pytest.mark.parametrize(
+    ("sampled", "echoed"), [(True, 1), (1, True), (False, 0), ([0, "x"], [False, "x"])]
+)
 def test_true_is_not_1(sampled: Any, echoed: Any) -> None:
     """If a client changes `true` in a tool call to 1, the cache treats the history as a different conversation,
     although `True == 1` in Python. An unchanged history is a continuation of the conversation."""
@@ -260,7 +302,9 @@ def test_true_is_not_1(sampled: Any, echoed: Any) -> None:
         first.output_message_list = [called(sampled)]
         cache.enter("first", first)
         cache.enter("second", turn([user("hi"), called(a), user("more")]))
-        cache.enter("third", turn([user("hi"), called(sampled), user("more"), said("ok"), user("and more")]))
+        cache.enter(
+            "third", turn([user("hi"), called(sampled), user("more"), said("ok"), user("and more")])
+        )
         assert cache["second"].parent is (cache["first"] if a is sampled else None)
         assert cache["third"].parent is cache["second" if a is sampled else "first"]
 
@@ -283,7 +327,9 @@ def test_finding_a_parent_costs_messages_not_interactions() -> None:
     cache = InteractionCache()
     for k in range(800):
         cache.enter(str(k), turn(list(shared), str(k)))
-    assert Counted.looks == 800 * 200 + 1  # + 1: for one request, the cache reads the first message twice
+    assert (
+        Counted.looks == 800 * 200 + 1
+    )  # + 1: for one request, the cache reads the first message twice
 
 
 def test_a_turn_reads_its_new_messages_only() -> None:
@@ -326,7 +372,9 @@ def test_a_message_that_cannot_be_compared_changes_nothing() -> None:
         deep = {"a": deep}
     cache = InteractionCache()
     with pytest.raises(Refusal, match="nested too deeply"):
-        cache.enter("deep", InteractionWithTokenLogpReward([user("hi"), called(deep), user("more")]))
+        cache.enter(
+            "deep", InteractionWithTokenLogpReward([user("hi"), called(deep), user("more")])
+        )
     assert not cache
     cache.enter("0", InteractionWithTokenLogpReward([user("hi")]))
     with pytest.raises(Refusal, match="nested too deeply"):
@@ -403,7 +451,10 @@ def test_a_side_conversation_takes_no_reward(title_first: bool, turns: int) -> N
     assert [i.interaction_id for i in cache.mark_side_conversations()] == ["title"]
     cache.set_last_reward(1.0)
     cache.apply_reward_discount(1.0)
-    assert {name: i.reward for name, i in cache.items()} == {"title": None, **{str(k): 1.0 for k in range(turns)}}
+    assert {name: i.reward for name, i in cache.items()} == {
+        "title": None,
+        **{str(k): 1.0 for k in range(turns)},
+    }
     rows = {name: i.to_lists() for name, i in cache.export_interactions("concat").items()}
     assert sum(rows["title"]["loss_mask"]) == 0
     assert sum(sum(row["loss_mask"]) for row in rows.values()) == turns
@@ -443,7 +494,10 @@ def test_an_orphan_leaves_no_trace() -> None:
     for name in ("0", "1", "unknown"):
         cache.drop_orphan(name)
     assert list(cache) == ["0"]
-    cache.enter("again", InteractionWithTokenLogpReward([user("0"), said("0"), user("1"), said("1"), user("2")]))
+    cache.enter(
+        "again",
+        InteractionWithTokenLogpReward([user("0"), said("0"), user("1"), said("1"), user("2")]),
+    )
     assert cache["again"].parent is cache["0"]
     cache.drop_orphan("0")
     assert list(cache) == ["0", "again"]
@@ -462,7 +516,10 @@ def test_what_failed_leaves_no_trace(session: list[Call], orphans: list[int]) ->
             cache.discard(name)
         for k in orphans:
             cache.drop_orphan([*cache, ""][k % (len(cache) + 1)])
-    one, other = ([(i.messages, i.output_message_list, i.children, i.turn) for i in cache.values()] for cache in caches)
+    one, other = (
+        [(i.messages, i.output_message_list, i.children, i.turn) for i in cache.values()]
+        for cache in caches
+    )
     assert one == other
 
 
@@ -476,7 +533,9 @@ def test_an_orphan_leaves_its_twin() -> None:
     assert cache["next"].parent is cache["twin"]
 
 
-@pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf, "1", None, [1], 10**400, 1.7e308])
+@pytest.mark.parametrize(
+    "reward", [math.nan, math.inf, -math.inf, "1", None, [1], 10**400, 1.7e308]
+)
 def test_a_reward_is_a_finite_number(reward: Any) -> None:
     """The cache refuses a reward of NaN or infinity, because one such reward would make the whole batch NaN."""
     with pytest.raises(ValueError, match="finite"):

@@ -14,7 +14,7 @@ import pytest
 from conftest import ROOT
 from test_structure import MODULES, SEVEN
 
-from run.config import list_keys, load
+from run.load import list_keys, load
 
 PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted(ROOT.glob("docs/*.md"))]
 FOLDERS = (ROOT / "tests", ROOT / "bench", ROOT / "examples")
@@ -29,12 +29,22 @@ def code_lines(path: Path) -> int:
     """Return the number of a module's lines of code. Blank lines, comments and docstrings do not count."""
     source = path.read_text()
     lines: set[int] = set()
-    prose = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    prose = (
+        tokenize.COMMENT,
+        tokenize.NL,
+        tokenize.NEWLINE,
+        tokenize.INDENT,
+        tokenize.DEDENT,
+        tokenize.ENDMARKER,
+    )
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in prose:
             lines.update(range(token.start[0], token.end[0] + 1))
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.body:
+        if (
+            isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+            and node.body
+        ):
             first = node.body[0]
             if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
                 lines -= set(range(first.lineno, (first.end_lineno or first.lineno) + 1))
@@ -140,7 +150,11 @@ def test_every_key_has_a_meaning() -> None:
 @pytest.mark.parametrize("path", sorted(ROOT.glob("configs/*.yaml")), ids=name_in_project)
 def test_recipes_load(path: Path) -> None:
     """Every recipe contains only known keys and valid values. A preset is loaded after the recipe that it changes."""
-    recipe = [] if "experiment_name" in path.read_text() else ["--config", str(ROOT / "configs" / "gsm8k.yaml")]
+    recipe = (
+        []
+        if "experiment_name" in path.read_text()
+        else ["--config", str(ROOT / "configs" / "gsm8k.yaml")]
+    )
     load([*recipe, "--config", str(path)])
 
 
@@ -148,7 +162,9 @@ def test_recipes_load(path: Path) -> None:
 def test_named_files_exist(page: Path) -> None:
     """Every file that a page names exists, and every `module.py::name` is a function or a class of that module."""
     text = page.read_text()
-    for name in re.findall(r"\b((?:[\w.]+/)*\w+\.(?:py|yaml|md|sh|toml))\b", re.sub(r"https?://\S+", "", text)):
+    for name in re.findall(
+        r"\b((?:[\w.]+/)*\w+\.(?:py|yaml|md|sh|toml))\b", re.sub(r"https?://\S+", "", text)
+    ):
         if (
             name == "config.yaml"
             or name.startswith(("areal/", "runs/", "own/"))
@@ -159,7 +175,9 @@ def test_named_files_exist(page: Path) -> None:
         assert any(c.exists() for c in candidates), f"{page.name} names {name}"
     for module, attribute in re.findall(r"`([\w/]+\.py)::([\w.]+)`", text):
         source = (ROOT / module).read_text()
-        assert re.search(rf"\b(def|class) {attribute.split('.')[-1]}\b", source), f"{page.name}: {module}::{attribute}"
+        assert re.search(rf"\b(def|class) {attribute.split('.')[-1]}\b", source), (
+            f"{page.name}: {module}::{attribute}"
+        )
 
 
 def is_skip(marker: ast.expr) -> bool:
@@ -177,7 +195,11 @@ def running_tests(path: Path) -> set[str]:
     if any(isinstance(node, ast.Assign) and is_skip(node.value) for node in tree.body):
         return set()
     tests = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    return {t.name for t in tests if t.name.startswith("test_") and not any(map(is_skip, t.decorator_list))}
+    return {
+        t.name
+        for t in tests
+        if t.name.startswith("test_") and not any(map(is_skip, t.decorator_list))
+    }
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_in_project)
@@ -196,7 +218,9 @@ def test_a_skipped_test_is_no_answer(tmp_path: Path) -> None:
         "test_c": "skipif(True, reason='')",
         "test_d": "runs",
     }
-    source = "".join(f"@pytest.mark.{marker}\ndef {name}(): ...\n" for name, marker in markers.items())
+    source = "".join(
+        f"@pytest.mark.{marker}\ndef {name}(): ...\n" for name, marker in markers.items()
+    )
     (tmp_path / "test_x.py").write_text(source)
     assert running_tests(tmp_path / "test_x.py") == {"test_c", "test_d"}
     (tmp_path / "test_x.py").write_text("pytestmark = pytest.mark.skip\n" + source)
@@ -208,7 +232,12 @@ def test_documents_are_cited_by_title(path: Path) -> None:
     """Modules, tests and pages cite a page of AReaL by its title, because a reader cannot find the page by a file
     name."""
     text = re.sub(r"https?://\S+", "", path.read_text())
-    cited = set(re.findall(r"\bdocs/[\w.-]+\.(?:txt|md)\b|\b(?:agent|rollout|openai)_workflows?\.(?:txt|md)\b", text))
+    cited = set(
+        re.findall(
+            r"\bdocs/[\w.-]+\.(?:txt|md)\b|\b(?:agent|rollout|openai)_workflows?\.(?:txt|md)\b",
+            text,
+        )
+    )
     assert {name for name in cited if not (ROOT / name).exists()} == set()
 
 
@@ -232,7 +261,11 @@ def test_the_reading_path_has_its_stated_length() -> None:
     """The README states how many lines of code the ten stops of its reading path have in total. The README's number of
     lines is right to within 5 %."""
     text = (ROOT / "README.md").read_text()
-    stops = re.findall(r"^\| \d+ \| `([\w/]+\.py)` \|", text.partition("## Reading path")[2], re.MULTILINE)
+    stops = re.findall(
+        r"^\| \d+ \| `([\w/]+\.py)` \|", text.partition("## Reading path")[2], re.MULTILINE
+    )
     (stated,) = re.findall(r"words and ([\d,]+) lines\)\. Both", " ".join(text.split()))
     assert len(stops) == 10
-    assert sum(code_lines(ROOT / stop) for stop in stops) == pytest.approx(int(stated.replace(",", "")), rel=0.05)
+    assert sum(code_lines(ROOT / stop) for stop in stops) == pytest.approx(
+        int(stated.replace(",", "")), rel=0.05
+    )

@@ -49,8 +49,8 @@ from rollout.executor import ProxyAddress, WorkflowExecutor
 from rollout.reward import AsyncRewardWrapper
 from rollout.runner import TaskQueueFullError
 from rollout.trajectory import check_trajectory_format, complete, concat_padded_tensors, dump_lines
-from run.config import load
 from run.keys import PPOActorConfig, RolloutConfig
+from run.load import load
 from run.recover import save_model
 from staleness import RolloutStat, StalenessManager
 from train import PPOTrainer
@@ -86,62 +86,98 @@ class Block(NamedTuple):
     document: str
     first: str
     last: str
-    indent: str = ""  # the indentation level of each line as a digit, if the text has lost its indentation
+    indent: str = (
+        ""  # the indentation level of each line as a digit, if the text has lost its indentation
+    )
 
 
 # Every block of code of the documents, in the order of the documents.
 BLOCKS = {
     "agent": Block(AGENT, "class MyAgent", 'return compute_reward(response, data["answer"])'),
     "direct": Block(
-        AGENT, "from areal.experimental.openai import ArealOpenAI", 'export_interactions(style="individual")'
+        AGENT,
+        "from areal.experimental.openai import ArealOpenAI",
+        'export_interactions(style="individual")',
     ),
     "inline": Block(AGENT, "rollout:", "mode: inline"),
     "subproc": Block(AGENT, "rollout:", "subproc_max_workers: 4"),
     "sync agent": Block(AGENT, "import os", 'return compute_reward(response, data["answer"])'),
     "interaction": Block(AGENT, "@dataclass", "completion: ChatCompletion | None"),
-    "tensors": Block(AGENT, '{\n    "input_ids": torch.tensor([...]', "[reward], dtype=torch.float32),\n}"),
-    "assignment": Block(AGENT, "    client.set_last_reward(1.0)", "client.set_reward(completion_id, 0.5)"),
+    "tensors": Block(
+        AGENT, '{\n    "input_ids": torch.tensor([...]', "[reward], dtype=torch.float32),\n}"
+    ),
+    "assignment": Block(
+        AGENT, "    client.set_last_reward(1.0)", "client.set_reward(completion_id, 0.5)"
+    ),
     "backpropagation": Block(AGENT, "C.reward = 1.0", "A.reward = 0 + 0.9 × 0.9 = 0.81"),
-    "discount": Block(AGENT, "client.apply_reward_discount", 'export_interactions(style="individual")'),
+    "discount": Block(
+        AGENT, "client.apply_reward_discount", 'export_interactions(style="individual")'
+    ),
     "resolution": Block(AGENT, "def _resolve_workflow", "return resolved"),
-    "proxy workflow": Block(AGENT, "class OpenAIProxyWorkflow", "style=self.export_style,\n        )"),
+    "proxy workflow": Block(
+        AGENT, "class OpenAIProxyWorkflow", "style=self.export_style,\n        )"
+    ),
     "public": Block(AGENT, "from areal.experimental.openai import (", ")\n"),
     "interface": Block(ROLLOUT, "from areal.api.workflow_api", 'the workflow."""\n...', "00111122"),
     "example value": Block(ROLLOUT, "return {", "}"),
-    "context": Block(ROLLOUT, "from areal.infra import", "workflow_context.stat_scope()", "001111221111"),
+    "context": Block(
+        ROLLOUT, "from areal.infra import", "workflow_context.stat_scope()", "001111221111"
+    ),
     "dumps": Block(ROLLOUT, "rollout:", "# Required for text decoding", "0111"),
     "dump line": Block(ROLLOUT, '{\n"task_id"', "\n}"),
     "submit": Block(ROLLOUT, "engine.submit(", "\n)"),
     "group size": Block(ROLLOUT, "rollout:", "group_size: 4", "01"),
     "grouped": Block(
-        ROLLOUT, "class GroupedRolloutWorkflow", "return concat_padded_tensors(valid_results)", "0122222222322323"
+        ROLLOUT,
+        "class GroupedRolloutWorkflow",
+        "return concat_padded_tensors(valid_results)",
+        "0122222222322323",
     ),
     "custom": Block(
-        ROLLOUT, "from areal.api.workflow_api", "return self.build_tensor_dict(resp, reward)", "0012212222222222222232"
+        ROLLOUT,
+        "from areal.api.workflow_api",
+        "return self.build_tensor_dict(resp, reward)",
+        "0012212222222222222232",
     ),
     "train": Block(ROLLOUT, "trainer.train(", "\n)"),
-    "client": Block(OPENAI, "from areal.experimental.openai import ArealOpenAI", "max_completion_tokens=100\n)"),
-    "reward": Block(OPENAI, "client.set_reward(completion.id", "export_completions(turn_discount=0.9)"),
-    "older workflow": Block(OPENAI, "from areal.api.workflow_api", "return client.export_completions()"),
-    "multi turn": Block(OPENAI, "async def _run_one_episode", "return client.export_completions(), comp_data"),
+    "client": Block(
+        OPENAI, "from areal.experimental.openai import ArealOpenAI", "max_completion_tokens=100\n)"
+    ),
+    "reward": Block(
+        OPENAI, "client.set_reward(completion.id", "export_completions(turn_discount=0.9)"
+    ),
+    "older workflow": Block(
+        OPENAI, "from areal.api.workflow_api", "return client.export_completions()"
+    ),
+    "multi turn": Block(
+        OPENAI, "async def _run_one_episode", "return client.export_completions(), comp_data"
+    ),
     "tools": Block(OPENAI, "tools = [{", 'tool_choice="auto"  # or "none" to disable\n)'),
-    "export": Block(OPENAI, "completions = client.export_completions", "# Convert to training format"),
+    "export": Block(
+        OPENAI, "completions = client.export_completions", "# Convert to training format"
+    ),
     "staleness": Block(WRITE_UP, "rollout:", "max_head_offpolicyness: 4"),
     "capacity": Block(WRITE_UP, "def get_capacity", "return capacity"),
     "life cycle": Block(WRITE_UP, "class StalenessManager", "self.rollout_stat.rejected += 1"),
     "response": Block(WRITE_UP, "@dataclass", '= "stop"'),
     "generation": Block(WRITE_UP, "async def agenerate", "stop_reason=stop_reason\n    )"),
     "turns": Block(WRITE_UP, "class MultiTurnWorkflow", "unsqueeze(0),\n        }"),
-    "dispatcher": Block(WRITE_UP, "class BatchTaskDispatcher", "threading.Condition(self._result_lock)"),
+    "dispatcher": Block(
+        WRITE_UP, "class BatchTaskDispatcher", "threading.Condition(self._result_lock)"
+    ),
     "producer": Block(WRITE_UP, "def _commit_loop", "self._input_cv.wait()\n    return None"),
-    "consumer": Block(WRITE_UP, "def _fetch_loop", "self._set_thread_exception(e)\n            break"),
+    "consumer": Block(
+        WRITE_UP, "def _fetch_loop", "self._set_thread_exception(e)\n            break"
+    ),
     "objective": Block(WRITE_UP, "actor:", 'prox_logp_method: "recompute"'),
     "mode": Block(WRITE_UP, "class PPOActor", 'FORWARD PASS (current policy)")'),
     "loss": Block(WRITE_UP, "def ppo_actor_loss_fn", "policy_loss = -torch.min(surr1, surr2)\n```"),
     "debugging": Block(WRITE_UP, "rollout:", "recompute_logprob: true"),
     "throughput": Block(WRITE_UP, "rollout:", 'prox_logp_method: "loglinear"'),
     "stability": Block(WRITE_UP, "rollout:", 'prox_logp_method: "recompute"'),
-    "initialisation": Block(WRITE_UP, "rollout = RemoteSGLangEngine", "connect_engine(rollout, weight_update_meta)"),
+    "initialisation": Block(
+        WRITE_UP, "rollout = RemoteSGLangEngine", "connect_engine(rollout, weight_update_meta)"
+    ),
     "loop": Block(WRITE_UP, "for global_step", "saver.save(actor, global_step)"),
     "one turn": Block(WRITE_UP, "class CustomWorkflow", "unsqueeze(0),\n        }"),
 }
@@ -213,8 +249,19 @@ def block(name: str) -> str:
 
 async def execute(name: str, **names: Any) -> dict[str, Any]:
     """Execute an example, and return the names that the example has defined. The example may contain `await`."""
-    libraries: dict[str, Any] = {"asyncio": asyncio, "torch": torch, "uuid": uuid, "deepcopy": deepcopy}
-    libraries |= {"dataclass": dataclass, "field": field, "Literal": Literal, "AsyncOpenAI": AsyncOpenAI, "Any": Any}
+    libraries: dict[str, Any] = {
+        "asyncio": asyncio,
+        "torch": torch,
+        "uuid": uuid,
+        "deepcopy": deepcopy,
+    }
+    libraries |= {
+        "dataclass": dataclass,
+        "field": field,
+        "Literal": Literal,
+        "AsyncOpenAI": AsyncOpenAI,
+        "Any": Any,
+    }
     namespace = {"__name__": __name__, **libraries, **NAMES, **names}
     code = compile(block(name), f"<{name}>", "exec", flags=FLAGS)
     result = eval(code, namespace)
@@ -242,7 +289,11 @@ def test_every_block_is_listed(document: str) -> None:
 
 def test_every_block_runs_somewhere() -> None:
     """Every block is executed or read by a test of this file, unless EXCEPTIONS contains the block."""
-    calls = [node for node in ast.walk(ast.parse(Path(__file__).read_text())) if isinstance(node, ast.Call)]
+    calls = [
+        node
+        for node in ast.walk(ast.parse(Path(__file__).read_text()))
+        if isinstance(node, ast.Call)
+    ]
     used = {
         ast.literal_eval(call.args[0])
         for call in calls
@@ -258,7 +309,11 @@ def test_every_block_runs_somewhere() -> None:
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "inline": {"rollout.openai.mode": "inline"},
     "subproc": {"rollout.openai.mode": "subproc", "rollout.openai.subproc_max_workers": 4},
-    "dumps": {"rollout.dump_to_file": True, "fileroot": "/path/to/logs", "tokenizer_path": "model/tokenizer"},
+    "dumps": {
+        "rollout.dump_to_file": True,
+        "fileroot": "/path/to/logs",
+        "tokenizer_path": "model/tokenizer",
+    },
     "group size": {"rollout.group_size": 4, "gconfig.n_samples": 4},
     "staleness": {"rollout.max_head_offpolicyness": 4},
     "objective": {"actor.use_decoupled_loss": True, "actor.recompute_logprob": True},
@@ -273,7 +328,10 @@ def test_a_configuration_is_a_recipe(name: str, tmp_path: Path) -> None:
     """Each YAML example can be loaded as a preset after the demo's recipe, and sets the expected values."""
     recipe = tmp_path / "documents.yaml"
     recipe.write_text(block(name))
-    words = {"throughput": ["train_dataset.batch_size=32"], "group size": ["gconfig.n_samples=1"]}.get(name, [])
+    words = {
+        "throughput": ["train_dataset.batch_size=32"],
+        "group size": ["gconfig.n_samples=1"],
+    }.get(name, [])
     config = load(["--config", "configs/demo.yaml", "--config", str(recipe), *words])
     for key, value in CONFIGURATIONS[name].items():
         assert attrgetter(key)(config) == value
@@ -309,7 +367,9 @@ async def test_the_agents_run(agents: str, proxy: ProxyAddress, agent: str, mode
         assert "OPENAI_BASE_URL" not in os.environ
 
 
-async def test_an_interaction_of_the_proxy_has_the_documents_fields(agents: str, proxy: ProxyAddress) -> None:
+async def test_an_interaction_of_the_proxy_has_the_documents_fields(
+    agents: str, proxy: ProxyAddress
+) -> None:
     """An exported interaction has each field of the dataclass on AReaL's page Agent Workflow, and each value has the
     type that the page gives."""
     workflow: Any = resolve_workflow(f"{agents}.MyAgent", proxy=vars(proxy))
@@ -317,12 +377,27 @@ async def test_an_interaction_of_the_proxy_has_the_documents_fields(agents: str,
     named = (await execute("interaction"))["InteractionWithTokenLogpReward"]
     hints = get_type_hints(named, {**NAMES, "ChatCompletion": ChatCompletion})
     for name, kind in hints.items():
-        options = [kind] if get_origin(kind) is list else get_args(kind) or [kind]  # X and None for the type `X | None`
-        assert isinstance(getattr(turn, name), tuple(get_origin(option) or option for option in options)), name
+        options = (
+            [kind] if get_origin(kind) is list else get_args(kind) or [kind]
+        )  # X and None for the type `X | None`
+        assert isinstance(
+            getattr(turn, name), tuple(get_origin(option) or option for option in options)
+        ), name
     assert turn.completion.id == turn.interaction_id
-    assert turn.model_response.output_tokens == turn.to_lists()["input_ids"][turn.model_response.input_len :]
-    spec = SimpleNamespace(**vars(torch) | {name: lambda *_, dtype: dtype for name in ("tensor", "ones")})
-    given = {"torch": spec, "input_len": 1, "output_len": 1, "output_logprobs": [0.0], "reward": 1.0}
+    assert (
+        turn.model_response.output_tokens
+        == turn.to_lists()["input_ids"][turn.model_response.input_len :]
+    )
+    spec = SimpleNamespace(
+        **vars(torch) | {name: lambda *_, dtype: dtype for name in ("tensor", "ones")}
+    )
+    given = {
+        "torch": spec,
+        "input_len": 1,
+        "output_len": 1,
+        "output_logprobs": [0.0],
+        "reward": 1.0,
+    }
     tensors = eval(block("tensors"), given)
     assert {key: turn.to_tensor_dict()[key].dtype for key in tensors} == tensors
 
@@ -355,7 +430,9 @@ def test_the_page_names_the_routes_and_the_body_of_an_export() -> None:
     body = re.search(r'Body: (\{"session_id".*\})', read(AGENT))
     assert body is not None
     fields = ast.literal_eval(body[1]).keys() - {"session_id"}
-    assert fields == inspect.signature(OpenAIProxyClient.export_interactions).parameters.keys() - {"self"}
+    assert fields == inspect.signature(OpenAIProxyClient.export_interactions).parameters.keys() - {
+        "self"
+    }
 
 
 # ---------------------------------------------------------------- AReaL's examples of the direct approach
@@ -370,7 +447,9 @@ async def test_the_public_names(tiny_tokenizer: Any) -> None:
 
 async def test_the_direct_approach(real_engine: RemoteInfEngine, tiny_tokenizer: Any) -> None:
     """The workflow MyWorkflow from AReaL's page Agent Workflow returns one interaction with its reward."""
-    names = await execute("direct", compute_reward=lambda response, answer: len(response.choices) / 2)
+    names = await execute(
+        "direct", compute_reward=lambda response, answer: len(response.choices) / 2
+    )
     workflow = names["MyWorkflow"]()
     workflow.tokenizer = tiny_tokenizer
     rows = await workflow.arun_episode(real_engine, QUESTION)
@@ -378,7 +457,9 @@ async def test_the_direct_approach(real_engine: RemoteInfEngine, tiny_tokenizer:
     check_trajectory_format(to_tensors(rows))
 
 
-async def test_the_client_and_its_rewards(real_engine: RemoteInfEngine, tiny_tokenizer: Any) -> None:
+async def test_the_client_and_its_rewards(
+    real_engine: RemoteInfEngine, tiny_tokenizer: Any
+) -> None:
     """ArealOpenAI answers a call that names no model, accepts rewards, and exports tensors. The answer has the SDK's
     type ChatCompletion."""
     names = await execute("client", engine=real_engine, tokenizer=tiny_tokenizer)
@@ -390,7 +471,9 @@ async def test_the_client_and_its_rewards(real_engine: RemoteInfEngine, tiny_tok
     assert turn.reward == 0.5
     names = await execute("reward", client=client, completion=completion, reward_value=2.0)
     assert names["completions_with_rewards"][completion.id].reward == 2.0
-    client.cache._discounted = False  # the cache discounts the rewards only if `_discounted` is False
+    client.cache._discounted = (
+        False  # the cache discounts the rewards only if `_discounted` is False
+    )
     names = await execute("export", client=client)
     assert names["reward"] == 2.0
     check_trajectory_format(names["tensor_dict"])
@@ -407,15 +490,21 @@ async def test_tools(real_engine: RemoteInfEngine, tiny_tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["older workflow", "multi turn"])
-async def test_a_workflow_with_the_older_method(name: str, real_engine: RemoteInfEngine, tiny_tokenizer: Any) -> None:
+async def test_a_workflow_with_the_older_method(
+    name: str, real_engine: RemoteInfEngine, tiny_tokenizer: Any
+) -> None:
     """A class that has only the method `_run_one_episode` is accepted as a workflow. AReaL's multi-turn example asks
     the model again until the reward is 1."""
     stub = {"prompt": "", "response": "", "input_tokens": [], "output_tokens": []}
-    names = await (execute("older workflow") if name == "older workflow" else execute("multi turn", **stub))
+    names = await (
+        execute("older workflow") if name == "older workflow" else execute("multi turn", **stub)
+    )
     namespace = {"_run_one_episode": names["_run_one_episode"]} if name == "multi turn" else {}
     cls = type("Workflow", (names.get("MyOpenAIWorkflow", RolloutWorkflow),), namespace)
     if name == "older workflow":
-        workflow: Any = resolve_workflow(cls, {"reward_fn": print, "gconfig": SHORT, "tokenizer": tiny_tokenizer})
+        workflow: Any = resolve_workflow(
+            cls, {"reward_fn": print, "gconfig": SHORT, "tokenizer": tiny_tokenizer}
+        )
         assert await workflow.arun_episode(real_engine, QUESTION) == {}
         return
     workflow, rewards = cls(), iter([0.0, 0.0, 1.0])
@@ -424,7 +513,10 @@ async def test_a_workflow_with_the_older_method(name: str, real_engine: RemoteIn
         return next(rewards)
 
     vars(workflow).update(tokenizer=tiny_tokenizer, gconfig=SHORT, max_turns=5, turn_discount=0.5)
-    workflow.async_reward_fn, workflow.reflection_msg = reward_fn, {"role": "user", "content": "Try again."}
+    workflow.async_reward_fn, workflow.reflection_msg = (
+        reward_fn,
+        {"role": "user", "content": "Try again."},
+    )
     rows = await workflow.arun_episode(real_engine, QUESTION)
     assert [row.reward for row in rows.values()] == [0.25] * 3
     assert [row.turn for row in rows.values()] == [0, 1, 2]
@@ -438,11 +530,16 @@ async def test_backpropagation(tiny_tokenizer: Any) -> None:
     messages: list = list(QUESTION["messages"])
     for _ in range(3):
         reply = await client.chat.completions.create(messages=messages)  # type: ignore[call-overload]
-        messages += [reply.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "more"}]
+        messages += [
+            reply.choices[0].message.model_dump(exclude_none=True),
+            {"role": "user", "content": "more"},
+        ]
     client.set_last_reward(1.0)
     rewards = [row.reward for row in client.export_completions(turn_discount=0.9).values()]
     computed = re.findall(r"^(\w)\.reward = .*?([\d.]+)$", block("backpropagation"), re.MULTILINE)
-    assert dict(zip("ABC", map(pytest.approx, rewards))) == {name: float(value) for name, value in computed}
+    assert dict(zip("ABC", map(pytest.approx, rewards))) == {
+        name: float(value) for name, value in computed
+    }
 
 
 # ---------------------------------------------------------------- workflows
@@ -454,7 +551,8 @@ async def test_the_interface(tiny_tokenizer: Any) -> None:
     theirs = (await execute("interface", **names))["RolloutWorkflow"].arun_episode
     assert list(inspect.signature(theirs).parameters) == ["self", "engine", "data"]
     assert (
-        inspect.signature(theirs).parameters.keys() == inspect.signature(RolloutWorkflow.arun_episode).parameters.keys()
+        inspect.signature(theirs).parameters.keys()
+        == inspect.signature(RolloutWorkflow.arun_episode).parameters.keys()
     )
 
 
@@ -462,7 +560,11 @@ def test_the_example_value() -> None:
     """The trajectory on AReaL's page Rollout Workflow passes check_trajectory_format, and `complete` adds its missing
     tensors."""
     namespace: dict[str, Any] = {"torch": torch}
-    exec("def example():\n" + "\n".join("    " + line for line in block("example value").splitlines()), namespace)
+    exec(
+        "def example():\n"
+        + "\n".join("    " + line for line in block("example value").splitlines()),
+        namespace,
+    )
     trajectory = namespace["example"]()
     check_trajectory_format(trajectory)
     assert complete(trajectory, task_id=0)["turn_ids"].tolist() == [[-1, -1, 0, 0, 0]]
@@ -480,7 +582,8 @@ async def test_the_context(tiny_tokenizer: Any) -> None:
 def test_a_dump_line(tiny_tokenizer: Any) -> None:
     """A line of a dump has the same keys as the line on AReaL's page Rollout Workflow, in the same order."""
     trajectory = complete(
-        {"input_ids": torch.tensor([[5, 6]]), "attention_mask": torch.ones(1, 2, dtype=torch.bool)}, task_id=42
+        {"input_ids": torch.tensor([[5, 6]]), "attention_mask": torch.ones(1, 2, dtype=torch.bool)},
+        task_id=42,
     )
     (line,) = dump_lines(trajectory, 42, tiny_tokenizer)
     assert list(line) == list(ast.literal_eval(block("dump line")))
@@ -508,10 +611,16 @@ async def test_a_custom_workflow_is_submitted_and_trained(
 ) -> None:
     """`engine.submit(data=..., workflow=..., workflow_kwargs=..., group_size=4)` runs the custom workflow from AReaL's
     page in a group. A negative reward rejects the sample."""
-    executor = WorkflowExecutor(real_engine, RolloutConfig(max_head_offpolicyness=9), tiny_tokenizer, SHORT)
+    executor = WorkflowExecutor(
+        real_engine, RolloutConfig(max_head_offpolicyness=9), tiny_tokenizer, SHORT
+    )
     try:
         for reward in (1.0, -1.0):
-            names = {"engine": real_engine, "sample": {"prompt": "hi", "reward": reward}, "MyWorkflow": custom}
+            names = {
+                "engine": real_engine,
+                "sample": {"prompt": "hi", "reward": reward},
+                "MyWorkflow": custom,
+            }
             await execute("submit", **names)
         first = await asyncio.to_thread(real_engine.wait_for_task, 0, 60)
         assert first is not None
@@ -521,17 +630,35 @@ async def test_a_custom_workflow_is_submitted_and_trained(
         executor.destroy()
 
 
-def test_a_custom_workflow_is_given_to_the_trainer(custom: type, tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_a_custom_workflow_is_given_to_the_trainer(
+    custom: type, tiny_model_dir: Path, tmp_path: Path
+) -> None:
     """`trainer.train(workflow=..., workflow_kwargs=...)` runs a whole training run and ends all its processes."""
     data = tmp_path / "data.jsonl"
     data.write_text('{"prompt": "hi"}\n')
-    words = ["task=null", f"model_path={tiny_model_dir}", f"train_dataset.path={data}", "train_dataset.batch_size=2"]
-    words += [f"fileroot={tmp_path}", "experiment_name=e", "trial_name=t", "logger.live=false", "max_steps=1"]
-    config = load([*words, "gconfig.n_samples=2", "gconfig.max_new_tokens=4", "actor.ppo_n_minibatches=1"])
+    words = [
+        "task=null",
+        f"model_path={tiny_model_dir}",
+        f"train_dataset.path={data}",
+        "train_dataset.batch_size=2",
+    ]
+    words += [
+        f"fileroot={tmp_path}",
+        "experiment_name=e",
+        "trial_name=t",
+        "logger.live=false",
+        "max_steps=1",
+    ]
+    config = load(
+        [*words, "gconfig.n_samples=2", "gconfig.max_new_tokens=4", "actor.ppo_n_minibatches=1"]
+    )
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
     trainer = PPOTrainer(config)
     assert not config.run_dir.exists(), "the constructor starts nothing"
-    exec(block("train"), {"trainer": trainer, "MyWorkflow": custom, "tokenizer": tokenizer, "config": config})
+    exec(
+        block("train"),
+        {"trainer": trainer, "MyWorkflow": custom, "tokenizer": tokenizer, "config": config},
+    )
     (line,) = (config.run_dir / "metrics.jsonl").read_text().splitlines()
     assert json.loads(line)["tokens"] > 0
     assert json.loads(line)["success"] == 1.0
@@ -539,7 +666,9 @@ def test_a_custom_workflow_is_given_to_the_trainer(custom: type, tiny_model_dir:
     assert not multiprocessing.active_children()
 
 
-async def test_the_listing_of_groups_gives_the_same_rows(real_engine: RemoteInfEngine, tiny_tokenizer: Any) -> None:
+async def test_the_listing_of_groups_gives_the_same_rows(
+    real_engine: RemoteInfEngine, tiny_tokenizer: Any
+) -> None:
     """AReaL's listing of GroupedRolloutWorkflow and this project's class return equal tensors."""
     names = {
         "all_interaction_dicts": lambda results: all(map(is_interactions, results)),
@@ -575,17 +704,25 @@ async def test_the_listing_of_the_gate_agrees(tiny_tokenizer: Any) -> None:
     """After the same events, this project's StalenessManager and the gate in the write-up on AReaL have the same counts
     and the same capacity."""
     rng, version = random.Random(0), Version()
-    ours = StalenessManager(version, max_concurrent_rollouts=7, consumer_batch_size=3, max_staleness=2)
+    ours = StalenessManager(
+        version, max_concurrent_rollouts=7, consumer_batch_size=3, max_staleness=2
+    )
     names = await execute("life cycle")
     listing = type(
-        "Listing", (names["StalenessManager"],), {"get_capacity": (await execute("capacity"))["get_capacity"]}
+        "Listing",
+        (names["StalenessManager"],),
+        {"get_capacity": (await execute("capacity"))["get_capacity"]},
     )
     theirs: Any = listing()
     vars(theirs).update(lock=threading.Lock(), rollout_stat=RolloutStat(), version_provider=version)
     vars(theirs).update(max_concurrent_rollouts=7, consumer_batch_size=3, max_staleness=2)
     for _ in range(300):
         stat = ours.get_stats()
-        events = ["enqueued"] + ["submitted"] * (stat.enqueued > 0) + ["accepted", "rejected"] * (stat.running > 0)
+        events = (
+            ["enqueued"]
+            + ["submitted"] * (stat.enqueued > 0)
+            + ["accepted", "rejected"] * (stat.running > 0)
+        )
         event = rng.choice(events)
         for gate in (ours, theirs):
             getattr(gate, f"on_rollout_{event}")()
@@ -600,23 +737,35 @@ async def test_a_response_without_arguments() -> None:
     assert {name: getattr(ours, name) for name in vars(theirs)} == vars(theirs)
 
 
-async def test_the_listing_of_generation_gives_the_same_tokens(real_engine: RemoteInfEngine) -> None:
+async def test_the_listing_of_generation_gives_the_same_tokens(
+    real_engine: RemoteInfEngine,
+) -> None:
     """For a greedy request, the function agenerate from the write-up on AReaL and this project's engine return the same
     tokens and versions."""
     request = ModelRequest([5, 6, 7], gconfig=SHORT.new(greedy=True))
     ours = await real_engine.agenerate(request)
 
-    async def arequest_with_retry(addr: str, endpoint: str, payload: dict, method: str) -> dict[str, Any]:
+    async def arequest_with_retry(
+        addr: str, endpoint: str, payload: dict, method: str
+    ) -> dict[str, Any]:
         body = {"input_ids": payload["input_ids"], "return_logprob": True}
         body["sampling_params"] = {"temperature": 0, **payload["sample_params"]}
         async with httpx.AsyncClient(trust_env=False) as http:
             answer = (await http.request(method, addr + endpoint, json=body)).json()
         meta = answer["meta_info"]
         logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
-        return {"output_ids": answer["output_ids"], "logprobs": logprobs, "stop_reason": meta["finish_reason"]["type"]}
+        return {
+            "output_ids": answer["output_ids"],
+            "logprobs": logprobs,
+            "stop_reason": meta["finish_reason"]["type"],
+        }
 
     payload = {"input_ids": [5, 6, 7], "sample_params": {"max_new_tokens": 4}}
-    names = {"payload": payload, "server_addr": real_engine.addresses[0], "arequest_with_retry": arequest_with_retry}
+    names = {
+        "payload": payload,
+        "server_addr": real_engine.addresses[0],
+        "arequest_with_retry": arequest_with_retry,
+    }
     theirs = await (await execute("generation", **names))["agenerate"](real_engine, request)
     assert theirs.output_tokens == ours.output_tokens
     assert theirs.output_versions == ours.output_versions
@@ -638,7 +787,11 @@ async def test_one_turn(real_engine: RemoteInfEngine, tiny_tokenizer: Any) -> No
     """The class CustomWorkflow from the write-up on AReaL works with the value that apply_chat_template returns in
     transformers 5."""
     workflow = (await execute("one turn"))["CustomWorkflow"]()
-    workflow.tokenizer, workflow.gconfig, workflow.async_reward_fn = tiny_tokenizer, SHORT, reward_of_one
+    workflow.tokenizer, workflow.gconfig, workflow.async_reward_fn = (
+        tiny_tokenizer,
+        SHORT,
+        reward_of_one,
+    )
     trajectory = await workflow.arun_episode(real_engine, QUESTION)
     check_trajectory_format(trajectory)
     assert trajectory["rewards"].tolist() == [1.0]
@@ -647,9 +800,16 @@ async def test_one_turn(real_engine: RemoteInfEngine, tiny_tokenizer: Any) -> No
 async def test_the_listing_of_the_mode_reads_our_configuration() -> None:
     """The class PPOActor from the write-up on AReaL reads this project's keys, and logs the same mode as
     `describe_mode`."""
-    for method, word in (("recompute", "forward pass"), ("loglinear", "no forward pass"), ("metrics", "guesses")):
+    for method, word in (
+        ("recompute", "forward pass"),
+        ("loglinear", "no forward pass"),
+        ("metrics", "guesses"),
+    ):
         for decoupled in (True, False):
-            config, lines = PPOActorConfig(use_decoupled_loss=decoupled, prox_logp_method=method), []  # type: ignore[arg-type, var-annotated]
+            config, lines = (
+                PPOActorConfig(use_decoupled_loss=decoupled, prox_logp_method=method),
+                [],
+            )  # type: ignore[arg-type, var-annotated]
             names = await execute("mode", config=config, logger=SimpleNamespace(info=lines.append))
             actor = names["PPOActor"]()
             actor.config = config
@@ -664,7 +824,9 @@ async def test_the_listing_of_the_producer_starts_tasks(tiny_tokenizer: Any) -> 
     gate, started = StalenessManager(Version(), 8, 2, 1), list[int]()
     names = await execute("producer", TaskQueueFullError=TaskQueueFullError)
     lock, over = threading.Lock(), threading.Event()
-    runner = SimpleNamespace(paused=threading.Event(), submit=lambda task, task_id: started.append(task_id))
+    runner = SimpleNamespace(
+        paused=threading.Event(), submit=lambda task, task_id: started.append(task_id)
+    )
     dispatcher = SimpleNamespace(
         _shutdown_event=over,
         _input_cv=threading.Condition(lock),
@@ -675,7 +837,9 @@ async def test_the_listing_of_the_producer_starts_tasks(tiny_tokenizer: Any) -> 
     )
     for _ in range(9):
         gate.on_rollout_enqueued()
-    dispatcher._get_next_task_for_submission = lambda: names["_get_next_task_for_submission"](dispatcher)
+    dispatcher._get_next_task_for_submission = lambda: names["_get_next_task_for_submission"](
+        dispatcher
+    )
     producer = threading.Thread(target=names["_commit_loop"], args=(dispatcher,))
     producer.start()
     while gate.get_stats().running < 4:
@@ -688,11 +852,20 @@ async def test_the_listing_of_the_producer_starts_tasks(tiny_tokenizer: Any) -> 
     assert gate.get_capacity() == 0
 
 
-def test_the_loop(start_tiny_server: StartServer, tiny_model_dir: Path, tiny_tokenizer: Any, tmp_path: Path) -> None:
+def test_the_loop(
+    start_tiny_server: StartServer, tiny_model_dir: Path, tiny_tokenizer: Any, tmp_path: Path
+) -> None:
     """The loop from appendix A.1 of the write-up on AReaL trains two steps with eta = 0, and the server gets the
     versions 1 and 2."""
     server, saved, evaluated = start_tiny_server(), tmp_path / "saved", list[int]()
-    config = load(["gconfig.n_samples=2", "gconfig.max_new_tokens=4", "actor.ppo_n_minibatches=1", "actor.kl_ctl=0"])
+    config = load(
+        [
+            "gconfig.n_samples=2",
+            "gconfig.max_new_tokens=4",
+            "actor.ppo_n_minibatches=1",
+            "actor.kl_ctl=0",
+        ]
+    )
     rollout = RemoteInfEngine([server])
     rollout.initialize()
     options = RolloutConfig(max_head_offpolicyness=0, consumer_batch_size=2)
@@ -713,8 +886,12 @@ def test_the_loop(start_tiny_server: StartServer, tiny_model_dir: Path, tiny_tok
         names |= {"train_dataloader": loader([QUESTION] * 4), "valid_dataloader": None}
         names |= {"max_steps": 2, "eval_interval": 1}
         names["workflow"] = RLVRWorkflow(reward_of_one, config.gconfig, tiny_tokenizer)
-        names["evaluator"] = SimpleNamespace(evaluate=lambda actor, loader, step: evaluated.append(step))
-        names["saver"] = SimpleNamespace(save=lambda actor, step: save_model(actor, saved, step, keep=1))
+        names["evaluator"] = SimpleNamespace(
+            evaluate=lambda actor, loader, step: evaluated.append(step)
+        )
+        names["saver"] = SimpleNamespace(
+            save=lambda actor, step: save_model(actor, saved, step, keep=1)
+        )
         exec(block("loop"), names)
         assert rollout.get_version() == actor.get_version() == 2
         assert httpx.get(server + "/model_info", trust_env=False).json()["weight_version"] == "2"

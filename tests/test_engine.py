@@ -67,7 +67,9 @@ class Script:
     def __init__(self, *answers: Answer, info: dict[str, Any] | None = None) -> None:
         self.answers = list(answers)
         self.info = info or {}
-        self.requests: list[tuple[str, dict[str, Any]]] = []  # (url, body) of each request, in order of arrival
+        self.requests: list[
+            tuple[str, dict[str, Any]]
+        ] = []  # (url, body) of each request, in order of arrival
         self.slept: list[float] = []
 
     def __call__(self, request: httpx.Request) -> Any:
@@ -87,7 +89,9 @@ class Script:
 
     def engine(self, *addresses: str, **options: Any) -> RemoteInfEngine:
         transport = httpx.MockTransport(self)
-        return RemoteInfEngine(list(addresses) or [A], transport=transport, sleep=self.sleep, **options)
+        return RemoteInfEngine(
+            list(addresses) or [A], transport=transport, sleep=self.sleep, **options
+        )
 
     def sent(self, path: str = "/generate") -> list[dict[str, Any]]:
         return [body for url, body in self.requests if url.endswith(path)]
@@ -97,7 +101,9 @@ class Script:
 
 
 def request(*ids: int, **gconfig: Any) -> ModelRequest:
-    return ModelRequest(list(ids or (1, 2, 3)), rid="r", gconfig=GenerationHyperparameters(**gconfig))
+    return ModelRequest(
+        list(ids or (1, 2, 3)), rid="r", gconfig=GenerationHyperparameters(**gconfig)
+    )
 
 
 # Interruption
@@ -145,7 +151,8 @@ def test_any_interruptions_give_the_same_answer(cuts: list[tuple[int, bool]]):
     assert response.output_tokens == [*tokens, 100]
     assert response.output_versions == [*versions, version]
     assert all(
-        b["input_ids"] == [1, 2, 3, *tokens[: 64 - b["sampling_params"]["max_new_tokens"]]] for b in script.sent()
+        b["input_ids"] == [1, 2, 3, *tokens[: 64 - b["sampling_params"]["max_new_tokens"]]]
+        for b in script.sent()
     )
 
 
@@ -227,7 +234,9 @@ async def test_failure_keeps_what_was_generated(failure: Answer):
 async def test_gives_up_after_the_retries():
     """After `request_retries` failed retries the engine raises an error that names the server and the reason."""
     script = Script(httpx.ConnectError("refused"))
-    with pytest.raises(EngineError, match=r"http://a/generate cannot be reached.*refused") as caught:
+    with pytest.raises(
+        EngineError, match=r"http://a/generate cannot be reached.*refused"
+    ) as caught:
         await script.engine(request_retries=2).agenerate(request())
     assert caught.value.status == 503
     assert len(script.sent()) == 3
@@ -258,7 +267,11 @@ async def test_a_wrong_request_is_sent_once(body: dict[str, Any]):
     "answer",
     [
         httpx.Response(200, json={"text": "hello"}),
-        generated([1, 2], weight_version="default", weight_versions=[{"version": "default", "start": 0, "end": 2}]),
+        generated(
+            [1, 2],
+            weight_version="default",
+            weight_versions=[{"version": "default", "start": 0, "end": 2}],
+        ),
     ],
 )
 async def test_an_answer_without_versions_or_logprobs_is_an_error(answer: httpx.Response):
@@ -271,25 +284,35 @@ async def test_an_answer_without_versions_or_logprobs_is_an_error(answer: httpx.
 NONSENSE = {
     "one id too few in the spans": generated([1, 2], spans=[(0, 1)]),
     "no logprobs": generated([1, 2], output_token_logprobs=[]),
-    "other ids beside the logprobs": generated([1, 2], output_token_logprobs=[[-1.0, 1, None], [-1.0, 3, None]]),
+    "other ids beside the logprobs": generated(
+        [1, 2], output_token_logprobs=[[-1.0, 1, None], [-1.0, 3, None]]
+    ),
     "an id outside the vocabulary": generated([1, 100]),
     "a negative id": generated([1, -2]),
     "a float id": generated([1, 2.0]),  # type: ignore[list-item]
     "a positive logprob": generated([1], output_token_logprobs=[[5.0, 1, None]]),
     "falling versions": generated([1, 2], spans=[(3, 1), (2, 1)]),
-    "a span without end": generated([1], weight_versions=[{"version": "0", "start": 0, "end": 10**12}]),
+    "a span without end": generated(
+        [1], weight_versions=[{"version": "0", "start": 0, "end": 10**12}]
+    ),
     "a gap between spans": generated(
         [1, 2, 3], weight_versions=[{"version": "0", "start": a, "end": a + 1} for a in (0, 2)]
     ),
     "overlapping spans": generated(
-        [1, 2], weight_versions=[{"version": "0", "start": 0, "end": 2}, {"version": "0", "start": 1, "end": 2}]
+        [1, 2],
+        weight_versions=[
+            {"version": "0", "start": 0, "end": 2},
+            {"version": "0", "start": 1, "end": 2},
+        ],
     ),
 }
 
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("answer", NONSENSE.values(), ids=NONSENSE.keys())
-async def test_an_answer_that_makes_no_sense_is_an_error_of_its_server(answer: httpx.Response) -> None:
+async def test_an_answer_that_makes_no_sense_is_an_error_of_its_server(
+    answer: httpx.Response,
+) -> None:
     """If a server's answer contradicts itself, the engine treats the server as lost and asks another server."""
     script = Script(answer, generated([7]))
     engine = script.engine(A, B)
@@ -311,7 +334,9 @@ async def test_tokens_that_were_sent_are_never_changed() -> None:
 
     stream = httpx.Response(200, headers={"content-type": "text/event-stream"}, content=events())
     engine, seen = Script(stream, generated([7])).engine(A, B), list[list[int]]()
-    response = await engine.agenerate(request(), lambda so_far: seen.append([*so_far.output_tokens]))
+    response = await engine.agenerate(
+        request(), lambda so_far: seen.append([*so_far.output_tokens])
+    )
     assert response.output_tokens == [4, 5, 7]
     assert seen == [[4, 5], [4, 5, 7]]
     assert len(engine.servers.lost) == 1
@@ -356,7 +381,9 @@ async def test_who_gives_up_tells_the_server(failure: type[BaseException]):
         ([1], {"max_new_tokens": 0}, "at least 1"),
     ],
 )
-async def test_what_would_kill_a_server_is_never_sent(ids: list[int], gconfig: dict[str, Any], message: str):
+async def test_what_would_kill_a_server_is_never_sent(
+    ids: list[int], gconfig: dict[str, Any], message: str
+):
     """If a request is invalid, the engine raises an error with status 400 and sends nothing to the server. (A bad token
     id would crash an SGLang server.)"""
     script = Script(generated([1]))
@@ -383,7 +410,9 @@ async def test_the_budget_ends_with_the_context():
 async def test_every_sampling_parameter_is_sent():
     """The engine sends every sampling parameter, so the server never uses its own default."""
     script = Script(generated([5]))
-    response = await script.engine().agenerate(request(temperature=0.7, stop=["\n"], stop_token_ids=[2]))
+    response = await script.engine().agenerate(
+        request(temperature=0.7, stop=["\n"], stop_token_ids=[2])
+    )
     assert script.sent()[0]["sampling_params"] == {
         "max_new_tokens": 512,
         "temperature": 0.7,
@@ -416,7 +445,12 @@ def test_trains_exactly_means_pure_temperature_sampling():
     pure = GenerationHyperparameters(temperature=0.5)
     assert pure.trains_exactly
     assert pure.new(temperature=1e-6).trains_exactly
-    changes: list[dict[str, Any]] = [{"top_p": 0.9}, {"top_k": 5}, {"frequency_penalty": 0.1}, {"greedy": True}]
+    changes: list[dict[str, Any]] = [
+        {"top_p": 0.9},
+        {"top_k": 5},
+        {"frequency_penalty": 0.1},
+        {"greedy": True},
+    ]
     assert not any(pure.new(**change).trains_exactly for change in changes)
 
 
@@ -435,13 +469,17 @@ KEYS = st.text(min_size=1, max_size=8)
 
 
 @given(KEYS, st.sets(KEYS, min_size=2, max_size=8), st.data())
-def test_a_lost_server_moves_only_its_own_conversations(key: str, servers: set[str], data: st.DataObject):
+def test_a_lost_server_moves_only_its_own_conversations(
+    key: str, servers: set[str], data: st.DataObject
+):
     """If one server is removed, only that server's conversations move to other servers. Keys that are numbers belong to
     prompt groups; `test_groups_are_spread_evenly` tests these keys, and this test skips them."""
     assume(not key.isdecimal())
     order = rank_servers(sorted(servers), key)
     lost = data.draw(st.sampled_from(order))
-    assert rank_servers(sorted(servers - {lost}), key) == [server for server in order if server != lost]
+    assert rank_servers(sorted(servers - {lost}), key) == [
+        server for server in order if server != lost
+    ]
     assert rank_servers(sorted(servers, reverse=True), key) == order
 
 
@@ -463,7 +501,9 @@ def test_groups_of_a_lost_server_are_spread():
     groups."""
     servers = [f"http://s{k}" for k in range(5)]
     moved = Counter(rank_servers(servers, str(n))[1] for n in range(2, 5000, 5))
-    assert sorted(moved) == [server for server in servers if server != rank_servers(servers, "2")[0]]
+    assert sorted(moved) == [
+        server for server in servers if server != rank_servers(servers, "2")[0]
+    ]
     assert 200 <= min(moved.values()) <= max(moved.values()) <= 300
 
 
@@ -474,7 +514,9 @@ async def test_all_samples_of_a_prompt_go_to_one_server():
     script = Script(generated([5]))
     engine = script.engine(A, B)
     for group, member, turn in itertools.product(range(6), range(4), range(2)):
-        await engine.agenerate(ModelRequest([1], session=f"{group}{member}", call=f"{group}-{member}.{turn}"))
+        await engine.agenerate(
+            ModelRequest([1], session=f"{group}{member}", call=f"{group}-{member}.{turn}")
+        )
     hosts = [url for url, _ in script.requests]
     assert all(len({*hosts[k : k + 8]}) == 1 for k in range(0, 48, 8))
     assert Counter(hosts) == {hosts[0]: 24, hosts[8]: 24}
@@ -516,7 +558,9 @@ class Executor:
         self.script = script
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *args, **kwargs: self.script.requests.append((f"executor/{name}", {"args": args}))
+        return lambda *args, **kwargs: self.script.requests.append(
+            (f"executor/{name}", {"args": args})
+        )
 
 
 def test_the_order_of_a_weight_update(tmp_path: Path):
@@ -614,7 +658,9 @@ def test_failing_servers_are_all_named():
         return httpx.Response(500, text="boom")
 
     engine = RemoteInfEngine([A, B, "http://c"], transport=httpx.MockTransport(serve))
-    with pytest.raises(RuntimeError, match=r"http://b/pause_generation .*; http://c/pause_generation ") as caught:
+    with pytest.raises(
+        RuntimeError, match=r"http://b/pause_generation .*; http://c/pause_generation "
+    ) as caught:
         engine.pause()
     assert "http://a" not in str(caught.value)
 
@@ -636,7 +682,13 @@ def test_rollouts_need_an_executor():
     """The rollout methods call the executor, and they raise an error if no executor is attached."""
     script = Script(generated([1]))
     engine = script.engine(A)
-    for method in (engine.submit, engine.wait, engine.wait_for_task, engine.rollout_batch, engine.prepare_batch):
+    for method in (
+        engine.submit,
+        engine.wait,
+        engine.wait_for_task,
+        engine.rollout_batch,
+        engine.prepare_batch,
+    ):
         with pytest.raises(RuntimeError, match="attach a WorkflowExecutor"):
             method(1)
     engine.executor = Executor(script)
@@ -755,7 +807,11 @@ def forward_logprobs(model_dir: Path, ids: list[int]) -> torch.Tensor:
 
 @pytest.mark.parametrize("pause_mode", ["retract", "abort"])
 def test_every_logprob_is_that_of_the_weights_it_names(
-    real_engine: RemoteInfEngine, tiny_model_dir: Path, other_model_dir: Path, tmp_path: Path, pause_mode: str
+    real_engine: RemoteInfEngine,
+    tiny_model_dir: Path,
+    other_model_dir: Path,
+    tmp_path: Path,
+    pause_mode: str,
 ):
     """Each token's logprob agrees with a forward pass that uses the weights of the token's version, even if a weight
     update interrupts the completion."""
@@ -775,21 +831,30 @@ def test_every_logprob_is_that_of_the_weights_it_names(
     async def generate_through_an_update() -> list[Any]:
         gconfig = GenerationHyperparameters(max_new_tokens=400, seed=0)
         tasks = [
-            asyncio.create_task(real_engine.agenerate(ModelRequest(prompt, gconfig=gconfig))) for prompt in prompts
+            asyncio.create_task(real_engine.agenerate(ModelRequest(prompt, gconfig=gconfig)))
+            for prompt in prompts
         ]
         first = ModelRequest([1, 2], gconfig=GenerationHyperparameters(max_new_tokens=8))
-        await real_engine.agenerate(first)  # all `tasks` are running when the answer to `first` arrives
+        await real_engine.agenerate(
+            first
+        )  # all `tasks` are running when the answer to `first` arrives
         await asyncio.to_thread(update, real_engine, 1)
         return await asyncio.gather(*tasks)
 
     responses = asyncio.run(generate_through_an_update())
-    update(RemoteInfEngine(real_engine.addresses), 0)  # `real_engine` accepts no version below its own
+    update(
+        RemoteInfEngine(real_engine.addresses), 0
+    )  # `real_engine` accepts no version below its own
     assert any(len(set(response.output_versions)) == 2 for response in responses)
     for response in responses:
         assert response.output_versions == sorted(response.output_versions)
         ids = response.input_tokens + response.output_tokens
-        by_version = {v: forward_logprobs(path, ids)[response.input_len :] for v, path in models.items()}
-        for t, (logprob, version) in enumerate(zip(response.output_logprobs, response.output_versions, strict=True)):
+        by_version = {
+            v: forward_logprobs(path, ids)[response.input_len :] for v, path in models.items()
+        }
+        for t, (logprob, version) in enumerate(
+            zip(response.output_logprobs, response.output_versions, strict=True)
+        ):
             assert logprob == pytest.approx(by_version[version][t].item(), abs=1e-4)
 
 
@@ -842,9 +907,13 @@ def partial(tokens: list[int], **meta: Any) -> httpx.Response:
 @pytest.mark.anyio
 async def test_a_stream_tells_every_token_as_it_comes():
     """The engine reports every new token to `on_tokens`, and streaming does not change the final response."""
-    script = Script(streamed(partial([4]), partial([4, 5]), generated([4, 5, 6], spans=[(0, 2), (1, 1)])))
+    script = Script(
+        streamed(partial([4]), partial([4, 5]), generated([4, 5, 6], spans=[(0, 2), (1, 1)]))
+    )
     heard: list[list[int]] = []
-    response = await script.engine().agenerate(request(), lambda r: heard.append(list(r.output_tokens)))
+    response = await script.engine().agenerate(
+        request(), lambda r: heard.append(list(r.output_tokens))
+    )
     assert heard == [[4], [4, 5], [4, 5, 6]]
     assert (response.output_tokens, response.output_versions) == ([4, 5, 6], [0, 0, 1])
     assert (response.output_logprobs, response.stop_reason) == ([-4.0, -5.0, -6.0], "stop")
@@ -857,11 +926,15 @@ async def test_what_was_streamed_is_kept(cut: str):
     """If a stream ends too early, the engine continues the completion after the last token that arrived."""
     first = {
         "abort": streamed(partial([4]), generated([4, 5], "abort")),
-        "503": streamed(partial([4]), partial([4, 5]), httpx.Response(200, json={"success": False})),
+        "503": streamed(
+            partial([4]), partial([4, 5]), httpx.Response(200, json={"success": False})
+        ),
     }[cut]
     script = Script(first, streamed(partial([6]), generated([6, 7], spans=[(1, 2)])))
     heard: list[list[int]] = []
-    response = await script.engine().agenerate(request(), lambda r: heard.append(list(r.output_tokens)))
+    response = await script.engine().agenerate(
+        request(), lambda r: heard.append(list(r.output_tokens))
+    )
     assert response.output_tokens == heard[-1] == [4, 5, 6, 7]
     assert response.output_versions == [0, 0, 1, 1]
     assert all(later[: len(before)] == before for before, later in itertools.pairwise(heard))
@@ -874,7 +947,11 @@ WHOLE = {  # stop reason -> body of the whole stream
 }
 
 
-@given(st.sampled_from(["stop", "length"]), st.data(), st.sampled_from([None, httpx.ReadError("reset")]))
+@given(
+    st.sampled_from(["stop", "length"]),
+    st.data(),
+    st.sampled_from([None, httpx.ReadError("reset")]),
+)
 def test_a_stream_may_break_anywhere(end: str, data: st.DataObject, failure: Exception | None):
     """Wherever a stream breaks, no token is lost or repeated, and no token is added after the end of the completion."""
     content = WHOLE[end][: data.draw(st.integers(0, len(WHOLE[end])))]
@@ -882,11 +959,15 @@ def test_a_stream_may_break_anywhere(end: str, data: st.DataObject, failure: Exc
 
     async def rest() -> httpx.Response:
         tokens = [4, 5, 6][len(script.sent()[-1]["input_ids"]) - 3 :]
-        return streamed(generated(tokens or [7, 8], end))  # a request for a fourth token gets the tokens 7 and 8
+        return streamed(
+            generated(tokens or [7, 8], end)
+        )  # a request for a fourth token gets the tokens 7 and 8
 
     script = Script(answered(content, failure), rest)
     heard: list[list[int]] = []
-    response = asyncio.run(script.engine().agenerate(wanted, lambda r: heard.append(list(r.output_tokens))))
+    response = asyncio.run(
+        script.engine().agenerate(wanted, lambda r: heard.append(list(r.output_tokens)))
+    )
     assert (response.output_tokens, response.stop_reason) == (heard[-1], end) == ([4, 5, 6], end)
     assert all(later[: len(before)] == before for before, later in itertools.pairwise(heard))
 
@@ -920,7 +1001,12 @@ def refused(status: int, tokens: int = 0) -> httpx.Response:
 
 def error_event(status: int) -> httpx.Response:
     """Return the answer that SGLang sends when it refuses a request before the request reaches the scheduler."""
-    error = {"message": "no such thing", "type": "invalid_request_error", "code": status, "retryable": False}
+    error = {
+        "message": "no such thing",
+        "type": "invalid_request_error",
+        "code": status,
+        "retryable": False,
+    }
     return httpx.Response(200, json={"error": error})
 
 
@@ -973,7 +1059,9 @@ def test_streaming_is_not_streaming(real_engine: RemoteInfEngine):
     lengths: list[int] = []
 
     async def both() -> None:
-        await real_engine.agenerate(ask)  # the server caches the prompt, which may change a logprob's last bit
+        await real_engine.agenerate(
+            ask
+        )  # the server caches the prompt, which may change a logprob's last bit
         whole = await real_engine.agenerate(ask)
         for _ in range(3):
             lengths.append(0)

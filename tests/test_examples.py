@@ -29,8 +29,16 @@ from examples.calculator import conversation, dataset, make_model
 from workflow import WorkflowContext, is_interactions, resolve_workflow, workflow_context
 
 # The frameworks cause warnings about connections that are not closed and about deprecated names.
-NOT_OURS = ("ResourceWarning", "DeprecationWarning", "UserWarning", "pytest.PytestUnraisableExceptionWarning")
-pytestmark = [pytest.mark.runs, *(pytest.mark.filterwarnings(f"ignore::{kind}") for kind in NOT_OURS)]
+NOT_OURS = (
+    "ResourceWarning",
+    "DeprecationWarning",
+    "UserWarning",
+    "pytest.PytestUnraisableExceptionWarning",
+)
+pytestmark = [
+    pytest.mark.runs,
+    *(pytest.mark.filterwarnings(f"ignore::{kind}") for kind in NOT_OURS),
+]
 EXAMPLES = {  # module of the agent -> (package of the agent's framework, prefix of the interaction ids)
     "openai_sdk": ("openai", "chatcmpl-"),
     "openai_agents_sdk": ("agents", "resp_"),
@@ -69,8 +77,19 @@ def servers(model_dir: Path) -> Iterator[dict[str, str]]:
     ):
         port = free_port()
         options += ["--server", urls["inference.tiny.server"]] if urls else []
-        command = [sys.executable, "-m", script, "--model-path", str(model_dir), "--port", str(port), *options]
-        process = subprocess.Popen([*command, "--exit-with-parent"], cwd=ROOT, stdin=subprocess.PIPE)
+        command = [
+            sys.executable,
+            "-m",
+            script,
+            "--model-path",
+            str(model_dir),
+            "--port",
+            str(port),
+            *options,
+        ]
+        process = subprocess.Popen(
+            [*command, "--exit-with-parent"], cwd=ROOT, stdin=subprocess.PIPE
+        )
         processes.append(process)
         urls[script] = f"http://127.0.0.1:{port}"
         wait_until_up(urls[script], process)
@@ -93,17 +112,22 @@ def needs(module: str) -> Any:
     """Return a pytest mark that skips a test if the example's framework is not installed."""
     if module in IN_NODE:
         absent = not (ROOT / "examples/node/node_modules/ready").exists()
-        return pytest.mark.skipif(absent, reason=f"{module} needs node: `make agents` installs it where there is npm")
+        return pytest.mark.skipif(
+            absent, reason=f"{module} needs node: `make agents` installs it where there is npm"
+        )
     missing = importlib.util.find_spec(EXAMPLES[module][0]) is None
     return pytest.mark.skipif(
-        missing and "AGENTS" not in os.environ, reason=f"{EXAMPLES[module][0]} is not installed; run `make agents`"
+        missing and "AGENTS" not in os.environ,
+        reason=f"{EXAMPLES[module][0]} is not installed; run `make agents`",
     )
 
 
 SAMPLES = [dataset()[0], dataset()[37], dataset()[63]]
 
 
-def episodes(module: str, proxy_addr: str, samples: Sequence[int] = (0, 1, 2), **options: Any) -> list[Any]:
+def episodes(
+    module: str, proxy_addr: str, samples: Sequence[int] = (0, 1, 2), **options: Any
+) -> list[Any]:
     """Run the episodes of some samples concurrently, and return their results."""
     agent = f"examples.{module}.Agent"
     proxy = {"proxy_addr": proxy_addr, "admin_key": "secret", "export_style": "concat"} | options
@@ -119,7 +143,9 @@ def episodes(module: str, proxy_addr: str, samples: Sequence[int] = (0, 1, 2), *
     return asyncio.run(run())
 
 
-def check_conversation(interactions: Any, sample: dict, engine: RemoteInfEngine, prefix: str) -> None:
+def check_conversation(
+    interactions: Any, sample: dict, engine: RemoteInfEngine, prefix: str
+) -> None:
     """Check that the conversation has three turns and two tool calls, and that every sampled token is trained and
     rewarded."""
     assert is_interactions(interactions)
@@ -128,7 +154,9 @@ def check_conversation(interactions: Any, sample: dict, engine: RemoteInfEngine,
     calls = [call["function"]["name"] for m in leaf.messages for call in m.get("tool_calls", [])]
     assert calls == ["add", "multiply"]
     assert leaf.output_message_list[-1]["content"] == f"the answer is {sample['answer']}"
-    row = {key: values[0].tolist() for key, values in leaf.to_tensor_dict().items() if values.ndim == 2}
+    row = {
+        key: values[0].tolist() for key, values in leaf.to_tensor_dict().items() if values.ndim == 2
+    }
     trained = [turn for turn, mask in zip(row["turn_ids"], row["loss_mask"], strict=True) if mask]
     assert sorted(set(trained)) == [0, 1, 2]
     assert trained == [turn for turn in row["turn_ids"] if turn >= 0]
@@ -151,12 +179,18 @@ def test_an_agent_of_another_framework_trains(
     for sample, interactions in zip(SAMPLES, episodes(module, servers["proxy"]), strict=True):
         check_conversation(interactions, sample, engine, EXAMPLES[module][1])
         (leaf,) = interactions.values()
-        talk = [message for message in conversation(sample, random.Random()) if message["role"] != "system"]
+        talk = [
+            message
+            for message in conversation(sample, random.Random())
+            if message["role"] != "system"
+        ]
         spoken = tokenizer.apply_chat_template(talk, return_dict=False)
         assert leaf.to_tensor_dict()["input_ids"][0].tolist()[-len(spoken) :] == list(spoken)
 
 
-@pytest.mark.parametrize("module", [pytest.param(n, marks=needs(n)) for n in (*IN_NODE, "autogen_agent")])
+@pytest.mark.parametrize(
+    "module", [pytest.param(n, marks=needs(n)) for n in (*IN_NODE, "autogen_agent")]
+)
 def test_an_agent_that_changes_its_tools_or_stores_nothing_trains(
     module: str, servers: dict[str, str], engine: RemoteInfEngine
 ) -> None:
@@ -179,12 +213,18 @@ def test_an_agent_that_changes_its_tools_or_stores_nothing_trains(
         assert row["loss_mask"] == [0] * turn.tokens.input_len + [1] * turn.tokens.output_len
         assert (turn.reward, row["unstored"]) == (1.0, [int(module in UNSTORED)])
         (scored,) = engine.score(row["input_ids"])
-        assert row["logprobs"][turn.tokens.input_len :] == pytest.approx(scored[turn.tokens.input_len :], abs=1e-4)
+        assert row["logprobs"][turn.tokens.input_len :] == pytest.approx(
+            scored[turn.tokens.input_len :], abs=1e-4
+        )
     assert [turn.continues(turn.parent) for turn in turns[1:]] == [True, module not in TOOLS_CHANGE]
 
 
-@pytest.mark.parametrize("module", [pytest.param(n, marks=needs(n)) for n in ("openai_sdk", "anthropic_sdk")])
-def test_an_example_in_a_process_of_its_own(module: str, servers: dict[str, str], engine: RemoteInfEngine) -> None:
+@pytest.mark.parametrize(
+    "module", [pytest.param(n, marks=needs(n)) for n in ("openai_sdk", "anthropic_sdk")]
+)
+def test_an_example_in_a_process_of_its_own(
+    module: str, servers: dict[str, str], engine: RemoteInfEngine
+) -> None:
     """An agent also works in mode `subproc`, in which a worker process runs the agent."""
     results = episodes(module, servers["proxy"], mode="subproc", subproc_max_workers=2)
     for sample, interactions in zip(SAMPLES, results, strict=True):
@@ -201,12 +241,22 @@ class Silent:
 def test_one_command_shows_an_episode(servers: dict[str, str], model_dir: Path) -> None:
     """`python -m run.episode` prints the conversation tree with rewards and token counts. If the agent does not exist,
     the command prints the error in one line."""
-    command = [sys.executable, "-m", "run.episode", "--model-path", str(model_dir), "--discount", "0.5"]
+    command = [
+        sys.executable,
+        "-m",
+        "run.episode",
+        "--model-path",
+        str(model_dir),
+        "--discount",
+        "0.5",
+    ]
     command += ["--server", servers["inference.tiny.server"], "--data", json.dumps(SAMPLES[0])]
 
     def run(*words: str) -> subprocess.CompletedProcess:
         wide = os.environ | {"COLUMNS": "200", "PYTHONPATH": str(ROOT / "tests")}
-        return subprocess.run([*command, *words], cwd=ROOT, env=wide, capture_output=True, text=True, timeout=100)
+        return subprocess.run(
+            [*command, *words], cwd=ROOT, env=wide, capture_output=True, text=True, timeout=100
+        )
 
     shown = run("examples.openai_sdk.Agent")
     assert shown.returncode == 0, shown.stderr
@@ -215,7 +265,9 @@ def test_one_command_shows_an_episode(servers: dict[str, str], model_dir: Path) 
     assert rewards == ["reward 0.25", "reward 0.50", "reward 1.00"]
     assert 'assistant: add({"a": 1, "b": 1})' in lines
     assert "assistant: the answer is 2" in lines
-    assert "14 + 12 tokens, 12 trained, chatcmpl-" in shown.stdout  # the command omits a temperature of 1
+    assert (
+        "14 + 12 tokens, 12 trained, chatcmpl-" in shown.stdout
+    )  # the command omits a temperature of 1
     silent = run("test_examples.Silent")
     assert (silent.returncode, silent.stdout) == (1, "")
     assert silent.stderr.startswith("error: Refusal: ")
@@ -223,4 +275,6 @@ def test_one_command_shows_an_episode(servers: dict[str, str], model_dir: Path) 
     assert "Traceback" not in silent.stderr
     wrong = run("examples.nowhere.Agent")
     assert (wrong.returncode, wrong.stdout) == (2, "")
-    assert wrong.stderr.startswith("error: ImportError: 'examples.nowhere.Agent': there is no module")
+    assert wrong.stderr.startswith(
+        "error: ImportError: 'examples.nowhere.Agent': there is no module"
+    )

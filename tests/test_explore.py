@@ -45,14 +45,18 @@ from run.schedule import Schedule
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("bounds", dispatcher.SMALL, ids=str)
-def test_every_order_of_the_dispatchers_events_keeps_every_property(mode: str, bounds: Bounds) -> None:
+def test_every_order_of_the_dispatchers_events_keeps_every_property(
+    mode: str, bounds: Bounds
+) -> None:
     """In every order of events, no group is too old, the counters agree, no task waits for ever, and the trainer does
     not wait for ever."""
     graph = explore(DispatchMachine(mode, bounds))
     assert any(state.version == bounds.versions for state in graph.states)
     assert len(graph) > 30
     dropped = any(state.state.manager.get_stats().dropped for state in graph.states)
-    assert dropped == (mode == "drop" and bounds.eta > 0 and not bounds.kills), "the bounds reach no dropped group"
+    assert dropped == (mode == "drop" and bounds.eta > 0 and not bounds.kills), (
+        "the bounds reach no dropped group"
+    )
 
 
 @pytest.mark.parametrize("bounds", sessions.SMALL, ids=str)
@@ -99,19 +103,26 @@ WALKS = [
 
 
 @pytest.mark.parametrize(("machine", "bounds"), WALKS)
-def test_random_walks_far_beyond_the_bounds_keep_every_property(machine: Callable[..., Any], bounds: Any) -> None:
+def test_random_walks_far_beyond_the_bounds_keep_every_property(
+    machine: Callable[..., Any], bounds: Any
+) -> None:
     """Long random series of events break no property. The bounds of the random walks are larger than the bounds of the
     exhaustive search."""
     length = 100 if machine in (TurnMachine, UpdateMachine) else 300
     assert len(walk(machine(*bounds), 0, length)) > 50
 
 
-@pytest.mark.parametrize("bounds", [bounds for bounds in dispatcher.FAR if bounds.rejections < 10**6], ids=str)
+@pytest.mark.parametrize(
+    "bounds", [bounds for bounds in dispatcher.FAR if bounds.rejections < 10**6], ids=str
+)
 def test_random_walks_mask_tokens_and_drop_groups(bounds: Bounds) -> None:
     """In the random walks, some groups become too old. With stale=mask the old tokens are masked, and with stale=drop
     the old groups are dropped."""
     masked = [world.masked for world in walk(DispatchMachine("mask", bounds), 0, 1000)]
-    dropped = [world.state.manager.get_stats().dropped for world in walk(DispatchMachine("drop", bounds), 0, 1000)]
+    dropped = [
+        world.state.manager.get_stats().dropped
+        for world in walk(DispatchMachine("drop", bounds), 0, 1000)
+    ]
     assert min(max(masked), max(dropped)) > 3
 
 
@@ -141,22 +152,76 @@ DISPATCHER, STALENESS, EXECUTOR = rollout.dispatcher, staleness, rollout.executo
 # Each row holds the property that a mutant breaks, the mode (rollout.stale), the module, the original code, and the
 # changed code
 MUTANTS = [
-    ("gate", "wait", STALENESS, "(self.max_staleness + version + 1) *", "(self.max_staleness + version + 2) *"),
-    ("gate", "mask", STALENESS, "places - (stat.accepted + stat.running)", "places - stat.accepted"),
-    ("age", "drop", STALENESS, "return age <= self.max_staleness", "return age <= self.max_staleness + 1"),
-    ("age", "mask", STALENESS, "get_version() - self.max_staleness\n", "get_version() - self.max_staleness - 1\n"),
+    (
+        "gate",
+        "wait",
+        STALENESS,
+        "(self.max_staleness + version + 1) *",
+        "(self.max_staleness + version + 2) *",
+    ),
+    (
+        "gate",
+        "mask",
+        STALENESS,
+        "places - (stat.accepted + stat.running)",
+        "places - stat.accepted",
+    ),
+    (
+        "age",
+        "drop",
+        STALENESS,
+        "return age <= self.max_staleness",
+        "return age <= self.max_staleness + 1",
+    ),
+    (
+        "age",
+        "mask",
+        STALENESS,
+        "get_version() - self.max_staleness\n",
+        "get_version() - self.max_staleness - 1\n",
+    ),
     ("counters", "wait", DISPATCHER, "            self.manager.on_rollout_rejected(failed)\n", ""),
     ("counters", "drop", DISPATCHER, "                self.manager.on_rollout_dropped()\n", ""),
-    ("counters", "wait", STALENESS, "consumer_batch_size + finished_untrained", "consumer_batch_size"),
-    ("counters", "wait", EXECUTOR, "on_version_recovered(version, len(kept))", "on_version_recovered(version)"),
+    (
+        "counters",
+        "wait",
+        STALENESS,
+        "consumer_batch_size + finished_untrained",
+        "consumer_batch_size",
+    ),
+    (
+        "counters",
+        "wait",
+        EXECUTOR,
+        "on_version_recovered(version, len(kept))",
+        "on_version_recovered(version)",
+    ),
     ("counters", "drop", EXECUTOR, "self.dispatcher.restore(kept)", "pass"),
     ("counters", "wait", DISPATCHER, "self.manager.on_rollout_withdrawn()", "pass"),
-    ("starvation", "wait", DISPATCHER, "islice(self.order.items(), count) if", "finished[:count] if"),
+    (
+        "starvation",
+        "wait",
+        DISPATCHER,
+        "islice(self.order.items(), count) if",
+        "finished[:count] if",
+    ),
     ("starvation", "drop", DISPATCHER, "finished[:count]", "finished[-count:]"),
     ("lost", "mask", DISPATCHER, "if data is None]):", "if data != self.order[task_id]]):"),
     ("lost", "mask", STALENESS, "get_version() - self.max_staleness\n", "get_version()\n"),
-    ("deadlock", "wait", STALENESS, "(self.max_staleness + version + 1) *", "(self.max_staleness + 1) *"),
-    ("deadlock", "mask", STALENESS, "rollouts - stat.running\n", "rollouts - stat.running - stat.accepted\n"),
+    (
+        "deadlock",
+        "wait",
+        STALENESS,
+        "(self.max_staleness + version + 1) *",
+        "(self.max_staleness + 1) *",
+    ),
+    (
+        "deadlock",
+        "mask",
+        STALENESS,
+        "rollouts - stat.running\n",
+        "rollouts - stat.running - stat.accepted\n",
+    ),
 ]
 
 
@@ -169,7 +234,9 @@ def test_a_planted_error_of_the_dispatcher_is_found_by_name(
     wrong = {"dispatcher": DISPATCHER, "staleness": STALENESS, "executor": EXECUTOR}
     wrong[module.__name__.rpartition(".")[2]] = mutant(module, line, changed)
     kills = int("finished_untrained" in line or module is EXECUTOR)
-    bounds = Bounds(versions=4, rejections=1 - kills, kills=kills, withdrawals=int("withdrawn" in line))
+    bounds = Bounds(
+        versions=4, rejections=1 - kills, kills=kills, withdrawals=int("withdrawn" in line)
+    )
     story = find_error(DispatchMachine(mode, bounds, **wrong), name)
     assert "1. start" in story
     assert "in  version 0" in story
@@ -178,14 +245,22 @@ def test_a_planted_error_of_the_dispatcher_is_found_by_name(
 # Each row holds the property that a mutant breaks, the original code of calls/sessions.py, and the changed code
 SESSION_MUTANTS = [
     ("grants", "self._grants[0] <= self.clock()", "self._grants[0] < self.clock()"),
-    ("grants", "        self._grants.popleft()\n        self.expire()\n", "        self.expire()\n"),
+    (
+        "grants",
+        "        self._grants.popleft()\n        self.expire()\n",
+        "        self.expire()\n",
+    ),
     ("expiry", "last_used >= self.timeout", "last_used > self.timeout"),
     ("expiry", "(self.touch if oldest.running else self.forget)", "self.forget"),
     ("expiry", "            self.move_to_end(session.session_id)\n", "            pass\n"),
     ("ended", "        session.ended = True\n", ""),
     ("ended", "        if session.ended:\n", "        if session.running and session.ended:\n"),
     ("stopped", "            turn.end_with_session()\n", "            pass\n"),
-    ("stopped", "        self.end(session)\n        self.pop", "        session.ended = True\n        self.pop"),
+    (
+        "stopped",
+        "        self.end(session)\n        self.pop",
+        "        session.ended = True\n        self.pop",
+    ),
     ("access", "self.get(session_id)", "self.get(session_id) and next(iter(self.values()))"),
     ("access", "secrets.token_urlsafe(16), task_id", "task_id[:4], task_id"),
     ("limit", "if answers > self.answers", "if answers > self.answers + 1"),
@@ -194,7 +269,9 @@ SESSION_MUTANTS = [
 
 
 @pytest.mark.parametrize(("name", "line", "changed"), SESSION_MUTANTS)
-def test_a_planted_error_of_the_sessions_is_found_by_name(name: str, line: str, changed: str) -> None:
+def test_a_planted_error_of_the_sessions_is_found_by_name(
+    name: str, line: str, changed: str
+) -> None:
     """The search finds each planted error of the session table, and names the broken property."""
     find_error(SessionMachine(SessionBounds(), mutant(calls.sessions, line, changed)), name)
 
@@ -206,10 +283,22 @@ XZ, LONG = TurnBounds("xz", 2, 0, rewards=True), TurnBounds("x", 2, 0, threads=T
 TURN_MUTANTS = [
     ("once", X, calls.turn, "if not equal or not says_so:", "if not equal or says_so:"),
     ("once", LONG, proxy, "async with session.beginning:  # this lock", "if True:  #"),
-    ("read", X, calls.turn, "            self.state = State.FINISHED\n            return", "            return"),
+    (
+        "read",
+        X,
+        calls.turn,
+        "            self.state = State.FINISHED\n            return",
+        "            return",
+    ),
     ("read", X, calls.turn, "cache.discard(name)", "cache._interactions.pop(name, None)"),
     ("mixed", WX, proxy, "hashlib.blake2b(raw + ", "hashlib.blake2b("),
-    ("mixed", WX, calls.turn, "setdefault(body, [])", "setdefault(body, []) or sum(session.turns.values(), [])"),
+    (
+        "mixed",
+        WX,
+        calls.turn,
+        "setdefault(body, [])",
+        "setdefault(body, []) or sum(session.turns.values(), [])",
+    ),
     ("stopped", X, calls.turn, "runs = self.task.cancel()", "runs = False"),
     ("stopped", X, calls.turn, "= State.FAILED\n        self.task.cancel()", "= State.FAILED"),
     ("answered", X, calls.turn, "asyncio.wait({self.task, hangup}", "asyncio.wait({hangup}"),
@@ -220,8 +309,20 @@ TURN_MUTANTS = [
     ("rewards", XZ, cache, "child_rewards[turn.parent].append", "child_rewards[turn].append"),
     ("deadlock", X, proxy, f"self.sessions.forget(session)\n        {EXPORT}", EXPORT),
     ("deadlock", X, calls.sessions, "        session.ended = True\n", ""),
-    ("tokens", XZ, rollout.rows, "[span] = turn.tokens.output_logprobs", "[span] = last.output_logprobs"),
-    ("tokens", XZ, rollout.rows, "[span] = turn.tokens.output_versions", "[span] = last.output_versions"),
+    (
+        "tokens",
+        XZ,
+        rollout.rows,
+        "[span] = turn.tokens.output_logprobs",
+        "[span] = last.output_logprobs",
+    ),
+    (
+        "tokens",
+        XZ,
+        rollout.rows,
+        "[span] = turn.tokens.output_versions",
+        "[span] = last.output_versions",
+    ),
     (
         "tokens",
         XZ,
@@ -236,12 +337,16 @@ PROXY = rollout.rows, rollout.interaction, cache, calls.sessions, calls.turn, pr
 UPDATE = inference.servers, inference.weights, engine, start, train
 
 
-def with_mutant(modules: Iterable[ModuleType], module: ModuleType, line: str, changed: str) -> list[ModuleType]:
+def with_mutant(
+    modules: Iterable[ModuleType], module: ModuleType, line: str, changed: str
+) -> list[ModuleType]:
     """Copy the modules, and plant an error in the copy of `module`. Each copy uses the other copies in place of the
     original modules. In the list `modules`, each module must come after all modules that it imports."""
     copies: dict[ModuleType, ModuleType] = {}
     for original in modules:
-        copies[original] = copy = mutant(original, line, changed) if original is module else mutant(original)
+        copies[original] = copy = (
+            mutant(original, line, changed) if original is module else mutant(original)
+        )
         for before, twin in copies.items():
             for name in vars(copy).keys() & vars(before).keys():
                 if vars(copy)[name] is vars(before)[name]:
@@ -264,14 +369,36 @@ def test_a_planted_error_of_a_call_is_found_by_name(
 
 # Each row holds the property that a mutant breaks, the bounds, the module, the original code, and the changed code
 SEGMENT = "segment = parse_segment(event, self.vocab_size)"
-ONE, TWO, ABORT = UpdateBounds(), UpdateBounds(servers=2, tokens=1), UpdateBounds(pause_mode="abort")
+ONE, TWO, ABORT = (
+    UpdateBounds(),
+    UpdateBounds(servers=2, tokens=1),
+    UpdateBounds(pause_mode="abort"),
+)
 NEVER = "await asyncio.Event().wait()"
 UPDATE_MUTANTS = [
-    ("label", ONE, engine, SEGMENT, f"{SEGMENT}; segment.output_versions = [0] * segment.output_len"),
-    ("label", ONE, engine, SEGMENT, f"{SEGMENT}; segment.output_versions = [oldest_allowed] * segment.output_len"),
+    (
+        "label",
+        ONE,
+        engine,
+        SEGMENT,
+        f"{SEGMENT}; segment.output_versions = [0] * segment.output_len",
+    ),
+    (
+        "label",
+        ONE,
+        engine,
+        SEGMENT,
+        f"{SEGMENT}; segment.output_versions = [oldest_allowed] * segment.output_len",
+    ),
     ("falls", ONE, engine, "oldest_allowed = self.servers.newest", "oldest_allowed = 0"),
     ("falls", ONE, inference.servers, "min(versions) < sent_after", "max(versions) < 0"),
-    ("kept", ONE, engine, SEGMENT, f"{SEGMENT}; segment.output_versions[:-1] = segment.output_versions[1:]"),
+    (
+        "kept",
+        ONE,
+        engine,
+        SEGMENT,
+        f"{SEGMENT}; segment.output_versions[:-1] = segment.output_versions[1:]",
+    ),
     (
         "kept",
         ABORT,
@@ -279,15 +406,45 @@ UPDATE_MUTANTS = [
         "response.replace_from(start, segment)",
         "response.replace_from(start, segment); response.output_versions[:start] = segment.output_versions[:1] * start",
     ),
-    ("lost", ABORT, engine, 'interrupted = response.stop_reason == "abort" and', "interrupted = False and"),
-    ("lost", ABORT, engine, "response.replace_from(start, segment)", "response.replace_from(0, segment)"),
+    (
+        "lost",
+        ABORT,
+        engine,
+        'interrupted = response.stop_reason == "abort" and',
+        "interrupted = False and",
+    ),
+    (
+        "lost",
+        ABORT,
+        engine,
+        "response.replace_from(start, segment)",
+        "response.replace_from(0, segment)",
+    ),
     ("lost", ONE, engine, 'self.proxies.post_all("/set_version", {"version": version})', "pass"),
     ("has", ONE, inference.weights, 'f"{meta.version}-incomplete"', "str(meta.version)"),
-    ("has", ONE, inference.weights, 'body["weight_version"] = str(meta.version)', 'body["weight_version"] = ""'),
+    (
+        "has",
+        ONE,
+        inference.weights,
+        'body["weight_version"] = str(meta.version)',
+        'body["weight_version"] = ""',
+    ),
     ("has", ONE, train, "        self.actor.update_weights(meta)\n", ""),
     ("paused", TWO, engine, "{}, lost=True)\n        self._servers", "{})\n        self._servers"),
-    ("paused", ONE, engine, 'self.servers.post_all("/continue_generation", {}, timeout=5.0, lost=True)', "pass"),
-    ("paused", UpdateBounds(tokens=1, deaths=1), start, "    rollout.resume()\n    with suppress", "    with suppress"),
+    (
+        "paused",
+        ONE,
+        engine,
+        'self.servers.post_all("/continue_generation", {}, timeout=5.0, lost=True)',
+        "pass",
+    ),
+    (
+        "paused",
+        UpdateBounds(tokens=1, deaths=1),
+        start,
+        "    rollout.resume()\n    with suppress",
+        "    with suppress",
+    ),
     (
         "deadlock",
         UpdateBounds(tokens=1, pause_mode="abort"),
@@ -313,11 +470,18 @@ def test_a_planted_error_of_an_update_is_found_by_name(
     """The search finds each error that is planted in the engine, in the list of servers or in the order of the calls of
     a weight update. For each planted error the search names the broken property."""
     servers, _, wrong_engine, wrong_start, wrong_train = with_mutant(UPDATE, module, line, changed)
-    modules = {"servers": servers, "engine": wrong_engine, "start": wrong_start, "train": wrong_train}
+    modules = {
+        "servers": servers,
+        "engine": wrong_engine,
+        "start": wrong_start,
+        "train": wrong_train,
+    }
     find_error(UpdateMachine(bounds, modules), name)
 
 
-@pytest.mark.parametrize(("module", "line"), [error[2:4] for error in TURN_MUTANTS + UPDATE_MUTANTS])
+@pytest.mark.parametrize(
+    ("module", "line"), [error[2:4] for error in TURN_MUTANTS + UPDATE_MUTANTS]
+)
 def test_a_planted_error_changes_one_place(module: ModuleType, line: str) -> None:
     """The slow tests plant an error by replacing a piece of code. This quick test checks that each piece of code to be
     replaced occurs in its module exactly once."""
@@ -331,7 +495,9 @@ def test_each_property_has_two_mutants() -> None:
     mutants += Counter(f"sessions: {name}" for name, *_ in SESSION_MUTANTS)
     mutants += Counter(f"turns: {name}" for name, *_ in TURN_MUTANTS)
     mutants += Counter(f"updates: {name}" for name, *_ in UPDATE_MUTANTS)
-    table = re.findall(r"\| (\w+): ([\w, ]+) \|$", (ROOT / "docs/protocol.md").read_text(), re.MULTILINE)
+    table = re.findall(
+        r"\| (\w+): ([\w, ]+) \|$", (ROOT / "docs/protocol.md").read_text(), re.MULTILINE
+    )
     named = {f"{machine}: {name}" for machine, names in table for name in names.split(", ")}
     assert named == mutants.keys()
     assert min(mutants.values()) >= 2
@@ -367,8 +533,18 @@ def test_the_trace_of_a_run_is_a_walk_of_the_machine(tmp_path: Path, mode: str, 
     """The dispatcher's state machine can repeat each event in the trace of a real run, and each event has the result
     that the trace records. `conform` detects four planted changes of the trace: two groups consumed in the opposite
     order, a group that starts before the gate opens, a group that is consumed twice, and a lost event."""
-    words = ["--config", "configs/maze.yaml", f"rollout.stale={mode}", f"train_dataset.batch_size={batch}"]
-    words += ["gconfig.n_samples=2", "gconfig.max_new_tokens=100", "actor.ppo_n_minibatches=1", "max_steps=8"]
+    words = [
+        "--config",
+        "configs/maze.yaml",
+        f"rollout.stale={mode}",
+        f"train_dataset.batch_size={batch}",
+    ]
+    words += [
+        "gconfig.n_samples=2",
+        "gconfig.max_new_tokens=100",
+        "actor.ppo_n_minibatches=1",
+        "max_steps=8",
+    ]
     words += ["rollout.max_head_offpolicyness=1", "should_accept_fn=walkers.has_signal"]
     run(tmp_path, *words)
     folder = tmp_path / "e" / "t"
@@ -377,7 +553,12 @@ def test_the_trace_of_a_run_is_a_walk_of_the_machine(tmp_path: Path, mode: str, 
     consumed = [k for k, (name, _) in enumerate(events) if name == "consume"]
     starts = [k for k, (name, _) in enumerate(events) if name == "start"]
     accepted = events.index(("accept", events[consumed[0]][1]))
-    early = [*events[: starts[1]], events[starts[-1]], *events[starts[1] : starts[-1]], *events[starts[-1] + 1 :]]
+    early = [
+        *events[: starts[1]],
+        events[starts[-1]],
+        *events[starts[1] : starts[-1]],
+        *events[starts[-1] + 1 :],
+    ]
     planted = [
         swapped(events, consumed[0], consumed[-1]),
         early,
@@ -393,8 +574,15 @@ def test_a_falling_version_is_found_in_a_schedule() -> None:
     """The versions of a call never fall, and they lie between the version at the start of its group and the version at
     which the group is consumed. `check_calls` raises Broken if the versions of a call fall, or if a version of a call
     is outside the range of the call's group."""
-    for spans, begin, consumed in (([[2, 5, ""], [1, 9, ""]], 0, 3), ([[1, 5, ""]], 2, 3), ([[4, 5, ""]], 2, 3)):
+    for spans, begin, consumed in (
+        ([[2, 5, ""], [1, 9, ""]], 0, 3),
+        ([[1, 5, ""]], 2, 3),
+        ([[4, 5, ""]], 2, 3),
+    ):
         schedule = Schedule("", starts={7: begin}, calls={7: {"7-0.0": {"spans": spans}}})
         with pytest.raises(Broken, match="is consumed in"):
             check_calls(schedule, {7: consumed})
-    check_calls(Schedule("", starts={7: 1}, calls={7: {"7-0.0": {"spans": [[1, 5, ""], [3, 9, ""]]}}}), {7: 3})
+    check_calls(
+        Schedule("", starts={7: 1}, calls={7: {"7-0.0": {"spans": [[1, 5, ""], [3, 9, ""]]}}}),
+        {7: 3},
+    )

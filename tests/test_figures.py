@@ -29,7 +29,9 @@ def pictures() -> dict[str, str]:
 
 def test_every_figure_is_what_its_command_draws(pictures: dict[str, str]) -> None:
     """Each committed figure is identical to the figure that `python docs/figures.py` draws."""
-    changed = [name for name, picture in pictures.items() if (ROOT / "docs" / name).read_text() != picture]
+    changed = [
+        name for name, picture in pictures.items() if (ROOT / "docs" / name).read_text() != picture
+    ]
     assert changed == [], "run `python docs/figures.py`"
 
 
@@ -51,7 +53,11 @@ def test_every_figure_has_a_title_and_stays_inside(pictures: dict[str, str]) -> 
 def test_every_figure_is_on_a_page(pictures: dict[str, str]) -> None:
     """README.md or a page of docs/ shows each figure."""
     pages = "".join(path.read_text() for path in [ROOT / "README.md", *ROOT.glob("docs/*.md")])
-    assert [name for name in pictures if not re.search(rf"!\[[^]]+\]\((docs/)?{re.escape(name)}\)", pages)] == []
+    assert [
+        name
+        for name in pictures
+        if not re.search(rf"!\[[^]]+\]\((docs/)?{re.escape(name)}\)", pages)
+    ] == []
 
 
 def test_the_tree_shows_the_rewards_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,7 +51,9 @@ def test_every_exhibit_has_its_pages(name: str) -> None:
     guards = re.findall(r"`([\w/]+\.py)::([\w.]+)`", solution.partition("## Guard in the code")[2])
     assert guards
     for module, attribute in guards:
-        assert re.search(rf"\b(def|class) {attribute.split('.')[-1]}\b", (ROOT / module).read_text()), attribute
+        assert re.search(
+            rf"\b(def|class) {attribute.split('.')[-1]}\b", (ROOT / module).read_text()
+        ), attribute
     assert f"[{name}]({name}/exhibit.md)" in (ROOT / "museum" / "README.md").read_text()
 
 

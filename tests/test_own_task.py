@@ -27,7 +27,9 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for path in ROOT.glob("[a-z]*"):
         if path.is_dir() and path.name not in ("runs", "own"):
             (folder / path.name).symlink_to(path)
-        elif path.suffix == ".py":  # the file is copied, because with a link Python would import from ROOT
+        elif (
+            path.suffix == ".py"
+        ):  # the file is copied, because with a link Python would import from ROOT
             shutil.copy(path, folder)
     (folder / "own").mkdir()
     for name, text in FILES:
@@ -38,7 +40,15 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def shell(command: str, folder: Path) -> str:
     """Run a command in the folder and return its output."""
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    done = subprocess.run(command, shell=True, cwd=folder, env=environment, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(
+        command,
+        shell=True,
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return done.stdout
 
@@ -46,9 +56,19 @@ def shell(command: str, folder: Path) -> str:
 def test_the_page_has_its_files_and_commands() -> None:
     """The page shows two files and all commands, from preparing the data to chatting with the trained model."""
     assert [name for name, _ in FILES] == ["own/sort_task.py", "own/sort.yaml"]
-    words = ["own.sort_task", "run.episode", "mode=eval", "trial_name=first", "checkpoints", "run.chat", "reward_fn"]
+    words = [
+        "own.sort_task",
+        "run.episode",
+        "mode=eval",
+        "trial_name=first",
+        "checkpoints",
+        "run.chat",
+        "reward_fn",
+    ]
     assert len(COMMANDS) == len(words)
-    assert [word for word, command in zip(words, COMMANDS, strict=True) if word not in command] == []
+    assert [
+        word for word, command in zip(words, COMMANDS, strict=True) if word not in command
+    ] == []
 
 
 @pytest.mark.runs

@@ -31,7 +31,9 @@ def ppo_actor_loss_fn(theta, prox, behav, A, mask, *, sequence_ids=None, denomin
 # -- the loss ---------------------------------------------------------------------------------------------------------
 
 
-def paper_objective(theta, prox, behav, A, mask, *, eps, eps_high, c, cap) -> tuple[float, Counter[str]]:
+def paper_objective(
+    theta, prox, behav, A, mask, *, eps, eps_high, c, cap
+) -> tuple[float, Counter[str]]:
     """Compute the paper's objective J in a loop over tokens. Return J and a count of the tokens in each case (clipped,
     dropped, masked and so on)."""
     theta, prox, behav, A, mask = (x.tolist() for x in (theta, prox, behav, A, mask))
@@ -79,28 +81,52 @@ def random_tokens(seed: int, shape=(6, 40), spread=0.6):
 def test_the_loss_is_the_papers_objective(seed):
     """The loss equals the paper's -J. The inputs make each clip, the cap, the dual clip and the mask take effect."""
     theta, prox, behav, A, mask = random_tokens(seed)
-    expected, hits = paper_objective(theta, prox, behav, A, mask, eps=0.2, eps_high=0.28, c=1.5, cap=2.0)
-    branches = {"masked", "dropped", "clipped above", "clipped below", "outside, not clipped", "inside", "dual clip"}
+    expected, hits = paper_objective(
+        theta, prox, behav, A, mask, eps=0.2, eps_high=0.28, c=1.5, cap=2.0
+    )
+    branches = {
+        "masked",
+        "dropped",
+        "clipped above",
+        "clipped below",
+        "outside, not clipped",
+        "inside",
+        "dual clip",
+    }
     assert branches <= hits.keys()
 
     loss, stats = ppo_actor_loss_fn(
-        theta, prox, behav, A, mask, eps_clip=0.2, eps_clip_higher=0.28, c_clip=1.5, behave_imp_weight_cap=2.0
+        theta,
+        prox,
+        behav,
+        A,
+        mask,
+        eps_clip=0.2,
+        eps_clip_higher=0.28,
+        c_clip=1.5,
+        behave_imp_weight_cap=2.0,
     )
 
     assert loss.item() == pytest.approx(-expected, rel=1e-12)
     assert stats["dropped_share"].item() == pytest.approx(hits["dropped"] / int(mask.sum()))
     clipped = hits["clipped above"] + hits["clipped below"] + hits["dual clip"]
-    assert stats["clip_frac"].item() == pytest.approx(clipped / int(mask.sum())), "a dropped token is not clipped"
+    assert stats["clip_frac"].item() == pytest.approx(clipped / int(mask.sum())), (
+        "a dropped token is not clipped"
+    )
 
 
 def test_standard_ppo_is_the_same_loop_with_one_old_policy():
     """Standard PPO uses one old policy in place of pi_prox and pi_behav, and does not read prox_logp."""
     theta, _, old, A, mask = random_tokens(7)
-    expected, hits = paper_objective(theta, old, old, A, mask, eps=0.2, eps_high=0.2, c=INF, cap=5.0)
+    expected, hits = paper_objective(
+        theta, old, old, A, mask, eps=0.2, eps_high=0.2, c=INF, cap=5.0
+    )
     assert hits["clipped above"]
     assert hits["clipped below"]
 
-    loss, stats = ppo_actor_loss_fn(theta, torch.full_like(theta, NAN), old, A, mask, use_decoupled_loss=False)
+    loss, stats = ppo_actor_loss_fn(
+        theta, torch.full_like(theta, NAN), old, A, mask, use_decoupled_loss=False
+    )
 
     assert loss.item() == pytest.approx(-expected, rel=1e-12)
     assert stats["behave_weight_mean"].item() == 1
@@ -112,7 +138,9 @@ def test_decoupled_is_standard_bit_for_bit_when_the_data_is_fresh():
     losses, gradients = [], []
     for decoupled in (True, False):
         leaf = theta.clone().requires_grad_()
-        loss, _ = ppo_actor_loss_fn(leaf, old, old, A, mask, c_clip=2.0, use_decoupled_loss=decoupled)
+        loss, _ = ppo_actor_loss_fn(
+            leaf, old, old, A, mask, c_clip=2.0, use_decoupled_loss=decoupled
+        )
         loss.backward()
         losses.append(loss)
         gradients.append(leaf.grad)
@@ -154,7 +182,8 @@ def test_the_write_ups_surrogate_is_another_objective():
 
 
 @pytest.mark.parametrize(
-    ("theta", "prox", "behav"), [(-INF, -INF, -INF), (-1.0, -INF, -INF), (-INF, -INF, -1.0), (-INF, -1.0, -INF)]
+    ("theta", "prox", "behav"),
+    [(-INF, -INF, -INF), (-1.0, -INF, -INF), (-INF, -INF, -1.0), (-INF, -1.0, -INF)],
 )
 def test_a_token_that_two_policies_exclude_gives_no_nan(theta, prox, behav):
     """If two policies give a token the probability 0, their ratio counts as 1, and the loss and the metrics are
@@ -177,7 +206,9 @@ def test_what_is_under_the_mask_cannot_leak(poison):
         return torch.stack([loss.detach(), *stats.values()]), leaf.grad
 
     for poisoned in range(4):
-        tensors = [x.masked_fill(mask == 0, poison) if i == poisoned else x for i, x in enumerate(clean)]
+        tensors = [
+            x.masked_fill(mask == 0, poison) if i == poisoned else x for i, x in enumerate(clean)
+        ]
         for a, b in zip(run(*clean), run(*tensors), strict=True):
             assert torch.equal(a, b)
 
@@ -187,7 +218,12 @@ def test_a_dropped_token_leaves_the_sum_but_not_the_count():
     zero = torch.zeros(2)
     theta = zero.clone().requires_grad_()
     loss, stats = ppo_actor_loss_fn(
-        theta, zero, torch.tensor([0.0, -100.0]), torch.ones(2), torch.ones(2), behave_imp_weight_cap=5.0
+        theta,
+        zero,
+        torch.tensor([0.0, -100.0]),
+        torch.ones(2),
+        torch.ones(2),
+        behave_imp_weight_cap=5.0,
     )
     loss.backward()
     assert loss.item() == -0.5
@@ -199,7 +235,12 @@ def test_a_dropped_token_leaves_the_sum_but_not_the_count():
 def test_a_weight_at_the_cap_stays():
     """A token is dropped if its behaviour weight is above the cap, and is used if its weight equals the cap."""
     zero = torch.zeros(1)
-    assert ppo_actor_loss_fn(zero, zero, zero, -zero + 3, zero + 1, behave_imp_weight_cap=1.0)[0].item() == -3
+    assert (
+        ppo_actor_loss_fn(zero, zero, zero, -zero + 3, zero + 1, behave_imp_weight_cap=1.0)[
+            0
+        ].item()
+        == -3
+    )
 
 
 def test_dual_clip_bounds_what_one_token_can_do():
@@ -220,7 +261,9 @@ def test_a_clip_of_0_bounds_the_ratio_at_1():
     < 0."""
     theta, old = torch.tensor([0.5, -0.5, 0.5, -0.5]), torch.zeros(4)
     A = torch.tensor([1.0, 1.0, -1.0, -1.0])
-    loss, stats = ppo_actor_loss_fn(theta, old, old, A, torch.ones(4), eps_clip=0.0, eps_clip_higher=0.0)
+    loss, stats = ppo_actor_loss_fn(
+        theta, old, old, A, torch.ones(4), eps_clip=0.0, eps_clip_higher=0.0
+    )
     expected = [1.0, math.exp(-0.5), -math.exp(0.5), -1.0]
     assert loss.item() == pytest.approx(-sum(expected) / 4)
     assert stats["clip_frac"].item() == 0.5
@@ -232,7 +275,10 @@ def test_the_pieces_of_a_batch_add_up():
     tensors = random_tokens(2)
     n = int(tensors[-1].sum())
     whole, stats = ppo_actor_loss_fn(*tensors)
-    pieces = [ppo_actor_loss_fn(*[x[rows] for x in tensors], denominator=n) for rows in (slice(0, 1), slice(1, 6))]
+    pieces = [
+        ppo_actor_loss_fn(*[x[rows] for x in tensors], denominator=n)
+        for rows in (slice(0, 1), slice(1, 6))
+    ]
     torch.testing.assert_close(sum(loss for loss, _ in pieces), whole)
     for key in stats:
         torch.testing.assert_close(sum(s[key] for _, s in pieces), stats[key])
@@ -321,9 +367,15 @@ def test_a_lost_member_does_not_move_the_others():
 
 
 @given(
-    rewards=st.lists(st.tuples(st.integers(0, 3), st.sampled_from([0.0, 0.3, 1.0, -2.0])), min_size=1, max_size=12),
+    rewards=st.lists(
+        st.tuples(st.integers(0, 3), st.sampled_from([0.0, 0.3, 1.0, -2.0])),
+        min_size=1,
+        max_size=12,
+    ),
     order=st.randoms(use_true_random=False),
-    levels=st.tuples(st.sampled_from(["group", "batch", "none"]), st.sampled_from(["group", "batch", "none"])),
+    levels=st.tuples(
+        st.sampled_from(["group", "batch", "none"]), st.sampled_from(["group", "batch", "none"])
+    ),
 )
 @settings(max_examples=60, deadline=None)
 def test_the_order_of_rows_means_nothing(rewards, order, levels):
@@ -365,16 +417,24 @@ def test_the_spread_of_the_batch_and_a_constant_spread():
     batch = single((0, rewards[0]), (0, rewards[1]), (1, rewards[2]), (1, rewards[3]))
     s = torch.tensor(rewards).std().item()
     expected = [0.5 / s, -0.5 / s, 1 / s, -1 / s]
-    assert per_row(compute_advantages(batch, config(std="batch")), batch) == pytest.approx(expected, rel=1e-4)
+    assert per_row(compute_advantages(batch, config(std="batch")), batch) == pytest.approx(
+        expected, rel=1e-4
+    )
     constant = config(std="constant", std_constant=0.4)
-    assert per_row(compute_advantages(batch, constant), batch) == pytest.approx([1.25, -1.25, 2.5, -2.5])
+    assert per_row(compute_advantages(batch, constant), batch) == pytest.approx(
+        [1.25, -1.25, 2.5, -2.5]
+    )
 
 
 @pytest.mark.parametrize(
     ("rewards", "keys", "expected"),
     [
         ([(0, 1.0), (0, 0.0), (0, 2.0)], {"mean_leave1out": True}, [0.0, -1.5, 1.5]),
-        ([(0, 1.0), (0, 0.0), (1, 5.0), (1, 7.0)], {"std_level": "batch"}, [0.1513, -0.1513, -0.3027, 0.3027]),
+        (
+            [(0, 1.0), (0, 0.0), (1, 5.0), (1, 7.0)],
+            {"std_level": "batch"},
+            [0.1513, -0.1513, -0.3027, 0.3027],
+        ),
         ([(0, 1.0), (0, 0.0), (0, 2.0)], {"mean_level": "none"}, [1.0, 0.0, 2.0]),
     ],
 )
@@ -393,7 +453,11 @@ def test_turns_are_compared_with_the_same_turn():
     batch = make_batch((0, [(1.0, 2, True), (1.0, 2, True)]), (0, [(0.0, 2, True)]))
     first, second = batch["turn_ids"][0] == 0, batch["turn_ids"][0] == 1
     A = compute_advantages(batch, config())
-    assert (A[0, first][0].item(), A[0, second][0].item(), A[1, first][0].item()) == (0.5, 0.0, -0.5)
+    assert (A[0, first][0].item(), A[0, second][0].item(), A[1, first][0].item()) == (
+        0.5,
+        0.0,
+        -0.5,
+    )
     A = compute_advantages(batch, config(per_turn=False))
     assert A[0, first][0].item() == A[0, second][0].item() == pytest.approx(1 / 3)
 
@@ -409,7 +473,9 @@ def test_a_turn_that_is_not_trained_has_no_say_in_the_baseline():
     """A turn that is not trained does not change the baseline of the trained turns."""
     rows = [(0, [(1.0, 3, True)]), (0, [(0.0, 3, True)])]
     batch = make_batch(*rows, (0, [(9.0, 3, False)]))
-    assert per_row(compute_advantages({k: v[:2] for k, v in batch.items()}, config()), make_batch(*rows)) == [0.5, -0.5]
+    assert per_row(
+        compute_advantages({k: v[:2] for k, v in batch.items()}, config()), make_batch(*rows)
+    ) == [0.5, -0.5]
     A = compute_advantages(batch, config())
     assert A.max().item() == 0.5
     assert not A[2].any()
@@ -462,7 +528,9 @@ def test_weights_and_aggregation_by_the_loop(level, action, cap, how):
     """A loop over rows and tokens computes the same loss as ppo_actor_loss_fn, for all settings of the behaviour weight
     (level, action, cap) and of the aggregation."""
     theta, prox, behav, A, mask = random_tokens(11, spread=0.5)
-    prox = prox + torch.linspace(-0.6, 0.9, 6)[:, None]  # the shifts put some behaviour weights above the cap
+    prox = (
+        prox + torch.linspace(-0.6, 0.9, 6)[:, None]
+    )  # the shifts put some behaviour weights above the cap
     eps, C = 0.2, 50
     mask[2] = 0  # a row without trained tokens
     total, capped, n_tokens, n_rows, weights = 0.0, 0, int(mask.sum()), 0, []
@@ -502,7 +570,9 @@ def test_weights_and_aggregation_by_the_loop(level, action, cap, how):
     assert loss.item() == pytest.approx(-expected, rel=1e-5)
     assert stats["dropped_share"].item() == pytest.approx(capped / n_tokens)
     assert stats["behave_weight_mean"].item() == pytest.approx(sum(weights) / n_tokens)
-    assert stats["behave_weight_square"].item() == pytest.approx(sum(w * w for w in weights) / n_tokens)
+    assert stats["behave_weight_square"].item() == pytest.approx(
+        sum(w * w for w in weights) / n_tokens
+    )
 
 
 def test_a_sequences_weight_does_not_read_what_is_masked():
@@ -514,7 +584,9 @@ def test_a_sequences_weight_does_not_read_what_is_masked():
     dirty, _ = ppo_actor_loss_fn(theta, prox.masked_fill(mask == 0, NAN), behav, A, mask, **keys)
     on = mask > 0
     ids = torch.arange(6)[:, None].expand(mask.shape)[on]
-    flat, _ = ppo_actor_loss_fn(*(x[on] for x in (theta, prox, behav, A, mask)), sequence_ids=ids, **keys)
+    flat, _ = ppo_actor_loss_fn(
+        *(x[on] for x in (theta, prox, behav, A, mask)), sequence_ids=ids, **keys
+    )
     assert torch.equal(clean, dirty)
     torch.testing.assert_close(flat, clean)
 

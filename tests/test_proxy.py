@@ -36,7 +36,9 @@ Start = Callable[..., Harness]
 # Tokens
 
 
-async def test_a_childs_prompt_is_its_parents_tokens_and_a_tail(start: Start, tiny_tokenizer: Any) -> None:
+async def test_a_childs_prompt_is_its_parents_tokens_and_a_tail(
+    start: Start, tiny_tokenizer: Any
+) -> None:
     """A turn's prompt consists of its parent's prompt tokens, its parent's output tokens, and the tokens of the new
     messages. No sampled token is tokenised again."""
     harness = start("one", "two", "three")
@@ -45,25 +47,33 @@ async def test_a_childs_prompt_is_its_parents_tokens_and_a_tail(start: Start, ti
         completion = await harness.chat(session, messages)
         messages += [reply_message(completion), {"role": "user", "content": question}]
     first, second, third = (request.input_ids for request in harness.engine.requests)
-    assert first == tiny_tokenizer.apply_chat_template(HELLO, add_generation_prompt=True, return_dict=False)
+    assert first == tiny_tokenizer.apply_chat_template(
+        HELLO, add_generation_prompt=True, return_dict=False
+    )
     eos = tiny_tokenizer.eos_token_id
     tail = "\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
     said = [*tiny_tokenizer.encode("one"), eos]
     assert second == first + said + tiny_tokenizer.encode(tail.format("second"))
     said = [*tiny_tokenizer.encode("two"), eos]
     assert third == second + said + tiny_tokenizer.encode(tail.format("third"))
-    full = tiny_tokenizer.apply_chat_template(messages[:5], add_generation_prompt=True, return_dict=False)
+    full = tiny_tokenizer.apply_chat_template(
+        messages[:5], add_generation_prompt=True, return_dict=False
+    )
     assert third == full  # holds because this tokenizer has only one encoding of each text
 
 
-async def test_a_turn_cut_by_length_gets_its_end_token_untrained(start: Start, tiny_tokenizer: Any) -> None:
+async def test_a_turn_cut_by_length_gets_its_end_token_untrained(
+    start: Start, tiny_tokenizer: Any
+) -> None:
     """If a length limit cuts off a turn, the next prompt adds the missing end-of-turn token, and this token has loss
     mask 0."""
     harness = start("cut…", "two")
     session = await harness.start()
     completion = await harness.chat(session, HELLO, max_tokens=3)
     assert completion["choices"][0]["finish_reason"] == "length"
-    await harness.chat(session, [*HELLO, reply_message(completion), {"role": "user", "content": "go on"}])
+    await harness.chat(
+        session, [*HELLO, reply_message(completion), {"role": "user", "content": "go on"}]
+    )
     (row,) = [i["tensors"] for i in (await harness.export(session, style="concat")).values()]
     eos = tiny_tokenizer.eos_token_id
     assert tiny_tokenizer.decode(row["input_ids"]).endswith(
@@ -73,7 +83,9 @@ async def test_a_turn_cut_by_length_gets_its_end_token_untrained(start: Start, t
     assert trained == [*tiny_tokenizer.encode("cut"), *tiny_tokenizer.encode("two"), eos]
 
 
-async def test_history_that_tokenises_otherwise_keeps_its_sampled_tokens(tiny_tokenizer: Any) -> None:
+async def test_history_that_tokenises_otherwise_keeps_its_sampled_tokens(
+    tiny_tokenizer: Any,
+) -> None:
     """The model may sample tokens that differ from the tokenizer's encoding of the same text. The next prompt contains
     the tokens that the model sampled."""
     prompts = PromptBuilder(tiny_tokenizer)
@@ -99,9 +111,13 @@ async def test_history_that_tokenises_otherwise_keeps_its_sampled_tokens(tiny_to
 async def test_a_template_that_looks_back_is_rendered_in_full(tiny_tokenizer: Any) -> None:
     """If the rendering of a message depends on the length of the history, as in some chat templates, the proxy renders
     every prompt in full and reuses no tokens of the parent."""
-    looks_back = tiny_tokenizer.chat_template.replace("{{ m['role'] }}", "{{ m['role'] }}{{ messages | length }}")
+    looks_back = tiny_tokenizer.chat_template.replace(
+        "{{ m['role'] }}", "{{ m['role'] }}{{ messages | length }}"
+    )
     own = type(tiny_tokenizer)(
-        tokenizer_object=tiny_tokenizer.backend_tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>"
+        tokenizer_object=tiny_tokenizer.backend_tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
     )
     own.chat_template = looks_back
     assert PromptBuilder(tiny_tokenizer).splices
@@ -109,7 +125,11 @@ async def test_a_template_that_looks_back_is_rendered_in_full(tiny_tokenizer: An
     assert not PromptBuilder(own).splices
     harness = Harness(own, "one", "two")
     session = await harness.start()
-    messages = [*HELLO, reply_message(await harness.chat(session, HELLO)), {"role": "user", "content": "?"}]
+    messages = [
+        *HELLO,
+        reply_message(await harness.chat(session, HELLO)),
+        {"role": "user", "content": "?"},
+    ]
     await harness.chat(session, messages)
     full = own.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert harness.engine.requests[1].input_ids == full
@@ -146,7 +166,9 @@ async def test_a_long_prompt_lets_others_by(start: Start, ends: bool) -> None:
 
 
 @pytest.mark.parametrize("choice", ["auto", "none"])
-async def test_another_form_is_read_with_its_marks(start: Start, monkeypatch: pytest.MonkeyPatch, choice: str) -> None:
+async def test_another_form_is_read_with_its_marks(
+    start: Start, monkeypatch: pytest.MonkeyPatch, choice: str
+) -> None:
     """If the model may call tools, the parser gets the text with its special tokens, because some of SGLang's parsers
     search for special tokens."""
     read: list[str] = []
@@ -164,7 +186,10 @@ async def test_another_form_is_read_with_its_marks(start: Start, monkeypatch: py
 
 
 THINKS = (  # one template is like Qwen's, one is like DeepSeek's, and one adds no <think> after a tool's result
-    ("{% if enable_thinking is false %}<think>\n\n</think>\n\n{% else %}<think>\n{% endif %}", "enable_thinking"),
+    (
+        "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% else %}<think>\n{% endif %}",
+        "enable_thinking",
+    ),
     ("{% if thinking %}<think>{% else %}</think>{% endif %}", "thinking"),
     ("{% if messages[-1].role != 'tool' %}<think>\n{% endif %}", "unknown"),
 )
@@ -179,8 +204,12 @@ async def test_each_prompt_says_whether_it_has_begun_the_reasoning(
     """If a prompt ends with <think>, the proxy treats the beginning of the answer as reasoning. If a tool call is
     forced, the proxy adds the beginning of the call to the prompt. If the prompt of a forced call ends with <think>,
     the proxy adds </think> before the beginning of the call."""
-    template = tiny_tokenizer.chat_template.replace("<|im_start|>assistant\n", "<|im_start|>assistant\n" + begins)
-    own = type(tiny_tokenizer)(tokenizer_object=tiny_tokenizer.backend_tokenizer, eos_token="<|im_end|>")
+    template = tiny_tokenizer.chat_template.replace(
+        "<|im_start|>assistant\n", "<|im_start|>assistant\n" + begins
+    )
+    own = type(tiny_tokenizer)(
+        tokenizer_object=tiny_tokenizer.backend_tokenizer, eos_token="<|im_end|>"
+    )
     own.chat_template = template
     call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
     harness = Harness(own)
@@ -189,31 +218,50 @@ async def test_each_prompt_says_whether_it_has_begun_the_reasoning(
     variables = {} if on is None else {switch: on}
     forces = {"tool_choice": "required"} if forced else {}
     for _ in range(2):
-        prompt = own.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **variables)
+        prompt = own.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=False, **variables
+        )
         inside = prompt.rstrip().endswith("<think>")
-        harness.engine.texts = ["{}}\n</tool_call>" if forced else f"hm</think>ok{call}" if inside else f"ok{call}"]
+        harness.engine.texts = [
+            "{}}\n</tool_call>" if forced else f"hm</think>ok{call}" if inside else f"ok{call}"
+        ]
         async with sdk(harness, f"/{session}/v1") as client:
-            options: Any = {"tools": offered, "extra_body": {"chat_template_kwargs": variables}, **forces}
-            async with client.chat.completions.stream(model="m", messages=messages, **options) as events:
+            options: Any = {
+                "tools": offered,
+                "extra_body": {"chat_template_kwargs": variables},
+                **forces,
+            }
+            async with client.chat.completions.stream(
+                model="m", messages=messages, **options
+            ) as events:
                 message: Any = (await events.get_final_completion()).choices[0].message.to_dict()
         assert message["tool_calls"][0]["function"]["name"] == "f"
         assert message.get("content") == (None if forced else "ok")
         assert message.get("reasoning_content") == ("hm" if inside and not forced else None)
-        text = own.decode(harness.engine.requests[-1].input_ids).rpartition("<|im_start|>assistant\n")[2]
+        text = own.decode(harness.engine.requests[-1].input_ids).rpartition(
+            "<|im_start|>assistant\n"
+        )[2]
         rendered = prompt.rpartition("<|im_start|>assistant\n")[2]
         assert text.count("</think>") == rendered.count("</think>") + (inside and forced)
-        messages += [message, {"role": "tool", "content": "r", "tool_call_id": message["tool_calls"][0]["id"]}]
+        messages += [
+            message,
+            {"role": "tool", "content": "r", "tool_call_id": message["tool_calls"][0]["id"]},
+        ]
     await harness.http.aclose()
 
 
-async def test_a_stop_string_ends_the_text_but_not_the_tokens(start: Start, tiny_tokenizer: Any) -> None:
+async def test_a_stop_string_ends_the_text_but_not_the_tokens(
+    start: Start, tiny_tokenizer: Any
+) -> None:
     """The reply's text ends before the stop string, but the next prompt contains all sampled tokens, including the stop
     string's tokens."""
     harness = start("one STOP two", "ok")
     session = await harness.start()
     completion = await harness.chat(session, HELLO, stop=[" STOP", "two"])
     assert reply_message(completion)["content"] == "one"
-    await harness.chat(session, [*HELLO, reply_message(completion), {"role": "user", "content": "?"}])
+    await harness.chat(
+        session, [*HELLO, reply_message(completion), {"role": "user", "content": "?"}]
+    )
     first, second = (request.input_ids for request in harness.engine.requests)
     assert second[len(first) :][:12] == tiny_tokenizer.encode("one STOP two")
 
@@ -227,7 +275,9 @@ async def test_the_agents_parameters_win(start: Start, tiny_tokenizer: Any) -> N
     harness = start(sampling={"max_new_tokens": 9})
     session = await harness.start()
     await harness.chat(session, HELLO)
-    await harness.chat(session, HELLO, temperature=0.5, top_p=0.9, max_completion_tokens=3, seed=5, stop="x")
+    await harness.chat(
+        session, HELLO, temperature=0.5, top_p=0.9, max_completion_tokens=3, seed=5, stop="x"
+    )
     default, asked = (request.gconfig for request in harness.engine.requests)
     assert default.trains_exactly
     assert (default.temperature, default.max_new_tokens, default.seed) == (1.0, 9, None)
@@ -235,21 +285,31 @@ async def test_the_agents_parameters_win(start: Start, tiny_tokenizer: Any) -> N
     assert (asked.temperature, asked.top_p, asked.max_new_tokens) == (0.5, 0.9, 3)
     assert (asked.seed, asked.stop) == (5, ["x"])
     exported = (await harness.export(session)).values()
-    assert [sum(interaction["tensors"]["loss_mask"]) > 0 for interaction in exported] == [True, False]
+    assert [sum(interaction["tensors"]["loss_mask"]) > 0 for interaction in exported] == [
+        True,
+        False,
+    ]
 
 
 async def test_a_session_may_have_default_values_of_its_own(start: Start) -> None:
     """A session, for example of an evaluation, may replace the proxy's default sampling parameters. An agent can
     override a parameter of its session, unless `fixed_sampling` contains the parameter. A parameter with an unknown
     name is refused."""
-    harness = start(sampling={"temperature": 1.0, "max_new_tokens": 9}, fixed_sampling=["temperature"])
+    harness = start(
+        sampling={"temperature": 1.0, "max_new_tokens": 9}, fixed_sampling=["temperature"]
+    )
     for sampling in (None, {"temperature": 0.0, "max_new_tokens": 5}):
         await harness.post("/grant_capacity", headers=ADMIN)
         body = {"task_id": "t", "sampling": sampling}
-        session = (await harness.post("/rl/start_session", body, headers=ADMIN)).json()["session_id"]
+        session = (await harness.post("/rl/start_session", body, headers=ADMIN)).json()[
+            "session_id"
+        ]
         await harness.chat(session, HELLO)
         await harness.chat(session, HELLO, temperature=0.5, max_completion_tokens=3)
-    seen = [(request.gconfig.temperature, request.gconfig.max_new_tokens) for request in harness.engine.requests]
+    seen = [
+        (request.gconfig.temperature, request.gconfig.max_new_tokens)
+        for request in harness.engine.requests
+    ]
     assert seen == [(1.0, 9), (1.0, 3), (0.0, 5), (0.0, 3)]
     await harness.post("/grant_capacity", headers=ADMIN)
     body = {"task_id": "t", "sampling": {"temprature": 0.0}}
@@ -321,7 +381,9 @@ async def test_x_api_key_serves_too(start: Start) -> None:
     """The proxy also accepts the API key in the header x-api-key. The proxy ignores a query string."""
     harness = start()
     session = await harness.start()
-    answer = await harness.post("/v1/chat/completions?beta=true", {"messages": HELLO}, headers={"x-api-key": session})
+    answer = await harness.post(
+        "/v1/chat/completions?beta=true", {"messages": HELLO}, headers={"x-api-key": session}
+    )
     assert answer.status_code == 200
     assert (await harness.post("/v1/chat/completions", {"messages": HELLO})).status_code == 401
 
@@ -342,7 +404,9 @@ async def test_x_api_key_serves_too(start: Start) -> None:
         (b'{"messages": [{"role": "user", "content": "hi"}]}', 200),
     ],
 )
-@pytest.mark.parametrize("content_type", ["application/json", "application/x-www-form-urlencoded", "text/plain"])
+@pytest.mark.parametrize(
+    "content_type", ["application/json", "application/x-www-form-urlencoded", "text/plain"]
+)
 async def test_a_body_is_json_whatever_it_says_it_is(
     start: Start, content: bytes, status: int, content_type: str
 ) -> None:
@@ -361,12 +425,18 @@ async def test_a_body_is_json_whatever_it_says_it_is(
 @pytest.mark.parametrize(
     ("error", "status", "kind"),
     [
-        (EngineError("the prompt has 9 tokens and leaves no room", 400), 400, "invalid_request_error"),
+        (
+            EngineError("the prompt has 9 tokens and leaves no room", 400),
+            400,
+            "invalid_request_error",
+        ),
         (EngineError("no server answered", 503), 503, "server_error"),
         (EngineError("what is this"), 500, "server_error"),
     ],
 )
-async def test_an_engines_refusal_is_passed_on(start: Start, error: Exception, status: int, kind: str) -> None:
+async def test_an_engines_refusal_is_passed_on(
+    start: Start, error: Exception, status: int, kind: str
+) -> None:
     """If the engine raises an error, the proxy replies with the status of this error. The reply has status 400 if the
     prompt is too long for the context, and status 503 if no server answers. The failed call is removed from the
     tree."""
@@ -376,7 +446,10 @@ async def test_an_engines_refusal_is_passed_on(start: Start, error: Exception, s
     answer = await harness.post(f"/{session}/v1/chat/completions", {"messages": HELLO})
     assert answer.status_code == status
     assert answer.json() == {"error": {"message": str(error), "type": kind}}
-    assert repr(harness.sessions.find(session).cache) == "InteractionCache(0 interactions, 0 unfinished, 0 unrewarded)"
+    assert (
+        repr(harness.sessions.find(session).cache)
+        == "InteractionCache(0 interactions, 0 unfinished, 0 unrewarded)"
+    )
     harness.engine.error = None
     await harness.chat(session, HELLO)
     assert len(await harness.export(session)) == 1
@@ -385,12 +458,18 @@ async def test_an_engines_refusal_is_passed_on(start: Start, error: Exception, s
 async def test_a_template_that_refuses_is_a_400(start: Start, tiny_tokenizer: Any) -> None:
     """If the chat template raises an error, for example about the order of roles, the reply is a 400 with the
     template's message."""
-    own = type(tiny_tokenizer)(tokenizer_object=tiny_tokenizer.backend_tokenizer, eos_token="<|im_end|>")
-    refusal = "{% if messages[0]['role'] == 'tool' %}{{ raise_exception('no tool first') }}{% endif %}"
+    own = type(tiny_tokenizer)(
+        tokenizer_object=tiny_tokenizer.backend_tokenizer, eos_token="<|im_end|>"
+    )
+    refusal = (
+        "{% if messages[0]['role'] == 'tool' %}{{ raise_exception('no tool first') }}{% endif %}"
+    )
     own.chat_template = refusal + tiny_tokenizer.chat_template
     harness = Harness(own)
     messages = [{"role": "tool", "content": "2"}]
-    answer = await harness.post(f"/{await harness.start()}/v1/chat/completions", {"messages": messages})
+    answer = await harness.post(
+        f"/{await harness.start()}/v1/chat/completions", {"messages": messages}
+    )
     assert answer.status_code == 400
     assert "no tool first" in answer.json()["error"]["message"]
     await harness.http.aclose()
@@ -429,7 +508,9 @@ async def test_a_session_that_floods_leaves_room_for_the_others(start: Start) ->
     for _ in range(50):
         await asyncio.sleep(0)
     assert len(harness.engine.requests) == 3
-    assert (await harness.post(f"/{flood}/v1/chat/completions", {"messages": HELLO})).status_code == 429
+    assert (
+        await harness.post(f"/{flood}/v1/chat/completions", {"messages": HELLO})
+    ).status_code == 429
     waiting = asyncio.create_task(harness.chat(other, HELLO))
     async with asyncio.timeout(60):
         while harness.engine.requests[-1].session != other:
@@ -442,7 +523,9 @@ async def test_a_session_that_floods_leaves_room_for_the_others(start: Start) ->
 
 @settings(max_examples=25)
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 9)), max_size=12))
-def test_a_call_waits_for_few_answers_of_other_sessions(tiny_tokenizer: Any, calls: list[tuple[int, int]]) -> None:
+def test_a_call_waits_for_few_answers_of_other_sessions(
+    tiny_tokenizer: Any, calls: list[tuple[int, int]]
+) -> None:
     """Three sessions send calls in any order, each call asks for any number n of answers, and no answer ever finishes.
     The engine generates at most `limits.running` answers for each of the first three sessions. A call of a fourth
     session still reaches the engine immediately."""
@@ -451,7 +534,10 @@ def test_a_call_waits_for_few_answers_of_other_sessions(tiny_tokenizer: Any, cal
         harness = Harness(tiny_tokenizer, limits=Limits(running=3))
         harness.engine.hold = asyncio.Event()
         flood, other = [await harness.start() for _ in range(3)], await harness.start()
-        tasks = [asyncio.create_task(harness.chat(flood[who], HELLO, n=n, seed=k)) for k, (who, n) in enumerate(calls)]
+        tasks = [
+            asyncio.create_task(harness.chat(flood[who], HELLO, n=n, seed=k))
+            for k, (who, n) in enumerate(calls)
+        ]
         wanted = {session: sum(n for who, n in calls if flood[who] == session) for session in flood}
         ahead = sum(min(3, count) for count in wanted.values())
 
@@ -466,7 +552,10 @@ def test_a_call_waits_for_few_answers_of_other_sessions(tiny_tokenizer: Any, cal
                 await asyncio.sleep(0)
         assert [request.session for request in harness.engine.requests[ahead:]] == [other]
         harness.engine.hold.set()
-        assert [len(reply["choices"]) for reply in await asyncio.gather(*tasks)] == [*(n for _, n in calls), 1]
+        assert [len(reply["choices"]) for reply in await asyncio.gather(*tasks)] == [
+            *(n for _, n in calls),
+            1,
+        ]
         await harness.http.aclose()
 
     asyncio.run(run())
@@ -506,7 +595,13 @@ async def test_without_a_session_no_body_is_read(start: Start, path: str) -> Non
     async def send(message: Any) -> None:
         sent.append(message)
 
-    scope = {"type": "http", "method": "POST", "path": f"/nobody/{path}", "headers": [], "query_string": b""}
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": f"/nobody/{path}",
+        "headers": [],
+        "query_string": b"",
+    }
     await harness.app(scope, receive, send)
     assert (sent[0]["status"], reads) == (404, [])
 
@@ -546,7 +641,9 @@ async def test_a_reward_that_makes_no_sense_is_a_400(start: Start, body: Any) ->
     await harness.chat(session, HELLO)
     assert (await harness.post(f"/{session}/rl/set_reward", body)).status_code == 400
     for text in (b'{"reward": NaN}', b'{"reward": 1e999}', b'{"reward": Infinity}'):
-        assert (await harness.http.post(f"/{session}/rl/set_reward", content=text)).status_code == 400
+        assert (
+            await harness.http.post(f"/{session}/rl/set_reward", content=text)
+        ).status_code == 400
     ended = await harness.post(f"/{session}/rl/end_session")
     assert ended.json() == {"interaction_count": 1, "rewarded_count": 0}
 
@@ -581,7 +678,9 @@ async def test_one_grant_starts_one_session(start: Start) -> None:
     begin: Any = {"path": "/rl/start_session", "body": {"task_id": "t"}, "headers": ADMIN}
     assert (await harness.post(**begin)).status_code == 429
     for capacity in (1, 2):
-        assert (await harness.post("/grant_capacity", headers=ADMIN)).json() == {"capacity": capacity}
+        assert (await harness.post("/grant_capacity", headers=ADMIN)).json() == {
+            "capacity": capacity
+        }
     for content in (b"{", b"{}", b'{"task_id": [1]}'):
         answer = await harness.http.post("/rl/start_session", content=content, headers=ADMIN)
         assert answer.status_code == 400
@@ -593,7 +692,11 @@ async def test_one_grant_starts_one_session(start: Start) -> None:
     await harness.post("/grant_capacity", headers=ADMIN)
     harness.clock.now += GRANT_SECONDS
     assert (await harness.post(**begin)).status_code == 429
-    assert (await harness.http.get("/health")).json() == {"status": "ok", "sessions": 2, "capacity": 0}
+    assert (await harness.http.get("/health")).json() == {
+        "status": "ok",
+        "sessions": 2,
+        "capacity": 0,
+    }
 
 
 async def test_no_work_after_the_end(start: Start) -> None:
@@ -605,7 +708,10 @@ async def test_no_work_after_the_end(start: Start) -> None:
     for _ in range(2):
         ended = await harness.post(f"/{session}/rl/end_session")
         assert ended.json() == {"interaction_count": 1, "rewarded_count": 0}
-    for path, body in (("v1/chat/completions", {"messages": HELLO}), ("rl/set_reward", {"reward": 1})):
+    for path, body in (
+        ("v1/chat/completions", {"messages": HELLO}),
+        ("rl/set_reward", {"reward": 1}),
+    ):
         assert (await harness.post(f"/{session}/{path}", body)).status_code == 410
 
 
@@ -619,8 +725,14 @@ async def test_export_gives_everything_once(start: Start) -> None:
     second = await harness.chat(session, messages)
     assert (await harness.post(f"/{session}/rl/set_reward", {"reward": 1})).status_code == 200
     exported = await harness.export(session, discount=0.5, style="individual")
-    assert {key: i["reward"] for key, i in exported.items()} == {first["id"]: 0.5, second["id"]: 1.0}
-    assert {key: i["parent"] for key, i in exported.items()} == {first["id"]: None, second["id"]: first["id"]}
+    assert {key: i["reward"] for key, i in exported.items()} == {
+        first["id"]: 0.5,
+        second["id"]: 1.0,
+    }
+    assert {key: i["parent"] for key, i in exported.items()} == {
+        first["id"]: None,
+        second["id"]: first["id"],
+    }
     assert exported[second["id"]]["messages"] == messages
     assert exported[second["id"]]["output"] == [{"role": "assistant", "content": "two"}]
     assert exported[second["id"]]["tensors"]["rewards"] == [1.0]
@@ -647,7 +759,9 @@ async def test_discard_frees_a_session_that_nobody_will_export(start: Start) -> 
     harness = start()
     session = await harness.start()
     await harness.chat(session, HELLO)
-    assert (await harness.post(f"/{session}/rl/end_session", {"discard": True})).json()["interaction_count"] == 1
+    assert (await harness.post(f"/{session}/rl/end_session", {"discard": True})).json()[
+        "interaction_count"
+    ] == 1
     assert len(harness.sessions) == 0
 
 
@@ -669,7 +783,9 @@ async def test_the_end_of_a_session_cancels_its_generations(start: Start, discar
     harness = start()
     session = await harness.start()
     harness.engine.hold = asyncio.Event()
-    call = asyncio.ensure_future(harness.post(f"/{session}/v1/chat/completions", {"messages": HELLO}))
+    call = asyncio.ensure_future(
+        harness.post(f"/{session}/v1/chat/completions", {"messages": HELLO})
+    )
     await harness.engine.started.wait()
     ended = await harness.post(f"/{session}/rl/end_session", {"discard": discard})
     assert ended.json() == {"interaction_count": 0, "rewarded_count": 0}
@@ -696,7 +812,9 @@ async def test_idle_sessions_expire_but_never_a_generating_one(start: Start) -> 
     harness.sessions.expire()
     [session] = harness.sessions.values()
     assert (len(session.running), harness.sessions.capacity) == (1, 0)
-    assert (await harness.post(f"/{idle}/v1/chat/completions", {"messages": HELLO})).status_code == 404
+    assert (
+        await harness.post(f"/{idle}/v1/chat/completions", {"messages": HELLO})
+    ).status_code == 404
     harness.engine.hold.set()
     assert (await call).status_code == 200
     harness.clock.now = 109.0
@@ -747,7 +865,11 @@ async def test_a_session_disturbs_no_other(start: Start) -> None:
     """Each session has its own tree, even if two sessions contain identical messages."""
     harness = start("one", "one", "two")
     left, right = await harness.start(), await harness.start()
-    messages = [*HELLO, reply_message(await harness.chat(left, HELLO)), {"role": "user", "content": "?"}]
+    messages = [
+        *HELLO,
+        reply_message(await harness.chat(left, HELLO)),
+        {"role": "user", "content": "?"},
+    ]
     await harness.chat(right, messages)
     assert [i["parent"] for i in (await harness.export(right)).values()] == [None]
 
@@ -770,7 +892,11 @@ def test_a_proxy_that_cannot_start_says_why(
 ) -> None:
     """A proxy that cannot start prints one line that begins with `error:` and exits with code 2."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        arguments = {"--server": "http://127.0.0.1:9", "--model-path": str(tiny_model_dir), "--port": "0"}
+        arguments = {
+            "--server": "http://127.0.0.1:9",
+            "--model-path": str(tiny_model_dir),
+            "--port": "0",
+        }
         arguments[option] = str(taken.getsockname()[1]) if value == "taken" else value
         assert proxy.main([word for pair in arguments.items() for word in pair]) == 2
     written = capsys.readouterr().err
@@ -790,14 +916,27 @@ def test_the_proxy_process_never_imports_torch(tiny_model_dir: Any) -> None:
 
 
 @pytest.mark.parametrize("source", ["environment", "option", "made up"])
-def test_only_an_admin_key_that_was_made_up_is_printed(tiny_model_dir: Any, tiny_server: str, source: str) -> None:
+def test_only_an_admin_key_that_was_made_up_is_printed(
+    tiny_model_dir: Any, tiny_server: str, source: str
+) -> None:
     """If the proxy generates the admin key itself, it prints the key. If the user gives the key, the proxy never prints
     the key, because the output may go to a log file."""
-    command = [sys.executable, "proxy.py", "--server", tiny_server, "--model-path", str(tiny_model_dir), "--port", "0"]
+    command = [
+        sys.executable,
+        "proxy.py",
+        "--server",
+        tiny_server,
+        "--model-path",
+        str(tiny_model_dir),
+        "--port",
+        "0",
+    ]
     # With --exit-with-parent the proxy ends when its standard input ends. In this test the standard input is empty.
     command += ["--admin-key", "s3cret"] * (source == "option") + ["--exit-with-parent"]
-    environment = {name: value for name, value in os.environ.items() if name != "NANO_AREAL_ADMIN_KEY"}
-    environment |= {"NANO_AREAL_ADMIN_KEY": "s3cret"} if source == "environment" else {}
+    environment = {
+        name: value for name, value in os.environ.items() if name != "POCKET_AREAL_ADMIN_KEY"
+    }
+    environment |= {"POCKET_AREAL_ADMIN_KEY": "s3cret"} if source == "environment" else {}
     streams: Any = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
     ended = subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=60, **streams)
     printed = r", admin key \S{20,}" if source == "made up" else ""
@@ -805,10 +944,21 @@ def test_only_an_admin_key_that_was_made_up_is_printed(tiny_model_dir: Any, tiny
     assert "s3cret" not in ended.stdout + ended.stderr
 
 
-async def test_a_proxy_started_by_hand_offers_a_session(tiny_model_dir: Any, tiny_server: str) -> None:
+async def test_a_proxy_started_by_hand_offers_a_session(
+    tiny_model_dir: Any, tiny_server: str
+) -> None:
     """A proxy that is started by hand prints the URL of an open session. An SDK can use the session's URL with any API
     key."""
-    command = [sys.executable, "proxy.py", "--server", tiny_server, "--model-path", str(tiny_model_dir), "--port", "0"]
+    command = [
+        sys.executable,
+        "proxy.py",
+        "--server",
+        tiny_server,
+        "--model-path",
+        str(tiny_model_dir),
+        "--port",
+        "0",
+    ]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
@@ -816,11 +966,15 @@ async def test_a_proxy_started_by_hand_offers_a_session(tiny_model_dir: Any, tin
         found = re.search(r"OPENAI_BASE_URL=(\S+) ANTHROPIC_BASE_URL=(\S+),", lines)
         assert found is not None, lines
         async with openai.AsyncOpenAI(base_url=found[1], api_key="DUMMY", max_retries=8) as client:
-            completion = await client.chat.completions.create(model="m", messages=HELLO, max_tokens=4)
+            completion = await client.chat.completions.create(
+                model="m", messages=HELLO, max_tokens=4
+            )
         async with anthropic.AsyncAnthropic(base_url=found[2], api_key="DUMMY") as other:
             message = await other.messages.create(model="m", messages=HELLO, max_tokens=4)
         assert completion.usage is not None
-        assert 1 <= completion.usage.completion_tokens <= 4  # the completion may end before the limit of 4 tokens
+        assert (
+            1 <= completion.usage.completion_tokens <= 4
+        )  # the completion may end before the limit of 4 tokens
         assert 1 <= message.usage.output_tokens <= 4
     finally:
         process.terminate()
@@ -832,9 +986,16 @@ async def test_end_to_end_with_real_servers(tiny_model_dir: Any, tiny_server: st
     """An SDK makes three calls to a proxy process, and the proxy uses an inference server in another process. The
     export is a single row, and every trained token has a version, a log-probability and a reward."""
     port = free_port()
-    command = [sys.executable, "proxy.py", "--server", tiny_server, "--model-path", str(tiny_model_dir)]
+    command = [
+        sys.executable,
+        "proxy.py",
+        "--server",
+        tiny_server,
+        "--model-path",
+        str(tiny_model_dir),
+    ]
     command += ["--port", str(port), "--seed", "1", "--exit-with-parent"]
-    environment = {**os.environ, "NANO_AREAL_ADMIN_KEY": "admin"}  # the admin key of this proxy
+    environment = {**os.environ, "POCKET_AREAL_ADMIN_KEY": "admin"}  # the admin key of this proxy
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     process = subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)
     url = f"http://127.0.0.1:{port}"
@@ -843,16 +1004,25 @@ async def test_end_to_end_with_real_servers(tiny_model_dir: Any, tiny_server: st
         async with httpx.AsyncClient(base_url=url, timeout=30) as http:
             await http.post("/grant_capacity", headers=ADMIN)
             body = {"task_id": "t"}
-            session = (await http.post("/rl/start_session", json=body, headers=ADMIN)).json()["session_id"]
+            session = (await http.post("/rl/start_session", json=body, headers=ADMIN)).json()[
+                "session_id"
+            ]
             messages: list[Any] = list(HELLO)
-            async with openai.AsyncOpenAI(base_url=f"{url}/{session}/v1", api_key="DUMMY", max_retries=0) as client:
+            async with openai.AsyncOpenAI(
+                base_url=f"{url}/{session}/v1", api_key="DUMMY", max_retries=0
+            ) as client:
                 for _ in range(3):
                     completion = await client.chat.completions.create(
                         model="m", messages=messages, max_completion_tokens=12
                     )
-                    messages += [completion.choices[0].message.model_dump(), {"role": "user", "content": "?"}]
+                    messages += [
+                        completion.choices[0].message.model_dump(),
+                        {"role": "user", "content": "?"},
+                    ]
                 with pytest.raises(openai.BadRequestError, match="context"):
-                    await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "x" * 3000}])
+                    await client.chat.completions.create(
+                        model="m", messages=[{"role": "user", "content": "x" * 3000}]
+                    )
             await http.post(f"/{session}/rl/set_reward", json={"reward": 1})
             await http.post(f"/{session}/rl/end_session")
             export = {"session_id": session, "discount": 0.5, "style": "concat"}

@@ -36,7 +36,9 @@ class Group:
     version: int  # version of the group's oldest token
 
 
-def make_manager(eta: int = 0, batch: int = 2, concurrent: int = 100, version: int = 0) -> StalenessManager:
+def make_manager(
+    eta: int = 0, batch: int = 2, concurrent: int = 100, version: int = 0
+) -> StalenessManager:
     return StalenessManager(Version(version), concurrent, batch, eta)
 
 
@@ -63,10 +65,20 @@ def run(manager: StalenessManager, count: int) -> None:
         (0, 4, 100, 0, 4, 2, -2),
         (4, 4, 0, 0, 0, 0, 1),  # max_concurrent_rollouts=0 counts as 1
         (1, 0, 100, 0, 0, 0, 2),  # consumer_batch_size=0 counts as 1
-        (10**12, 4, 64, 0, 10**6, 0, 64),  # in an evaluation, the capacity depends only on the concurrency limit
+        (
+            10**12,
+            4,
+            64,
+            0,
+            10**6,
+            0,
+            64,
+        ),  # in an evaluation, the capacity depends only on the concurrency limit
     ],
 )
-def test_capacity_is_the_smaller_of_two_limits(eta, batch, concurrent, version, accepted, running, capacity):
+def test_capacity_is_the_smaller_of_two_limits(
+    eta, batch, concurrent, version, accepted, running, capacity
+):
     """Capacity = min(max_concurrent - running, (eta + v + 1) * B - (accepted + running))."""
     manager = make_manager(eta, batch, concurrent, version)
     manager._stat = RolloutStat(accepted=accepted, running=running)
@@ -161,7 +173,9 @@ def test_recovery_restores_what_was_consumed():
     """After a restart at version 10 the gate admits (eta + 1) * B groups, and not (eta + 11) * B. (AReaL's issue #1388
     describes the error that too many groups are admitted after a restart.)"""
     manager = make_manager(eta=2, batch=4, version=10)
-    assert manager.get_capacity() == 52  # the capacity is too large until on_version_recovered is called
+    assert (
+        manager.get_capacity() == 52
+    )  # the capacity is too large until on_version_recovered is called
     manager.on_version_recovered(10)
     assert manager.get_capacity() == 12
     manager.on_version_recovered(10, finished_untrained=3)
@@ -186,7 +200,9 @@ def test_the_age_check():
     assert not manager.is_fresh(4)
     assert manager.is_fresh(None)
     manager.check_age(5)
-    with pytest.raises(StalenessError, match=r"version 4 is consumed at version 7.*rollout.stale=mask"):
+    with pytest.raises(
+        StalenessError, match=r"version 4 is consumed at version 7.*rollout.stale=mask"
+    ):
         manager.check_age(4)
 
 
@@ -242,7 +258,9 @@ def test_age_is_bounded_whatever_happens(eta, batch, concurrent, data):
         assert stat.running == len(running) <= concurrent
         assert stat.accepted + stat.running <= (eta + clock.version + 1) * batch
 
-        choices: list[tuple] = [("finish", i) for i in sorted(running)] + [("reject", i) for i in sorted(running)]
+        choices: list[tuple] = [("finish", i) for i in sorted(running)] + [
+            ("reject", i) for i in sorted(running)
+        ]
         if training:
             choices.append(("new version", None))
         elif state.next_groups(batch):

@@ -49,9 +49,14 @@ def imports(source: str) -> set[str]:
 
 def read_table() -> dict[str, set[str]]:
     """Return the modules and packages that each row of the table in docs/structure.md allows."""
-    rows = re.findall(r"^\| `([\w/.]+)` \|(.*)\|(.*)\|$", (ROOT / "docs/structure.md").read_text(), re.MULTILINE)
+    rows = re.findall(
+        r"^\| `([\w/.]+)` \|(.*)\|(.*)\|$", (ROOT / "docs/structure.md").read_text(), re.MULTILINE
+    )
     return {
-        who.removesuffix(".py").replace("/", "."): {*re.findall(r"`([\w.]+)`", ours), *re.findall(r"\w+", packages)}
+        who.removesuffix(".py").replace("/", "."): {
+            *re.findall(r"`([\w.]+)`", ours),
+            *re.findall(r"\w+", packages),
+        }
         for who, ours, packages in rows
     }
 
@@ -68,7 +73,9 @@ def forbidden(name: str, source: str) -> set[str]:
         parts = module.split(".")
         if parts[0] in sys.stdlib_module_names:
             return True
-        if who == "inference" and module.startswith("inference.tiny"):  # inference/tiny has its own row in the table
+        if who == "inference" and module.startswith(
+            "inference.tiny"
+        ):  # inference/tiny has its own row in the table
             return False
         return any(".".join(parts[:k]) in allowed for k in range(1, len(parts) + 1))
 
@@ -126,7 +133,9 @@ def test_every_room_says_what_is_in_it() -> None:
 def test_the_picture_names_todays_modules() -> None:
     """In docs/structure.svg the box of each folder shows exactly the names of the folder's modules."""
     shown, room = set(), ""
-    for text in ElementTree.parse(ROOT / "docs/structure.svg").iter("{http://www.w3.org/2000/svg}text"):
+    for text in ElementTree.parse(ROOT / "docs/structure.svg").iter(
+        "{http://www.w3.org/2000/svg}text"
+    ):
         label = text.text or ""
         if label.endswith("/"):  # a folder's label comes before the labels of its modules
             room = label.replace("/", ".")
@@ -134,7 +143,9 @@ def test_the_picture_names_todays_modules() -> None:
             shown.add(label.removesuffix(".py"))
         else:
             shown.add(room + label)
-    assert shown == {name_of(path) for path in MODULES if path.name != "__init__.py"}, "run `make structure`"
+    assert shown == {name_of(path) for path in MODULES if path.name != "__init__.py"}, (
+        "run `make structure`"
+    )
 
 
 def test_the_picture_is_drawn_from_todays_imports() -> None:

@@ -15,7 +15,9 @@ PAGE = ROOT / "docs" / "lifecycle.md"
 def tour() -> str:
     """The text of docs/lifecycle.md with the numbers of a new run of the tour."""
     command = [sys.executable, "docs/lifecycle.py"]
-    return subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=400, check=True).stdout
+    return subprocess.run(
+        command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=400, check=True
+    ).stdout
 
 
 def blocks(page: str) -> list[list[str]]:

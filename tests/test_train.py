@@ -42,7 +42,11 @@ def guess_run(tmp_path_factory: pytest.TempPathFactory):
     def get(eta: int, name: str = "") -> tuple[Path, list[dict]]:
         if (eta, name) not in made:
             folder = tmp_path_factory.mktemp(f"guess{eta}{name}")
-            words = ["max_steps=5", f"rollout.max_head_offpolicyness={eta}", "logger.tracker=tracker_of_a_test"]
+            words = [
+                "max_steps=5",
+                f"rollout.max_head_offpolicyness={eta}",
+                "logger.tracker=tracker_of_a_test",
+            ]
             words += ["evaluator.interval=5", "eval_gconfig.greedy=true"]
             made[eta, name] = folder, run(folder, *SMALL_GUESS, *words)
         return made[eta, name]
@@ -58,7 +62,12 @@ def test_guess_staleness(guess_run, eta: int) -> None:
     assert len(metrics) == 5
     assert max(line["staleness_max"] for line in metrics) <= eta
     check_metrics(metrics, eta)
-    assert [line["step"] for line in metrics if line.get("canary_mismatch", 1) < 1e-4] == [2, 3, 4, 5]
+    assert [line["step"] for line in metrics if line.get("canary_mismatch", 1) < 1e-4] == [
+        2,
+        3,
+        4,
+        5,
+    ]
     assert all(line["canary_unchanged"] == 0 for line in metrics[1:])
 
 
@@ -70,7 +79,11 @@ def test_evaluation_is_greedy_and_training_samples(guess_run) -> None:
     def first_answers(kind: str) -> set[str]:
         """Return the first answer of each episode in the folder `kind`, as a set. The folder "rollout" has the episodes
         of training, and "eval-rollout" has those of evaluation."""
-        lines = [line for path in (folder / "e/t" / kind).glob("*/*.jsonl") for line in path.read_text().splitlines()]
+        lines = [
+            line
+            for path in (folder / "e/t" / kind).glob("*/*.jsonl")
+            for line in path.read_text().splitlines()
+        ]
         return {json.loads(line)["completion"].partition("<end>")[0] for line in lines}
 
     assert metrics[-1]["eval_episodes"] == 6
@@ -82,11 +95,17 @@ def test_a_tracker_gets_the_metrics(guess_run) -> None:
     servers' key."""
     folder, metrics = guess_run(0)
     calls = [json.loads(line) for line in (folder / CALLS).read_text().splitlines()]
-    assert [call[:-1] for call in calls] == [["init", "e", "t", "allow"], *(["log", k] for k in range(1, 6)), []]
+    assert [call[:-1] for call in calls] == [
+        ["init", "e", "t", "allow"],
+        *(["log", k] for k in range(1, 6)),
+        [],
+    ]
     config, *tracked, end = [call[-1] for call in calls]
     assert config["max_steps"] == 5
     assert "server_key" not in config["rollout"]
-    assert tracked == [{k: v for k, v in line.items() if isinstance(v, int | float)} for line in metrics]
+    assert tracked == [
+        {k: v for k, v in line.items() if isinstance(v, int | float)} for line in metrics
+    ]
     assert end == "finish"
 
 
@@ -104,7 +123,9 @@ def test_the_readme_of_a_run_names_its_files(guess_run) -> None:
 def test_maze_staleness(tmp_path: Path, eta: int) -> None:
     """With eta = 2 weight updates interrupt completions. With eta = 0 no weight update interrupts a completion. No
     trained token is older than eta versions."""
-    metrics = run(tmp_path, *STRADDLING_MAZE, "max_steps=5", f"rollout.max_head_offpolicyness={eta}")
+    metrics = run(
+        tmp_path, *STRADDLING_MAZE, "max_steps=5", f"rollout.max_head_offpolicyness={eta}"
+    )
     check_metrics(metrics, eta)
     mixed = max(line["mixed_version_share"] for line in metrics)
     assert (mixed > 0) == (eta > 0)
@@ -141,11 +162,17 @@ def test_decoupled_is_standard_where_the_data_is_fresh(guess_run) -> None:
     for line in metrics:
         t = load_file(folder / "e" / "t" / "tokens" / f"{line['step']:05d}.safetensors")
         of = (t["theta_logp"], t["prox_logp"], t["logprobs"], t["advantages"], t["loss_mask"])
-        (loss, stats), (plain, _) = ppo_actor_loss_fn(*of, decoupled), ppo_actor_loss_fn(*of, standard)
+        (loss, stats), (plain, _) = (
+            ppo_actor_loss_fn(*of, decoupled),
+            ppo_actor_loss_fn(*of, standard),
+        )
         apart = line["logp_mismatch"]
         trained = t["loss_mask"] > 0
         assert (t["prox_logp"] - t["logprobs"])[trained].abs().max().item() <= apart < 1e-4
-        assert abs(loss - plain).item() <= 2.5 * apart * t["advantages"][trained].abs().mean().item() + 1e-7
+        assert (
+            abs(loss - plain).item()
+            <= 2.5 * apart * t["advantages"][trained].abs().mean().item() + 1e-7
+        )
         assert abs(stats["behave_weight_mean"].item() - 1) <= 2 * apart + 1e-6
 
 
@@ -155,14 +182,31 @@ def test_what_a_run_writes(guess_run) -> None:
     folder = guess_run(2)[0] / "e" / "t"
     assert "max_head_offpolicyness: 2" in (folder / "config.yaml").read_text()
     events = json.loads((folder / "trace.json").read_text())
-    assert {"submit", "accept", "consume", "start", "train", "sync", "log", "end"} <= {e["name"] for e in events}
+    assert {"submit", "accept", "consume", "start", "train", "sync", "log", "end"} <= {
+        e["name"] for e in events
+    }
     assert [e["args"]["version"] for e in events if e["name"] == "weights"] == [1, 2, 3, 4, 5]
-    assert all(e["args"]["versions"] and e["args"]["rewards"] for e in events if e["name"] == "reward")
+    assert all(
+        e["args"]["versions"] and e["args"]["rewards"] for e in events if e["name"] == "reward"
+    )
     report = (folder / "report.html").read_text()
     assert len(report) < 5e6
     assert '"max_steps":5' in report
-    dumps = [json.loads(line) for path in folder.glob("rollout/*/*.jsonl") for line in path.read_text().splitlines()]
-    keys = ["task_id", "sample_idx", "seqlen", "prompt_len", "head_version", "tail_version", "reward", "prompt"]
+    dumps = [
+        json.loads(line)
+        for path in folder.glob("rollout/*/*.jsonl")
+        for line in path.read_text().splitlines()
+    ]
+    keys = [
+        "task_id",
+        "sample_idx",
+        "seqlen",
+        "prompt_len",
+        "head_version",
+        "tail_version",
+        "reward",
+        "prompt",
+    ]
     assert dumps
     assert all(list(dump) == [*keys, "completion"] for dump in dumps)
     tokens = load_file(folder / "tokens" / "00001.safetensors")
@@ -198,7 +242,13 @@ def test_a_refused_restart_changes_nothing(guess_run, tmp_path: Path) -> None:
     folder = tmp_path / "e" / "t"
     before = (folder / "config.yaml").read_text()
     (folder / "metrics.jsonl").write_text("")
-    words = command(tmp_path, *SMALL_GUESS, "max_steps=6", "rollout.max_head_offpolicyness=0", "actor.eps_clip=0.3")
+    words = command(
+        tmp_path,
+        *SMALL_GUESS,
+        "max_steps=6",
+        "rollout.max_head_offpolicyness=0",
+        "actor.eps_clip=0.3",
+    )
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2
     assert "does not hold steps 1 to 5" in done.stderr
@@ -214,10 +264,19 @@ def test_a_finished_run_stays_as_it_is(guess_run, tmp_path: Path) -> None:
     config, models = tmp_path / "e" / "t" / "config.yaml", tmp_path / "e" / "t" / "checkpoints"
     before = config.read_text()
     shutil.rmtree(models)
-    words = command(tmp_path, *SMALL_GUESS, "max_steps=5", "rollout.max_head_offpolicyness=0", "actor.eps_clip=0.3")
+    words = command(
+        tmp_path,
+        *SMALL_GUESS,
+        "max_steps=5",
+        "rollout.max_head_offpolicyness=0",
+        "actor.eps_clip=0.3",
+    )
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0
-    assert "nothing is left to train: step 5 is done, and the last step is 5; raise max_steps" in done.stdout
+    assert (
+        "nothing is left to train: step 5 is done, and the last step is 5; raise max_steps"
+        in done.stdout
+    )
     assert config.read_text() == before
     assert [path.name for path in models.iterdir()] == ["step00005"]
 
@@ -246,9 +305,17 @@ def test_ctrl_c(tmp_path: Path) -> None:
 def test_sigterm_of_2000_tasks(tmp_path: Path) -> None:
     """SIGTERM ends a run that has 2,000 tasks in flight. After SIGTERM the run prints at most three lines and no
     warning of the doctor. The last line is the command that continues the run. No process is left behind."""
-    words = ["max_steps=10000", "rollout.max_concurrent_rollouts=2000", "rollout.max_head_offpolicyness=400"]
-    words += ["gconfig.n_samples=2"]  # 2,000 groups have 4,000 episodes, which the limit of open files allows
-    words += ["workflow=walkers.FirstBatchAgent"]  # no task after the first batch ends before SIGTERM
+    words = [
+        "max_steps=10000",
+        "rollout.max_concurrent_rollouts=2000",
+        "rollout.max_head_offpolicyness=400",
+    ]
+    words += [
+        "gconfig.n_samples=2"
+    ]  # 2,000 groups have 4,000 episodes, which the limit of open files allows
+    words += [
+        "workflow=walkers.FirstBatchAgent"
+    ]  # no task after the first batch ends before SIGTERM
     process, pids = start_and_wait_for_step(tmp_path, *SMALL_GUESS, *words)
     process.send_signal(signal.SIGTERM)
     lines = rest_of(process, 60).splitlines()
@@ -268,7 +335,9 @@ def test_sigterm_of_2000_tasks(tmp_path: Path) -> None:
 def test_killed_server(tmp_path: Path, victim: str) -> None:
     """If the proxy's process ends, the run ends. If the process of the only inference server ends and
     server.max_restarts is 0, the run ends. The run's last message contains the ended process's name and exit code."""
-    process, pids = start_and_wait_for_step(tmp_path, *SMALL_GUESS, "max_steps=10000", "server.max_restarts=0")
+    process, pids = start_and_wait_for_step(
+        tmp_path, *SMALL_GUESS, "max_steps=10000", "server.max_restarts=0"
+    )
     os.kill(pids[victim], signal.SIGKILL)
     output = rest_of(process, 30)
     assert process.returncode == 1
@@ -296,7 +365,9 @@ def test_exception_in_the_trainer(tmp_path: Path) -> None:
     folder = tmp_path / "e" / "t"
     folder.mkdir(parents=True)
     (folder / "checkpoints").write_text("in the way")
-    process, pids = start_and_wait_for_step(tmp_path, *SMALL_GUESS, "saver.interval=2", "max_steps=50")
+    process, pids = start_and_wait_for_step(
+        tmp_path, *SMALL_GUESS, "saver.interval=2", "max_steps=50"
+    )
     output = rest_of(process, 60)
     assert process.returncode == 1
     assert "Error" in output
@@ -315,8 +386,10 @@ def test_exception_in_the_trainer(tmp_path: Path) -> None:
 )
 def test_bad_configuration(tmp_path: Path, words: list[str], says: str) -> None:
     """train.py reports a wrong configuration in one line, starts no process and writes no file."""
-    done = subprocess.run(command(tmp_path, *words), cwd=ROOT, capture_output=True, text=True, timeout=100)
-    assert (done.returncode, done.stdout) == (2, "nano-areal: importing torch and transformers\n")
+    done = subprocess.run(
+        command(tmp_path, *words), cwd=ROOT, capture_output=True, text=True, timeout=100
+    )
+    assert (done.returncode, done.stdout) == (2, "pocket-areal: importing torch and transformers\n")
     assert done.stderr.startswith("error: ")
     assert says in done.stderr
     assert len(done.stderr.splitlines()) == 1

@@ -78,7 +78,9 @@ class SyncAgent:
         return 1.0
 
 
-async def exact(prompt: str, completion: str, prompt_ids: list, completion_ids: list, answer: str, **_: Any) -> bool:
+async def exact(
+    prompt: str, completion: str, prompt_ids: list, completion_ids: list, answer: str, **_: Any
+) -> bool:
     return completion.startswith(answer)
 
 
@@ -94,7 +96,12 @@ class MyWorkflow(RolloutWorkflow):
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
         input_ids = self.tokenizer.encode(data["prompt"])
-        req = ModelRequest(rid=uuid.uuid4().hex, input_ids=input_ids, gconfig=self.gconfig, tokenizer=self.tokenizer)
+        req = ModelRequest(
+            rid=uuid.uuid4().hex,
+            input_ids=input_ids,
+            gconfig=self.gconfig,
+            tokenizer=self.tokenizer,
+        )
         resp = await engine.agenerate(req)
         reward = self.compute_reward(resp, data)
         if reward < 0:
@@ -109,10 +116,16 @@ class MyWorkflow(RolloutWorkflow):
         return {
             "input_ids": torch.tensor([seq], dtype=torch.int32),
             "attention_mask": torch.ones(1, len(seq), dtype=torch.bool),
-            "loss_mask": torch.tensor([[0] * resp.input_len + [1] * resp.output_len], dtype=torch.int32),
-            "logprobs": torch.tensor([[0.0] * resp.input_len + resp.output_logprobs], dtype=torch.float32),
+            "loss_mask": torch.tensor(
+                [[0] * resp.input_len + [1] * resp.output_len], dtype=torch.int32
+            ),
+            "logprobs": torch.tensor(
+                [[0.0] * resp.input_len + resp.output_logprobs], dtype=torch.float32
+            ),
             "rewards": torch.tensor([reward], dtype=torch.float32),
-            "versions": torch.tensor([[-1] * resp.input_len + resp.output_versions], dtype=torch.int32),
+            "versions": torch.tensor(
+                [[-1] * resp.input_len + resp.output_versions], dtype=torch.int32
+            ),
         }
 
 
@@ -132,7 +145,12 @@ class CustomWorkflow(RolloutWorkflow):
         input_ids = self.tokenizer.apply_chat_template(
             data["messages"], tokenize=True, add_generation_prompt=True, return_dict=False
         )
-        req = ModelRequest(rid=uuid.uuid4().hex, input_ids=input_ids, gconfig=self.gconfig, tokenizer=self.tokenizer)
+        req = ModelRequest(
+            rid=uuid.uuid4().hex,
+            input_ids=input_ids,
+            gconfig=self.gconfig,
+            tokenizer=self.tokenizer,
+        )
         resp = await engine.agenerate(req)
         prompt_str = self.tokenizer.decode(resp.input_tokens)
         completion_str = self.tokenizer.decode(resp.output_tokens)
@@ -186,7 +204,9 @@ async def test_rlvr_is_one_row_with_the_sampling_it_was_made_with(tiny_tokenizer
     """RLVRWorkflow returns one row, and each generated token of the row has the request's temperature and the episode's
     reward."""
     engine = ScriptedEngine(tiny_tokenizer, lambda request: "4")
-    workflow = RLVRWorkflow(exact, GenerationHyperparameters(temperature=0.5, n_samples=4), tiny_tokenizer)
+    workflow = RLVRWorkflow(
+        exact, GenerationHyperparameters(temperature=0.5, n_samples=4), tiny_tokenizer
+    )
     traj = complete(await workflow.arun_episode(engine, QUESTION), task_id=0)  # type: ignore[arg-type]
     assert engine.requests[0].gconfig.n_samples == 1
     assert (
@@ -199,7 +219,9 @@ async def test_rlvr_is_one_row_with_the_sampling_it_was_made_with(tiny_tokenizer
 
 
 @pytest.mark.anyio
-async def test_sampling_that_training_cannot_reproduce_stays_out_of_the_loss(tiny_tokenizer: Any) -> None:
+async def test_sampling_that_training_cannot_reproduce_stays_out_of_the_loss(
+    tiny_tokenizer: Any,
+) -> None:
     """A turn that was sampled with top_p is returned but not trained, because its logprobs are not the policy's
     logprobs."""
     workflow = RLVRWorkflow(exact, GenerationHyperparameters(top_p=0.9), tiny_tokenizer)
@@ -215,7 +237,12 @@ async def test_multi_turn_asks_again_until_the_reward_is_positive(tiny_tokenizer
     answers = iter(["5", "3", "4"])
     engine = ScriptedEngine(tiny_tokenizer, lambda request: next(answers))
     workflow = MultiTurnWorkflow(
-        exact, GenerationHyperparameters(), tiny_tokenizer, max_turns=5, turn_discount=0.5, reflection_message="no"
+        exact,
+        GenerationHyperparameters(),
+        tiny_tokenizer,
+        max_turns=5,
+        turn_discount=0.5,
+        reflection_message="no",
     )
     traj = complete(await workflow.arun_episode(engine, QUESTION), task_id=0)  # type: ignore[arg-type]
     talk = [
@@ -233,7 +260,9 @@ async def test_multi_turn_asks_again_until_the_reward_is_positive(tiny_tokenizer
 
 
 @pytest.mark.anyio
-async def test_a_turn_cut_by_length_is_closed_in_the_prompt_and_counted(tiny_tokenizer: Any) -> None:
+async def test_a_turn_cut_by_length_is_closed_in_the_prompt_and_counted(
+    tiny_tokenizer: Any,
+) -> None:
     """If the token limit cuts off a turn, the next prompt contains an untrained end-of-turn token, and `truncated` is
     1."""
     engine = ScriptedEngine(tiny_tokenizer, lambda request: "5")
@@ -247,32 +276,44 @@ async def test_a_turn_cut_by_length_is_closed_in_the_prompt_and_counted(tiny_tok
 
 
 @pytest.mark.anyio
-async def test_a_full_context_ends_the_conversation(real_engine: RemoteInfEngine, tiny_tokenizer: Any) -> None:
+async def test_a_full_context_ends_the_conversation(
+    real_engine: RemoteInfEngine, tiny_tokenizer: Any
+) -> None:
     """A conversation ends when the model's context is full. A first prompt that does not fit into the context raises an
     error."""
     assert real_engine.context_length == 2048
     gconfig = GenerationHyperparameters(max_new_tokens=600, seed=1)
     never = {"answer": "\0"}
-    workflow = MultiTurnWorkflow(exact, gconfig, tiny_tokenizer, max_turns=100, reflection_message="no " * 100)
-    traj: Any = await workflow.arun_episode(real_engine, never | {"messages": [{"role": "user", "content": "x" * 900}]})
+    workflow = MultiTurnWorkflow(
+        exact, gconfig, tiny_tokenizer, max_turns=100, reflection_message="no " * 100
+    )
+    traj: Any = await workflow.arun_episode(
+        real_engine, never | {"messages": [{"role": "user", "content": "x" * 900}]}
+    )
     turns = int(traj["turn_ids"].max()) + 1
     assert 2 <= turns < 100
     assert traj["rewards"].tolist() == [0.0]
     assert traj["input_ids"].shape[1] <= 2048
     with pytest.raises(EngineError, match="prompt is too long: 2067 tokens > 2048"):
-        await workflow.arun_episode(real_engine, never | {"messages": [{"role": "user", "content": "x" * 2048}]})
+        await workflow.arun_episode(
+            real_engine, never | {"messages": [{"role": "user", "content": "x" * 2048}]}
+        )
 
 
 def test_a_template_that_rewrites_history_is_refused(tiny_tokenizer: Any) -> None:
     """MultiTurnWorkflow refuses a chat template that renders earlier messages differently in a later turn."""
     rewriting = copy.deepcopy(tiny_tokenizer)
-    rewriting.chat_template = "{{ messages | length }} messages, the last: {{ messages[-1]['content'] }}"
+    rewriting.chat_template = (
+        "{{ messages | length }} messages, the last: {{ messages[-1]['content'] }}"
+    )
     with pytest.raises(ValueError, match="renders history anew"):
         MultiTurnWorkflow(exact, GenerationHyperparameters(), rewriting)
 
 
 @pytest.mark.anyio
-async def test_the_noise_of_a_request_depends_on_the_episode_and_on_nothing_else(tiny_tokenizer: Any) -> None:
+async def test_the_noise_of_a_request_depends_on_the_episode_and_on_nothing_else(
+    tiny_tokenizer: Any,
+) -> None:
     """Each turn of each member of each task has its own sampling seed. Two runs with the same run seed have the same
     sampling seeds."""
 
@@ -295,7 +336,9 @@ async def test_the_noise_of_a_request_depends_on_the_episode_and_on_nothing_else
 
 
 @pytest.mark.anyio
-async def test_one_failing_member_does_not_take_its_group_along(caplog: pytest.LogCaptureFixture) -> None:
+async def test_one_failing_member_does_not_take_its_group_along(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """If one of four members raises an exception, the failure is counted and logged. The group contains the rows of the
     three successful members in the order of their indices. All four episodes count as ended."""
     failed: list[int] = []
@@ -319,7 +362,9 @@ async def test_one_failing_member_does_not_take_its_group_along(caplog: pytest.L
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("bad", [1.0, {}, [1], row(), {"input_ids": torch.ones(3), "attention_mask": torch.ones(3)}])
+@pytest.mark.parametrize(
+    "bad", [1.0, {}, [1], row(), {"input_ids": torch.ones(3), "attention_mask": torch.ones(3)}]
+)
 async def test_a_member_that_returns_no_trajectory_is_a_failed_member(
     bad: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -344,7 +389,9 @@ def test_a_member_that_exits_is_a_failed_member(caplog: pytest.LogCaptureFixture
     async def episode() -> Any:
         return await GroupedRolloutWorkflow(Function(member), 3).arun_episode(None, {})
 
-    assert len(asyncio.run(episode())["rewards"]) == 2  # an uncaught SystemExit would end asyncio.run
+    assert (
+        len(asyncio.run(episode())["rewards"]) == 2
+    )  # an uncaught SystemExit would end asyncio.run
     assert "RuntimeError: the episode called sys.exit(3)" in caplog.text
 
 
@@ -436,7 +483,9 @@ async def test_groups_of_interactions_are_merged_and_mixed_groups_become_rows() 
     assert list(merged) == ["a", "b"]
     merged["c"] = interaction(5)
     merged["c"].parent = merged["b"]
-    assert to_tensors(merged)["parents"].tolist() == [-1, -1, 1], "parents are not the row indices of the parents"
+    assert to_tensors(merged)["parents"].tolist() == [-1, -1, 1], (
+        "parents are not the row indices of the parents"
+    )
     mixed: Any = await workflow.arun_episode(None, {"names": ["a", None]})
     assert mixed["input_ids"].tolist() == [[1, 2, 3, 4], [1, 2, 7, 0]]
     with pytest.raises(ValueError, match="same interaction ids"):
@@ -444,7 +493,9 @@ async def test_groups_of_interactions_are_merged_and_mixed_groups_become_rows() 
 
 
 @pytest.mark.anyio
-async def test_the_last_row_of_an_episode_is_of_the_conversation_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_last_row_of_an_episode_is_of_the_conversation_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """An episode's result lists the rows of side conversations first, so its last row always belongs to the main
     conversation."""
 
@@ -458,7 +509,11 @@ async def test_the_last_row_of_an_episode_is_of_the_conversation_itself(monkeypa
         async def __aexit__(self, *args: Any) -> None: ...
 
         async def finish(self, *args: Any, **options: Any) -> dict[str, Any]:
-            turns = {"first": interaction(3, reward=0.5), "last": interaction(3, reward=0.0), "title": interaction(3)}
+            turns = {
+                "first": interaction(3, reward=0.5),
+                "last": interaction(3, reward=0.0),
+                "title": interaction(3),
+            }
             turns["title"].reward = None
             return turns
 
@@ -479,7 +534,11 @@ def test_a_workflow_is_found_in_whatever_the_user_gives() -> None:
     assert made.function is len
     by_name: Any = resolve_workflow(f"{__name__}.Function", {"function": len})
     assert isinstance(by_name, Function)
-    for agent, kwargs in ((Agent, {"answer": 0.5}), (f"{__name__}.Agent", {"answer": 0.5}), (Agent(0.5), None)):
+    for agent, kwargs in (
+        (Agent, {"answer": 0.5}),
+        (f"{__name__}.Agent", {"answer": 0.5}),
+        (Agent(0.5), None),
+    ):
         wrapped: Any = resolve_workflow(agent, kwargs, proxy=PROXY)
         assert isinstance(wrapped, OpenAIProxyWorkflow)
         assert wrapped.agent.answer == 0.5
@@ -491,12 +550,18 @@ def test_a_workflows_class_gets_the_runs_sampling_and_tokenizer() -> None:
     """If a workflow class has the __init__ parameters gconfig or tokenizer, it gets the run's values, unless the user
     sets them."""
     defaults = {"gconfig": GenerationHyperparameters(top_k=5), "tokenizer": "tokenizer"}
-    made: Any = resolve_workflow(RLVRWorkflow, {"reward_fn": f"{__name__}.exact"}, defaults=defaults)
+    made: Any = resolve_workflow(
+        RLVRWorkflow, {"reward_fn": f"{__name__}.exact"}, defaults=defaults
+    )
     assert (made.gconfig.top_k, made.tokenizer) == (5, "tokenizer")
     assert made.async_reward_fn.reward_fn is exact
-    own: Any = resolve_workflow(RLVRWorkflow, {"reward_fn": exact, "tokenizer": "mine"}, defaults=defaults)
+    own: Any = resolve_workflow(
+        RLVRWorkflow, {"reward_fn": exact, "tokenizer": "mine"}, defaults=defaults
+    )
     assert own.tokenizer == "mine"
-    assert isinstance(resolve_workflow(Agent, {}, proxy=PROXY, defaults=defaults), OpenAIProxyWorkflow)
+    assert isinstance(
+        resolve_workflow(Agent, {}, proxy=PROXY, defaults=defaults), OpenAIProxyWorkflow
+    )
 
 
 @pytest.mark.parametrize(
@@ -506,9 +571,21 @@ def test_a_workflows_class_gets_the_runs_sampling_and_tokenizer() -> None:
         (ImportError, "module 'workflow' has no 'Nothing'", "workflow.Nothing", {}, None),
         (ImportError, "a path like 'my_module.MyClass' is needed", "Workflow", {}, None),
         (TypeError, "missing a required argument: 'function'.*workflow_kwargs", Function, {}, None),
-        (TypeError, "unexpected keyword argument 'typo'", Function, {"function": len, "typo": 1}, None),
+        (
+            TypeError,
+            "unexpected keyword argument 'typo'",
+            Function,
+            {"function": len, "typo": 1},
+            None,
+        ),
         (TypeError, "neither a RolloutWorkflow nor an agent", dict, {}, None),
-        (TypeError, "SyncAgent.* is neither .* nor an agent, which has `async def run", SyncAgent, {}, PROXY),
+        (
+            TypeError,
+            "SyncAgent.* is neither .* nor an agent, which has `async def run",
+            SyncAgent,
+            {},
+            PROXY,
+        ),
         (ValueError, "Agent is an agent, and agents need a proxy", Agent, {}, None),
         (ValueError, "is an object already; give its class", Agent(), {"answer": 1.0}, PROXY),
     ],

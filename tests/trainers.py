@@ -10,7 +10,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from training.actor import FSDPPPOActor
 from training.config import NormConfig, OptimizerConfig, PPOActorConfig
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # the device that the actor uses on this machine
+DEVICE = (
+    "cuda" if torch.cuda.is_available() else "cpu"
+)  # the device that the actor uses on this machine
 
 
 def make_batch(lengths=(9, 14, 5, 21, 12, 17, 7, 16), seed=0) -> dict[str, Tensor]:
@@ -37,7 +39,9 @@ def make_config(**changes) -> PPOActorConfig:
     key `gradient_clipping`."""
     # The tests use a larger eps than AdamW's default, so that a rounding error in a gradient near 0 does not move the
     # weight by a full step.
-    optimizer = OptimizerConfig(lr=1e-3, eps=1e-4, gradient_clipping=changes.pop("gradient_clipping", 1e9))
+    optimizer = OptimizerConfig(
+        lr=1e-3, eps=1e-4, gradient_clipping=changes.pop("gradient_clipping", 1e9)
+    )
     defaults: dict[str, Any] = {
         "compile": False,
         "ppo_n_minibatches": 1,
@@ -60,10 +64,21 @@ SHAPE = {
 }
 
 
-LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
 
 
-MAMBA = {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 8}
+MAMBA = {
+    "mamba_d_ssm": 64,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_d_state": 8,
+    "mamba_chunk_size": 8,
+}
 
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
@@ -117,4 +132,7 @@ def prepare(actor: FSDPPPOActor, batch: dict[str, Tensor], drift=0.3) -> dict[st
 def gradients(model) -> dict[str, Tensor]:
     """Return the full gradient of each parameter of a sharded model, on the CPU."""
     full = {name: p.grad for name, p in model.named_parameters()}
-    return {name: (g.full_tensor() if hasattr(g, "full_tensor") else g).cpu() for name, g in full.items()}
+    return {
+        name: (g.full_tensor() if hasattr(g, "full_tensor") else g).cpu()
+        for name, g in full.items()
+    }

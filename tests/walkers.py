@@ -45,7 +45,9 @@ class Moody(RLVRWorkflow):
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> EpisodeResult:
         if workflow_context.get().task_id == self.moody:
-            data["messages"] = [{"role": "user", "content": f"from {random.choice([*CELLS])} to a1"}]
+            data["messages"] = [
+                {"role": "user", "content": f"from {random.choice([*CELLS])} to a1"}
+            ]
         return await super().arun_episode(engine, data)
 
 

@@ -52,7 +52,12 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict as sharded
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -61,7 +66,15 @@ from ppo import aggregation_weights, compute_advantages, ppo_actor_loss_fn
 from training.advantages import kl_estimate
 from training.config import OptimizerConfig, PPOActorConfig
 from training.corrections import effective_sample_size, without_truncated
-from training.layout import LAYOUTS, Batch, Piece, pick_layout, refuse_layers, row_lengths, split_minibatches
+from training.layout import (
+    LAYOUTS,
+    Batch,
+    Piece,
+    pick_layout,
+    refuse_layers,
+    row_lengths,
+    split_minibatches,
+)
 from training.logprobs import add_read_hidden, token_logprobs
 from training.optimizer import ShardAdamW, own_shard
 from training.proximal import guess_errors, interpolation, loglinear
@@ -97,7 +110,11 @@ def lr_factor(step: int, config: OptimizerConfig, max_steps: int) -> float:
 def step_means(parts: list[dict[str, float]]) -> dict[str, float]:
     """Return a training step's metrics: means over the mini-batches, weighted by their numbers of trained tokens."""
     tokens = sum(part["tokens"] for part in parts)
-    mean = {key: sum(part[key] * part["tokens"] for part in parts) / tokens for key in parts[0] if key != "tokens"}
+    mean = {
+        key: sum(part[key] * part["tokens"] for part in parts) / tokens
+        for key in parts[0]
+        if key != "tokens"
+    }
     mean["behave_ess"] = effective_sample_size(mean)
     del mean["behave_weight_square"]
     return mean
@@ -109,7 +126,9 @@ class FSDPEngine:
     def __init__(self, config: PPOActorConfig, model_path: str | Path) -> None:
         self.config, self.model_path = config, str(model_path)
         self.dtype: torch.dtype = getattr(torch, config.dtype)
-        self.device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu")
+        self.device = torch.device(
+            f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
+        )
         self.is_compiled = config.is_compiled(self.device.type)
         # All mutable state: the model, its layout, and whether `destroy` must end the process group.
         self.model: Any = None
@@ -132,9 +151,13 @@ class FSDPEngine:
         self.layout = (LAYOUTS | {"tree": TREES})[name]
         attention = self.layout.attention
         with torch.device("meta"):  # tensors on the device "meta" have shapes but no values
-            model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
+            model: Any = AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, attn_implementation=attention
+            )
         refuse_layers(model, self.layout)
-        layers = [module for module in model.modules() if type(module).__name__ in model._no_split_modules]
+        layers = [
+            module for module in model.modules() if type(module).__name__ in model._no_split_modules
+        ]
         self.shard(model, layers)
         self.load(model)
         model.eval()  # no dropout
@@ -160,7 +183,11 @@ class FSDPEngine:
             return
         mesh = init_device_mesh(self.device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))
         precision = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
-        offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if self.config.offload else OffloadPolicy()
+        offload = (
+            CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+            if self.config.offload
+            else OffloadPolicy()
+        )
         for module in [*layers, model]:
             fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload)
 
@@ -175,12 +202,16 @@ class FSDPEngine:
             # that splits one tensor of the files into several.
             model._weight_conversions = whole._weight_conversions
             if any(len(conversion.target_patterns) > 1 for conversion in whole._weight_conversions):
-                raise ValueError(f"{type(model).__name__} splits its files' tensors, which cannot be undone")
+                raise ValueError(
+                    f"{type(model).__name__} splits its files' tensors, which cannot be undone"
+                )
         offload = self.config.offload
         # Without FSDP, `to_empty` gives tied layers separate tensors. Then `tie_weights` makes the layers share one
         # tensor again.
         model.to_empty(device="cpu" if offload else self.device).tie_weights()
-        options = sharded.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=offload)
+        options = sharded.StateDictOptions(
+            full_state_dict=True, broadcast_from_rank0=True, cpu_offload=offload
+        )
         sharded.set_model_state_dict(model, state, options=options)
         # Some buffers, such as the rotary frequencies, are not in the files, so rank 0 sends all its buffers to the
         # other ranks.
@@ -200,9 +231,13 @@ class FSDPEngine:
             for piece in self.passes(batch, range(len(logp))):
                 index, piece_logp, _ = self.forward(batch, piece, batch["loss_mask"])
                 logp[index] = piece_logp.cpu()  # (N,)
-        return self.all_reduce(logp)  # the rank that computed a token has the token's value, and all other ranks have 0
+        return self.all_reduce(
+            logp
+        )  # the rank that computed a token has the token's value, and all other ranks have 0
 
-    def forward(self, batch: Batch, piece: Piece, mask: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
+    def forward(
+        self, batch: Batch, piece: Piece, mask: Tensor
+    ) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
         """Run the model on a piece and compute log p and entropy of N tokens: the tokens whose `mask` (B, T) is set.
 
         Returns the index of the N tokens in the batch, their log-probabilities (N,), and the entropies (N,) of the
@@ -213,10 +248,15 @@ class FSDPEngine:
         temperatures = batch["temperatures"][index].to(self.device)  # (N,)
 
         def read(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-            states = hidden.flatten(0, 1)[predicted_by.to(self.device)]  # (b, t, D) -> (b * t, D) -> (N, D)
+            states = hidden.flatten(0, 1)[
+                predicted_by.to(self.device)
+            ]  # (b, t, D) -> (b * t, D) -> (N, D)
             return token_logprobs(states, weight, ids, temperatures, compiled=self.is_compiled)
 
-        inputs = {key: x.to(self.device) if isinstance(x, Tensor) else x for key, x in piece.inputs.items()}
+        inputs = {
+            key: x.to(self.device) if isinstance(x, Tensor) else x
+            for key, x in piece.inputs.items()
+        }
         return index, *self.model.read_hidden(read, **inputs)  # ((N,), (N,)), (N,), (N,)
 
     def all_reduce(self, x: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
@@ -244,8 +284,12 @@ class FSDPEngine:
 
     def full_state(self, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
         """Return the whole model on the CPU of rank 0, and {} on all other ranks. All ranks call this method."""
-        buckets = weights.named_buckets(self.model, dtype, bucket_mb=0)  # with bucket_mb=0 each bucket has one tensor
-        return {name: tensor.cpu() for bucket in buckets for name, tensor in bucket if self.rank == 0}
+        buckets = weights.named_buckets(
+            self.model, dtype, bucket_mb=0
+        )  # with bucket_mb=0 each bucket has one tensor
+        return {
+            name: tensor.cpu() for bucket in buckets for name, tensor in bucket if self.rank == 0
+        }
 
     def save(self, path: str | Path, dtype: torch.dtype = torch.float32) -> None:
         """Write model, configuration and tokenizer as a Hugging Face directory. All ranks call this method."""
@@ -273,11 +317,16 @@ class FSDPPPOActor(FSDPEngine):
         self.guesses = config.use_decoupled_loss and config.prox_logp_method != "recompute"
         # All mutable state that FSDPPPOActor adds to the state of FSDPEngine.
         self.optimizer: Any = None
-        self.steps, self.max_steps = 0, 1  # number of finished training steps, number of training steps of the run
+        self.steps, self.max_steps = (
+            0,
+            1,
+        )  # number of finished training steps, number of training steps of the run
         self.version = 0
         self.rollout: Any = None  # the rollout engine, which only rank 0 uses
         self.weight_update_meta = weights.WeightUpdateMeta()
-        self.written: int | None = None  # newest version whose weights were written to disk (mode="disk")
+        self.written: int | None = (
+            None  # newest version whose weights were written to disk (mode="disk")
+        )
 
     def initialize(self, max_steps: int) -> None:  # type: ignore[override]
         """Load the model and make the optimizer. The learning rate schedule and `anneal` end after `max_steps` training
@@ -286,7 +335,9 @@ class FSDPPPOActor(FSDPEngine):
         self.max_steps = max_steps
         o = self.config.optimizer
         betas = (o.beta1, o.beta2)
-        self.optimizer = ShardAdamW(self.model.parameters(), o.lr, betas, o.eps, o.weight_decay, fused=True)
+        self.optimizer = ShardAdamW(
+            self.model.parameters(), o.lr, betas, o.eps, o.weight_decay, fused=True
+        )
 
     def connect_engine(self, rollout: Any, meta: weights.WeightUpdateMeta) -> None:
         """Set the rollout engine, which makes the batches and receives new weights."""
@@ -304,7 +355,10 @@ class FSDPPPOActor(FSDPEngine):
         In place of the missing key, the key of log pi_behav is returned, and `piece_loss` does not use its values.
         """
         if self.config.use_decoupled_loss:
-            return "logprobs" if self.config.prox_logp_method == "loglinear" else "prox_logp", "logprobs"
+            return (
+                "logprobs" if self.config.prox_logp_method == "loglinear" else "prox_logp",
+                "logprobs",
+            )
         old = "prox_logp" if self.config.recompute_logprob else "logprobs"
         return old, old
 
@@ -335,29 +389,40 @@ class FSDPPPOActor(FSDPEngine):
         if self.config.kl_ctl > 0 and self.config.kl_placement == "loss":
             needed.add("ref_logp")
         if missing := sorted(needed - batch.keys()):
-            raise ValueError(f"the batch lacks {missing}; call compute_logp and compute_advantages first")
+            raise ValueError(
+                f"the batch lacks {missing}; call compute_logp and compute_advantages first"
+            )
         lengths = row_lengths(batch)
         batch["theta_logp"] = torch.zeros(batch["input_ids"].shape)  # (B, T)
         batch["step_fraction"] = torch.zeros(len(lengths))  # (B,)
 
         # All epochs (passes over the batch) have the same mini-batches, so each mini-batch is divided into pieces only
         # once.
-        cuts = [(rows, self.passes(batch, rows)) for rows in split_minibatches(lengths, self.config.ppo_n_minibatches)]
+        cuts = [
+            (rows, self.passes(batch, rows))
+            for rows in split_minibatches(lengths, self.config.ppo_n_minibatches)
+        ]
         steps = len(cuts) * self.config.ppo_epochs
         parts = [self.minibatch_step(batch, *cuts[k % len(cuts)], k / steps) for k in range(steps)]
-        parts = [part for part in parts if part]  # a mini-batch without a trained token has no optimizer step
+        parts = [
+            part for part in parts if part
+        ]  # a mini-batch without a trained token has no optimizer step
         self.all_reduce(batch["theta_logp"])
         if not parts:
             hint = "requests that say store: false, or sample with top_p, penalties or temperature 0, are not trained, "
             hint += "and neither are truncated turns if actor.mask_truncated is set"
-            raise ValueError(f"no token of the batch is trained: loss_mask is 0 everywhere; {hint} (docs/agents.md)")
+            raise ValueError(
+                f"no token of the batch is trained: loss_mask is 0 everywhere; {hint} (docs/agents.md)"
+            )
         stats = step_means(parts)
         if self.guesses:
             ahead = (batch["loss_mask"] > 0) & (batch["versions"] > self.version)  # (B, T)
             stats["versions_ahead"] = int(ahead.sum())
         return stats
 
-    def minibatch_step(self, batch: Batch, rows: list[int], pieces: list[Piece], fraction: float) -> dict[str, float]:
+    def minibatch_step(
+        self, batch: Batch, rows: list[int], pieces: list[Piece], fraction: float
+    ) -> dict[str, float]:
         """Make one optimizer step on `rows` and return the step's metrics. Return {} if no token of the rows is
         trained.
 
@@ -383,18 +448,26 @@ class FSDPPPOActor(FSDPEngine):
             (loss * dist.get_world_size()).backward()
             if c.enable_tree_training:
                 computed = piece.inputs["input_ids"].numel() if len(piece.row) else 0
-                part["tree_token_ratio"] = loss.new_tensor(computed / int(batch["attention_mask"][rows].sum()))
+                part["tree_token_ratio"] = loss.new_tensor(
+                    computed / int(batch["attention_mask"][rows].sum())
+                )
             parts.append(part)
 
         # 2. Clip the gradient, and check that loss and gradient are finite.
         shards = [own_shard(p.grad) for p in self.model.parameters() if p.grad is not None]
         grad_norm = math.sqrt(self.all_reduce(torch.nn.utils.get_total_norm(shards).square()))
-        sums = torch.stack([torch.stack([*part.values()]) for part in parts]).sum(0)  # (number of metrics,)
+        sums = torch.stack([torch.stack([*part.values()]) for part in parts]).sum(
+            0
+        )  # (number of metrics,)
         stats = dict(zip(parts[0], self.all_reduce(sums).tolist()))
         if not (math.isfinite(grad_norm) and math.isfinite(stats["loss"])):
-            problem = f"loss {stats['loss']}, gradient norm {grad_norm} in training step {self.steps + 1}"
+            problem = (
+                f"loss {stats['loss']}, gradient norm {grad_norm} in training step {self.steps + 1}"
+            )
             hint = "check that all logprobs and rewards are finite, or lower actor.optimizer.lr"
-            raise FloatingPointError(f"{problem}; only earlier mini-batches of this step changed the weights; {hint}")
+            raise FloatingPointError(
+                f"{problem}; only earlier mini-batches of this step changed the weights; {hint}"
+            )
         if 0 < c.optimizer.gradient_clipping < grad_norm:
             torch._foreach_mul_(shards, c.optimizer.gradient_clipping / (grad_norm + 1e-6))
         # 3. Make the optimizer step. VCPO (corrections.py): lr <- lr * (effective sample size / number of tokens)^p
@@ -405,7 +478,9 @@ class FSDPPPOActor(FSDPEngine):
         self.optimizer.step()
         return stats | {"grad_norm": grad_norm, "lr": lr, "tokens": tokens}
 
-    def piece_loss(self, batch: Batch, piece: Piece, tokens: int, shares: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def piece_loss(
+        self, batch: Batch, piece: Piece, tokens: int, shares: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss of a piece, with a graph for the backward pass, and the metrics of the piece.
 
         `tokens` is the number of trained tokens in the whole mini-batch, and N is the number of trained tokens in the
@@ -414,15 +489,22 @@ class FSDPPPOActor(FSDPEngine):
         """
         c = self.config
         # 1. pi_theta
-        index, logp, entropy = self.forward(batch, piece, batch["loss_mask"])  # ((N,), (N,)), (N,), (N,)
+        index, logp, entropy = self.forward(
+            batch, piece, batch["loss_mask"]
+        )  # ((N,), (N,)), (N,), (N,)
         theta_logp, rows = logp.detach(), index[0]  # (N,), (N,)
         batch["theta_logp"][index] = theta_logp.cpu()
         means = {"entropy": entropy}  # metrics that are reported as means over the trained tokens
 
         # 2. pi_prox and pi_behav
-        prox_logp, old_logp = (batch[key][index].to(self.device) for key in self.policies())  # (N,), (N,)
+        prox_logp, old_logp = (
+            batch[key][index].to(self.device) for key in self.policies()
+        )  # (N,), (N,)
         if self.guesses:
-            versions, fraction = batch["versions"][index], batch["step_fraction"][rows]  # (N,), (N,)
+            versions, fraction = (
+                batch["versions"][index],
+                batch["step_fraction"][rows],
+            )  # (N,), (N,)
             alpha = interpolation(versions, self.version, fraction).to(self.device)  # (N,)
             if c.prox_logp_method == "loglinear":
                 prox_logp = loglinear(old_logp, theta_logp, alpha)
@@ -432,15 +514,24 @@ class FSDPPPOActor(FSDPEngine):
         # 3. loss = - J - entropy_coeff * mean entropy + kl_ctl * mean KL(pi_theta, pi_ref)
         A = (batch["advantages"][index] * shares[rows]).to(self.device)  # (N,)
         mask, ids = torch.ones_like(logp), rows.to(self.device)  # (N,), (N,)
-        loss, stats = ppo_actor_loss_fn(logp, prox_logp, old_logp, A, mask, c, sequence_ids=ids, denominator=tokens)
+        loss, stats = ppo_actor_loss_fn(
+            logp, prox_logp, old_logp, A, mask, c, sequence_ids=ids, denominator=tokens
+        )
         if c.entropy_coeff:
             loss = loss - self.annealed(c.entropy_coeff) * entropy.sum() / tokens
         if "ref_logp" in batch:
             ref_logp = batch["ref_logp"][index].to(self.device)  # (N,)
             means["ref_kl"] = kl_estimate(theta_logp, ref_logp, "k3")
             if c.kl_ctl > 0 and c.kl_placement == "loss":
-                loss = loss + self.annealed(c.kl_ctl) * kl_estimate(logp, ref_logp, c.kl_estimator).sum() / tokens
-        return loss, stats | {"loss": loss.detach()} | {key: x.detach().sum() / tokens for key, x in means.items()}
+                loss = (
+                    loss
+                    + self.annealed(c.kl_ctl)
+                    * kl_estimate(logp, ref_logp, c.kl_estimator).sum()
+                    / tokens
+                )
+        return loss, stats | {"loss": loss.detach()} | {
+            key: x.detach().sum() / tokens for key, x in means.items()
+        }
 
     def annealed(self, coefficient: float) -> float:
         """Return the value of `coefficient` in this training step. With `actor.anneal` the coefficient falls linearly
@@ -454,7 +545,10 @@ class FSDPPPOActor(FSDPEngine):
         # For each parameter and token, a forward pass has 2 FLOPs and a backward pass has 4 FLOPs.
         per_parameter = 6 * self.config.ppo_epochs + 2 * self.should_compute_prox_logp()
         flops = per_parameter * sum(p.numel() for p in self.model.parameters()) * tokens
-        found = {"train_tokens_s": tokens / seconds, "train_tflops": flops / dist.get_world_size() / seconds / 1e12}
+        found = {
+            "train_tokens_s": tokens / seconds,
+            "train_tflops": flops / dist.get_world_size() / seconds / 1e12,
+        }
         if self.device.type == "cuda":
             found["peak_gib"] = torch.cuda.max_memory_allocated(self.device) / 2**30
             found |= share_of_peak(torch.cuda.get_device_name(self.device), found["train_tflops"])
@@ -484,7 +578,9 @@ class FSDPPPOActor(FSDPEngine):
         """
         model, optimizer = sharded.get_state_dict(self.model, self.optimizer)
         dcp.load({"model": model, "optimizer": {"state": optimizer["state"]}}, checkpoint_id=path)
-        sharded.set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+        sharded.set_state_dict(
+            self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer
+        )
 
     def write_weights(self, meta: weights.WeightUpdateMeta) -> None:
         """If meta.mode is "disk", write the files that the servers will load. The servers can generate while the files
@@ -503,10 +599,16 @@ class FSDPPPOActor(FSDPEngine):
         meta = meta.with_version(self.version + 1) if meta.version is None else meta
         if self.written != meta.version:
             self.write_weights(meta)
-        buckets = () if meta.mode == "disk" else weights.named_buckets(self.model, self.dtype, meta.bucket_mb)
+        buckets = (
+            ()
+            if meta.mode == "disk"
+            else weights.named_buckets(self.model, self.dtype, meta.bucket_mb)
+        )
         if self.rank == 0:
             self.rollout.update_weights(meta, buckets)
-        for _ in buckets:  # all ranks take part in gathering a bucket, so every rank iterates over the buckets
+        for _ in (
+            buckets
+        ):  # all ranks take part in gathering a bucket, so every rank iterates over the buckets
             pass
         dist.barrier()
 

@@ -96,8 +96,12 @@ def generalised_advantage(advantages: Tensor, turn_of: Tensor, gamma: float, lam
     """
     # GAE is A_t = delta_t + gamma lambda A_(t+1). Without a critic, delta_t is A at the turn's last token and 0 at all
     # other tokens. Without a critic, A_t = (gamma lambda)^(last - t) A, where `last` is the turn's last token.
-    order = torch.argsort(turn_of, stable=True)  # (M,) tokens sorted by turn; tokens of a turn keep their order
-    ends = torch.bincount(turn_of, minlength=len(advantages)).cumsum(0)  # (N,) end of each turn in `order`
+    order = torch.argsort(
+        turn_of, stable=True
+    )  # (M,) tokens sorted by turn; tokens of a turn keep their order
+    ends = torch.bincount(turn_of, minlength=len(advantages)).cumsum(
+        0
+    )  # (N,) end of each turn in `order`
     to_end = torch.empty_like(turn_of)  # (M,) number of later tokens in the token's turn
     to_end[order] = ends[turn_of[order]] - 1 - torch.arange(len(turn_of))
     return advantages[turn_of] * (gamma * lam) ** to_end
@@ -110,5 +114,8 @@ def informative(trajectory: dict[str, Tensor]) -> bool:
     loss_mask, turn_ids and turn_rewards (B, T).
     """
     trained = trajectory["loss_mask"] > 0
-    turns, rewards = trajectory["turn_ids"][trained], trajectory["turn_rewards"][trained]  # (M,), (M,)
+    turns, rewards = (
+        trajectory["turn_ids"][trained],
+        trajectory["turn_rewards"][trained],
+    )  # (M,), (M,)
     return any(bool((rewards[turns == k] != rewards[turns == k][0]).any()) for k in turns.unique())

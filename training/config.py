@@ -11,7 +11,7 @@ import sysconfig
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from run.fields import Count, CountOrZero, NonNegative, Positive, Share
+from inference.fields import Count, CountOrZero, NonNegative, Positive, Share
 
 
 def can_compile() -> bool:

@@ -66,7 +66,9 @@ def sequence_weight(log_weight: Tensor, mask: Tensor, sequence_ids: Tensor, leve
         return log_weight
     # sequence: log w = sum_t log w_t          geometric: log w = 1/n sum_t log w_t
     how = "sum" if level == "sequence" else "mean"
-    return reduce_sequence(log_weight, mask, sequence_ids, how).clamp(-20, 20)  # the clamp keeps w finite
+    return reduce_sequence(log_weight, mask, sequence_ids, how).clamp(
+        -20, 20
+    )  # the clamp keeps w finite
 
 
 def behaviour_weight(log_weight: Tensor, config: PPOActorConfig) -> tuple[Tensor, Tensor]:
@@ -80,10 +82,14 @@ def behaviour_weight(log_weight: Tensor, config: PPOActorConfig) -> tuple[Tensor
     high = torch.inf if config.behave_imp_weight_cap is None else config.behave_imp_weight_cap
     outside = (weight < low) | (weight > high)
     clamped = weight.clamp(low, high)
-    return clamped if config.behave_imp_weight_action == "clamp" else torch.where(outside, 0.0, weight), outside
+    return clamped if config.behave_imp_weight_action == "clamp" else torch.where(
+        outside, 0.0, weight
+    ), outside
 
 
-def rejected(log_weight: Tensor, mask: Tensor, sequence_ids: Tensor, config: PPOActorConfig) -> Tensor:
+def rejected(
+    log_weight: Tensor, mask: Tensor, sequence_ids: Tensor, config: PPOActorConfig
+) -> Tensor:
     """Return a mask of the tokens whose sequence fails at least one of the tests that the configuration turns on."""
     result = torch.zeros_like(mask)
     # geometric mean: |1/n sum_t log w_t| > log c
@@ -92,10 +98,15 @@ def rejected(log_weight: Tensor, mask: Tensor, sequence_ids: Tensor, config: PPO
         result |= mean.abs() > math.log(config.reject_geometric_mean)
     # max k2: max_t (log w_t)^2 / 2 > c
     if config.reject_max_k2 is not None:
-        result |= reduce_sequence(log_weight.square() / 2, mask, sequence_ids, "amax") > config.reject_max_k2
+        result |= (
+            reduce_sequence(log_weight.square() / 2, mask, sequence_ids, "amax")
+            > config.reject_max_k2
+        )
     # veto: min_t w_t < c
     if config.reject_veto is not None:
-        result |= reduce_sequence(log_weight, mask, sequence_ids, "amin") < math.log(config.reject_veto)
+        result |= reduce_sequence(log_weight, mask, sequence_ids, "amin") < math.log(
+            config.reject_veto
+        )
     return result
 
 
@@ -114,5 +125,7 @@ def cispo_objective(logp: Tensor, u: Tensor, u_clipped: Tensor, A: Tensor) -> tu
 
 def without_truncated(batch: dict[str, Tensor]) -> Tensor:
     """Return loss_mask (B, T), with 0 for the last turn of each row if that turn was cut at its token limit."""
-    last = batch["turn_ids"] == batch["turn_ids"].amax(1, keepdim=True)  # (B, T) the tokens of the row's last turn
+    last = batch["turn_ids"] == batch["turn_ids"].amax(
+        1, keepdim=True
+    )  # (B, T) the tokens of the row's last turn
     return batch["loss_mask"].masked_fill(last & (batch["truncated"] > 0)[:, None], 0)

@@ -48,7 +48,9 @@ from transformers import AttentionInterface
 from training.config import PPOActorConfig
 
 Batch = dict[str, Tensor]
-TokenIndex = tuple[Tensor, Tensor]  # rows (N,) and columns (N,) of a batch, so that batch[key][index] is (N,)
+TokenIndex = tuple[
+    Tensor, Tensor
+]  # rows (N,) and columns (N,) of a batch, so that batch[key][index] is (N,)
 
 # Arguments of transformers' attention functions that ask for more than causal attention.
 BEYOND_CAUSAL = ("sliding_window", "softcap", "s_aux")
@@ -60,22 +62,30 @@ class Piece(NamedTuple):
     The first token of a row is not predictable, because no hidden state comes before it.
     """
 
-    inputs: dict[str, Any]  # the model's arguments: input_ids (b, t) int64, and what the attention function needs
+    inputs: dict[
+        str, Any
+    ]  # the model's arguments: input_ids (b, t) int64, and what the attention function needs
     row: Tensor  # (n,) the row of each token in the batch
     column: Tensor  # (n,) the column of each token in the batch
-    predicted_by: Tensor  # (n,) the index of the hidden state that predicts each token, from 0 to b * t - 1
+    predicted_by: (
+        Tensor  # (n,) the index of the hidden state that predicts each token, from 0 to b * t - 1
+    )
 
     def select(self, mask: Tensor) -> tuple[TokenIndex, Tensor]:
         """Return the index of the N tokens whose `mask` (B, T) is set, and the hidden states that predict them."""
         wanted = mask[self.row, self.column] > 0  # (n,)
-        return (self.row[wanted], self.column[wanted]), self.predicted_by[wanted]  # ((N,), (N,)), (N,)
+        return (self.row[wanted], self.column[wanted]), self.predicted_by[
+            wanted
+        ]  # ((N,), (N,)), (N,)
 
 
 class Layout(NamedTuple):
     """A way to distribute rows over pieces, and the attention function that these pieces need."""
 
     attention: str  # the name of the attention function in transformers' AttentionInterface
-    cut: Callable[[Batch, Sequence[int], int], Iterable[Piece]]  # (batch, rows, mb_tokens) -> pieces
+    cut: Callable[
+        [Batch, Sequence[int], int], Iterable[Piece]
+    ]  # (batch, rows, mb_tokens) -> pieces
 
 
 def row_lengths(batch: Batch) -> list[int]:
@@ -103,7 +113,9 @@ def split_minibatches(lengths: Sequence[int], n: int) -> list[list[int]]:
     return parts
 
 
-def split_microbatches(rows: Sequence[int], lengths: Sequence[int], mb_tokens: int) -> list[list[int]]:
+def split_microbatches(
+    rows: Sequence[int], lengths: Sequence[int], mb_tokens: int
+) -> list[list[int]]:
     """Distribute rows over pieces. A piece has rows of similar length, and at most `mb_tokens` tokens with padding.
 
     A row that is longer than `mb_tokens` becomes a piece of its own.
@@ -142,7 +154,9 @@ def cut_padded(batch: Batch, rows: Sequence[int], mb_tokens: int) -> Iterator[Pi
     for part in split_microbatches(rows, row_lengths(batch), mb_tokens):
         real = batch["attention_mask"][part].bool()  # (b, T)
         t = int(real.sum(1).max())
-        row, previous = real[:, 1:t].nonzero(as_tuple=True)  # (n,), (n,): each token's row, and the previous column
+        row, previous = real[:, 1:t].nonzero(
+            as_tuple=True
+        )  # (n,), (n,): each token's row, and the previous column
         inputs = {"input_ids": batch["input_ids"][part, :t].long()}  # (b, t)
         yield Piece(inputs, torch.tensor(part)[row], previous + 1, predicted_by=row * t + previous)
 
@@ -152,11 +166,20 @@ def cut_packed(batch: Batch, rows: Sequence[int], mb_tokens: int) -> Iterator[Pi
     padding."""
     for part in split_packs(rows, row_lengths(batch), mb_tokens):
         real = batch["attention_mask"][part].bool()  # (b, T)
-        row, column = (x.clone() for x in real.nonzero(as_tuple=True))  # (t,), (t,): row and column of each token
+        row, column = (
+            x.clone() for x in real.nonzero(as_tuple=True)
+        )  # (t,), (t,): row and column of each token
         ids = batch["input_ids"][part][real].long()[None]  # (1, t)
         lengths = real.sum(1)  # (b,)
-        bounds = F.pad(lengths.cumsum(0), (1, 0)).int()  # (b + 1,) start of each sequence, and t as last element
-        inputs = {"input_ids": ids, "position_ids": column[None], "bounds": bounds, "longest": int(lengths.max())}
+        bounds = F.pad(
+            lengths.cumsum(0), (1, 0)
+        ).int()  # (b + 1,) start of each sequence, and t as last element
+        inputs = {
+            "input_ids": ids,
+            "position_ids": column[None],
+            "bounds": bounds,
+            "longest": int(lengths.max()),
+        }
         later = column.nonzero()[:, 0]  # (n,) positions of the predictable tokens in the long row
         yield Piece(inputs, torch.tensor(part)[row[later]], column[later], predicted_by=later - 1)
 
@@ -165,7 +188,9 @@ def refuse(features: Iterable[str]) -> None:
     """Raise ValueError if a model has `features` that packed rows and trees do not support."""
     names = ", ".join(sorted(features))
     if names:
-        raise ValueError(f"packed rows and trees allow no {names}; set actor.layout=padded, enable_tree_training=false")
+        raise ValueError(
+            f"packed rows and trees allow no {names}; set actor.layout=padded, enable_tree_training=false"
+        )
 
 
 def beyond_full_attention(shape: Any) -> set[str]:
@@ -184,7 +209,9 @@ def refuse_layers(model: Any, layout: Layout) -> None:
     """
     shape = model.config.get_text_config()
     if not model._supports_sdpa or getattr(shape, "attn_logit_softcapping", None):
-        raise ValueError(f"{type(model).__name__} has attention of its own, so no layout here can train it")
+        raise ValueError(
+            f"{type(model).__name__} has attention of its own, so no layout here can train it"
+        )
     refuse(() if layout is LAYOUTS["padded"] else beyond_full_attention(shape))
 
 
@@ -214,11 +241,16 @@ def pick_layout(actor: PPOActorConfig, device: str, shape: Any) -> tuple[str, st
         return "padded", f"the model has {', '.join(sorted(layers))}"
     d = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
     if not fits_kernel(device, getattr(torch, actor.dtype), d):
-        return "padded", f"no kernel computes packed rows in {actor.dtype} with heads of {d} numbers"
+        return (
+            "padded",
+            f"no kernel computes packed rows in {actor.dtype} with heads of {d} numbers",
+        )
     return "packed", "one kernel computes all sequences, and no padding is computed"
 
 
-def attend_apart(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **kwargs: Any):
+def attend_apart(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **kwargs: Any
+):
     """Compute causal attention within each sequence of a packed row. In transformers, attend_apart has the name
     "packed".
 
@@ -239,11 +271,15 @@ def attend_apart(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: A
 
 
 @torch.compiler.disable  # torch.compile would recompile this function for every number of sequences
-def attend_one_by_one(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scaling: float, gqa: bool) -> Tensor:
+def attend_one_by_one(
+    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scaling: float, gqa: bool
+) -> Tensor:
     """Compute the attention of attend_apart with one call of scaled_dot_product_attention for each sequence."""
     lengths, parts = bounds.diff().tolist(), []
     how: dict[str, Any] = {"is_causal": True, "scale": scaling, "enable_gqa": gqa}
-    for q, k, v in zip(query.split(lengths, dim=2), key.split(lengths, dim=2), value.split(lengths, dim=2)):
+    for q, k, v in zip(
+        query.split(lengths, dim=2), key.split(lengths, dim=2), value.split(lengths, dim=2)
+    ):
         parts.append(F.scaled_dot_product_attention(q, k, v, **how))  # (1, heads, length, d)
     return torch.cat(parts, dim=2).transpose(1, 2).contiguous()  # (1, t, heads, d)
 

@@ -48,11 +48,20 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import register_fsdp_forward_method
 
-CHUNK_ELEMENTS = {"cpu": 1 << 25, "cuda": 1 << 27}  # maximum number of logits in one chunk, on each kind of device
+CHUNK_ELEMENTS = {
+    "cpu": 1 << 25,
+    "cuda": 1 << 27,
+}  # maximum number of logits in one chunk, on each kind of device
 
 # The keys of transformers' model configurations that cap or scale the logits.
 CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-SCALES = ("logits_scaling", "logit_scale", "lm_head_multiplier", "output_multiplier", "logits_mup_width_multiplier")
+SCALES = (
+    "logits_scaling",
+    "logit_scale",
+    "lm_head_multiplier",
+    "output_multiplier",
+    "logits_mup_width_multiplier",
+)
 
 # Shapes in this file: N tokens, hidden size D, vocabulary size V, and c tokens in one chunk.
 
@@ -87,7 +96,13 @@ def chunk_results(logits: Tensor, ids: Tensor, tau: Tensor) -> tuple[Tensor, Ten
 
 
 def chunk_gradient(
-    logits: Tensor, ids: Tensor, tau: Tensor, entropy: Tensor, g: Tensor, e: Tensor | None, dtype: torch.dtype
+    logits: Tensor,
+    ids: Tensor,
+    tau: Tensor,
+    entropy: Tensor,
+    g: Tensor,
+    e: Tensor | None,
+    dtype: torch.dtype,
 ) -> Tensor:
     """Return the gradient of the loss with respect to the logits (c, V) of one chunk, as numbers of type `dtype`."""
     log_p = torch.log_softmax(logits / tau[:, None], dim=-1)  # (c, V)
@@ -115,16 +130,28 @@ class TokenLogprobs(torch.autograd.Function):
     """Compute logp and entropy chunk by chunk. The backward pass recomputes each chunk's logits."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, ids: Tensor, tau: Tensor, chunk: int, compiled: bool):
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        ids: Tensor,
+        tau: Tensor,
+        chunk: int,
+        compiled: bool,
+    ):
         results = fuse(chunk_results) if compiled else chunk_results
         logp = hidden.new_empty(len(ids), dtype=torch.float32)  # (N,)
         entropy = hidden.new_empty(len(ids), dtype=torch.float32)  # (N,)
         for part in chunks(len(ids), chunk):
-            logp[part], entropy[part] = results(chunk_logits(hidden[part], weight), ids[part], tau[part])  # (c,), (c,)
+            logp[part], entropy[part] = results(
+                chunk_logits(hidden[part], weight), ids[part], tau[part]
+            )  # (c,), (c,)
 
         # No saved tensor has the size of the logits, (N, V).
         ctx.save_for_backward(hidden, weight, ids, tau, entropy)
-        ctx.set_materialize_grads(False)  # a result that the loss does not use has the gradient None
+        ctx.set_materialize_grads(
+            False
+        )  # a result that the loss does not use has the gradient None
         ctx.chunk, ctx.gradient = chunk, fuse(chunk_gradient) if compiled else chunk_gradient
         return logp, entropy
 
@@ -133,11 +160,23 @@ class TokenLogprobs(torch.autograd.Function):
         hidden, weight, ids, tau, entropy = ctx.saved_tensors  # (N, D), (V, D), (N,), (N,), (N,)
         g = torch.zeros_like(entropy) if g is None else g  # (N,)
         grad_hidden = torch.empty_like(hidden)  # (N, D)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)  # (V, D), summed over the chunks in float32
+        grad_weight = torch.zeros_like(
+            weight, dtype=torch.float32
+        )  # (V, D), summed over the chunks in float32
         for part in chunks(len(ids), ctx.chunk):
-            entropy_c, g_c, e_c = entropy[part], g[part], None if e is None else e[part]  # (c,), (c,), (c,)
+            entropy_c, g_c, e_c = (
+                entropy[part],
+                g[part],
+                None if e is None else e[part],
+            )  # (c,), (c,), (c,)
             grad_z = ctx.gradient(
-                chunk_logits(hidden[part], weight), ids[part], tau[part], entropy_c, g_c, e_c, weight.dtype
+                chunk_logits(hidden[part], weight),
+                ids[part],
+                tau[part],
+                entropy_c,
+                g_c,
+                e_c,
+                weight.dtype,
             )  # (c, V)
 
             # d loss / d h = W^T (d loss / d z) / tau
@@ -151,7 +190,12 @@ class TokenLogprobs(torch.autograd.Function):
 
 
 def token_logprobs(
-    hidden: Tensor, weight: Tensor, ids: Tensor, temperatures: Tensor, chunk: int | None = None, compiled: bool = False
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    temperatures: Tensor,
+    chunk: int | None = None,
+    compiled: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return the log-probabilities (N,) of N tokens and the entropies (N,) of their distributions, in nats.
 
@@ -180,7 +224,10 @@ def read_hidden(model: Any, read: Callable[[Tensor, Tensor], Any], **inputs: Any
 
 def logit_changes(model: Any) -> list[str]:
     """Return what makes a model's logits differ from hidden @ weight.T: names of configuration keys, or "a bias"."""
-    config, bias = model.config.get_text_config(), getattr(model.get_output_embeddings(), "bias", None)
+    config, bias = (
+        model.config.get_text_config(),
+        getattr(model.get_output_embeddings(), "bias", None),
+    )
     changes = [key for key in CAPS + SCALES if getattr(config, key, None) not in (None, 1)]
     return changes if bias is None else [*changes, "a bias"]
 
@@ -191,6 +238,8 @@ def add_read_hidden(model: Any) -> None:
     Raises ValueError if the model computes its logits in any other way than hidden @ weight.T.
     """
     if changes := logit_changes(model):
-        raise ValueError(f"{type(model).__name__} has {changes}, which logprobs.py cannot compute; use another model")
+        raise ValueError(
+            f"{type(model).__name__} has {changes}, which logprobs.py cannot compute; use another model"
+        )
     model.read_hidden = partial(read_hidden, model)
     register_fsdp_forward_method(model, "read_hidden")

@@ -44,7 +44,9 @@ def interpolation(versions: Tensor, version: int, fraction: float | Tensor) -> T
     `versions` (N,) is v_b, `version` is v, and `fraction` is f, the share of the step's mini-batches that are done.
     """
     # alpha = (v - v_b) / (v + f - v_b)
-    lag = (version - versions).clamp(min=0).float()  # (N,) v - v_b; a token newer than the trainer has lag 0
+    lag = (
+        (version - versions).clamp(min=0).float()
+    )  # (N,) v - v_b; a token newer than the trainer has lag 0
     return torch.where(lag > 0, lag / (lag + fraction), 0.0)
 
 
@@ -66,7 +68,9 @@ def rollout(old_logp: Tensor, theta_logp: Tensor, alpha: Tensor) -> Tensor:
     return old_logp
 
 
-def guess_errors(prox_logp: Tensor, old_logp: Tensor, theta_logp: Tensor, alpha: Tensor) -> dict[str, Tensor]:
+def guess_errors(
+    prox_logp: Tensor, old_logp: Tensor, theta_logp: Tensor, alpha: Tensor
+) -> dict[str, Tensor]:
     """Return for each guess the absolute and the relative errors (N,) of log pi_prox, w and u.
 
     prox_logp (N,) is the recomputed log pi_prox. The behaviour weight is w = pi_prox / pi_behav, and the ratio is

@@ -32,7 +32,9 @@ import torch
 import torch.distributed as dist
 
 LIFETIME = timedelta(days=365)  # how long a rank waits for a peer's farewell: longer than any run
-PATIENCE = timedelta(hours=2)  # timeout of every other operation, for example of sending a batch to all ranks
+PATIENCE = timedelta(
+    hours=2
+)  # timeout of every other operation, for example of sending a batch to all ranks
 
 _group: Any = None  # the process group for the farewell messages
 _waiting: dict[int, threading.Thread] = {}  # for each peer, the thread that waits for its farewell
@@ -53,7 +55,9 @@ def join_ranks() -> bool:
         os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
         # If no device is set, init_device_mesh prints a warning. The plan (run/plan.py) refuses a run with more ranks
         # than GPUs.
-        torch.cuda.set_device(min(int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count() - 1))
+        torch.cuda.set_device(
+            min(int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count() - 1)
+        )
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         dist.init_process_group(backend, timeout=PATIENCE)
         _await_farewells()
@@ -117,7 +121,11 @@ def _await_farewells() -> None:
         try:
             dist.recv(torch.empty(1), peer, _group)
         except RuntimeError:
-            print(f"rank {rank} ends: rank {peer} has ended before it; see its error", file=sys.stderr, flush=True)
+            print(
+                f"rank {rank} ends: rank {peer} has ended before it; see its error",
+                file=sys.stderr,
+                flush=True,
+            )
             # `os._exit` ends the whole process, even if the main thread hangs in a collective operation.
             os._exit(1)
 

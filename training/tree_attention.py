@@ -63,8 +63,12 @@ BLOCK = 128  # number of queries, or of keys, in one block of attention
 class PackedTree:
     """A tree of rows, stored as one sequence of N tokens in depth-first order."""
 
-    rows: list[int]  # the tree's rows, sorted by their tokens, as indices of the argument of build_trees
-    paths: list[Tensor]  # for each row, an int64 tensor (length,): the indices of the row's tokens in the tree
+    rows: list[
+        int
+    ]  # the tree's rows, sorted by their tokens, as indices of the argument of build_trees
+    paths: list[
+        Tensor
+    ]  # for each row, an int64 tensor (length,): the indices of the row's tokens in the tree
     input_ids: Tensor  # (1, N) int64
     position_ids: Tensor  # (1, N) int64: the depth of each token
     subtree_end: Tensor  # (N,) int64: the first index after the token's subtree
@@ -97,11 +101,15 @@ def sort_rows(sequences: list[np.ndarray]) -> tuple[list[int], np.ndarray]:
     for i, (before, row) in enumerate(pairwise(order), 1):
         n = min(len(sequences[before]), len(sequences[row]))
         differs = sequences[before][:n] != sequences[row][:n]  # (n,)
-        shared[i] = np.append(differs, True).argmax()  # index of the first difference, or n if all n tokens are equal
+        shared[i] = np.append(
+            differs, True
+        ).argmax()  # index of the first difference, or n if all n tokens are equal
     return order, shared
 
 
-def cheapest_runs(lengths: np.ndarray, shared: np.ndarray, max_tokens: int) -> list[tuple[int, int, int]]:
+def cheapest_runs(
+    lengths: np.ndarray, shared: np.ndarray, max_tokens: int
+) -> list[tuple[int, int, int]]:
     """Cut n sorted rows into runs of at most max_tokens tokens, so that the runs have the fewest tokens in total.
 
     Returns (first row, last row + 1, number of tokens) for each run. A run contains all tokens of its first row, and
@@ -114,12 +122,18 @@ def cheapest_runs(lengths: np.ndarray, shared: np.ndarray, max_tokens: int) -> l
     if added[-1] <= max_tokens:  # all rows fit into one run
         return [(0, len(lengths), int(added[-1]))]
     waste = np.zeros(len(lengths) + 1)  # (n + 1,)
-    start = np.zeros(len(lengths) + 1, dtype=np.int64)  # (n + 1,) start[j]: first row of the run that ends before row j
+    start = np.zeros(
+        len(lengths) + 1, dtype=np.int64
+    )  # (n + 1,) start[j]: first row of the run that ends before row j
     for j in range(1, len(waste)):
-        low = int(np.searchsorted(added, added[j] - max_tokens))  # if i < low, the run i..j-1 exceeds max_tokens
+        low = int(
+            np.searchsorted(added, added[j] - max_tokens)
+        )  # if i < low, the run i..j-1 exceeds max_tokens
         fits = shared[low:j] + added[j] - added[low:j] <= max_tokens  # (j - low,)
         costs = np.where(fits, waste[low:j] + shared[low:j], np.inf)  # (j - low,)
-        start[j] = low + int(costs.argmin())  # of several equal costs, argmin returns the one with the longest run
+        start[j] = low + int(
+            costs.argmin()
+        )  # of several equal costs, argmin returns the one with the longest run
         waste[j] = costs.min()
     # Collect the runs from the last to the first: the run that ends before row j begins with row start[j].
     runs, j = [], len(lengths)
@@ -134,16 +148,27 @@ def lay_out(rows: list[int], sequences: list[np.ndarray], shared: Sequence[int])
     """Build the tree of sorted rows. rows[i] shares shared[i] tokens with the row before it, and shared[0] is 0."""
     size = sum(len(sequences[row]) for row in rows) - sum(shared)
     ids, depth, subtree_end = (np.empty(size, dtype=np.int64) for _ in range(3))  # (N,), (N,), (N,)
-    path, paths, end = np.empty(0, dtype=np.int64), [], 0  # path of the latest row, paths of all rows, number of tokens
+    path, paths, end = (
+        np.empty(0, dtype=np.int64),
+        [],
+        0,
+    )  # path of the latest row, paths of all rows, number of tokens
     for row, common in zip(rows, shared):
-        subtree_end[path[common:]] = end  # no later row contains path[common:], because the rows are sorted
-        fresh = np.arange(end, end + len(sequences[row]) - common)  # indices of the tokens that this row adds
+        subtree_end[path[common:]] = (
+            end  # no later row contains path[common:], because the rows are sorted
+        )
+        fresh = np.arange(
+            end, end + len(sequences[row]) - common
+        )  # indices of the tokens that this row adds
         path = np.concatenate([path[:common], fresh])
         ids[fresh], depth[fresh] = sequences[row][common:], np.arange(common, len(path))
         paths.append(torch.from_numpy(path))
         end += len(fresh)
     subtree_end[path] = end
-    input_ids, position_ids = torch.from_numpy(ids)[None], torch.from_numpy(depth)[None]  # (1, N), (1, N)
+    input_ids, position_ids = (
+        torch.from_numpy(ids)[None],
+        torch.from_numpy(depth)[None],
+    )  # (1, N), (1, N)
     return PackedTree(rows, paths, input_ids, position_ids, torch.from_numpy(subtree_end))
 
 
@@ -156,7 +181,9 @@ def build_trees(sequences: Sequence[Any], max_tokens: int) -> list[PackedTree]:
     for row, array in enumerate(arrays):
         if not 0 < len(array) <= max_tokens:
             hint = "raise it, or keep rows short: gconfig.max_new_tokens, fewer turns, rollout.openai.export_style"
-            raise ValueError(f"row {row} has {len(array)} tokens, not 1 to actor.mb_tokens={max_tokens}: {hint}")
+            raise ValueError(
+                f"row {row} has {len(array)} tokens, not 1 to actor.mb_tokens={max_tokens}: {hint}"
+            )
     order, shared = sort_rows(arrays)
     runs = cheapest_runs(np.array([len(arrays[row]) for row in order]), shared, max_tokens)
     trees = []
@@ -174,7 +201,9 @@ def cut_trees(batch: Batch, rows: Sequence[int], mb_tokens: int) -> Iterator[Pie
     lengths, ids = row_lengths(batch), batch["input_ids"].numpy()  # (B,), (B, T)
     for tree in build_trees([ids[row, : lengths[row]] for row in rows], mb_tokens):
         inputs = {"input_ids": tree.input_ids, "position_ids": tree.position_ids, "tree": tree}
-        counts = torch.tensor([len(path) - 1 for path in tree.paths])  # number of predicted tokens of each row
+        counts = torch.tensor(
+            [len(path) - 1 for path in tree.paths]
+        )  # number of predicted tokens of each row
         row = torch.tensor([rows[i] for i in tree.rows]).repeat_interleave(counts)  # (n,)
         column = tree.position_ids[0, torch.cat([path[1:] for path in tree.paths])]  # (n,)
         yield Piece(inputs, row, column, predicted_by=torch.cat([path[:-1] for path in tree.paths]))
@@ -205,11 +234,19 @@ def block_mask(tree: PackedTree, device: torch.device) -> BlockMask:
         return (k <= q) & (q < end[k])
 
     lists = (*listed(some & ~full), *listed(full))
-    return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=(length, length))
+    return BlockMask.from_kv_blocks(
+        *lists, BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=(length, length)
+    )
 
 
 def tree_attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float | None = None, **kwargs: Any
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    scaling: float | None = None,
+    **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute softmax(q k' * scaling) v, where each token attends only to its ancestors and itself.
 
@@ -219,10 +256,14 @@ def tree_attention(
     """
     tree: PackedTree | None = kwargs.get("tree")
     if tree is None:
-        raise ValueError(f"no tree reached {type(module).__name__}: call the model with tree=PackedTree")
+        raise ValueError(
+            f"no tree reached {type(module).__name__}: call the model with tree=PackedTree"
+        )
     refuse(name for name in BEYOND_CAUSAL if kwargs.get(name) is not None)
     if query.is_cuda:
-        return flex_attention_forward(module, query, key, value, block_mask(tree, query.device), scaling=scaling)
+        return flex_attention_forward(
+            module, query, key, value, block_mask(tree, query.device), scaling=scaling
+        )
     out = []
     for block, keys, visible in tree.blocks:
         q = query[:, :, block]  # (1, heads, b, d)

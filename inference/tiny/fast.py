@@ -41,7 +41,10 @@ def fits(model: Any) -> bool:
     if type(model).__name__ not in FAMILIES:
         return False
     layer, rope = model.model.layers[0], model.model.rotary_emb
-    whole = rope.rope_type in {"default", "llama3"} and 2 * len(rope.inv_freq) == layer.self_attn.head_dim
+    whole = (
+        rope.rope_type in {"default", "llama3"}
+        and 2 * len(rope.inv_freq) == layer.self_attn.head_dim
+    )
     return whole and layer.mlp.up_proj.bias is None and model.config.hidden_act == "silu"
 
 
@@ -74,7 +77,9 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
     elements, so the product q k' does not depend on this order.
     """
     a, b = x.chunk(2, dim=-1)  # (rows, heads, columns, d/2)
-    return torch.view_as_real(torch.complex(a, b) * rotation).flatten(-2)  # (rows, heads, columns, d)
+    return torch.view_as_real(torch.complex(a, b) * rotation).flatten(
+        -2
+    )  # (rows, heads, columns, d)
 
 
 class FastForward:
@@ -86,44 +91,88 @@ class FastForward:
         self.heads, self.groups = config.num_attention_heads, config.num_key_value_heads
         self.frequencies, self.one = inner.rotary_emb.inv_freq, torch.ones(1)  # (d/2,), (1,)
         self.eps = torch.tensor(config.rms_norm_eps)
-        self.embedding, self.norm, self.head = inner.embed_tokens.weight, inner.norm.weight, model.lm_head.weight
-        self.of_head = torch.tensor([0] * self.heads + [1] * self.groups)  # index of each head's row in qk_norms
+        self.embedding, self.norm, self.head = (
+            inner.embed_tokens.weight,
+            inner.norm.weight,
+            model.lm_head.weight,
+        )
+        self.of_head = torch.tensor(
+            [0] * self.heads + [1] * self.groups
+        )  # index of each head's row in qk_norms
         self.qk_norms = None  # norm weights of q and k in each layer: (layers, 2, 1, d)
         if hasattr(inner.layers[0].self_attn, "q_norm"):
-            norms = [norm.weight for layer in inner.layers for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm)]
+            norms = [
+                norm.weight
+                for layer in inner.layers
+                for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm)
+            ]
             self.qk_norms = fuse(*norms).view(len(inner.layers), 2, 1, -1)
         self.layers = []
         for layer in inner.layers:
             a, mlp = layer.self_attn, layer.mlp
-            w_qkv = fuse(a.q_proj.weight, a.k_proj.weight, a.v_proj.weight)  # ((heads + 2 groups) d, D)
-            b_qkv = fuse(a.q_proj.bias, a.k_proj.bias, a.v_proj.bias)  # ((heads + 2 groups) d,) or None
-            attention = (layer.input_layernorm.weight, w_qkv, b_qkv, a.o_proj.weight.t(), a.o_proj.bias)
-            w_gate_up = fuse(mlp.gate_proj.weight, mlp.up_proj.weight)  # (2 * width of the feed-forward network, D)
-            self.layers.append((*attention, layer.post_attention_layernorm.weight, w_gate_up, mlp.down_proj.weight.t()))
+            w_qkv = fuse(
+                a.q_proj.weight, a.k_proj.weight, a.v_proj.weight
+            )  # ((heads + 2 groups) d, D)
+            b_qkv = fuse(
+                a.q_proj.bias, a.k_proj.bias, a.v_proj.bias
+            )  # ((heads + 2 groups) d,) or None
+            attention = (
+                layer.input_layernorm.weight,
+                w_qkv,
+                b_qkv,
+                a.o_proj.weight.t(),
+                a.o_proj.bias,
+            )
+            w_gate_up = fuse(
+                mlp.gate_proj.weight, mlp.up_proj.weight
+            )  # (2 * width of the feed-forward network, D)
+            self.layers.append(
+                (
+                    *attention,
+                    layer.post_attention_layernorm.weight,
+                    w_gate_up,
+                    mlp.down_proj.weight.t(),
+                )
+            )
 
-    def __call__(self, ids: Tensor, positions: Tensor, mask: Tensor, cache: Any, kept: int) -> Tensor:
+    def __call__(
+        self, ids: Tensor, positions: Tensor, mask: Tensor, cache: Any, kept: int
+    ) -> Tensor:
         """Return the logits (rows, kept, vocab) of the last `kept` columns. `ids` and `positions` have the shape (rows,
         columns)."""
-        (rows, columns), heads, groups, d = ids.shape, self.heads, self.groups, 2 * len(self.frequencies)
+        (rows, columns), heads, groups, d = (
+            ids.shape,
+            self.heads,
+            self.groups,
+            2 * len(self.frequencies),
+        )
         # e^(i p f): (rows, 1, columns, d/2)
         rotation = torch.polar(self.one, positions[:, None, :, None] * self.frequencies)
         # qk_norms[i] has one row of norm weights for each q and k head of layer i: (heads + groups, 1, d)
         qk_norms = None if self.qk_norms is None else self.qk_norms[:, self.of_head].unbind()
         x = F.embedding(ids.view(-1), self.embedding)  # (T, D) with T = rows * columns
-        for i, (norm_1, w_qkv, b_qkv, w_o, b_o, norm_2, w_gate_up, w_down) in enumerate(self.layers):
+        for i, (norm_1, w_qkv, b_qkv, w_o, b_o, norm_2, w_gate_up, w_down) in enumerate(
+            self.layers
+        ):
             # 1. q, k, v = W_q norm(x), W_k norm(x), W_v norm(x); then q and k are rotated
             qkv = F.linear(rms_norm(x, norm_1, self.eps), w_qkv, b_qkv).view(rows, columns, -1, d)
-            qk, v = qkv.transpose(1, 2).split([heads + groups, groups], dim=1)  # (rows, heads or groups, columns, d)
+            qk, v = qkv.transpose(1, 2).split(
+                [heads + groups, groups], dim=1
+            )  # (rows, heads or groups, columns, d)
             if qk_norms:
                 qk = rms_norm(qk, qk_norms[i], self.eps)
             q, k = rotate(qk, rotation).split([heads, groups], dim=1)
 
             # 2. x += W_o softmax(q k' / sqrt(d)) v
-            y, _ = self.attention(None, q, *cache.update(k, v, i), mask)  # (rows, columns, heads, d)
+            y, _ = self.attention(
+                None, q, *cache.update(k, v, i), mask
+            )  # (rows, columns, heads, d)
             x = torch.addmm(x if b_o is None else x + b_o, y.view(-1, heads * d), w_o)  # (T, D)
 
             # 3. x += W_down (silu(W_gate norm(x)) * W_up norm(x))
-            gate, up = F.linear(rms_norm(x, norm_2, self.eps), w_gate_up).chunk(2, dim=-1)  # (T, width) each
+            gate, up = F.linear(rms_norm(x, norm_2, self.eps), w_gate_up).chunk(
+                2, dim=-1
+            )  # (T, width) each
             x = torch.addmm(x, F.silu(gate) * up, w_down)  # (T, D)
 
         # 4. logits = W_head norm(x)

@@ -91,7 +91,15 @@ def key_length(longest: int, deterministic: bool) -> int:
     return round_up(keys, 512) if keys % 512 > 192 else keys
 
 
-def slot_attention(_: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, min_rows: int = 1, **kwargs: Any):
+def slot_attention(
+    _: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    min_rows: int = 1,
+    **kwargs: Any,
+):
     """Compute softmax(q k' / sqrt(d) + mask) v. Query heads that share a key head are stacked in one matrix product.
 
     Shapes: query (n, heads, q, d); key and value (n, groups, keys, d); mask (n, 1, q, keys) with values 0 or -inf.
@@ -111,7 +119,9 @@ def slot_attention(_: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tens
 
 
 AttentionInterface.register("slots", slot_attention)
-AttentionInterface.register("slots deterministic", functools.partial(slot_attention, min_rows=MIN_ROWS))
+AttentionInterface.register(
+    "slots deterministic", functools.partial(slot_attention, min_rows=MIN_ROWS)
+)
 
 
 class SlotCache:
@@ -124,22 +134,32 @@ class SlotCache:
 
     def __init__(self, layers: int, slots: int, groups: int, d: int) -> None:
         self.allocate(torch.zeros(layers, 2, slots + MIN_ROWS, groups, 64, d))
-        self.write: Tensor  # row indices of the new keys, then of the new values, in the matrices `flat`
-        self.read: tuple[Tensor, ...]  # keys and values that a step reads in each layer: (2, rows, groups, n_keys, d)
+        self.write: (
+            Tensor  # row indices of the new keys, then of the new values, in the matrices `flat`
+        )
+        self.read: tuple[
+            Tensor, ...
+        ]  # keys and values that a step reads in each layer: (2, rows, groups, n_keys, d)
 
     def allocate(self, kv: Tensor) -> None:
         """Use `kv` as the tensor of the cache, and compute where its keys and values are."""
         self.kv = kv
         layers, _, rows, groups, length, d = kv.shape
-        self.flat = kv.view(layers, -1, d).unbind()  # for each layer, a matrix with one key or value in each row
+        self.flat = kv.view(
+            layers, -1, d
+        ).unbind()  # for each layer, a matrix with one key or value in each row
         # In this matrix, the row of a key is slot * groups * length + group * length + position. The row of a value is
         # larger by rows * groups * length, the number of keys.
         self.starts = torch.arange(rows)[:, None] * groups * length  # (slots + 8, 1)
         offsets = torch.tensor([0, rows * groups * length])[:, None] + torch.arange(groups) * length
         self.offsets = offsets[:, None, :, None]  # (2, 1, groups, 1)
-        self.ramp = torch.tensor([0.0, -torch.inf]).repeat_interleave(length)  # `step` cuts attention masks out of it
+        self.ramp = torch.tensor([0.0, -torch.inf]).repeat_interleave(
+            length
+        )  # `step` cuts attention masks out of it
 
-    def begin_step(self, first_slot: int, positions: Tensor, padding: Tensor | None, n_keys: int) -> None:
+    def begin_step(
+        self, first_slot: int, positions: Tensor, padding: Tensor | None, n_keys: int
+    ) -> None:
         """Make the cache long enough for n_keys positions, and choose which entries `update` writes and returns.
 
         Row r of the batch belongs to slot first_slot + r. `positions` and `padding` have the shape (rows, columns).
@@ -152,7 +172,9 @@ class SlotCache:
         place = self.starts[first_slot : first_slot + rows] + positions  # (rows, columns)
         if padding is not None:
             place = torch.where(padding, self.starts[-1], place)
-        self.write = (place[:, None] + self.offsets).view(-1)  # (2, rows, groups, columns), flattened
+        self.write = (place[:, None] + self.offsets).view(
+            -1
+        )  # (2, rows, groups, columns), flattened
         self.read = self.kv.narrow(2, first_slot, rows).narrow(-2, 0, n_keys).unbind()
 
     def update(self, k: Tensor, v: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
@@ -183,21 +205,31 @@ class TinyModel:
         other error in the folder, transformers raises OSError or ValueError.
         """
         if not (Path(path) / "config.json").is_file():
-            raise ModelError(f"no model in {path}: a Hugging Face directory with config.json is needed")
+            raise ModelError(
+                f"no model in {path}: a Hugging Face directory with config.json is needed"
+            )
         self.attention = "slots deterministic" if deterministic else "slots"
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=self.attention)
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, attn_implementation=self.attention
+        )
         config = model.config.get_text_config()
         heads = config.num_attention_heads
         for linear in (layer for layer in model.modules() if isinstance(layer, nn.Linear)):
             fuse(linear.weight)  # `fuse` stores the weight in column-major order
         self.model = model.eval()
-        self.fast = FastForward(model, AttentionInterface()[self.attention]) if fits(model) else None
+        self.fast = (
+            FastForward(model, AttentionInterface()[self.attention]) if fits(model) else None
+        )
         self.slots = slots
-        self.min_rows = MIN_ROWS if deterministic else 1  # smallest number of rows of a matrix product
+        self.min_rows = (
+            MIN_ROWS if deterministic else 1
+        )  # smallest number of rows of a matrix product
         self.vocab_size: int = config.vocab_size
         self.context_length: int = config.max_position_embeddings
         eos = model.generation_config.eos_token_id
-        self.eos = frozenset(eos if isinstance(eos, list) else [eos])  # token ids that end a text; may contain None
+        self.eos = frozenset(
+            eos if isinstance(eos, list) else [eos]
+        )  # token ids that end a text; may contain None
         groups = getattr(config, "num_key_value_heads", None) or heads
         d = getattr(config, "head_dim", None) or config.hidden_size // heads
         self.cache = SlotCache(config.num_hidden_layers, slots, groups, d)
@@ -209,17 +241,27 @@ class TinyModel:
         differ."""
         kinds = set(getattr(self.model.config, "layer_types", None) or []) - {"full_attention"}
         if kinds:
-            raise ModelError(f"layers of kind {', '.join(kinds)} are not supported, only full attention")
+            raise ModelError(
+                f"layers of kind {', '.join(kinds)} are not supported, only full attention"
+            )
         ids = [i * 7 % self.vocab_size for i in range(6)]
         ours = self.step([ids], [0])[0, -1]
         self.model.set_attn_implementation("sdpa")
         theirs = self.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
         self.model.set_attn_implementation(self.attention)
         if not torch.allclose(ours, theirs, rtol=1e-3, atol=1e-3):
-            raise ModelError(f"{type(self.model).__name__} is not supported: the slot cache changes its logits")
+            raise ModelError(
+                f"{type(self.model).__name__} is not supported: the slot cache changes its logits"
+            )
 
     @torch.inference_mode()
-    def step(self, feeds: list[list[int]], cached: list[int], first_slot: int = 0, all_logits: bool = False) -> Tensor:
+    def step(
+        self,
+        feeds: list[list[int]],
+        cached: list[int],
+        first_slot: int = 0,
+        all_logits: bool = False,
+    ) -> Tensor:
         """Run one forward pass. Row r of the batch processes the tokens feeds[r] and belongs to slot first_slot + r.
         Slot first_slot + r already holds cached[r] tokens.
 
@@ -234,7 +276,9 @@ class TinyModel:
         rows = max(n, self.min_rows) if longest == 1 else n
         feeds, cached = feeds + [[]] * (rows - n), cached + [0] * (rows - n)
         padded = [token for feed in feeds for token in [0] * (columns - len(feed)) + feed]
-        ids = torch.tensor(padded).view(rows, columns)  # torch reads a flat list faster than nested lists
+        ids = torch.tensor(padded).view(
+            rows, columns
+        )  # torch reads a flat list faster than nested lists
 
         # 2. Positions: the position increases by one per column, and each row's last token is in the last column.
         # Padding has position 0.
@@ -253,7 +297,9 @@ class TinyModel:
         # elsewhere. L is the length of the cache, and `ramp` holds L zeros, then L times -inf. The mask of position p
         # is the part of `ramp` with n_keys numbers that begins at index L - 1 - p.
         ramp = self.cache.ramp
-        mask = ramp.unfold(0, n_keys, 1)[len(ramp) // 2 - 1 - positions][:, None]  # (rows, 1, columns, n_keys)
+        mask = ramp.unfold(0, n_keys, 1)[len(ramp) // 2 - 1 - positions][
+            :, None
+        ]  # (rows, 1, columns, n_keys)
 
         # 5. Run the model. In each layer, `update` stores the new keys and values, and attention reads all keys and
         # values.
@@ -265,7 +311,9 @@ class TinyModel:
             logits = self.model(**inputs, past_key_values=self.cache, logits_to_keep=kept).logits
         return logits[:n, -longest if all_logits else -1 :]
 
-    def step_in_parts(self, feeds: list[list[int]], cached: list[int], first_slot: int, all_logits: bool) -> Tensor:
+    def step_in_parts(
+        self, feeds: list[list[int]], cached: list[int], first_slot: int, all_logits: bool
+    ) -> Tensor:
         """Compute a large step as two smaller steps. Each smaller step has half of the rows or, if there is only one
         row, half of its tokens.
 
@@ -291,12 +339,16 @@ class TinyModel:
         own = self.model.state_dict()
         tied = getattr(self.model, "all_tied_weights_keys", None) or {}
         if unknown := named.keys() - own.keys():
-            raise ModelError(f"the model has no weight {min(unknown)} ({len(unknown)} unknown in all)")
+            raise ModelError(
+                f"the model has no weight {min(unknown)} ({len(unknown)} unknown in all)"
+            )
         if whole and (missing := own.keys() - named.keys() - set(tied)):
             raise ModelError(f"weight {min(missing)} is missing ({len(missing)} in all)")
         for name, tensor in named.items():
             if tensor.shape != own[name].shape:
-                raise ModelError(f"{name} has shape {tuple(tensor.shape)}, not {tuple(own[name].shape)}")
+                raise ModelError(
+                    f"{name} has shape {tuple(tensor.shape)}, not {tuple(own[name].shape)}"
+                )
         for name, tensor in named.items():
             own[name].copy_(tensor)
         # Bad weights may have left NaNs and infinities in the cache. The attention mask does not remove a NaN, because
@@ -325,7 +377,9 @@ def read_weights(path: str) -> dict[str, Tensor]:
         raise ModelError(f"cannot read the weights in {path}: {error}") from error
 
 
-def receive_weights(group: Any, names: list[str], dtypes: list[str], shapes: list[list[int]]) -> dict[str, Tensor]:
+def receive_weights(
+    group: Any, names: list[str], dtypes: list[str], shapes: list[list[int]]
+) -> dict[str, Tensor]:
     """Receive the tensors that rank 0 of the process group broadcasts, in the order of `names`."""
     like = zip(names, dtypes, shapes, strict=True)
     named = {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, dtype, shape in like}
@@ -341,9 +395,15 @@ class TensorReader(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """Return the function or class `name` of `module`, if pickled tensors need this function or class. Raises
         ModelError for any other name."""
-        if (module, name) == ("torch.storage", "_load_from_bytes"):  # torch's `_load_from_bytes` would load any pickle
+        if (module, name) == (
+            "torch.storage",
+            "_load_from_bytes",
+        ):  # torch's `_load_from_bytes` would load any pickle
             return lambda raw: torch.load(io.BytesIO(raw), weights_only=True)
-        if (module, name) in {("torch._utils", "_rebuild_tensor_v2"), ("collections", "OrderedDict")}:
+        if (module, name) in {
+            ("torch._utils", "_rebuild_tensor_v2"),
+            ("collections", "OrderedDict"),
+        }:
             return super().find_class(module, name)
         raise ModelError(f"tensors do not need {module}.{name}")
 
@@ -394,7 +454,9 @@ def sample(logits: Tensor, sequences: list[Sequence]) -> tuple[list[int], list[f
     # 1. Penalties: logit_v -= penalty * (number of times that token v was generated)
     for i, sequence in enumerate(sequences):
         if penalty := params[i].frequency_penalty:
-            logits[i] -= penalty * torch.bincount(torch.tensor(sequence.output, dtype=torch.int), minlength=vocab)
+            logits[i] -= penalty * torch.bincount(
+                torch.tensor(sequence.output, dtype=torch.int), minlength=vocab
+            )
 
     # 2. Logprobs: log_softmax(logits / T)
     greedy, temperatures = None, [p.temperature for p in params]
@@ -411,7 +473,9 @@ def sample(logits: Tensor, sequences: list[Sequence]) -> tuple[list[int], list[f
 
     # 4. Draw a token: token = min { v : sum_{w <= v} p_w > u * sum_w p_w }
     cdf = weights.cumsum(-1)
-    u = uniforms([p.sampling_seed for p in params], [len(sequence.tokens) for sequence in sequences])[:, None]  # (n, 1)
+    u = uniforms(
+        [p.sampling_seed for p in params], [len(sequence.tokens) for sequence in sequences]
+    )[:, None]  # (n, 1)
     token = torch.searchsorted(cdf, u * cdf[:, -1:], right=True).clamp_(max=vocab - 1)  # (n, 1)
     if greedy is not None:
         token = torch.where(greedy, logprobs.argmax(-1, keepdim=True), token)
@@ -440,8 +504,12 @@ def run_step(scheduler: Scheduler, model: TinyModel) -> bool:
         model.cache.exchange(i, j)
     scheduler.moves.clear()
     unscored = [s for s in step.sequences if s.wants_prompt_logprobs and not s.prompt_logprobs]
-    logits = model.step(step.feeds, step.cached, step.first_slot, all_logits=bool(unscored))  # (n, k, vocab)
+    logits = model.step(
+        step.feeds, step.cached, step.first_slot, all_logits=bool(unscored)
+    )  # (n, k, vocab)
     for sequence in unscored:
-        sequence.prompt_logprobs = score_prompt(sequence.tokens, logits[step.sequences.index(sequence)])
+        sequence.prompt_logprobs = score_prompt(
+            sequence.tokens, logits[step.sequences.index(sequence)]
+        )
     scheduler.extend(step, *sample(logits[:, -1], step.sequences))
     return True

@@ -29,20 +29,26 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from inference.fields import Refusal, as_object, get
 from inference.tiny.scheduler import SamplingParams, Sequence
-from run.fields import Refusal, as_object, get
 
 
 def parse_params(raw: Any, default_seed: int) -> SamplingParams:
     """Parse and check sampling_params. A field whose value is null counts as missing. Raises a Refusal that names the
     wrong fields."""
-    given = {name: value for name, value in as_object(raw, "sampling_params").items() if value is not None}
+    given = {
+        name: value
+        for name, value in as_object(raw, "sampling_params").items()
+        if value is not None
+    }
     if isinstance(given.get("stop"), str):
         given["stop"] = [given["stop"]]
     try:
         return SamplingParams.model_validate({"sampling_seed": default_seed} | given)
     except ValidationError as error:
-        raise Refusal("; ".join(f"{wrong['loc'][0]}: {wrong['msg']}" for wrong in error.errors())) from error
+        raise Refusal(
+            "; ".join(f"{wrong['loc'][0]}: {wrong['msg']}" for wrong in error.errors())
+        ) from error
 
 
 @dataclass
@@ -64,7 +70,9 @@ class Protocol:
         rid = get(body, "rid", str) or secrets.token_hex(16)
         start = body.get("logprob_start_len", -1)
         if start not in (-1, 0):
-            raise Refusal("logprob_start_len must be 0 (logprobs of the whole prompt) or -1 (no prompt logprobs)")
+            raise Refusal(
+                "logprob_start_len must be 0 (logprobs of the whole prompt) or -1 (no prompt logprobs)"
+            )
         stream, return_logprob = bool(body.get("stream")), bool(body.get("return_logprob"))
         prompt_logprobs = return_logprob and start == 0
         if stream and batch:
@@ -75,7 +83,9 @@ class Protocol:
             self.check(prompt, params)
             stops = frozenset() if params.ignore_eos else self.eos.union(params.stop_token_ids)
             name = f"{rid}_{i}" if batch else rid
-            sequences.append(Sequence(name, prompt, params, stops, stream, return_logprob, prompt_logprobs))
+            sequences.append(
+                Sequence(name, prompt, params, stops, stream, return_logprob, prompt_logprobs)
+            )
         return sequences, batch
 
     def check(self, prompt: Any, params: SamplingParams) -> None:
@@ -84,11 +94,15 @@ class Protocol:
             raise Refusal("input_ids must be a list of token ids, not empty")
         for token in prompt:
             if type(token) is not int or not 0 <= token < self.vocab_size:
-                raise Refusal(f"input_ids holds {token!r}; token ids are integers from 0 to {self.vocab_size - 1}")
+                raise Refusal(
+                    f"input_ids holds {token!r}; token ids are integers from 0 to {self.vocab_size - 1}"
+                )
         total = len(prompt) + params.max_new_tokens
         if total > self.max_length:
             limit = f"{self.max_length}, the lesser of the model's context length and --max-total-tokens"
-            raise Refusal(f"prompt ({len(prompt)} tokens) and max_new_tokens make {total}, more than {limit}")
+            raise Refusal(
+                f"prompt ({len(prompt)} tokens) and max_new_tokens make {total}, more than {limit}"
+            )
 
     def answer(self, sequence: Sequence) -> dict[str, Any]:
         """Return the body of a reply with all tokens that the sequence has so far.
@@ -100,11 +114,26 @@ class Protocol:
         """
         finish, n = sequence.finish, len(sequence.logprobs)
         ids = sequence.output[:n]
-        meta: dict[str, Any] = {"id": sequence.rid, "finish_reason": finish, "num_retractions": sequence.retractions}
-        meta |= {"prompt_tokens": len(sequence.prompt), "cached_tokens": sequence.reused_tokens, "completion_tokens": n}
-        meta |= {"weight_version": sequence.version_starts[-1][0], "weight_versions": sequence.spans(n)}
-        if sequence.return_logprob:  # prompt_logprobs is empty if the client requested no prompt logprobs
-            meta["input_token_logprobs"] = [[*pair, None] for pair in zip(sequence.prompt_logprobs, sequence.prompt)]
+        meta: dict[str, Any] = {
+            "id": sequence.rid,
+            "finish_reason": finish,
+            "num_retractions": sequence.retractions,
+        }
+        meta |= {
+            "prompt_tokens": len(sequence.prompt),
+            "cached_tokens": sequence.reused_tokens,
+            "completion_tokens": n,
+        }
+        meta |= {
+            "weight_version": sequence.version_starts[-1][0],
+            "weight_versions": sequence.spans(n),
+        }
+        if (
+            sequence.return_logprob
+        ):  # prompt_logprobs is empty if the client requested no prompt logprobs
+            meta["input_token_logprobs"] = [
+                [*pair, None] for pair in zip(sequence.prompt_logprobs, sequence.prompt)
+            ]
             meta["output_token_logprobs"] = [[*pair, None] for pair in zip(sequence.logprobs, ids)]
         matched = finish.get("matched") if finish else None
         return {"text": self.text(ids, matched), "output_ids": ids, "meta_info": meta}

@@ -57,13 +57,17 @@ class SamplingParams(BaseModel, frozen=True, strict=True, extra="forbid"):
     repetition_penalty and n, so each of these four accepts only its default value."""
 
     max_new_tokens: int = Field(default=128, ge=1, lt=2**31)
-    temperature: float = Field(default=1.0, ge=0, lt=2**31)  # temperature 0: take the most likely token
+    temperature: float = Field(
+        default=1.0, ge=0, lt=2**31
+    )  # temperature 0: take the most likely token
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: Literal[-1] | Annotated[int, Field(ge=1, lt=2**31)] = -1  # -1: keep all tokens
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
     stop: list[Annotated[str, Field(min_length=1)]] = []
     stop_token_ids: list[int] = []
-    ignore_eos: bool = False  # True: no token id ends the output, not even one of stop_token_ids (as in SGLang)
+    ignore_eos: bool = (
+        False  # True: no token id ends the output, not even one of stop_token_ids (as in SGLang)
+    )
     sampling_seed: int = 0  # protocol.py fills in a random seed if the request has none
     min_p: float = Field(default=0.0, ge=0, le=0)
     presence_penalty: float = Field(default=0.0, ge=0, le=0)
@@ -86,13 +90,19 @@ class Sequence:
     # Fields that the scheduler reads and changes:
     tokens: list[int] = field(init=False)  # prompt and output
     logprobs: list[float] = field(default_factory=list)  # one logprob for each output token
-    finish: dict[str, Any] | None = None  # SGLang's finish_reason; None until the sequence has finished.
+    finish: dict[str, Any] | None = (
+        None  # SGLang's finish_reason; None until the sequence has finished.
+    )
     # Fields that only the reply needs:
-    version_starts: list[tuple[str, int]] = field(default_factory=list)  # pairs (version, index of its first token)
+    version_starts: list[tuple[str, int]] = field(
+        default_factory=list
+    )  # pairs (version, index of its first token)
     # One logprob for each prompt token if `wants_prompt_logprobs` is True; otherwise the list is empty.
     prompt_logprobs: list[float | None] = field(default_factory=list)
     retractions: int = 0  # how often a pause took the sequence out of its slot
-    reused_tokens: int = 0  # number of tokens whose keys were in the cache when the sequence started
+    reused_tokens: int = (
+        0  # number of tokens whose keys were in the cache when the sequence started
+    )
     # The event `changed` is set when the sequence has finished. If `stream` is True, `changed` is also set at every
     # token.
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -117,14 +127,18 @@ class Sequence:
         """
         starts = [(version, start) for version, start in self.version_starts if start < n]
         bounds = pairwise([*starts, ("", n)])
-        return [{"version": version, "start": a, "end": b} for (version, a), (_, b) in bounds if a < b]
+        return [
+            {"version": version, "start": a, "end": b} for (version, a), (_, b) in bounds if a < b
+        ]
 
 
 @dataclass
 class Slot:
     """One row of the KV cache. A slot keeps the tokens of a finished sequence for later requests."""
 
-    cached: list[int] = field(default_factory=list)  # tokens whose keys and values are in this slot, from position 0 on
+    cached: list[int] = field(
+        default_factory=list
+    )  # tokens whose keys and values are in this slot, from position 0 on
     stale: bool = False  # True if old weights computed some keys and values of this slot
     used: int = 0  # index of the last step that fed this slot, counted from 1
 
@@ -137,7 +151,9 @@ class Step:
     first_slot: int
     sequences: list[Sequence]
     cached: list[int]  # for each sequence, number of tokens whose keys and values are in the cache
-    feeds: list[list[int]]  # for each sequence, all tokens after the cached tokens: the input of the forward pass
+    feeds: list[
+        list[int]
+    ]  # for each sequence, all tokens after the cached tokens: the input of the forward pass
 
 
 def common_prefix(a: list[int], b: list[int]) -> int:
@@ -149,7 +165,9 @@ class Scheduler:
     """The queue, the slots and the current version. The scheduler has no lock, because only the engine's thread calls
     it."""
 
-    def __init__(self, slots: int, max_total_tokens: int, version: str, decode: Callable[[list[int]], str]) -> None:
+    def __init__(
+        self, slots: int, max_total_tokens: int, version: str, decode: Callable[[list[int]], str]
+    ) -> None:
         self.max_total_tokens = max_total_tokens
         self.decode = decode  # function that turns token ids into text; the search for stop strings needs texts
         # Mutable state:
@@ -159,14 +177,18 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # running[i] occupies slots[i]
         self.slots = [Slot() for _ in range(slots)]
-        self.moves: list[tuple[int, int]] = []  # pairs of slots that the cache must exchange before the next step.
+        self.moves: list[
+            tuple[int, int]
+        ] = []  # pairs of slots that the cache must exchange before the next step.
         # Queue of functions that load new weights and call `renew`. No sequence starts while an update is in the queue.
         self.updates: deque[Callable[[], None]] = deque()
         self.finished: list[Sequence] = []  # finished sequences whose HTTP routes still wait
         self.steps = 0  # steps computed so far
 
     def __repr__(self) -> str:
-        queues = f"running={len(self.running)}, waiting={len(self.waiting)}, updates={len(self.updates)}"
+        queues = (
+            f"running={len(self.running)}, waiting={len(self.waiting)}, updates={len(self.updates)}"
+        )
         return f"Scheduler(version={self.version!r}, paused={self.paused}, {queues})"
 
     def live(self) -> list[Sequence]:
@@ -178,7 +200,9 @@ class Scheduler:
     def submit(self, sequence: Sequence) -> None:
         """Append a sequence to the queue. The parser (protocol.py) has already refused requests with more tokens than
         max_total_tokens."""
-        assert sequence.reserved <= self.max_total_tokens, "the request is larger than max_total_tokens"
+        assert sequence.reserved <= self.max_total_tokens, (
+            "the request is larger than max_total_tokens"
+        )
         sequence.version_starts.append((self.version, 0))
         self.waiting.append(sequence)
 
@@ -218,7 +242,9 @@ class Scheduler:
         false. As in SGLang, the server process ends if the memory is to be released while the server is not idle, or if
         the memory is already in the requested state."""
         is_idle = not self.running and (self.paused or not self.waiting)
-        assert is_idle or not released, "release_memory_occupation should be called only when the server is idle"
+        assert is_idle or not released, (
+            "release_memory_occupation should be called only when the server is idle"
+        )
         assert released != self.released, "the memory is in this state already"
         self.released = released
         self.slots = [Slot() for _ in self.slots]
@@ -288,7 +314,9 @@ class Scheduler:
                 break
             slot, reused = self._best_slot(sequence)
             longest = max(longest, len(sequence.tokens) - reused)
-            if started and (started + 1) * longest > PREFILL_TOKENS:  # all rows of a step are padded to the longest row
+            if (
+                started and (started + 1) * longest > PREFILL_TOKENS
+            ):  # all rows of a step are padded to the longest row
                 break
             self.waiting.popleft()
             self._exchange(slot, len(self.running))

@@ -61,12 +61,21 @@ from fastapi.responses import StreamingResponse
 from starlette.requests import ClientDisconnect
 from transformers.utils import logging as transformers_logging
 
+from inference.fields import Refusal, get
 from inference.group import join_group
+from inference.serve import (
+    NO_TELEMETRY,
+    check_key,
+    listen,
+    load_tokenizer,
+    read_object,
+    read_secret,
+    reply,
+    serve,
+)
 from inference.tiny.model import TinyModel, read_weights, receive_weights, run_step, unpack_weights
 from inference.tiny.protocol import Protocol
 from inference.tiny.scheduler import Scheduler, Sequence
-from run.fields import Refusal, get
-from run.serve import NO_TELEMETRY, check_key, listen, load_tokenizer, read_object, read_secret, reply, serve
 
 MODES = ("abort", "retract", "in_place")  # the pause modes
 SPEAKS = "0.5.23"  # the version of SGLang that tests/inference/test_contract.py compares with this server
@@ -101,10 +110,14 @@ class Engine:
     def __init__(self, model: TinyModel, scheduler: Scheduler) -> None:
         self.model = model
         self.scheduler = scheduler
-        self.thread = ThreadPoolExecutor(1, "engine", initializer=torch.set_num_threads, initargs=(1,))
+        self.thread = ThreadPoolExecutor(
+            1, "engine", initializer=torch.set_num_threads, initargs=(1,)
+        )
         # Mutable state:
         self.stepping = False  # True while a step is queued or running
-        self.loop: asyncio.AbstractEventLoop  # the event loop of the routes, set when the server starts
+        self.loop: (
+            asyncio.AbstractEventLoop
+        )  # the event loop of the routes, set when the server starts
 
     # A method that runs in the asyncio loop
 
@@ -147,7 +160,9 @@ class Engine:
 
 def outcome(problem: str | None) -> Response:
     """Return SGLang's reply to a weight update: status 200, or status 400 with `problem` as the message."""
-    return reply({"success": not problem, "message": problem or "Succeeded."}, 400 if problem else 200)
+    return reply(
+        {"success": not problem, "message": problem or "Succeeded."}, 400 if problem else 200
+    )
 
 
 async def refuse(_: Request, refusal: Exception) -> Response:
@@ -181,16 +196,24 @@ class Server:
             paused = self.engine.call(self.scheduler.pause, "in_place")
             await asyncio.wait({paused}, timeout=10)
             if not paused.done():
-                os._exit(1)  # the engine's thread may be waiting for a broadcast from a process that has ended
+                os._exit(
+                    1
+                )  # the engine's thread may be waiting for a broadcast from a process that has ended
 
         handlers: Any = dict.fromkeys((Refusal, ClientDisconnect), refuse)
-        app = FastAPI(lifespan=lifespan, openapi_url=None, exception_handlers=handlers, telemetry=NO_TELEMETRY)
+        app = FastAPI(
+            lifespan=lifespan, openapi_url=None, exception_handlers=handlers, telemetry=NO_TELEMETRY
+        )
         for name, route in inspect.getmembers(self, inspect.iscoroutinefunction):
             if not name.startswith("_"):
-                app.add_route(f"/{name}", functools.partial(self._answer, route), methods=["GET", "POST"])
+                app.add_route(
+                    f"/{name}", functools.partial(self._answer, route), methods=["GET", "POST"]
+                )
         return app
 
-    async def _answer(self, route: Callable[[Request], Awaitable[Response]], request: Request) -> Response:
+    async def _answer(
+        self, route: Callable[[Request], Awaitable[Response]], request: Request
+    ) -> Response:
         """Check the key of a request, then call its route. Raises Refusal if the key is missing or wrong."""
         if self.key and request.url.path not in ("/health", "/ready"):
             check_key(request, self.key)
@@ -264,13 +287,17 @@ class Server:
     async def update_weights_from_distributed(self, request: Request) -> Response:
         body = await self._body(request, group_name=str, names=list, dtypes=list, shapes=list)
         group = self.groups.get(body["group_name"])
-        return await self._load(body, lambda: receive_weights(group, body["names"], body["dtypes"], body["shapes"]))
+        return await self._load(
+            body, lambda: receive_weights(group, body["names"], body["dtypes"], body["shapes"])
+        )
 
     async def update_weights_from_tensor(self, request: Request) -> Response:
         body = await self._body(request, serialized_named_tensors=list)
         return await self._load(body, lambda: unpack_weights(body["serialized_named_tensors"]))
 
-    async def _load(self, body: dict, read: Callable[[], dict[str, torch.Tensor]], whole: bool = False) -> Response:
+    async def _load(
+        self, body: dict, read: Callable[[], dict[str, torch.Tensor]], whole: bool = False
+    ) -> Response:
         """Load the weights that `read` returns, as soon as the scheduler allows an update. Return the reply to the
         request.
 
@@ -279,7 +306,9 @@ class Server:
         """
         version = get(body, "weight_version", str)
         if not (whole or self.in_session):
-            return outcome("a part of the weights must come between begin_weight_update and end_weight_update")
+            return outcome(
+                "a part of the weights must come between begin_weight_update and end_weight_update"
+            )
         if body.get("abort_all_requests"):
             self.engine.call(self.scheduler.abort)
         answer = self.engine.loop.create_future()
@@ -288,7 +317,9 @@ class Server:
             problem = None
             try:
                 if self.scheduler.released:
-                    raise RuntimeError("the memory is released: /resume_memory_occupation comes before an update")
+                    raise RuntimeError(
+                        "the memory is released: /resume_memory_occupation comes before an update"
+                    )
                 self.engine.model.replace_weights(read(), whole)
             # `read` can raise errors of any type. An error of `read` leaves all weights unchanged.
             except Exception as error:
@@ -309,22 +340,36 @@ class Server:
         return outcome(None if was_open else "no weight-update session is open")
 
     async def init_weights_update_group(self, request: Request) -> Response:
-        kinds = {"master_address": str, "master_port": int, "rank_offset": int, "world_size": int, "group_name": str}
+        kinds = {
+            "master_address": str,
+            "master_port": int,
+            "rank_offset": int,
+            "world_size": int,
+            "group_name": str,
+        }
         body = await self._body(request, **kinds)
         address, port, rank, world, name = (body[key] for key in kinds)
         try:
-            self.groups[name] = await asyncio.to_thread(join_group, address, port, rank, world, name, "gloo")
+            self.groups[name] = await asyncio.to_thread(
+                join_group, address, port, rank, world, name, "gloo"
+            )
         except asyncio.CancelledError:
             # The server is shutting down. The thread that runs `join_group` would wait for missing ranks and keep the
             # process alive.
             os._exit(1)
-        except Exception as error:  # torch raises errors of any type for a bad port or a missing peer
+        except (
+            Exception
+        ) as error:  # torch raises errors of any type for a bad port or a missing peer
             return outcome(f"the process group was not formed: {error}")
         return outcome(None)
 
     async def destroy_weights_update_group(self, request: Request) -> Response:
         body = await self._body(request, group_name=str)
-        return outcome(None if self.groups.pop(body["group_name"], None) else "there is no process group of this name")
+        return outcome(
+            None
+            if self.groups.pop(body["group_name"], None)
+            else "there is no process group of this name"
+        )
 
     async def update_weight_version(self, request: Request) -> Response:
         body = await self._body(request, new_version=str)
@@ -339,7 +384,12 @@ class Server:
         """Reply with the scheduler's state, the CPU time in seconds, and the fields of SGLang's reply that clients
         read."""
         known = {"model_path": self.model_path, "max_req_input_len": self.protocol.max_length}
-        known |= {"weight_version": self.scheduler.version, "version": SPEAKS, "device": "cpu", "tp_size": 1}
+        known |= {
+            "weight_version": self.scheduler.version,
+            "version": SPEAKS,
+            "device": "cpu",
+            "tp_size": 1,
+        }
         return reply({**known, "state": repr(self.scheduler), "cpu_seconds": time.process_time()})
 
     model_info = server_info
@@ -356,17 +406,42 @@ class Server:
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """Parse the command line. If an argument is wrong, print a message and exit."""
-    parser = argparse.ArgumentParser(description="A small inference server with SGLang's HTTP protocol.")
+    parser = argparse.ArgumentParser(
+        description="A small inference server with SGLang's HTTP protocol."
+    )
     add = parser.add_argument
     add("--model-path", required=True, help="a Hugging Face folder with model and tokenizer")
     add("--host", default="127.0.0.1", help="address to listen on")
     add("--port", type=int, default=30000, help="port to listen on")
-    add("--api-key", type=read_secret, default=os.getenv("NANO_AREAL_SERVER_KEY", ""), help="-: read it from stdin")
+    add(
+        "--api-key",
+        type=read_secret,
+        default=os.getenv("POCKET_AREAL_SERVER_KEY", ""),
+        help="-: read it from stdin",
+    )
     add("--weight-version", default="0", help="version of the weights at start")
-    add("--max-running-requests", type=int, default=64, help="largest number of sequences that run at the same time")
-    add("--max-total-tokens", type=int, default=65536, help="most tokens of all running sequences together")
-    add("--seed", type=int, help="seed for requests without a sampling_seed; makes two runs equal bit by bit")
-    add("--exit-with-parent", action="store_true", help="end this server when its standard input is closed")
+    add(
+        "--max-running-requests",
+        type=int,
+        default=64,
+        help="largest number of sequences that run at the same time",
+    )
+    add(
+        "--max-total-tokens",
+        type=int,
+        default=65536,
+        help="most tokens of all running sequences together",
+    )
+    add(
+        "--seed",
+        type=int,
+        help="seed for requests without a sampling_seed; makes two runs equal bit by bit",
+    )
+    add(
+        "--exit-with-parent",
+        action="store_true",
+        help="end this server when its standard input is closed",
+    )
     args = parser.parse_args(argv)
     if min(args.max_running_requests, args.max_total_tokens) < 1:
         parser.error("--max-running-requests and --max-total-tokens must be at least 1")
@@ -381,15 +456,21 @@ def main(argv: list[str] | None = None) -> int:
     transformers_logging.disable_progress_bar()
     try:
         listener = listen(args.host, args.port, args.api_key)
-        model = TinyModel(args.model_path, args.max_running_requests, deterministic=args.seed is not None)
+        model = TinyModel(
+            args.model_path, args.max_running_requests, deterministic=args.seed is not None
+        )
         tokenizer = load_tokenizer(args.model_path)
     except (OSError, ValueError) as problem:
         print("error:", " ".join(str(problem).split())[:300], file=sys.stderr)
         return 2
-    scheduler = Scheduler(args.max_running_requests, args.max_total_tokens, args.weight_version, tokenizer.decode)
+    scheduler = Scheduler(
+        args.max_running_requests, args.max_total_tokens, args.weight_version, tokenizer.decode
+    )
     max_length = min(model.context_length, args.max_total_tokens)
     eos = model.eos | {tokenizer.eos_token_id}
-    protocol = Protocol(model.vocab_size, max_length, eos, tokenizer.decode, random.Random(args.seed))
+    protocol = Protocol(
+        model.vocab_size, max_length, eos, tokenizer.decode, random.Random(args.seed)
+    )
     app = Server(Engine(model, scheduler), protocol, args.model_path, args.api_key).app()
     serve(app, listener, args.exit_with_parent)
     return 0

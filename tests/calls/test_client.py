@@ -15,11 +15,11 @@ from harness import ScriptedEngine
 
 from calls.client import ArealOpenAI, OpenAIProxyClient
 from engine import EngineError, RemoteInfEngine
+from inference.fields import Refusal
 from inference.io_struct import GenerationHyperparameters, ModelRequest, ModelResponse
 from proxy import create_app
 from rollout.reward import AsyncRewardWrapper
 from rollout.rows import is_trainable
-from run.fields import Refusal
 from workflow import RolloutWorkflow, resolve_workflow
 
 pytestmark = pytest.mark.anyio
@@ -60,7 +60,9 @@ async def talk(http: httpx.AsyncClient, client: OpenAIProxyClient, turns: int) -
     """Send the calls of a conversation of `turns` turns to the proxy, and return the ids of the completions."""
     messages, ids = list(HELLO), []
     for _ in range(turns):
-        answer = await http.post(client.session_url + "/chat/completions", json={"messages": messages})
+        answer = await http.post(
+            client.session_url + "/chat/completions", json={"messages": messages}
+        )
         completion = answer.json()
         ids.append(completion["id"])
         messages += [completion["choices"][0]["message"], {"role": "user", "content": "more"}]
@@ -95,7 +97,9 @@ class CountingTransport(httpx.ASGITransport):
 
 
 @pytest.mark.parametrize("rewards", [None, 2.0, {"first": 0.5, "last": 2.0}])
-async def test_two_requests_do_what_five_do(http: httpx.AsyncClient, app: Any, rewards: Any) -> None:
+async def test_two_requests_do_what_five_do(
+    http: httpx.AsyncClient, app: Any, rewards: Any
+) -> None:
     """With `grant` and `finish`, a client sends only two requests for a whole session, from the grant to the export.
     The exported rewards, parents and rows do not depend on the number of requests."""
     transport = CountingTransport(app)
@@ -130,12 +134,16 @@ async def test_two_requests_do_what_five_do(http: httpx.AsyncClient, app: Any, r
 
 
 @pytest.mark.parametrize("rewards", [{"chatcmpl-x": 1.0}, float("nan")])
-async def test_a_refused_finish_discards_the_session(http: httpx.AsyncClient, app: Any, rewards: Any) -> None:
+async def test_a_refused_finish_discards_the_session(
+    http: httpx.AsyncClient, app: Any, rewards: Any
+) -> None:
     """If a reward given to `finish` is NaN or is for an unknown interaction, the episode fails and the proxy deletes
     the session."""
 
     async def episode() -> None:
-        async with OpenAIProxyClient(httpx.ASGITransport(app), "http://proxy", "admin", "task", grant=True) as client:
+        async with OpenAIProxyClient(
+            httpx.ASGITransport(app), "http://proxy", "admin", "task", grant=True
+        ) as client:
             await talk(http, client, 1)
             await client.finish(rewards)
 
@@ -144,7 +152,9 @@ async def test_a_refused_finish_discards_the_session(http: httpx.AsyncClient, ap
     assert len(app.state.proxy.sessions) == 0
 
 
-async def test_the_tensors_are_the_exported_ones(http: httpx.AsyncClient, client: OpenAIProxyClient) -> None:
+async def test_the_tensors_are_the_exported_ones(
+    http: httpx.AsyncClient, client: OpenAIProxyClient
+) -> None:
     """An exported interaction has the tensors that the proxy sent, with the right dtypes. If an interaction's reward is
     changed after the export, the tensors contain the new reward."""
     async with client:
@@ -154,7 +164,12 @@ async def test_the_tensors_are_the_exported_ones(http: httpx.AsyncClient, client
     assert row.interaction_id == leaf
     row.reward = 3.0
     tensors = row.to_tensor_dict()
-    assert tensors["input_ids"].dtype == tensors["loss_mask"].dtype == tensors["versions"].dtype == torch.int32
+    assert (
+        tensors["input_ids"].dtype
+        == tensors["loss_mask"].dtype
+        == tensors["versions"].dtype
+        == torch.int32
+    )
     assert tensors["attention_mask"].dtype == torch.bool
     assert tensors["logprobs"].dtype == torch.float32
     assert tensors["rewards"].tolist() == [3.0]
@@ -179,7 +194,9 @@ async def test_an_agent_that_raises_leaves_nothing_behind(
     assert len(app.state.proxy.sessions) == 0
 
 
-async def test_a_failing_farewell_never_hides_the_agents_error(client: OpenAIProxyClient, app: Any) -> None:
+async def test_a_failing_farewell_never_hides_the_agents_error(
+    client: OpenAIProxyClient, app: Any
+) -> None:
     """If the agent raises an exception and the proxy then fails to end the session, the caller gets the agent's
     exception."""
 
@@ -211,7 +228,9 @@ async def test_a_start_without_a_grant_is_refused(app: Any) -> None:
     assert refused.value.status == 403
 
 
-async def test_a_wrong_reward_is_an_error_of_the_episode(http: httpx.AsyncClient, client: OpenAIProxyClient) -> None:
+async def test_a_wrong_reward_is_an_error_of_the_episode(
+    http: httpx.AsyncClient, client: OpenAIProxyClient
+) -> None:
     """If a reward is NaN or is for an unknown interaction, the client raises an error and no reward is stored."""
     async with client:
         await talk(http, client, 1)
@@ -266,7 +285,9 @@ async def test_responses_are_created_the_same_way(direct: Any) -> None:
     named response."""
     client, _ = direct("one", "two")
     first = await client.responses.create(model="default", input="count")
-    second = await client.responses.create(model="default", input="go on", previous_response_id=first.id)
+    second = await client.responses.create(
+        model="default", input="go on", previous_response_id=first.id
+    )
     assert (first.output_text, second.output_text) == ("one", "two")
     assert client.get_interaction(second.id).parent is client.get_interaction(first.id)
 
@@ -276,8 +297,12 @@ async def test_a_stream_and_other_options_are_the_same_session(direct: Any) -> N
     the original client."""
     client, _ = direct("one", "two", seed=1)
     messages: Any = [{"role": "user", "content": "count"}]
-    stream = await client.with_options(timeout=5).chat.completions.create(model="m", messages=messages, stream=True)
-    text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices])
+    stream = await client.with_options(timeout=5).chat.completions.create(
+        model="m", messages=messages, stream=True
+    )
+    text = "".join(
+        [chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices]
+    )
     await say(client.copy(max_retries=3), "count", text, "go on")
     assert [interaction.turn for interaction in client.cache.values()] == [0, 1]
 
@@ -293,7 +318,9 @@ async def test_clients_do_not_share_a_session(direct: Any) -> None:
 class DocumentsMultiTurn(RolloutWorkflow):
     """This workflow is the "Multi-Turn Conversation Example" from AReaL's page OpenAI-Compatible Workflows."""
 
-    def __init__(self, reward_fn: Any, gconfig: GenerationHyperparameters, tokenizer: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, reward_fn: Any, gconfig: GenerationHyperparameters, tokenizer: Any, **kwargs: Any
+    ) -> None:
         self.gconfig, self.tokenizer = gconfig, tokenizer
         self.async_reward_fn = AsyncRewardWrapper(reward_fn)
         self.max_turns, self.turn_discount = 3, 0.5
@@ -320,13 +347,19 @@ class DocumentsMultiTurn(RolloutWorkflow):
             # get the completion and the data of its tokens
             comp_data = client.get_completions(completion.id)
             tokens = comp_data.tokens
-            prompt, response = map(self.tokenizer.decode, (tokens.input_tokens, tokens.output_tokens))
+            prompt, response = map(
+                self.tokenizer.decode, (tokens.input_tokens, tokens.output_tokens)
+            )
             # Evaluate reward
-            reward = await self.async_reward_fn(prompt, response, tokens.input_tokens, tokens.output_tokens, **data)
+            reward = await self.async_reward_fn(
+                prompt, response, tokens.input_tokens, tokens.output_tokens, **data
+            )
             t += 1
             # Continue the conversation after a wrong answer
             if reward == 0 and t < self.max_turns:
-                messages.append({"role": "assistant", "content": completion.choices[0].message.content})
+                messages.append(
+                    {"role": "assistant", "content": completion.choices[0].message.content}
+                )
                 messages.append(self.reflection_msg)
                 discount *= self.turn_discount
         # Set final reward
@@ -334,12 +367,16 @@ class DocumentsMultiTurn(RolloutWorkflow):
         return client.export_completions(), comp_data
 
 
-async def third(prompt: str, completion: str, prompt_ids: list, completion_ids: list, **data: Any) -> float:
+async def third(
+    prompt: str, completion: str, prompt_ids: list, completion_ids: list, **data: Any
+) -> float:
     """Return reward 2 for the third turn and 0 for the earlier turns."""
     return 2.0 if prompt.count("Try again") == 2 else 0.0
 
 
-async def test_the_multi_turn_workflow_of_openai_workflows(real_engine: RemoteInfEngine, tiny_tokenizer: Any) -> None:
+async def test_the_multi_turn_workflow_of_openai_workflows(
+    real_engine: RemoteInfEngine, tiny_tokenizer: Any
+) -> None:
     """The multi-turn workflow from AReaL's documentation runs three turns on a real server, and each exported row
     contains the sampled tokens."""
     workflow = resolve_workflow(
@@ -379,7 +416,9 @@ async def test_a_failed_call_leaves_nothing_in_the_tree(direct: Any) -> None:
     assert [row.reward for row in client.export_completions().values()] == [1.0]
 
 
-async def test_a_prompt_that_is_too_long_is_a_400(real_engine: RemoteInfEngine, tiny_tokenizer: Any) -> None:
+async def test_a_prompt_that_is_too_long_is_a_400(
+    real_engine: RemoteInfEngine, tiny_tokenizer: Any
+) -> None:
     """If a prompt is too long, the client raises an error with status 400 and the engine's message. A call that is
     refused because of its long prompt adds nothing to the conversation tree."""
     client = ArealOpenAI(real_engine, tiny_tokenizer)
@@ -406,7 +445,10 @@ async def test_several_answers_at_once(direct: Any) -> None:
     ids = list(client.cache)
     assert len(completion.choices) == 2
     client.set_reward(ids[1], 1.0)
-    assert [row.reward for row in client.export_completions(turn_discount=0.5).values()] == [0.0, 1.0]
+    assert [row.reward for row in client.export_completions(turn_discount=0.5).values()] == [
+        0.0,
+        1.0,
+    ]
 
 
 async def test_what_is_not_stored_is_answered_and_not_trained(direct: Any) -> None:
@@ -439,7 +481,11 @@ async def test_a_siblings_reward_stays_with_it(direct: Any) -> None:
     client.set_reward(b.id, 1.0)
     client.set_reward(c.id, 2.0)
     rows = client.export_completions(turn_discount=0.9)
-    assert {name: row.reward for name, row in rows.items()} == {a.id: pytest.approx(1.35), b.id: 1.0, c.id: 2.0}
+    assert {name: row.reward for name, row in rows.items()} == {
+        a.id: pytest.approx(1.35),
+        b.id: 1.0,
+        c.id: 2.0,
+    }
     with pytest.raises(RuntimeError, match="already"):
         client.apply_reward_discount(0.9)
     rows[b.id].to_tensor_dict()

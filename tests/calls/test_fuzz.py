@@ -14,7 +14,12 @@ from hypothesis import strategies as st
 from calls.sessions import Limits
 
 PATHS = ["chat/completions", "responses", "messages", "messages/count_tokens"]
-TOOL = {"type": "function", "name": "f", "function": {"name": "f", "parameters": {}}, "input_schema": {}}
+TOOL = {
+    "type": "function",
+    "name": "f",
+    "function": {"name": "f", "parameters": {}},
+    "input_schema": {},
+}
 GOOD: dict[str, Any] = {"messages": HELLO, "input": "hello", "max_tokens": 5, "tools": [TOOL]}
 
 STREAMS = st.sampled_from([{}, {"stream": True}])
@@ -67,7 +72,9 @@ keys = st.sampled_from(
 )
 values: Any = st.recursive(
     scalars | words,
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(keys | st.text(max_size=4), inner, max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(keys | st.text(max_size=4), inner, max_size=5)
+    ),
     max_leaves=20,
 )
 fields = st.sampled_from(
@@ -108,9 +115,13 @@ fields = st.sampled_from(
         "user",
     ]
 )
-bodies = st.builds(lambda stream, body: GOOD | stream | body, STREAMS, st.dictionaries(fields, values, max_size=6))
+bodies = st.builds(
+    lambda stream, body: GOOD | stream | body, STREAMS, st.dictionaries(fields, values, max_size=6)
+)
 messages = st.lists(st.dictionaries(keys, values, max_size=5), max_size=4)
-conversations = st.builds(lambda stream, talk: GOOD | stream | {"messages": talk, "input": talk}, STREAMS, messages)
+conversations = st.builds(
+    lambda stream, talk: GOOD | stream | {"messages": talk, "input": talk}, STREAMS, messages
+)
 
 
 def as_json(body: Any) -> bytes:
@@ -183,8 +194,12 @@ def nested(depth: int, wrap: str) -> bytes:
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("wrap", ["list", "object"])
 @pytest.mark.parametrize("depth", [150, 220, 900, 100_000])
-@pytest.mark.parametrize("field", ["content", "arguments", "tools", "metadata", "chat_template_kwargs"])
-def test_depth_is_no_danger(tiny_tokenizer: Any, path: str, wrap: str, depth: int, field: str) -> None:
+@pytest.mark.parametrize(
+    "field", ["content", "arguments", "tools", "metadata", "chat_template_kwargs"]
+)
+def test_depth_is_no_danger(
+    tiny_tokenizer: Any, path: str, wrap: str, depth: int, field: str
+) -> None:
     """A body that is nested deeper than Python's recursion limit never causes a server error."""
     deep = nested(depth, wrap)
     inside = {
@@ -211,11 +226,19 @@ def test_ten_thousand_messages(tiny_tokenizer: Any, path: str) -> None:
 @pytest.mark.anyio
 async def test_a_body_has_a_limit(tiny_tokenizer: Any) -> None:
     """A body that is too long gets a 413, and the proxy stops reading the body at the limit."""
-    assert await ask(tiny_tokenizer, "messages", as_json(GOOD | {"system": "x" * Limits().body_bytes})) == 413
+    assert (
+        await ask(tiny_tokenizer, "messages", as_json(GOOD | {"system": "x" * Limits().body_bytes}))
+        == 413
+    )
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.sampled_from(["/grant_capacity", "/rl/start_session", "/export_trajectories", "/rl/set_reward"]), raws)
+@given(
+    st.sampled_from(
+        ["/grant_capacity", "/rl/start_session", "/export_trajectories", "/rl/set_reward"]
+    ),
+    raws,
+)
 def test_management_takes_any_body(tiny_tokenizer: Any, path: str, raw: bytes) -> None:
     """A management endpoint answers any body with a 200 or a 4xx."""
 
@@ -224,7 +247,9 @@ def test_management_takes_any_body(tiny_tokenizer: Any, path: str, raw: bytes) -
         async with harness.http:
             session = await harness.start()
             of_session = path == "/rl/set_reward"
-            answer = await harness.http.post(f"/{session}{path}" if of_session else path, content=raw, headers=ADMIN)
+            answer = await harness.http.post(
+                f"/{session}{path}" if of_session else path, content=raw, headers=ADMIN
+            )
             return answer.status_code
 
     status = asyncio.run(call())

@@ -30,7 +30,10 @@ PAIRS = [
     json.loads(line) for line in LINES
 ]  # a pair: two requests of a real client, and the reply to the first request
 HELLO = [{"role": "user", "content": "hello"}]
-TOOL = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "f", "description": "", "parameters": {"type": "object"}},
+}
 PARSERS = [parse_chat, parse_responses, parse_anthropic]
 
 
@@ -45,13 +48,19 @@ def read_reply(path: str, reply: Any) -> list[Message]:
         return [normalise(reply)]
     if path == "responses":
         return parse_responses({"input": reply}).messages
-    return parse_anthropic({"messages": [{"role": "assistant", "content": reply}, *HELLO]}).messages[:-1]
+    return parse_anthropic(
+        {"messages": [{"role": "assistant", "content": reply}, *HELLO]}
+    ).messages[:-1]
 
 
 def read(pair: dict[str, Any]) -> tuple[list[Message], list[Message], list[Message]]:
     """Return three lists of messages in normal form: the first request, its reply, and the second request."""
     parse = PROTOCOLS[pair["path"]].parse
-    return parse(pair["parent"]).messages, read_reply(pair["path"], pair["reply"]), parse(pair["child"]).messages
+    return (
+        parse(pair["parent"]).messages,
+        read_reply(pair["path"], pair["reply"]),
+        parse(pair["child"]).messages,
+    )
 
 
 def begins_with(messages: list[Message], said: list[Message]) -> bool:
@@ -78,13 +87,18 @@ def test_every_turn_finds_its_parent_among_all_conversations() -> None:
     children: dict[int, InteractionWithTokenLogpReward] = {}
     for k, line in enumerate(LINES):
         conversation = json.loads(line)["id"].rpartition("#")[0]
-        pair = json.loads(line.replace("Zürich", f"Zürich {conversation}").replace('"hi"', f'"hi {conversation}"'))
+        pair = json.loads(
+            line.replace("Zürich", f"Zürich {conversation}").replace('"hi"', f'"hi {conversation}"')
+        )
         parent, output, messages = read(pair)
         response = ModelResponse([1], [2], [-1.0], [0], "stop")
         cache.enter(
             f"{k}",
             InteractionWithTokenLogpReward(
-                parent, model_response=response, output_message_list=output, template_key=pair["path"]
+                parent,
+                model_response=response,
+                output_message_list=output,
+                template_key=pair["path"],
             ),
         )
         children[k] = InteractionWithTokenLogpReward(messages, template_key=pair["path"])
@@ -106,10 +120,16 @@ def places(value: Any, path: tuple = ()) -> list[tuple]:
     if not isinstance(value, dict) or value.get("type") in ("thinking", "reasoning"):
         return []
     if "call_id" in value or value.get("type") == "message":
-        value = {key: item for key, item in value.items() if key != "id"}  # the tree ignores an item's id
+        value = {
+            key: item for key, item in value.items() if key != "id"
+        }  # the tree ignores an item's id
     found = [(*path, key) for key in value if key in SAID and isinstance(value[key], str)]
     found += [(*path, "input", key) for key in value.get("input", ())]
-    inner = [key for key in value if key in ("content", "tool_calls", "function") and not isinstance(value[key], str)]
+    inner = [
+        key
+        for key in value
+        if key in ("content", "tool_calls", "function") and not isinstance(value[key], str)
+    ]
     return found + [place for key in inner for place in places(value[key], (*path, key))]
 
 
@@ -119,7 +139,11 @@ def echoed(pair: dict[str, Any]) -> tuple[list, int, int]:
     key = "input" if pair["path"] == "responses" else "messages"
     items, begin = pair["child"][key], len(pair["parent"][key])
     end = begin + 1
-    while key == "input" and items[end].get("role", "assistant") == "assistant" and "output" not in items[end]:
+    while (
+        key == "input"
+        and items[end].get("role", "assistant") == "assistant"
+        and "output" not in items[end]
+    ):
         end += 1
     return items, begin, end
 
@@ -167,9 +191,15 @@ def test_null_empty_absent_and_parts_are_one_text(text: str, parts: list[str]) -
         == canonical({"role": "user", "content": ""})
         == canonical({"role": "user"})
     )
-    as_parts = [{"type": "text", "text": part, "cache_control": {"type": "ephemeral"}} for part in parts]
-    assert canonical({"role": "user", "content": as_parts}) == canonical({"role": "user", "content": "".join(parts)})
-    assert canonical({"role": "user", "content": text, "name": "a"}) == canonical({"role": "user", "content": text})
+    as_parts = [
+        {"type": "text", "text": part, "cache_control": {"type": "ephemeral"}} for part in parts
+    ]
+    assert canonical({"role": "user", "content": as_parts}) == canonical(
+        {"role": "user", "content": "".join(parts)}
+    )
+    assert canonical({"role": "user", "content": text, "name": "a"}) == canonical(
+        {"role": "user", "content": text}
+    )
 
 
 def test_a_tools_result_is_the_result_of_its_call() -> None:
@@ -187,7 +217,9 @@ def assistant(arguments: Any, call_id: str = "c") -> Message:
     return {"role": "assistant", "tool_calls": [call]}
 
 
-@pytest.mark.parametrize("written", ['{"a": 2.0, "b": [1e3]}', '{"b":[1000],"a":2}', {"a": 2.0, "b": [1000]}])
+@pytest.mark.parametrize(
+    "written", ['{"a": 2.0, "b": [1e3]}', '{"b":[1000],"a":2}', {"a": 2.0, "b": [1000]}]
+)
 def test_arguments_are_equal_as_javascript_has_them(written: Any) -> None:
     """The numbers 2.0 and 2 in arguments count as equal, because JavaScript writes 2 for both. Two JSON texts also
     count as equal if only the order of their keys or their whitespace differs."""
@@ -231,27 +263,56 @@ def test_three_protocols_say_one_conversation() -> None:
     text = {"type": "text", "text": "Be terse."}
     called = CALL | {"function": {"name": "f", "arguments": '{"a": 1}'}}
     calls = [called, called | {"id": "call_2"}]
-    chat = [{"role": "developer", "content": [text]}, QUESTION, TALK[2] | {"tool_calls": calls}, *TALK[3:]]
+    chat = [
+        {"role": "developer", "content": [text]},
+        QUESTION,
+        TALK[2] | {"tool_calls": calls},
+        *TALK[3:],
+    ]
     items = [
-        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "How warm?"}]},
+        {
+            "type": "message",
+            "role": "user",
+            "content": [{"type": "input_text", "text": "How warm?"}],
+        },
         {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "hm"}]},
-        {"role": "assistant", "content": [{"type": "output_text", "text": "Let me see.", "annotations": []}]},
-        {"type": "function_call", "call_id": "call_1", "name": "f", "arguments": '{"a":1}', "status": "completed"},
+        {
+            "role": "assistant",
+            "content": [{"type": "output_text", "text": "Let me see.", "annotations": []}],
+        },
+        {
+            "type": "function_call",
+            "call_id": "call_1",
+            "name": "f",
+            "arguments": '{"a":1}',
+            "status": "completed",
+        },
         {"type": "function_call", "call_id": "call_2", "name": "f", "arguments": '{ "a": 1 }'},
         {"type": "function_call_output", "call_id": "call_1", "output": "21"},
-        {"type": "function_call_output", "call_id": "call_2", "output": [{"type": "input_text", "text": "22"}]},
+        {
+            "type": "function_call_output",
+            "call_id": "call_2",
+            "output": [{"type": "input_text", "text": "22"}],
+        },
         {"role": "user", "content": "And then?"},
     ]
     uses = [{"type": "tool_use", "id": f"call_{k}", "name": "f", "input": {"a": 1}} for k in (1, 2)]
     results = [
         {"type": "tool_result", "tool_use_id": "call_1", "content": "21", "is_error": False},
-        {"type": "tool_result", "tool_use_id": "call_2", "content": [{"type": "text", "text": "22"}]},
+        {
+            "type": "tool_result",
+            "tool_use_id": "call_2",
+            "content": [{"type": "text", "text": "22"}],
+        },
     ]
     thinking = {"type": "thinking", "thinking": "hm", "signature": "s"}
     marked = {"type": "text", "text": "And then?", "cache_control": {"type": "ephemeral"}}
     blocks = [
         {"role": "user", "content": "How warm?"},
-        {"role": "assistant", "content": [thinking, {"type": "text", "text": "Let me see."}, *uses]},
+        {
+            "role": "assistant",
+            "content": [thinking, {"type": "text", "text": "Let me see."}, *uses],
+        },
         {"role": "user", "content": [*results, marked]},
     ]
     assert parse_chat({"messages": chat}).messages == TALK
@@ -271,14 +332,28 @@ def test_tools_are_one_form() -> None:
     """Tools from all three protocols are converted to the same form. The converted list of tools contains only
     functions. A converted function has no hint such as `strict`."""
     flat = {"name": "f", "description": "", "parameters": {"type": "object"}, "strict": True}
-    other = [{"type": "web_search"}, {"type": "namespace", "tools": []}, {"type": "web_search_20250305", "name": "w"}]
-    chat = parse_chat(body_of(parse_chat, tools=[TOOL, {"type": "custom", "custom": {"name": "x"}}]))
-    responses = parse_responses(body_of(parse_responses, tools=[{"type": "function"} | flat, *other]))
+    other = [
+        {"type": "web_search"},
+        {"type": "namespace", "tools": []},
+        {"type": "web_search_20250305", "name": "w"},
+    ]
+    chat = parse_chat(
+        body_of(parse_chat, tools=[TOOL, {"type": "custom", "custom": {"name": "x"}}])
+    )
+    responses = parse_responses(
+        body_of(parse_responses, tools=[{"type": "function"} | flat, *other])
+    )
     claude = {"name": "f", "input_schema": {"type": "object"}}
     anthropic = parse_anthropic(body_of(parse_anthropic, tools=[claude, *other]))
     assert chat.tools == responses.tools == anthropic.tools == [TOOL]
-    bare = parse_chat(body_of(parse_chat, tools=[{"type": "function", "function": {"name": "g"}}])).tools[0]
-    assert bare["function"] == {"name": "g", "description": "", "parameters": {"type": "object", "properties": {}}}
+    bare = parse_chat(
+        body_of(parse_chat, tools=[{"type": "function", "function": {"name": "g"}}])
+    ).tools[0]
+    assert bare["function"] == {
+        "name": "g",
+        "description": "",
+        "parameters": {"type": "object", "properties": {}},
+    }
 
 
 @pytest.mark.parametrize(
@@ -298,7 +373,11 @@ def test_tool_choice_is_one_word(parse: Any, choice: Any, meaning: str) -> None:
     """tool_choice becomes auto, none, required or a tool's name. If tool_choice is none, the prompt still lists the
     tools, but the reply contains no call."""
     flat = {"name": "f"}
-    tools = {parse_chat: [TOOL], parse_responses: [flat | {"type": "function"}], parse_anthropic: [flat]}[parse]
+    tools = {
+        parse_chat: [TOOL],
+        parse_responses: [flat | {"type": "function"}],
+        parse_anthropic: [flat],
+    }[parse]
     ask = parse(body_of(parse, tools=tools, tool_choice=choice))
     assert ask.tool_choice == meaning
     assert ask.callable_tools == ([] if meaning == "none" else ask.tools)
@@ -392,9 +471,20 @@ def test_structured_output_is_one_schema(parse: Any, fields: dict[str, Any], sch
         (parse_anthropic, "stop_sequences", [3]),
         (parse_chat, "chat_template_kwargs", [1]),
         (parse_chat, "stream_options", 3),
-        *[(parse, "messages", value) for parse in (parse_chat, parse_anthropic) for value in ([], None, "hello", [3])],
-        *[(parse_responses, "input", value) for value in ([], None, 3, [3], [{"type": "message"}], [{"type": "x"}])],
-        (parse_responses, "input", [{"type": "custom_tool_call", "call_id": "c", "name": "f", "input": "x"}]),
+        *[
+            (parse, "messages", value)
+            for parse in (parse_chat, parse_anthropic)
+            for value in ([], None, "hello", [3])
+        ],
+        *[
+            (parse_responses, "input", value)
+            for value in ([], None, 3, [3], [{"type": "message"}], [{"type": "x"}])
+        ],
+        (
+            parse_responses,
+            "input",
+            [{"type": "custom_tool_call", "call_id": "c", "name": "f", "input": "x"}],
+        ),
         (parse_responses, "input", [{"type": "function_call", "call_id": "c", "arguments": "{}"}]),
         (parse_responses, "previous_response_id", 3),
         (parse_responses, "conversation", "conv_1"),
@@ -407,19 +497,39 @@ def test_structured_output_is_one_schema(parse: Any, fields: dict[str, Any], sch
         (parse_anthropic, "mcp_servers", [{"url": "x"}]),
         (parse_anthropic, "container", "c"),
         (parse_anthropic, "system", 3),
-        (parse_anthropic, "messages", [{"role": "user", "content": [{"type": "hologram", "source": {}}]}]),
+        (
+            parse_anthropic,
+            "messages",
+            [{"role": "user", "content": [{"type": "hologram", "source": {}}]}],
+        ),
         (parse_anthropic, "messages", [{"role": "user", "content": [3]}]),
-        (parse_anthropic, "messages", [*HELLO, {"role": "assistant", "content": "The answer is ("}]),
+        (
+            parse_anthropic,
+            "messages",
+            [*HELLO, {"role": "assistant", "content": "The answer is ("}],
+        ),
         (parse_chat, "messages", [{"content": "hello"}]),
         (parse_chat, "messages", [{"role": "robot", "content": "hello"}]),
         (parse_chat, "messages", [{"role": ["user"], "content": "hello"}]),
         (parse_chat, "messages", [{"role": "user", "content": 3}]),
         (parse_chat, "messages", [{"role": "user", "content": [{"type": "text", "text": 3}]}]),
         (parse_chat, "messages", [{"role": "user", "content": [{"type": ["text"], "text": "x"}]}]),
-        (parse_chat, "messages", [{"role": "user", "content": [{"type": "hologram", "url": "data:"}]}]),
+        (
+            parse_chat,
+            "messages",
+            [{"role": "user", "content": [{"type": "hologram", "url": "data:"}]}],
+        ),
         (parse_chat, "messages", [{"role": "assistant", "tool_calls": "f()"}]),
-        (parse_chat, "messages", [{"role": "assistant", "tool_calls": [{"id": ["c"], "function": {"name": "f"}}]}]),
-        (parse_chat, "messages", [{"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": None}}]}]),
+        (
+            parse_chat,
+            "messages",
+            [{"role": "assistant", "tool_calls": [{"id": ["c"], "function": {"name": "f"}}]}],
+        ),
+        (
+            parse_chat,
+            "messages",
+            [{"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": None}}]}],
+        ),
         (parse_chat, "messages", [{"role": "assistant", "reasoning_content": 3}]),
     ],
 )
@@ -484,13 +594,22 @@ def test_neutral_values_and_unknown_keys_are_accepted() -> None:
 def test_sampling_parameters_are_translated() -> None:
     """A parsed request contains only the sampling parameters that the agent set. A request may give the token limit
     under any of three key names."""
-    body = {"temperature": 0, "top_p": 0.9, "stop": "\n", "seed": 7, "frequency_penalty": 1, "stop_token_ids": [5]}
+    body = {
+        "temperature": 0,
+        "top_p": 0.9,
+        "stop": "\n",
+        "seed": 7,
+        "frequency_penalty": 1,
+        "stop_token_ids": [5],
+    }
     asked = {"temperature": 0.0, "top_p": 0.9, "stop": ["\n"], "seed": 7, "frequency_penalty": 1.0}
     asked |= {"max_new_tokens": 5, "stop_token_ids": [5]}
     for parse in PARSERS:
         for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
             assert parse(body_of(parse, **body, **{name: 5})).sampling == asked
-    assert parse_anthropic(body_of(parse_anthropic, stop_sequences=["a", "b"])).sampling == {"stop": ["a", "b"]}
+    assert parse_anthropic(body_of(parse_anthropic, stop_sequences=["a", "b"])).sampling == {
+        "stop": ["a", "b"]
+    }
     assert set(asked) <= set(GenerationHyperparameters.__dataclass_fields__)
     with pytest.raises(Refusal, match="max_tokens"):
         parse_chat(body_of(parse_chat, max_tokens=5, max_completion_tokens=6))
@@ -501,21 +620,42 @@ def test_half_a_surrogate_pair_stays_text() -> None:
     JSON."""
     text = '{"a": "\\ud800"}'
     call = {"id": "1", "function": {"name": "f", "arguments": text}}
-    assert normalise({"role": "assistant", "tool_calls": [call]})["tool_calls"][0]["function"]["arguments"] == text
+    assert (
+        normalise({"role": "assistant", "tool_calls": [call]})["tool_calls"][0]["function"][
+            "arguments"
+        ]
+        == text
+    )
 
 
 def test_how_the_answer_is_wanted() -> None:
     """From a request's body, the parser reads `stream`, `n`, `logprobs`, `store` and the variables of the chat
     template."""
     options = {"include_usage": True}
-    ask = parse_chat(body_of(parse_chat, stream=True, stream_options=options, n=3, logprobs=True, store=False))
-    assert (ask.stream, ask.stream_usage, ask.n, ask.logprobs, ask.store) == (True, True, 3, True, False)
+    ask = parse_chat(
+        body_of(parse_chat, stream=True, stream_options=options, n=3, logprobs=True, store=False)
+    )
+    assert (ask.stream, ask.stream_usage, ask.n, ask.logprobs, ask.store) == (
+        True,
+        True,
+        3,
+        True,
+        False,
+    )
     assert ask.sampling == {}
-    assert parse_responses(body_of(parse_responses, include=["message.output_text.logprobs"])).logprobs
+    assert parse_responses(
+        body_of(parse_responses, include=["message.output_text.logprobs"])
+    ).logprobs
     asked = {"reasoning_effort": "high"}
     assert parse_chat(body_of(parse_chat, reasoning_effort="high")).template_kwargs == asked
-    assert parse_responses(body_of(parse_responses, reasoning={"effort": "high"})).template_kwargs == asked
-    assert parse_anthropic(body_of(parse_anthropic, output_config={"effort": "high"})).template_kwargs == asked
+    assert (
+        parse_responses(body_of(parse_responses, reasoning={"effort": "high"})).template_kwargs
+        == asked
+    )
+    assert (
+        parse_anthropic(body_of(parse_anthropic, output_config={"effort": "high"})).template_kwargs
+        == asked
+    )
     others = {
         "reasoning": True,
         "text": "x",
@@ -525,7 +665,10 @@ def test_how_the_answer_is_wanted() -> None:
     assert parse_chat(body_of(parse_chat, **others)).template_kwargs == {}
     kwargs = parse_chat(body_of(parse_chat, chat_template_kwargs={"enable_thinking": False}))
     assert kwargs.template_key != parse_chat(body_of(parse_chat)).template_key
-    assert parse_chat(body_of(parse_chat, tools=[TOOL])).template_key != parse_chat(body_of(parse_chat)).template_key
+    assert (
+        parse_chat(body_of(parse_chat, tools=[TOOL])).template_key
+        != parse_chat(body_of(parse_chat)).template_key
+    )
 
 
 # Broken and deeply nested JSON
@@ -537,7 +680,12 @@ def test_arguments_that_are_no_json_stay_text() -> None:
     for arguments in ('{"a": ', "[" * 100_000, '{"a": NaN}', '{"a": 1e999}', "[" * 201 + "]" * 201):
         message = assistant(arguments)
         assert canonical(message) == canonical(copy.deepcopy(message))
-        assert parse_chat({"messages": [message]}).messages[0]["tool_calls"][0]["function"]["arguments"] == arguments
+        assert (
+            parse_chat({"messages": [message]}).messages[0]["tool_calls"][0]["function"][
+                "arguments"
+            ]
+            == arguments
+        )
 
 
 def test_what_is_nested_too_deeply_is_refused_by_name() -> None:
@@ -552,7 +700,9 @@ def test_what_is_nested_too_deeply_is_refused_by_name() -> None:
     with pytest.raises(Refusal, match=r"^chat_template_kwargs"):
         _ = parse_chat(body_of(parse_chat, chat_template_kwargs=deep)).template_key
     with pytest.raises(Refusal, match=r"^tools"):
-        _ = parse_chat(body_of(parse_chat, tools=[TOOL | {"function": {"name": "f", "parameters": deep}}])).template_key
+        _ = parse_chat(
+            body_of(parse_chat, tools=[TOOL | {"function": {"name": "f", "parameters": deep}}])
+        ).template_key
     with pytest.raises(Refusal, match=r"^top_k"):
         parse_chat(body_of(parse_chat, top_k=deep))
 
@@ -560,18 +710,26 @@ def test_what_is_nested_too_deeply_is_refused_by_name() -> None:
 # References
 
 
-def finished(prefix: str, messages: list[Message], parsed: Parsed) -> InteractionWithTokenLogpReward:
+def finished(
+    prefix: str, messages: list[Message], parsed: Parsed
+) -> InteractionWithTokenLogpReward:
     """Return a finished interaction. The interaction's id is the prefix followed by "ab". The prefix "resp_" selects
     the Responses protocol, and any other prefix selects Anthropic's Messages protocol."""
     name = "responses" if prefix == "resp_" else "messages"
     answer = Answer(f"{prefix}ab", ModelResponse([1], [2], [-1.0], [0], "stop"), parsed)
-    found = InteractionWithTokenLogpReward(messages, tools=[TOOL], output_message_list=[answer.message])
+    found = InteractionWithTokenLogpReward(
+        messages, tools=[TOOL], output_message_list=[answer.message]
+    )
     found.reply = PROTOCOLS[name].render(AgentRequest(messages), [answer])
     return found
 
 
 FINISHED = {
-    "resp_ab": finished("resp_", TALK[:2], Parsed("Let me see.", "hm", [Call("f", '{"a": 1}'), Call("f", '{"a": 1}')])),
+    "resp_ab": finished(
+        "resp_",
+        TALK[:2],
+        Parsed("Let me see.", "hm", [Call("f", '{"a": 1}'), Call("f", '{"a": 1}')]),
+    ),
     "msg_ab": finished("msg_", HELLO, Parsed("hi")),
 }
 
@@ -587,7 +745,11 @@ def test_a_previous_response_is_put_in() -> None:
     assert other == [{"role": "system", "content": "Be wordy."}, *history[1:]]
     thread = {"type": "continue", "previous_message_id": "msg_ab"}
     ask = parse_anthropic({"messages": [TALK[-1]], "system": "s", "thread": thread}, FINISHED.get)
-    assert ask.messages == [{"role": "system", "content": "s"}, *FINISHED["msg_ab"].conversation, TALK[-1]]
+    assert ask.messages == [
+        {"role": "system", "content": "s"},
+        *FINISHED["msg_ab"].conversation,
+        TALK[-1],
+    ]
 
 
 def test_a_thread_keeps_its_tools() -> None:
@@ -596,7 +758,9 @@ def test_a_thread_keeps_its_tools() -> None:
     thread = {"type": "continue", "previous_message_id": "msg_ab"}
     other = {"name": "other", "input_schema": {"type": "object"}}
     assert parse_anthropic({"messages": [TALK[-1]], "thread": thread}, FINISHED.get).tools == [TOOL]
-    ask = parse_anthropic({"messages": [TALK[-1]], "thread": thread, "tools": [other]}, FINISHED.get)
+    ask = parse_anthropic(
+        {"messages": [TALK[-1]], "thread": thread, "tools": [other]}, FINISHED.get
+    )
     assert [tool["function"]["name"] for tool in ask.tools] == ["other"]
     named = {"messages": [TALK[-1]], "thread": thread, "tool_choice": {"type": "tool", "name": "f"}}
     assert parse_anthropic(named, FINISHED.get).tool_choice == "f"
@@ -611,10 +775,19 @@ def test_references_to_items_are_put_in() -> None:
     reference with the item that the reference names."""
     call = {"type": "function_call", "call_id": "call_ab_0", "name": "f", "arguments": '{"a": 1}'}
     last = {"type": "item_reference", "id": "fc_ab_1"}
-    for thought in ({"type": "item_reference", "id": "rs_ab"}, {"type": "reasoning", "summary": []}):
-        for text in ({"type": "item_reference", "id": "msg_ab"}, {"role": "assistant", "content": "Let me see."}):
+    for thought in (
+        {"type": "item_reference", "id": "rs_ab"},
+        {"type": "reasoning", "summary": []},
+    ):
+        for text in (
+            {"type": "item_reference", "id": "msg_ab"},
+            {"role": "assistant", "content": "Let me see."},
+        ):
             for first in (call, {"type": "item_reference", "id": "fc_ab_0"}):
-                body = {"input": [QUESTION, thought, text, first, last], "instructions": "Be terse."}
+                body = {
+                    "input": [QUESTION, thought, text, first, last],
+                    "instructions": "Be terse.",
+                }
                 messages = parse_responses(body, FINISHED.get).messages
                 assert begins_with(messages, FINISHED["resp_ab"].conversation)
                 assert len(messages) == 3

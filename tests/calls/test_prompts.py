@@ -19,13 +19,14 @@ from tasks.base_model import make_tokenizer
 
 HEAD = "{% for m in messages %}<|im_start|>{{ m.role }}\n"
 TAIL = "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-STRIPS = (
-    "{% if m.role == 'assistant' %}{{ m.content.split('</think>')[-1].strip() }}{% else %}{{ m.content }}{% endif %}"
-)
+STRIPS = "{% if m.role == 'assistant' %}{{ m.content.split('</think>')[-1].strip() }}{% else %}{{ m.content }}{% endif %}"
 TEMPLATES = {
     "plain": HEAD + "{{ m.content }}<|im_end|>\n" + TAIL,
     "drops reasoning": HEAD + STRIPS + "<|im_end|>\n" + TAIL,
-    "opens reasoning": HEAD + STRIPS + "<|im_end|>\n" + TAIL.replace("assistant\n", "assistant\n<think>\n"),
+    "opens reasoning": HEAD
+    + STRIPS
+    + "<|im_end|>\n"
+    + TAIL.replace("assistant\n", "assistant\n<think>\n"),
     "newline before the end": HEAD + "{{ m.content }}\n<|im_end|>\n" + TAIL,
     "newlines behind the end": HEAD + "{{ m.content }}<|im_end|>\n\n\n" + TAIL,
     "no newline": HEAD + "{{ m.content }}<|im_end|>" + TAIL,
@@ -35,13 +36,17 @@ TEMPLATES = {
     "another end of the whole": HEAD
     + "{{ m.content }}<|im_end|>"
     + TAIL.replace("{% endif", "{% else %}<|endoftext|>{% endif"),
-    "nothing at the end": HEAD + "{{ m.content }}" + TAIL,  # the model itself samples the marker of the next role
+    "nothing at the end": HEAD
+    + "{{ m.content }}"
+    + TAIL,  # the model itself samples the marker of the next role
 }
 
 
 def tokenizer_with(tokenizer: Any, template: str) -> Any:
     own = type(tokenizer)(
-        tokenizer_object=tokenizer.backend_tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>"
+        tokenizer_object=tokenizer.backend_tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
     )
     own.chat_template = template
     return own
@@ -56,21 +61,33 @@ class Talk:
     samples."""
 
     def __init__(self, tokenizer: Any, **options: Any) -> None:
-        self.tokenizer, self.prompts, self.cache = tokenizer, PromptBuilder(tokenizer, **options), InteractionCache()
+        self.tokenizer, self.prompts, self.cache = (
+            tokenizer,
+            PromptBuilder(tokenizer, **options),
+            InteractionCache(),
+        )
         self.messages: list[dict[str, Any]] = []
 
-    def say(self, question: dict[str, Any], answer: str, ends: str = "<|im_end|>", **ask: Any) -> list[int]:
+    def say(
+        self, question: dict[str, Any], answer: str, ends: str = "<|im_end|>", **ask: Any
+    ) -> list[int]:
         """Build and return the prompt of a turn, and store the tokens of `answer` as the turn's answer."""
         self.messages.append(question)
         name = str(len(self.cache))
         request = AgentRequest(list(self.messages), **ask)
-        interaction = InteractionWithTokenLogpReward(request.messages, template_key=request.template_key)
+        interaction = InteractionWithTokenLogpReward(
+            request.messages, template_key=request.template_key
+        )
         prompt = self.prompts.prompt(request, self.cache.enter(name, interaction).parent)
-        output = self.tokenizer.encode(answer) + ([self.tokenizer.convert_tokens_to_ids(ends)] if ends else [])
+        output = self.tokenizer.encode(answer) + (
+            [self.tokenizer.convert_tokens_to_ids(ends)] if ends else []
+        )
         n = len(output)
         said = {"role": "assistant", "content": answer}
         self.cache.finish(
-            name, ModelResponse(prompt, output, [-1.0] * n, [0] * n, "stop" if ends else "length"), [said]
+            name,
+            ModelResponse(prompt, output, [-1.0] * n, [0] * n, "stop" if ends else "length"),
+            [said],
         )
         self.messages.append(said)
         return prompt
@@ -79,7 +96,9 @@ class Talk:
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("ends", ["the mark", "<|endoftext|>", ""])
 @pytest.mark.parametrize("last", ["", "\n", "\n\n"])
-def test_a_conversation_is_one_row_under_any_template(tiny_tokenizer: Any, name: str, ends: str, last: str) -> None:
+def test_a_conversation_is_one_row_under_any_template(
+    tiny_tokenizer: Any, name: str, ends: str, last: str
+) -> None:
     """With each template of this test, the export style `concat` exports the conversation as one row. Each sampled
     token is trained once, and each turn has one end marker."""
     talk = Talk(tokenizer_with(tiny_tokenizer, TEMPLATES[name]))
@@ -103,7 +122,11 @@ def test_a_conversation_is_one_row_under_any_template(tiny_tokenizer: Any, name:
 def test_a_turn_that_ends_with_several_marks(tiny_tokenizer: Any, sampled: str) -> None:
     """A template may end a turn with several markers. If the model has sampled some of the markers, the next prompt
     adds only the missing markers."""
-    template = HEAD + "{{ m.content }}{% if m.role == 'assistant' %}<|endoftext|>{% endif %}<|im_end|>\n" + TAIL
+    template = (
+        HEAD
+        + "{{ m.content }}{% if m.role == 'assistant' %}<|endoftext|>{% endif %}<|im_end|>\n"
+        + TAIL
+    )
     talk = Talk(tokenizer_with(tiny_tokenizer, template))
     talk.say(user("one"), f"answer{sampled}", ends="")
     prompt = tiny_tokenizer.decode(talk.say(user("two"), "answer"))
@@ -112,11 +135,14 @@ def test_a_turn_that_ends_with_several_marks(tiny_tokenizer: Any, sampled: str) 
 
 
 @pytest.mark.parametrize("name", ["plain", "no newline", "newlines behind the end"])
-def test_where_rendering_again_is_exact_splicing_is_the_same(tiny_tokenizer: Any, name: str) -> None:
+def test_where_rendering_again_is_exact_splicing_is_the_same(
+    tiny_tokenizer: Any, name: str
+) -> None:
     """If a template does not change the model's text, the prompt made from sampled tokens is identical to a prompt that
     the template renders in full."""
     spliced, whole = (
-        Talk(tokenizer_with(tiny_tokenizer, TEMPLATES[name]), chat_template_type=t) for t in ("concat", "hf")
+        Talk(tokenizer_with(tiny_tokenizer, TEMPLATES[name]), chat_template_type=t)
+        for t in ("concat", "hf")
     )
     assert not whole.prompts.splices
     for k in range(3):
@@ -143,13 +169,17 @@ def test_a_hundred_turns_are_rendered_once(tiny_tokenizer: Any) -> None:
     for k in range(100):
         talk.say(user(f"question {k}"), f"answer {k}")
     said = [message["content"] for messages in rendered for message in messages]
-    assert sorted(text for text in said if text.startswith("question")) == sorted(f"question {k}" for k in range(100))
+    assert sorted(text for text in said if text.startswith("question")) == sorted(
+        f"question {k}" for k in range(100)
+    )
     assert not any(text.startswith("answer") for text in said)
     assert max(map(len, encoded)) < 100
     assert len(encoded) == len(rendered) == 100
 
 
-def test_a_template_that_wants_a_call_before_its_result_is_rendered_in_full(tiny_tokenizer: Any) -> None:
+def test_a_template_that_wants_a_call_before_its_result_is_rendered_in_full(
+    tiny_tokenizer: Any,
+) -> None:
     """PromptBuilder renders new messages after a short stub conversation, whose answer has no tool call. If the
     template refuses a tool result after an answer without a tool call, the prompt is rendered in full."""
     wants = "{% if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}{{ raise_exception('no call') }}{% endif %}"
@@ -161,7 +191,9 @@ def test_a_template_that_wants_a_call_before_its_result_is_rendered_in_full(tiny
     cache.enter(
         "a",
         InteractionWithTokenLogpReward(
-            [user("q")], model_response=ModelResponse([1], [2], [-1.0], [0]), output_message_list=[said]
+            [user("q")],
+            model_response=ModelResponse([1], [2], [-1.0], [0]),
+            output_message_list=[said],
         ),
     )
     messages = [user("q"), said, {"role": "tool", "content": "r", "tool_call_id": "c"}]
@@ -172,11 +204,15 @@ def test_a_template_that_wants_a_call_before_its_result_is_rendered_in_full(tiny
 
 
 @pytest.mark.parametrize("name", ["tokenize", "tools", "conversation", "return_tensors"])
-def test_variables_of_the_template_are_no_arguments_of_the_tokenizer(tiny_tokenizer: Any, name: str) -> None:
+def test_variables_of_the_template_are_no_arguments_of_the_tokenizer(
+    tiny_tokenizer: Any, name: str
+) -> None:
     """chat_template_kwargs may set only variables of the template. If a key of chat_template_kwargs is a parameter of
     the tokenizer's method apply_chat_template, the request is refused with an error that contains the key."""
     with pytest.raises(Refusal, match=f"chat_template_kwargs: {name}"):
-        PromptBuilder(tiny_tokenizer).prompt(AgentRequest([user("q")], template_kwargs={name: 1}), None)
+        PromptBuilder(tiny_tokenizer).prompt(
+            AgentRequest([user("q")], template_kwargs={name: 1}), None
+        )
 
 
 @pytest.mark.parametrize(
@@ -187,7 +223,9 @@ def test_variables_of_the_template_are_no_arguments_of_the_tokenizer(tiny_tokeni
         {"split_special_tokens": True},
     ],
 )
-def test_settings_of_the_tokenizer_do_not_change_a_prompt(tiny_tokenizer: Any, settings: dict[str, Any]) -> None:
+def test_settings_of_the_tokenizer_do_not_change_a_prompt(
+    tiny_tokenizer: Any, settings: dict[str, Any]
+) -> None:
     """An agent in the same process may call the proxy's tokenizer with other settings, such as truncation. The Rust
     object inside the tokenizer keeps the settings of the agent's call, but the settings do not change a prompt. If the
     owner of the tokenizer sets an attribute such as split_special_tokens, every prompt changes."""
@@ -197,12 +235,22 @@ def test_settings_of_the_tokenizer_do_not_change_a_prompt(tiny_tokenizer: Any, s
     tokenizer(["a longer text of an agent"], **settings)
     assert prompts.prompt(ask, None) == before
     if "split_special_tokens" in settings:
-        tokenizer.split_special_tokens = True  # this setting of the tokenizer's owner changes prompts
-        text = tokenizer.apply_chat_template(ask.messages, tokenize=False, add_generation_prompt=True)
-        assert PromptBuilder(tokenizer).prompt(ask, None) == tokenizer.encode(text, add_special_tokens=False) != before
+        tokenizer.split_special_tokens = (
+            True  # this setting of the tokenizer's owner changes prompts
+        )
+        text = tokenizer.apply_chat_template(
+            ask.messages, tokenize=False, add_generation_prompt=True
+        )
+        assert (
+            PromptBuilder(tokenizer).prompt(ask, None)
+            == tokenizer.encode(text, add_special_tokens=False)
+            != before
+        )
 
 
-CALL = "{% for c in m.tool_calls %}{{ '<call>' + c.function.name + c.function.arguments }}{% endfor %}"
+CALL = (
+    "{% for c in m.tool_calls %}{{ '<call>' + c.function.name + c.function.arguments }}{% endfor %}"
+)
 IDS = "{% if m.role == 'tool' and m.tool_call_id | length != 9 %}{{ raise_exception('ids have length 9') }}{% endif %}"
 
 
@@ -218,12 +266,20 @@ IDS = "{% if m.role == 'tool' and m.tool_call_id | length != 9 %}{{ raise_except
         (IDS + CALL, None),
     ],
 )
-def test_calls_are_given_as_a_template_wants_them(tiny_tokenizer: Any, wants: str, says: str | None) -> None:
+def test_calls_are_given_as_a_template_wants_them(
+    tiny_tokenizer: Any, wants: str, says: str | None
+) -> None:
     """If a template refuses the tool calls, PromptBuilder tries two other forms of the tool calls. For Mistral's
     template, the ids of tool calls have nine letters or digits. For DeepSeek's template, the arguments of tool calls
     are text. A tool call and its result always have the same id."""
-    prompts = PromptBuilder(tokenizer_with(tiny_tokenizer, HEAD + wants + "{{ m.content }}<|im_end|>\n" + TAIL))
-    call = {"id": "call_ab12_0", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    prompts = PromptBuilder(
+        tokenizer_with(tiny_tokenizer, HEAD + wants + "{{ m.content }}<|im_end|>\n" + TAIL)
+    )
+    call = {
+        "id": "call_ab12_0",
+        "type": "function",
+        "function": {"name": "f", "arguments": {"a": 1}},
+    }
     messages = [
         user("q"),
         {"role": "assistant", "content": "", "tool_calls": [call]},
@@ -235,7 +291,10 @@ def test_calls_are_given_as_a_template_wants_them(tiny_tokenizer: Any, wants: st
             prompts.prompt(AgentRequest(messages), None)
     else:
         whole = tiny_tokenizer.decode(prompts.prompt(AgentRequest(messages), None))
-        said, result = [turn.partition("<|im_end|>")[0].split("\n")[-1] for turn in whole.split("<|im_start|>")[2:4]]
+        said, result = [
+            turn.partition("<|im_end|>")[0].split("\n")[-1]
+            for turn in whole.split("<|im_start|>")[2:4]
+        ]
         short = said[:9]
         assert f"{said}/{result}" == says.format("call_ab12_0", short) + "r"
         assert "{1}" not in says or short.isalnum()
@@ -247,7 +306,9 @@ def test_tools_reach_every_turn(tiny_tokenizer: Any) -> None:
     write the tools before the last question."""
     tokenizer = tokenizer_with(
         tiny_tokenizer,
-        HEAD + "{% if tools and loop.last %}{{ tools | tojson }}{% endif %}{{ m.content }}<|im_end|>" + TAIL,
+        HEAD
+        + "{% if tools and loop.last %}{{ tools | tojson }}{% endif %}{{ m.content }}<|im_end|>"
+        + TAIL,
     )
     tools = [{"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}]
     talk = Talk(tokenizer)
@@ -279,14 +340,21 @@ def tokenizer_of(kind: str, of_bytes: Any) -> Any:
     if kind == "parts":
         text = "é😀a".encode()
         parts = sorted({text[at : at + n] for n in (1, 2, 3) for at in range(len(text))})
-        numbers = {"".join(bytes_to_unicode()[byte] for byte in part): k for k, part in enumerate(parts)}
+        numbers = {
+            "".join(bytes_to_unicode()[byte] for byte in part): k for k, part in enumerate(parts)
+        }
         raw = Tokenizer(models.BPE(numbers, []))
         raw.decoder = decoders.ByteLevel()
         return PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<end>")
     vocab = {"<unk>": 0, "a": 1, "b": 2, "\u2581": 3, "\u2581a": 4, "\u2581b": 5}
     if kind == "pieces and bytes":
         vocab |= {f"<0x{byte:02X}>": 6 + byte for byte in range(256)}
-    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    steps = [
+        decoders.Replace("\u2581", " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+        decoders.Strip(" ", 1, 0),
+    ]
     raw = Tokenizer(models.BPE(vocab, []))
     raw.decoder = decoders.Sequence(steps)
     return PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<unk>")
@@ -298,7 +366,9 @@ def tokenizer_of(kind: str, of_bytes: Any) -> Any:
     st.sampled_from(["bytes", "parts", "words", "pieces", "pieces and bytes"]),
     st.lists(st.text("ab ", min_size=1, max_size=3), max_size=2),
 )
-def test_a_stream_never_takes_anything_back(tiny_tokenizer: Any, data: Any, kind: str, stop: list[str]) -> None:
+def test_a_stream_never_takes_anything_back(
+    tiny_tokenizer: Any, data: Any, kind: str, stop: list[str]
+) -> None:
     """Each text that `read` returns is a prefix of all texts that it returns later for the same answer, and of the
     answer's whole text. The tokens, the stop strings and the number of new tokens for each call of `read` are
     random."""
@@ -308,7 +378,10 @@ def test_a_stream_never_takes_anything_back(tiny_tokenizer: Any, data: Any, kind
         tokens = [tokenizer.convert_tokens_to_ids(bytes_to_unicode()[b]) for b in raw]
     elif kind == "pieces and bytes":
         rare = st.one_of(st.text("é€😀", max_size=40).map(str.encode), st.binary(max_size=3))
-        runs = st.one_of(rare.map(lambda raw: [6 + byte for byte in raw]), st.lists(st.integers(0, 5), max_size=3))
+        runs = st.one_of(
+            rare.map(lambda raw: [6 + byte for byte in raw]),
+            st.lists(st.integers(0, 5), max_size=3),
+        )
         tokens = [token for run in data.draw(st.lists(runs, max_size=5)) for token in run]
     else:
         tokens = data.draw(st.lists(st.integers(0, len(tokenizer) - 1), max_size=20))
@@ -339,11 +412,16 @@ def test_a_bad_byte_spoils_no_other(tiny_tokenizer: Any) -> None:
 def test_reading_a_stream_is_linear(tiny_tokenizer: Any) -> None:
     """In a long answer each token is decoded a bounded number of times, even if the answer's bytes are not valid
     UTF-8."""
-    for tokens in (tiny_tokenizer.encode("abcdefgh" * 500), tiny_tokenizer.encode("é" * 1000)[1::2] * 4):
+    for tokens in (
+        tiny_tokenizer.encode("abcdefgh" * 500),
+        tiny_tokenizer.encode("é" * 1000)[1::2] * 4,
+    ):
         own = tokenizer_with(tiny_tokenizer, TEMPLATES["plain"])
         decode, decoded = own.decode, list[int]()
 
-        def counting(ids: list[int], decode: Any = decode, decoded: list[int] = decoded, **kwargs: Any) -> Any:
+        def counting(
+            ids: list[int], decode: Any = decode, decoded: list[int] = decoded, **kwargs: Any
+        ) -> Any:
             decoded.append(len(ids))
             return decode(ids, **kwargs)
 
@@ -380,7 +458,9 @@ def test_a_tokens_text_has_its_space(tiny_tokenizer: Any, kind: str) -> None:
     text."""
     tokenizer = tokenizer_of(kind, tiny_tokenizer)
     reader = TextReader(tokenizer, GenerationHyperparameters())
-    tokens = {"bytes": tokenizer.encode("ab b a"), "words": tokenizer.encode("a b ab , a")}.get(kind, [4, 5, 1, 3, 2])
+    tokens = {"bytes": tokenizer.encode("ab b a"), "words": tokenizer.encode("a b ab , a")}.get(
+        kind, [4, 5, 1, 3, 2]
+    )
     assert "".join(map(reader.token, tokens)).removeprefix(" ") == reader.whole(tokens)
 
 

@@ -30,7 +30,9 @@ def response_of(stop_reason: str = "stop") -> ModelResponse:
     return ModelResponse([1, 2], [3, 4, 5], [-0.5, -1.0, -1.5], [0, 0, 0], stop_reason)
 
 
-def answer_of(name: str, parsed: Parsed = PARSED, stop_reason: str = "stop", **fields: Any) -> Answer:
+def answer_of(
+    name: str, parsed: Parsed = PARSED, stop_reason: str = "stop", **fields: Any
+) -> Answer:
     """Return an answer in the protocol `name`. The answer's interaction id ends with ab12."""
     return Answer(PROTOCOLS[name].id_prefix + "ab12", response_of(stop_reason), parsed, **fields)
 
@@ -40,7 +42,9 @@ def whole(name: str, answer: Answer, ask: AgentRequest = ASKED) -> dict[str, Any
     return json.loads(json.dumps(PROTOCOLS[name].render(ask, [answer])))
 
 
-def streamed(name: str, answer: Answer, pieces: list[tuple[str, str]], ask: AgentRequest = ASKED) -> bytes:
+def streamed(
+    name: str, answer: Answer, pieces: list[tuple[str, str]], ask: AgentRequest = ASKED
+) -> bytes:
     """Return the reply as a stream of events. Each element of `pieces` is a pair: the text and the reasoning text that
     the stream appends."""
     stream, text, reasoning = PROTOCOLS[name].stream(ask, answer.interaction_id, 0), "", ""
@@ -57,15 +61,24 @@ def frames_of(raw: bytes) -> Iterator[tuple[str, Any]]:
     for frame in raw.decode("ascii").removesuffix("\n\n").split("\n\n"):
         lines = dict(line.split(": ", 1) for line in frame.splitlines())
         assert lines.keys() <= {"event", "data"}
-        yield lines.get("event", ""), lines["data"] if lines["data"] == "[DONE]" else json.loads(lines["data"])
+        yield (
+            lines.get("event", ""),
+            lines["data"] if lines["data"] == "[DONE]" else json.loads(lines["data"]),
+        )
 
 
 def client_of(name: str, content: bytes, status: int = 200) -> Any:
     """Return a client of the protocol's official SDK that gets `content` as the reply to any request."""
     kind = "text/event-stream" if status == 200 else "application/json"
     http: Any = httpx2 if name == "messages" else sdk_http
-    transport = http.MockTransport(lambda _: http.Response(status, content=content, headers={"content-type": kind}))
-    options: Any = {"api_key": "k", "base_url": "http://proxy", "http_client": http.Client(transport=transport)}
+    transport = http.MockTransport(
+        lambda _: http.Response(status, content=content, headers={"content-type": kind})
+    )
+    options: Any = {
+        "api_key": "k",
+        "base_url": "http://proxy",
+        "http_client": http.Client(transport=transport),
+    }
     return (anthropic.Anthropic if name == "messages" else openai.OpenAI)(**options, max_retries=0)
 
 
@@ -80,7 +93,9 @@ def accumulated(name: str, raw: bytes) -> dict[str, Any]:
                 return error.completion.to_dict()
     if name == "responses":
         with client.responses.stream(model="m", input="hello") as stream:
-            return [event for event in stream if event.type.startswith("response.")][-1].response.to_dict()
+            return [event for event in stream if event.type.startswith("response.")][
+                -1
+            ].response.to_dict()
     with client.messages.stream(model="m", messages=HELLO, max_tokens=9) as stream:
         return stream.get_final_message().to_dict()
 
@@ -89,15 +104,27 @@ def said(value: Any) -> Any:
     """Return a reply without the keys in which a streamed and an unstreamed reply may differ. The removed keys are
     timestamps, keys with null values, and keys for parsed values that an SDK's helper adds."""
     if isinstance(value, dict):
-        added = ["created", "created_at", "parsed_arguments", "parsed", *["index"] * ("function" in value)]
-        return {key: said(item) for key, item in value.items() if item is not None and key not in added}
+        added = [
+            "created",
+            "created_at",
+            "parsed_arguments",
+            "parsed",
+            *["index"] * ("function" in value),
+        ]
+        return {
+            key: said(item) for key, item in value.items() if item is not None and key not in added
+        }
     return list(map(said, value)) if isinstance(value, list) else value
 
 
 def nulls(value: Any, path: str = "") -> list[str]:
     """Return the paths of all null values in a reply."""
     if isinstance(value, dict | list):
-        pairs = value.items() if isinstance(value, dict) else ((str(i), item) for i, item in enumerate(value))
+        pairs = (
+            value.items()
+            if isinstance(value, dict)
+            else ((str(i), item) for i, item in enumerate(value))
+        )
         return [null for key, item in pairs for null in nulls(item, f"{path}.{key}")]
     return [path] if value is None else []
 
@@ -108,18 +135,28 @@ def sent_back(name: str, reply: dict[str, Any]) -> dict[str, Any]:
         return normalise(reply["choices"][0]["message"])
     if name == "responses":
         return parse_responses({"input": reply["output"]}).messages[0]
-    return parse_anthropic({"messages": [{"role": "assistant", "content": reply["content"]}, *HELLO]}).messages[0]
+    return parse_anthropic(
+        {"messages": [{"role": "assistant", "content": reply["content"]}, *HELLO]}
+    ).messages[0]
 
 
 CALLS = st.lists(
-    st.builds(Call, st.sampled_from("fg"), st.dictionaries(st.text(), st.text()).map(json.dumps)), max_size=2
+    st.builds(Call, st.sampled_from("fg"), st.dictionaries(st.text(), st.text()).map(json.dumps)),
+    max_size=2,
 )
 PARSES = st.builds(Parsed, st.text(), st.text(), CALLS)
 
 
 @settings(deadline=None, max_examples=40)
-@given(st.sampled_from(NAMES), PARSES, st.sampled_from(["stop", "length"]), st.lists(st.integers(1, 5), max_size=4))
-def test_a_stream_is_the_whole_reply(name: str, parsed: Parsed, stop_reason: str, cuts: list[int]) -> None:
+@given(
+    st.sampled_from(NAMES),
+    PARSES,
+    st.sampled_from(["stop", "length"]),
+    st.lists(st.integers(1, 5), max_size=4),
+)
+def test_a_stream_is_the_whole_reply(
+    name: str, parsed: Parsed, stop_reason: str, cuts: list[int]
+) -> None:
     """However a stream divides the text into pieces, the SDKs' helpers rebuild the whole reply from the events."""
     answer = answer_of(name, parsed, stop_reason)
     ends = list(itertools.accumulate(cuts, initial=0))
@@ -173,10 +210,18 @@ def test_a_chat_completion_has_all_that_strict_clients_read() -> None:
         "id": "chatcmpl-ab12",
         "object": "chat.completion",
         "model": "m",
-        "choices": [{"index": 0, "message": {"role": "assistant", "content": "hi"}, "finish_reason": "length"}],
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": "hi"},
+                "finish_reason": "length",
+            }
+        ],
         "usage": {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5},
     }
-    only_calls = whole("chat/completions", answer_of("chat/completions", Parsed("", calls=PARSED.calls)))
+    only_calls = whole(
+        "chat/completions", answer_of("chat/completions", Parsed("", calls=PARSED.calls))
+    )
     assert nulls(only_calls) == [".choices.0.message.content"]
     assert only_calls["choices"][0]["finish_reason"] == "tool_calls"
 
@@ -186,13 +231,28 @@ def test_a_response_has_all_that_strict_clients_read() -> None:
     are derived from the response's id."""
     reply = whole("responses", answer_of("responses"))
     assert reply["created_at"] > 0
-    assert [item["id"] for item in reply["output"]] == ["rs_ab12", "msg_ab12", "fc_ab12_0", "fc_ab12_1"]
-    assert [item.get("call_id") for item in reply["output"]] == [None, None, "call_ab12_0", "call_ab12_1"]
+    assert [item["id"] for item in reply["output"]] == [
+        "rs_ab12",
+        "msg_ab12",
+        "fc_ab12_0",
+        "fc_ab12_1",
+    ]
+    assert [item.get("call_id") for item in reply["output"]] == [
+        None,
+        None,
+        "call_ab12_0",
+        "call_ab12_1",
+    ]
     assert (reply["status"], reply["usage"]["output_tokens"]) == ("completed", 3)
     assert nulls(reply) == []
     cut = whole("responses", answer_of("responses", Parsed("hi"), "length"))
-    assert (cut["status"], cut["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
-    named = PROTOCOLS["responses"].render(AgentRequest(HELLO, tool_choice="f"), [answer_of("responses")])
+    assert (cut["status"], cut["incomplete_details"]) == (
+        "incomplete",
+        {"reason": "max_output_tokens"},
+    )
+    named = PROTOCOLS["responses"].render(
+        AgentRequest(HELLO, tool_choice="f"), [answer_of("responses")]
+    )
     assert named["tool_choice"] == {"type": "function", "name": "f"}
 
 
@@ -215,7 +275,8 @@ def test_a_message_has_all_that_strict_clients_read() -> None:
         "stop_reason": "tool_use",
     }
     reasons = [
-        whole("messages", answer_of("messages", Parsed("hi"), stop))["stop_reason"] for stop in ("stop", "length")
+        whole("messages", answer_of("messages", Parsed("hi"), stop))["stop_reason"]
+        for stop in ("stop", "length")
     ]
     assert reasons == ["end_turn", "max_tokens"]
 
@@ -223,7 +284,9 @@ def test_a_message_has_all_that_strict_clients_read() -> None:
 def test_the_events_of_a_chat_completion() -> None:
     """The stream of a chat completion begins with the role, and ends with finish_reason and [DONE]. The stream contains
     token usage only if the client asks for it."""
-    frames = list(frames_of(streamed("chat/completions", answer_of("chat/completions"), [("Let", "hm")])))
+    frames = list(
+        frames_of(streamed("chat/completions", answer_of("chat/completions"), [("Let", "hm")]))
+    )
     assert {event for event, _ in frames} == {""}
     *chunks, usage, done = [data for _, data in frames]
     assert done == "[DONE]"
@@ -232,18 +295,26 @@ def test_the_events_of_a_chat_completion() -> None:
     keys = ["role", "reasoning_content", "content", "content", "tool_calls", "tool_calls"]
     assert [next(iter(delta), None) for delta in deltas] == [*keys, None]
     assert [call["index"] for delta in deltas for call in delta.get("tool_calls", ())] == [0, 1]
-    assert [chunk["choices"][0].get("finish_reason") for chunk in chunks] == [None] * 6 + ["tool_calls"]
+    assert [chunk["choices"][0].get("finish_reason") for chunk in chunks] == [None] * 6 + [
+        "tool_calls"
+    ]
     assert {(chunk["id"], chunk["object"], chunk["choices"][0]["index"]) for chunk in chunks} == {
         ("chatcmpl-ab12", "chat.completion.chunk", 0)
     }
-    plain = list(frames_of(streamed("chat/completions", answer_of("chat/completions"), [], AgentRequest(HELLO))))
+    plain = list(
+        frames_of(
+            streamed("chat/completions", answer_of("chat/completions"), [], AgentRequest(HELLO))
+        )
+    )
     assert all(data == "[DONE]" or data["choices"] for _, data in plain)
 
 
 def test_the_events_of_a_response() -> None:
     """In the Responses protocol, the events of a stream are numbered without gaps. The event that adds an item comes
     before the item's deltas."""
-    frames = list(frames_of(streamed("responses", answer_of("responses"), [("", "hm"), ("Let ", "")])))
+    frames = list(
+        frames_of(streamed("responses", answer_of("responses"), [("", "hm"), ("Let ", "")]))
+    )
     part = ["output_item.added", "content_part.added"]
     end = ["content_part.done", "output_item.done"]
     arguments = ["function_call_arguments.delta", "function_call_arguments.done"]
@@ -263,14 +334,27 @@ def test_the_events_of_a_response() -> None:
 def test_the_events_of_a_message() -> None:
     """Every event has an `event:` line, which Anthropic's client needs, and only one content block is open at a
     time."""
-    frames = list(frames_of(streamed("messages", answer_of("messages"), [("", "hm"), ("Let ", "")])))
+    frames = list(
+        frames_of(streamed("messages", answer_of("messages"), [("", "hm"), ("Let ", "")]))
+    )
     assert all(data["type"] == event for event, data in frames)
     deltas = [data["delta"].get("type") for event, data in frames if event == "content_block_delta"]
-    assert deltas == ["thinking_delta", "signature_delta", "text_delta", "text_delta", *["input_json_delta"] * 2]
+    assert deltas == [
+        "thinking_delta",
+        "signature_delta",
+        "text_delta",
+        "text_delta",
+        *["input_json_delta"] * 2,
+    ]
     others = [event for event, _ in frames if event != "content_block_delta"]
     blocks = ["content_block_start", "content_block_stop"] * 4
     assert others == ["message_start", *blocks, "message_delta", "message_stop"]
-    assert [data["index"] for event, data in frames if event == "content_block_start"] == [0, 1, 2, 3]
+    assert [data["index"] for event, data in frames if event == "content_block_start"] == [
+        0,
+        1,
+        2,
+        3,
+    ]
     assert frames[0][1]["message"]["usage"] == {"input_tokens": 2, "output_tokens": 0}
 
 
@@ -292,9 +376,18 @@ def test_several_answers_share_a_chat_completion() -> None:
     stream sends token usage and [DONE] only once, at its end."""
     ask = AgentRequest(HELLO, model="m", n=2, stream_usage=True)
     one = Answer("chatcmpl-ab12", response_of(), Parsed("first", "hm"))
-    two = Answer("chatcmpl-ab12-1", response_of("length"), Parsed("second", calls=[Call("f", "{}")]))
-    first, second = (PROTOCOLS["chat/completions"].stream(ask, "chatcmpl-ab12", k) for k in range(2))
-    raw = first.start(2) + second.start(2) + second.grow([("text", "sec")]) + first.grow([("reasoning", "h")])
+    two = Answer(
+        "chatcmpl-ab12-1", response_of("length"), Parsed("second", calls=[Call("f", "{}")])
+    )
+    first, second = (
+        PROTOCOLS["chat/completions"].stream(ask, "chatcmpl-ab12", k) for k in range(2)
+    )
+    raw = (
+        first.start(2)
+        + second.start(2)
+        + second.grow([("text", "sec")])
+        + first.grow([("reasoning", "h")])
+    )
     raw += second.grow([("text", "second")]) + second.finish(two) + first.finish(one)
     assert b"[DONE]" not in raw
     raw += first.end([one, two])
@@ -308,7 +401,11 @@ def test_logprobs_of_the_sampled_tokens() -> None:
     """A reply contains the logprobs of the sampled tokens in OpenAI's format, with and without streaming."""
     chat = answer_of("chat/completions", Parsed("hi"), token_texts=["h", "i", "<|im_end|>"])
     content = whole("chat/completions", chat)["choices"][0]["logprobs"]["content"]
-    assert [(entry["token"], entry["logprob"]) for entry in content] == [("h", -0.5), ("i", -1.0), ("<|im_end|>", -1.5)]
+    assert [(entry["token"], entry["logprob"]) for entry in content] == [
+        ("h", -0.5),
+        ("i", -1.0),
+        ("<|im_end|>", -1.5),
+    ]
     assert content[0] == {"token": "h", "logprob": -0.5, "bytes": [104], "top_logprobs": []}
     assert said(accumulated("chat/completions", streamed("chat/completions", chat, []))) == said(
         whole("chat/completions", chat)
@@ -320,12 +417,15 @@ def test_logprobs_of_the_sampled_tokens() -> None:
     ]  # the decoder turns half of é into U+FFFD, so the token's bytes are unknown
     response = answer_of("responses", Parsed("hi"), token_texts=["h", "i", ""])
     assert whole("responses", response)["output"][0]["content"][0]["logprobs"][0] == content[0]
-    assert said(accumulated("responses", streamed("responses", response, []))) == said(whole("responses", response))
+    assert said(accumulated("responses", streamed("responses", response, []))) == said(
+        whole("responses", response)
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
-    ("status", "error"), [(400, "BadRequestError"), (401, "AuthenticationError"), (404, "NotFoundError")]
+    ("status", "error"),
+    [(400, "BadRequestError"), (401, "AuthenticationError"), (404, "NotFoundError")],
 )
 def test_an_error_has_the_shape_of_its_protocol(name: str, status: int, error: str) -> None:
     """For an error status, each protocol's SDK raises the exception class for this status, with the proxy's message."""

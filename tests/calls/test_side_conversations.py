@@ -10,7 +10,7 @@ from test_cache import CODER, TITLE, TOOLS, said, turn, user
 
 from cache import InteractionCache, InteractionWithTokenLogpReward
 from calls.side_conversations import PATTERNS
-from run.config import ConfigError, load
+from run.load import ConfigError, load
 
 CLIENTS = {
     "opencode": "You are a title generator. You output ONLY a thread title. Nothing else.",
@@ -50,7 +50,9 @@ def test_a_title_at_any_time(client: str, place: int) -> None:
     """A call that asks for a title is not trained, whether it comes before, between or after the agent's turns. The
     agent's last turn gets the reward."""
     calls = agent_of_two_turns()
-    calls.insert(place, turn([{"role": "system", "content": CLIENTS[client]}, user("hello")], "A title"))
+    calls.insert(
+        place, turn([{"role": "system", "content": CLIENTS[client]}, user("hello")], "A title")
+    )
     cache = session(*calls)
     assert left_out(cache) == [str(place)]
     assert [i.reward for i in cache.values() if i is not calls[place]] == [1.0, 1.0]
@@ -71,10 +73,14 @@ def test_the_order_of_ends_changes_nothing() -> None:
 def test_a_second_agent_of_one_call_is_trained() -> None:
     """A critic makes a single call, without tools and with a different system prompt. The critic's call is trained,
     whether it is the first or the last call."""
-    critic = turn([{"role": "system", "content": "You are a strict critic of code."}, user("hello")], "fine")
+    critic = turn(
+        [{"role": "system", "content": "You are a strict critic of code."}, user("hello")], "fine"
+    )
     assert left_out(session(*agent_of_two_turns(), critic)) == []
     assert critic.reward == 1.0
-    critic = turn([{"role": "system", "content": "You are a strict critic of code."}, user("hello")], "fine")
+    critic = turn(
+        [{"role": "system", "content": "You are a strict critic of code."}, user("hello")], "fine"
+    )
     assert left_out(session(critic, *agent_of_two_turns())) == []
 
 
@@ -126,7 +132,9 @@ def test_each_first_message_is_searched_once() -> None:
             return super().__iter__()
 
     titles = [turn([user(f"Write a title for {k % 2}")]) for k in range(4)]
-    cache = session(*agent_of_two_turns(), *titles, turn([user("hi")]), side_patterns=Counted(PATTERNS))
+    cache = session(
+        *agent_of_two_turns(), *titles, turn([user("hi")]), side_patterns=Counted(PATTERNS)
+    )
     for _ in range(3):
         cache.set_last_reward(1.0)
     assert len(cache.mark_side_conversations()) == 4

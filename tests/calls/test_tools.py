@@ -14,12 +14,15 @@ from hypothesis import strategies as st
 
 from calls import tools
 from calls.tools import Call, OutputParser, Parsed, without_partial
-from run.fields import Refusal, read_json
+from inference.fields import Refusal, read_json
 
 
 def tool(name: str) -> dict[str, Any]:
     """Return the definition of a tool in the format of OpenAI's chat completions."""
-    return {"type": "function", "function": {"name": name, "description": "", "parameters": {"type": "object"}}}
+    return {
+        "type": "function",
+        "function": {"name": name, "description": "", "parameters": {"type": "object"}},
+    }
 
 
 TOOLS = [tool("f"), tool("g")]
@@ -37,7 +40,10 @@ def call(name: str = "f", arguments: str = "{}") -> str:
         ("", Parsed("")),
         (" It is  sunny in Zürich.\n", Parsed(" It is  sunny in Zürich.\n")),
         (call(), Parsed("", calls=[Call("f", "{}")])),
-        ("Let me see.\n" + call() + "\n" + call("g"), Parsed("Let me see.", calls=[Call("f", "{}"), Call("g", "{}")])),
+        (
+            "Let me see.\n" + call() + "\n" + call("g"),
+            Parsed("Let me see.", calls=[Call("f", "{}"), Call("g", "{}")]),
+        ),
         (call() + "\nDone. ", Parsed("\nDone.", calls=[Call("f", "{}")])),
         ("<think>\nhm\n</think>\n\nYes.\n", Parsed("Yes.\n", "hm")),
         ("\n<think>hm</think>" + call(), Parsed("", "hm", [Call("f", "{}")])),
@@ -94,7 +100,20 @@ def test_without_tools_nothing_is_a_call() -> None:
 # Streams
 
 PIECES = st.sampled_from(
-    [*BROKEN[:6], call(), call("g", '{"a": "b"}'), "<think>", "</think>", "\n", " ", "a", "<", "<tool", "ü", "\ufffd"]
+    [
+        *BROKEN[:6],
+        call(),
+        call("g", '{"a": "b"}'),
+        "<think>",
+        "</think>",
+        "\n",
+        " ",
+        "a",
+        "<",
+        "<tool",
+        "ü",
+        "\ufffd",
+    ]
 ) | st.text(max_size=3)
 
 
@@ -126,7 +145,9 @@ def test_a_stream_says_what_it_can() -> None:
     assert PARSER.certain("1 <tool", TOOLS) == Parsed("1")
     assert PARSER.certain("1 <tools", TOOLS) == Parsed("1 <tools")
     assert PARSER.certain("1 <tool_call>{", TOOLS) == Parsed("1")
-    assert PARSER.certain("1 <tool_call>{</tool_call>", TOOLS) == Parsed("1 <tool_call>{</tool_call>")
+    assert PARSER.certain("1 <tool_call>{</tool_call>", TOOLS) == Parsed(
+        "1 <tool_call>{</tool_call>"
+    )
     assert PARSER.certain("<thin", TOOLS) == Parsed("")
     assert PARSER.certain("<think>so </thi", TOOLS) == Parsed("", "so")
     assert PARSER.certain("Z\ufffd", TOOLS) == Parsed("Z")
@@ -155,7 +176,11 @@ def test_a_call_in_a_stream_is_read_once(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_beginning_of_a_mark_is_held_back(text: str, marks: list[str]) -> None:
     """If a text ends with an incomplete mark such as `<tool_`, without_partial removes only this mark. If a text ends
     with several incomplete marks, without_partial removes the longest."""
-    held = [n for n in range(1, len(text) + 1) if any(m.startswith(text[-n:]) and m != text[-n:] for m in marks)]
+    held = [
+        n
+        for n in range(1, len(text) + 1)
+        if any(m.startswith(text[-n:]) and m != text[-n:] for m in marks)
+    ]
     assert without_partial(text, marks) == text[: len(text) - max(held, default=0)]
 
 
@@ -179,13 +204,17 @@ def test_the_beginning_of_a_mark_is_held_back(text: str, marks: list[str]) -> No
         ("required", TOOLS, 'f", "arguments": {"a": 1}}</tool_call>'),
     ],
 )
-def test_a_forced_call_is_begun_for_the_model(prompt: str, begun: str, choice: str, tools: list, written: str) -> None:
+def test_a_forced_call_is_begun_for_the_model(
+    prompt: str, begun: str, choice: str, tools: list, written: str
+) -> None:
     """To force a call, the proxy writes the beginning of the call into the prompt, and the model writes the rest. If
     the prompt ends with <think>, the proxy writes </think> before the beginning of the call."""
     assert PARSER.begun(prompt) == begun
     opening = PARSER.opening(choice, tools, begun)
     assert (begun + opening).count("</think>") == bool(begun)
-    assert PARSER.parse(begun + opening + written, tools) == Parsed("", calls=[Call("f", '{"a": 1}')])
+    assert PARSER.parse(begun + opening + written, tools) == Parsed(
+        "", calls=[Call("f", '{"a": 1}')]
+    )
     assert PARSER.parse(begun + opening + "nonsense", tools).calls == []
     assert [PARSER.opening(word, tools, begun) for word in ("auto", "none")] == ["", ""]
 
@@ -218,7 +247,11 @@ def test_a_tokenizers_own_template_is_used(templated: Any) -> None:
     assert parser.special_tokens
     assert parser.parse(text, TOOLS) == Parsed("Well.", "hm", [Call("f", '{"a": 1}')])
     assert parser.certain(text, TOOLS) == Parsed("")
-    for broken in ("[CALL]f(1)[/CALL]", '[CALL]{"name": "unknown", "arguments": {}}[/CALL]', "[CALL][1][/CALL]"):
+    for broken in (
+        "[CALL]f(1)[/CALL]",
+        '[CALL]{"name": "unknown", "arguments": {}}[/CALL]',
+        "[CALL][1][/CALL]",
+    ):
         assert parser.parse(broken, TOOLS) == Parsed(broken)
     assert parser.opening("auto", TOOLS, "") == ""
     with pytest.raises(Refusal, match=r"^tool_choice"):
@@ -274,8 +307,16 @@ def test_sglangs_parsers_serve_other_forms(tiny_tokenizer: Any, tmp_path: Path) 
         ("llama3", "<|python_tag|>nonsense"),
         ("llama3", "Hello"),
     ]
-    words = [str(ROOT), str(ROOT / "tests/sglang_cpu"), str(tmp_path), json.dumps(TOOLS), json.dumps(said)]
-    ended = subprocess.run([SGLANG, "-c", READ_BY_SGLANG, *words], capture_output=True, text=True, timeout=300)
+    words = [
+        str(ROOT),
+        str(ROOT / "tests/sglang_cpu"),
+        str(tmp_path),
+        json.dumps(TOOLS),
+        json.dumps(said),
+    ]
+    ended = subprocess.run(
+        [SGLANG, "-c", READ_BY_SGLANG, *words], capture_output=True, text=True, timeout=300
+    )
     assert ended.returncode == 0, ended.stderr[-3000:]
     lines = ended.stdout.splitlines()[-2 * len(said) :]
     call = ["", [["f", '{"a": 1}']], ""]

@@ -36,11 +36,16 @@ CHAT = {"messages": HELLO}
 STREAM = {"messages": HELLO, "stream": True}
 RETRY = {"x-stainless-retry-count": "1"}
 TOOLS: list[Any] = [
-    {"type": "function", "function": {"name": name, "description": "", "parameters": {"type": "object"}}}
+    {
+        "type": "function",
+        "function": {"name": name, "description": "", "parameters": {"type": "object"}},
+    }
     for name in ("look", "open")
 ]
 Start = Callable[..., Harness]
-ENDS: dict[str, Callable[[bytes], bool]] = {  # for each protocol, a function that detects a stream's last event
+ENDS: dict[
+    str, Callable[[bytes], bool]
+] = {  # for each protocol, a function that detects a stream's last event
     "chat/completions": lambda piece: b"data: [DONE]" in piece,
     "responses": lambda piece: b'"response.completed"' in piece,
     "messages": lambda piece: b"message_stop" in piece,
@@ -49,7 +54,11 @@ ENDS: dict[str, Callable[[bytes], bool]] = {  # for each protocol, a function th
 
 def events(raw: bytes) -> list[Any]:
     """Return the data of each server-sent event in `raw`."""
-    lines = [line.removeprefix("data: ") for line in raw.decode().splitlines() if line.startswith("data: ")]
+    lines = [
+        line.removeprefix("data: ")
+        for line in raw.decode().splitlines()
+        if line.startswith("data: ")
+    ]
     return [json.loads(line) for line in lines if line != "[DONE]"]
 
 
@@ -99,11 +108,15 @@ async def test_tokens_are_sent_while_others_are_still_sampled(start: Start) -> N
             for event in events(await call.read()):
                 text += event["choices"][0]["delta"].get("content") or ""
         harness.engine.hold.set()
-        text += "".join(e["choices"][0]["delta"].get("content") or "" for e in events(await call.rest()))
+        text += "".join(
+            e["choices"][0]["delta"].get("content") or "" for e in events(await call.rest())
+        )
     assert text == "hello you"
 
 
-async def test_only_answers_with_new_tokens_are_read(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_only_answers_with_new_tokens_are_read(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """During a stream with several answers, the proxy decodes an answer's tokens only when the answer has new
     tokens."""
     texts = ["word " * 20, *["ok"] * 7]
@@ -119,7 +132,9 @@ async def test_only_answers_with_new_tokens_are_read(start: Start, monkeypatch: 
     assert len(lengths) == len({*lengths}) > 20
 
 
-async def test_who_hangs_up_on_a_stream_leaves_what_was_read(start: Start, tiny_tokenizer: Any) -> None:
+async def test_who_hangs_up_on_a_stream_leaves_what_was_read(
+    start: Start, tiny_tokenizer: Any
+) -> None:
     """If a client closes a stream early, the engine stops generating. The tree keeps a finished turn with the tokens
     that the client received, and a later request can continue this turn."""
     harness = start("hello you", "more")
@@ -134,10 +149,17 @@ async def test_who_hangs_up_on_a_stream_leaves_what_was_read(start: Start, tiny_
     (cut,) = cache_of(harness, session).values()
     assert tiny_tokenizer.decode(cut.tokens.output_tokens) == "hello"
     harness.engine.hold = None
-    await harness.chat(session, [*HELLO, {"role": "assistant", "content": "hello"}, {"role": "user", "content": "?"}])
+    await harness.chat(
+        session,
+        [*HELLO, {"role": "assistant", "content": "hello"}, {"role": "user", "content": "?"}],
+    )
     (row,) = [i["tensors"] for i in (await harness.export(session, style="concat")).values()]
     trained = [t for t, mask in zip(row["input_ids"], row["loss_mask"], strict=True) if mask]
-    assert trained == [*tiny_tokenizer.encode("hello"), *tiny_tokenizer.encode("more"), tiny_tokenizer.eos_token_id]
+    assert trained == [
+        *tiny_tokenizer.encode("hello"),
+        *tiny_tokenizer.encode("more"),
+        tiny_tokenizer.eos_token_id,
+    ]
 
 
 @pytest.mark.parametrize("pace", [0.0, PING_SECONDS])
@@ -166,7 +188,9 @@ async def test_a_stream_that_holds_back_what_comes_is_not_silent(
     assert b"still generating" not in after
 
 
-async def test_a_stream_without_tokens_is_not_silent(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stream_without_tokens_is_not_silent(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A stream sends comments as keep-alives while no token arrives, for example because the server is paused."""
     monkeypatch.setattr("calls.turn.PING_SECONDS", 0.0)
     harness = start("hello")
@@ -259,7 +283,10 @@ async def test_a_tool_call_is_parsed_and_gone_on_from(start: Start, tiny_tokeniz
     completion = await harness.chat(session, HELLO, tools=TOOLS)
     message = reply_message(completion)
     (call,) = message["tool_calls"]
-    assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("look", {"at": "sky"})
+    assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == (
+        "look",
+        {"at": "sky"},
+    )
     assert completion["choices"][0]["finish_reason"] == "tool_calls"
     result = {"role": "tool", "tool_call_id": call["id"], "content": "blue"}
     await harness.chat(session, [*HELLO, message, result], tools=TOOLS)
@@ -288,8 +315,12 @@ async def test_a_call_that_is_nested_deeply_has_a_reply(start: Start, levels: in
     assert third["parent"] == f"{completion['id']}-1"
 
 
-@pytest.mark.parametrize(("choice", "opening"), [("required", '"'), ("look", '"look", "arguments": ')])
-async def test_a_call_is_forced_by_its_beginning(start: Start, tiny_tokenizer: Any, choice: str, opening: str) -> None:
+@pytest.mark.parametrize(
+    ("choice", "opening"), [("required", '"'), ("look", '"look", "arguments": ')]
+)
+async def test_a_call_is_forced_by_its_beginning(
+    start: Start, tiny_tokenizer: Any, choice: str, opening: str
+) -> None:
     """The beginning of a forced call is part of the prompt and is not trained. The reply contains the whole forced
     call."""
     rest = '{"at": "sky"}}\n</tool_call>'
@@ -299,11 +330,16 @@ async def test_a_call_is_forced_by_its_beginning(start: Start, tiny_tokenizer: A
     tool_choice = choice if choice == "required" else named
     completion = await harness.chat(session, HELLO, tools=TOOLS, tool_choice=tool_choice)
     (call,) = reply_message(completion)["tool_calls"]
-    assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("look", {"at": "sky"})
+    assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == (
+        "look",
+        {"at": "sky"},
+    )
     prompt = tiny_tokenizer.decode(harness.engine.requests[0].input_ids)
     assert prompt.endswith(f'assistant\n<tool_call>\n{{"name": {opening}')
     (row,) = [i["tensors"] for i in (await harness.export(session)).values()]
-    assert sum(row["loss_mask"]) == len(row["input_ids"]) - len(harness.engine.requests[0].input_ids)
+    assert sum(row["loss_mask"]) == len(row["input_ids"]) - len(
+        harness.engine.requests[0].input_ids
+    )
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -315,7 +351,9 @@ async def test_n_answers_are_n_siblings(start: Start, stream: bool) -> None:
     async with sdk(harness, f"/{session}/v1") as client:
         if stream:
             texts = {0: "", 1: "", 2: ""}
-            async for chunk in await client.chat.completions.create(model="m", messages=HELLO, n=3, stream=True):
+            async for chunk in await client.chat.completions.create(
+                model="m", messages=HELLO, n=3, stream=True
+            ):
                 for choice in chunk.choices:
                     texts[choice.index] += choice.delta.content or ""
             said = [texts[0], texts[1], texts[2]]
@@ -324,7 +362,9 @@ async def test_n_answers_are_n_siblings(start: Start, stream: bool) -> None:
             said = [choice.message.content or "" for choice in completion.choices]
     assert said == ["one", "two", "three"]
     assert len({request.gconfig.seed for request in harness.engine.requests}) == 3
-    await harness.chat(session, [*HELLO, {"role": "assistant", "content": "two"}, {"role": "user", "content": "?"}])
+    await harness.chat(
+        session, [*HELLO, {"role": "assistant", "content": "two"}, {"role": "user", "content": "?"}]
+    )
     exported = await harness.export(session)
     parents = [i["parent"] for i in exported.values()]
     assert parents == [None, None, None, list(exported)[1]]
@@ -332,7 +372,9 @@ async def test_n_answers_are_n_siblings(start: Start, stream: bool) -> None:
 
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("end", ["the caller hangs up", "an answer fails", "the session ends"])
-async def test_n_answers_are_read_together_or_not_at_all(start: Start, streams: bool, end: str) -> None:
+async def test_n_answers_are_read_together_or_not_at_all(
+    start: Start, streams: bool, end: str
+) -> None:
     """If a call for n answers fails or its session ends, all of its answers are removed from the tree. If the client
     hangs up, the tree keeps only the text that a stream has already sent."""
     harness = start("my", "hello you")
@@ -374,7 +416,9 @@ async def test_n_answers_are_read_together_or_not_at_all(start: Start, streams: 
 
 
 @pytest.mark.parametrize("streams", [False, True])
-@pytest.mark.parametrize("end", ["the answer is read", "the caller hangs up", "the answer fails", "the session ends"])
+@pytest.mark.parametrize(
+    "end", ["the answer is read", "the caller hangs up", "the answer fails", "the session ends"]
+)
 async def test_a_forgotten_session_leaves_no_garbage(start: Start, streams: bool, end: str) -> None:
     """When the proxy forgets a session, Python frees the session and its turns at once. Python's garbage collector runs
     rarely in the proxy, so the memory would grow if only the garbage collector freed a session."""
@@ -429,7 +473,9 @@ async def test_a_response_goes_on_from_the_one_it_names(start: Start, tiny_token
     session = await harness.start()
     async with sdk(harness, f"/{session}/v1") as client:
         first = await client.responses.create(model="m", input="hello", instructions="Be brief.")
-        second = await client.responses.create(model="m", input="more", previous_response_id=first.id)
+        second = await client.responses.create(
+            model="m", input="more", previous_response_id=first.id
+        )
         with pytest.raises(openai.BadRequestError, match="previous_response_id"):
             await client.responses.create(model="m", input="more", previous_response_id="resp_00")
     prompts = [request.input_ids for request in harness.engine.requests]
@@ -447,16 +493,18 @@ async def test_what_is_not_stored_is_answered_and_not_trained(start: Start) -> N
     message = reply_message(await harness.chat(session, HELLO, store=False))
     await harness.chat(session, [*HELLO, message, {"role": "user", "content": "?"}])
     (row,) = [i["tensors"] for i in (await harness.export(session, style="concat")).values()]
-    assert [sum(m for m, t in zip(row["loss_mask"], row["turn_ids"], strict=True) if t == turn) for turn in (0, 1)] == [
-        0,
-        3,
-    ]
+    assert [
+        sum(m for m, t in zip(row["loss_mask"], row["turn_ids"], strict=True) if t == turn)
+        for turn in (0, 1)
+    ] == [0, 3]
 
 
 async def test_a_recipe_may_fix_the_sampling(start: Start) -> None:
     """An agent cannot change the sampling fields that fixed_sampling lists, but can change all other sampling
     fields."""
-    harness = start(sampling={"temperature": 0.7, "top_p": 0.9}, fixed_sampling=["temperature", "stop"])
+    harness = start(
+        sampling={"temperature": 0.7, "top_p": 0.9}, fixed_sampling=["temperature", "stop"]
+    )
     session = await harness.start()
     await harness.chat(session, HELLO, temperature=0.1, top_p=0.5, stop=["x"])
     gconfig = harness.engine.requests[0].gconfig
@@ -484,14 +532,27 @@ async def test_tokens_can_be_counted_beforehand(start: Start) -> None:
     messages: list[Any] = list(HELLO)
     async with claude(harness, f"/{session}") as client:
         for _ in range(2):
-            counted = await client.messages.count_tokens(model="m", messages=messages, system="Be brief.")
-            message = await client.messages.create(model="m", messages=messages, system="Be brief.", max_tokens=9)
-            assert counted.input_tokens == message.usage.input_tokens == len(harness.engine.requests[-1].input_ids)
-            messages += [{"role": "assistant", "content": message.content}, {"role": "user", "content": "?"}]
+            counted = await client.messages.count_tokens(
+                model="m", messages=messages, system="Be brief."
+            )
+            message = await client.messages.create(
+                model="m", messages=messages, system="Be brief.", max_tokens=9
+            )
+            assert (
+                counted.input_tokens
+                == message.usage.input_tokens
+                == len(harness.engine.requests[-1].input_ids)
+            )
+            messages += [
+                {"role": "assistant", "content": message.content},
+                {"role": "user", "content": "?"},
+            ]
     assert len(await harness.export(session, style="concat")) == 1
 
 
-async def test_one_count_of_a_session_at_a_time(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_count_of_a_session_at_a_time(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """If a session sends many count_tokens requests at the same time, the proxy processes them one after the other. The
     proxy parses each request body of more than 32 KB in a separate thread."""
     harness, in_thread, open_reads, most, threads = start(), proxy.in_thread, 0, 0, set()
@@ -588,7 +649,9 @@ async def test_a_retry_of_a_call_that_a_thread_reads_gets_the_same_turn(
     harness = start("one", "two")
     session = await harness.start()
     path = f"/{session}/v1/chat/completions"
-    first, second = await asyncio.gather(harness.post(path, CHAT), harness.post(path, CHAT, headers=RETRY))
+    first, second = await asyncio.gather(
+        harness.post(path, CHAT), harness.post(path, CHAT, headers=RETRY)
+    )
     assert first.json() == second.json()
     assert len(await harness.export(session)) == 1
 
@@ -606,14 +669,27 @@ async def test_a_retry_whose_reply_was_lost_gets_the_same_reply(start: Start) ->
 
 
 @pytest.mark.parametrize("is_read", [True, False])
-def test_a_retry_whose_first_try_never_arrived_gets_its_own_answer(proxy: Any, is_read: bool) -> None:
+def test_a_retry_whose_first_try_never_arrived_gets_its_own_answer(
+    proxy: Any, is_read: bool
+) -> None:
     """In this test, a retry arrives after the session has finished an identical call. If the connection of the finished
     call is still open, the client has read the reply, so the retry counts as a new call. If the connection of the
     finished call is closed, the reply may have been lost, so the retry gets the reply of the finished call."""
-    admin, body = {"authorization": f"Bearer {proxy.admin_key}"}, json.dumps(CHAT | {"max_tokens": 4})
-    started = httpx.post(f"{proxy.proxy_addr}/rl/start_session", headers=admin, json={"task_id": "t", "grant": True})
-    path, host = f"/{started.json()['session_id']}/v1/chat/completions", httpx.URL(proxy.proxy_addr).netloc.decode()
-    with closing(HTTPConnection(host, timeout=60)) as first, closing(HTTPConnection(host, timeout=60)) as second:
+    admin, body = (
+        {"authorization": f"Bearer {proxy.admin_key}"},
+        json.dumps(CHAT | {"max_tokens": 4}),
+    )
+    started = httpx.post(
+        f"{proxy.proxy_addr}/rl/start_session", headers=admin, json={"task_id": "t", "grant": True}
+    )
+    path, host = (
+        f"/{started.json()['session_id']}/v1/chat/completions",
+        httpx.URL(proxy.proxy_addr).netloc.decode(),
+    )
+    with (
+        closing(HTTPConnection(host, timeout=60)) as first,
+        closing(HTTPConnection(host, timeout=60)) as second,
+    ):
         first.request("POST", path, body)
         reply = json.loads(first.getresponse().read())
         if not is_read:
@@ -661,7 +737,9 @@ def make_slow_to_abort(harness: Harness) -> asyncio.Event:
     return aborted
 
 
-async def test_what_was_read_is_stored_before_the_abort_is_done(start: Start, tiny_tokenizer: Any) -> None:
+async def test_what_was_read_is_stored_before_the_abort_is_done(
+    start: Start, tiny_tokenizer: Any
+) -> None:
     """A client closes a stream early, and continues the conversation before the engine has ended the generation. The
     next turn continues the tokens that the client has received, and the conversation is one row."""
     harness = start("hello you", "more")
@@ -674,17 +752,28 @@ async def test_what_was_read_is_stored_before_the_abort_is_done(start: Start, ti
     first.gone.set()
     await harness.engine.cancelled.wait()
     harness.engine.hold = None
-    await harness.chat(session, [*HELLO, {"role": "assistant", "content": "hello"}, {"role": "user", "content": "?"}])
+    await harness.chat(
+        session,
+        [*HELLO, {"role": "assistant", "content": "hello"}, {"role": "user", "content": "?"}],
+    )
     rewards = [{"reward": 1.0}]
     answer = await harness.post(
-        "/export_trajectories", {"session_id": session, "style": "concat", "rewards": rewards}, headers=ADMIN
+        "/export_trajectories",
+        {"session_id": session, "style": "concat", "rewards": rewards},
+        headers=ADMIN,
     )
     aborted.set()
     await first.rest()
     (row,) = answer.json()["interactions"].values()
     tensors = row["tensors"]
-    trained = [t for t, mask in zip(tensors["input_ids"], tensors["loss_mask"], strict=True) if mask]
-    assert trained == [*tiny_tokenizer.encode("hello"), *tiny_tokenizer.encode("more"), tiny_tokenizer.eos_token_id]
+    trained = [
+        t for t, mask in zip(tensors["input_ids"], tensors["loss_mask"], strict=True) if mask
+    ]
+    assert trained == [
+        *tiny_tokenizer.encode("hello"),
+        *tiny_tokenizer.encode("more"),
+        tiny_tokenizer.eos_token_id,
+    ]
     assert row["reward"] == 1.0
 
 
@@ -786,7 +875,9 @@ async def test_the_sdk_retries_by_itself(start: Start) -> None:
 
     harness.engine.agenerate = mended  # type: ignore[method-assign]
     async with sdk(harness, f"/{session}/v1") as client:
-        completion = await client.with_options(max_retries=1).chat.completions.create(model="m", messages=HELLO)
+        completion = await client.with_options(max_retries=1).chat.completions.create(
+            model="m", messages=HELLO
+        )
     assert list(await harness.export(session)) == [completion.id]
 
 
@@ -808,8 +899,15 @@ async def test_a_concurrent_title_call_takes_no_reward(start: Start) -> None:
     session = await harness.start()
     harness.engine.hold = asyncio.Event()
     path = f"/{session}/v1/chat/completions"
-    title = {"stream": True, "messages": [{"role": "system", "content": "You write titles."}, *HELLO]}
-    main = {"stream": True, "messages": [{"role": "system", "content": "You code."}, *HELLO], "tools": TOOLS}
+    title = {
+        "stream": True,
+        "messages": [{"role": "system", "content": "You write titles."}, *HELLO],
+    }
+    main = {
+        "stream": True,
+        "messages": [{"role": "system", "content": "You code."}, *HELLO],
+        "tools": TOOLS,
+    }
     calls = [Connection(harness, path, title), Connection(harness, path, main)]
     while len(harness.engine.requests) < 2:
         await asyncio.sleep(0)
@@ -817,7 +915,10 @@ async def test_a_concurrent_title_call_takes_no_reward(start: Start) -> None:
     for call in calls:
         await call.rest()
     assert (await harness.post(f"/{session}/rl/set_reward", {"reward": 1.0})).status_code == 200
-    exported = {i["output"][0]["content"]: i for i in (await harness.export(session, style="concat")).values()}
+    exported = {
+        i["output"][0]["content"]: i
+        for i in (await harness.export(session, style="concat")).values()
+    }
     assert {said: i["reward"] for said, i in exported.items()} == {"a title": None, "done": 1.0}
     assert sum(exported["a title"]["tensors"]["loss_mask"]) == 0
 
@@ -858,7 +959,9 @@ async def test_streaming_is_not_streaming_chat(real: Harness, seed: int) -> None
         async with client.chat.completions.stream(**request, **options) as stream:
             async for _ in stream:
                 pass
-            streamed = stream.current_completion_snapshot  # get_final_completion raises an error for a truncated text
+            streamed = (
+                stream.current_completion_snapshot
+            )  # get_final_completion raises an error for a truncated text
     assert streamed.choices[0].message.content == whole.choices[0].message.content
     assert streamed.choices[0].finish_reason == whole.choices[0].finish_reason
     assert streamed.usage == whole.usage
@@ -869,11 +972,17 @@ async def test_streaming_is_not_streaming_chat(real: Harness, seed: int) -> None
 async def test_streaming_is_not_streaming_responses(real: Harness, seed: int) -> None:
     """A streamed response has the same text and tokens as an unstreamed response."""
     sessions = [await real.start() for _ in range(2)]
-    stops = {"seed": seed, "stop_token_ids": list(range(100, 104))}  # the answer ends before its length limit
+    stops = {
+        "seed": seed,
+        "stop_token_ids": list(range(100, 104)),
+    }  # the answer ends before its length limit
     request: Any = {"model": "m", "input": "hello", "extra_body": stops}
     async with sdk(real, f"/{sessions[0]}/v1") as client:
         whole = await client.responses.create(**request)
-    async with sdk(real, f"/{sessions[1]}/v1") as client, client.responses.stream(**request) as stream:
+    async with (
+        sdk(real, f"/{sessions[1]}/v1") as client,
+        client.responses.stream(**request) as stream,
+    ):
         async for _ in stream:
             pass
         streamed = await stream.get_final_response()
@@ -889,10 +998,18 @@ async def test_streaming_is_not_streaming_messages(real: Harness, seed: int) -> 
     request: Any = {"model": "m", "messages": HELLO, "max_tokens": 50, "extra_body": {"seed": seed}}
     async with claude(real, f"/{sessions[0]}") as client:
         whole = await client.messages.create(**request)
-    async with claude(real, f"/{sessions[1]}") as client, client.messages.stream(**request) as stream:
+    async with (
+        claude(real, f"/{sessions[1]}") as client,
+        client.messages.stream(**request) as stream,
+    ):
         streamed = await stream.get_final_message()
-    assert [block.model_dump() for block in streamed.content] == [block.model_dump() for block in whole.content]
-    assert (streamed.stop_reason, streamed.usage.output_tokens) == (whole.stop_reason, whole.usage.output_tokens)
+    assert [block.model_dump() for block in streamed.content] == [
+        block.model_dump() for block in whole.content
+    ]
+    assert (streamed.stop_reason, streamed.usage.output_tokens) == (
+        whole.stop_reason,
+        whole.usage.output_tokens,
+    )
     await assert_equal_rows(real, sessions)
 
 
@@ -903,10 +1020,15 @@ async def test_a_paused_server_holds_requests(real: Harness, tiny_server: str) -
     session = await real.start()
     await asyncio.to_thread(engine.pause)
     calls = [
-        Connection(real, f"/{session}/v1/chat/completions", {**CHAT, "stream": streams, "max_tokens": 5})
+        Connection(
+            real, f"/{session}/v1/chat/completions", {**CHAT, "stream": streams, "max_tokens": 5}
+        )
         for streams in (True, False)
     ]
-    while "waiting=2" not in (await asyncio.to_thread(engine.servers.post_all, "/model_info"))[0]["state"]:
+    while (
+        "waiting=2"
+        not in (await asyncio.to_thread(engine.servers.post_all, "/model_info"))[0]["state"]
+    ):
         pass
     assert not any(call.task.done() for call in calls)
     await asyncio.to_thread(engine.resume)
@@ -937,7 +1059,16 @@ async def test_a_stream_through_processes_and_the_agents_own_transport(
     """Tokens stream from a server process through a proxy process to the agent's client. If the agent closes a stream
     early, the server stops generating. After a finished stream, the client's connection is free for the next
     request."""
-    command = [sys.executable, "proxy.py", "--server", tiny_server, "--model-path", str(tiny_model_dir), "--port", "0"]
+    command = [
+        sys.executable,
+        "proxy.py",
+        "--server",
+        tiny_server,
+        "--model-path",
+        str(tiny_model_dir),
+        "--port",
+        "0",
+    ]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
@@ -950,7 +1081,9 @@ async def test_a_stream_through_processes_and_the_agents_own_transport(
             other = anthropic.AsyncAnthropic(base_url=found[2], api_key="DUMMY", http_client=http)
             for _ in range(3):
                 if protocol == "chat":
-                    events: Any = await chat.chat.completions.create(**request, max_tokens=300, stream=True)
+                    events: Any = await chat.chat.completions.create(
+                        **request, max_tokens=300, stream=True
+                    )
                 else:
                     events = await other.messages.create(**request, max_tokens=300, stream=True)
                 assert len([event async for event in events]) > 5
@@ -971,7 +1104,9 @@ async def test_a_stream_through_processes_and_the_agents_own_transport(
 
 
 @pytest.mark.parametrize("where", ["parse", "certain"])
-async def test_a_mistake_of_ours_is_an_event_too(start: Start, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+async def test_a_mistake_of_ours_is_an_event_too(
+    start: Start, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
     """If an unexpected error occurs in the middle of a stream, the client gets the error as an event. After the proxy
     has sent an unexpected error as an event, the proxy raises the error, so that the log shows the error."""
 

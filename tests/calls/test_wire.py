@@ -41,14 +41,20 @@ def offer(name: str, function: str = "f") -> dict[str, Any]:
     if name == "messages":
         return {"name": function, "input_schema": schema}
     keys = {"name": function, "parameters": schema}
-    return {"type": "function", **keys} if name == "responses" else {"type": "function", "function": keys}
+    return (
+        {"type": "function", **keys}
+        if name == "responses"
+        else {"type": "function", "function": keys}
+    )
 
 
 def body_of(name: str, items: Items, **fields: Any) -> dict[str, Any]:
     return {"input" if name == "responses" else "messages": items, "max_tokens": 99} | fields
 
 
-async def ask(harness: Harness, session: str, name: str, items: Items, **fields: Any) -> dict[str, Any]:
+async def ask(
+    harness: Harness, session: str, name: str, items: Items, **fields: Any
+) -> dict[str, Any]:
     """Return the reply to a raw request."""
     answer = await harness.post(f"/{session}/v1/{name}", body_of(name, items, **fields))
     assert answer.status_code == 200, answer.text
@@ -59,22 +65,38 @@ def said(name: str, reply: dict[str, Any]) -> Items:
     """Return the items that a client adds to its next request to repeat this reply."""
     if name == "chat/completions":
         return [reply["choices"][0]["message"]]
-    return reply["output"] if name == "responses" else [{"role": "assistant", "content": reply["content"]}]
+    return (
+        reply["output"]
+        if name == "responses"
+        else [{"role": "assistant", "content": reply["content"]}]
+    )
 
 
 def result(name: str, reply: dict[str, Any], content: Any) -> dict[str, Any]:
     """Return `content` as the result of the reply's only tool call, in the form of the protocol `name`."""
     if name == "chat/completions":
-        return {"role": "tool", "tool_call_id": said(name, reply)[0]["tool_calls"][0]["id"], "content": content}
+        return {
+            "role": "tool",
+            "tool_call_id": said(name, reply)[0]["tool_calls"][0]["id"],
+            "content": content,
+        }
     if name == "responses":
-        return {"type": "function_call_output", "call_id": reply["output"][-1]["call_id"], "output": content}
-    return user([{"type": "tool_result", "tool_use_id": reply["content"][-1]["id"], "content": content}])
+        return {
+            "type": "function_call_output",
+            "call_id": reply["output"][-1]["call_id"],
+            "output": content,
+        }
+    return user(
+        [{"type": "tool_result", "tool_use_id": reply["content"][-1]["id"], "content": content}]
+    )
 
 
 @pytest.fixture
 def tool_tokenizer(tiny_tokenizer: Any) -> Any:
     """A tokenizer whose chat template writes the names of the tools at the beginning of the prompt."""
-    own = type(tiny_tokenizer)(tokenizer_object=tiny_tokenizer.backend_tokenizer, eos_token="<|im_end|>")
+    own = type(tiny_tokenizer)(
+        tokenizer_object=tiny_tokenizer.backend_tokenizer, eos_token="<|im_end|>"
+    )
     names = "{% for t in tools or [] %}tool {{ t.function.name }}\n{% endfor %}"
     own.chat_template = names + tiny_tokenizer.chat_template
     return own
@@ -100,7 +122,9 @@ async def test_a_client_may_change_its_tools(tool_tokenizer: Any, name: str, lat
     await ask(harness, session, name, items, tools=changed)
     await harness.post(f"/{session}/rl/set_reward", {"reward": 1.0})
     prompts = [request.input_ids for request in harness.engine.requests]
-    assert prompts[2][: len(prompts[1])] == prompts[1]  # the tools are identical, so the parent's tokens are reused
+    assert (
+        prompts[2][: len(prompts[1])] == prompts[1]
+    )  # the tools are identical, so the parent's tokens are reused
     assert prompts[1][: len(prompts[0])] != prompts[0]
     rows = await harness.export(session, style="individual", discount=0.5)
     names = list(rows)
@@ -110,7 +134,9 @@ async def test_a_client_may_change_its_tools(tool_tokenizer: Any, name: str, lat
     await harness.http.aclose()
 
 
-@pytest.mark.parametrize("change", [{"tools": []}, {"instructions": "Be wordy."}, {"reasoning": {"effort": "high"}}])
+@pytest.mark.parametrize(
+    "change", [{"tools": []}, {"instructions": "Be wordy."}, {"reasoning": {"effort": "high"}}]
+)
 async def test_a_named_response_is_the_parent(tool_tokenizer: Any, change: dict[str, Any]) -> None:
     """The response that previous_response_id names is the parent, even if the next request has other tools,
     instructions or template arguments. If the tools, instructions or template arguments differ, the prompt of the next
@@ -144,7 +170,9 @@ async def test_a_named_response_beats_its_twin(start: Start) -> None:
     harness = start("one", "one", "two")
     session = await harness.start()
     older, _ = [await ask(harness, session, "responses", [user()], user=str(k)) for k in range(2)]
-    child = await ask(harness, session, "responses", [user("more")], previous_response_id=older["id"])
+    child = await ask(
+        harness, session, "responses", [user("more")], previous_response_id=older["id"]
+    )
     cache = harness.sessions.find(session).cache
     assert cache[child["id"]].parent is cache[older["id"]]
     assert cache[older["id"]].children == 1
@@ -164,7 +192,9 @@ async def test_an_echo_without_reasoning_is_spliced(start: Start, name: str) -> 
         elif name == "responses":
             kept = [item for item in kept if item["type"] != "reasoning"]
         else:
-            kept[0]["content"] = [block for block in kept[0]["content"] if block["type"] != "thinking"]
+            kept[0]["content"] = [
+                block for block in kept[0]["content"] if block["type"] != "thinking"
+            ]
         items += [*kept, user(str(k))]
     prompts = [request.input_ids for request in harness.engine.requests]
     assert prompts[1][: len(prompts[0])] == prompts[0]
@@ -177,7 +207,9 @@ async def test_an_echo_without_reasoning_is_spliced(start: Start, name: str) -> 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("store", ["ignore", "honour"])
-async def test_store_false_is_trained_unless_a_run_honours_it(start: Start, name: str, store: str) -> None:
+async def test_store_false_is_trained_unless_a_run_honours_it(
+    start: Start, name: str, store: str
+) -> None:
     """Codex sends `store: false` with every call. By default a call with `store: false` is trained. The field
     `unstored` of a row counts the calls with `store: false`."""
     harness = start("one", store=store)
@@ -202,13 +234,18 @@ PARTS: dict[str, Items] = {
     ],
     "messages": [
         {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": PNG}},
-        {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": PNG}},
+        {
+            "type": "document",
+            "source": {"type": "base64", "media_type": "application/pdf", "data": PNG},
+        },
     ],
 }
 
 
 @pytest.mark.parametrize(("name", "part"), [(name, part) for name in NAMES for part in PARTS[name]])
-async def test_an_image_becomes_a_text(start: Start, tiny_tokenizer: Any, name: str, part: dict[str, Any]) -> None:
+async def test_an_image_becomes_a_text(
+    start: Start, tiny_tokenizer: Any, name: str, part: dict[str, Any]
+) -> None:
     """An image or a file in a message or in a tool result becomes a placeholder text. For example, Claude Code's tool
     Read returns a PNG as an image. The field `placeholders` of a row counts the placeholders. Turns with placeholders
     still form one conversation."""
@@ -231,9 +268,14 @@ def test_a_message_keeps_its_blocks_beside_tool_results() -> None:
     use = {"type": "tool_use", "id": "d", "name": "f", "input": {}}
     thought = {"type": "thinking", "thinking": "hm", "signature": ""}
     for blocks in ([result, use], [thought, result], [thought, use, result]):
-        read = parse_anthropic({"messages": [{"role": "assistant", "content": blocks}, user()]}).messages
+        read = parse_anthropic(
+            {"messages": [{"role": "assistant", "content": blocks}, user()]}
+        ).messages
         assert [m["role"] for m in read] == ["tool", "assistant", "user"]
-        assert ("tool_calls" in read[1], "reasoning_content" in read[1]) == (use in blocks, thought in blocks)
+        assert ("tool_calls" in read[1], "reasoning_content" in read[1]) == (
+            use in blocks,
+            thought in blocks,
+        )
     assert len(parse_anthropic({"messages": [user([result])]}).messages) == 1
 
 
@@ -245,7 +287,12 @@ async def test_a_stop_sequence_is_named(start: Start, stream: bool) -> None:
     """In Anthropic's protocol, a reply names the stop sequence that ended the reply."""
     harness = start("four. And five", "four")
     session = await harness.start()
-    options: Any = {"model": "m", "max_tokens": 9, "messages": [user()], "stop_sequences": ["x", "And"]}
+    options: Any = {
+        "model": "m",
+        "max_tokens": 9,
+        "messages": [user()],
+        "stop_sequences": ["x", "And"],
+    }
     ends = []
     async with claude(harness, f"/{session}") as client:
         for _ in range(2):
@@ -272,10 +319,14 @@ async def limited(real_engine: RemoteInfEngine, tiny_tokenizer: Any) -> Any:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("name", NAMES)
-async def test_a_full_context_is_said_in_each_vendors_way(limited: Harness, name: str, stream: bool) -> None:
+async def test_a_full_context_is_said_in_each_vendors_way(
+    limited: Harness, name: str, stream: bool
+) -> None:
     """A prompt that fills the context gets status 400 with OpenAI's error code or with Anthropic's error message."""
     session = await limited.start()
-    answer = await limited.post(f"/{session}/v1/{name}", body_of(name, [user("x" * 3000)], stream=stream))
+    answer = await limited.post(
+        f"/{session}/v1/{name}", body_of(name, [user("x" * 3000)], stream=stream)
+    )
     error = answer.json()["error"]
     assert (answer.status_code, error["type"]) == (400, "invalid_request_error")
     assert error["message"].startswith("prompt is too long: 3")
@@ -330,7 +381,11 @@ def test_a_long_text_that_fits_is_tokenised_as_a_whole(tiny_tokenizer: Any) -> N
         chat_template = "x"
 
         def encode(self, text: str, **options: Any) -> list[int]:
-            return [ord(letter) for letter, before in zip(text, " " + text, strict=False) if letter != before]
+            return [
+                ord(letter)
+                for letter, before in zip(text, " " + text, strict=False)
+                if letter != before
+            ]
 
         def apply_chat_template(self, messages: Items, **options: Any) -> str:
             return "".join(message["content"] for message in messages)
@@ -349,12 +404,23 @@ async def test_only_allowed_tools_are_called(tool_tokenizer: Any, name: str, mod
     texts = [CALL] if mode == "auto" else ['{"a": 1}}</tool_call>']
     harness = Harness(tool_tokenizer, *texts)
     session = await harness.start()
-    listed = {"mode": mode, "tools": [{key: value for key, value in offer(name, "g").items() if key != "parameters"}]}
-    choice = {"type": "allowed_tools"} | (listed if name == "responses" else {"allowed_tools": listed})
-    reply = await ask(harness, session, name, [user()], tools=[offer(name), offer(name, "g")], tool_choice=choice)
+    listed = {
+        "mode": mode,
+        "tools": [{key: value for key, value in offer(name, "g").items() if key != "parameters"}],
+    }
+    choice = {"type": "allowed_tools"} | (
+        listed if name == "responses" else {"allowed_tools": listed}
+    )
+    reply = await ask(
+        harness, session, name, [user()], tools=[offer(name), offer(name, "g")], tool_choice=choice
+    )
     prompt = tool_tokenizer.decode(harness.engine.requests[0].input_ids)
     assert prompt.startswith("tool f\ntool g\n")
-    calls = [item for item in said(name, reply) if item.get("tool_calls") or item.get("type") == "function_call"]
+    calls = [
+        item
+        for item in said(name, reply)
+        if item.get("tool_calls") or item.get("type") == "function_call"
+    ]
     if mode == "auto":  # the model called f, which is not allowed, so the call stays text
         assert not calls
         assert "tool_call" in json.dumps(reply)
@@ -383,7 +449,9 @@ async def test_a_double_slash_is_a_slash(start: Start, name: str, path: str) -> 
     harness = start("one")
     session = await harness.start()
     key = {"Authorization": f"Bearer {session}"}
-    answer = await harness.post(f"{path.format(session)}/{name}", body_of(name, [user()]), headers=key)
+    answer = await harness.post(
+        f"{path.format(session)}/{name}", body_of(name, [user()]), headers=key
+    )
     assert answer.status_code == 200, answer.text
 
 
@@ -427,8 +495,13 @@ async def test_the_input_of_a_response_can_be_listed(start: Start) -> None:
         asked: Any = {"model": "m", "instructions": "terse", "tools": [offer("responses")]}
         first: Any = await client.responses.create(input="hi", **asked)
         back: Any = result("responses", first.model_dump(), "21")
-        second = await client.responses.create(model="m", input=[back], previous_response_id=first.id)
-        items: list[Any] = [item async for item in client.responses.input_items.list(second.id, limit=2, order="asc")]
+        second = await client.responses.create(
+            model="m", input=[back], previous_response_id=first.id
+        )
+        items: list[Any] = [
+            item
+            async for item in client.responses.input_items.list(second.id, limit=2, order="asc")
+        ]
         newest = await client.responses.input_items.list(second.id, limit=1)
         assert newest.data == items[-1:]
         with pytest.raises(openai.BadRequestError, match="limit"):
@@ -437,7 +510,12 @@ async def test_the_input_of_a_response_can_be_listed(start: Start) -> None:
             await client.responses.input_items.list("resp_no")
     kinds = ["message", "message", "reasoning", "message", "function_call", "function_call_output"]
     assert [item.type for item in items] == kinds
-    texts = [items[0].content[0].text, items[1].content[0].text, items[3].content[0].text, items[5].output]
+    texts = [
+        items[0].content[0].text,
+        items[1].content[0].text,
+        items[3].content[0].text,
+        items[5].output,
+    ]
     assert texts == ["terse", "hi", "Let me see.", "21"]
     assert (items[4].name, json.loads(items[4].arguments)) == ("f", {"a": 1})
     assert items[4].call_id == items[5].call_id == back["call_id"]
@@ -451,10 +529,14 @@ async def test_management_names_the_wrong_field(start: Start) -> None:
     field `session_id`."""
     harness = start()
     await harness.post("/grant_capacity", headers=ADMIN)
-    answer = await harness.post("/rl/start_session", {"task_id": "t", "api_key": "sk-mine"}, headers=ADMIN)
+    answer = await harness.post(
+        "/rl/start_session", {"task_id": "t", "api_key": "sk-mine"}, headers=ADMIN
+    )
     assert answer.status_code == 400
     assert "api_key" in answer.text
-    assert (await harness.post("/rl/start_session", {"task_id": "t"}, headers=ADMIN)).status_code == 200
+    assert (
+        await harness.post("/rl/start_session", {"task_id": "t"}, headers=ADMIN)
+    ).status_code == 200
     answer = await harness.post("/export_trajectories", {}, headers=ADMIN)
     assert answer.status_code == 404
     assert "session_id" in answer.text
@@ -481,8 +563,14 @@ async def test_replies_and_events_are_valid_for_the_sdks(start: Start, name: str
     fields |= {"logprobs": True, "include": ["message.output_text.logprobs"]}
     TypeAdapter(whole).validate_python(await ask(harness, session, name, [user()], **fields))
     for _ in range(2):
-        answer = await harness.post(f"/{session}/v1/{name}", body_of(name, [user()], stream=True, **fields))
-        lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
+        answer = await harness.post(
+            f"/{session}/v1/{name}", body_of(name, [user()], stream=True, **fields)
+        )
+        lines = [
+            line.removeprefix("data: ")
+            for line in answer.text.splitlines()
+            if line.startswith("data: ")
+        ]
         assert len(lines) > 5
         for line in lines:
             if line != "[DONE]":

@@ -10,14 +10,24 @@ from . import dispatcher, sessions, turns, updates
 from .search import explore, show, walk
 
 MODES = dispatcher.MODES
-CASES: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = [  # cases of the search; the slowest cases come first
-    *(("dispatcher", dispatcher.DispatchMachine, (mode, b)) for b in dispatcher.LARGE for mode in reversed(MODES)),
+CASES: list[
+    tuple[str, Callable[..., Any], tuple[Any, ...]]
+] = [  # cases of the search; the slowest cases come first
+    *(
+        ("dispatcher", dispatcher.DispatchMachine, (mode, b))
+        for b in dispatcher.LARGE
+        for mode in reversed(MODES)
+    ),
     *(("turns", turns.TurnMachine, (b,)) for b in turns.LARGE),
     *(("updates", updates.UpdateMachine, (b,)) for b in updates.LARGE),
     *(("sessions", sessions.SessionMachine, (b,)) for b in sessions.LARGE),
 ]
 WALKS: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = [
-    *(("dispatcher", dispatcher.DispatchMachine, (mode, b)) for b in dispatcher.FAR for mode in MODES),
+    *(
+        ("dispatcher", dispatcher.DispatchMachine, (mode, b))
+        for b in dispatcher.FAR
+        for mode in MODES
+    ),
     *(("sessions", sessions.SessionMachine, (b,)) for b in sessions.FAR),
     *(("turns", turns.TurnMachine, (b,)) for b in turns.FAR),
     *(("updates", updates.UpdateMachine, (b,)) for b in updates.FAR),
@@ -59,12 +69,18 @@ def main(argv: list[str]) -> None:
         raise SystemExit("python -m tests.explore --show, --large or --walk")
     began, total = time.monotonic(), 0
     with ProcessPoolExecutor(2) as pool:
-        jobs = pool.map(search, range(len(CASES))) if argv == ["--large"] else pool.map(stroll, range(len(WALKS)))
+        jobs = (
+            pool.map(search, range(len(CASES)))
+            if argv == ["--large"]
+            else pool.map(stroll, range(len(WALKS)))
+        )
         for count, line in jobs:
             total += count
             print(line, flush=True)
     unit = "states" if argv == ["--large"] else "events"
-    print(f"{total:,} {unit} in {time.monotonic() - began:.0f} s on two cores; every property holds")
+    print(
+        f"{total:,} {unit} in {time.monotonic() - began:.0f} s on two cores; every property holds"
+    )
 
 
 if __name__ == "__main__":

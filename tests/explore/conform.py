@@ -28,15 +28,25 @@ from .dispatcher import Bounds, DispatchMachine, Group
 from .search import Broken, Event
 
 EVENTS = ("start", "finish", "accept", "fail", "reject", "drop", "consume")
-OUTCOMES = {"accept": "end", "fail": "fail", "reject": "reject"}  # events of the trace -> events of the machine
+OUTCOMES = {
+    "accept": "end",
+    "fail": "fail",
+    "reject": "reject",
+}  # events of the trace -> events of the machine
 
 
 def read_trace(run: Path) -> tuple[list[tuple[str, int]], dict[int, Group]]:
     """Return the events of a run's groups, and the oldest and the newest version of each group's tokens."""
     names = {"b": "start", "e": "finish"}
-    records = [one for one in json.loads((run / "trace.json").read_bytes()) if one.get("cat") == "rollout"]
+    records = [
+        one for one in json.loads((run / "trace.json").read_bytes()) if one.get("cat") == "rollout"
+    ]
     events = [(names.get(one["ph"], one["name"]), one["args"]["task"]) for one in records]
-    groups = {one["args"]["task"]: Group(*one["args"]["versions"]) for one in records if one["name"] == "reward"}
+    groups = {
+        one["args"]["task"]: Group(*one["args"]["versions"])
+        for one in records
+        if one["name"] == "reward"
+    }
     return [event for event in events if event[0] in EVENTS], groups
 
 
@@ -48,7 +58,8 @@ def check_calls(schedule: Schedule, consumed_at: dict[int, int]) -> None:
             versions = [schedule.starts[task], *(version for version, *_ in call["spans"])]
             if versions != sorted(versions) or versions[-1] > consumed_at.get(task, versions[-1]):
                 raise Broken(
-                    "falls", f"call {name} has the versions {versions}, group {task} is consumed in {consumed_at}"
+                    "falls",
+                    f"call {name} has the versions {versions}, group {task} is consumed in {consumed_at}",
                 )
 
 
@@ -77,7 +88,9 @@ def conform(run: Path, trace: tuple[list[tuple[str, int]], dict[int, Group]] | N
     position = 0
     while position < len(real):
         name, task = real[position]
-        version = (schedule.starts if name == "start" else consumed_at if name == "consume" else {}).get(task, 0)
+        version = (
+            schedule.starts if name == "start" else consumed_at if name == "consume" else {}
+        ).get(task, 0)
         if version > world.version:
             world = step(("version",))
             continue
@@ -94,7 +107,10 @@ def conform(run: Path, trace: tuple[list[tuple[str, int]], dict[int, Group]] | N
         expected = [event for event in done if event[0] in EVENTS]
         found = real[position : position + len(expected)]
         if found != expected or not expected:
-            raise Broken("walk", f"the run has {found or real[position]}, and the machine has {expected} in {world}")
+            raise Broken(
+                "walk",
+                f"the run has {found or real[position]}, and the machine has {expected} in {world}",
+            )
         position += len(expected)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     if [line["version"] for line in lines] != [*range(world.version + world.training)]:

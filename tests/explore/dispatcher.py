@@ -63,15 +63,24 @@ class World:
 
     state: Any  # DispatchState
     version: int = 0
-    training: bool = False  # whether the trainer has consumed a batch but not yet made the next version
+    training: bool = (
+        False  # whether the trainer has consumed a batch but not yet made the next version
+    )
     next_id: int = 0
-    started: dict[int, int] = field(default_factory=dict)  # for each task id, the version at which the group started
+    started: dict[int, int] = field(
+        default_factory=dict
+    )  # for each task id, the version at which the group started
     submitted: int = 0  # number of submitted groups, which must be equal to the sum of all counters
     masked: int = 0  # number of groups whose old tokens were masked when a step consumed the group
     rejections: int = 0
     kills: int = 0
-    saved: tuple[int, frozenset[int]] = (0, frozenset())  # version of the checkpoint, and ids of its open tasks
-    files: dict[int, Group] = field(default_factory=dict)  # for each task id, the file of the finished group
+    saved: tuple[int, frozenset[int]] = (
+        0,
+        frozenset(),
+    )  # version of the checkpoint, and ids of its open tasks
+    files: dict[int, Group] = field(
+        default_factory=dict
+    )  # for each task id, the file of the finished group
 
     def get_version(self) -> int:
         return self.version
@@ -84,7 +93,11 @@ class World:
             else f"group {i} has tokens of version{'' if data.oldest == data.newest else f's {data.oldest} to'} {data.newest}"
             for i, data in self.state.order.items()
         ]
-        counts = {"rejected": self.rejections, "dropped": self.state.manager.get_stats().dropped, "kills": self.kills}
+        counts = {
+            "rejected": self.rejections,
+            "dropped": self.state.manager.get_stats().dropped,
+            "kills": self.kills,
+        }
         return "; ".join(parts + [f"{name}: {count}" for name, count in counts.items() if count])
 
 
@@ -107,7 +120,9 @@ class DispatchMachine:
 
     mode: str  # rollout.stale
     bounds: Bounds
-    dispatcher: ModuleType = rollout.dispatcher  # module with DispatchState, or a copy with a planted error
+    dispatcher: ModuleType = (
+        rollout.dispatcher
+    )  # module with DispatchState, or a copy with a planted error
     staleness: ModuleType = staleness
     executor: ModuleType = rollout.executor
 
@@ -121,7 +136,9 @@ class DispatchMachine:
         b = self.bounds
         manager = self.staleness.StalenessManager(world, b.concurrent, b.batch, b.eta)
         oldest: Callable[[Group], int] = lambda group: group.oldest  # noqa: E731
-        world.state = self.dispatcher.DispatchState(manager, oldest, 10**6, self.mode, without_older, 10**6)
+        world.state = self.dispatcher.DispatchState(
+            manager, oldest, 10**6, self.mode, without_older, 10**6
+        )
         world.started = {}
 
     def events(self, world: World) -> Iterator[Event]:
@@ -151,7 +168,9 @@ class DispatchMachine:
         world = self.copy(world)
         name, *args = event
         try:
-            {"start": self.start, "take": self.take, "kill": self.kill}.get(name, self.other)(world, name, *args)
+            {"start": self.start, "take": self.take, "kill": self.kill}.get(name, self.other)(
+                world, name, *args
+            )
         except self.staleness.StalenessError as error:
             raise Broken("age", str(error)) from error
         except RuntimeError as error:
@@ -188,7 +207,9 @@ class DispatchMachine:
             world.state.finish(TimedResult(task_id, 0, world.files[task_id]))
             return
         world.rejections += 1
-        world.state.finish(TimedResult(task_id, 0, None, ValueError("a bug") if name == "fail" else None))
+        world.state.finish(
+            TimedResult(task_id, 0, None, ValueError("a bug") if name == "fail" else None)
+        )
 
     def take(self, world: World, name: str) -> None:
         finished = [*world.state.order.values()]
@@ -199,18 +220,33 @@ class DispatchMachine:
             raise Broken("counters", f"a batch of {len(groups)} groups")
         for group in groups:
             if world.version - group.oldest > self.bounds.eta:
-                raise Broken("age", f"a token of version {group.oldest} is trained at version {world.version}")
+                raise Broken(
+                    "age",
+                    f"a token of version {group.oldest} is trained at version {world.version}",
+                )
 
     def kill(self, world: World, name: str) -> None:
         """Kill the process, and continue from the checkpoint in a new process."""
         b, (version, open_tasks) = self.bounds, world.saved
         files = {i: world.files[i] for i in sorted(open_tasks & world.files.keys())}
-        finished = {i: group for i, group in files.items() if group.newest <= version}  # as GroupLog.read does
+        finished = {
+            i: group for i, group in files.items() if group.newest <= version
+        }  # as GroupLog.read does
         world.version, world.training, world.kills = version, False, world.kills + 1
         self.build(world)
-        gate, restore, config = world.state.manager, world.state.order.update, SimpleNamespace(stale=self.mode)
-        stub = SimpleNamespace(config=config, staleness_manager=gate, dispatcher=SimpleNamespace(restore=restore))
-        checkpoint = {"next_id": world.next_id, "drawn": world.next_id, "open": dict.fromkeys(open_tasks)}
+        gate, restore, config = (
+            world.state.manager,
+            world.state.order.update,
+            SimpleNamespace(stale=self.mode),
+        )
+        stub = SimpleNamespace(
+            config=config, staleness_manager=gate, dispatcher=SimpleNamespace(restore=restore)
+        )
+        checkpoint = {
+            "next_id": world.next_id,
+            "drawn": world.next_id,
+            "open": dict.fromkeys(open_tasks),
+        }
         self.load_state_dict(stub, checkpoint, finished, version)
         world.files = dict(world.state.order)
         world.submitted = version * b.batch + len(world.files)
@@ -222,25 +258,43 @@ class DispatchMachine:
         """Return a copy of WorkflowExecutor.load_state_dict that reads a group's versions from `oldest` and `newest`,
         because the groups of the state machine have no tensors."""
         code = self.executor.WorkflowExecutor.load_state_dict.__code__
-        versions = SimpleNamespace(head_version=lambda group: group.oldest, tail_version=lambda group: group.newest)
+        versions = SimpleNamespace(
+            head_version=lambda group: group.oldest, tail_version=lambda group: group.newest
+        )
         return FunctionType(code, vars(self.executor) | {"trajectory": versions})
 
     def copy(self, world: World) -> World:
         """Return a copy of `world`, with copies of its dispatcher and its staleness manager."""
         new, state, manager = clone(world), clone(world.state), clone(world.state.manager)
         new.started, new.files, new.state = dict(world.started), dict(world.files), state
-        state.pending, state.order, state.rejected = state.pending.copy(), state.order.copy(), state.rejected.copy()
+        state.pending, state.order, state.rejected = (
+            state.pending.copy(),
+            state.order.copy(),
+            state.rejected.copy(),
+        )
         state.manager, manager.version_provider, manager._stat = manager, new, clone(manager._stat)
         return new
 
     def key(self, world: World) -> Hashable:
         saved_version, open_tasks = world.saved
         groups = [
-            (data or world.started[task_id], task_id in open_tasks) for task_id, data in world.state.order.items()
+            (data or world.started[task_id], task_id in open_tasks)
+            for task_id, data in world.state.order.items()
         ]
         stat = world.state.manager._stat
-        counters = (stat.enqueued, stat.running, stat.accepted, stat.rejected, stat.dropped, stat.withdrawn)
-        used = sorted((i, group) for i, group in world.files.items() if i in open_tasks) if self.bounds.kills else ()
+        counters = (
+            stat.enqueued,
+            stat.running,
+            stat.accepted,
+            stat.rejected,
+            stat.dropped,
+            stat.withdrawn,
+        )
+        used = (
+            sorted((i, group) for i, group in world.files.items() if i in open_tasks)
+            if self.bounds.kills
+            else ()
+        )
         files = tuple((group.oldest, group.newest) for _, group in used)
         spent = (world.rejections, world.kills, saved_version, files, len(open_tasks))
         return world.version, world.training, tuple(groups), counters, world.submitted, spent
@@ -249,18 +303,35 @@ class DispatchMachine:
         stat, b = world.state.manager._stat, self.bounds
         order = world.state.order
         finished = [data for data in order.values() if data is not None]
-        known = stat.enqueued + stat.running + stat.accepted + stat.rejected + stat.dropped + stat.withdrawn
+        known = (
+            stat.enqueued
+            + stat.running
+            + stat.accepted
+            + stat.rejected
+            + stat.dropped
+            + stat.withdrawn
+        )
         consumed = (world.version + world.training) * b.batch
         if known != world.submitted:
             raise Broken("counters", f"{world.submitted} groups were submitted: {stat}")
         if (stat.running, stat.accepted) != (len(order) - len(finished), consumed + len(finished)):
-            raise Broken("counters", f"{len(order)} groups, {len(finished)} of them finished: {stat}")
+            raise Broken(
+                "counters", f"{len(order)} groups, {len(finished)} of them finished: {stat}"
+            )
         if stat.dropped and self.mode != "drop":
             raise Broken("lost", f"{stat.dropped} groups were dropped")
         for task_id, data in order.items():
-            since = world.started[task_id] if self.mode == "wait" else data.newest if data else world.version
+            since = (
+                world.started[task_id]
+                if self.mode == "wait"
+                else data.newest
+                if data
+                else world.version
+            )
             if world.version - since > b.eta:
-                raise Broken("starvation", f"a group waits since version {since} at version {world.version}")
+                raise Broken(
+                    "starvation", f"a group waits since version {since} at version {world.version}"
+                )
 
     def is_goal(self, world: World) -> bool:
         return world.version == self.bounds.versions

@@ -31,7 +31,9 @@ class StillLoop(asyncio.BaseEventLoop):
     def time(self) -> float:
         return 0.0
 
-    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future:  # type: ignore[override]
+    def run_in_executor(
+        self, executor: Any, func: Callable[..., Any], *args: Any
+    ) -> asyncio.Future:  # type: ignore[override]
         future = self.create_future()
         self.threads.append((future, lambda: func(*args)))
         return future

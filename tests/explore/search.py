@@ -21,7 +21,9 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 S = TypeVar("S")
 Event = tuple[Any, ...]  # the name of an event and its arguments
-Way = tuple[int, Event] | None  # number of a state and an event that happens in this state; None for an initial state
+Way = (
+    tuple[int, Event] | None
+)  # number of a state and an event that happens in this state; None for an initial state
 
 
 class Machine(Protocol[S]):
@@ -110,12 +112,22 @@ class Graph:
     If the search does not keep the states, `states` and `events` are empty.
     """
 
-    states: list[Any] = field(default_factory=list)  # the first state that the search found for each key
+    states: list[Any] = field(
+        default_factory=list
+    )  # the first state that the search found for each key
     events: list[Event] = field(default_factory=list)  # the event of each transition
-    came_by: list[Way] = field(default_factory=list)  # for each state, the last event of the shortest path to the state
-    sources: array = field(default_factory=lambda: array("I"))  # number of the state before each transition
-    targets: array = field(default_factory=lambda: array("I"))  # number of the state after each transition
-    goals: bytearray = field(default_factory=bytearray)  # for each state, 1 if the state is a goal, or else 0
+    came_by: list[Way] = field(
+        default_factory=list
+    )  # for each state, the last event of the shortest path to the state
+    sources: array = field(
+        default_factory=lambda: array("I")
+    )  # number of the state before each transition
+    targets: array = field(
+        default_factory=lambda: array("I")
+    )  # number of the state after each transition
+    goals: bytearray = field(
+        default_factory=bytearray
+    )  # for each state, 1 if the state is a goal, or else 0
     seconds: float = 0.0
 
     def __len__(self) -> int:
@@ -154,14 +166,18 @@ def explore(machine: Machine[S], keep: bool = True) -> Graph:
                 if keep:
                     graph.events.append(event)
     except Broken as broken:
-        raise Broken(broken.name, f"{broken.why}\n{story(machine, events_to(graph, way))}") from broken
+        raise Broken(
+            broken.name, f"{broken.why}\n{story(machine, events_to(graph, way))}"
+        ) from broken
     if lost := stuck(graph):
         moves = {source for source, target in zip(graph.sources, graph.targets) if source != target}
         ends = [number for number in lost if number not in moves]
         # No event leads from a state in `ends` to a different state. If `ends` is not empty, the error shows the events
         # that lead to a state in `ends`.
         events = events_to(graph, graph.came_by[(ends or lost)[0]])
-        raise Broken("deadlock", f"no goal can be reached after these events:\n{story(machine, events)}")
+        raise Broken(
+            "deadlock", f"no goal can be reached after these events:\n{story(machine, events)}"
+        )
     graph.seconds = time.monotonic() - began
     return graph
 
@@ -205,7 +221,10 @@ def story(machine: Machine[Any], events: Sequence[Event]) -> str:
 def show(graph: Graph) -> str:
     """Return a text that lists all states and, below each state, the events that lead to a different state."""
     ends = {0: "", 1: "   (goal)"}
-    lines = [[f"{number:>3}  {state}{ends[graph.goals[number]]}"] for number, state in enumerate(graph.states)]
+    lines = [
+        [f"{number:>3}  {state}{ends[graph.goals[number]]}"]
+        for number, state in enumerate(graph.states)
+    ]
     for source, event, target in zip(graph.sources, graph.events, graph.targets):
         if source != target:
             lines[source].append(f"       {' '.join(map(str, event))} -> {target}")
@@ -230,5 +249,7 @@ def walk(machine: Machine[S], seed: int, length: int) -> list[S]:
             machine.check(state)
             seen.setdefault(machine.key(state), state)
     except Broken as broken:
-        raise Broken(broken.name, f"{broken.why}, seed {seed}\n{story(machine, events)}") from broken
+        raise Broken(
+            broken.name, f"{broken.why}, seed {seed}\n{story(machine, events)}"
+        ) from broken
     return [*seen.values()]

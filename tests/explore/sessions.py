@@ -27,7 +27,10 @@ from calls.messages import Refusal
 
 from .search import Broken, Event
 
-TICK, TIMEOUT = 30, 60  # time step, and time after which idle sessions and unused grants expire, in seconds
+TICK, TIMEOUT = (
+    30,
+    60,
+)  # time step, and time after which idle sessions and unused grants expire, in seconds
 
 
 @dataclass(eq=False)
@@ -46,7 +49,9 @@ class World:
     """A state of the system: the real session table, and the expected contents of the table."""
 
     table: Any = None  # SessionTable
-    sessions: list[Any] = field(default_factory=list)  # all sessions, also those that the table has removed
+    sessions: list[Any] = field(
+        default_factory=list
+    )  # all sessions, also those that the table has removed
     now: int = 0
     used: dict[int, int] = field(
         default_factory=dict
@@ -62,7 +67,10 @@ class World:
             state = ("ended" if k in self.ended else "open") if k in self.used else "forgotten"
             told = sum(work.told for work in session.running)
             runs = f" runs {len(session.running)} ({told} told to stop)" if session.running else ""
-            rows.append(f"{k}: {state}{runs}" + (f" idle {self.now - self.used[k]} s" if k in self.used else ""))
+            rows.append(
+                f"{k}: {state}{runs}"
+                + (f" idle {self.now - self.used[k]} s" if k in self.used else "")
+            )
         return f"grants {[lapse - self.now for lapse in self.lapses]}, sessions [{'; '.join(rows)}]"
 
 
@@ -81,7 +89,9 @@ class SessionMachine:
     a crash, a new proxy starts with an empty table."""
 
     bounds: SessionBounds
-    module: ModuleType = calls.sessions  # module with SessionTable, or a copy of the module with a planted error
+    module: ModuleType = (
+        calls.sessions
+    )  # module with SessionTable, or a copy of the module with a planted error
 
     def initial(self) -> Iterable[World]:
         world = World()
@@ -131,7 +141,9 @@ class SessionMachine:
             world.lapses = tuple(lapse for lapse in world.lapses if lapse > world.now)
         elif name == "turn ends":
             session = world.sessions[args[0]]
-            session.running.remove(min(session.running, key=lambda work: (not work.told, len(work.ids))))
+            session.running.remove(
+                min(session.running, key=lambda work: (not work.told, len(work.ids)))
+            )
             world.table.touch(session)
             if args[0] in world.used:
                 world.used[args[0]] = world.now
@@ -157,7 +169,10 @@ class SessionMachine:
         except Refusal:
             session = None
         if (session is not None) != expected:
-            raise Broken("grants", f"a session was {'refused' if expected else 'started'} with {world.lapses}")
+            raise Broken(
+                "grants",
+                f"a session was {'refused' if expected else 'started'} with {world.lapses}",
+            )
         if session is not None:
             world.used[len(world.sessions)] = world.now
             world.sessions.append(session)
@@ -167,7 +182,13 @@ class SessionMachine:
         """Send a request to session k, and compare the answer's status with the expected status."""
         session, table = world.sessions[k], world.table
         self.look(world)
-        expected = 404 if k not in world.used else 410 if k in world.ended and name.startswith("call") else 200
+        expected = (
+            404
+            if k not in world.used
+            else 410
+            if k in world.ended and name.startswith("call")
+            else 200
+        )
         if k in world.used:
             world.used[k] = world.now
         try:
@@ -176,7 +197,10 @@ class SessionMachine:
         except Refusal as refusal:
             found, status = session, refusal.status
         if status != expected:
-            raise Broken("ended" if {status, expected} & {410} else "expiry", f"{name}: {status}, not {expected}")
+            raise Broken(
+                "ended" if {status, expected} & {410} else "expiry",
+                f"{name}: {status}, not {expected}",
+            )
         if found is not session or found.task_id != f"task {k}":
             raise Broken("access", f"the id of session {k} leads to {found.task_id}")
         if status != 200:
@@ -218,7 +242,9 @@ class SessionMachine:
         sessions = tuple(
             (
                 session.ended,
-                min(world.now - session.last_used, TIMEOUT) if session.session_id in world.table else -1,
+                min(world.now - session.last_used, TIMEOUT)
+                if session.session_id in world.table
+                else -1,
                 min(world.now - world.used[k], TIMEOUT) if k in world.used else -1,
                 k in world.ended,
                 tuple(sorted((work.told, len(work.ids)) for work in session.running)),
@@ -232,25 +258,38 @@ class SessionMachine:
 
     def check(self, world: World) -> None:
         number = {session.session_id: k for k, session in enumerate(world.sessions)}
-        if any(world.table.get(session.session_id, session) is not session for session in world.sessions):
+        if any(
+            world.table.get(session.session_id, session) is not session
+            for session in world.sessions
+        ):
             raise Broken("access", "the id of a session leads to another session")
         if {number[name] for name in world.table} != world.used.keys():
-            raise Broken("expiry", f"the table has {[number[name] for name in world.table]}, not {[*world.used]}")
+            raise Broken(
+                "expiry",
+                f"the table has {[number[name] for name in world.table]}, not {[*world.used]}",
+            )
         for k, session in enumerate(world.sessions):
             if session.ended != (k in world.ended or k not in world.used):
                 raise Broken("ended", f"session {k} has ended: {session.ended}")
             if session.ended and not all(work.told for work in session.running):
                 raise Broken("stopped", f"session {k} has ended, but a turn of it runs on")
             if sum(len(work.ids) for work in session.running) > self.bounds.answers:
-                raise Broken("limit", f"session {k} has more than {self.bounds.answers} answers in flight")
+                raise Broken(
+                    "limit", f"session {k} has more than {self.bounds.answers} answers in flight"
+                )
         if world.table.capacity != len(world.lapses):
-            raise Broken("grants", f"{world.table.capacity} sessions may start, not {len(world.lapses)}")
+            raise Broken(
+                "grants", f"{world.table.capacity} sessions may start, not {len(world.lapses)}"
+            )
 
     def is_goal(self, world: World) -> bool:
         return not world.table and not any(session.running for session in world.sessions)
 
 
-SMALL = (SessionBounds(sessions=2, answers=2, grants=2), SessionBounds(sessions=2, answers=2, grants=2, crashes=1))
+SMALL = (
+    SessionBounds(sessions=2, answers=2, grants=2),
+    SessionBounds(sessions=2, answers=2, grants=2, crashes=1),
+)
 LARGE = (
     SessionBounds(sessions=3, answers=2, grants=3),
     SessionBounds(sessions=2, answers=4, grants=4),

@@ -50,7 +50,9 @@ class Letters:
 
     chat_template, eos_token_id = "letters", 0
 
-    def apply_chat_template(self, conversation: Any, add_generation_prompt: bool = False, **_: Any) -> str:
+    def apply_chat_template(
+        self, conversation: Any, add_generation_prompt: bool = False, **_: Any
+    ) -> str:
         text = "".join(f"<{message['role']}>{message['content']}\0" for message in conversation)
         return text + "<assistant>" * add_generation_prompt
 
@@ -86,7 +88,11 @@ class Engine:
         number, loop = len(self.generations), asyncio.get_running_loop()
         letter = chr(ord("A") + number)
         body = chr(
-            next(token for token in reversed(request.input_ids) if chr(token).islower() and chr(token) in "wxyz")
+            next(
+                token
+                for token in reversed(request.input_ids)
+                if chr(token).islower() and chr(token) in "wxyz"
+            )
         )
         response = ModelResponse(list(request.input_ids), stop_reason="")
         own = Generation(letter, body, on_tokens, response, loop.create_future())
@@ -98,7 +104,9 @@ class Engine:
                 if event == "fails":
                     raise EngineError("the server died", 503)
                 n = response.output_len
-                response.replace_from(n, ModelResponse([], [ord(letter)], [-1.0 - n - 100 * number], [number], ""))
+                response.replace_from(
+                    n, ModelResponse([], [ord(letter)], [-1.0 - n - 100 * number], [number], "")
+                )
                 response.stop_reason = "stop" if event == "finishes" else ""
                 if on_tokens:
                     on_tokens(response)
@@ -122,7 +130,9 @@ class Client:
     gone: bool = False  # whether the client has hung up
     status: int = 0
     text: str = ""  # the text of the answer, if the client has read the whole answer
-    in_time: bool = False  # whether the session was still open when the client finished reading the answer
+    in_time: bool = (
+        False  # whether the session was still open when the client finished reading the answer
+    )
 
 
 class TurnBounds(NamedTuple):
@@ -132,7 +142,9 @@ class TurnBounds(NamedTuple):
     bodies: str = "x"
     connections: int = 3
     tokens: int = 1  # maximum number of tokens of a generation before its last token
-    threads: bool = False  # whether the proxy parses every request body in a thread, and not only long ones
+    threads: bool = (
+        False  # whether the proxy parses every request body in a thread, and not only long ones
+    )
     rewards: bool = False
 
 
@@ -166,7 +178,9 @@ class World:
             self.loop.run_thread()
         elif name in ("token", "finishes", "fails", "stopped"):
             self.engine.generations[args[0]].news.set_result(name)
-        elif name == "noticed as it finishes":  # the hang-up and the last token reach the proxy at the same time
+        elif (
+            name == "noticed as it finishes"
+        ):  # the hang-up and the last token reach the proxy at the same time
             self.clients[args[0]].hangup.set_result(None)
             self.engine.generations[args[1]].news.set_result("finishes")
         else:
@@ -191,7 +205,9 @@ class World:
         self.clients.append(client)
         self.loop.create_task(self.converse(client, request))
 
-    def request(self, path: dict[str, str], raw: bytes, hangup: asyncio.Future | None = None) -> Request:
+    def request(
+        self, path: dict[str, str], raw: bytes, hangup: asyncio.Future | None = None
+    ) -> Request:
         inbox = [{"type": "http.request", "body": raw, "more_body": False}]
 
         async def receive() -> Any:
@@ -201,7 +217,13 @@ class World:
             await asyncio.shield(hangup)
             return {"type": "http.disconnect"}
 
-        scope = {"type": "http", "method": "POST", "path": "/", "query_string": b"", "path_params": path}
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": "/",
+            "query_string": b"",
+            "path_params": path,
+        }
         headers = [(key.encode(), value.encode()) for key, value in ADMIN.items()]
         return Request(scope | {"headers": headers}, receive)
 
@@ -217,8 +239,16 @@ class World:
             await response(request.scope, request.receive, send)
             raw, status = b"".join(pieces), response.status_code
             if client.body == "y":
-                events = [orjson.loads(line[6:]) for line in raw.split(b"\n\n") if line.startswith(b"data: {")]
-                text = "".join(e["choices"][0]["delta"].get("content") or "" for e in events if e.get("choices"))
+                events = [
+                    orjson.loads(line[6:])
+                    for line in raw.split(b"\n\n")
+                    if line.startswith(b"data: {")
+                ]
+                text = "".join(
+                    e["choices"][0]["delta"].get("content") or ""
+                    for e in events
+                    if e.get("choices")
+                )
                 status = 200 if raw.endswith(b"[DONE]\n\n") else 500
             else:
                 text = orjson.loads(raw)["choices"][0]["message"]["content"]
@@ -256,9 +286,14 @@ class World:
         bodies = self.bounds.bodies
         if len(self.clients) < self.bounds.connections and self.exported is None:
             for body in bodies:
-                if body != "z" or any(client.body == "x" and client.text for client in self.clients):
+                if body != "z" or any(
+                    client.body == "x" and client.text for client in self.clients
+                ):
                     yield "call", body
-                    if any(client.body == body and (client.gone or client.status >= 500) for client in self.clients):
+                    if any(
+                        client.body == body and (client.gone or client.status >= 500)
+                        for client in self.clients
+                    ):
                         yield "retry", body
         for k, client in enumerate(self.clients):
             if not client.status and not client.gone:
@@ -278,7 +313,12 @@ class World:
                 yield "fails", k
             elif generation.state == "stops":
                 yield "stopped", k
-        if self.bounds.rewards and not self.rewarded and not self.session.ended and self.session.cache.finished():
+        if (
+            self.bounds.rewards
+            and not self.rewarded
+            and not self.session.ended
+            and self.session.cache.finished()
+        ):
             yield ("reward",)
         if not self.session.ended:
             yield ("end",)
@@ -302,14 +342,31 @@ class World:
             for name, interaction in self.session.cache.items()
         )
         waiting = {id(turn): k for k, turn in enumerate(self.turns)}
-        turns = tuple((turn.state.name, turn.listeners, turn.retries, turn.task.done()) for turn in self.turns)
-        equal = tuple(tuple(waiting[id(turn)] for turn in turns) for turns in self.session.turns.values())
+        turns = tuple(
+            (turn.state.name, turn.listeners, turn.retries, turn.task.done()) for turn in self.turns
+        )
+        equal = tuple(
+            tuple(waiting[id(turn)] for turn in turns) for turns in self.session.turns.values()
+        )
         clients = tuple(
-            (c.body, c.marked, c.gone, c.hangup.done(), c.status and (c.gone or c.status), c.text, c.in_time)
+            (
+                c.body,
+                c.marked,
+                c.gone,
+                c.hangup.done(),
+                c.status and (c.gone or c.status),
+                c.text,
+                c.in_time,
+            )
             for c in self.clients
         )
         jobs = tuple((g.body, g.state, g.response.output_len) for g in self.engine.generations)
-        ended = self.session.ended, self.exported is not None, len(self.proxy.sessions), self.turn_of(self.rewarded)
+        ended = (
+            self.session.ended,
+            self.exported is not None,
+            len(self.proxy.sessions),
+            self.turn_of(self.rewarded),
+        )
         return clients, jobs, turns, equal, tree, ended, len(self.loop.threads)
 
     def text(self) -> str:
@@ -319,7 +376,9 @@ class World:
         )
         turns = " ".join(f"{turn.state.name.lower()}/{turn.listeners}" for turn in self.turns)
         jobs = " ".join(f"{g.letter}:{g.state}" for g in self.engine.generations)
-        state = "exported" if self.exported is not None else "ended" if self.session.ended else "open"
+        state = (
+            "exported" if self.exported is not None else "ended" if self.session.ended else "open"
+        )
         return f"session {state}; clients [{clients}]; turns [{turns}]; generations [{jobs}]"
 
     def check(self) -> None:
@@ -334,13 +393,19 @@ class World:
             known = {name for turn in busy.values() for name in turn.ids}
             unfinished = {name for name, one in self.session.cache.items() if not one.complete}
             if unfinished != known and self.exported is None:
-                raise Broken("tree", f"{len(unfinished)} turns are unfinished, and {len(known)} are running")
+                raise Broken(
+                    "tree", f"{len(unfinished)} turns are unfinished, and {len(known)} are running"
+                )
             waiting = [c for c in self.clients if not c.status and not c.hangup.done()]
             if len(waiting) != sum(turn.listeners for turn in busy.values() if turn.listeners):
                 raise Broken("answered", f"{len(waiting)} clients wait: {self.text()}")
         for generation in self.engine.generations:
             listeners = sum(t.listeners for t in busy.values())
-            if generation.state == "runs" and (self.session.ended or not listeners) and not self.loop.threads:
+            if (
+                generation.state == "runs"
+                and (self.session.ended or not listeners)
+                and not self.loop.threads
+            ):
                 raise Broken("stopped", f"generation {generation.letter} runs on")
         if self.exported is not None:
             self.check_export(self.exported)
@@ -352,35 +417,54 @@ class World:
         for token, version, logprob in tokens:
             g = self.engine.generations[version]
             if chr(token) != g.letter or not 1 <= -logprob - 100 * version <= g.response.output_len:
-                raise Broken("tokens", f"token {chr(token)} has version {version} and log-probability {logprob}")
+                raise Broken(
+                    "tokens",
+                    f"token {chr(token)} has version {version} and log-probability {logprob}",
+                )
         if len({logprob for *_, logprob in tokens}) < len(tokens):
             raise Broken("tokens", f"a token is trained twice: {tokens}")
 
     def check_export(self, exported: dict[str, Any]) -> None:
         self.check_tokens([row["tensors"] for row in exported.values()])
-        self.check_tokens([row.to_lists() for row in self.session.cache.export_interactions("concat").values()])
+        self.check_tokens(
+            [row.to_lists() for row in self.session.cache.export_interactions("concat").values()]
+        )
         texts: dict[str, str] = {}
         for name, row in exported.items():
             mask, ids = row["tensors"]["loss_mask"], row["tensors"]["input_ids"]
-            texts[name] = "".join(chr(token) for token, trained in zip(ids, mask) if trained and token)
+            texts[name] = "".join(
+                chr(token) for token, trained in zip(ids, mask) if trained and token
+            )
         for client in self.clients:
             if client.text and client.in_time and client.text not in texts.values():
-                raise Broken("read", f"a client has read {client.text}, and the export has {[*texts.values()]}")
+                raise Broken(
+                    "read",
+                    f"a client has read {client.text}, and the export has {[*texts.values()]}",
+                )
         for name, text in texts.items():
             content = exported[name]["messages"][-1]["content"]
-            own = [g for g in self.engine.generations if text and set(text) == {g.letter} and g.body == content]
+            own = [
+                g
+                for g in self.engine.generations
+                if text and set(text) == {g.letter} and g.body == content
+            ]
             if not own or len(text) > own[0].response.output_len:
                 raise Broken("mixed", f"the answer to {content} has the tokens {text!r}")
         for body in self.bounds.bodies:
             count = sum(row["messages"][-1]["content"] == body for row in exported.values())
             if count > (calls := sum(c.body == body and not c.marked for c in self.clients)):
-                raise Broken("once", f"{calls} calls of {body} became {count} exported turns: {[*texts.values()]}")
+                raise Broken(
+                    "once",
+                    f"{calls} calls of {body} became {count} exported turns: {[*texts.values()]}",
+                )
         self.check_rewards(exported)
 
     def check_rewards(self, exported: dict[str, Any]) -> None:
         def final(name: str) -> float:
             children = [final(other) for other in exported if exported[other]["parent"] == name]
-            return (name == self.rewarded) + DISCOUNT * (sum(children) / len(children) if children else 0.0)
+            return (name == self.rewarded) + DISCOUNT * (
+                sum(children) / len(children) if children else 0.0
+            )
 
         for name, row in exported.items():
             if abs(row["reward"] - final(name)) > 1e-6:
@@ -419,7 +503,9 @@ class TurnMachine(PathMachine):
                 world.check()
             except Broken as error:
                 broken = error
-            return State(path, world.key(), tuple(world.possible()), broken, world.is_goal, world.text())
+            return State(
+                path, world.key(), tuple(world.possible()), broken, world.is_goal, world.text()
+            )
         finally:
             world.loop.end()
 
@@ -436,4 +522,7 @@ LARGE = (
     TurnBounds("y", connections=2, tokens=2, threads=True),
     TurnBounds("xz", connections=3, tokens=0, rewards=True),
 )
-FAR = (TurnBounds("xyz", connections=8, tokens=3, rewards=True), TurnBounds("xyz", 6, 3, threads=True, rewards=True))
+FAR = (
+    TurnBounds("xyz", connections=8, tokens=3, rewards=True),
+    TurnBounds("xyz", 6, 3, threads=True, rewards=True),
+)

@@ -64,7 +64,9 @@ class UpdateBounds(NamedTuple):
     servers: int = 1
     versions: int = 1  # number of weight updates
     tokens: int = 2  # number of tokens that the request asks for
-    faults: int = 1  # maximum number of server deaths, broken connections, lost answers and errors together
+    faults: int = (
+        1  # maximum number of server deaths, broken connections, lost answers and errors together
+    )
     pause_mode: str = "retract"
     deaths: int = 0  # maximum number of crashes of the trainer
 
@@ -79,10 +81,19 @@ class Generation:
     tokens: list[tuple[int, str]] = field(default_factory=list)
 
     def answer(self, label: str, reason: str | None) -> dict[str, Any]:
-        spans = [{"version": label, "start": k, "end": k + 1} for k, (_, label) in enumerate(self.tokens)]
+        spans = [
+            {"version": label, "start": k, "end": k + 1} for k, (_, label) in enumerate(self.tokens)
+        ]
         ids = [version for version, _ in self.tokens]
-        meta = {"weight_version": label, "weight_versions": spans, "finish_reason": reason and {"type": reason}}
-        return {"output_ids": ids, "meta_info": meta | {"output_token_logprobs": [[-0.5, one, None] for one in ids]}}
+        meta = {
+            "weight_version": label,
+            "weight_versions": spans,
+            "finish_reason": reason and {"type": reason},
+        }
+        return {
+            "output_ids": ids,
+            "meta_info": meta | {"output_token_logprobs": [[-0.5, one, None] for one in ids]},
+        }
 
 
 @dataclass(eq=False)
@@ -114,7 +125,9 @@ class Server:
         if path == "/workers":
             raise EngineError("no router", 400)
         if path == "/generate":  # a test request from `initialize`
-            return Generation(1, asyncio.Queue(), [(self.weights, self.label)]).answer(self.label, "length")
+            return Generation(1, asyncio.Queue(), [(self.weights, self.label)]).answer(
+                self.label, "length"
+            )
         if path == "/pause_generation":
             self.paused = True
             if body["mode"] == "abort":
@@ -168,7 +181,9 @@ class Wires:
             raise EngineError(f"{url} cannot be reached", 503) from httpx.ConnectError("refused")
         return answer
 
-    async def stream(self, url: str, body: Any, timeout: float) -> AsyncGenerator[dict[str, Any], None]:
+    async def stream(
+        self, url: str, body: Any, timeout: float
+    ) -> AsyncGenerator[dict[str, Any], None]:
         server = self.world.servers[int(url.split("/")[2])]
         self.world.attempts += 1
         if not server.alive:
@@ -211,13 +226,17 @@ class World:
         self.trainer_ended = self.failed = False
         self.waits: list[asyncio.Future] = []
         self.request: asyncio.Task | None = None
-        self.passed: list[tuple[int, int]] = []  # (token, version) of each token that the engine's caller has got
+        self.passed: list[
+            tuple[int, int]
+        ] = []  # (token, version) of each token that the engine's caller has got
         self.broken: Broken | None = None
         self.deaths = bounds.deaths
         # `claiming` is above 0 from a trainer's death until a new trainer labels the servers. While `claiming` is above
         # 0, the servers' labels may be wrong.
         self.claiming = 0
-        self.starting = False  # true while a new trainer has not yet pushed weights; in this time no agent runs
+        self.starting = (
+            False  # true while a new trainer has not yet pushed weights; in this time no agent runs
+        )
         self.make_processes()
 
     def make_processes(self) -> None:
@@ -227,7 +246,9 @@ class World:
 
     def make_engine(self, of_trainer: bool) -> Any:
         addresses = [f"http://{k}" for k in range(self.bounds.servers)]
-        made = self.modules["engine"].RemoteInfEngine(addresses, self.bounds.pause_mode, request_retries=2)
+        made = self.modules["engine"].RemoteInfEngine(
+            addresses, self.bounds.pause_mode, request_retries=2
+        )
         made._wire = made.servers._wire = Wires(self, of_trainer)
         made.sleep = self.sleep
         made.servers.limit = 0
@@ -251,7 +272,10 @@ class World:
                 and not server.restarted
                 and (server.weights, server.label) != (self.version, str(self.version))
             ):
-                self.fail("has", f"{url} has weights {server.weights} with label {server.label}, not {self.version}")
+                self.fail(
+                    "has",
+                    f"{url} has weights {server.weights} with label {server.label}, not {self.version}",
+                )
 
     def fail(self, name: str, why: str) -> None:
         self.broken = self.broken or Broken(name, why)
@@ -286,7 +310,10 @@ class World:
         try:
             first = self.continue_after_death() if self.deaths < self.bounds.deaths else 1
             rollout.executor = SimpleNamespace(
-                pause=lambda: None, resume=lambda: None, destroy=lambda: None, on_new_version=self.on_new_version
+                pause=lambda: None,
+                resume=lambda: None,
+                destroy=lambda: None,
+                on_new_version=self.on_new_version,
             )
             for version in range(first, self.bounds.versions + 1):
                 self.wait_for_trainer("trains", None)
@@ -333,7 +360,10 @@ class World:
             for server in self.servers:
                 claims = server.alive and server.label.isdecimal() and not self.claiming
                 if claims and int(server.label) != server.weights:
-                    self.fail("has", f"a server with weights {server.weights} claims version {server.label}")
+                    self.fail(
+                        "has",
+                        f"a server with weights {server.weights} claims version {server.label}",
+                    )
             if event[0] in TRAINER:
                 self.faults -= event[0] != TRAINER[0]
                 return event[0]
@@ -348,7 +378,9 @@ class World:
         name, *args = event
         if name == "asks":
             gconfig = GenerationHyperparameters(max_new_tokens=self.bounds.tokens)
-            self.request = self.loop.create_task(self.proxy.agenerate(ModelRequest([7], "r", gconfig), self.on_tokens))
+            self.request = self.loop.create_task(
+                self.proxy.agenerate(ModelRequest([7], "r", gconfig), self.on_tokens)
+            )
         elif name == "wait ends":
             self.waits[0].set_result(None)
         elif name == "2 s pass":
@@ -389,9 +421,14 @@ class World:
         else:
             response = self.request.result()
             if response.output_len != self.bounds.tokens:
-                self.fail("lost", f"the answer has {response.output_len} tokens of {self.bounds.tokens}")
+                self.fail(
+                    "lost", f"the answer has {response.output_len} tokens of {self.bounds.tokens}"
+                )
             if [*zip(response.output_tokens, response.output_versions)] != self.passed:
-                self.fail("kept", f"the tokens were {self.passed}, and the answer has {response.output_tokens}")
+                self.fail(
+                    "kept",
+                    f"the tokens were {self.passed}, and the answer has {response.output_tokens}",
+                )
 
     # ---- the state
 
@@ -418,7 +455,10 @@ class World:
                 yield "connection breaks", k
         if self.waits:
             yield ("wait ends",)
-        if any(at > self.clock for at in self.proxy.servers._look_at.values()) and self.proxy.servers.lost:
+        if (
+            any(at > self.clock for at in self.proxy.servers._look_at.values())
+            and self.proxy.servers.lost
+        ):
             yield ("2 s pass",)
 
     def key(self) -> Hashable:
@@ -434,21 +474,42 @@ class World:
             for s in self.servers
         )
         engines = tuple(
-            (tuple(one.servers.lost), one.servers.newest, one.servers.limit, one._sent, one._servers_paused)
+            (
+                tuple(one.servers.lost),
+                one.servers.newest,
+                one.servers.limit,
+                one._sent,
+                one._servers_paused,
+            )
             for one in (self.trainer, self.proxy)
         )
-        due = tuple(self.proxy.servers._look_at[url] > self.clock for url in self.proxy.servers.lost)
+        due = tuple(
+            self.proxy.servers._look_at[url] > self.clock for url in self.proxy.servers.lost
+        )
         pending = self.pending and (self.pending[0], str(self.pending[1]), self.version)
-        request = self.request and (self.attempts, self.request.done(), len(self.waits), *self.passed)
+        request = self.request and (
+            self.attempts,
+            self.request.done(),
+            len(self.waits),
+            *self.passed,
+        )
         spent = self.faults, self.deaths, self.claiming, self.starting, self.version
         return servers, engines, due, pending, request, spent, self.trainer_ended, self.failed
 
     def text(self) -> str:
         servers = "; ".join(
-            f"{k}: weights {s.weights}, label {s.label}{', paused' * s.paused}" if s.alive else f"{k}: dead"
+            f"{k}: weights {s.weights}, label {s.label}{', paused' * s.paused}"
+            if s.alive
+            else f"{k}: dead"
             for k, s in enumerate(self.servers)
         )
-        trainer = "has failed" if self.failed else "has ended" if self.trainer_ended else f"next: {self.pending}"
+        trainer = (
+            "has failed"
+            if self.failed
+            else "has ended"
+            if self.trainer_ended
+            else f"next: {self.pending}"
+        )
         return f"trainer {trainer}; servers [{servers}]; tokens {self.passed}"
 
     @property
@@ -464,7 +525,12 @@ class UpdateMachine(PathMachine):
 
     bounds: UpdateBounds
     modules: dict[str, ModuleType] = field(
-        default_factory=lambda: {"servers": inference.servers, "engine": engine, "train": train, "start": run.start}
+        default_factory=lambda: {
+            "servers": inference.servers,
+            "engine": engine,
+            "train": train,
+            "start": run.start,
+        }
     )
 
     @cached_property
@@ -484,7 +550,14 @@ class UpdateMachine(PathMachine):
         module.logger.disabled = engine.logger.disabled = True
         try:
             world.run(path)
-            return State(path, world.key(), tuple(world.possible()), world.broken, world.is_goal, world.text())
+            return State(
+                path,
+                world.key(),
+                tuple(world.possible()),
+                world.broken,
+                world.is_goal,
+                world.text(),
+            )
         finally:
             for server in world.servers:
                 server.alive = False
@@ -493,11 +566,19 @@ class UpdateMachine(PathMachine):
             engine.logger.disabled = False
 
 
-SMALL = (UpdateBounds(tokens=1), UpdateBounds(tokens=1, pause_mode="abort"), UpdateBounds(tokens=1, faults=0, deaths=1))
+SMALL = (
+    UpdateBounds(tokens=1),
+    UpdateBounds(tokens=1, pause_mode="abort"),
+    UpdateBounds(tokens=1, faults=0, deaths=1),
+)
 LARGE = (
     UpdateBounds(2, 2, 2, 1),
     UpdateBounds(2, 1, 2, 2),
     UpdateBounds(1, 2, 3, 2, "abort"),
     UpdateBounds(2, 1, 1, 1, deaths=1),
 )
-FAR = (UpdateBounds(3, 4, 6, 6), UpdateBounds(3, 4, 6, 6, "abort"), UpdateBounds(3, 4, 6, 6, deaths=3))
+FAR = (
+    UpdateBounds(3, 4, 6, 6),
+    UpdateBounds(3, 4, 6, 6, "abort"),
+    UpdateBounds(3, 4, 6, 6, deaths=3),
+)

@@ -1,12 +1,12 @@
 r"""Each kind of inference server fulfils the contract that engine.py relies on.
 
-The tests run against inference/tiny/server.py. If NANO_AREAL_SGLANG is the path of a Python with SGLang (`make
+The tests run against inference/tiny/server.py. If POCKET_AREAL_SGLANG is the path of a Python with SGLang (`make
 test-sglang`), the tests also run against the real SGLang on a CPU. The servers inference/tiny and SGLang compute in
 float32, and their logprobs must agree with a forward pass of transformers to 1e-4 nats. The command below tests a
 server that is already running, for example on a GPU. If a server computes in bfloat16, its logprobs may differ from the
 logprobs of the forward pass by up to 0.25 nats.
 
-    NANO_AREAL_CONTRACT_URL=http://127.0.0.1:30000 NANO_AREAL_CONTRACT_MODEL=/path/to/model \
+    POCKET_AREAL_CONTRACT_URL=http://127.0.0.1:30000 POCKET_AREAL_CONTRACT_MODEL=/path/to/model \
         pytest tests/inference/test_contract.py
 
 The tests avoid requests that inference/tiny and SGLang treat differently. The tests send no id outside the vocabulary
@@ -41,7 +41,11 @@ from inference.io_struct import GenerationHyperparameters, ModelRequest
 from inference.weights import WeightUpdateMeta
 from run.start import take_over
 
-SERVERS = ["url"] if os.environ.get("NANO_AREAL_CONTRACT_URL") else ["tiny", *(["sglang"] if SGLANG else [])]
+SERVERS = (
+    ["url"]
+    if os.environ.get("POCKET_AREAL_CONTRACT_URL")
+    else ["tiny", *(["sglang"] if SGLANG else [])]
+)
 PROMPT = [40, 41, 42, 43, 44, 45, 46]
 SLOTS = 16  # number of requests that a server under test runs at the same time
 LONG = 1000  # number of tokens of a request that is still running when a test interrupts it
@@ -70,7 +74,12 @@ class Server:
     ) -> httpx.Response:
         sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "ignore_eos": True}
         sampling |= {"max_new_tokens": max_new_tokens, **params}
-        body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
+        body = {
+            "input_ids": prompt,
+            "sampling_params": sampling,
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
         return self.post("/generate", body | ({"rid": rid} if rid else {}))
 
     def generate(self, *args: Any, **params: Any) -> dict[str, Any]:
@@ -83,7 +92,9 @@ class Server:
         for its version and waits for the reply. The server reads requests in order of arrival, so the server has read
         the first request when this reply comes."""
         sampling = {"temperature": 1.0, "ignore_eos": True, "max_new_tokens": max_new_tokens}
-        connection = HTTPConnection(self.http.base_url.host, self.http.base_url.port or 80, timeout=60)
+        connection = HTTPConnection(
+            self.http.base_url.host, self.http.base_url.port or 80, timeout=60
+        )
         body = json.dumps({"input_ids": prompt, "sampling_params": sampling})
         connection.request("POST", "/generate", body, {"Content-Type": "application/json"})
         self.version()
@@ -105,7 +116,11 @@ class Server:
                 "rid": rid,
                 "stream": True,
                 "return_logprob": True,
-                "sampling_params": {"max_new_tokens": max_new_tokens, "temperature": 1.0, "ignore_eos": True},
+                "sampling_params": {
+                    "max_new_tokens": max_new_tokens,
+                    "temperature": 1.0,
+                    "ignore_eos": True,
+                },
             }
             last: dict[str, Any] = {}
             try:
@@ -128,7 +143,11 @@ class Server:
     def logprobs(self, ids: list[int], temperature: float = 1.0, model: Any = None) -> list[float]:
         """Return log p(ids[t] | ids[:t]) for t >= 1, computed by a forward pass of `model` (default: the reference)."""
         with torch.no_grad():
-            logits = (model or self.reference)(input_ids=torch.tensor([ids]), use_cache=False).logits[0, :-1].float()
+            logits = (
+                (model or self.reference)(input_ids=torch.tensor([ids]), use_cache=False)
+                .logits[0, :-1]
+                .float()
+            )
         scores = torch.log_softmax(logits / temperature, dim=-1)
         return scores.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
 
@@ -148,23 +167,39 @@ class Server:
 
 
 @pytest.fixture(scope="module", params=SERVERS)
-def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
     with ExitStack() as stack:
         if request.param == "url":
-            server = Server(os.environ["NANO_AREAL_CONTRACT_URL"], os.environ["NANO_AREAL_CONTRACT_MODEL"])
+            server = Server(
+                os.environ["POCKET_AREAL_CONTRACT_URL"], os.environ["POCKET_AREAL_CONTRACT_MODEL"]
+            )
         else:
             model_dir = request.getfixturevalue("tiny_model_dir")
             if request.param == "sglang":
                 log = tmp_path_factory.mktemp("sglang") / "log"
-                small = ("--dtype", "float32", "--max-total-tokens", "8192", "--max-running-requests", str(SLOTS))
+                small = (
+                    "--dtype",
+                    "float32",
+                    "--max-total-tokens",
+                    "8192",
+                    "--max-running-requests",
+                    str(SLOTS),
+                )
                 url = stack.enter_context(run_sglang(model_dir, log, *small))
             else:
-                url = request.getfixturevalue("start_tiny_server")("--max-running-requests", str(SLOTS))
+                url = request.getfixturevalue("start_tiny_server")(
+                    "--max-running-requests", str(SLOTS)
+                )
             server = Server(url, str(model_dir))
         version = server.version()
         yield server
         server.post("/continue_generation", {})
-        server.post("/update_weights_from_disk", {"model_path": server.model_path, "weight_version": version})
+        server.post(
+            "/update_weights_from_disk",
+            {"model_path": server.model_path, "weight_version": version},
+        )
         server.pool.shutdown()
         server.http.close()
 
@@ -213,7 +248,9 @@ def test_logprobs_are_after_temperature(server: Server, temperature: float) -> N
 def test_logprobs_are_before_top_p_and_top_k(server: Server) -> None:
     """top_p and top_k change which token the server draws, but not the logprob that the server reports."""
     ids, logprobs = outputs(server.generate(12, top_p=0.6, top_k=5))
-    assert logprobs == pytest.approx(server.logprobs(PROMPT + ids)[len(PROMPT) - 1 :], abs=server.tolerance)
+    assert logprobs == pytest.approx(
+        server.logprobs(PROMPT + ids)[len(PROMPT) - 1 :], abs=server.tolerance
+    )
 
 
 def test_greedy_repeats_itself_and_reports_raw_logprobs(server: Server) -> None:
@@ -221,7 +258,9 @@ def test_greedy_repeats_itself_and_reports_raw_logprobs(server: Server) -> None:
     1."""
     ids, logprobs = outputs(server.generate(12, temperature=0.0))
     assert ids == server.generate(12, temperature=0.0)["output_ids"]
-    assert logprobs == pytest.approx(server.logprobs(PROMPT + ids)[len(PROMPT) - 1 :], abs=server.tolerance)
+    assert logprobs == pytest.approx(
+        server.logprobs(PROMPT + ids)[len(PROMPT) - 1 :], abs=server.tolerance
+    )
 
 
 def test_input_logprobs_score_a_given_text(server: Server) -> None:
@@ -230,7 +269,9 @@ def test_input_logprobs_score_a_given_text(server: Server) -> None:
     entries = server.generate(1)["meta_info"]["input_token_logprobs"]
     assert [entry[1] for entry in entries] == PROMPT
     assert entries[0][0] is None
-    assert [entry[0] for entry in entries[1:]] == pytest.approx(server.logprobs(PROMPT), abs=server.tolerance)
+    assert [entry[0] for entry in entries[1:]] == pytest.approx(
+        server.logprobs(PROMPT), abs=server.tolerance
+    )
 
 
 def test_a_stop_token_ends_the_output_and_stays_in_it(server: Server) -> None:
@@ -325,7 +366,9 @@ def test_pause_retract_goes_on_where_it_was(server: Server) -> None:
     ids, logprobs = outputs(answer)
     assert len(ids) == LONG
     assert answer["meta_info"]["num_retractions"] == 1
-    assert logprobs == pytest.approx(server.logprobs(PROMPT + ids)[len(PROMPT) - 1 :], abs=server.tolerance)
+    assert logprobs == pytest.approx(
+        server.logprobs(PROMPT + ids)[len(PROMPT) - 1 :], abs=server.tolerance
+    )
 
 
 def test_a_retracted_request_goes_to_the_end_of_the_queue(server: Server) -> None:
@@ -348,7 +391,9 @@ def test_a_retracted_request_goes_to_the_end_of_the_queue(server: Server) -> Non
         reasons = {answer["meta_info"]["finish_reason"]["type"] for answer in ran}
         if reasons == {"abort"} and any(answer["meta_info"]["num_retractions"] for answer in ran):
             return
-    pytest.fail("in no try was the waiting request answered while all running requests were incomplete")
+    pytest.fail(
+        "in no try was the waiting request answered while all running requests were incomplete"
+    )
 
 
 def test_pause_in_place_goes_on_with_its_keys(server: Server) -> None:
@@ -358,7 +403,9 @@ def test_pause_in_place_goes_on_with_its_keys(server: Server) -> None:
     ids, logprobs = outputs(answer)
     assert len(ids) == LONG
     assert answer["meta_info"]["num_retractions"] == 0
-    assert logprobs == pytest.approx(server.logprobs(PROMPT + ids)[len(PROMPT) - 1 :], abs=server.tolerance)
+    assert logprobs == pytest.approx(
+        server.logprobs(PROMPT + ids)[len(PROMPT) - 1 :], abs=server.tolerance
+    )
 
 
 def test_a_new_request_waits_out_a_pause(server: Server) -> None:
@@ -379,7 +426,11 @@ def test_spans_say_which_version_computed_which_token(server: Server, mode: str)
     old, new = server.version(), server.next_version()
 
     def update() -> None:
-        body = {"model_path": server.model_path, "weight_version": new, "flush_cache": mode == "retract"}
+        body = {
+            "model_path": server.model_path,
+            "weight_version": new,
+            "flush_cache": mode == "retract",
+        }
         answer = server.post("/update_weights_from_disk", body)
         assert answer.status_code == 200, answer.text
         assert answer.json()["success"] is True
@@ -402,14 +453,20 @@ def test_a_request_outlives_released_memory(server: Server) -> None:
         assert server.post("/release_memory_occupation", {}).status_code == 200
         waiting.append(server.send(4, PROMPT))
         assert server.post("/resume_memory_occupation", {}).status_code == 200
-        body = {"model_path": server.model_path, "weight_version": server.next_version(), "flush_cache": True}
+        body = {
+            "model_path": server.model_path,
+            "weight_version": server.next_version(),
+            "flush_cache": True,
+        }
         assert server.post("/update_weights_from_disk", body).json()["success"] is True
 
     answer = interrupted(server, "contract-release", "retract", release)
     ids, logprobs = outputs(answer)
     assert len(ids) == LONG
     assert answer["meta_info"]["num_retractions"] == 1
-    assert logprobs == pytest.approx(server.logprobs(PROMPT + ids)[len(PROMPT) - 1 :], abs=server.tolerance)
+    assert logprobs == pytest.approx(
+        server.logprobs(PROMPT + ids)[len(PROMPT) - 1 :], abs=server.tolerance
+    )
     assert waiting[0]()["meta_info"]["completion_tokens"] == 4
 
 
@@ -418,7 +475,11 @@ def test_an_update_without_a_pause_waits(server: Server) -> None:
     aborts the running requests. With abort_all_requests the test sends flush_cache=False, because SGLang refuses to
     flush its cache while its scheduler still holds an aborted request."""
     old = server.version()
-    body = {"model_path": server.model_path, "weight_version": server.next_version(), "flush_cache": True}
+    body = {
+        "model_path": server.model_path,
+        "weight_version": server.next_version(),
+        "flush_cache": True,
+    }
     pending = server.start("contract-wait", 200)
     assert server.post("/update_weights_from_disk", body).json()["success"] is True
     assert_spans(pending.result(60), [old])
@@ -431,7 +492,9 @@ def test_an_update_without_a_pause_waits(server: Server) -> None:
 def test_a_bad_update_changes_nothing(server: Server, tmp_path: Path) -> None:
     """An update from a path without weights gets status 400, and the server keeps its version and weights."""
     version, before = server.version(), server.generate(6, temperature=0.0)["output_ids"]
-    answer = server.post("/update_weights_from_disk", {"model_path": str(tmp_path / "none"), "weight_version": "x"})
+    answer = server.post(
+        "/update_weights_from_disk", {"model_path": str(tmp_path / "none"), "weight_version": "x"}
+    )
     assert answer.status_code == 400
     assert answer.json()["success"] is False
     assert server.version() == version
@@ -457,8 +520,12 @@ def test_a_request_that_cannot_be_served_is_a_400(server: Server, change: dict[s
 
 
 @pytest.mark.parametrize("on_tokens", [None, lambda _: None], ids=["whole", "streamed"])
-@pytest.mark.parametrize("change", [{"top_p": 2.0}, {"json_schema": '{"type": "bogus"}'}], ids=["top_p", "schema"])
-def test_a_refusal_is_a_400_in_any_form(server: Server, change: dict[str, Any], on_tokens: Any) -> None:
+@pytest.mark.parametrize(
+    "change", [{"top_p": 2.0}, {"json_schema": '{"type": "bogus"}'}], ids=["top_p", "schema"]
+)
+def test_a_refusal_is_a_400_in_any_form(
+    server: Server, change: dict[str, Any], on_tokens: Any
+) -> None:
     """The engine raises an EngineError with status 400 if the server refuses a request, with or without streaming."""
     engine = RemoteInfEngine([server.url])
     engine.initialize()
@@ -480,7 +547,11 @@ def test_the_engine_learns_what_it_may_send(server: Server) -> None:
     config = server.reference.config
     assert engine.vocab_size == config.vocab_size
     assert engine.context_length is not None
-    assert config.max_position_embeddings - 8 <= engine.context_length <= config.max_position_embeddings
+    assert (
+        config.max_position_embeddings - 8
+        <= engine.context_length
+        <= config.max_position_embeddings
+    )
     for new in (1, 5):
         prompt = (PROMPT * config.max_position_embeddings)[: engine.context_length - new]
         gconfig = GenerationHyperparameters(max_new_tokens=new, stop_token_ids=[])
@@ -530,16 +601,22 @@ class Other:
             for parameter in self.model.parameters():
                 parameter.mul_(1 + 0.3 * torch.randn_like(parameter))
 
-    def send(self, mode: str, model: Any, version: str, pause_mode: str = "retract", fail: bool = False) -> None:
+    def send(
+        self, mode: str, model: Any, version: str, pause_mode: str = "retract", fail: bool = False
+    ) -> None:
         """Update the server's weights as the trainer does. If `fail` is true, an error ends the update after the first
         bucket."""
         engine = RemoteInfEngine([self.server.url], pause_mode=pause_mode)
-        meta = WeightUpdateMeta(mode=mode, path=str(self.folder), version=int(version), bucket_mb=0.1)
+        meta = WeightUpdateMeta(
+            mode=mode, path=str(self.folder), version=int(version), bucket_mb=0.1
+        )
         if mode == "disk":
             weights.write_checkpoint(model.state_dict(), self.server.model_path, meta.directory)
         if fail:
             engine.update_weights(meta, broken(weights.named_buckets(model, torch.float32, 0.1)))
-        engine.update_weights(meta, None if mode == "disk" else weights.named_buckets(model, torch.float32, 0.1))
+        engine.update_weights(
+            meta, None if mode == "disk" else weights.named_buckets(model, torch.float32, 0.1)
+        )
 
 
 def broken(buckets: Iterator[weights.Bucket]) -> Iterator[weights.Bucket]:
@@ -569,9 +646,13 @@ def assert_serves(server: Server, model: Any, version: str) -> None:
         server.logprobs(prompt + ids, model=model)[len(prompt) - 1 :], abs=server.tolerance
     )
     with torch.no_grad():
-        logits = model(input_ids=torch.tensor([prompt + ids]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+        logits = model(input_ids=torch.tensor([prompt + ids]), use_cache=False).logits[
+            0, len(prompt) - 1 : -1
+        ]
     lead = logits.max(-1).values - logits.gather(1, torch.tensor(ids)[:, None])[:, 0]
-    assert lead.max() < 2 * server.tolerance  # up to rounding, each generated token is the most likely token
+    assert (
+        lead.max() < 2 * server.tolerance
+    )  # up to rounding, each generated token is the most likely token
 
 
 MODES = ["disk", "distributed", "tensor"]
@@ -579,7 +660,9 @@ MODES = ["disk", "distributed", "tensor"]
 
 @pytest.mark.parametrize("pause_mode", ["retract", "abort", "in_place"])
 @pytest.mark.parametrize("mode", MODES)
-def test_new_weights_arrive_while_somebody_generates(server: Server, other: Other, mode: str, pause_mode: str) -> None:
+def test_new_weights_arrive_while_somebody_generates(
+    server: Server, other: Other, mode: str, pause_mode: str
+) -> None:
     """A weight update keeps the tokens of a running request. Each token's logprob agrees with the weights of the
     token's version.
 
@@ -588,7 +671,9 @@ def test_new_weights_arrive_while_somebody_generates(server: Server, other: Othe
     """
     old, new = server.version(), server.next_version()
     rid = f"contract-{mode}-{pause_mode}"
-    answer = interrupted(server, rid, pause_mode, lambda: other.send(mode, other.model, new, pause_mode))
+    answer = interrupted(
+        server, rid, pause_mode, lambda: other.send(mode, other.model, new, pause_mode)
+    )
     ids, logprobs = outputs(answer)
     if pause_mode == "abort":
         assert_spans(answer, [old])
@@ -628,7 +713,12 @@ def test_weights_come_in_sessions(server: Server) -> None:
     """The server accepts weights only between begin_weight_update and end_weight_update. Before begin_weight_update and
     after end_weight_update, a request with weights gets status 400. A request with an unknown process group gets status
     400."""
-    part = {"names": ["model.norm.weight"], "dtypes": ["float32"], "shapes": [[1]], "group_name": "nobody"}
+    part = {
+        "names": ["model.norm.weight"],
+        "dtypes": ["float32"],
+        "shapes": [[1]],
+        "group_name": "nobody",
+    }
     handles = {"serialized_named_tensors": [weights.serialise([])]}
     calls: list[tuple[str, dict[str, Any], int]] = [
         ("/end_weight_update", {}, 400),
@@ -644,7 +734,10 @@ def test_weights_come_in_sessions(server: Server) -> None:
     version = server.version()
     for path, body, status in calls:
         answer = server.post(path, body)
-        assert (answer.status_code, answer.json()["success"]) == (status, status == 200), (path, answer.text)
+        assert (answer.status_code, answer.json()["success"]) == (status, status == 200), (
+            path,
+            answer.text,
+        )
     assert server.version() == version
     assert len(server.generate(2)["output_ids"]) == 2
 
@@ -660,7 +753,9 @@ def test_a_label_can_change_alone(server: Server) -> None:
     first, last = assert_spans(answer, [old, new])
     assert 0 < first < last == LONG
     ids, logprobs = outputs(answer)
-    assert logprobs == pytest.approx(server.logprobs(PROMPT + ids)[len(PROMPT) - 1 :], abs=server.tolerance)
+    assert logprobs == pytest.approx(
+        server.logprobs(PROMPT + ids)[len(PROMPT) - 1 :], abs=server.tolerance
+    )
 
 
 def test_a_new_run_ends_the_update_of_a_killed_run(server: Server) -> None:

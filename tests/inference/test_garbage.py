@@ -25,8 +25,8 @@ from inference import servers, wire
 from inference.io_struct import GenerationHyperparameters, ModelRequest, ModelResponse
 from inference.servers import rank_servers
 from inference.wire import EngineError
-from run.config import load
 from run.inputs import load_inputs
+from run.load import load
 
 GARBAGE = [sys.executable, "tests/garbage_server.py", "--model-path"]
 
@@ -43,23 +43,32 @@ def worst_logprob(model: Any, response: ModelResponse) -> float:
 
 @pytest.mark.runs
 def test_garbage_of_every_kind_costs_no_completion(
-    tiny_server: str, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tiny_server: str,
+    tiny_model_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A faulty server answers one ordinary and one streaming request with each kind of garbage. Each request gets its
     completion from the healthy server. The log names the faulty server and says how many times the engine has lost this
     server."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
-    monkeypatch.setattr(servers, "LOOK_AGAIN", 3600.0)  # the engine never checks a lost server during this test
+    monkeypatch.setattr(
+        servers, "LOOK_AGAIN", 3600.0
+    )  # the engine never checks a lost server during this test
     monkeypatch.setattr(engine_module, "FAILURE_WAIT", (0.0, 0.0))
     monkeypatch.setattr(wire, "MOST_BYTES", 2**22)
     with server_process(*GARBAGE, str(tiny_model_dir), out=subprocess.DEVNULL) as (garbage, _):
         engine = RemoteInfEngine([tiny_server, garbage], request_timeout=5.0)
         engine.initialize()
         engine.set_version(0)
-        session = next(f"{k}" for k in range(100) if rank_servers([tiny_server, garbage], f"{k}")[0] == garbage)
+        session = next(
+            f"{k}" for k in range(100) if rank_servers([tiny_server, garbage], f"{k}")[0] == garbage
+        )
 
         async def ask(streams: bool) -> ModelResponse:
-            request = ModelRequest([1, 2, 3], session=session, gconfig=GenerationHyperparameters(max_new_tokens=8))
+            request = ModelRequest(
+                [1, 2, 3], session=session, gconfig=GenerationHyperparameters(max_new_tokens=8)
+            )
             lengths: list[int] = []
             on_tokens = (lambda so_far: lengths.append(so_far.output_len)) if streams else None
             answer = await engine.agenerate(request, on_tokens)
@@ -96,13 +105,19 @@ def test_garbage_is_no_score(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.runs
-def test_a_run_beside_a_server_that_answers_with_garbage(tmp_path: Path, start_tiny_server: StartServer) -> None:
+def test_a_run_beside_a_server_that_answers_with_garbage(
+    tmp_path: Path, start_tiny_server: StartServer
+) -> None:
     """A run has two servers, and one of them answers with garbage. The run trains as usual: no episode fails, and every
     trained token comes from the healthy server."""
     base = load_inputs(load(["seed=1"])).tokenizer.name_or_path
     healthy = start_tiny_server("--model-path", base)
     with server_process(*GARBAGE, base, "--honest", "2", out=subprocess.DEVNULL) as (garbage, _):
-        words = [f"rollout.server_addrs=[{healthy},{garbage}]", "weight_update.mode=disk", "rollout.request_timeout=5"]
+        words = [
+            f"rollout.server_addrs=[{healthy},{garbage}]",
+            "weight_update.mode=disk",
+            "rollout.request_timeout=5",
+        ]
         metrics = run(tmp_path, *SMALL_GUESS, *words, "max_steps=12", "seed=1")
         check_metrics(metrics, eta=1)
         seen = httpx.get(garbage + "/server_info").json()["seen"]

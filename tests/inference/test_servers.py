@@ -34,7 +34,12 @@ from inference.weights import WeightUpdateMeta
 from inference.wire import Wire
 
 A, B, ROUTER = "http://a", "http://b", "http://router"
-CONTROL = ("/pause_generation", "/update_weight_version", "/update_weights_from_disk", "/continue_generation")
+CONTROL = (
+    "/pause_generation",
+    "/update_weight_version",
+    "/update_weights_from_disk",
+    "/continue_generation",
+)
 
 
 class Machines:
@@ -45,7 +50,9 @@ class Machines:
         self.versions: dict[str, Any] = dict(versions)
         self.dead: set[str] = set()
         self.paused: set[str] = set()
-        self.mute: dict[str, int] = {}  # host -> number of control calls that it answers before an answer is lost
+        self.mute: dict[
+            str, int
+        ] = {}  # host -> number of control calls that it answers before an answer is lost
         # The URLs that host "router" reports as its workers. The router sends requests for tokens to host a.
         self.workers: list[Any] = []
         self.asked: list[tuple[str, str]] = []  # (host, path) of each request
@@ -79,7 +86,9 @@ class Machines:
             if self.mute[host] < 0:
                 del self.mute[host]
                 raise httpx.ReadTimeout("it did what it was told, but the answer was lost")
-        return httpx.Response(200, json={"success": True, "weight_version": str(self.versions[host])})
+        return httpx.Response(
+            200, json={"success": True, "weight_version": str(self.versions[host])}
+        )
 
     def generate(self, host: str) -> Any:
         assert host not in self.paused, "this request would wait for ever"
@@ -105,8 +114,14 @@ def ask(engine: RemoteInfEngine, session: str = "s", count: int = 1) -> list[int
     """Send `count` requests of one conversation, and return the versions of their tokens."""
 
     async def ask_all() -> list[int]:
-        request = ModelRequest([1], session=session, gconfig=GenerationHyperparameters(max_new_tokens=1))
-        return [version for _ in range(count) for version in (await engine.agenerate(request)).output_versions]
+        request = ModelRequest(
+            [1], session=session, gconfig=GenerationHyperparameters(max_new_tokens=1)
+        )
+        return [
+            version
+            for _ in range(count)
+            for version in (await engine.agenerate(request)).output_versions
+        ]
 
     return asyncio.run(ask_all())
 
@@ -161,14 +176,18 @@ def test_a_proxy_that_was_silent_is_told_the_next_version() -> None:
     """If a proxy does not answer a call of set_version in time, it gets the next call of set_version again."""
     machines = Machines(a=0, p=0, q=0)
     engine = machines.engine(A)
-    engine.proxies = Servers(["http://p", "http://q"], Wire(transport=httpx.MockTransport(machines)))
+    engine.proxies = Servers(
+        ["http://p", "http://q"], Wire(transport=httpx.MockTransport(machines))
+    )
     for version, silent in ((1, {"q"}), (2, set[str]())):
         machines.dead = silent
         engine.set_version(version)
     assert [host for host, path in machines.asked if path == "/set_version"].count("q") == 2
 
 
-def test_an_update_waits_for_a_server_that_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_update_waits_for_a_server_that_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """If all servers are down when an update begins, the update waits until a server is started again, or until the run
     has stopped. If the engine has already sent version v, a second update to version v raises an error. After a call of
     `forget_sent`, the engine can send version v a second time."""
@@ -218,7 +237,9 @@ def test_a_lost_answer_leaves_no_server_paused(tmp_path: Path, answers: int) -> 
     assert machines.mute == {}
     assert machines.paused == set()
     assert ask(trainer) == [1]
-    assert ask(proxy, session) == [min(answers, 1)]  # if server b's answer to the pause is lost, b keeps version 0
+    assert ask(proxy, session) == [
+        min(answers, 1)
+    ]  # if server b's answer to the pause is lost, b keeps version 0
     update(trainer, tmp_path, 2)
     assert ask(trainer, session) == ask(proxy, session) == [2]
     assert machines.generated_at()[-1] == "b"
@@ -312,7 +333,10 @@ def test_control_goes_around_a_router(tmp_path: Path, form: str) -> None:
     update(engine, tmp_path, 1)
     assert machines.versions == {"a": 1, "b": 1}
     assert ask(engine) == [1]
-    assert {host for host, path in machines.asked if path not in ("/generate", "/workers")} == {"a", "b"}
+    assert {host for host, path in machines.asked if path not in ("/generate", "/workers")} == {
+        "a",
+        "b",
+    }
 
 
 @pytest.mark.anyio
@@ -359,7 +383,9 @@ def test_at_the_start_every_server_must_be_there() -> None:
 def test_versions_are_numbers(version: int) -> None:
     """If a version label is not a number, for example during an update, it counts as older than every version."""
     assert read_version(str(version)) == version
-    assert read_version(f"{version}-incomplete") == read_version("default") == read_version(None) == -1
+    assert (
+        read_version(f"{version}-incomplete") == read_version("default") == read_version(None) == -1
+    )
 
 
 KINDS = st.sampled_from(["die", "return", "mute", "update", "ask"])
@@ -368,7 +394,9 @@ EVENTS = st.lists(st.tuples(KINDS, st.sampled_from("abc"), st.integers(0, 4)), m
 
 @settings(deadline=None, max_examples=40)
 @given(EVENTS)
-def test_any_order_of_deaths_returns_and_updates(tmp_path_factory: pytest.TempPathFactory, events: list) -> None:
+def test_any_order_of_deaths_returns_and_updates(
+    tmp_path_factory: pytest.TempPathFactory, events: list
+) -> None:
     """If at least one server with current weights is up, every request gets tokens of the current version, and no
     running server stays paused.
 
@@ -379,7 +407,9 @@ def test_any_order_of_deaths_returns_and_updates(tmp_path_factory: pytest.TempPa
     folder, version = tmp_path_factory.mktemp("weights"), 0
     for k, (event, host, answers) in enumerate(events):
         others = set("abc") - machines.dead - {host}
-        if event == "die" and any(machines.versions[h] == version for h in others - machines.mute.keys()):
+        if event == "die" and any(
+            machines.versions[h] == version for h in others - machines.mute.keys()
+        ):
             machines.dead.add(host)
         elif event == "mute" and others and not machines.mute and host not in machines.dead:
             machines.mute[host] = answers
@@ -392,7 +422,9 @@ def test_any_order_of_deaths_returns_and_updates(tmp_path_factory: pytest.TempPa
             assert machines.paused <= machines.dead
             assert ask(trainer) == [version]
             # The proxy recognises old tokens only after it has received a token of the new version.
-            survivor = next(h for h in "abc" if h not in machines.dead and machines.versions[h] == version)
+            survivor = next(
+                h for h in "abc" if h not in machines.dead and machines.versions[h] == version
+            )
             proxy.servers.check_age(survivor, [version], 0)
         else:
             assert ask(trainer, session=f"{k}") == ask(proxy, session=f"{k}") == [version]
@@ -422,7 +454,13 @@ class Pair:
         return [f"http://127.0.0.1:{port}" for port in self.ports]
 
     def start(self, k: int) -> None:
-        words = ["--model-path", str(self.model), "--port", str(self.ports[k]), "--exit-with-parent"]
+        words = [
+            "--model-path",
+            str(self.model),
+            "--port",
+            str(self.ports[k]),
+            "--exit-with-parent",
+        ]
         process = subprocess.Popen(
             [sys.executable, "-m", "inference.tiny.server", *words], cwd=ROOT, stdin=subprocess.PIPE
         )
@@ -450,7 +488,9 @@ LONG = 1800  # length in tokens of a completion that is still running when its s
 
 
 @pytest.mark.runs
-def test_kill_one_of_two_in_the_midst_of_generation(pair: Pair, other_model_dir: Path, tmp_path: Path) -> None:
+def test_kill_one_of_two_in_the_midst_of_generation(
+    pair: Pair, other_model_dir: Path, tmp_path: Path
+) -> None:
     """Twelve long completions finish, although the weights are updated and one of two real servers is killed.
 
     When the killed server is started again, it gets no requests until the next update gives it the current weights.
@@ -461,7 +501,9 @@ def test_kill_one_of_two_in_the_midst_of_generation(pair: Pair, other_model_dir:
     responses: dict[int, Any] = {}
 
     async def generate(k: int) -> None:
-        responses[k] = await engine.agenerate(ModelRequest([5, 6, 7], session=f"{k}", gconfig=gconfig))
+        responses[k] = await engine.agenerate(
+            ModelRequest([5, 6, 7], session=f"{k}", gconfig=gconfig)
+        )
 
     async def generate_all() -> None:
         await asyncio.gather(*(generate(k) for k in range(12)))

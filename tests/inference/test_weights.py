@@ -50,7 +50,9 @@ class Servers:
         self.asked: list[tuple[str, dict[str, Any]]] = []
         self.on_disk: list[set[str]] = []
 
-    def post_all(self, path: str, body: dict[str, Any], timeout: float = 0.0) -> list[dict[str, Any]]:
+    def post_all(
+        self, path: str, body: dict[str, Any], timeout: float = 0.0
+    ) -> list[dict[str, Any]]:
         self.asked.append((path, body))
         self.on_disk.append({entry.name for entry in self.root.iterdir()})
         if self.error:
@@ -58,7 +60,9 @@ class Servers:
         return [{"success": True}]
 
 
-def test_a_checkpoint_is_a_hugging_face_directory(state: dict, tiny_model_dir: Path, tmp_path: Path):
+def test_a_checkpoint_is_a_hugging_face_directory(
+    state: dict, tiny_model_dir: Path, tmp_path: Path
+):
     """`from_pretrained` loads what write_checkpoint wrote: the same tensors, names and tokenizer."""
     changed = {name: tensor + 1 for name, tensor in state.items()}
     written = write_checkpoint(changed, tiny_model_dir, tmp_path / "deep" / "v3")
@@ -76,7 +80,9 @@ def test_own_dtype_and_layout(tiny_model_dir: Path, tmp_path: Path):
     memory."""
     half = torch.arange(6, dtype=torch.bfloat16).reshape(2, 3)
     tensors = {"half": half, "strided": torch.arange(6.0).reshape(2, 3).T}
-    written = load_file(write_checkpoint(tensors, tiny_model_dir, tmp_path / "v0") / "model.safetensors")
+    written = load_file(
+        write_checkpoint(tensors, tiny_model_dir, tmp_path / "v0") / "model.safetensors"
+    )
     assert set(written) == {"half", "strided"}
     assert written["half"].dtype == torch.bfloat16
     assert torch.equal(written["half"], half)
@@ -94,7 +100,9 @@ def test_a_crash_half_way_is_never_seen(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(*{"tensors": (safetensors.torch, "save_file"), "replace": (os, "replace")}[step], crash)
+        patch.setattr(
+            *{"tensors": (safetensors.torch, "save_file"), "replace": (os, "replace")}[step], crash
+        )
         with pytest.raises(KeyboardInterrupt):
             write_checkpoint(state, tiny_model_dir, tmp_path / "v1")
     assert not (tmp_path / "v1").exists()
@@ -136,7 +144,9 @@ def test_nothing_is_deleted_when_a_server_fails(tmp_path: Path):
     for name in ("v1", "v2"):
         (tmp_path / name).mkdir()
     with pytest.raises(RuntimeError, match="b is gone"):
-        send(WeightUpdateMeta(path=str(tmp_path), version=2), Servers(tmp_path, "b is gone").post_all)
+        send(
+            WeightUpdateMeta(path=str(tmp_path), version=2), Servers(tmp_path, "b is gone").post_all
+        )
     assert {entry.name for entry in tmp_path.iterdir()} == {"v1", "v2"}
 
 
@@ -185,7 +195,9 @@ def test_names_and_numbers_are_those_of_the_checkpoint(tmp_path: Path, name: str
     engine.initialize()
     engine.save(tmp_path / "saved")
     sent = [
-        (name, tensor.clone()) for bucket in named_buckets(engine.model, torch.float32, 0.01) for name, tensor in bucket
+        (name, tensor.clone())
+        for bucket in named_buckets(engine.model, torch.float32, 0.01)
+        for name, tensor in bucket
     ]
     engine.destroy()
     assert sorted(name for name, _ in sent) == sorted(source)
@@ -198,11 +210,18 @@ def test_buckets_hold_the_model_once(tmp_path: Path):
     """Every weight is in exactly one bucket, and a bucket of several tensors never exceeds the size limit. Each bucket
     is freed before the next bucket is made."""
     config = Qwen3Config(
-        vocab_size=1000, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2, head_dim=16
+        vocab_size=1000,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        head_dim=16,
     )
     config.tie_word_embeddings = True
     model = AutoModelForCausalLM.from_config(config)
-    limit = 20_000 / 2**20  # a bucket has at most 20,000 bytes, except the bucket of the embedding (64,000 bytes)
+    limit = (
+        20_000 / 2**20
+    )  # a bucket has at most 20,000 bytes, except the bucket of the embedding (64,000 bytes)
     sent: list[tuple[str, torch.Tensor]] = []
     lent: list[weakref.ref] = []
     buckets = 0
@@ -221,7 +240,9 @@ def test_buckets_hold_the_model_once(tmp_path: Path):
         assert torch.equal(tensor, wanted[name].bfloat16())
 
 
-@pytest.mark.parametrize(("version", "wanted"), [("0.5.19", False), ("0.5.23.post1", True), ("0.6.0", True)])
+@pytest.mark.parametrize(
+    ("version", "wanted"), [("0.5.19", False), ("0.5.23.post1", True), ("0.6.0", True)]
+)
 def test_sessions_where_the_version_has_them(version: str, wanted: bool):
     """An update sends /begin_weight_update and /end_weight_update only to SGLang 0.5.20 and later."""
     asked: list[str] = []
@@ -272,7 +293,9 @@ class Watched:
         self.record("resume")
 
 
-def test_files_are_written_in_the_servers_dtype_before_the_pause(tiny_model_dir: Path, tmp_path: Path):
+def test_files_are_written_in_the_servers_dtype_before_the_pause(
+    tiny_model_dir: Path, tmp_path: Path
+):
     """In mode `disk`, `push_weights` writes the new weights as bfloat16 files before it pauses the servers."""
     actor = FSDPPPOActor(PPOActorConfig(dtype="bfloat16"), tiny_model_dir)
     actor.create_process_group()
@@ -283,7 +306,9 @@ def test_files_are_written_in_the_servers_dtype_before_the_pause(tiny_model_dir:
     TrainingLoop.push_weights(SimpleNamespace(actor=actor, rollout=rollout, run=run), 3)  # type: ignore[arg-type]
     assert rollout.calls == [(call, ["v3"]) for call in ("pause", "update_weights", "resume")]
     assert actor.get_version() == 3
-    source, written = (load_file(folder / "model.safetensors") for folder in (tiny_model_dir, tmp_path / "v3"))
+    source, written = (
+        load_file(folder / "model.safetensors") for folder in (tiny_model_dir, tmp_path / "v3")
+    )
     assert written.keys() == source.keys()
     assert all(torch.equal(written[name], source[name].bfloat16()) for name in source)
     size = sum(2 * tensor.numel() for tensor in source.values())
@@ -313,10 +338,14 @@ class Meeting:
     NCCL."""
 
     def __init__(self, servers: int) -> None:
-        self.barrier = threading.Barrier(1 + servers, timeout=10)  # wait() raises an error if a group member is missing
+        self.barrier = threading.Barrier(
+            1 + servers, timeout=10
+        )  # wait() raises an error if a group member is missing
         self.pool = ThreadPoolExecutor(servers)
         self.servers = servers
-        self.done: list[str] = []  # names of the collective operations that all members have entered
+        self.done: list[
+            str
+        ] = []  # names of the collective operations that all members have entered
 
     def enter(self, name: str) -> None:
         if self.barrier.wait() == 0:  # wait() returns 0 in exactly one of the waiting threads
@@ -340,7 +369,8 @@ class Meeting:
     def post_all(self, path: str, body: Any = None, timeout: float = 0.0) -> list[dict[str, Any]]:
         collectives = {
             "/init_weights_update_group": ["create"],
-            "/update_weights_from_distributed": ["broadcast"] * len(body["names"] if "names" in (body or {}) else ()),
+            "/update_weights_from_distributed": ["broadcast"]
+            * len(body["names"] if "names" in (body or {}) else ()),
             "/destroy_weights_update_group": ["destroy"],
         }
         for name in collectives.get(path, []):
@@ -372,10 +402,14 @@ def test_handles_name_the_gpu_by_its_uuid(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(reductions, "reduce_tensor", lambda tensor: (Rebuilt, tuple(numbered)))
     names = {5: SimpleNamespace(uuid="GPU-5-uuid")}
     monkeypatch.setattr(torch.cuda, "get_device_properties", names.__getitem__)
-    [(name, handle)] = pickle.loads(base64.b64decode(weights.serialise([("w", torch.ones(1))], "cuda")))
+    [(name, handle)] = pickle.loads(
+        base64.b64decode(weights.serialise([("w", torch.ones(1))], "cuda"))
+    )
     named = tuple("GPU-5-uuid" if argument == 5 else argument for argument in numbered)
     assert (name, handle.arguments) == ("w", named)
-    [(name, tensor)] = pickle.loads(base64.b64decode(weights.serialise([("w", torch.ones(1))], "cpu")))
+    [(name, tensor)] = pickle.loads(
+        base64.b64decode(weights.serialise([("w", torch.ones(1))], "cpu"))
+    )
     assert torch.equal(tensor, torch.ones(1))
 
 
@@ -443,12 +477,23 @@ def test_two_ranks_send_a_model_that_neither_holds(tmp_path: Path):
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE) as server:
         url = f"http://127.0.0.1:{port}"
         wait_until_up(url, server)
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        torchrun = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node=2",
+        ]
         # With this value of MALLOC_MMAP_THRESHOLD_, glibc returns the memory of freed tensors to the system.
         environment = os.environ | {"PYTHONPATH": str(ROOT), "MALLOC_MMAP_THRESHOLD_": "65536"}
         words = [str(tmp_path / "ranks.py"), url, str(path), "distributed", "8", str(tmp_path)]
         ranks = subprocess.run(
-            [*torchrun, *words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200
+            [*torchrun, *words],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=200,
         )
         assert ranks.returncode == 0, ranks.stderr[-3000:]
         growth = [float((tmp_path / f"growth-{rank}").read_text()) for rank in range(2)]
@@ -469,12 +514,17 @@ def test_two_ranks_send_a_model_that_neither_holds(tmp_path: Path):
         assert httpx.get(url + "/model_info").json()["weight_version"] == "2"
 
 
-def test_a_real_server_serves_what_was_written(tiny_server: str, state: dict, tiny_model_dir: Path, tmp_path: Path):
+def test_a_real_server_serves_what_was_written(
+    tiny_server: str, state: dict, tiny_model_dir: Path, tmp_path: Path
+):
     """After an update a real server generates with the new weights and reports the new version."""
     before = RemoteInfEngine([tiny_server]).score([5, 6, 7, 8])
     meta = WeightUpdateMeta(path=str(tmp_path))
     tokens = []
-    for version, change in ((1, 0.5), (0, 1.0)):  # the update to version 0 restores the original weights
+    for version, change in (
+        (1, 0.5),
+        (0, 1.0),
+    ):  # the update to version 0 restores the original weights
         scaled = {name: tensor * change for name, tensor in state.items()}
         engine = RemoteInfEngine([tiny_server])  # an engine refuses a version below its own
         engine.initialize()

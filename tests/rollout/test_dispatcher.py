@@ -62,7 +62,14 @@ class Version:
 class Stage:
     """A dispatcher whose episodes end when the test calls finish(i), reject(i) or crash(i)."""
 
-    def __init__(self, eta: int = 0, batch: int = 2, concurrent: int = 100, max_queue_size: int = 100, **kwargs):
+    def __init__(
+        self,
+        eta: int = 0,
+        batch: int = 2,
+        concurrent: int = 100,
+        max_queue_size: int = 100,
+        **kwargs,
+    ):
         self.version = Version()
         self.manager = StalenessManager(self.version, concurrent, batch, eta)
         self.events: list[tuple[str, int]] = []
@@ -186,7 +193,9 @@ def test_a_straggler_holds_up_its_batch(make_stage):
     stage.submit(0, 1, 2, 3)
     stage.started(4)
     stage.finish(1, 2, 3)
-    assert stage.dispatcher.wait_for_task(3, timeout=DEADLINE).task_id == 3  # now groups 1, 2 and 3 have finished
+    assert (
+        stage.dispatcher.wait_for_task(3, timeout=DEADLINE).task_id == 3
+    )  # now groups 1, 2 and 3 have finished
     with pytest.raises(TimeoutError, match="the next 2 tasks"):
         stage.take(2, timeout=0)
     stage.finish(0)
@@ -384,7 +393,12 @@ def test_a_row_of_rejections_is_logged_once(make_stage, caplog):
         stage.finish(task_id) if task_id in accepted else stage.reject(task_id)
     stage.submit(*range(14))
     assert stage.dispatcher.wait_for_task(13, timeout=DEADLINE) is None
-    assert caplog.text.count("3 tasks in a row were rejected and none was accepted: look at should_accept_fn") == 2
+    assert (
+        caplog.text.count(
+            "3 tasks in a row were rejected and none was accepted: look at should_accept_fn"
+        )
+        == 2
+    )
 
 
 def test_an_exhausted_generator_is_an_error(make_stage):
@@ -523,7 +537,11 @@ def test_fail_reaches_a_waiting_caller(make_stage):
     with pytest.raises(RuntimeError, match="server 1 is gone") as info:
         waiting.result()
     assert info.value.__cause__ is error
-    for call in (lambda: stage.submit(1), lambda: stage.take(1), lambda: stage.dispatcher.wait_for_task(0)):
+    for call in (
+        lambda: stage.submit(1),
+        lambda: stage.take(1),
+        lambda: stage.dispatcher.wait_for_task(0),
+    ):
         with pytest.raises(RuntimeError, match="server 1 is gone"):
             call()
 
@@ -580,12 +598,18 @@ def test_destroy_cancels_cleans_up_and_leaves_no_thread(make_stage):
 def test_ctrl_c_gets_through_to_a_waiting_trainer(make_stage):
     """Ctrl-C ends the main thread's wait at once, even if the wait has no timeout."""
     stage = make_stage()
-    lock, main_thread, through = stage.dispatcher.runner.lock, threading.get_ident(), threading.Event()
+    lock, main_thread, through = (
+        stage.dispatcher.runner.lock,
+        threading.get_ident(),
+        threading.Event(),
+    )
 
     async def interrupt(task: Prompt) -> None:
         with lock:  # the main thread releases the lock when it begins to wait
             pass
-        while not through.is_set():  # the first signal may come before the main thread waits, so the loop repeats it
+        while (
+            not through.is_set()
+        ):  # the first signal may come before the main thread waits, so the loop repeats it
             signal.pthread_kill(main_thread, signal.SIGINT)
             await asyncio.sleep(1)
         await asyncio.get_running_loop().create_future()
@@ -603,7 +627,9 @@ def test_repr_shows_the_state(make_stage):
     stage = make_stage(eta=0, batch=2)
     stage.submit(0, 1, 2)
     stage.started(2)
-    assert repr(stage.state).startswith("DispatchState(open, pending=1, started=2, StalenessManager(version=0,")
+    assert repr(stage.state).startswith(
+        "DispatchState(open, pending=1, started=2, StalenessManager(version=0,"
+    )
 
 
 # ---- virtual time
@@ -613,7 +639,9 @@ class VirtualRunner(AsyncTaskRunner):
     """A runner in virtual time: only `wait_for` changes the time. The function durations(task_id) returns how many
     seconds a task takes."""
 
-    def __init__(self, durations: Callable[[int], float]):  # a virtual runner starts neither a thread nor an event loop
+    def __init__(
+        self, durations: Callable[[int], float]
+    ):  # a virtual runner starts neither a thread nor an event loop
         self.lock = threading.Condition()
         self.durations = durations
         self.now = 0.0
@@ -638,15 +666,21 @@ class VirtualRunner(AsyncTaskRunner):
         return result
 
 
-def virtual_training(eta: int, batch: int, durations: Callable[[int], float], steps: int, train_s: float):
+def virtual_training(
+    eta: int, batch: int, durations: Callable[[int], float], steps: int, train_s: float
+):
     """Train with the real dispatcher in virtual time. Return the ages of each step's groups, and the duration of the
     training in seconds of virtual time."""
     version = Version()
     runner = VirtualRunner(durations)
     state: DispatchState[Prompt, Group] = DispatchState(
-        StalenessManager(version, 1000, batch, eta), lambda group: group.version, max_queue_size=1000
+        StalenessManager(version, 1000, batch, eta),
+        lambda group: group.version,
+        max_queue_size=1000,
     )
-    dispatcher = BatchTaskDispatcher(lambda task: value(Group(task.task_id, version.get_version())), state, runner)
+    dispatcher = BatchTaskDispatcher(
+        lambda task: value(Group(task.task_id, version.get_version())), state, runner
+    )
     source, ages = prompts(), []
     for step in range(steps):
         groups = dispatcher.active_submit_and_wait(source, batch)
@@ -668,7 +702,12 @@ def test_the_dispatcher_runs_in_virtual_time():
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.integers(0, 3), st.integers(1, 4), st.lists(st.integers(0, 50), min_size=60, max_size=60), st.integers(0, 30))
+@given(
+    st.integers(0, 3),
+    st.integers(1, 4),
+    st.lists(st.integers(0, 50), min_size=60, max_size=60),
+    st.integers(0, 30),
+)
 def test_no_choice_of_durations_breaks_the_bound(eta, batch, durations, train_s):
     """No group that the dispatcher returns is older than eta versions, however long the episodes take."""
     ages, _ = virtual_training(eta, batch, lambda i: durations[i % 60], steps=12, train_s=train_s)

@@ -63,7 +63,9 @@ def make(tiny_tokenizer: Any) -> Iterator[Make]:
     the test."""
     made: list[WorkflowExecutor] = []
 
-    def make(engine: Any = None, config: dict[str, Any] | None = None, **options: Any) -> WorkflowExecutor:
+    def make(
+        engine: Any = None, config: dict[str, Any] | None = None, **options: Any
+    ) -> WorkflowExecutor:
         settings = {"consumer_batch_size": 2, "max_head_offpolicyness": 0} | (config or {})
         engine = engine or ScriptedEngine(tiny_tokenizer)
         made.append(WorkflowExecutor(engine, RolloutConfig(**settings), **options))
@@ -112,7 +114,11 @@ def test_the_order_of_the_data_is_the_loaders_own_generator(make: Make) -> None:
 def test_every_loader_begins_at_its_own_beginning(make: Make) -> None:
     """prepare_batch may be called alternately with two dataloaders, as in a curriculum. Each dataloader continues with
     the sample after the last sample that it has returned."""
-    executor, loaders, seen = make(), [loader(SAMPLES), loader([{"n": n} for n in range(10, 15)])], []
+    executor, loaders, seen = (
+        make(),
+        [loader(SAMPLES), loader([{"n": n} for n in range(10, 15)])],
+        [],
+    )
     for data in (*loaders, *loaders):
         for _ in range(2):
             seen += executor.prepare_batch(data, Echo())["rewards"].tolist()
@@ -147,7 +153,10 @@ def test_every_call_is_served_by_its_own_arguments(make: Make) -> None:
         rows.append(batch["input_ids"].tolist())
         next_version(executor)
     assert rows[0] == [[1, 0, 0], [2, 0, 0]]
-    assert rows[1] == [[3, 0, 0], [4, 0, 0]]  # prepare_batch took these samples from the dataloader in its first call
+    assert rows[1] == [
+        [3, 0, 0],
+        [4, 0, 0],
+    ]  # prepare_batch took these samples from the dataloader in its first call
     assert rows[2] == [[5, 0, 1], [5, 1, 1], [1, 0, 1], [1, 1, 1]]
     assert rows[3] == [[2, i, 2] for i in range(3)] + [[3, i, 2] for i in range(3)]
 
@@ -167,7 +176,9 @@ def test_rejected_groups_are_refilled_and_failed_ones_counted(make: Make) -> Non
     groups."""
     executor = make()
     workflow = Echo(fails=(0,), rejects=(1,))
-    batch = executor.prepare_batch(loader(SAMPLES), workflow, None, lambda traj: bool(traj["rewards"][0] != 2))
+    batch = executor.prepare_batch(
+        loader(SAMPLES), workflow, None, lambda traj: bool(traj["rewards"][0] != 2)
+    )
     assert batch["rewards"].tolist() == [3.0, 4.0]
     assert replace(executor.stats, enqueued=0) == RolloutStat(accepted=2, rejected=3, failed=1)
 
@@ -194,7 +205,9 @@ class Panic(BaseException):
 
 @pytest.mark.parametrize("group_size", [1, 2])
 @pytest.mark.parametrize(
-    "error", [ValueError("broken"), SystemExit("broken"), GeneratorExit("broken"), Panic("broken")], ids=repr
+    "error",
+    [ValueError("broken"), SystemExit("broken"), GeneratorExit("broken"), Panic("broken")],
+    ids=repr,
 )
 def test_whatever_an_episode_raises_is_its_failure(
     make: Make, caplog: pytest.LogCaptureFixture, error: BaseException, group_size: int
@@ -254,7 +267,9 @@ def test_the_same_failure_again_and_again_stops_the_run(make: Make) -> None:
 def test_the_loaders_batch_is_what_the_gate_counts(make: Make) -> None:
     """prepare_batch raises an error if the dataloader's batch size is not consumer_batch_size, or if the dataloader
     has no samples."""
-    with pytest.raises(ValueError, match="consumer_batch_size=2 must equal the dataloader's batch_size=3"):
+    with pytest.raises(
+        ValueError, match="consumer_batch_size=2 must equal the dataloader's batch_size=3"
+    ):
         make().prepare_batch(loader(SAMPLES, batch_size=3), Echo())
     with pytest.raises(ValueError, match="no samples"):
         make().prepare_batch(loader([]), Echo())
@@ -267,9 +282,13 @@ def test_group_size_and_n_samples_are_one_number(make: Make) -> None:
     with pytest.raises(ValueError, match=r"group_size=2 and gconfig.n_samples=3 are one number"):
         executor.prepare_batch(loader(SAMPLES), Echo(), group_size=2)
     assert len(executor.prepare_batch(loader(SAMPLES), Echo())["rewards"]) == 6
-    assert len(make(config={"group_size": 4}).prepare_batch(loader(SAMPLES), Echo())["rewards"]) == 8
+    assert (
+        len(make(config={"group_size": 4}).prepare_batch(loader(SAMPLES), Echo())["rewards"]) == 8
+    )
     evaluation = executor.for_evaluation()
-    assert len(evaluation.rollout_batch(SAMPLES, Echo(), group_size=1, is_eval=True)["rewards"]) == 5
+    assert (
+        len(evaluation.rollout_batch(SAMPLES, Echo(), group_size=1, is_eval=True)["rewards"]) == 5
+    )
     evaluation.destroy()
 
 
@@ -279,7 +298,9 @@ def test_should_accept_fn_may_be_named_and_must_be_a_function(make: Make) -> Non
     executor = make()
     batch = executor.prepare_batch(loader(SAMPLES), Echo(), should_accept_fn=f"{__name__}.is_even")
     assert batch["rewards"].tolist() == [0.0, 2.0]
-    with pytest.raises(TypeError, match=r"should_accept_fn must be a function or 'module.function', not 7"):
+    with pytest.raises(
+        TypeError, match=r"should_accept_fn must be a function or 'module.function', not 7"
+    ):
         executor.submit(SAMPLES[0], Echo(), should_accept_fn=7)
 
 
@@ -316,12 +337,19 @@ def test_rollout_batch_keeps_the_order_of_the_data(make: Make) -> None:
     """rollout_batch returns the accepted groups in the order of the prompts, and raises an error if no group was
     accepted."""
     executor = make(config={"consumer_batch_size": 8})
-    assert executor.rollout_batch(SAMPLES, Echo(rejects=(1,)))["rewards"].tolist() == [0.0, 2.0, 3.0, 4.0]
+    assert executor.rollout_batch(SAMPLES, Echo(rejects=(1,)))["rewards"].tolist() == [
+        0.0,
+        2.0,
+        3.0,
+        4.0,
+    ]
     with pytest.raises(RuntimeError, match="none of 5 rollouts was accepted"):
         executor.rollout_batch(SAMPLES, Echo(rejects=(0, 1, 2, 3, 4)))
 
 
-def test_evaluation_needs_no_new_version_and_leaves_the_engine_alone(make: Make, tmp_path: Path) -> None:
+def test_evaluation_needs_no_new_version_and_leaves_the_engine_alone(
+    make: Make, tmp_path: Path
+) -> None:
     """Evaluation has an executor of its own, which has no staleness gate. The engine keeps the executor of training."""
 
     class Sees(Echo):
@@ -352,7 +380,9 @@ def test_a_restart_of_a_server_repeats_no_episode_of_an_evaluation(make: Make) -
                 evaluation.dispatcher.interrupt(ServerRestarted)
             return await super().arun_episode(engine, data)
 
-    finish = start_evaluation(evaluation, Inputs(None, [], [{"n": n} for n in range(6)], None, None, Restarts()))
+    finish = start_evaluation(
+        evaluation, Inputs(None, [], [{"n": n} for n in range(6)], None, None, Restarts())
+    )
     assert finish() is None
     found, left = finish(), evaluation.dispatcher.in_flight()
     evaluation.destroy()
@@ -421,11 +451,28 @@ def test_a_malformed_trajectory_is_a_failure_that_is_explained(
     executor = make(config={"consumer_batch_size": 9})
     good = {"input_ids": torch.ones(1, 2), "attention_mask": torch.ones(1, 2)}
     flat = {key: value[0] for key, value in good.items()}
-    for returns in (good, {"input_ids": torch.ones(2)}, good | {"hint": torch.ones(1)}, {}, flat, 1.0):
-        executor.wait_for_task(executor.submit({"returns": returns}, Bad(), group_size=group_size), timeout=30)
+    for returns in (
+        good,
+        {"input_ids": torch.ones(2)},
+        good | {"hint": torch.ones(1)},
+        {},
+        flat,
+        1.0,
+    ):
+        executor.wait_for_task(
+            executor.submit({"returns": returns}, Bad(), group_size=group_size), timeout=30
+        )
     assert executor.stats.failed == 5
-    said = [record.getMessage() for record in caplog.records if "rollout task" in record.getMessage()]
-    explained = ["lacks attention_mask; it has", r"adds \['hint'\]", "it has no keys", "its shape is", "not float"]
+    said = [
+        record.getMessage() for record in caplog.records if "rollout task" in record.getMessage()
+    ]
+    explained = [
+        "lacks attention_mask; it has",
+        r"adds \['hint'\]",
+        "it has no keys",
+        "its shape is",
+        "not float",
+    ]
     for message, words in zip(said, explained, strict=True):
         assert re.search(words, message)
 
@@ -465,7 +512,11 @@ def test_no_step_waits_for_a_slow_group(make: Make, stale: str) -> None:
     """With stale=mask, the loss excludes those tokens of a slow group that are more than eta versions old. With
     stale=drop, the whole group is dropped. With stale=mask and with stale=drop, no trained token is more than eta
     versions old."""
-    executor, data, slow = make(config={"max_head_offpolicyness": 1, "stale": stale}), loader(SAMPLES), list[int]()
+    executor, data, slow = (
+        make(config={"max_head_offpolicyness": 1, "stale": stale}),
+        loader(SAMPLES),
+        list[int](),
+    )
     while not slow and executor.stats.dropped == 0:
         version, batch = executor.engine.get_version(), executor.prepare_batch(data, OneIsSlow())
         assert batch["versions"][batch["loss_mask"] > 0].min() >= version - 1
@@ -481,7 +532,9 @@ def test_no_step_waits_for_a_slow_group(make: Make, stale: str) -> None:
     assert batch["masked"].sum() == batch["masked"][slow].sum() == 3 - sum(left) > 0
 
 
-def test_a_version_that_the_trainer_has_not_made_is_a_failure(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_version_that_the_trainer_has_not_made_is_a_failure(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
     """An episode fails if any token of its trajectory has a newer version than the trainer, even if the trajectory's
     oldest token is not too old."""
 
@@ -496,7 +549,9 @@ def test_a_version_that_the_trainer_has_not_made_is_a_failure(make: Make, caplog
     assert "a token has version 999, which the trainer has not made" in caplog.text
 
 
-async def pays(prompt: str, completion: str, prompt_ids: list, completion_ids: list, **data: Any) -> float:
+async def pays(
+    prompt: str, completion: str, prompt_ids: list, completion_ids: list, **data: Any
+) -> float:
     return 1.0
 
 
@@ -549,10 +604,14 @@ class Talks:
         self.result, self.turns = result, turns
 
     async def run(self, data: dict, base_url: str, api_key: str, http_client: Any) -> Any:
-        client = AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client, max_retries=0)
+        client = AsyncOpenAI(
+            base_url=base_url, api_key=api_key, http_client=http_client, max_retries=0
+        )
         messages, ids = list(data["messages"]), []
         for _ in range(self.turns):
-            reply = await client.chat.completions.create(model="m", messages=messages, max_completion_tokens=4)
+            reply = await client.chat.completions.create(
+                model="m", messages=messages, max_completion_tokens=4
+            )
             ids.append(reply.id)
             messages.append({"role": "assistant", "content": reply.choices[0].message.content})
             messages.append({"role": "user", "content": "go on"})
@@ -566,8 +625,12 @@ class Closes:
     """An agent that closes its SDK client, and with it the HTTP client that it was given."""
 
     async def run(self, data: dict, base_url: str, api_key: str, http_client: Any) -> float:
-        async with AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client, max_retries=0) as client:
-            await client.chat.completions.create(model="m", messages=data["messages"], max_completion_tokens=4)
+        async with AsyncOpenAI(
+            base_url=base_url, api_key=api_key, http_client=http_client, max_retries=0
+        ) as client:
+            await client.chat.completions.create(
+                model="m", messages=data["messages"], max_completion_tokens=4
+            )
         return 1.0
 
 
@@ -632,9 +695,14 @@ def test_a_conversation_is_one_row_in_style_concat(run_agent: Any) -> None:
 def test_a_dict_rewards_the_completions_it_names(run_agent: Any) -> None:
     """An agent may return a dict that maps completion ids to rewards. An episode fails if its agent returns a dict with
     an unknown completion id."""
-    group, _ = run_agent(Talks(lambda ids: {ids[0]: 3, ids[1]: np.float32(1)}), export_style="individual")
+    group, _ = run_agent(
+        Talks(lambda ids: {ids[0]: 3, ids[1]: np.float32(1)}), export_style="individual"
+    )
     assert group["rewards"].tolist() == [4.0, 1.0]
-    assert run_agent(Talks(lambda ids: {"nobody": 1.0})) == (None, RolloutStat(rejected=1, failed=1))
+    assert run_agent(Talks(lambda ids: {"nobody": 1.0})) == (
+        None,
+        RolloutStat(rejected=1, failed=1),
+    )
 
 
 def test_none_means_what_the_agent_set_itself(run_agent: Any) -> None:
@@ -645,7 +713,9 @@ def test_none_means_what_the_agent_set_itself(run_agent: Any) -> None:
     class SetsItself(Talks):
         async def run(self, data: dict, base_url: str, api_key: str, http_client: Any) -> None:
             await super().run(data, base_url, api_key, http_client)
-            answer = await http_client.post(base_url.removesuffix("/v1") + "/rl/set_reward", json={"reward": 0.0})
+            answer = await http_client.post(
+                base_url.removesuffix("/v1") + "/rl/set_reward", json={"reward": 0.0}
+            )
             assert answer.status_code == 200
 
     group, stats = run_agent(SetsItself(lambda ids: None))
@@ -653,7 +723,9 @@ def test_none_means_what_the_agent_set_itself(run_agent: Any) -> None:
     assert stats == RolloutStat(withdrawn=1)
 
 
-def test_what_is_no_reward_fails_the_episode_and_is_named(run_agent: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_no_reward_fails_the_episode_and_is_named(
+    run_agent: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     """An episode fails if the agent returns a string, returns a reward without a completion, or raises an exception.
     The log says why the episode failed."""
     failed = (None, RolloutStat(rejected=1, failed=1))
@@ -664,7 +736,9 @@ def test_what_is_no_reward_fails_the_episode_and_is_named(run_agent: Any, caplog
     assert "ZeroDivisionError" in caplog.text
 
 
-def test_an_episode_that_takes_too_long_is_cancelled(run_agent: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_episode_that_takes_too_long_is_cancelled(
+    run_agent: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     """An agent that exceeds the time limit is cancelled and counted as failed."""
     cancelled = threading.Event()
 
@@ -677,7 +751,10 @@ def test_an_episode_that_takes_too_long_is_cancelled(run_agent: Any, caplog: pyt
                 raise
             return 1.0
 
-    assert run_agent(Hangs(), episode_timeout_seconds=0.2) == (None, RolloutStat(rejected=1, failed=1))
+    assert run_agent(Hangs(), episode_timeout_seconds=0.2) == (
+        None,
+        RolloutStat(rejected=1, failed=1),
+    )
     assert cancelled.is_set()
     assert "took longer than 0.2 s (rollout.openai.episode_timeout_seconds)" in caplog.text
 

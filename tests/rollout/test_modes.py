@@ -31,7 +31,13 @@ from rollout.executor import ProxyAddress, WorkflowExecutor
 from rollout.workers import WorkerDied, WorkerPool, within
 from run.keys import OpenAIConfig, RolloutConfig
 from staleness import RolloutStat
-from workflow import OpenAIProxyWorkflow, WorkflowContext, resolve_workflow, to_tensors, workflow_context
+from workflow import (
+    OpenAIProxyWorkflow,
+    WorkflowContext,
+    resolve_workflow,
+    to_tensors,
+    workflow_context,
+)
 
 QUESTION = {"messages": [{"role": "user", "content": "2+2?"}], "answer": "4"}
 SUBPROC = ("rollout.openai.mode=subproc", "rollout.openai.subproc_max_workers=2")
@@ -55,7 +61,10 @@ def run_agent(proxy: ProxyAddress, tiny_server: str) -> Iterator[Run]:
         )
         executor = WorkflowExecutor(engine, config, proxy=proxy)
         try:
-            tasks = [executor.submit(QUESTION | sample, agent, group_size=group_size) for sample in samples or ({},)]
+            tasks = [
+                executor.submit(QUESTION | sample, agent, group_size=group_size)
+                for sample in samples or ({},)
+            ]
             return [executor.wait_for_task(task, timeout=60) for task in tasks], executor.stats
         finally:
             executor.destroy()
@@ -69,7 +78,11 @@ def run_agent(proxy: ProxyAddress, tiny_server: str) -> Iterator[Run]:
 
 @pytest.mark.parametrize(
     ("agent", "mode"),
-    [(mode_agents.MyAgent, "inline"), (mode_agents.MyAgent, "subproc"), (mode_agents.MySyncAgent, "subproc")],
+    [
+        (mode_agents.MyAgent, "inline"),
+        (mode_agents.MyAgent, "subproc"),
+        (mode_agents.MySyncAgent, "subproc"),
+    ],
 )
 def test_the_documents_agents_run_as_they_stand(run_agent: Run, agent: Any, mode: str) -> None:
     """The async example from AReaL's page Agent Workflow runs in mode `inline` and in mode `subproc`. The synchronous
@@ -85,7 +98,9 @@ def test_the_documents_agents_run_as_they_stand(run_agent: Run, agent: Any, mode
 async def test_both_modes_sample_the_same_tokens(proxy: ProxyAddress) -> None:
     """With the same seed, an episode samples the same tokens in mode `inline` and in mode `subproc`."""
     workflow_context.set(WorkflowContext(task_id=77))
-    inline: Any = resolve_workflow(mode_agents.Talks, proxy=vars(proxy) | {"export_style": "concat"})
+    inline: Any = resolve_workflow(
+        mode_agents.Talks, proxy=vars(proxy) | {"export_style": "concat"}
+    )
     apart = replace(inline, mode="subproc")
     rows = [to_tensors(await workflow.arun_episode(None, QUESTION)) for workflow in (inline, apart)]
     assert rows[0]["input_ids"].shape[1] > 40
@@ -94,7 +109,9 @@ async def test_both_modes_sample_the_same_tokens(proxy: ProxyAddress) -> None:
         torch.testing.assert_close(rows[0][key], rows[1][key], rtol=0, atol=1e-5)
 
 
-def test_clients_made_without_arguments_find_the_session(run_agent: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clients_made_without_arguments_find_the_session(
+    run_agent: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In mode `subproc`, SDK clients made without arguments read the URL and the key of their session from the
     environment."""
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # no server listens at this port
@@ -105,17 +122,24 @@ def test_clients_made_without_arguments_find_the_session(run_agent: Run, monkeyp
     assert stats == RolloutStat(withdrawn=3)
 
 
-def test_an_episode_that_waits_for_a_process_holds_no_session(run_agent: Run, proxy: ProxyAddress) -> None:
+def test_an_episode_that_waits_for_a_process_holds_no_session(
+    run_agent: Run, proxy: ProxyAddress
+) -> None:
     """An episode waits for a free process before it starts a session, so with one process only one session is open at a
     time."""
-    groups, _ = run_agent(mode_agents.CountsSessions, *[{"proxy": proxy.proxy_addr}] * 4, subproc_max_workers=1)
+    groups, _ = run_agent(
+        mode_agents.CountsSessions, *[{"proxy": proxy.proxy_addr}] * 4, subproc_max_workers=1
+    )
     assert [group["rewards"].tolist() for group in groups] == [[1.0]] * 4
 
 
 @pytest.mark.parametrize("mode", ["inline", "subproc"])
 def test_an_agent_that_sets_nothing_is_rejected(run_agent: Run, mode: str) -> None:
     """If an agent returns None and posts no reward, its episode is rejected, and does not count as failed."""
-    assert run_agent(mode_agents.Talks, {"then": "is_silent"}, mode=mode) == ([None], RolloutStat(rejected=1))
+    assert run_agent(mode_agents.Talks, {"then": "is_silent"}, mode=mode) == (
+        [None],
+        RolloutStat(rejected=1),
+    )
 
 
 # ---------------------------------------------------------------- agents that end in different ways
@@ -132,18 +156,33 @@ def test_an_agent_that_sets_nothing_is_rejected(run_agent: Run, mode: str) -> No
     ],
 )
 def test_a_failing_agent_is_counted_and_the_next_one_runs(
-    run_agent: Run, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture, then: str, says: str
+    run_agent: Run,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture,
+    then: str,
+    says: str,
 ) -> None:
     """If an agent raises an exception or its process ends, the failure is counted and logged, and the next episode
     runs."""
-    groups, stats = run_agent(mode_agents.Talks, {"then": then}, {}, {"then": then}, {}, subproc_max_workers=1)
-    assert [None if group is None else group["rewards"].tolist() for group in groups] == [None, [1.0], None, [1.0]]
+    groups, stats = run_agent(
+        mode_agents.Talks, {"then": then}, {}, {"then": then}, {}, subproc_max_workers=1
+    )
+    assert [None if group is None else group["rewards"].tolist() for group in groups] == [
+        None,
+        [1.0],
+        None,
+        [1.0],
+    ]
     assert (stats.failed, stats.rejected) == (2, 2)
     assert re.search(says, caplog.text)
-    assert "never retrieved" not in capfd.readouterr().err  # asyncio logs this text if a client is never closed
+    assert (
+        "never retrieved" not in capfd.readouterr().err
+    )  # asyncio logs this text if a client is never closed
 
 
-def test_an_agent_that_exits_inline_ends_no_other_episode(run_agent: Run, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_agent_that_exits_inline_ends_no_other_episode(
+    run_agent: Run, caplog: pytest.LogCaptureFixture
+) -> None:
     """In mode `inline`, an agent that calls sys.exit() counts as failed, and the next episode runs in the same event
     loop."""
     groups, stats = run_agent(mode_agents.Talks, {"then": "exits"}, {}, mode="inline")
@@ -163,7 +202,9 @@ def test_every_episode_has_a_process_of_its_own(run_agent: Run) -> None:
 def test_an_agent_that_forks_has_one_result(run_agent: Run) -> None:
     """If an agent forks the worker process, and both processes return a reward, only the reward of the original process
     counts. The reward of the forked process is not used as the result of the next episode."""
-    groups, stats = run_agent(mode_agents.Talks, {"then": "returns_twice"}, {}, subproc_max_workers=1)
+    groups, stats = run_agent(
+        mode_agents.Talks, {"then": "returns_twice"}, {}, subproc_max_workers=1
+    )
     assert [group["rewards"].tolist() for group in groups] == [[1.0], [1.0]]
     assert stats == RolloutStat(withdrawn=2)
 
@@ -193,10 +234,14 @@ def limit_passes(fifo: TextIO, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("limit_passes")
-def test_a_timed_out_episode_has_ended(run_agent: Run, caplog: pytest.LogCaptureFixture, fifo: TextIO) -> None:
+def test_a_timed_out_episode_has_ended(
+    run_agent: Run, caplog: pytest.LogCaptureFixture, fifo: TextIO
+) -> None:
     """If an episode exceeds its time limit, the agent's process and every process that the agent started are ended."""
     hangs = {"then": "hangs", "fifo": fifo.name}
-    groups, stats = run_agent(mode_agents.Talks, hangs, subproc_max_workers=1, episode_timeout_seconds=200)
+    groups, stats = run_agent(
+        mode_agents.Talks, hangs, subproc_max_workers=1, episode_timeout_seconds=200
+    )
     assert groups == [None]
     assert "took longer than 200 s (rollout.openai.episode_timeout_seconds)" in caplog.text
     assert fifo.read() == "alive"  # read() reached the end, so no process holds the named pipe open
@@ -204,7 +249,9 @@ def test_a_timed_out_episode_has_ended(run_agent: Run, caplog: pytest.LogCapture
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has subreapers")
-@pytest.mark.parametrize("then", ["leaves_a_daemon", "leaves_a_daemon_and_hangs", "leaves_a_daemon_and_is_killed"])
+@pytest.mark.parametrize(
+    "then", ["leaves_a_daemon", "leaves_a_daemon_and_hangs", "leaves_a_daemon_and_is_killed"]
+)
 def test_no_descendant_outlives_its_episode(
     run_agent: Run, fifo: TextIO, request: pytest.FixtureRequest, then: str
 ) -> None:
@@ -227,7 +274,9 @@ def test_an_agent_that_stops_its_guard_holds_up_no_episode(
     """If an agent suspends its guard process (SIGSTOP), the trainer kills the guard, and the next episode runs."""
     monkeypatch.setattr(workers, "END_SECONDS", 0.1)
     samples: list[dict] = [{"then": "stops_its_guard", "fifo": fifo.name}, {}]
-    groups, stats = run_agent(mode_agents.Talks, *samples, subproc_max_workers=1, episode_timeout_seconds=200)
+    groups, stats = run_agent(
+        mode_agents.Talks, *samples, subproc_max_workers=1, episode_timeout_seconds=200
+    )
     assert (groups[0], groups[1]["rewards"].tolist(), stats.failed) == (None, [1.0], 1)
     assert "after its socket was closed, so it is killed" in caplog.text
 
@@ -235,7 +284,9 @@ def test_an_agent_that_stops_its_guard_holds_up_no_episode(
 def test_the_recipe_of_the_security_page_contains_an_agent(run_agent: Run, tmp_path: Path) -> None:
     """SECURITY.md gives a command that runs agents in a sandbox. An agent in the sandbox of SECURITY.md can find none
     of the trainer's processes, and no file in the folder that the sandbox hides."""
-    recipe = (ROOT / "SECURITY.md").read_text().split("```\n")[1].replace("/path/to/runs", str(tmp_path))
+    recipe = (
+        (ROOT / "SECURITY.md").read_text().split("```\n")[1].replace("/path/to/runs", str(tmp_path))
+    )
     prefix = yaml.safe_load(recipe)["rollout"]["openai"]["subproc_prefix"]
     if subprocess.run([*prefix, "true"], capture_output=True).returncode:
         pytest.skip("this system allows no user namespaces")
@@ -246,13 +297,17 @@ def test_the_recipe_of_the_security_page_contains_an_agent(run_agent: Run, tmp_p
         assert [group["rewards"].tolist() for group in groups] == [[reward]]
 
 
-def test_destroy_ends_agents_that_run(proxy: ProxyAddress, tiny_server: str, tmp_path: Path) -> None:
+def test_destroy_ends_agents_that_run(
+    proxy: ProxyAddress, tiny_server: str, tmp_path: Path
+) -> None:
     """The executor's destroy() ends running agents and every process that the agents started."""
     os.mkfifo(fifo := tmp_path / "fifo")
     engine = RemoteInfEngine([tiny_server])
     engine.initialize()
     executor = WorkflowExecutor(
-        engine, RolloutConfig(consumer_batch_size=1, openai=OpenAIConfig(mode="subproc")), proxy=proxy
+        engine,
+        RolloutConfig(consumer_batch_size=1, openai=OpenAIConfig(mode="subproc")),
+        proxy=proxy,
     )
     executor.submit(QUESTION | {"then": "hangs", "fifo": str(fifo)}, mode_agents.Talks)
     with open(fifo) as file:
@@ -265,7 +320,9 @@ def test_destroy_ends_agents_that_run(proxy: ProxyAddress, tiny_server: str, tmp
 def test_what_cannot_be_pickled_is_named_before_anything_starts() -> None:
     """The error for an agent that cannot be pickled names the agent's class and suggests a change."""
     address = {"proxy_addr": "http://127.0.0.1:1", "admin_key": "k", "mode": "subproc"}
-    with pytest.raises(ValueError, match=r"agent Unpicklable .*cannot be pickled.*clients in `run`.*mode=inline"):
+    with pytest.raises(
+        ValueError, match=r"agent Unpicklable .*cannot be pickled.*clients in `run`.*mode=inline"
+    ):
         resolve_workflow(mode_agents.Unpicklable, proxy=address)
 
     class Local(mode_agents.Talks):
@@ -286,7 +343,10 @@ def test_a_run_leaves_no_process(tmp_path: Path, end: signal.Signals) -> None:
     """After Ctrl-C or kill -9 of the trainer, a run in mode `subproc` leaves no process behind."""
     words = (*SMALL_GUESS, *SUBPROC, "train_dataset.batch_size=2", "max_steps=10000")
     process, pids = start_and_wait_for_step(tmp_path, *words)
-    assert len([name for name in pids if "workers.serve" in name]) in (1, 2)  # each episode gets a new worker
+    assert len([name for name in pids if "workers.serve" in name]) in (
+        1,
+        2,
+    )  # each episode gets a new worker
     process.send_signal(end)
     process.communicate(timeout=30)
     metrics = (tmp_path / "e" / "t" / "metrics.jsonl").read_text().splitlines()
@@ -336,7 +396,10 @@ async def test_only_the_call_that_died_fails() -> None:
 AT_IMPORT = {
     "nothing": ("pass", True),
     "uses torch's threads": ("torch.set_num_threads(2); torch.rand(1000, 1000).exp()", True),
-    "starts a thread": ("threading.Thread(target=threading.Event().wait, daemon=True).start()", False),
+    "starts a thread": (
+        "threading.Thread(target=threading.Event().wait, daemon=True).start()",
+        False,
+    ),
     "starts a process": ("process = subprocess.Popen(['sleep', '60'])", False),
     "ignores SIGCHLD": ("signal.signal(signal.SIGCHLD, signal.SIG_IGN)", False),
 }
@@ -367,7 +430,9 @@ async def call_twice(name: str) -> list[Any]:
 
 
 @pytest.fixture(params=AT_IMPORT)
-def is_forked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> bool:
+def is_forked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> bool:
     """Make the module `at_import`. The fixture's value says whether its episodes are forks of one worker."""
     line, can_fork = AT_IMPORT[request.param]
     (tmp_path / "at_import.py").write_text(MODULE.format(line))
@@ -399,7 +464,10 @@ async def test_two_episodes_draw_different_random_numbers(is_forked: bool) -> No
 async def test_no_process_outlives_a_guard_that_is_killed(fresh: bool) -> None:
     """If the guard of a worker is killed, the worker's other processes end."""
     async with contextlib.aclosing(WorkerPool(1, fresh=fresh)) as pool, pool.worker() as worker:
-        processes = {name: await worker.call(get) for name, get in (("parent", os.getppid), ("call", os.getpid))}
+        processes = {
+            name: await worker.call(get)
+            for name, get in (("parent", os.getppid), ("call", os.getpid))
+        }
         worker._process.kill()
         for pid in processes.values():
             wait_gone(pid)
@@ -445,12 +513,12 @@ async def test_work_that_swallows_its_cancellation_is_abandoned(
 
 @pytest.mark.anyio
 async def test_a_worker_gets_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker's environment does not contain the keys of the run, such as NANO_AREAL_SERVER_KEY, but contains the
+    """A worker's environment does not contain the keys of the run, such as POCKET_AREAL_SERVER_KEY, but contains the
     user's other keys."""
-    monkeypatch.setenv("NANO_AREAL_SERVER_KEY", "secret")
+    monkeypatch.setenv("POCKET_AREAL_SERVER_KEY", "secret")
     monkeypatch.setenv("MY_TOOLS_KEY", "the agent's")
     async with contextlib.aclosing(WorkerPool(1)) as pool, pool.worker() as worker:
-        assert await worker.call(os.getenv, "NANO_AREAL_SERVER_KEY") is None
+        assert await worker.call(os.getenv, "POCKET_AREAL_SERVER_KEY") is None
         assert await worker.call(os.getenv, "MY_TOOLS_KEY") == "the agent's"
 
 
@@ -521,7 +589,9 @@ def test_a_loop_that_ends_takes_its_workers_along() -> None:
         "        return await worker.call(os.getpid)\n"
         "print(asyncio.run(main()), asyncio.run(main()))\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
     first, second = map(int, done.stdout.split())
     assert first != second
     assert_gone({"first": first, "second": second})

@@ -111,16 +111,26 @@ def read_until_gone(fifo: str | int) -> str:
 
 NUMBERS = [
     *(1, 1.0, True, np.float32(1), np.float64(1), np.int64(1), np.bool_(True), np.array(1.0)),
-    *(torch.tensor(1), torch.tensor(1.0), torch.tensor(True), torch.tensor(1.0, dtype=torch.bfloat16)),
+    *(
+        torch.tensor(1),
+        torch.tensor(1.0),
+        torch.tensor(True),
+        torch.tensor(1.0, dtype=torch.bfloat16),
+    ),
 ]
 
 
-@pytest.mark.parametrize("value", NUMBERS, ids=lambda v: f"{type(v).__name__} {getattr(v, 'dtype', '')}")
+@pytest.mark.parametrize(
+    "value", NUMBERS, ids=lambda v: f"{type(v).__name__} {getattr(v, 'dtype', '')}"
+)
 def test_every_kind_of_number_is_a_reward(value: Any) -> None:
     """Numbers and bools of Python are valid rewards, and so are scalars of numpy and torch."""
     assert parse_rewards(value) == 1.0
     assert type(parse_rewards(value)) is float
-    assert parse_rewards({"chatcmpl-1": value, "chatcmpl-2": 0}) == {"chatcmpl-1": 1.0, "chatcmpl-2": 0.0}
+    assert parse_rewards({"chatcmpl-1": value, "chatcmpl-2": 0}) == {
+        "chatcmpl-1": 1.0,
+        "chatcmpl-2": 0.0,
+    }
 
 
 def test_none_says_that_the_agent_set_its_rewards_itself() -> None:
@@ -137,7 +147,8 @@ def test_none_says_that_the_agent_set_its_rewards_itself() -> None:
 def test_what_is_no_number_is_named(value: Any) -> None:
     """A value that is not a number raises an error that names the value's type and describes the allowed values."""
     with pytest.raises(
-        TypeError, match=r"a reward is a number, not (str|list|tuple|Tensor|ndarray|complex|obj|None|Dec)"
+        TypeError,
+        match=r"a reward is a number, not (str|list|tuple|Tensor|ndarray|complex|obj|None|Dec)",
     ):
         parse_rewards(value)
 
@@ -153,7 +164,10 @@ def test_a_reward_is_finite(value: Any) -> None:
 async def test_a_plain_function_runs_in_another_process(rewards: ModuleType) -> None:
     """A plain reward function runs in a worker process. The function's arguments are the texts, the token ids and the
     sample."""
-    assert await AsyncRewardWrapper(rewards.equals)("2+2?", "4", [1], [2], answer="4", extra=None) == 1.0
+    assert (
+        await AsyncRewardWrapper(rewards.equals)("2+2?", "4", [1], [2], answer="4", extra=None)
+        == 1.0
+    )
     assert await AsyncRewardWrapper(rewards.process_id)() != os.getpid()
 
 
@@ -175,7 +189,9 @@ async def test_every_exception_is_reported(rewards: ModuleType) -> None:
 
 
 @pytest.mark.anyio
-async def test_a_worker_that_reads_nothing_is_killed(rewards: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_worker_that_reads_nothing_is_killed(
+    rewards: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """If a worker's process never reads its call, the time limit still ends the call, even if the call is larger than
     the buffer of the socket."""
     monkeypatch.setattr(workers, "END_SECONDS", 0.2)
@@ -184,7 +200,9 @@ async def test_a_worker_that_reads_nothing_is_killed(rewards: ModuleType, monkey
         for _ in range(2):  # the second call needs the place of the first
             with pytest.raises(TimeoutError):
                 async with pool.worker() as worker:
-                    await workers.within(0.2, worker.call(rewards.equals, b"x" * 10_000_000), "the call")
+                    await workers.within(
+                        0.2, worker.call(rewards.equals, b"x" * 10_000_000), "the call"
+                    )
 
 
 SCRIPT = """
@@ -201,7 +219,9 @@ def test_workers_do_not_run_the_trainers_script(rewards: ModuleType, tmp_path: P
     (tmp_path / "script.py").write_text(SCRIPT)
     paths = os.pathsep.join([str(ROOT), str(Path(rewards.__file__ or "").parent)])
     ended = subprocess.run(
-        [sys.executable, tmp_path / "script.py"], env=os.environ | {"PYTHONPATH": paths}, capture_output=True
+        [sys.executable, tmp_path / "script.py"],
+        env=os.environ | {"PYTHONPATH": paths},
+        capture_output=True,
     )
     assert ended.stdout.decode().splitlines() == ["the script runs", "0.0"], ended.stderr.decode()
 
@@ -240,7 +260,9 @@ async def test_hanging_rewards_leave_the_pool_free(rewards: ModuleType) -> None:
 async def test_a_cancelled_episode_takes_its_reward_with_it(rewards: ModuleType, fifo: str) -> None:
     """If an episode is cancelled, the worker that computes the episode's reward is ended."""
     running = asyncio.create_task(AsyncRewardWrapper(rewards.hang, timeout_seconds=60)(fifo))
-    with await asyncio.to_thread(open, fifo) as file:  # open() returns as soon as the worker opens the pipe
+    with await asyncio.to_thread(
+        open, fifo
+    ) as file:  # open() returns as soon as the worker opens the pipe
         assert await asyncio.to_thread(file.read, 5) == "alive"
         running.cancel()
         assert await asyncio.wait_for(asyncio.to_thread(file.read), 30) == ""
@@ -250,7 +272,9 @@ async def test_a_cancelled_episode_takes_its_reward_with_it(rewards: ModuleType,
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("generations", [1, 2])
-async def test_a_death_is_noticed_whoever_lives_on(rewards: ModuleType, fifo: str, generations: int) -> None:
+async def test_a_death_is_noticed_whoever_lives_on(
+    rewards: ModuleType, fifo: str, generations: int
+) -> None:
     """If a worker ends, its call raises WorkerDied, even if a process that the worker forked is still running. After a
     worker's end, every process that the worker forked is ended."""
     reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
@@ -282,7 +306,9 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("busy", ["hang", "compute", "hang_in_a_daemon"])
-def test_a_worker_does_not_outlive_a_killed_trainer(rewards: ModuleType, tmp_path: Path, fifo: str, busy: str) -> None:
+def test_a_worker_does_not_outlive_a_killed_trainer(
+    rewards: ModuleType, tmp_path: Path, fifo: str, busy: str
+) -> None:
     """If the trainer is killed (kill -9), the trainer's workers end by themselves, even during a computation. All
     processes that the workers have started end as well, including processes started with `setsid`."""
     (tmp_path / "trainer.py").write_text(TRAINER)
@@ -292,7 +318,9 @@ def test_a_worker_does_not_outlive_a_killed_trainer(rewards: ModuleType, tmp_pat
     with subprocess.Popen(command, env=env, stderr=quiet) as trainer, open(fifo) as file:
         assert file.read(5) == "alive"
         trainer.kill()
-        assert select.select([file], [], [], 30)[0], "the worker lives on"  # no process holds the pipe open
+        assert select.select([file], [], [], 30)[0], (
+            "the worker lives on"
+        )  # no process holds the pipe open
         assert file.read() == ""
 
 

@@ -116,7 +116,9 @@ async def interrupts() -> None:
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize(("episode", "error"), [(leaves_an_exit, SystemExit), (interrupts, KeyboardInterrupt)])
+@pytest.mark.parametrize(
+    ("episode", "error"), [(leaves_an_exit, SystemExit), (interrupts, KeyboardInterrupt)]
+)
 def test_a_loop_that_ends_is_told(runner, episode, error):
     """If a sys.exit() or a KeyboardInterrupt ends the event loop, the runner calls on_failure with the exception."""
     failures: queue.Queue[BaseException] = queue.Queue()
@@ -130,7 +132,9 @@ class Panic(BaseException):
     from Exception."""
 
 
-@pytest.mark.parametrize("error", [SystemExit(3), Panic("unwrap on None"), asyncio.CancelledError()], ids=repr)
+@pytest.mark.parametrize(
+    "error", [SystemExit(3), Panic("unwrap on None"), asyncio.CancelledError()], ids=repr
+)
 def test_whatever_a_task_raises_ends_that_task_alone(runner, ended, error):
     """If a task raises SystemExit or any other BaseException, only this task ends, and the runner's thread
     continues."""
@@ -189,7 +193,7 @@ def test_tasks_that_ignore_their_cancellation_are_named(caplog, count):
     for _ in range(count):
         assert began.acquire(timeout=DEADLINE)
     runner.destroy(timeout=0)
-    (record,) = [record for record in caplog.records if record.name == "nano_areal.runner"]
+    (record,) = [record for record in caplog.records if record.name == "pocket_areal.runner"]
     ids = list(range(count))[:5]
     assert record.message == f"{count} tasks, such as {ids}, ignored their cancellation for 0 s"
     release.set_result(None)

@@ -131,7 +131,10 @@ def test_old_tokens_leave_the_loss_and_are_counted() -> None:
     assert young["loss_mask"].tolist() == [[0, 0, 0, 0, 0, 1, 0]]
     assert young["masked"].tolist() == [2]
     assert (head_version(young), oldest_trained(young)) == (3, 5)
-    assert {key for key in traj if not torch.equal(traj[key], young[key])} == {"loss_mask", "masked"}
+    assert {key for key in traj if not torch.equal(traj[key], young[key])} == {
+        "loss_mask",
+        "masked",
+    }
     assert without_older(traj, 6) is None, "a group without a trained token is not dropped"
     same = without_older(traj, 3)
     assert same is not None
@@ -192,7 +195,10 @@ def test_concat_knows_features_from_tokens(lengths: list[int], width: int, more:
     trajectories = []
     for length in lengths:
         ids = torch.ones(1, length, dtype=torch.int32)
-        features = {"embedding": torch.ones(1, width, *[2] * more), "of_tokens": torch.ones(1, length, *[2] * more)}
+        features = {
+            "embedding": torch.ones(1, width, *[2] * more),
+            "of_tokens": torch.ones(1, length, *[2] * more),
+        }
         trajectories.append({"input_ids": ids, "attention_mask": ids.bool()} | features)
     both = concat_padded_tensors(trajectories)
     assert torch.equal(both["embedding"], torch.ones(len(lengths), width, *[2] * more))
@@ -214,14 +220,17 @@ BAD = {
     "lacks input_ids, attention_mask": {},
     "lacks attention_mask": {"input_ids": ints([1])},
     "'loss_mask'. is a list": documented() | {"loss_mask": [[0, 0, 1, 1, 1]]},
-    r"must be \[batch, seq_len\], but its shape is \[5\]": documented() | {"input_ids": torch.ones(5)},
+    r"must be \[batch, seq_len\], but its shape is \[5\]": documented()
+    | {"input_ids": torch.ones(5)},
     "empty": documented() | {"input_ids": torch.ones(1, 0)},
     r"'versions'. has shape \[1, 4\]; \[1, 5\]": documented() | {"versions": ints([0, 0, 1, 1])},
     r"'rewards'. has shape \[2\]; \[1\]": documented() | {"rewards": torch.ones(2)},
     r"'rewards'. has shape \[\]; \[1\]": documented() | {"rewards": torch.tensor(1.0)},
     r"'image'. has shape \[3, 5\]; \[1\]": documented() | {"image": torch.ones(3, 5)},
-    "'logprobs'. holds values that are not finite": documented() | {"logprobs": torch.full((1, 5), float("nan"))},
-    "'versions'. is negative on generated tokens": documented() | {"versions": ints([-1, -1, 1, -1, 1])},
+    "'logprobs'. holds values that are not finite": documented()
+    | {"logprobs": torch.full((1, 5), float("nan"))},
+    "'versions'. is negative on generated tokens": documented()
+    | {"versions": ints([-1, -1, 1, -1, 1])},
     "padding": documented() | {"attention_mask": ints([1, 1, 1, 1, 0])},
 }
 

@@ -11,7 +11,9 @@ from run.chat import main
 
 
 @pytest.mark.parametrize("made", ["nothing", "no checkpoint"])
-def test_no_model_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], made: str) -> None:
+def test_no_model_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], made: str
+) -> None:
     """Without a run or without a checkpoint, the command prints one line that asks for a run's folder with
     checkpoints."""
     folder = tmp_path / "run"

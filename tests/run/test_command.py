@@ -17,7 +17,7 @@ from conftest import ROOT
 from torch.distributed.checkpoint import CheckpointException, FileSystemWriter
 
 from run.command import interruptible, open_run, say_how_to_go_on
-from run.config import ConfigError, load
+from run.load import ConfigError, load
 from run.recover import unwrapped
 
 
@@ -38,7 +38,9 @@ def test_an_offloaded_optimizer_gets_the_cores(
     assert seen == threads
 
 
-def test_two_runs_that_start_in_the_same_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_runs_that_start_in_the_same_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The default name of a run is its start time. A second run with the same start time gets a name of its own."""
     monkeypatch.setattr("time.strftime", lambda _: "now")
     torch.set_num_threads(1)
@@ -105,7 +107,7 @@ def test_ctrl_c_during_the_imports() -> None:
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "train.py"], cwd=ROOT, **pipes) as process:
         assert process.stdout is not None
-        assert process.stdout.readline() == "nano-areal: importing torch and transformers\n"
+        assert process.stdout.readline() == "pocket-areal: importing torch and transformers\n"
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=100)
     assert (process.returncode, out, err) == (130, "", "\n")
@@ -116,13 +118,17 @@ def test_a_second_ctrl_c_ends_at_once() -> None:
     without a traceback."""
     begin = "import os; from run.command import on_ctrl_c; on_ctrl_c(lambda *_: print('first', flush=True))"
     code = f"{begin}; os.kill(os.getpid(), 2); print('goes on', flush=True); os.kill(os.getpid(), 2); print('not here')"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100
+    )
     assert done.returncode == 130
     assert done.stdout == "first\ngoes on\n"
     assert done.stderr.strip() == ""
 
 
-def test_without_checkpoints_no_run_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_checkpoints_no_run_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """If a run with recover=off ends early, its last lines do not name a command that continues it."""
     say_how_to_go_on(load(["recover=off", f"fileroot={tmp_path}", "trial_name=t"]))
     assert capsys.readouterr().err.splitlines()[1:] == [

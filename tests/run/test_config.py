@@ -18,12 +18,12 @@ from test_structure import MODULES
 import tasks.guess
 import tasks.maze
 from calls.sessions import Limits
+from inference.fields import is_within
 from inference.io_struct import GenerationHyperparameters
 from inference.weights import WeightUpdateMeta
-from run.config import ConfigError, changed, list_keys, load
-from run.fields import is_within
 from run.inputs import load_inputs, load_workflow
 from run.keys import NEEDS, TrainConfig
+from run.load import ConfigError, changed, list_keys, load
 
 
 @pytest.mark.parametrize(
@@ -56,13 +56,19 @@ from run.keys import NEEDS, TrainConfig
         (["actor.behave_imp_weight_cap=0.9"], "[1, inf)"),
         (["actor.eps_clip_higher=-.5"], "[0, inf)"),
         (["gconfig.n_samples=1"], "raise gconfig.n_samples"),
-        (["--config", "gsm8k", "gconfig.top_p=0.9"], "training cannot reproduce samples with top_p"),
+        (
+            ["--config", "gsm8k", "gconfig.top_p=0.9"],
+            "training cannot reproduce samples with top_p",
+        ),
         (["gconfig.top_k=5"], "or set mode=eval"),
         (["gconfig.frequency_penalty=0.5"], "or set mode=eval"),
         (["gconfig.presence_penalty=0.5"], "or set mode=eval"),
         (["gconfig.greedy=true"], "or set mode=eval"),
         (["gconfig.temperature=0"], "or set mode=eval"),
-        (["logger.tracker=wandbee"], "logger.tracker=wandbee is not installed here: pip install wandbee, or omit"),
+        (
+            ["logger.tracker=wandbee"],
+            "logger.tracker=wandbee is not installed here: pip install wandbee, or omit",
+        ),
         (["--dry-run", "--gpus", "0"], "gpus=0; it must be a number in [1, inf)"),
         (["--fast"], "unrecognized arguments: --fast; options are"),
         (["train"], "cannot read 'train'"),
@@ -83,8 +89,16 @@ def test_what_cannot_run_is_said_in_one_line(words: list[str], says: str) -> Non
 def names_read(source: str) -> set[str]:
     """Return the names of all attributes that a module reads, and all words of its string constants."""
     nodes = [*ast.walk(ast.parse(source))]
-    read = {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
-    texts = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    read = {
+        node.attr
+        for node in nodes
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+    }
+    texts = [
+        node.value
+        for node in nodes
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
     return read.union(*map(str.split, texts))
 
 
@@ -94,13 +108,17 @@ def test_every_key_is_read() -> None:
     assert names_read("a.b = c.d\nNAMES = 'e f'") == {"d", "e", "f"}
     read = set.union(*(names_read(path.read_text()) for path in MODULES))
     read |= {f"weight_update.{field.name}" for field in fields(WeightUpdateMeta)}
-    assert [key.name for key in list_keys() if not {key.name, key.name.rpartition(".")[2]} & read] == []
+    assert [
+        key.name for key in list_keys() if not {key.name, key.name.rpartition(".")[2]} & read
+    ] == []
 
 
 def hint_of(name: str) -> Any:
     """Return the type of a key, without the interval that the annotation adds to the type."""
     section, _, field = name.rpartition(".")
-    return get_type_hints(type(attrgetter(section)(TrainConfig())) if section else TrainConfig)[field]
+    return get_type_hints(type(attrgetter(section)(TrainConfig())) if section else TrainConfig)[
+        field
+    ]
 
 
 def other_word(name: str) -> str:
@@ -124,11 +142,18 @@ def words_for(condition: str, wanted: bool) -> list[str]:
         return [f"{name}={'1' if wanted else 'null' if name == 'actor.overlong_tokens' else '0'}"]
     options = values.split("|")
     others = {"[]": "[http://127.0.0.1:9]", "true": "false", "false": "true"}
-    other = others.get(values) or next(option for option in get_args(hint_of(name)) if option not in options)
+    other = others.get(values) or next(
+        option for option in get_args(hint_of(name)) if option not in options
+    )
     return [f"{name}={options[0] if wanted else other}"]
 
 
-NEEDY = [(key.name, need) for need, pattern in NEEDS.items() for key in list_keys() if re.fullmatch(pattern, key.name)]
+NEEDY = [
+    (key.name, need)
+    for need, pattern in NEEDS.items()
+    for key in list_keys()
+    if re.fullmatch(pattern, key.name)
+]
 
 
 @pytest.mark.parametrize(("name", "need"), NEEDY)
@@ -169,17 +194,37 @@ def test_keys_that_need_an_agent_or_a_task(monkeypatch: pytest.MonkeyPatch) -> N
     words = ["--config", "configs/maze.yaml"]
     defaults = {"gconfig": GenerationHyperparameters(), "tokenizer": None}
     load_workflow(load(words), tasks.maze, defaults, None, {})
-    with pytest.raises(ConfigError, match=r"rollout.openai has no effect: the workflow is a RolloutWorkflow"):
-        load_workflow(load([*words, "rollout.openai.turn_discount=0.5"]), tasks.maze, defaults, None, {})
+    with pytest.raises(
+        ConfigError, match=r"rollout.openai has no effect: the workflow is a RolloutWorkflow"
+    ):
+        load_workflow(
+            load([*words, "rollout.openai.turn_discount=0.5"]), tasks.maze, defaults, None, {}
+        )
     monkeypatch.setattr(tasks.guess, "success", bool, raising=False)
-    with pytest.raises(ConfigError, match=r"success_above has no effect: the task tasks.guess says"):
+    with pytest.raises(
+        ConfigError, match=r"success_above has no effect: the task tasks.guess says"
+    ):
         load_inputs(load(["success_above=0.5"]))
 
 
 def test_options_and_words_may_be_mixed() -> None:
     """Words of the form key=value may come before, between and after the options."""
-    config = load(["seed=3", "--config", "configs/maze.yaml", "max_steps=7", "--dry-run", "actor.eps_clip=0.1"])
-    assert (config.seed, config.max_steps, config.actor.eps_clip, config.dry_run) == (3, 7, 0.1, True)
+    config = load(
+        [
+            "seed=3",
+            "--config",
+            "configs/maze.yaml",
+            "max_steps=7",
+            "--dry-run",
+            "actor.eps_clip=0.1",
+        ]
+    )
+    assert (config.seed, config.max_steps, config.actor.eps_clip, config.dry_run) == (
+        3,
+        7,
+        0.1,
+        True,
+    )
     assert config.experiment_name == "maze"
 
 
@@ -187,7 +232,11 @@ def test_a_recipe_is_found_by_its_name() -> None:
     """`--config gsm8k` finds configs/gsm8k.yaml from any folder. The option `--config` also accepts the path of a
     recipe."""
     by_name, by_path = load(["--config", "gsm8k"]), load(["--config", "configs/gsm8k.yaml"])
-    assert (by_name.task, by_name.actor, by_name.server) == (by_path.task, by_path.actor, by_path.server)
+    assert (by_name.task, by_name.actor, by_name.server) == (
+        by_path.task,
+        by_path.actor,
+        by_path.server,
+    )
     assert load(["--config", "gsm8k.yaml"]).task == by_name.task
     assert load(["--config", "gsm8k", "--config", "debug"]).rollout.max_head_offpolicyness == 0
     with pytest.raises(ConfigError, match=r"no recipe at .*configs/gsm9k.yaml"):
@@ -196,12 +245,17 @@ def test_a_recipe_is_found_by_its_name() -> None:
 
 def test_a_list_with_one_item_needs_no_brackets() -> None:
     """On the command line, a key whose value is a list also accepts a single item."""
-    assert load(["rollout.server_addrs=http://127.0.0.1:9"]).rollout.server_addrs == ["http://127.0.0.1:9"]
+    assert load(["rollout.server_addrs=http://127.0.0.1:9"]).rollout.server_addrs == [
+        "http://127.0.0.1:9"
+    ]
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
-    [("- max_steps: 3\n", "lines of the form `key: value` are needed"), ("seed: 1\nseed: 2\n", "line 2, column 1")],
+    [
+        ("- max_steps: 3\n", "lines of the form `key: value` are needed"),
+        ("seed: 1\nseed: 2\n", "line 2, column 1"),
+    ],
 )
 def test_a_recipe_that_cannot_be_read_is_one_line(tmp_path: Path, text: str, says: str) -> None:
     """If a recipe is no list of keys and values, or if it sets a key twice, the error is one line with the recipe's
@@ -215,7 +269,9 @@ def test_a_recipe_that_cannot_be_read_is_one_line(tmp_path: Path, text: str, say
     assert len(str(error.value).splitlines()) == 1
 
 
-def test_help_lists_every_key(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_lists_every_key(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`--help` prints the keys in groups with headings, and each key with its default, its meaning and its allowed
     values. No line of text is wider than the terminal."""
     pages = {}
@@ -230,17 +286,24 @@ def test_help_lists_every_key(capsys: pytest.CaptureFixture[str], monkeypatch: p
     assert [line for line in pages[80].splitlines() if len(line) > 80 and "=" not in line] == []
     assert said.startswith("usage: python train.py")
     for k in list_keys():
-        values = f"; in {k.interval}" if k.interval else f"; one of {k.choices}" if k.choices else ""
+        values = (
+            f"; in {k.interval}" if k.interval else f"; one of {k.choices}" if k.choices else ""
+        )
         default = "null" if k.default is None else k.default
-        default = str(default).lower() if isinstance(default, bool) else default  # a boolean of YAML is true or false
+        default = (
+            str(default).lower() if isinstance(default, bool) else default
+        )  # a boolean of YAML is true or false
         assert f"  {k.name}={default}\n      {k.meaning}{values}\n" in said
     assert "  logger.live=true\n" in said
     assert " ".join((Limits.__doc__ or "").split()) + "\n" in said
     assert "(staleness.py); one of wait, mask, drop\n" in said
     assert "\n\nevaluator: The evaluation: one episode per validation prompt" in said
-    assert said.index("\nevaluator: ") < said.index("  evaluator.interval=") < said.index("\nsaver: ")
     assert (
-        "  actor.eps_clip=0.2\n      clip ratios pi_theta / pi_prox below 1 - eps_clip; 0: below 1; in [0, 1]\n" in said
+        said.index("\nevaluator: ") < said.index("  evaluator.interval=") < said.index("\nsaver: ")
+    )
+    assert (
+        "  actor.eps_clip=0.2\n      clip ratios pi_theta / pi_prox below 1 - eps_clip; 0: below 1; in [0, 1]\n"
+        in said
     )
 
 
@@ -277,11 +340,15 @@ def test_every_number_has_an_interval() -> None:
     assert len(NUMBERS) > 60
     defaults = {key.name: key.default for key in list_keys()}
     assert [
-        name for name in NUMBERS if defaults[name] is not None and not is_within(defaults[name], intervals[name])
+        name
+        for name in NUMBERS
+        if defaults[name] is not None and not is_within(defaults[name], intervals[name])
     ] == []
 
 
-DEFAULTS = {TrainConfig: OmegaConf.structured(TrainConfig)}  # a copy is made faster than a new object
+DEFAULTS = {
+    TrainConfig: OmegaConf.structured(TrainConfig)
+}  # a copy is made faster than a new object
 
 
 @pytest.mark.parametrize("name", NUMBERS)
@@ -306,7 +373,9 @@ def test_a_number_outside_its_interval_is_refused(
     assert attrgetter(name)(config) == float(value)
     if value == "0":
         [meaning] = [key.meaning for key in list_keys() if key.name == name]
-        assert "0: " in meaning or "0 is " in meaning or ZERO_IS_PLAIN.get(name, "?") in meaning, meaning
+        assert "0: " in meaning or "0 is " in meaning or ZERO_IS_PLAIN.get(name, "?") in meaning, (
+            meaning
+        )
     else:
         assert value in MAY_BE_NEGATIVE[name]
 
@@ -333,7 +402,11 @@ def test_an_interval_contains_its_square_ends(value: float, interval: str, insid
 def test_a_group_of_one_learns_without_a_groups_baseline() -> None:
     """Groups of one sample are accepted in three cases: the baseline is the batch's mean, there is no baseline, or the
     run only evaluates."""
-    for words in (["actor.adv_norm.mean_level=batch"], ["actor.adv_norm.mean_level=none"], ["mode=eval"]):
+    for words in (
+        ["actor.adv_norm.mean_level=batch"],
+        ["actor.adv_norm.mean_level=none"],
+        ["mode=eval"],
+    ):
         assert load(["gconfig.n_samples=1", *words]).gconfig.n_samples == 1
 
 
@@ -394,15 +467,17 @@ def test_derived_values_are_written_back() -> None:
     assert (config.rollout.consumer_batch_size, config.rollout.max_concurrent_rollouts) == (3, 9)
 
 
-def test_the_servers_key_is_made_and_never_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_servers_key_is_made_and_never_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """If a run starts its own servers, it generates a new server key, unless the user gives one. `changed` does not
     report a new server key, because config.yaml contains no server key."""
-    monkeypatch.delenv("NANO_AREAL_SERVER_KEY", raising=False)
+    monkeypatch.delenv("POCKET_AREAL_SERVER_KEY", raising=False)
     new, other = load([]), load([])
     assert len(new.rollout.server_key) > 16
     assert new.rollout.server_key != other.rollout.server_key
     assert load(["rollout.server_addrs=[http://127.0.0.1:1]"]).rollout.server_key == ""
-    monkeypatch.setenv("NANO_AREAL_SERVER_KEY", "mine")
+    monkeypatch.setenv("POCKET_AREAL_SERVER_KEY", "mine")
     assert load(["rollout.server_addrs=[http://gpu:1]"]).rollout.server_key == "mine"
     written = asdict(new)
     del written["rollout"]["server_key"]  # run/command.py does not write the server key
@@ -414,8 +489,13 @@ def test_a_run_that_goes_on_says_what_is_set_otherwise(tmp_path: Path) -> None:
     """`changed` lists the keys that differ from the config.yaml of an earlier run. Without a config.yaml the list of
     changed keys is empty."""
     assert changed(tmp_path / "config.yaml", load([])) == []
-    OmegaConf.save(asdict(load(["actor.eps_clip=0.1", "rollout.server_key=k"])), tmp_path / "config.yaml")
-    assert changed(tmp_path / "config.yaml", load(["actor.eps_clip=0.1", "rollout.server_key=k"])) == []
-    assert changed(tmp_path / "config.yaml", load(["actor.eps_clip=0.2", "rollout.server_key=k"])) == [
-        "actor.eps_clip=0.1 -> 0.2"
-    ]
+    OmegaConf.save(
+        asdict(load(["actor.eps_clip=0.1", "rollout.server_key=k"])), tmp_path / "config.yaml"
+    )
+    assert (
+        changed(tmp_path / "config.yaml", load(["actor.eps_clip=0.1", "rollout.server_key=k"]))
+        == []
+    )
+    assert changed(
+        tmp_path / "config.yaml", load(["actor.eps_clip=0.2", "rollout.server_key=k"])
+    ) == ["actor.eps_clip=0.1 -> 0.2"]

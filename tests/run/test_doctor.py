@@ -26,8 +26,8 @@ from engine import RemoteInfEngine
 from inference.servers import Servers
 from inference.wire import Wire
 from rollout.runner import AsyncTaskRunner
-from run.config import load
 from run.doctor import PAGE, RULES, TEXTS, Doctor, Unhealthy, examine, main
+from run.load import load
 from run.logger import Trace, baseline_bias, no_signal_share
 from run.mismatch import Canary, compare_scores
 from training.actor import FSDPPPOActor
@@ -94,12 +94,24 @@ CASES: list[
         {"behave_ess": 1.0, "behave_weight_mean": 1.0},
         {"behave_ess": 1.0, "behave_weight_mean": 0.9999},
     ),
-    ("no_correction", {"behave_ess": 1.0, "behave_weight_mean": [0.9, 1.0, 1.0]}, {"behave_ess": 1.0}),
-    ("no_correction", {"behave_ess": 1.0, "behave_weight_mean": 1.0}, {"behave_ess": 1.0, "staleness_mean": 0.0}),
+    (
+        "no_correction",
+        {"behave_ess": 1.0, "behave_weight_mean": [0.9, 1.0, 1.0]},
+        {"behave_ess": 1.0},
+    ),
+    (
+        "no_correction",
+        {"behave_ess": 1.0, "behave_weight_mean": 1.0},
+        {"behave_ess": 1.0, "staleness_mean": 0.0},
+    ),
     ("baseline", {"baseline_bias": [0.06]}, {"baseline_bias": [0.04]}),
     ("kl", {"kl": [0.3, 0.0, 0.4, 0.0, 40.0]}, {"kl": [0.0, 0.19, 3.0, 40.0, 0.05]}),
     ("entropy", {"entropy": [0.6] * 5 + [0.1] * 5}, {"entropy": [0.6] * 5 + [0.13] * 5}),
-    ("entropy", {"entropy": [0.6] * 8 + [0.0] * 2}, {"entropy": [0.6] * 8 + [0.0] * 2, "success": 0.95}),
+    (
+        "entropy",
+        {"entropy": [0.6] * 8 + [0.0] * 2},
+        {"entropy": [0.6] * 8 + [0.0] * 2, "success": 0.95},
+    ),
     ("truncated", {"truncated": [70] * 5}, {"truncated": [100, 50, 50, 50, 40]}),
     ("no_signal", {"no_signal_share": [0.9] * 5}, {"no_signal_share": [0.9, 0.7, 0.7, 0.7, 0.9]}),
     (
@@ -108,9 +120,17 @@ CASES: list[
         {"no_signal_share": 1.0, "success": 0.95, "reward_std": 0.0},
     ),
     ("zero_gradients", {"grad_norm": [0.0] * 3}, {"grad_norm": [0.0, 0.0, 1e-4]}),
-    ("zero_gradients", {"no_signal_share": [1.0] * 3}, {"no_signal_share": [1.0] * 3, "reward_std": [0.0] * 3}),
+    (
+        "zero_gradients",
+        {"no_signal_share": [1.0] * 3},
+        {"no_signal_share": [1.0] * 3, "reward_std": [0.0] * 3},
+    ),
     ("rejection", {"rejected": [30, 30, 30]}, {"rejected": [30, 20, 10]}),
-    ("failing", {"rejected": [1] * 3, "failed": [1] * 3}, {"rejected": [1] * 3, "failed": [1, 0, 0]}),
+    (
+        "failing",
+        {"rejected": [1] * 3, "failed": [1] * 3},
+        {"rejected": [1] * 3, "failed": [1, 0, 0]},
+    ),
     ("failing", {"failed_members": [13] * 3}, {"failed_members": [11] * 3}),
     ("constant_reward", {"reward_std": 0.0}, {"reward_std": 0.0, "reward": [0.5, 0.5, 0.51]}),
     ("waiting", {"rollout_wait_s": 1.9}, {"rollout_wait_s": 1.7}),
@@ -118,12 +138,16 @@ CASES: list[
 
 
 @pytest.mark.parametrize(("rule", "sick", "near"), CASES)
-def test_a_rule_fires_on_the_sick_run_alone(rule: str, sick: dict[str, Any], near: dict[str, Any]) -> None:
+def test_a_rule_fires_on_the_sick_run_alone(
+    rule: str, sick: dict[str, Any], near: dict[str, Any]
+) -> None:
     """Each rule fires on the metrics of a faulty run, and does not fire on similar metrics of a healthy run."""
     steps = next(each.steps for each in RULES if each.name == rule)
     assert rule in rules_that_fire(lines_of(steps, **sick))
     assert rule not in rules_that_fire(lines_of(steps, **near))
-    assert rule not in rules_that_fire(lines_of(steps, **sick)[1:])  # with one line fewer, the rule does not fire
+    assert rule not in rules_that_fire(
+        lines_of(steps, **sick)[1:]
+    )  # with one line fewer, the rule does not fire
 
 
 def test_every_rule_has_a_case_and_an_entry() -> None:
@@ -170,7 +194,10 @@ def healthy_runs(draw: st.DrawFn) -> list[dict[str, Any]]:
     per step."""
     lines: list[dict[str, Any]] = []
     for step in range(1, draw(st.integers(1, 25)) + 1):
-        drawn = {k: draw(st.integers(*r) if isinstance(r[0], int) else st.floats(*r)) for k, r in RANGES.items()}
+        drawn = {
+            k: draw(st.integers(*r) if isinstance(r[0], int) else st.floats(*r))
+            for k, r in RANGES.items()
+        }
         entropy = (lines[-1]["entropy"] if lines else 2.0) * draw(st.floats(0.9, 1.1))
         lines.append({**HEALTHY, "step": step, "entropy": entropy, **drawn})
     return lines
@@ -211,7 +238,9 @@ def test_a_finding_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert (finding["step"], finding["rule"], finding["text"]) == (1, "lag", said)
 
 
-def test_strict_ends_the_run_and_off_is_silent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_strict_ends_the_run_and_off_is_silent(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """With doctor=strict a finding raises Unhealthy with the rule's text. The rule `waiting` fires on a slow run and
     does not raise an error, even with doctor=strict. With doctor=off the doctor prints nothing."""
     with pytest.raises(Unhealthy, match="the staleness gate"):
@@ -232,10 +261,15 @@ def check_afterwards(folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[
     return code, (said.out + said.err).splitlines()
 
 
-def test_the_command_checks_a_run_afterwards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_checks_a_run_afterwards(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """`python -m run.doctor` says which rules fired, at which step, and whether generation or training limits the
     speed."""
-    OmegaConf.save({"actor": {"dtype": "float32"}, "rollout": {"max_head_offpolicyness": 1}}, tmp_path / "config.yaml")
+    OmegaConf.save(
+        {"actor": {"dtype": "float32"}, "rollout": {"max_head_offpolicyness": 1}},
+        tmp_path / "config.yaml",
+    )
     lines = lines_of(12, staleness_max=[1.0, 2.0, 3.0], rollout_wait_s=1.6)
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     code, said = check_afterwards(tmp_path, capsys)
@@ -247,7 +281,9 @@ def test_the_command_checks_a_run_afterwards(tmp_path: Path, capsys: pytest.Capt
 
 
 @pytest.mark.parametrize("text", [None, "", '{"step": 1}\n{"step": 2, "rew'])
-def test_the_command_refuses_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None) -> None:
+def test_the_command_refuses_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None
+) -> None:
     """If there is no run or no step, or if a line is incomplete, the command prints one line and returns exit code
     2."""
     if text is not None:
@@ -264,7 +300,9 @@ def test_the_command_refuses_in_one_line(tmp_path: Path, capsys: pytest.CaptureF
 def test_no_signal_share() -> None:
     """A group has no signal if no advantage of the group has an absolute value above 0.01."""
     advantages = torch.tensor([[0.0, 1e-3], [0.0, 0.0], [0.0, -0.5], [0.0, 0.0]])
-    assert no_signal_share({"advantages": advantages, "group_ids": torch.tensor([3, 3, 4, 4])}) == 0.5
+    assert (
+        no_signal_share({"advantages": advantages, "group_ids": torch.tensor([3, 3, 4, 4])}) == 0.5
+    )
 
 
 def test_baseline_bias() -> None:
@@ -273,8 +311,12 @@ def test_baseline_bias() -> None:
     rows = [[0, 0, 1.0, 1, 1], [0, 0, -1, 0, 0], [0, 0, 0.5, 0.5, 0], [0, 0, -0.5, 0, 2]]
     batch = {
         "advantages": torch.tensor(rows),
-        "loss_mask": torch.tensor([[0, 0, 1, 1, 1], [0, 0, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 1, 0, 0]]),
-        "turn_ids": torch.tensor([[-1, -1, 0, 0, 0], [-1, -1, 0, -1, -1], [-1, -1, 0, 0, -1], [-1, -1, 0, -1, 1]]),
+        "loss_mask": torch.tensor(
+            [[0, 0, 1, 1, 1], [0, 0, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 1, 0, 0]]
+        ),
+        "turn_ids": torch.tensor(
+            [[-1, -1, 0, 0, 0], [-1, -1, 0, -1, -1], [-1, -1, 0, 0, -1], [-1, -1, 0, -1, 1]]
+        ),
         "task_ids": torch.tensor([3, 3, 4, 4]),
     }
     assert baseline_bias(batch) == 0
@@ -296,16 +338,30 @@ def test_scores_of_the_canary() -> None:
     scores. If all servers have the new weights, compare_scores returns 0 for the number of unchanged servers and 0 for
     the largest difference."""
     old, new = torch.tensor([0.0, -1.0]), torch.tensor([0.0, -1.5])
-    before = torch.stack([old, old, old])  # one row of scores from the trainer, and one row from each of two servers
-    assert compare_scores(before, torch.stack([new, new, new])) == {"canary_mismatch": 0.0, "canary_unchanged": 0}
-    assert compare_scores(before, torch.stack([new, new, old])) == {"canary_mismatch": 0.5, "canary_unchanged": 1}
-    assert compare_scores(before, before)["canary_unchanged"] == 0  # the trainer's scores have not changed
+    before = torch.stack(
+        [old, old, old]
+    )  # one row of scores from the trainer, and one row from each of two servers
+    assert compare_scores(before, torch.stack([new, new, new])) == {
+        "canary_mismatch": 0.0,
+        "canary_unchanged": 0,
+    }
+    assert compare_scores(before, torch.stack([new, new, old])) == {
+        "canary_mismatch": 0.5,
+        "canary_unchanged": 1,
+    }
+    assert (
+        compare_scores(before, before)["canary_unchanged"] == 0
+    )  # the trainer's scores have not changed
     assert compare_scores(torch.empty(0), before)["canary_unchanged"] == 0  # the first update
     broken = torch.tensor([0.0, float("nan")])
-    assert compare_scores(before, torch.stack([new, new, broken]))["canary_mismatch"] == float("inf")
+    assert compare_scores(before, torch.stack([new, new, broken]))["canary_mismatch"] == float(
+        "inf"
+    )
 
 
-def test_the_trainer_does_not_wait_for_the_canary(start_tiny_server: Any, tiny_model_dir: Path) -> None:
+def test_the_trainer_does_not_wait_for_the_canary(
+    start_tiny_server: Any, tiny_model_dir: Path
+) -> None:
     """Canary.start returns at once even if a server is paused. The canary's threads wait until the server resumes and
     answers. If a server has died, Canary.finish returns {}. If a thread fails for a reason other than a dead server,
     Canary.finish raises the thread's exception."""
@@ -373,12 +429,18 @@ def test_the_doctors_thread_ends_with_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.runs
-@pytest.mark.parametrize(("agent", "rule"), [("BlockingAgent", "blocked_loop"), ("SilentAgent", "rejection")])
-def test_a_run_that_never_ends_its_first_step_is_stopped(tmp_path: Path, agent: str, rule: str) -> None:
+@pytest.mark.parametrize(
+    ("agent", "rule"), [("BlockingAgent", "blocked_loop"), ("SilentAgent", "rejection")]
+)
+def test_a_run_that_never_ends_its_first_step_is_stopped(
+    tmp_path: Path, agent: str, rule: str
+) -> None:
     """With doctor=strict, the run ends during its first step if the event loop is blocked or if all groups are
     rejected. The run prints the rule's line and exits with code 1."""
     words = command(tmp_path, *SMALL_GUESS, f"workflow=sick_agents.{agent}", "doctor=strict")
-    done = subprocess.run(words, cwd=ROOT, env=WITH_TEST_MODULES, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        words, cwd=ROOT, env=WITH_TEST_MODULES, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 1, done.stderr[-2000:]
     [error] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert error.startswith(f"error: doctor: step 1, {rule} =")

@@ -8,8 +8,8 @@ import pytest
 from conftest import ROOT
 
 from run import early
-from run.config import load
 from run.launch import Fleet, Planned
+from run.load import load
 
 MODULE = """
 import os, sys
@@ -38,7 +38,9 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def started(module: str, folder: Path, gpus: list[str]) -> tuple[int, str]:
     """Start `module` as a child of a run. Return the child's exit code and log."""
     fleet = Fleet(folder)
-    child = fleet.start(Planned("x", [sys.executable, "-P", "-m", module, "--a", "b c"], gpus, 7, keys=("secret",)))
+    child = fleet.start(
+        Planned("x", [sys.executable, "-P", "-m", module, "--a", "b c"], gpus, 7, keys=("secret",))
+    )
     code = child.process.wait(timeout=60)
     fleet.close()
     return code, child.log.read_text()
@@ -93,7 +95,9 @@ def test_without_an_order_the_process_ends(module: str) -> None:
         (["--config", str(ROOT / "configs" / "gsm8k.yaml"), "model_path=DIR"], ["proxy"]),
     ],
 )
-def test_a_run_prepares_what_it_starts(words: list[str], modules: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_prepares_what_it_starts(
+    words: list[str], modules: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A run starts an early process of a small server only if the run itself needs small servers. A dry run starts no
     early process."""
     prepared: list[str] = []

@@ -19,10 +19,12 @@ def raised(error: Exception) -> Exception:
         return caught
 
 
-def test_one_line_for_each_distinct_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_line_for_each_distinct_failure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Failures that differ only in numbers and ids count as one failure. For each distinct failure, the run prints one
     line and writes one traceback. At its end, the run prints how often each failure occurred."""
-    logger, log = logging.getLogger("nano_areal.test"), tmp_path / "logs" / "failures.log"
+    logger, log = logging.getLogger("pocket_areal.test"), tmp_path / "logs" / "failures.log"
     failures = Failures(log)
     for k in range(5):
         logger.warning("task %d", k, exc_info=raised(OSError(f"no board {k}")))
@@ -51,8 +53,10 @@ def test_a_text_that_is_no_unicode_is_reported(
     """The text of an exception may contain a lone surrogate (a half of a UTF-16 pair). The terminal and the log show
     the surrogate as an escape sequence, and the report of the failure raises no exception. The escape sequence is
     necessary, because pytest's output capture and a terminal with the live table accept only valid UTF-8."""
-    monkeypatch.setattr(logging.getLogger("nano_areal"), "propagate", False)  # pytest-xdist cannot send a surrogate
-    logger, log = logging.getLogger("nano_areal.test"), tmp_path / "logs" / "failures.log"
+    monkeypatch.setattr(
+        logging.getLogger("pocket_areal"), "propagate", False
+    )  # pytest-xdist cannot send a surrogate
+    logger, log = logging.getLogger("pocket_areal.test"), tmp_path / "logs" / "failures.log"
     failures, error = Failures(log), raised(ValueError("bad \ud800 name"))
     logger.warning("a member failed", exc_info=error)
     failures.close()
@@ -66,18 +70,34 @@ def test_a_text_that_is_no_unicode_is_reported(
 @pytest.mark.parametrize(
     ("agent", "reason", "remedy"),
     [
-        ("NaNAgent", "a finite number", "make the agent or the reward function return a finite number"),
+        (
+            "NaNAgent",
+            "a finite number",
+            "make the agent or the reward function return a finite number",
+        ),
         ("RaisingAgent", "OSError: no board", "correct the named line"),
-        ("ColumnAgent", "KeyError: 'answer', in run (sick_agents.py:", "add the column to the data"),
+        (
+            "ColumnAgent",
+            "KeyError: 'answer', in run (sick_agents.py:",
+            "add the column to the data",
+        ),
         ("LongAgent", "prompt is too long", "shorten the prompts"),
     ],
 )
-def test_a_failing_run_says_what_to_do(tmp_path: Path, agent: str, reason: str, remedy: str) -> None:
+def test_a_failing_run_says_what_to_do(
+    tmp_path: Path, agent: str, reason: str, remedy: str
+) -> None:
     """If all episodes of a run fail, the run prints at most 15 lines, without a traceback. The last lines of the output
     say how to correct the failure."""
     words = command(tmp_path, *SMALL_GUESS, f"workflow=sick_agents.{agent}")
     done = subprocess.run(
-        words, cwd=ROOT, env=WITH_TEST_MODULES, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300
+        words,
+        cwd=ROOT,
+        env=WITH_TEST_MODULES,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 1
     lines = done.stdout.splitlines()

@@ -13,7 +13,7 @@ import pytest
 from conftest import ROOT
 from runs import is_alive
 
-from run.config import load
+from run.load import load
 from run.plan import plan_run
 
 sys.path.append(str(ROOT / "bench"))
@@ -48,7 +48,9 @@ def test_every_run_of_the_check_has_a_plan_that_fits(
         monkeypatch.setenv("WORLD_SIZE", str(cell.ranks))
         there = ["--dry-run", "--gpus", str(gpus), "--gpu-memory", "80"] if gpus else []
         servers, _ = plan_run(load([*cell.words, *there]))
-        assert ("sglang.launch_server" in servers[0].command) == MACHINES[machine].has_sglang, cell.name
+        assert ("sglang.launch_server" in servers[0].command) == MACHINES[machine].has_sglang, (
+            cell.name
+        )
 
 
 def test_an_impossible_cell_is_not_listed(tmp_path: Path) -> None:
@@ -62,8 +64,18 @@ def test_an_impossible_cell_is_not_listed(tmp_path: Path) -> None:
 
 def test_the_list_starts_nothing(tmp_path: Path) -> None:
     """`--list` prints every cell with its time limit and its command, and makes no folder."""
-    command = [sys.executable, "bench/gpu_check.py", "--list", "--gpus", "4", "--work", str(tmp_path / "work")]
-    text = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60).stdout
+    command = [
+        sys.executable,
+        "bench/gpu_check.py",
+        "--list",
+        "--gpus",
+        "4",
+        "--work",
+        str(tmp_path / "work"),
+    ]
+    text = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
+    ).stdout
     assert "run-torchrun (at most 600 s)" in text
     assert not (tmp_path / "work").exists()
 
@@ -95,7 +107,9 @@ def check(work: Path, cells: list[Any], seconds: float = 600) -> tuple[int, dict
     rows of the page gpu.md that gpu_check.check writes."""
     command = [sys.executable, "-c", DRIVER, str(work), json.dumps(cells), str(seconds)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "bench")}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=100)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=True, timeout=100
+    )
     page = (work / "gpu.md").read_text()
     rows = {line.split(" | ")[0][2:]: line for line in page.splitlines() if line.startswith("| ")}
     return int(done.stdout.splitlines()[-1]), rows
@@ -135,7 +149,14 @@ def test_a_cell_that_hangs_is_ended_with_its_processes(tmp_path: Path) -> None:
 
 def test_an_interrupted_check_ends_its_cell(tmp_path: Path) -> None:
     """If the script gets SIGTERM, it ends the running cell before it ends itself."""
-    command = [sys.executable, "bench/gpu_check.py", "--cells", "test-actor", "--work", str(tmp_path)]
+    command = [
+        sys.executable,
+        "bench/gpu_check.py",
+        "--cells",
+        "test-actor",
+        "--work",
+        str(tmp_path),
+    ]
     process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
     deadline = time.monotonic() + 120
     while not (started := bench_children(process.pid)):
@@ -148,7 +169,9 @@ def test_an_interrupted_check_ends_its_cell(tmp_path: Path) -> None:
 
 def bench_children(pid: int) -> list[int]:
     """Return the ids of the pytest processes that process `pid` has started."""
-    text = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,args="], capture_output=True, text=True, check=True).stdout
+    text = subprocess.run(
+        ["ps", "-A", "-o", "pid=,ppid=,args="], capture_output=True, text=True, check=True
+    ).stdout
     rows = [line.split(None, 2) for line in text.splitlines()]
     return [int(row[0]) for row in rows if int(row[1]) == pid and "pytest" in row[2]]
 
@@ -158,13 +181,26 @@ def test_the_script_goes_through_all_its_cells(tmp_path: Path) -> None:
     """On a machine without a GPU, every listed cell runs to its end, and each cell that trains gets a row with its
     measurements. This test skips the cells that start pytest."""
     names = [name for name in cells_of("no GPU", tmp_path) if not name.startswith("test")]
-    command = [sys.executable, "bench/gpu_check.py", "--work", str(tmp_path), "--minutes", "20", "--cells", *names]
+    command = [
+        sys.executable,
+        "bench/gpu_check.py",
+        "--work",
+        str(tmp_path),
+        "--minutes",
+        "20",
+        "--cells",
+        *names,
+    ]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1500)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1500
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     page = (tmp_path / "gpu.md").read_text()
     assert "no GPU" in page
-    rows = [line.split(" | ") for line in page.splitlines() if line.startswith(("| run", "| train"))]
+    rows = [
+        line.split(" | ") for line in page.splitlines() if line.startswith(("| run", "| train"))
+    ]
     assert len(rows) == len(names) - 2
     assert all(row[1].startswith("ok") and float(row[3]) > 0 for row in rows), page
 

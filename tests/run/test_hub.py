@@ -56,18 +56,29 @@ class Answers(BaseHTTPRequestHandler):
         files = {file.name: file.read_bytes() for file in self.server.folder.iterdir()}
         name, file = path.rpartition("/")[::2]
         if NAME not in path:
-            self.answer(404, b"{}", X_Error_Code="RepoNotFound", X_Error_Message="Repository not found")
+            self.answer(
+                404, b"{}", X_Error_Code="RepoNotFound", X_Error_Message="Repository not found"
+            )
         elif self.server.token and self.headers["authorization"] != f"Bearer {self.server.token}":
-            self.answer(401, b"{}", X_Error_Code="GatedRepo", X_Error_Message="Access to this model is restricted")
+            self.answer(
+                401,
+                b"{}",
+                X_Error_Code="GatedRepo",
+                X_Error_Message="Access to this model is restricted",
+            )
         elif path in (f"/api/models/{NAME}/revision/main", f"/api/models/{NAME}/revision/v1"):
             self.answer(200, json.dumps({"id": NAME, "sha": COMMIT, "siblings": []}).encode())
         elif path == f"/api/models/{NAME}/tree/{COMMIT}":
-            rows = [{"type": "file", "path": f, "size": len(b), "oid": tag(b)} for f, b in files.items()]
+            rows = [
+                {"type": "file", "path": f, "size": len(b), "oid": tag(b)} for f, b in files.items()
+            ]
             self.answer(200, json.dumps(rows).encode())
         elif name == f"/{NAME}/resolve/{COMMIT}" and file in files:
             self.answer(200, files[file], X_Repo_Commit=COMMIT, ETag=f'"{tag(files[file])}"')
         else:
-            self.answer(404, b"{}", X_Error_Code="RevisionNotFound", X_Error_Message="Invalid rev id")
+            self.answer(
+                404, b"{}", X_Error_Code="RevisionNotFound", X_Error_Message="Invalid rev id"
+            )
 
     do_HEAD = do_GET
 
@@ -86,10 +97,14 @@ def hub(tiny_model_dir: Path) -> Iterator[Hub]:
         hub.shutdown()
 
 
-def plan(tmp_path: Path, environment: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
+def plan(
+    tmp_path: Path, environment: dict[str, str], *words: str
+) -> subprocess.CompletedProcess[str]:
     """Run train.py --dry-run with these environment variables."""
     whole = command(tmp_path / "runs", *SMALL_GUESS, "--dry-run", *words)
-    return subprocess.run(whole, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
+    return subprocess.run(
+        whole, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200
+    )
 
 
 @pytest.mark.runs
@@ -120,7 +135,10 @@ def test_a_gated_model_needs_the_token(hub: Hub, tmp_path: Path) -> None:
     assert line.startswith(f"error: model {NAME}: no such folder, and the hub does not give it (")
     assert "HF_TOKEN" in line
     assert (
-        plan(tmp_path, hub.environment(tmp_path / "home", HF_TOKEN="hf_secret"), f"model_path={NAME}").returncode == 0
+        plan(
+            tmp_path, hub.environment(tmp_path / "home", HF_TOKEN="hf_secret"), f"model_path={NAME}"
+        ).returncode
+        == 0
     )
 
 
@@ -143,7 +161,9 @@ def test_what_the_hub_does_not_give_is_one_line(
     done = plan(tmp_path, hub.environment(tmp_path / "home", **more), *words)
     assert done.returncode == 2
     [line] = done.stderr.splitlines()
-    assert line.startswith(f"error: {words[0].replace('_path=', ' ')}: no such folder, and the hub does not give it (")
+    assert line.startswith(
+        f"error: {words[0].replace('_path=', ' ')}: no such folder, and the hub does not give it ("
+    )
     assert not (tmp_path / "runs").exists()
 
 
@@ -155,10 +175,17 @@ def test_a_run_keeps_the_revision(hub: Hub, tmp_path: Path) -> None:
     python, _, *script = command(tmp_path, *SMALL_GUESS, *words)
     environment = hub.environment(tmp_path / "home")
     done = subprocess.run(
-        [python, *torchrun, *script], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+        [python, *torchrun, *script],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     config = OmegaConf.load(tmp_path / "e/t/config.yaml")
     assert config.model_revision == COMMIT
     assert Path(config.model_path).name == COMMIT
-    assert sum(path.endswith("model.safetensors") for path in hub.asked) <= 2  # one HEAD and one GET request
+    assert (
+        sum(path.endswith("model.safetensors") for path in hub.asked) <= 2
+    )  # one HEAD and one GET request

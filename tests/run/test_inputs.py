@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from conftest import ROOT
 
-from run.config import ConfigError, load
 from run.inputs import load_inputs
+from run.load import ConfigError, load
 from workflow import RLVRWorkflow
 
 AGENT = """
@@ -33,16 +33,24 @@ def dry_run(folder: Path, model: Path, names: list[str]) -> subprocess.Completed
     imports = "\n".join(f"import {name}; assert {name}.MINE" for name in names)
     (folder / "my_agent.py").write_text(AGENT.format(imports=imports))
     (folder / "mine.jsonl").write_text('{"question": "?"}\n')
-    words = [f"model_path={model}", "workflow=my_agent.Agent", f"train_dataset.path={folder}/mine.jsonl"]
+    words = [
+        f"model_path={model}",
+        "workflow=my_agent.Agent",
+        f"train_dataset.path={folder}/mine.jsonl",
+    ]
     command = [sys.executable, "train.py", "--config", "configs/own.yaml", "--dry-run", *words]
     environment = {**os.environ, "PYTHONPATH": str(folder)}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100)
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100
+    )
 
 
 def test_own_modules_beside_an_agent(tmp_path: Path, tiny_model_dir: Path) -> None:
     """A user's modules may have the same names as modules in this project's packages, for example tools, messages or
     config."""
-    done = dry_run(tmp_path, tiny_model_dir, ["tools", "messages", "client", "config", "server", "actor"])
+    done = dry_run(
+        tmp_path, tiny_model_dir, ["tools", "messages", "client", "config", "server", "actor"]
+    )
     assert done.returncode == 0, done.stderr
     assert "rename" not in done.stderr
 
@@ -56,7 +64,9 @@ def test_a_name_of_the_seven_is_taken(tmp_path: Path, tiny_model_dir: Path, name
     assert f"`import {name}` finds this project's module first; rename your module" in done.stderr
 
 
-def needs_an_answer(prompt: str, completion: str, prompt_ids: list, completion_ids: list, answer: str, **_: Any) -> int:
+def needs_an_answer(
+    prompt: str, completion: str, prompt_ids: list, completion_ids: list, answer: str, **_: Any
+) -> int:
     return int(answer in completion)
 
 
@@ -82,7 +92,11 @@ LONG = [{"role": "user", "content": "hello " * 10_000}]
     ],
 )
 def test_the_first_sample_is_tried_before_anything_starts(
-    workflow: type, sample: dict[str, Any], problem: str | None, tmp_path: Path, tiny_model_dir: Path
+    workflow: type,
+    sample: dict[str, Any],
+    problem: str | None,
+    tmp_path: Path,
+    tiny_model_dir: Path,
 ) -> None:
     """Before a run starts a process, it checks the first sample. The run ends with a one-line error if the sample lacks
     a column or if the prompt is longer than the model's context. The run ends with a one-line error if the agent's
@@ -98,7 +112,9 @@ def test_the_first_sample_is_tried_before_anything_starts(
     with pytest.raises(ConfigError, match=problem) as caught:
         load_inputs(config, workflow, kwargs)
     remedy = (
-        "must have the parameters (self, data, **extra_kwargs)" if workflow is NarrowAgent else "correct the columns"
+        "must have the parameters (self, data, **extra_kwargs)"
+        if workflow is NarrowAgent
+        else "correct the columns"
     )
     assert remedy in str(caught.value)
     assert "\n" not in str(caught.value)

@@ -17,11 +17,20 @@ from typing import Any
 
 import pytest
 from conftest import ROOT, rest_of
-from runs import SMALL_GUESS, STRADDLING_MAZE, assert_gone, check_metrics, is_alive, run, start_and_hold, wait_gone
+from runs import (
+    SMALL_GUESS,
+    STRADDLING_MAZE,
+    assert_gone,
+    check_metrics,
+    is_alive,
+    run,
+    start_and_hold,
+    wait_gone,
+)
 
 import proxy
-from run.config import load
 from run.launch import Child, Fleet, Planned, ProcessDied, plan_restart
+from run.load import load
 from run.plan import plan_servers
 from run.start import plan_proxies
 
@@ -31,16 +40,28 @@ def python(code: str, *words: str) -> list[str]:
     return [sys.executable, "-c", code, *words]
 
 
-def test_a_child_does_not_inherit_torchruns_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_does_not_inherit_torchruns_variables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Under torchrun, child processes inherit all environment variables except torchrun's. The plan can add environment
     variables for a child process (Planned.variables).
 
     SGLang consists of several processes, which connect to each other with torch.distributed. If a process of SGLang
     inherits torchrun's variables, it waits for torchrun's store.
     """
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python", sys.executable, "-c"]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--no-python",
+        sys.executable,
+        "-c",
+    ]
     show = "import json, os; print(json.dumps(dict(os.environ)))"
-    shown = subprocess.run([*torchrun, show], capture_output=True, text=True, timeout=100, check=True)
+    shown = subprocess.run(
+        [*torchrun, show], capture_output=True, text=True, timeout=100, check=True
+    )
     given = json.loads(shown.stdout) | {"LOCAL_SCRATCH": "/scratch"}
     added = given.keys() - os.environ.keys() - {"LOCAL_SCRATCH", "OMP_NUM_THREADS"}
     assert {"RANK", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"} < added
@@ -57,7 +78,9 @@ def test_a_child_does_not_inherit_torchruns_variables(tmp_path: Path, monkeypatc
     assert (seen["LOCAL_SCRATCH"], seen["LOCAL_CHECK"]) == ("/scratch", "0")
 
 
-def test_a_child_reaches_this_machine_without_the_http_proxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_reaches_this_machine_without_the_http_proxy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A child process does not use an HTTP proxy for this machine, and does not inherit settings of torch's allocator.
 
     SGLang sends a request to its own address when it starts, and ends if the request fails. SGLang's memory saver
@@ -78,7 +101,9 @@ def test_a_child_reaches_this_machine_without_the_http_proxy(tmp_path: Path, mon
     assert "PYTORCH_CUDA_ALLOC_CONF" not in names
 
 
-def test_agents_requests_are_as_patient_as_configured(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_agents_requests_are_as_patient_as_configured(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The proxy's command line contains three settings for the proxy's engine: rollout.request_timeout,
     rollout.request_retries, and whether servers are started again."""
     given = {}
@@ -103,14 +128,29 @@ def test_agents_requests_are_as_patient_as_configured(tiny_model_dir: Path, monk
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(planned.keys)))
     assert proxy.main([*planned.command[4:], "--port", "0"]) == 2
     patience = {"request_timeout": 7.0, "request_retries": 5, "wait_for_servers": True}
-    assert given == {**patience, "key": "the server's", "schedule": "runs/gsm8k/auto/schedule.jsonl", "replay": ""}
+    assert given == {
+        **patience,
+        "key": "the server's",
+        "schedule": "runs/gsm8k/auto/schedule.jsonl",
+        "replay": "",
+    }
 
 
 def test_keys_reach_the_processes_by_a_pipe() -> None:
     """No command line and no environment variable of a server or proxy contains a key, because other processes can read
     both. A server or proxy reads its keys from standard input."""
-    config = load(["--config", str(ROOT / "configs/demo.yaml"), "rollout.server_key=very-secret", "tokenizer_path=DIR"])
-    [server], [front] = plan_servers(config, [], ranks=1), plan_proxies(config, ["http://up"], wait_for_servers=True)
+    config = load(
+        [
+            "--config",
+            str(ROOT / "configs/demo.yaml"),
+            "rollout.server_key=very-secret",
+            "tokenizer_path=DIR",
+        ]
+    )
+    [server], [front] = (
+        plan_servers(config, [], ranks=1),
+        plan_proxies(config, ["http://up"], wait_for_servers=True),
+    )
     assert server.keys == ("very-secret",)
     admin_key, server_key = front.keys
     assert server_key == "very-secret"
@@ -130,7 +170,12 @@ def test_a_leash_passes_a_key_that_begins_with_a_hyphen() -> None:
     parse = "import argparse; p = argparse.ArgumentParser(); p.add_argument('--api-key'); print(p.parse_args().api_key)"
     command = [sys.executable, "run/leash.py", "--api-key", *python(parse)]
     with subprocess.Popen(
-        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     ) as leash:
         assert leash.stdin is not None
         assert leash.stdout is not None
@@ -168,7 +213,9 @@ def test_a_leash_ends_all_that_the_command_started(tmp_path: Path) -> None:
 def test_a_leash_hands_on_the_exit_code() -> None:
     """run/leash.py exits with the exit code of its command."""
     command = [sys.executable, "run/leash.py", *python("import sys; sys.exit(7)")]
-    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, start_new_session=True) as leash:
+    with subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.PIPE, start_new_session=True
+    ) as leash:
         assert leash.wait(timeout=60) == 7
 
 
@@ -185,13 +232,19 @@ def test_one_of_several_servers_may_die(tmp_path: Path, caplog: pytest.LogCaptur
     first.process.wait(timeout=30)
     fleet.raise_death(ValueError("of an episode whose server died: another one will do"))
     deadline = time.monotonic() + 30
-    while "continues with 1" not in caplog.text:  # this line is logged by the thread that watches the server
+    while (
+        "continues with 1" not in caplog.text
+    ):  # this line is logged by the thread that watches the server
         assert not told.wait(0.01)
         assert time.monotonic() < deadline
     second.process.stdin.close()  # type: ignore[union-attr]
     assert told.wait(30)
     assert "server-1 ended with code 0" in str(deaths[0])
-    assert [r for r in caplog.messages if "server-0" in r and "my last words" in r and "continues with 1" in r]
+    assert [
+        r
+        for r in caplog.messages
+        if "server-0" in r and "my last words" in r and "continues with 1" in r
+    ]
     with pytest.raises(ProcessDied, match="server-1"):
         fleet.raise_death(ValueError("something else"))
     fleet.close()
@@ -204,7 +257,9 @@ def test_which_process_is_started_again(tmp_path: Path) -> None:
     dead proxy's sessions."""
 
     def dead(name: str, restarts: int) -> Child:
-        planned = Planned(name, ["serve", "--weight-version", "0"], ["3"], keys=("secret",), restarts=restarts)
+        planned = Planned(
+            name, ["serve", "--weight-version", "0"], ["3"], keys=("secret",), restarts=restarts
+        )
         return Child(name, "http://127.0.0.1:4321", tmp_path, None, planned)  # type: ignore[arg-type]
 
     again = plan_restart(dead("server-0", 1), 2)
@@ -233,7 +288,10 @@ def test_a_dead_server_is_started_again(tmp_path: Path) -> None:
     first.process.kill()
     assert restarted.wait(60)
     [second] = fleet.children
-    assert (second.url, second.process.args[-4:-1]) == (url, ["--weight-version", "0-incomplete", "--port"])  # type: ignore
+    assert (second.url, second.process.args[-4:-1]) == (
+        url,
+        ["--weight-version", "0-incomplete", "--port"],
+    )  # type: ignore
     assert second.log != first.log
     assert not died.is_set()
     second.process.kill()
@@ -254,7 +312,9 @@ def kill_a_server(folder: Path, *words: str) -> tuple[str, list[dict[str, Any]]]
     output = rest_of(process, 200)
     assert process.returncode == 0, output[-3000:]
     assert_gone(pids)
-    return output, [json.loads(line) for line in (folder / "e/t/metrics.jsonl").read_text().splitlines()]
+    return output, [
+        json.loads(line) for line in (folder / "e/t/metrics.jsonl").read_text().splitlines()
+    ]
 
 
 @pytest.mark.runs
@@ -277,7 +337,12 @@ def test_a_run_releases_the_servers_memory(tmp_path: Path, mode: str) -> None:
     """With server.release_memory the server loses its weights in every training step. In this test, training steps
     interrupt the long answers of the maze task. The run loses no token, and the trainer's log-probabilities agree with
     the server's."""
-    words = [*STRADDLING_MAZE, "max_steps=3", "server.release_memory=true", f"weight_update.mode={mode}"]
+    words = [
+        *STRADDLING_MAZE,
+        "max_steps=3",
+        "server.release_memory=true",
+        f"weight_update.mode={mode}",
+    ]
     metrics = run(tmp_path, *words)
     check_metrics(metrics, eta=1)
     assert any(line["mixed_version_share"] > 0 for line in metrics)

@@ -23,7 +23,12 @@ KINDS = ("threads", "processes", "files")
 ERRORS = [
     ("threads", "rollout/runner.py", "self._loop.call_soon_threadsafe(self._stop.set)", "pass"),
     ("processes", "run/command.py", "stack.callback(fleet.close)", "pass"),
-    ("files", "run/start.py", "self.stack.callback(shutil.rmtree, folder, ignore_errors=True)", "pass"),
+    (
+        "files",
+        "run/start.py",
+        "self.stack.callback(shutil.rmtree, folder, ignore_errors=True)",
+        "pass",
+    ),
 ]
 
 
@@ -31,7 +36,12 @@ def leftovers(tmp_path: Path, *error: str) -> dict[str, list[str]]:
     """Run two steps of the demo, and return the threads, processes and files that are left. If `error` is given, plant
     this error in the code first."""
     (folder := tmp_path / "tmp").mkdir()
-    words = [*SMALL_GUESS, "train_dataset.batch_size=2", "max_steps=2", f"weight_update.path={folder / 'weights'}"]
+    words = [
+        *SMALL_GUESS,
+        "train_dataset.batch_size=2",
+        "max_steps=2",
+        f"weight_update.path={folder / 'weights'}",
+    ]
     words += ["rollout.openai.mode=subproc", "rollout.openai.subproc_max_workers=2"]
     python, unbuffered, _, *words = command(tmp_path, *words)
     # By default, torch keeps compiled code in TMPDIR, where the code would count as left. TORCHINDUCTOR_CACHE_DIR names
@@ -55,7 +65,9 @@ def test_a_run_leaves_nothing_behind(tmp_path: Path) -> None:
 @pytest.mark.runs
 @pytest.mark.skipif(sys.platform != "linux", reason="tests/leftovers.py reads /proc")
 @pytest.mark.parametrize(("kind", "file", "line", "changed"), ERRORS)
-def test_what_is_left_behind_is_named(tmp_path: Path, kind: str, file: str, line: str, changed: str) -> None:
+def test_what_is_left_behind_is_named(
+    tmp_path: Path, kind: str, file: str, line: str, changed: str
+) -> None:
     """If an error is planted in the code that cleans up after a run, `leftovers` names what is left."""
     assert leftovers(tmp_path, file, line, changed)[kind]
 
@@ -83,7 +95,10 @@ WRONG: list[tuple[Callable[[Steps], Any], str]] = [
 
 @pytest.mark.parametrize(("change", "words"), [(lambda steps: None, None), *WRONG])
 def test_a_lost_or_repeated_group_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Steps], Any], words: str | None
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[Steps], Any],
+    words: str | None,
 ) -> None:
     """The check of bench/soak.py accepts a run that trained each step and each group once. The check of bench/soak.py
     refuses a run in which a step or a group is missing or repeated. The check of bench/soak.py refuses a run in which a
@@ -91,15 +106,27 @@ def test_a_lost_or_repeated_group_is_named(
     monkeypatch.syspath_prepend(ROOT / "bench")
     soak = importlib.import_module("soak")
     steps: Steps = [
-        {"step": k + 1, "version": k, "staleness_max": 2, "groups": range(6 * k, 6 * k + 6), "newest": k}
+        {
+            "step": k + 1,
+            "version": k,
+            "staleness_max": 2,
+            "groups": range(6 * k, 6 * k + 6),
+            "newest": k,
+        }
         for k in range(10)
     ]
     change(steps)
     (tmp_path / "tokens").mkdir()
     for step in steps:
-        ledger = {"task_ids": torch.tensor(step["groups"]), "versions": torch.full((6,), step["newest"])}
+        ledger = {
+            "task_ids": torch.tensor(step["groups"]),
+            "versions": torch.full((6,), step["newest"]),
+        }
         save_file(ledger, tmp_path / "tokens" / f"{step['step']:05d}.safetensors")
-    lines = [json.dumps({name: step[name] for name in ("step", "version", "staleness_max")}) for step in steps]
+    lines = [
+        json.dumps({name: step[name] for name in ("step", "version", "staleness_max")})
+        for step in steps
+    ]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
     if words is None:
         soak.check(tmp_path, 10)

@@ -15,7 +15,7 @@ from cache import InteractionCache, InteractionWithTokenLogpReward
 from calls.messages import PLACEHOLDER
 from inference.io_struct import ModelResponse
 from rollout.trajectory import complete, concat_padded_tensors
-from run.config import load
+from run.load import load
 from run.logger import COLUMNS, Logger, as_text, describe_batch
 from staleness import RolloutStat
 
@@ -24,7 +24,13 @@ from staleness import RolloutStat
 def logger(tmp_path: Path) -> Logger:
     """Return a logger whose last step is step 12 of 64. In step 12, one group was rejected, and 131 episodes of other
     groups failed."""
-    words = ["experiment_name=e", "trial_name=t", "logger.live=false", "max_steps=64", "gconfig.n_samples=20"]
+    words = [
+        "experiment_name=e",
+        "trial_name=t",
+        "logger.live=false",
+        "max_steps=64",
+        "gconfig.n_samples=20",
+    ]
     config = load([f"fileroot={tmp_path}", *words])
     config.run_dir.mkdir(parents=True)
     logger = Logger(config, SimpleNamespace(stats=RolloutStat(), ended=34))
@@ -34,7 +40,9 @@ def logger(tmp_path: Path) -> Logger:
 
 
 @pytest.mark.parametrize(("width", "last"), [(80, "wait s"), (160, "sync s")])
-def test_the_table_fits_the_terminal(logger: Logger, monkeypatch: pytest.MonkeyPatch, width: int, last: str) -> None:
+def test_the_table_fits_the_terminal(
+    logger: Logger, monkeypatch: pytest.MonkeyPatch, width: int, last: str
+) -> None:
     """On a terminal of 80 columns, the table shows reward, staleness, time and failures without cutting any text. A
     wide terminal shows every column."""
     monkeypatch.setenv("COLUMNS", str(width))
@@ -52,7 +60,9 @@ def test_the_table_fits_the_terminal(logger: Logger, monkeypatch: pytest.MonkeyP
     assert status.endswith("; 0 of 6 groups; 34 episodes, 120 a batch")
 
 
-def test_reports_take_a_small_share_of_the_time(logger: Logger, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reports_take_a_small_share_of_the_time(
+    logger: Logger, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In this test a step takes 1 s, and writing a report takes 1 s. A report is skipped if the earlier reports took
     more than 1/50 of the run's time."""
     seconds, written = [0.0], []
@@ -77,11 +87,16 @@ def test_what_a_client_sends_unasked_is_counted_and_said_once(
     requests for a title and about `store: false` name the configuration key."""
     cache = InteractionCache()
     for name, system in (("work", "You code."), ("title", "You write titles.")):
-        messages = [{"role": "system", "content": system}, {"role": "user", "content": f"hello {PLACEHOLDER}"}]
+        messages = [
+            {"role": "system", "content": system},
+            {"role": "user", "content": f"hello {PLACEHOLDER}"},
+        ]
         ids = tiny_tokenizer.apply_chat_template(messages, return_dict=False)
         response = ModelResponse(ids, [5], [-0.5], [0], "stop")
         said = [{"role": "assistant", "content": "x"}]
-        turn = InteractionWithTokenLogpReward(messages, model_response=response, output_message_list=said)
+        turn = InteractionWithTokenLogpReward(
+            messages, model_response=response, output_message_list=said
+        )
         turn.unstored = "ignore" if name == "work" else ""
         cache.enter(name, turn)
     cache.set_last_reward(1.0)
@@ -99,15 +114,31 @@ def test_what_a_client_sends_unasked_is_counted_and_said_once(
     config = load([*words, "logger.tokens_interval=0"])
     config.run_dir.mkdir(parents=True)
     logger = Logger(config, SimpleNamespace(tokenizer=tiny_tokenizer, stats=RolloutStat()))
-    keys = ("success", "entropy", "clip_frac", "logp_mismatch", "step_s", "rollout_wait_s", "train_s", "sync_s")
+    keys = (
+        "success",
+        "entropy",
+        "clip_frac",
+        "logp_mismatch",
+        "step_s",
+        "rollout_wait_s",
+        "train_s",
+        "sync_s",
+    )
     for step in (1, 2):
-        logger.log(batch, {"step": step, "version": 0} | describe_batch(batch, 0) | dict.fromkeys(keys, 0.0))
-    lines = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
+        logger.log(
+            batch,
+            {"step": step, "version": 0} | describe_batch(batch, 0) | dict.fromkeys(keys, 0.0),
+        )
+    lines = [
+        json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [line["side_conversations"] for line in lines] == [1, 1]
     assert [line["unstored"] for line in lines] == [1, 1]
     assert [line["placeholders"] for line in lines] == [2, 2]
     assert torch.equal(batch["loss_mask"].sum(1), torch.tensor([1, 0]))
-    side, unstored, image = [line for line in capsys.readouterr().out.splitlines() if " has the first " in line]
+    side, unstored, image = [
+        line for line in capsys.readouterr().out.splitlines() if " has the first " in line
+    ]
     assert "rollout.openai.side_conversations" in side
     assert "You write titles." in side
     assert "rollout.openai.store" in unstored

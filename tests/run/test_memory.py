@@ -16,7 +16,7 @@ from trainers import make_batch, make_config
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
-from run.config import ConfigError, load
+from run.load import ConfigError, load
 from run.memory import GIB, describe_load, estimate_memory, saved_bytes, step_bytes
 from run.plan import plan_run
 from training import logprobs
@@ -50,7 +50,9 @@ LAYERS: dict[str, dict[str, Any]] = {
 def bytes_saved(config: Any, dtype: torch.dtype, tokens: int) -> int:
     """Return how many bytes of activations the decoder layers of a model save in a forward pass."""
     with no_init_weights():  # the numbers of bytes do not depend on the weights
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        model: Any = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation="sdpa"
+        )
     weights = {p.untyped_storage()._cdata for p in model.parameters()}
     saved: dict[int, int] = {}
 
@@ -61,8 +63,12 @@ def bytes_saved(config: Any, dtype: torch.dtype, tokens: int) -> int:
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        output = model.base_model(input_ids=torch.zeros(1, tokens, dtype=torch.int64), use_cache=False)
-        assert output.last_hidden_state.grad_fn is not None  # `output` keeps the graph and its saved tensors in memory
+        output = model.base_model(
+            input_ids=torch.zeros(1, tokens, dtype=torch.int64), use_cache=False
+        )
+        assert (
+            output.last_hidden_state.grad_fn is not None
+        )  # `output` keeps the graph and its saved tensors in memory
     return sum(saved.values())
 
 
@@ -78,7 +84,9 @@ def test_the_estimate_of_saved_activations(family: str, dtype: torch.dtype) -> N
     keys, tokens = {"vocab_size": 32, "pad_token_id": 0, **LAYERS[family]}, 64
     one, two = (AutoConfig.for_model(family, num_hidden_layers=layers, **keys) for layers in (1, 2))
     measured = (bytes_saved(two, dtype, tokens) - bytes_saved(one, dtype, tokens)) / tokens
-    assert saved_bytes(one, dtype.itemsize, has_head_norms=family == "qwen3") == pytest.approx(measured, rel=0.1)
+    assert saved_bytes(one, dtype.itemsize, has_head_norms=family == "qwen3") == pytest.approx(
+        measured, rel=0.1
+    )
 
 
 class LiveBytes(TorchDispatchMode):
@@ -86,7 +94,9 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.live: weakref.WeakValueDictionary[int, torch.UntypedStorage] = weakref.WeakValueDictionary()
+        self.live: weakref.WeakValueDictionary[int, torch.UntypedStorage] = (
+            weakref.WeakValueDictionary()
+        )
         self.peak = 0
 
     def count(self, x: Any) -> None:
@@ -117,7 +127,14 @@ SMALL = {
         ("qwen2", 2000, True, "bfloat16", False, 512),  # saved activations take most of the memory
         ("qwen2", 2000, True, "bfloat16", True, 512),
         ("qwen3", 2000, True, "float32", True, 256),
-        ("llama", 8000, False, "bfloat16", True, 128),  # the embedding and the last layer take most of the memory
+        (
+            "llama",
+            8000,
+            False,
+            "bfloat16",
+            True,
+            128,
+        ),  # the embedding and the last layer take most of the memory
         ("llama", 8000, True, "float32", False, 128),
     ],
 )
@@ -148,20 +165,31 @@ def test_the_estimate_of_a_training_step(
         actor.ppo_update(small)  # the first update makes the moments of AdamW
         gc.collect()
         with LiveBytes() as measured:
-            pytree.tree_map(measured.count, [[*actor.model.parameters()], [*actor.optimizer.state.values()]])
+            pytree.tree_map(
+                measured.count, [[*actor.model.parameters()], [*actor.optimizer.state.values()]]
+            )
             actor.ppo_update(batch)
         n = sum(p.numel() for p in actor.model.parameters())
     finally:
         actor.destroy()
     kept = 16 * n  # parameters, gradients and moments
-    assert step_bytes(config, shape, n, family == "qwen3") == pytest.approx(measured.peak - kept, rel=0.1)
+    assert step_bytes(config, shape, n, family == "qwen3") == pytest.approx(
+        measured.peak - kept, rel=0.1
+    )
 
 
 # Qwen2.5-1.5B, with the values of its config.json on the hub
-QWEN = {"vocab_size": 151936, "num_hidden_layers": 28, "tie_word_embeddings": True, **LAYERS["qwen2"]}
+QWEN = {
+    "vocab_size": 151936,
+    "num_hidden_layers": 28,
+    "tie_word_embeddings": True,
+    **LAYERS["qwen2"],
+}
 
 
-@pytest.mark.parametrize(("gpus", "ranks", "words"), [(1, 1, []), (2, 1, []), (8, 4, ["server.count=4"])])
+@pytest.mark.parametrize(
+    ("gpus", "ranks", "words"), [(1, 1, []), (2, 1, []), (8, 4, ["server.count=4"])]
+)
 def test_the_plan_on_the_page(
     gpus: int, ranks: int, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,7 +199,15 @@ def test_the_plan_on_the_page(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     monkeypatch.setattr("training.config.can_compile", lambda: True)
-    given = ["--config", "gsm8k", f"model_path={tmp_path}", *words, "--dry-run", "--gpus", str(gpus)]
+    given = [
+        "--config",
+        "gsm8k",
+        f"model_path={tmp_path}",
+        *words,
+        "--dry-run",
+        "--gpus",
+        str(gpus),
+    ]
     servers, text = plan_run(load([*given, "--gpu-memory", "64"]))
     assert all("sglang.launch_server" in server.command for server in servers)
     # docs/gpu.md shows the plan without the column of commands.
@@ -186,7 +222,10 @@ def test_the_heads_of_the_model_limit_the_gpus_of_a_server(tmp_path: Path) -> No
     AutoConfig.for_model("qwen2", **QWEN).save_pretrained(tmp_path)
     given = ["--config", "gsm8k", f"model_path={tmp_path}", "--dry-run", "--gpus", "8"]
     for size in (3, 8):
-        with pytest.raises(ConfigError, match=rf"server.tp_size={size} does not fit 12 .* one of \[1, 2, 4, 6, 12\]"):
+        with pytest.raises(
+            ConfigError,
+            match=rf"server.tp_size={size} does not fit 12 .* one of \[1, 2, 4, 6, 12\]",
+        ):
             plan_run(load([*given, f"server.tp_size={size}"]))
     _, text = plan_run(load([*given, "server.tp_size=4"]))
     weights, cache = 2 * 1_543_714_304, 2 * 2 * 2 * 128 * 28 * 400_000
@@ -197,21 +236,36 @@ def test_the_plan_names_idle_gpus(tmp_path: Path) -> None:
     """With 8 GPUs, configs/gsm8k.yaml uses the first GPU and the last GPU. The plan names the idle GPUs, and the
     settings that a user must raise to use these GPUs."""
     AutoConfig.for_model("qwen2", **QWEN).save_pretrained(tmp_path)
-    _, text = plan_run(load(["--config", "gsm8k", f"model_path={tmp_path}", "--dry-run", "--gpus", "8"]))
+    _, text = plan_run(
+        load(["--config", "gsm8k", f"model_path={tmp_path}", "--dry-run", "--gpus", "8"])
+    )
     says = "GPUs 1,2,3,4,5,6 are idle; to use them, raise server.count or torchrun --nproc-per-node"
     assert says in text.splitlines()
 
 
-def test_the_plan_counts_the_host_memory_of_offload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plan_counts_the_host_memory_of_offload(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With actor.offload, each parameter needs 16 bytes of host memory. While a checkpoint is written, each parameter
     needs 12 more bytes of host memory. A machine that runs 2 of 4 ranks needs half of the memory that 4 ranks need."""
     AutoConfig.for_model("qwen2", **QWEN).save_pretrained(tmp_path)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setenv("WORLD_SIZE", "4")
-    given = ["--config", "gsm8k", f"model_path={tmp_path}", "--dry-run", "--gpus", "4", "actor.offload=true"]
+    given = [
+        "--config",
+        "gsm8k",
+        f"model_path={tmp_path}",
+        "--dry-run",
+        "--gpus",
+        "4",
+        "actor.offload=true",
+    ]
     _, text = plan_run(load(given))
     host, more = (size * 1_543_714_304 / 2 / GIB for size in (16, 12))
-    assert f"actor.offload: the ranks of this machine need host memory, {host:.1f} GiB, and {more:.1f} more" in text
+    assert (
+        f"actor.offload: the ranks of this machine need host memory, {host:.1f} GiB, and {more:.1f} more"
+        in text
+    )
 
 
 def test_a_released_server_is_counted_between_the_steps(tmp_path: Path) -> None:
@@ -219,11 +273,22 @@ def test_a_released_server_is_counted_between_the_steps(tmp_path: Path) -> None:
     configs/gsm8k.yaml needs at most 43 GiB, because most of the server's memory and the trainer's activations are
     needed at different times."""
     AutoConfig.for_model("qwen2", **QWEN).save_pretrained(tmp_path)
-    given = ["--config", "gsm8k", f"model_path={tmp_path}", "--dry-run", "--gpus", "1", "--gpu-memory", "43"]
+    given = [
+        "--config",
+        "gsm8k",
+        f"model_path={tmp_path}",
+        "--dry-run",
+        "--gpus",
+        "1",
+        "--gpu-memory",
+        "43",
+    ]
     with pytest.raises(ConfigError, match="about 47 GiB are needed"):
         plan_run(load(given))
     _, text = plan_run(load([*given, "server.release_memory=true"]))
-    assert "server.release_memory: in a step, a server needs 3.0; between steps, a rank 26.0" in text
+    assert (
+        "server.release_memory: in a step, a server needs 3.0; between steps, a rank 26.0" in text
+    )
 
 
 def test_the_plan_says_how_many_steps_stay_on_the_disk(tiny_model_dir: Path) -> None:
@@ -238,10 +303,14 @@ def test_the_plan_says_how_many_steps_stay_on_the_disk(tiny_model_dir: Path) -> 
 def test_ranks_share_what_they_keep(tiny_model_dir: Path) -> None:
     """Each of four ranks keeps a quarter of the parameters, gradients and moments. The estimate for a server is the sum
     of the weights and the KV cache."""
-    given = load(["--config", "gsm8k", f"model_path={tiny_model_dir}", "server.max_total_tokens=5000"])
+    given = load(
+        ["--config", "gsm8k", f"model_path={tiny_model_dir}", "server.max_total_tokens=5000"]
+    )
     n = AutoModelForCausalLM.from_pretrained(tiny_model_dir).num_parameters()
     shape = AutoConfig.from_pretrained(tiny_model_dir).get_text_config()
-    (alone, kept, server, counted), (shared, *_) = (estimate_memory(given, shape, k, on_gpus=False) for k in (1, 4))
+    (alone, kept, server, counted), (shared, *_) = (
+        estimate_memory(given, shape, k, on_gpus=False) for k in (1, 4)
+    )
     assert counted == n
     assert kept * GIB == pytest.approx(16 * n)
     assert (alone - shared) * GIB == pytest.approx(16 * n * 3 / 4)
@@ -251,5 +320,7 @@ def test_ranks_share_what_they_keep(tiny_model_dir: Path) -> None:
 def test_gpus_that_are_not_there_need_a_dry_run() -> None:
     """The option `--gpus` needs `--dry-run`, because a run cannot start on GPUs that do not exist. If `--gpus` is given
     without `--dry-run`, the error names `dry_run=true`."""
-    with pytest.raises(ConfigError, match="gpus=8 has no effect here: omit it, or set dry_run=true"):
+    with pytest.raises(
+        ConfigError, match="gpus=8 has no effect here: omit it, or set dry_run=true"
+    ):
         load(["--gpus", "8"])

@@ -22,8 +22,8 @@ import pytest
 from conftest import ROOT, free_port, server_process, wait_until_up
 from runs import SMALL_GUESS, command
 
+from inference.serve import raise_open_files
 from inference.wire import EngineError, Wire
-from run.serve import raise_open_files
 
 REQUESTS, SESSIONS = 2000, 80  # 25 requests for each session, fewer than `Limits.running` (32)
 
@@ -44,7 +44,14 @@ def addresses(tiny_model_dir: Path) -> Iterator[tuple[str, str]]:
     modules = ["inference.tiny.server"], ["proxy", "--server", server, "--admin-key", "secret"]
     with ExitStack() as stack:
         for port, (module, *options) in zip(ports, modules):
-            words = ["--model-path", str(tiny_model_dir), "--port", str(port), "--exit-with-parent", *options]
+            words = [
+                "--model-path",
+                str(tiny_model_dir),
+                "--port",
+                str(port),
+                "--exit-with-parent",
+                *options,
+            ]
             whole = limited("-Sn", 1024, [sys.executable, "-m", module, *words])
             process = stack.enter_context(subprocess.Popen(whole, cwd=ROOT, stdin=subprocess.PIPE))
             wait_until_up(f"http://127.0.0.1:{port}", process)
@@ -60,14 +67,18 @@ def test_2000_requests_in_flight_lose_none(addresses: tuple[str, str]) -> None:
     sessions = []
     for number in range(SESSIONS):
         httpx.post(proxy + "/grant_capacity", headers=admin).raise_for_status()
-        start = httpx.post(proxy + "/rl/start_session", json={"task_id": str(number)}, headers=admin)
+        start = httpx.post(
+            proxy + "/rl/start_session", json={"task_id": str(number)}, headers=admin
+        )
         sessions.append(start.json()["session_id"])
     wire = Wire()
 
     async def ask(number: int) -> int:
         messages = [{"role": "user", "content": f"question {number}"}]
         body = {"model": "default", "messages": messages, "max_tokens": 1}
-        answer = await wire.call(f"{proxy}/{sessions[number % SESSIONS]}/v1/chat/completions", body, timeout=200)
+        answer = await wire.call(
+            f"{proxy}/{sessions[number % SESSIONS]}/v1/chat/completions", body, timeout=200
+        )
         return answer["usage"]["completion_tokens"]
 
     async def ask_all() -> list[int]:
@@ -95,7 +106,16 @@ def logged(tiny_model_dir: Path, tmp_path: Path) -> Iterator[tuple[str, str, lis
     with log.open("a") as out, ExitStack() as stack:
         command = [sys.executable, "-m", "inference.tiny.server", *words]
         server, first = stack.enter_context(server_process(*command, out=out))
-        command = [sys.executable, "-m", "proxy", *words, "--server", server, "--admin-key", "secret"]
+        command = [
+            sys.executable,
+            "-m",
+            "proxy",
+            *words,
+            "--server",
+            server,
+            "--admin-key",
+            "secret",
+        ]
         proxy, second = stack.enter_context(server_process(*command, out=out))
         yield server, proxy, [first.pid, second.pid], log
 
@@ -123,7 +143,9 @@ def test_without_free_descriptors_no_call_is_lost(logged: tuple[str, str, list[i
     def ask(number: int) -> int:
         with openai.OpenAI(base_url=f"{proxy}/{session}/v1", api_key="DUMMY") as client:
             messages: Any = [{"role": "user", "content": f"question {number}"}]
-            reply = client.chat.completions.create(model="m", messages=messages, max_completion_tokens=4, n=2)
+            reply = client.chat.completions.create(
+                model="m", messages=messages, max_completion_tokens=4, n=2
+            )
             return len(reply.choices)
 
     with ThreadPoolExecutor(5) as pool, ExitStack() as attack:
@@ -133,7 +155,9 @@ def test_without_free_descriptors_no_call_is_lost(logged: tuple[str, str, list[i
             resource.prlimit(pid, resource.RLIMIT_NOFILE, (100, hard))
         for url in (server, proxy) * 150:
             address = url.removeprefix("http://").split(":")
-            attack.enter_context(socket.create_connection((address[0], int(address[1])), timeout=60))
+            attack.enter_context(
+                socket.create_connection((address[0], int(address[1])), timeout=60)
+            )
         calls = [pool.submit(ask, number) for number in range(5)]
         wait_for(log, "few file descriptors are free, so new connections wait (8 times)")
         attack.close()
@@ -144,8 +168,13 @@ def test_without_free_descriptors_no_call_is_lost(logged: tuple[str, str, list[i
             # The proxy requests at most 32 of the 128 answers at the same time. The proxy keeps at most 10 idle
             # connections to the server.
             resource.prlimit(pids[1], resource.RLIMIT_NOFILE, (12, limits[1][1]))
-            path, messages = f"/{session}/v1/chat/completions", [{"role": "user", "content": "last"}]
-            last = pool.submit(client.post, path, json={"messages": messages, "max_tokens": 4, "n": 128})
+            path, messages = (
+                f"/{session}/v1/chat/completions",
+                [{"role": "user", "content": "last"}],
+            )
+            last = pool.submit(
+                client.post, path, json={"messages": messages, "max_tokens": 4, "n": 128}
+            )
             wait_for(log, "no file descriptor is free")
             resource.prlimit(pids[1], resource.RLIMIT_NOFILE, limits[1])
             assert len(last.result(timeout=200).json()["choices"]) == 128
@@ -162,18 +191,27 @@ def test_a_run_raises_its_soft_limit(tmp_path: Path) -> None:
     whole = limited("-Sn", 200, command(tmp_path, *SMALL_GUESS, *words))
     done = subprocess.run(whole, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    assert "Too many open files" not in "".join(log.read_text() for log in tmp_path.glob("e/t/logs/*"))
+    assert "Too many open files" not in "".join(
+        log.read_text() for log in tmp_path.glob("e/t/logs/*")
+    )
 
 
 def test_a_hard_limit_that_is_too_low_is_one_line(tmp_path: Path, tiny_model_dir: Path) -> None:
     """If the hard limit is too low for the recipe, train.py starts nothing, and says which limit to raise or which key
     to lower."""
-    words = ["--config", "configs/gsm8k.yaml", f"model={tiny_model_dir}", "data=tests/data/gsm8k.jsonl"]
+    words = [
+        "--config",
+        "configs/gsm8k.yaml",
+        f"model={tiny_model_dir}",
+        "data=tests/data/gsm8k.jsonl",
+    ]
     whole = limited("-Hn", 1024, command(tmp_path, *words))
     done = subprocess.run(whole, cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 2
     [line] = done.stderr.splitlines()
-    assert line.startswith("error: 1536 running episodes need 3328 open files, but the limit is 1024: raise it")
+    assert line.startswith(
+        "error: 1536 running episodes need 3328 open files, but the limit is 1024: raise it"
+    )
     assert "rollout.max_concurrent_rollouts" in line
     assert list(tmp_path.iterdir()) == []
 

@@ -34,12 +34,20 @@ from inference.weights import write_checkpoint
 from inference.wire import EngineError
 from rollout.executor import ProxyAddress, WorkflowExecutor
 from rollout.trajectory import complete
-from run.config import ConfigError, load
 from run.evaluate import evaluate_endpoint, start_evaluation
 from run.inputs import Inputs, load_inputs
 from run.keys import RolloutConfig
+from run.load import ConfigError, load
 from run.logger import Trace
-from run.recover import GroupLog, Recovery, claim, cut_metrics, discard, newest_checkpoint, save_model
+from run.recover import (
+    GroupLog,
+    Recovery,
+    claim,
+    cut_metrics,
+    discard,
+    newest_checkpoint,
+    save_model,
+)
 from run.summary import summarise
 from training.actor import FSDPPPOActor
 
@@ -60,7 +68,9 @@ def test_the_lines_of_lost_steps_are_cut(tmp_path: Path) -> None:
     """cut_metrics removes all lines after the line of the checkpoint's step, also an incomplete line. If metrics.jsonl
     lacks the line of a step, cut_metrics raises an error."""
     path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(json.dumps({"step": i}) + "\n" for i in range(1, 5)) + '{"step": 5, "rew')
+    path.write_text(
+        "".join(json.dumps({"step": i}) + "\n" for i in range(1, 5)) + '{"step": 5, "rew'
+    )
     cut_metrics(path, 3)
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
     with pytest.raises(ConfigError, match="steps 1 to 4"):
@@ -89,7 +99,12 @@ def test_groups_of_weights_that_are_gone_are_not_put_back(tmp_path: Path) -> Non
 def test_a_group_may_name_a_tensor_twice(tmp_path: Path) -> None:
     """If two tensors of a group share memory, the group's file still contains the values of both tensors."""
     both = torch.arange(6.0).view(2, 3)
-    shared = group(1) | {"logprobs": both[:1], "turn_rewards": both[:1], "advantages": both[1:], "across": both.T}
+    shared = group(1) | {
+        "logprobs": both[:1],
+        "turn_rewards": both[:1],
+        "advantages": both[1:],
+        "across": both.T,
+    }
     log = GroupLog(tmp_path / "groups")
     log.write(0, shared)
     found = log.read([0], version=1)[0]
@@ -103,7 +118,9 @@ def make_executor(tiny_tokenizer):
     def make(version: int = 0, eta: int = 2, keep=None, batch: int = 2) -> WorkflowExecutor:
         engine = ScriptedEngine(tiny_tokenizer)
         engine.version = version
-        config = RolloutConfig(max_head_offpolicyness=eta, consumer_batch_size=batch, dump_to_file=False)
+        config = RolloutConfig(
+            max_head_offpolicyness=eta, consumer_batch_size=batch, dump_to_file=False
+        )
         made.append(WorkflowExecutor(engine, config, keep=keep))
         return made[-1]
 
@@ -120,7 +137,9 @@ def test_data_order_and_gate_go_on_where_they_were(make_executor, tmp_path: Path
     AReaL's issue #1388 reports that the gate lets too many groups start after a restart.
     """
     log = GroupLog(tmp_path / "groups")
-    samples = [{"n": n} for n in range(5)]  # 16 draws take more than 3 epochs, and each epoch has its own order
+    samples = [
+        {"n": n} for n in range(5)
+    ]  # 16 draws take more than 3 epochs, and each epoch has its own order
     first, data = make_executor(keep=log.write), loader(samples, seed=3)
     trained, seen = [], []
 
@@ -155,7 +174,17 @@ def test_data_order_and_gate_go_on_where_they_were(make_executor, tmp_path: Path
 
 @pytest.mark.parametrize(
     ("eta", "batch", "kept"),
-    [(0, 1, 1), (0, 2, 2), (0, 4, 2), (1, 1, 2), (1, 2, 4), (2, 1, 3), (2, 2, 6), (2, 4, 6), (3, 2, 6)],
+    [
+        (0, 1, 1),
+        (0, 2, 2),
+        (0, 4, 2),
+        (1, 1, 2),
+        (1, 2, 4),
+        (2, 1, 3),
+        (2, 2, 6),
+        (2, 4, 6),
+        (3, 2, 6),
+    ],
 )
 def test_a_run_goes_on_with_another_eta_or_batch(
     make_executor, tmp_path: Path, eta: int, batch: int, kept: int
@@ -172,7 +201,11 @@ def test_a_run_goes_on_with_another_eta_or_batch(
     finished = log.read(state["open"], 3)
     assert [int(group["versions"].max()) for group in finished.values()] == [1, 1, 2, 2, 3, 3]
 
-    second, data, trained = make_executor(version=3, eta=eta, batch=batch), loader(samples, batch), []
+    second, data, trained = (
+        make_executor(version=3, eta=eta, batch=batch),
+        loader(samples, batch),
+        [],
+    )
     second.load_state_dict(state, finished, 3)
     assert second.stats.accepted == 3 * batch + kept
     assert second.staleness_manager.get_capacity() >= 0
@@ -204,7 +237,12 @@ def test_a_checkpoint_is_all_of_the_trainer(tiny_model_dir: Path, tmp_path: Path
     def step(actor: FSDPPPOActor) -> tuple:
         stats = actor.ppo_update(prepare(actor, make_batch()))
         actor.step_lr_scheduler()
-        return stats, {name: g.clone() for name, g in gradients(actor.model).items()}, random.random(), torch.rand(2)
+        return (
+            stats,
+            {name: g.clone() for name, g in gradients(actor.model).items()},
+            random.random(),
+            torch.rand(2),
+        )
 
     actor = make()
     recovery = Recovery(tmp_path, "auto")
@@ -214,8 +252,14 @@ def test_a_checkpoint_is_all_of_the_trainer(tiny_model_dir: Path, tmp_path: Path
     recovery.wait()
     shutil.copytree(tmp_path / "recover" / "step00001", tmp_path / "recover" / "step00002")
     (tmp_path / "recover" / "step00002" / "state.pickle").unlink()  # state.pickle is written last
-    (tmp_path / "recover" / "step00002" / "__9_0.distcp").touch()  # a file of rank 9, as in a checkpoint of ten ranks
-    own = {"stepping", "step00001-before-I-changed-lr", "step00000"}  # two folders of a user, and an older checkpoint
+    (
+        tmp_path / "recover" / "step00002" / "__9_0.distcp"
+    ).touch()  # a file of rank 9, as in a checkpoint of ten ranks
+    own = {
+        "stepping",
+        "step00001-before-I-changed-lr",
+        "step00000",
+    }  # two folders of a user, and an older checkpoint
     for name in own:
         (tmp_path / "recover" / name).mkdir()
     expected = step(actor)
@@ -232,7 +276,9 @@ def test_a_checkpoint_is_all_of_the_trainer(tiny_model_dir: Path, tmp_path: Path
     assert torch.equal(numbers[1], expected[3])
     recovery.save(2, again, executor)
     recovery.close()
-    assert {path.name for path in (tmp_path / "recover").glob("step*")} == own - {"step00000"} | {"step00002"}
+    assert {path.name for path in (tmp_path / "recover").glob("step*")} == own - {"step00000"} | {
+        "step00002"
+    }
     assert not (tmp_path / "recover" / "step00002" / "__9_0.distcp").exists()
     again.destroy()
 
@@ -248,10 +294,16 @@ def flat(state: Any) -> list[torch.Tensor]:
     """Return copies of all tensors of a nested dictionary, sorted by key."""
     if isinstance(state, dict):
         return [tensor for key in sorted(state) for tensor in flat(state[key])]
-    return [getattr(state, "full_tensor", lambda: state)().clone()] if isinstance(state, torch.Tensor) else []
+    return (
+        [getattr(state, "full_tensor", lambda: state)().clone()]
+        if isinstance(state, torch.Tensor)
+        else []
+    )
 
 
-def test_training_goes_on_while_a_checkpoint_is_written(tiny_model_dir: Path, tmp_path: Path, monkeypatch) -> None:
+def test_training_goes_on_while_a_checkpoint_is_written(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch
+) -> None:
     """A checkpoint has the weights, the moments and the random state of its own step, even if the checkpoint's files
     are written after the next step.
 
@@ -261,7 +313,11 @@ def test_training_goes_on_while_a_checkpoint_is_written(tiny_model_dir: Path, tm
     actor = FSDPPPOActor(make_config(), tiny_model_dir)
     actor.create_process_group()
     actor.initialize(max_steps=4)
-    recovery, written, may_write = Recovery(tmp_path, "auto"), FileSystemWriter.write_data, threading.Event()
+    recovery, written, may_write = (
+        Recovery(tmp_path, "auto"),
+        FileSystemWriter.write_data,
+        threading.Event(),
+    )
 
     def step() -> None:
         actor.ppo_update(prepare(actor, make_batch()))
@@ -276,7 +332,10 @@ def test_training_goes_on_while_a_checkpoint_is_written(tiny_model_dir: Path, tm
     recovery.wait()
     monkeypatch.setattr(FileSystemWriter, "write_data", write_late)
     step()
-    expected = flat(dict(enumerate(get_state_dict(actor.model, actor.optimizer)))), torch.get_rng_state()
+    expected = (
+        flat(dict(enumerate(get_state_dict(actor.model, actor.optimizer)))),
+        torch.get_rng_state(),
+    )
     recovery.save(2, actor, NoRollouts())
     step()
     torch.rand(1)
@@ -294,7 +353,10 @@ def test_training_goes_on_while_a_checkpoint_is_written(tiny_model_dir: Path, tm
     assert newest_checkpoint(tmp_path) == 2
     recovery.step = 2
     recovery.load(actor, SimpleNamespace(load_state_dict=lambda *_: None))
-    found = flat(dict(enumerate(get_state_dict(actor.model, actor.optimizer)))), torch.get_rng_state()
+    found = (
+        flat(dict(enumerate(get_state_dict(actor.model, actor.optimizer)))),
+        torch.get_rng_state(),
+    )
     assert actor.steps == 2
     assert len(found[0]) > 20
     for one, two in zip((*expected[0], expected[1]), (*found[0], found[1]), strict=True):
@@ -331,7 +393,10 @@ def test_the_best_model_by_evaluation_stays(tmp_path: Path) -> None:
             path.mkdir()
 
     rewards = {2: 0.5, 3: 0.99, 4: 0.9, 6: 0.9, 8: 0.7, 10: None, 12: 0.1}
-    lines = [{"step": step} | ({"eval_reward": rewards[step]} if step in rewards else {}) for step in range(1, 13)]
+    lines = [
+        {"step": step} | ({"eval_reward": rewards[step]} if step in rewards else {})
+        for step in range(1, 13)
+    ]
     for step in range(2, 13, 2):
         save_model(Actor(), tmp_path, step, keep=1, lines=lines[:step])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step00006", "step00012"]
@@ -348,7 +413,10 @@ def test_only_the_files_of_the_newest_steps_stay(tmp_path: Path) -> None:
         (tmp_path / "tokens").mkdir(exist_ok=True)
         (tmp_path / "tokens" / f"{step:05d}.safetensors").write_text("")
     discard(tmp_path, 3, max_age=1)
-    assert sorted(path.name for path in (tmp_path / "tokens").iterdir()) == ["00004.safetensors", "00005.safetensors"]
+    assert sorted(path.name for path in (tmp_path / "tokens").iterdir()) == [
+        "00004.safetensors",
+        "00005.safetensors",
+    ]
     assert sorted(path.name for path in (tmp_path / "rollout").iterdir()) == ["2", "3", "4"]
     discard(tmp_path / "no run yet", -4, max_age=1)
 
@@ -388,7 +456,9 @@ def test_a_checkpoint_of_another_model_is_refused(tiny_model_dir: Path, tmp_path
 def test_a_summary_says_what_it_has_counted(capsys, counted: list[list[int]], says: str) -> None:
     """The summary counts the trained tokens of all steps by lag, including the steps before a restart."""
     line = {"success": 0.5, "staleness_max": 1.0, "staleness_mean": 0.75, "wall_s": 2.0}
-    history = [line | {"step": step, "lag_counts": counts} for step, counts in enumerate(counted, 1)]
+    history = [
+        line | {"step": step, "lag_counts": counts} for step, counts in enumerate(counted, 1)
+    ]
     run = SimpleNamespace(history=history, config=SimpleNamespace(run_dir=Path("here"), task="a"))
     summarise(run, None)  # type: ignore[arg-type]
     assert f"staleness mean 0.75, max 1{says}" in capsys.readouterr().out
@@ -397,7 +467,14 @@ def test_a_summary_says_what_it_has_counted(capsys, counted: list[list[int]], sa
 def test_a_summary_does_not_wait_for_a_lost_server(capsys) -> None:
     """After the last step, no weights are pushed, so a restarted server gets no weights. The summary does not wait for
     this server, and leaves out the task's drawing."""
-    line = {"success": 0.5, "staleness_max": 1.0, "staleness_mean": 0.75, "wall_s": 2.0, "step": 1, "lag_counts": []}
+    line = {
+        "success": 0.5,
+        "staleness_max": 1.0,
+        "staleness_mean": 0.75,
+        "wall_s": 2.0,
+        "step": 1,
+        "lag_counts": [],
+    }
     engine = SimpleNamespace(wait_for_servers=True)
 
     class Task:
@@ -416,7 +493,12 @@ def test_a_summary_does_not_wait_for_a_lost_server(capsys) -> None:
 
 def test_only_files_of_the_run_are_deleted(tmp_path: Path) -> None:
     """With logger.keep_steps, old files of a run are deleted. A file with another kind of name stays."""
-    for name in ("rollout/.DS_Store", "tokens/notes.safetensors", "tokens/00001.safetensors", "rollout/0/1.jsonl"):
+    for name in (
+        "rollout/.DS_Store",
+        "tokens/notes.safetensors",
+        "tokens/00001.safetensors",
+        "rollout/0/1.jsonl",
+    ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("")
     discard(tmp_path, last=3, max_age=1)
@@ -429,7 +511,12 @@ def test_only_files_of_the_run_are_deleted(tmp_path: Path) -> None:
 
 def command(folder: Path, *words: str) -> list[str]:
     """Return the command of a small run that writes a checkpoint after every step."""
-    small = ["gconfig.n_samples=4", "actor.ppo_n_minibatches=2", "actor.ppo_epochs=1", "logger.live=false"]
+    small = [
+        "gconfig.n_samples=4",
+        "actor.ppo_n_minibatches=2",
+        "actor.ppo_epochs=1",
+        "logger.live=false",
+    ]
     fixed = [f"fileroot={folder}", "experiment_name=e", "trial_name=t"]
     interval = [] if "recover=off" in words else ["recover_interval=1"]
     return [sys.executable, "-u", "train.py", *small, *fixed, *interval, *words]
@@ -438,13 +525,17 @@ def command(folder: Path, *words: str) -> list[str]:
 def run_until(folder: Path, line: str, *words: str) -> None:
     """Start a run that kills itself with SIGKILL as soon as it prints `line`, and wait for the run's end."""
     dies = signalled(command(folder, *words), line, signal.SIGKILL)
-    done = subprocess.run(dies, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300)
+    done = subprocess.run(
+        dies, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300
+    )
     assert done.returncode == -signal.SIGKILL, done.stdout
 
 
 def finish(folder: Path, *words: str) -> tuple[str, list[dict]]:
     """Start a run, wait for its end, and return its output and the lines of its metrics.jsonl."""
-    done = subprocess.run(command(folder, *words), cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        command(folder, *words), cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     lines = (folder / "e" / "t" / "metrics.jsonl").read_text().splitlines()
     return done.stdout, [json.loads(line) for line in lines]
@@ -470,7 +561,9 @@ def test_a_synchronous_run_repeats_through_kills(tmp_path: Path) -> None:
     run_until(tmp_path / "killed", "step 3 ", *words)
     run_until(tmp_path / "killed", "continuing after step", *words)
     said, metrics = finish(tmp_path / "killed", *words)
-    assert re.search("continuing after step [12]", said)  # at the first kill, checkpoint 2 may be incomplete
+    assert re.search(
+        "continuing after step [12]", said
+    )  # at the first kill, checkpoint 2 may be incomplete
     check_lineage(tmp_path / "killed/e/t", metrics, batch=6, eta=0)
     for one, two in zip(expected, metrics, strict=True):
         for key in ("reward", "tokens", "staleness_max", "version"):
@@ -519,7 +612,9 @@ else:
     sys.stdin.read()
 os._exit(0)
 """
-    run = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, stdin=subprocess.PIPE)
+    run = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, stdin=subprocess.PIPE
+    )
     assert run.wait(timeout=60) == 0
     claim(tmp_path).close()
     run.communicate()  # communicate() closes stdin, which ends the forked child
@@ -550,7 +645,9 @@ def test_servers_that_outlive_their_run_get_the_weights_of_the_next(
     Every token of the first step has version 0, and the server and the trainer compute the same log-probabilities.
     """
     base = load_inputs(load(["seed=1"])).tokenizer.name_or_path
-    of_another_run = {name: 1.1 * tensor for name, tensor in load_file(f"{base}/model.safetensors").items()}
+    of_another_run = {
+        name: 1.1 * tensor for name, tensor in load_file(f"{base}/model.safetensors").items()
+    }
     other = write_checkpoint(of_another_run, base, tmp_path / "other")
     url = start_tiny_server("--model-path", str(other), "--weight-version", "3")
     if left != "ready":
@@ -576,7 +673,9 @@ def test_recover_off_does_not_touch_a_run(tmp_path: Path) -> None:
 def test_evaluation_by_itself(tmp_path: Path) -> None:
     """mode=eval runs one episode per validation prompt without training, prints the statistics and writes eval.json."""
     words = command(tmp_path, "mode=eval")
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=200, env={**os.environ})
+    done = subprocess.run(
+        words, cwd=ROOT, capture_output=True, text=True, timeout=200, env={**os.environ}
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "e/t/eval.json").read_text())
     assert found["eval_episodes"] == 6
@@ -598,7 +697,9 @@ def test_a_trace_goes_on(tmp_path: Path, cut: int) -> None:
         whole = path.read_bytes()
         events = json.loads(whole)
         path.write_bytes(whole[: len(whole) - cut])
-    assert len(events) >= 5  # the second process wrote 3 records, and at least 2 records of the first process are left
+    assert (
+        len(events) >= 5
+    )  # the second process wrote 3 records, and at least 2 records of the first process are left
 
 
 def test_agents_are_evaluated_on_any_endpoint(tmp_path: Path, proxy: ProxyAddress) -> None:
@@ -606,8 +707,12 @@ def test_agents_are_evaluated_on_any_endpoint(tmp_path: Path, proxy: ProxyAddres
     evaluator.base_url is the URL of a session in a proxy."""
     key = {"Authorization": f"Bearer {proxy.admin_key}"}
     httpx.post(f"{proxy.proxy_addr}/grant_capacity", headers=key)
-    started = httpx.post(f"{proxy.proxy_addr}/rl/start_session", headers=key, json={"task_id": "t"}).json()
-    words = command(tmp_path, "mode=eval", f"evaluator.base_url={proxy.proxy_addr}/{started['session_id']}/v1")
+    started = httpx.post(
+        f"{proxy.proxy_addr}/rl/start_session", headers=key, json={"task_id": "t"}
+    ).json()
+    words = command(
+        tmp_path, "mode=eval", f"evaluator.base_url={proxy.proxy_addr}/{started['session_id']}/v1"
+    )
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "e/t/eval.json").read_text())
@@ -622,11 +727,22 @@ def test_evaluation_has_a_workflow_of_its_own(tiny_model_dir: Path) -> None:
     assert inputs.workflow is not inputs.evaluated
 
 
-def test_a_workflow_that_sends_its_own_requests_is_evaluated_with_other_sampling(tiny_model_dir: Path) -> None:
+def test_a_workflow_that_sends_its_own_requests_is_evaluated_with_other_sampling(
+    tiny_model_dir: Path,
+) -> None:
     """A RolloutWorkflow sends its own requests to the server. In an evaluation, a RolloutWorkflow uses the sampling
     parameters that are set in eval_gconfig, and takes all other parameters from gconfig."""
-    words = ["--config", "configs/maze.yaml", f"model_path={tiny_model_dir}", "evaluator.interval=1"]
-    inputs = load_inputs(load([*words, "gconfig.temperature=0.9", "eval_gconfig.greedy=true", "eval_gconfig.top_k=3"]))
+    words = [
+        "--config",
+        "configs/maze.yaml",
+        f"model_path={tiny_model_dir}",
+        "evaluator.interval=1",
+    ]
+    inputs = load_inputs(
+        load(
+            [*words, "gconfig.temperature=0.9", "eval_gconfig.greedy=true", "eval_gconfig.top_k=3"]
+        )
+    )
     trained, evaluated = inputs.workflow.gconfig, inputs.evaluated.gconfig
     assert (trained.greedy, trained.top_k) == (False, -1)
     assert evaluated == trained.new(greedy=True, top_k=3)
@@ -642,9 +758,13 @@ def test_statistics_of_an_evaluation() -> None:
                 raise (ValueError if data["returns"] == "raises" else BaseException)("of an agent")
             return data["returns"]
 
-    samples = [{"returns": value} for value in (1.0, {"first": 1.0, "last": 0.0}, {}, "raises", "panics", None)]
+    samples = [
+        {"returns": value}
+        for value in (1.0, {"first": 1.0, "last": 0.0}, {}, "raises", "panics", None)
+    ]
     found = evaluate_endpoint(
-        load(["mode=eval", "evaluator.base_url=http://nowhere/v1"]), Inputs(None, [], samples, None, Agent())
+        load(["mode=eval", "evaluator.base_url=http://nowhere/v1"]),
+        Inputs(None, [], samples, None, Agent()),
     )
     assert found == {
         "eval_reward": 0.5,
@@ -662,17 +782,25 @@ def test_success_has_a_threshold() -> None:
 
 
 @pytest.mark.parametrize("rewards", [[1.0], [0.5, 1.0], [0.0, 1.0], [1.0, 0.0]])
-def test_an_episode_of_several_rows_has_the_reward_of_the_last(make_executor, rewards: list[float]) -> None:
+def test_an_episode_of_several_rows_has_the_reward_of_the_last(
+    make_executor, rewards: list[float]
+) -> None:
     """The reward of an episode with several rows is the last row's reward, because earlier rows have discounted
     rewards."""
 
     class Turns(Echo):
         async def arun_episode(self, engine, data):
             ids = torch.ones(len(rewards), 3, dtype=torch.int32)
-            return {"input_ids": ids, "attention_mask": ids.bool(), "rewards": torch.tensor(rewards)}
+            return {
+                "input_ids": ids,
+                "attention_mask": ids.bool(),
+                "rewards": torch.tensor(rewards),
+            }
 
     executor = make_executor().for_evaluation()
-    found = start_evaluation(executor, Inputs(None, [], [{"n": 0}, {"n": 1}], None, None, Turns()))()
+    found = start_evaluation(
+        executor, Inputs(None, [], [{"n": 0}, {"n": 1}], None, None, Turns())
+    )()
     executor.destroy()
     assert found["eval_reward"] == rewards[-1]
 
@@ -682,7 +810,11 @@ def test_an_agent_is_evaluated_where_it_is_trained(mode: str) -> None:
     """With rollout.openai.mode=subproc, each agent is evaluated in a worker process. If a worker process dies, only the
     episode that it runs fails."""
     words = ["mode=eval", "evaluator.base_url=http://nowhere/v1", f"rollout.openai.mode={mode}"]
-    samples = [{"then": "tells"}, {"then": "exits"}, {"then": "leaves_at_once" if mode == "subproc" else "raises"}]
+    samples = [
+        {"then": "tells"},
+        {"then": "exits"},
+        {"then": "leaves_at_once" if mode == "subproc" else "raises"},
+    ]
     found = evaluate_endpoint(load(words), Inputs(None, [], samples, None, mode_agents.Endpoint()))
     assert found["eval_reward"] == float(mode == "subproc")
     assert (found["eval_episodes"], found["eval_rejected"]) == (3, 2)

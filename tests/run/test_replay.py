@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from inference.io_struct import GenerationHyperparameters, ModelRequest, ModelResponse
 from inference.wire import EngineError
 from run import replay
-from run.config import ConfigError, load
+from run.load import ConfigError, load
 from run.replay import Differs, ReplayExecutor, check_replay, compare
 from run.schedule import FILE, Schedule, ScheduledEngine, digest, spans_of
 
@@ -40,7 +40,9 @@ def call(name: str, spans: list[Any], prompt: list[int] = PROMPT, **more: Any) -
 
 def write(path: Path, *facts: dict[str, Any]) -> Path:
     """Write a schedule with one line for each of `facts`, and return the schedule's path."""
-    path.write_bytes(b"".join(orjson.dumps(fact) + b"\n" for fact in ({"run": CODE, "step": 0}, *facts)))
+    path.write_bytes(
+        b"".join(orjson.dumps(fact) + b"\n" for fact in ({"run": CODE, "step": 0}, *facts))
+    )
     return path
 
 
@@ -60,8 +62,16 @@ def test_a_restart_cancels_what_was_lost(tmp_path: Path) -> None:
     checkpoint. A line "start" cancels the earlier calls of the task that it names."""
     first: list[dict[str, Any]] = [{"start": task, "version": 0} for task in range(4)]
     first += [call(f"{task}-0.0", []) for task in range(4)]
-    steps = [{"consume": 0, "version": 0}, {"consume": 2, "version": 1}, {"consume": 3, "version": 2}]
-    again: list[dict[str, Any]] = [{"run": CODE, "step": 1}, {"start": 3, "version": 1}, call("3-0.0", [[1, 4, "t"]])]
+    steps = [
+        {"consume": 0, "version": 0},
+        {"consume": 2, "version": 1},
+        {"consume": 3, "version": 2},
+    ]
+    again: list[dict[str, Any]] = [
+        {"run": CODE, "step": 1},
+        {"start": 3, "version": 1},
+        call("3-0.0", [[1, 4, "t"]]),
+    ]
     last = [{"consume": 2, "version": 1}, {"consume": 3, "version": 2}]
     schedule = Schedule(write(tmp_path / FILE, *first, *steps, *again, *last)).read()
     assert schedule.steps == {0: [0], 1: [2], 2: [3]}
@@ -105,14 +115,20 @@ class Servers:
     max_new_tokens."""
 
     def __init__(self) -> None:
-        self.version, self.asked = 0, list[tuple[int, int]]()  # (version, number of tokens) of each request
+        self.version, self.asked = (
+            0,
+            list[tuple[int, int]](),
+        )  # (version, number of tokens) of each request
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
         body = orjson.loads(request.content)
         start, n = len(body["input_ids"]), body["sampling_params"]["max_new_tokens"]
         self.asked.append((self.version, n))
         ids = [10 * self.version + position for position in range(start, start + n)]
-        meta: dict[str, Any] = {"finish_reason": {"type": "length"}, "weight_version": str(self.version)}
+        meta: dict[str, Any] = {
+            "finish_reason": {"type": "length"},
+            "weight_version": str(self.version),
+        }
         meta["output_token_logprobs"] = [[-1.0, token, None] for token in ids]
         return httpx.Response(200, json={"output_ids": ids, "meta_info": meta})
 
@@ -125,8 +141,13 @@ def follow(tmp_path: Path) -> Callable[..., tuple[ScheduledEngine, Servers]]:
     def make(*facts: dict[str, Any]) -> tuple[ScheduledEngine, Servers]:
         write(tmp_path / FILE, {"start": 7, "version": 0}, *facts)
         servers = Servers()
-        own, network = write(tmp_path / "own.jsonl", {"start": 7, "version": 0}), httpx.MockTransport(servers)
-        engine = ScheduledEngine(["http://a"], transport=network, schedule=own, replay=str(tmp_path))
+        own, network = (
+            write(tmp_path / "own.jsonl", {"start": 7, "version": 0}),
+            httpx.MockTransport(servers),
+        )
+        engine = ScheduledEngine(
+            ["http://a"], transport=network, schedule=own, replay=str(tmp_path)
+        )
         engine.servers.limit = 0
         return engine, servers
 
@@ -134,7 +155,9 @@ def follow(tmp_path: Path) -> Callable[..., tuple[ScheduledEngine, Servers]]:
 
 
 def request(name: str = "7-0.0", ids: list[int] = PROMPT) -> ModelRequest:
-    return ModelRequest(list(ids), gconfig=GenerationHyperparameters(max_new_tokens=50, seed=1), call=name)
+    return ModelRequest(
+        list(ids), gconfig=GenerationHyperparameters(max_new_tokens=50, seed=1), call=name
+    )
 
 
 TOKENS = [2, 3, 14, 15, 16]
@@ -218,7 +241,9 @@ async def test_a_task_without_a_group_is_recorded(follow: Any) -> None:
 def executor(tmp_path: Path, *own: dict[str, Any]) -> ReplayExecutor:
     """Return the executor of a replay. The recorded schedule has one call of task 7, and step 3 consumed task 7. The
     replay's own schedule has the start of task 7 and then the lines of the argument `own`."""
-    recorded = write(tmp_path / FILE, {"start": 7, "version": 0}, RECORDED, {"consume": 7, "version": 2})
+    recorded = write(
+        tmp_path / FILE, {"start": 7, "version": 0}, RECORDED, {"consume": 7, "version": 2}
+    )
     made = object.__new__(ReplayExecutor)
     made.recorded, made.step_of = Schedule(recorded).read(), {7: 3}
     made.own = Schedule(write(tmp_path / "own.jsonl", {"start": 7, "version": 0}, *own)).read()
@@ -234,10 +259,14 @@ def test_a_version_is_over_when_its_tokens_are_there(tmp_path: Path) -> None:
     assert executor(tmp_path, RECORDED).missing_calls(7, 1) == []
 
 
-@pytest.mark.parametrize("line", [call("7-0.0", [], [5, 7], failed=400), call("7-0.1", [], failed=400)])
+@pytest.mark.parametrize(
+    "line", [call("7-0.0", [], [5, 7], failed=400), call("7-0.1", [], failed=400)]
+)
 def test_the_first_different_call_is_named(tmp_path: Path, line: dict[str, Any]) -> None:
     """The message about a nondeterministic agent names the call, its task and the step that consumed the task."""
-    with pytest.raises(Differs, match=f"task 7 of step 3 differs: call {line['call']} has another prompt"):
+    with pytest.raises(
+        Differs, match=f"task 7 of step 3 differs: call {line['call']} has another prompt"
+    ):
         executor(tmp_path, line).missing_calls(7, 0)
 
 
@@ -255,14 +284,20 @@ def test_the_first_different_step_is_told_with_its_size(tmp_path: Path) -> None:
         (tmp_path / name / "tokens").mkdir(parents=True)
         batch = {"logprobs": torch.tensor([1.0, 2.0 + change]), "rewards": torch.ones(2)}
         save_file(batch, tmp_path / name / "tokens" / "00003.safetensors")
-    config = SimpleNamespace(replay=str(tmp_path / "one"), run_dir=tmp_path / "same", replay_until=9)
+    config = SimpleNamespace(
+        replay=str(tmp_path / "one"), run_dir=tmp_path / "same", replay_until=9
+    )
     compare(config, 3)  # type: ignore[arg-type]
     config.run_dir = tmp_path / "two"
-    with pytest.raises(Differs, match=r"(?s)step 3 is the first .*1 / 2.*difference: 0\.25.*logprobs"):
+    with pytest.raises(
+        Differs, match=r"(?s)step 3 is the first .*1 / 2.*difference: 0\.25.*logprobs"
+    ):
         compare(config, 3)  # type: ignore[arg-type]
 
 
-def test_another_code_or_configuration_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_code_or_configuration_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A replay needs the code revision and the configuration keys of the recorded run. A run without a finished step
     cannot be replayed. The error message names the revision or the keys that differ."""
     (tmp_path / "config.yaml").write_text(
@@ -294,12 +329,16 @@ def train(folder: Path, *words: str, dies_at: str = "") -> subprocess.CompletedP
     fixed = [f"fileroot={folder}", "experiment_name=e", "logger.live=false"]
     command = [sys.executable, "-u", "train.py", *words, *fixed]
     command = signalled(command, dies_at, signal.SIGKILL) if dies_at else command
-    return subprocess.run(command, cwd=ROOT, env=WITH_TEST_MODULES, capture_output=True, text=True, timeout=900)
+    return subprocess.run(
+        command, cwd=ROOT, env=WITH_TEST_MODULES, capture_output=True, text=True, timeout=900
+    )
 
 
 def hash_of(run: Path, step: int) -> str:
     """Return a hash of the model that a run has saved after a step."""
-    return hashlib.sha256((run / f"checkpoints/step{step:05d}/model.safetensors").read_bytes()).hexdigest()
+    return hashlib.sha256(
+        (run / f"checkpoints/step{step:05d}/model.safetensors").read_bytes()
+    ).hexdigest()
 
 
 @pytest.mark.runs
@@ -315,7 +354,9 @@ def test_a_run_with_everything_is_repeated_bit_by_bit(tmp_path: Path) -> None:
     recorded.write_bytes(recorded.read_bytes()[:-9])
     done = train(tmp_path, *words)
     assert done.returncode == 0, done.stderr
-    metrics = [orjson.loads(line) for line in (tmp_path / "e/t/metrics.jsonl").read_text().splitlines()]
+    metrics = [
+        orjson.loads(line) for line in (tmp_path / "e/t/metrics.jsonl").read_text().splitlines()
+    ]
     assert max(line["mixed_version_share"] for line in metrics) > 0
     assert max(line["rejected"] for line in metrics) > 0
 
@@ -323,12 +364,16 @@ def test_a_run_with_everything_is_repeated_bit_by_bit(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert "no batch and no model up to step 12 differs" in done.stdout
     assert hash_of(tmp_path / "e/again", 12) == hash_of(tmp_path / "e/t", 12)
-    done = train(tmp_path, "--replay", str(tmp_path / "e/t"), "--replay-until", "6", "trial_name=part")
+    done = train(
+        tmp_path, "--replay", str(tmp_path / "e/t"), "--replay-until", "6", "trial_name=part"
+    )
     assert done.returncode == 0, done.stderr
     assert hash_of(tmp_path / "e/part", 6) == hash_of(tmp_path / "e/t", 6)
     assert not (tmp_path / "e/part/tokens/00007.safetensors").exists()
     part = Schedule(tmp_path / "e/part" / FILE).read()
-    assert part.starts.keys() == {task for tasks in part.steps.values() for task in tasks}, "a later group started"
+    assert part.starts.keys() == {task for tasks in part.steps.values() for task in tasks}, (
+        "a later group started"
+    )
     done = train(tmp_path, "--replay", str(tmp_path / "e/t"), "actor.eps_clip=0.3")
     assert done.returncode == 2
     assert "actor.eps_clip=0.2 -> 0.3" in done.stderr
@@ -338,7 +383,13 @@ def test_a_run_with_everything_is_repeated_bit_by_bit(tmp_path: Path) -> None:
 def test_an_agent_that_is_not_deterministic_is_named(tmp_path: Path) -> None:
     """In this test, the agent draws the prompt of task 9 at random. The replay ends with an error that names a call of
     task 9 and the step that consumed the task."""
-    words = [*MAZE, "trial_name=t", "max_steps=4", "workflow=walkers.Moody", "workflow_kwargs.moody=9"]
+    words = [
+        *MAZE,
+        "trial_name=t",
+        "max_steps=4",
+        "workflow=walkers.Moody",
+        "workflow_kwargs.moody=9",
+    ]
     done = train(tmp_path, *words, "workflow_kwargs.reward_fn=tasks.maze.reward")
     assert done.returncode == 0, done.stderr
     done = train(tmp_path, "--replay", str(tmp_path / "e/t"), "trial_name=again")

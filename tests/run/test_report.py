@@ -24,29 +24,49 @@ from cache import InteractionCache, InteractionWithTokenLogpReward
 from inference.io_struct import ModelResponse
 from ppo import compute_advantages
 from rollout.trajectory import complete, concat_padded_tensors
-from run.config import load
+from run.load import load
 from run.logger import Logger, Trace, describe_batch
-from run.report import MAX_TOKENS, fill_gaps, main, make_page, read_records, read_timeline, write_report
+from run.report import (
+    MAX_TOKENS,
+    fill_gaps,
+    main,
+    make_page,
+    read_records,
+    read_timeline,
+    write_report,
+)
 from staleness import RolloutStat
 from workflow import to_tensors
 
 TEXTS = {1: "<user>", 2: "guess", 5: "</script><b>bad</b>", 6: "é", 7: "\n", 8: " eight", 9: "nine"}
-TOKENIZER: Any = SimpleNamespace(decode=lambda ids, **_: "".join(TEXTS.get(int(i), f"t{int(i)}") for i in ids))
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), "")
+TOKENIZER: Any = SimpleNamespace(
+    decode=lambda ids, **_: "".join(TEXTS.get(int(i), f"t{int(i)}") for i in ids)
+)
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
+)
 
 
-def turn(prompt: list[int], output: list[int], versions: list[int], *said: str) -> InteractionWithTokenLogpReward:
+def turn(
+    prompt: list[int], output: list[int], versions: list[int], *said: str
+) -> InteractionWithTokenLogpReward:
     """Return a finished call. The last text of `said` is the answer, and the earlier texts are the messages."""
-    messages = [{"role": "assistant" if k % 2 else "user", "content": text} for k, text in enumerate(said)]
+    messages = [
+        {"role": "assistant" if k % 2 else "user", "content": text} for k, text in enumerate(said)
+    ]
     response = ModelResponse(prompt, output, [-0.5] * len(output), versions)
-    return InteractionWithTokenLogpReward(messages[:-1], model_response=response, output_message_list=messages[-1:])
+    return InteractionWithTokenLogpReward(
+        messages[:-1], model_response=response, output_message_list=messages[-1:]
+    )
 
 
 def make_batch() -> dict[str, torch.Tensor]:
     """Return the batch of step 5, which trains the policy of version 4. Group 7 is a conversation with a branch, and
     the two rows of group 8 have equal rewards."""
     tree = InteractionCache()
-    tree.enter("a", turn([1, 2], [3, 5], [2, 3], "q", "a"))  # a weight update took place between tokens 3 and 5
+    tree.enter(
+        "a", turn([1, 2], [3, 5], [2, 3], "q", "a")
+    )  # a weight update took place between tokens 3 and 5
     tree.enter("b", turn([1, 2, 3, 5, 1], [6, 7], [3, 3], "q", "a", "more", "b"))
     tree.enter("c", turn([1, 2, 3, 5, 1], [8], [4], "q", "a", "more", "c"))
     tree.set_reward("b", 1.0)
@@ -59,11 +79,15 @@ def make_batch() -> dict[str, torch.Tensor]:
     groups = [to_tensors(cache.export_interactions("concat")) for cache in (tree, alone)]
     batch = concat_padded_tensors([complete(group, 7 + k) for k, group in enumerate(groups)])
     trained = batch["loss_mask"] > 0
-    config = load(["actor.eps_clip=0.2", "actor.eps_clip_higher=0.2", "actor.behave_imp_weight_cap=5"]).actor
+    config = load(
+        ["actor.eps_clip=0.2", "actor.eps_clip_higher=0.2", "actor.behave_imp_weight_cap=5"]
+    ).actor
     config.adv_norm.std_level, config.adv_norm.per_turn = "none", True
     batch["prox_logp"] = batch["logprobs"] + 0.1 * trained
     batch["theta_logp"] = batch["prox_logp"].clone()
-    batch["theta_logp"][0, 5] += 1.0  # token 6: log(pi_theta / pi_prox) = 1 and A > 0, so the clip acts on the token
+    batch["theta_logp"][0, 5] += (
+        1.0  # token 6: log(pi_theta / pi_prox) = 1 and A > 0, so the clip acts on the token
+    )
     batch["prox_logp"][1, 5] += 3.0  # token 8: pi_prox / pi_behav is above the cap
     batch["advantages"] = compute_advantages(batch, config)
     return batch
@@ -73,9 +97,20 @@ def make_batch() -> dict[str, torch.Tensor]:
 def folder(tmp_path: Path) -> Path:
     """Return the folder of a run with three lines of metrics. In tokens/, the files of the steps 5 to 7 all contain the
     same batch."""
-    words = [f"fileroot={tmp_path}", "experiment_name=e", "trial_name=t", "logger.live=false", "max_steps=3"]
+    words = [
+        f"fileroot={tmp_path}",
+        "experiment_name=e",
+        "trial_name=t",
+        "logger.live=false",
+        "max_steps=3",
+    ]
     config = load(
-        [*words, "actor.eps_clip_higher=0.2", "rollout.openai.turn_discount=0.5", "rollout.max_head_offpolicyness=2"]
+        [
+            *words,
+            "actor.eps_clip_higher=0.2",
+            "rollout.openai.turn_discount=0.5",
+            "rollout.max_head_offpolicyness=2",
+        ]
     )
     config.logger.report_interval = config.logger.sample_interval = 0
     config.run_dir.mkdir(parents=True)
@@ -84,9 +119,16 @@ def folder(tmp_path: Path) -> Path:
     keys = ("success", "entropy", "clip_frac", "step_s", "rollout_wait_s", "train_s", "sync_s")
     batch = make_batch()
     for step, reward in ((5, 0.25), (6, 0.5), (7, 1.0)):
-        line = {"step": step, "version": step - 1} | describe_batch(batch, 4) | dict.fromkeys(keys, 0.5)
+        line = (
+            {"step": step, "version": step - 1}
+            | describe_batch(batch, 4)
+            | dict.fromkeys(keys, 0.5)
+        )
         extra = {"reward": reward, "loss": float("nan"), "logp_mismatch": 1e-6}
-        logger.log(batch, line | extra | ({"eval_reward": 0.75, "eval_reward_sem": 0.1} if step == 6 else {}))
+        logger.log(
+            batch,
+            line | extra | ({"eval_reward": 0.75, "eval_reward_sem": 0.1} if step == 6 else {}),
+        )
     make_trace(config.run_dir / "trace.json")
     return config.run_dir
 
@@ -170,7 +212,10 @@ def test_a_shared_turn_is_shown_once_with_its_final_reward(folder: Path) -> None
 def test_a_group_without_signal_is_marked(folder: Path) -> None:
     """Group 8 has equal rewards, so all of its advantages are 0 and the page marks the group."""
     [run] = read_page(make_page([folder]))
-    assert {group["task"]: group["signal"] for group in run["steps"][-1]["groups"]} == {7: True, 8: False}
+    assert {group["task"]: group["signal"] for group in run["steps"][-1]["groups"]} == {
+        7: True,
+        8: False,
+    }
 
 
 def test_an_agents_text_stays_text(folder: Path) -> None:
@@ -199,7 +244,11 @@ def test_a_page_is_small(folder: Path) -> None:
         save_file(wide, folder / "tokens" / f"{step:05d}.safetensors")
     page = make_page([folder])
     [run] = read_page(page)
-    assert 0.5 * MAX_TOKENS < sum(len(turn["ids"]) for step in run["steps"] for turn in step["turns"]) <= MAX_TOKENS
+    assert (
+        0.5 * MAX_TOKENS
+        < sum(len(turn["ids"]) for step in run["steps"] for turn in step["turns"])
+        <= MAX_TOKENS
+    )
     assert sum(len(group["rewards"]) for group in run["steps"][-1]["groups"]) == 2000
     assert [step["step"] for step in run["steps"]][:: len(run["steps"]) - 1] == [5, 79]
     assert len(page) < 5e6
@@ -238,19 +287,35 @@ def test_the_timeline_says_what_became_of_each_group(folder: Path) -> None:
     [run] = read_page(make_page([folder]))
     timeline = run["timeline"]
     by_task = {group["task"]: group for group in timeline["groups"]}
-    assert {task: group["state"] for task, group in by_task.items()} == {7: "consume", 8: "reject", 9: "running"}
+    assert {task: group["state"] for task, group in by_task.items()} == {
+        7: "consume",
+        8: "reject",
+        9: "running",
+    }
     assert (by_task[7]["versions"], by_task[7]["reward"]) == ([0, 1], 0.5)
     assert by_task[7]["begin"] <= by_task[7]["end"] <= by_task[7]["used"] <= timeline["seconds"]
     assert [version for _, version in timeline["weights"]] == [1]
     assert len({by_task[7]["lane"], by_task[8]["lane"]}) == 2
-    assert by_task[9]["lane"] == by_task[7]["lane"], "group 9 started when the lane of group 7 was free"
+    assert by_task[9]["lane"] == by_task[7]["lane"], (
+        "group 9 started when the lane of group 7 was free"
+    )
 
 
 def test_no_second_is_unexplained() -> None:
     """The phases of the timeline follow each other without a gap. The time before a restart is the phase `not running`,
     and the time after the last phase is the phase `stop`."""
-    phases = fill_gaps([["train", 2.0, 1.0], ["start", 0.5, 0.5], ["start", 9.0, 1.0]], [0.0, 8.0], last=12.0)
-    assert [phase[0] for phase in phases] == ["other", "start", "other", "train", "not running", "start", "stop"]
+    phases = fill_gaps(
+        [["train", 2.0, 1.0], ["start", 0.5, 0.5], ["start", 9.0, 1.0]], [0.0, 8.0], last=12.0
+    )
+    assert [phase[0] for phase in phases] == [
+        "other",
+        "start",
+        "other",
+        "train",
+        "not running",
+        "start",
+        "stop",
+    ]
     now = 0.0
     for _, begin, duration in phases:
         assert begin == now
@@ -285,7 +350,11 @@ def test_a_crashed_run_has_a_report(folder: Path, gone: str) -> None:
     """A report is written even if one of the run's files is missing. A report is written even if the ends of
     metrics.jsonl, of trace.json and of a batch's file are missing, for example because the run was killed."""
     if gone == "cut":
-        for path in (folder / "metrics.jsonl", folder / "trace.json", folder / "tokens" / "00005.safetensors"):
+        for path in (
+            folder / "metrics.jsonl",
+            folder / "trace.json",
+            folder / "tokens" / "00005.safetensors",
+        ):
             path.write_bytes(path.read_bytes()[:-40])
         assert len(read_records(folder / "metrics.jsonl")) == 2
     elif gone == "tokens":
@@ -297,7 +366,9 @@ def test_a_crashed_run_has_a_report(folder: Path, gone: str) -> None:
 
 
 @pytest.mark.parametrize("words", [["{tmp}"], ["{tmp}/nowhere"], ["a", "b", "c"]])
-def test_a_wrong_folder_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+def test_a_wrong_folder_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
     """For a folder without a run, or for three folders, run/report.py prints one line and returns exit code 2."""
     assert main([word.format(tmp=tmp_path) for word in words]) == 2
     said = capsys.readouterr()
@@ -307,12 +378,16 @@ def test_a_wrong_folder_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 def test_no_folder_is_one_line() -> None:
     """Without an argument, `python -m run.report` prints one line and ends with exit code 2."""
-    done = subprocess.run([sys.executable, "-m", "run.report"], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-m", "run.report"], cwd=ROOT, capture_output=True, text=True, timeout=100
+    )
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert "runs/guess/NAME" in done.stderr
 
 
-def test_two_runs_are_on_one_page(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_runs_are_on_one_page(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The report of two run folders contains the data of both runs. If the second folder is named `other`, the report's
     file is beside-other.html in the first folder."""
     other = shutil.copytree(folder, tmp_path / "other")
@@ -322,7 +397,9 @@ def test_two_runs_are_on_one_page(folder: Path, tmp_path: Path, capsys: pytest.C
     assert [run["name"] for run in read_page(path.read_text())] == ["e/t", f"{tmp_path.name}/other"]
 
 
-def test_a_report_that_fails_ends_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_report_that_fails_ends_no_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """If a run cannot write its report, the run prints one line and continues."""
     write_report(tmp_path)
     assert not (tmp_path / "report.html").exists()
@@ -336,8 +413,20 @@ def draw(path: Path, tmp_path: Path, script: str = "") -> str:
     """Run the page's script and then `script` in Chromium, and return the resulting document as HTML. An error in the
     page's script or in `script` fails the test."""
     path.write_text(path.read_text().replace("</body>", f"<script>{script}</script></body>"))
-    flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--window-size=1200,900"]
-    command = [CHROMIUM, *flags, f"--user-data-dir={tmp_path / 'chrome'}", "--virtual-time-budget=5000", "--dump-dom"]
+    flags = [
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--enable-logging=stderr",
+        "--window-size=1200,900",
+    ]
+    command = [
+        CHROMIUM,
+        *flags,
+        f"--user-data-dir={tmp_path / 'chrome'}",
+        "--virtual-time-budget=5000",
+        "--dump-dom",
+    ]
     done = subprocess.run([*command, path.as_uri()], capture_output=True, text=True, timeout=200)
     assert "CONSOLE" not in done.stderr, done.stderr
     return done.stdout
@@ -347,19 +436,26 @@ def draw(path: Path, tmp_path: Path, script: str = "") -> str:
 def test_a_browser_draws_the_run(folder: Path, tmp_path: Path) -> None:
     """Chromium draws the reward curve, the evaluation point, the timeline, and the tokens in the colours of their
     versions."""
-    (folder / "doctor.jsonl").write_text(json.dumps({"step": 3, "rule": "kl", "text": "the policy moved"}) + "\n")
+    (folder / "doctor.jsonl").write_text(
+        json.dumps({"step": 3, "rule": "kl", "text": "the policy moved"}) + "\n"
+    )
     write_report(folder)
     page = draw(folder / "report.html", tmp_path)
     curve = re.search(r'data-curve="reward".*?<path d="([^"]*)"', page, re.DOTALL)
     assert curve is not None
     heights = [float(y) for y in re.findall(r"[ML][\d.]+,([\d.]+)", curve[1])]
     assert len(heights) == 3
-    assert (heights[0] - heights[1]) * 2 == pytest.approx(heights[1] - heights[2], abs=0.3), "rewards .25, .5 and 1"
+    assert (heights[0] - heights[1]) * 2 == pytest.approx(heights[1] - heights[2], abs=0.3), (
+        "rewards .25, .5 and 1"
+    )
     assert page.count('class="eval"') == 1
     assert 'data-phase="rollout_wait"' in page
     assert 'data-weights="1"' in page
     colours = re.findall(r'class="tok ([^"]*)"[^>]*data-version="(\d+)"[^>]*>([^<]*)', page)
-    assert colours[:2] == [("made v2 ", "2", "t3"), ("made v3 ", "3", "&lt;/script&gt;&lt;b&gt;bad&lt;/b&gt;")]
+    assert colours[:2] == [
+        ("made v2 ", "2", "t3"),
+        ("made v3 ", "3", "&lt;/script&gt;&lt;b&gt;bad&lt;/b&gt;"),
+    ]
     assert "no signal" in page
     assert '<p class="doctor">the policy moved</p>' in page
 
@@ -372,7 +468,14 @@ def test_keys_and_the_pointer_choose_a_token(folder: Path, tmp_path: Path) -> No
     press = "document.activeElement.dispatchEvent(new KeyboardEvent('keydown', {key: 'ArrowRight', bubbles: true}))"
     read = "document.body.dataset.{} = document.getElementById('token').textContent"
     click = "document.querySelectorAll('[data-j]')[4].click()"
-    steps = ["document.getElementById('trees').focus()", press, press, read.format("keys"), click, read.format("click")]
+    steps = [
+        "document.getElementById('trees').focus()",
+        press,
+        press,
+        read.format("keys"),
+        click,
+        read.format("click"),
+    ]
     page = draw(folder / "report.html", tmp_path, ";".join(steps))
     keys, clicked = (re.search(rf'data-{name}="([^"]*)"', page) for name in ("keys", "click"))
     assert keys is not None

@@ -50,7 +50,9 @@ def connect(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Connect]
     command = [sys.executable, "-c", SERVER, str(request.param)]
     with (tmp_path / "log").open("w") as log:
         pipe = subprocess.PIPE
-        process = subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=log, text=True)
+        process = subprocess.Popen(
+            command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=log, text=True
+        )
     assert process.stdin is not None
     assert process.stdout is not None
     with process:
@@ -72,8 +74,12 @@ def read_until(connection: socket.socket, end: bytes) -> bytes:
     "start",
     [
         POST + b"X-Endless: ",  # a header that does not end
-        POST + b"Content-Length: 1\r\n\r\nx" + POST + b"X-Endless: ",  # the second request of a connection
-        POST + b"Transfer-Encoding: chunked\r\n\r\n1\r\nx\r\n0\r\nX-Trailer: ",  # a trailer after the body
+        POST
+        + b"Content-Length: 1\r\n\r\nx"
+        + POST
+        + b"X-Endless: ",  # the second request of a connection
+        POST
+        + b"Transfer-Encoding: chunked\r\n\r\n1\r\nx\r\n0\r\nX-Trailer: ",  # a trailer after the body
     ],
     ids=["first", "second", "trailer"],
 )
@@ -104,7 +110,9 @@ def test_a_header_that_does_not_arrive_in_time_ends_the_connection(connect: Conn
         halted.sendall(POST)
         assert read_until(second, b"\r\n\r\n1")
         second.sendall(b"\r\n")
-        assert not any(read_until(connection, b"nothing") for connection in (silent, halted, second))
+        assert not any(
+            read_until(connection, b"nothing") for connection in (silent, halted, second)
+        )
 
 
 @pytest.mark.parametrize("connect", [60], indirect=True)
@@ -115,7 +123,11 @@ def test_malformed_requests_get_few_lines_in_the_log(connect: Connect, tmp_path:
         with connect() as connection:
             connection.sendall(b"nonsense\r\n\r\n")
             assert read_until(connection, b"nothing").startswith(b"HTTP/1.1 400 ")
-    lines = [line for line in (tmp_path / "log").read_text().splitlines() if "Invalid HTTP request" in line]
+    lines = [
+        line
+        for line in (tmp_path / "log").read_text().splitlines()
+        if "Invalid HTTP request" in line
+    ]
     assert [line.rpartition("(")[2] for line in lines] == [f"{2**k} times)" for k in range(7)]
 
 
@@ -134,9 +146,18 @@ def test_a_request_that_does_not_wait_for_the_answer_ends_the_connection(connect
 def test_the_keys_of_the_proxy_limit_a_header(tiny_server: str, tiny_model_dir: Path) -> None:
     """The keys rollout.openai.limits.header_bytes and header_seconds limit the length and the arrival time of a request
     header at the proxy."""
-    command = [sys.executable, "proxy.py", "--server", tiny_server, "--model-path", str(tiny_model_dir)]
+    command = [
+        sys.executable,
+        "proxy.py",
+        "--server",
+        tiny_server,
+        "--model-path",
+        str(tiny_model_dir),
+    ]
     limits = '{"limits": {"header_bytes": 200, "header_seconds": 0.5}}'
-    with server_process(*command, "--openai", limits, "--admin-key", "secret", out=subprocess.DEVNULL) as (url, _):
+    with server_process(
+        *command, "--openai", limits, "--admin-key", "secret", out=subprocess.DEVNULL
+    ) as (url, _):
         address = url.removeprefix("http://").split(":")
         with socket.create_connection((address[0], int(address[1])), timeout=60) as silent:
             assert silent.recv(1) == b""

@@ -18,7 +18,7 @@ import pytest
 from conftest import ROOT, free_port, two_free_ports
 from runs import children
 
-from run.config import load
+from run.load import load
 from run.plan import plan_servers
 
 pytestmark = pytest.mark.runs
@@ -64,13 +64,24 @@ def cluster(tmp_path: Path, tiny_model_dir: Path) -> dict[str, str]:
         "PORT": str(free_port()),
         "RENDEZVOUS_PORT": str(free_port()),
         "WAIT_SECONDS": "200",
-        "NANO_AREAL_SERVER_KEY": "-key",  # a random key may begin with "-"
+        "POCKET_AREAL_SERVER_KEY": "-key",  # a random key may begin with "-"
     }
 
 
 RECIPE = [
-    *("--config", "configs/gsm8k.yaml", "data=tests/data/gsm8k.jsonl", "max_steps=2", "trial_name=t"),
-    *("gconfig.n_samples=2", "gconfig.max_new_tokens=8", "train_dataset.batch_size=2", "actor.dtype=float32"),
+    *(
+        "--config",
+        "configs/gsm8k.yaml",
+        "data=tests/data/gsm8k.jsonl",
+        "max_steps=2",
+        "trial_name=t",
+    ),
+    *(
+        "gconfig.n_samples=2",
+        "gconfig.max_new_tokens=8",
+        "train_dataset.batch_size=2",
+        "actor.dtype=float32",
+    ),
     "evaluator.interval=0",
 ]
 
@@ -78,7 +89,9 @@ RECIPE = [
 def test_two_nodes_train(cluster: dict[str, str], tmp_path: Path) -> None:
     """In a job with two nodes, the first node generates and the second node trains. When the training ends, the job
     also ends its inference server."""
-    done = subprocess.run([str(SCRIPT), *RECIPE], cwd=ROOT, env=cluster, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(
+        [str(SCRIPT), *RECIPE], cwd=ROOT, env=cluster, capture_output=True, text=True, timeout=500
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     lines = (tmp_path / "runs/gsm8k/t/metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2]
@@ -113,12 +126,20 @@ def test_steps_get_their_gpus_and_cores_and_a_job_near_its_end_is_requeued(
     requeued job uses the run name of the first job.
     """
     (tmp_path / "server.py").write_text(SERVER)
-    (tmp_path / "torchrun").write_text('#!/bin/sh\necho "trainer with cores $CORES: $*"\nexec sleep 1000\n')
+    (tmp_path / "torchrun").write_text(
+        '#!/bin/sh\necho "trainer with cores $CORES: $*"\nexec sleep 1000\n'
+    )
     (tmp_path / "torchrun").chmod(0o755)
     port = two_free_ports()
-    job = cluster | {"SLURM_GPUS_ON_NODE": "2", "SLURM_CPUS_PER_TASK": "8", "TORCHRUN": str(tmp_path / "torchrun")}
+    job = cluster | {
+        "SLURM_GPUS_ON_NODE": "2",
+        "SLURM_CPUS_PER_TASK": "8",
+        "TORCHRUN": str(tmp_path / "torchrun"),
+    }
     job |= {"SERVE": f"{sys.executable} {tmp_path}/server.py", "PORT": str(port)}
-    with subprocess.Popen([str(SCRIPT), "seed=2"], cwd=ROOT, env=job, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [str(SCRIPT), "seed=2"], cwd=ROOT, env=job, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         lines: list[str] = []
         while not lines or not lines[-1].startswith("trainer"):
@@ -127,7 +148,10 @@ def test_steps_get_their_gpus_and_cores_and_a_job_near_its_end_is_requeued(
         process.send_signal(signal.SIGUSR1)
         rest = process.stdout.read()
     assert process.returncode == 0
-    assert sorted(lines[:-1]) == ["server with cores 4 and GPUs 0\n", "server with cores 4 and GPUs 1\n"]
+    assert sorted(lines[:-1]) == [
+        "server with cores 4 and GPUs 0\n",
+        "server with cores 4 and GPUs 1\n",
+    ]
     assert "trainer with cores 8: " in lines[-1]
     assert "train.py trial_name=slurm-7 seed=2 " in lines[-1]
     assert "requeued" in rest
@@ -142,20 +166,32 @@ def test_servers_of_a_cluster_get_the_options_of_train_py(file: str) -> None:
     """The commands for a cluster start SGLang with the same options --enable-fp32-lm-head, --max-running-requests and
     --mem-fraction-static as train.py. The commands for a cluster need no --max-total-tokens: a server on a cluster
     shares its GPU with no other process, so its KV cache can fill the GPU."""
-    given = ["--config", "configs/gsm8k.yaml", "model_path=DIR", "server.backend=sglang", "server.command=sglang"]
+    given = [
+        "--config",
+        "configs/gsm8k.yaml",
+        "model_path=DIR",
+        "server.backend=sglang",
+        "server.command=sglang",
+    ]
     [server] = plan_servers(load(given), ["0", "1"], 1)
     own = " ".join(server.command)
     text = (ROOT / file).read_text().replace("\\\n", "").replace("$SLOTS", "256")
     commands = re.findall(r"python -m sglang.launch_server\b.*--port.*|SERVE:-python.*", text)
     assert commands
-    for option in ("--enable-fp32-lm-head", "--max-running-requests 256", "--mem-fraction-static 0.85"):
+    for option in (
+        "--enable-fp32-lm-head",
+        "--max-running-requests 256",
+        "--mem-fraction-static 0.85",
+    ):
         assert option in own
         assert all(option in command for command in commands)
 
 
 def test_no_node_left_to_train(cluster: dict[str, str], tmp_path: Path) -> None:
     """If a job gives all its nodes to the servers, it ends with an error, because no node is left for training."""
-    done = subprocess.run([str(SCRIPT)], cwd=ROOT, env=cluster | {"GEN_NODES": "2"}, capture_output=True, text=True)
+    done = subprocess.run(
+        [str(SCRIPT)], cwd=ROOT, env=cluster | {"GEN_NODES": "2"}, capture_output=True, text=True
+    )
     assert done.returncode == 2
     assert "none is left to train" in done.stderr
     assert not (tmp_path / "calls").exists()
@@ -164,7 +200,9 @@ def test_no_node_left_to_train(cluster: dict[str, str], tmp_path: Path) -> None:
 def test_a_server_that_cannot_start_ends_the_job(cluster: dict[str, str]) -> None:
     """If a server ends before it is ready, the job ends with an error."""
     broken = cluster | {"SERVE": f"{sys.executable} -m inference.tiny.server --weights wrong"}
-    done = subprocess.run([str(SCRIPT), *RECIPE], cwd=ROOT, env=broken, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(
+        [str(SCRIPT), *RECIPE], cwd=ROOT, env=broken, capture_output=True, text=True, timeout=200
+    )
     assert done.returncode == 1
     assert "a server ended before it came up" in done.stderr
 

@@ -35,7 +35,9 @@ def on_a_terminal(*words: str, kind: str = "xterm") -> str:
     child, terminal = pty.fork()
     if child == 0:
         os.chdir(ROOT)
-        os.execve(sys.executable, [sys.executable, "-c", SHOW, *words], {**os.environ, "TERM": kind})
+        os.execve(
+            sys.executable, [sys.executable, "-c", SHOW, *words], {**os.environ, "TERM": kind}
+        )
     received = b""
     while True:
         try:
@@ -52,7 +54,11 @@ def test_a_clock_counts_before_and_after_the_table() -> None:
     printed, the clock is deleted and the cursor becomes visible. Long lines of the results are not wrapped."""
     whole = on_a_terminal()
     before, table, after = whole.replace("a step", "CUT").replace("the end", "CUT").split("CUT")
-    assert before.index("importing torch") < before.index("a model is made") < before.index("s since start")
+    assert (
+        before.index("importing torch")
+        < before.index("a model is made")
+        < before.index("s since start")
+    )
     assert table.index("s since start") < table.index("the table")
     assert "s since start" in after
     assert "the table" not in after
@@ -103,9 +109,11 @@ def test_a_refresh_and_a_print_leave_both_on_the_screen() -> None:
 
 def test_a_file_gets_no_clock() -> None:
     """If the output goes to a file, the file contains only whole lines and no control characters."""
-    done = subprocess.run([sys.executable, "-c", SHOW], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-c", SHOW], cwd=ROOT, capture_output=True, text=True, timeout=100
+    )
     first, *others = done.stdout.splitlines()
-    assert first == "nano-areal: importing torch and transformers"
+    assert first == "pocket-areal: importing torch and transformers"
     assert others[:2] == ["a model is made", "a step"]
     assert "\x1b" not in done.stdout
     assert "since start" not in done.stdout

@@ -40,7 +40,9 @@ DEFAULTS = {
 FLAGS = ("--disable-cuda-graph", "--disable-overlap-schedule")
 
 os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # more OpenMP threads than cores would slow each other down
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # more OpenMP threads than cores would slow each other down
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
@@ -68,7 +70,11 @@ class StandIn(ModuleType):
         if name.startswith("__"):
             raise AttributeError(name)
         whole = f"{self.__name__}.{name}"
-        made = Anything(name, (), {"__module__": self.__name__}) if name[0].isupper() else StandIn(whole)
+        made = (
+            Anything(name, (), {"__module__": self.__name__})
+            if name[0].isupper()
+            else StandIn(whole)
+        )
         setattr(self, name, made)
         return made
 
@@ -85,7 +91,9 @@ class StandIn(ModuleType):
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """An import hook that makes a stand-in for each package in ABSENT and for each module of these packages."""
 
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Any = None, target: Any = None
+    ) -> importlib.machinery.ModuleSpec | None:
         if name.partition(".")[0] in ABSENT:
             return importlib.machinery.ModuleSpec(name, self, is_package=True)
         return None
@@ -111,7 +119,9 @@ def main(argv: list[str]) -> None:
     if "--exit-with-parent" in argv:
         argv.remove("--exit-with-parent")
         if os.getpgrp() != os.getpid():
-            os.setpgid(0, 0)  # killpg can end this process and its workers, because they form a group
+            os.setpgid(
+                0, 0
+            )  # killpg can end this process and its workers, because they form a group
         threading.Thread(target=end_with_parent, daemon=True).start()
     for name, value in DEFAULTS.items():
         if name not in argv:

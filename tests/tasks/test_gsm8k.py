@@ -14,16 +14,26 @@ import pytest
 from conftest import ROOT
 from runs import command
 
-from run.config import ConfigError, load
 from run.inputs import load_dataset, load_inputs, read_jsonl
+from run.load import ConfigError, load
 from tasks import gsm8k
 
 pytestmark = pytest.mark.runs
 
 DATA = "tests/data/gsm8k.jsonl"
 SMALL = [
-    *("gconfig.n_samples=2", "gconfig.max_new_tokens=12", "train_dataset.batch_size=3", "actor.dtype=float32"),
-    *("server.max_total_tokens=16384", "evaluator.interval=2", "max_steps=3", "server.backend=tiny"),
+    *(
+        "gconfig.n_samples=2",
+        "gconfig.max_new_tokens=12",
+        "train_dataset.batch_size=3",
+        "actor.dtype=float32",
+    ),
+    *(
+        "server.max_total_tokens=16384",
+        "evaluator.interval=2",
+        "max_steps=3",
+        "server.backend=tiny",
+    ),
 ]
 
 
@@ -68,16 +78,22 @@ def test_the_solutions_in_the_data_are_right() -> None:
         assert gsm8k.is_right(row["answer"], sample["answer"])
         assert row["question"] in sample["messages"][0]["content"]
         other = rows[k - 1]["answer"]
-        assert gsm8k.is_right(other, sample["answer"]) == (samples[k - 1]["answer"] == sample["answer"])
+        assert gsm8k.is_right(other, sample["answer"]) == (
+            samples[k - 1]["answer"] == sample["answer"]
+        )
 
 
 def train(tmp_path: Path, model: Path, *words: str) -> tuple[list[dict], Path]:
     """Run the small recipe to its end, and return the run's metrics and folder."""
     recipe = ["--config", "configs/gsm8k.yaml", f"model={model}", f"data={DATA}", *SMALL]
-    done = subprocess.run(command(tmp_path, *recipe, *words), cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        command(tmp_path, *recipe, *words), cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     folder = tmp_path / "e" / "t"
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()], folder
+    return [
+        json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ], folder
 
 
 def test_the_recipe(tmp_path: Path, tiny_model_dir: Path) -> None:
@@ -87,15 +103,24 @@ def test_the_recipe(tmp_path: Path, tiny_model_dir: Path) -> None:
     assert sum(line["accepted"] for line in metrics) >= 9
     assert all(line["failed"] == 0 and 0 <= line["staleness_max"] <= 2 for line in metrics)
     assert "eval_reward" in metrics[1]
-    assert sum(len(path.read_text().splitlines()) for path in folder.glob("eval-rollout/*/*.jsonl")) == 12
+    assert (
+        sum(len(path.read_text().splitlines()) for path in folder.glob("eval-rollout/*/*.jsonl"))
+        == 12
+    )
     [line, *_] = (p.read_text().splitlines()[0] for p in sorted(folder.glob("rollout/*/*.jsonl")))
     assert "boxed" in json.loads(line)["prompt"]
 
 
 def test_the_agent_with_a_second_try(tmp_path: Path, tiny_model_dir: Path) -> None:
     """If the first answer is wrong, the agent asks for a second answer, and both turns are in one row."""
-    _, folder = train(tmp_path, tiny_model_dir, "workflow=tasks.gsm8k.MathAgent", "evaluator.interval=0")
-    dumps = [json.loads(line) for path in folder.glob("rollout/*/*.jsonl") for line in path.read_text().splitlines()]
+    _, folder = train(
+        tmp_path, tiny_model_dir, "workflow=tasks.gsm8k.MathAgent", "evaluator.interval=0"
+    )
+    dumps = [
+        json.loads(line)
+        for path in folder.glob("rollout/*/*.jsonl")
+        for line in path.read_text().splitlines()
+    ]
     assert dumps
     assert all("That is not right" in dump["prompt"] + dump["completion"] for dump in dumps)
 
@@ -104,19 +129,32 @@ def test_data_and_reward_of_ones_own_by_configuration(tmp_path: Path, tiny_model
     """Users can train on their own data with a JSONL file, a reward function, and configuration keys that name the
     file and the function."""
     (tmp_path / "mine.jsonl").write_text(
-        "\n".join(json.dumps({"messages": [{"role": "user", "content": f"say {c}"}], "wanted": c}) for c in "abcdef")
+        "\n".join(
+            json.dumps({"messages": [{"role": "user", "content": f"say {c}"}], "wanted": c})
+            for c in "abcdef"
+        )
     )
     (tmp_path / "my_reward.py").write_text(
         "def length(prompt, completion, prompt_ids, completion_ids, wanted, **_):\n"
         "    assert f'say {wanted}' in prompt\n"
         "    return len(completion_ids) / 100\n"
     )
-    words = ["workflow=workflow.RLVRWorkflow", "workflow_kwargs.reward_fn=my_reward.length", "max_steps=2"]
-    fixed = [f"model_path={tiny_model_dir}", f"train_dataset.path={tmp_path}/mine.jsonl", "actor.dtype=float32"]
+    words = [
+        "workflow=workflow.RLVRWorkflow",
+        "workflow_kwargs.reward_fn=my_reward.length",
+        "max_steps=2",
+    ]
+    fixed = [
+        f"model_path={tiny_model_dir}",
+        f"train_dataset.path={tmp_path}/mine.jsonl",
+        "actor.dtype=float32",
+    ]
     small = ["gconfig.n_samples=2", "gconfig.max_new_tokens=8", "train_dataset.batch_size=2"]
     whole = command(tmp_path, "--config", "configs/own.yaml", *fixed, *words, *small)
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(whole, cwd=ROOT, capture_output=True, text=True, timeout=300, env=environment)
+    done = subprocess.run(
+        whole, cwd=ROOT, capture_output=True, text=True, timeout=300, env=environment
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     lines = [json.loads(line) for line in (tmp_path / "e/t/metrics.jsonl").read_text().splitlines()]
     assert all(0 < line["reward"] <= 0.08 for line in lines)
@@ -135,11 +173,20 @@ def test_data_and_reward_of_ones_own_by_configuration(tmp_path: Path, tiny_model
         (b"\xff\xfe{", "cannot decode|codec"),
     ],
 )
-def test_broken_data_is_one_line(tmp_path: Path, tiny_model_dir: Path, text: str | bytes, says: str) -> None:
+def test_broken_data_is_one_line(
+    tmp_path: Path, tiny_model_dir: Path, text: str | bytes, says: str
+) -> None:
     """A broken dataset raises a one-line error that names the file and the line in the file."""
     file = tmp_path / "broken.jsonl"
     file.write_bytes(text if isinstance(text, bytes) else text.encode())
-    config = load(["--config", str(ROOT / "configs/gsm8k.yaml"), f"model_path={tiny_model_dir}", f"data={file}"])
+    config = load(
+        [
+            "--config",
+            str(ROOT / "configs/gsm8k.yaml"),
+            f"model_path={tiny_model_dir}",
+            f"data={file}",
+        ]
+    )
     with pytest.raises(ConfigError, match=says) as caught:
         load_inputs(config)
     assert str(file) in str(caught.value)
@@ -162,7 +209,11 @@ def test_broken_data_is_one_line(tmp_path: Path, tiny_model_dir: Path, text: str
     ],
 )
 def test_what_cannot_be_imported_is_said_early(
-    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], says: str
+    tmp_path: Path,
+    tiny_model_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    words: list[str],
+    says: str,
 ) -> None:
     """If a function, workflow or model cannot be loaded, an error names the configuration key before any process
     starts."""
@@ -178,7 +229,14 @@ def test_a_model_without_weights_is_said_early(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"no model at .*safetensors"):
         load_inputs(
-            load(["--config", str(ROOT / "configs/gsm8k.yaml"), f"model_path={tmp_path}", f"data={ROOT / DATA}"])
+            load(
+                [
+                    "--config",
+                    str(ROOT / "configs/gsm8k.yaml"),
+                    f"model_path={tmp_path}",
+                    f"data={ROOT / DATA}",
+                ]
+            )
         )
 
 
@@ -186,7 +244,14 @@ def test_a_model_without_weights_is_said_early(tmp_path: Path) -> None:
 def test_presets_lie_over_a_recipe(preset: str) -> None:
     """A preset (write-up, section 8) changes only the keys that it contains. Keys outside the preset keep the values of
     the recipe."""
-    config = load(["--config", str(ROOT / "configs/gsm8k.yaml"), "--config", str(ROOT / f"configs/{preset}.yaml")])
+    config = load(
+        [
+            "--config",
+            str(ROOT / "configs/gsm8k.yaml"),
+            "--config",
+            str(ROOT / f"configs/{preset}.yaml"),
+        ]
+    )
     want = {
         "debug": (0, 1, False, "recompute"),
         "throughput": (6, 128, True, "loglinear"),

@@ -60,10 +60,15 @@ def test_base_model_is_an_ordinary_one(models: dict, task) -> None:
     """The Auto classes of transformers load the base model, and the model and the tokenizer have the same end
     token."""
     path = models[task, 1, 0]
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(path),
+        AutoTokenizer.from_pretrained(path),
+    )
     assert model.config.vocab_size == len(tokenizer)
     assert model.config.eos_token_id == tokenizer.eos_token_id
-    assert [file.name for file in path.parent.iterdir()] == ["base"]  # no temporary folder is left next to the model
+    assert [file.name for file in path.parent.iterdir()] == [
+        "base"
+    ]  # no temporary folder is left next to the model
 
 
 def test_processes_may_race(models: dict) -> None:
@@ -85,7 +90,9 @@ def test_template_splices(tokenizer: Any, data: st.DataObject) -> None:
     message."""
     words = st.lists(st.sampled_from(guess.WORDS), max_size=4).map(" ".join)
     texts = data.draw(st.lists(words, min_size=3, max_size=7).filter(lambda texts: len(texts) % 2))
-    messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+    messages = [
+        {"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)
+    ]
 
     def ids(part: list[dict]) -> list[int]:
         return tokenizer.apply_chat_template(part, add_generation_prompt=True, return_dict=False)
@@ -100,9 +107,12 @@ def test_only_answers_are_imitated(tokenizer: Any) -> None:
     """The loss of the warm-up covers only the assistant's words and the end tokens of the assistant's turns."""
     said = [guess.QUESTION, "3", "higher", "5"]
     ids = base_model.render(
-        tokenizer, [{"role": ("user", "assistant")[i % 2], "content": s} for i, s in enumerate(said)]
+        tokenizer,
+        [{"role": ("user", "assistant")[i % 2], "content": s} for i, s in enumerate(said)],
     )
-    labels = [label for label in base_model.answers_only(tokenizer, ids) if label != base_model.IGNORED]
+    labels = [
+        label for label in base_model.answers_only(tokenizer, ids) if label != base_model.IGNORED
+    ]
     assert tokenizer.decode(labels) == "3 <end> 5 <end>"
 
 
@@ -127,7 +137,9 @@ def test_a_strategy_is_judged_as_it_plays(rng: random.Random) -> None:
     answers: dict[str, str] = {}
 
     def play(messages: list[dict], _: object = None) -> str:
-        return answers.setdefault(str(messages), rng.choice([*map(str, guess.SECRETS), "9", "higher"]))
+        return answers.setdefault(
+            str(messages), rng.choice([*map(str, guess.SECRETS), "9", "higher"])
+        )
 
     explored: list[int] = []
     guess.explore(play, explored)
@@ -142,11 +154,17 @@ def test_a_strategy_is_judged_as_it_plays(rng: random.Random) -> None:
             if number is None or number == secret:
                 break
             word = guess.feedback(number, secret)
-            messages = [*messages, {"role": "assistant", "content": answer}, {"role": "user", "content": word}]
+            messages = [
+                *messages,
+                {"role": "assistant", "content": answer},
+                {"role": "user", "content": word},
+            ]
     assert sorted(explored) == sorted(found)
 
 
-@pytest.mark.parametrize("answer", ["", None, "3 4", "7", "0", "-3", "03", "three", "higher", "3.0", "³", "3 <end>"])
+@pytest.mark.parametrize(
+    "answer", ["", None, "3 4", "7", "0", "-3", "03", "three", "higher", "3.0", "³", "3 <end>"]
+)
 def test_what_is_no_guess(answer: str | None) -> None:
     """An answer counts as a guess only if it is a single number from 1 to 6."""
     assert guess.parse(answer) is None
@@ -164,7 +182,13 @@ class Endpoint:
         self.asked.append(json.loads(request.content)["messages"])
         message = {"role": "assistant", "content": self.answers.pop(0)}
         choice = {"index": 0, "finish_reason": "stop", "message": message}
-        body = {"id": "1", "object": "chat.completion", "created": 0, "model": "default", "choices": [choice]}
+        body = {
+            "id": "1",
+            "object": "chat.completion",
+            "created": 0,
+            "model": "default",
+            "choices": [choice],
+        }
         return sdk_http.Response(200, json=body)
 
     async def play(self, secret: int) -> float:
@@ -181,7 +205,13 @@ async def test_agent_plays_to_the_end() -> None:
     assert await winner.play(secret=4) == 1.0
     assert await loser.play(secret=6) == 0.0
     assert [len(asked) for asked in winner.asked] == [1, 3, 5]
-    assert [m["content"] for m in winner.asked[-1]] == [guess.QUESTION, "3", "higher", " 5", "lower"]
+    assert [m["content"] for m in winner.asked[-1]] == [
+        guess.QUESTION,
+        "3",
+        "higher",
+        " 5",
+        "lower",
+    ]
     assert len(loser.asked) == guess.GUESSES
     assert await Endpoint("4").play(secret=4) == 1.0
 
@@ -252,10 +282,14 @@ def test_drunkard_comes_home_sometimes() -> None:
     """The drunk, whom the maze's base model imitates, never goes through a wall. About a quarter of the drunk's walks
     end at home."""
     rng = random.Random(0)
-    walks = [(d, maze.stagger(rng, d["start"], d["home"])) for d in maze.dataset() for _ in range(3)]
+    walks = [
+        (d, maze.stagger(rng, d["start"], d["home"])) for d in maze.dataset() for _ in range(3)
+    ]
     answers = [(" ".join(map(maze.name, walk)), d["start"], d["home"]) for d, walk in walks]
     assert all(maze.walk_of(answer, start) is not None for answer, start, _ in answers)
-    rewards = [maze.reward("", answer, [], [], start=start, home=home) for answer, start, home in answers]
+    rewards = [
+        maze.reward("", answer, [], [], start=start, home=home) for answer, start, home in answers
+    ]
     assert 0.2 < sum(reward > 0 for reward in rewards) / len(rewards) < 0.35
 
 
@@ -287,4 +321,6 @@ def test_maze_summary() -> None:
     assert f"makes {len(walk) - 1} moves and is home" in text
     assert text.count("•") == 2 * (len(walk) - 1) - 1
     assert len([line for line in text.splitlines() if "█" in line]) == 2 * maze.SIDE + 1
-    assert "gives an answer that is no walk from S and is not home" in printed(maze, f"{start} {home}")
+    assert "gives an answer that is no walk from S and is not home" in printed(
+        maze, f"{start} {home}"
+    )

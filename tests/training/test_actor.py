@@ -16,7 +16,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
-from trainers import FAMILIES, NEVER, PLAIN, gradients, make_batch, make_config, make_family, prepare
+from trainers import (
+    FAMILIES,
+    NEVER,
+    PLAIN,
+    gradients,
+    make_batch,
+    make_config,
+    make_family,
+    prepare,
+)
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.gemma2.modeling_gemma2 import Gemma2PreTrainedModel
 
@@ -82,7 +91,9 @@ def test_compute_logp_is_the_log_softmax_at_each_tokens_temperature(make_actor, 
             torch.testing.assert_close(logp, expected * mask, atol=2e-5, rtol=0)
 
 
-@pytest.mark.parametrize("changes", [{}, {"layout": "packed"}, {"enable_tree_training": True}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{}, {"layout": "packed"}, {"enable_tree_training": True}], ids=str
+)
 def test_compute_logp_reads_no_prompt_through_the_last_layer(make_actor, changes):
     """In every layout, compute_logp computes the logits of the trained tokens and of no other token."""
     batch, actor = make_batch(), make_actor(mb_tokens=40, **changes)
@@ -111,16 +122,23 @@ def test_packed_rows_do_not_see_each_other(make_actor, plain, mb_tokens):
     torch.testing.assert_close(logp, expected, atol=2e-5, rtol=0)
 
 
-@pytest.mark.parametrize("changes", [{}, {"layout": "packed"}, {"enable_tree_training": True}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{}, {"layout": "packed"}, {"enable_tree_training": True}], ids=str
+)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_layout_is_right_for_a_family_or_refuses_it(make_actor, tmp_path, name, changes):
     """For each model family, a layout either gives the plain model's log-probabilities or raises an error."""
     path, batch = make_family(tmp_path, name), make_batch()
     if name in NEVER or (changes and name not in PLAIN):
-        with pytest.raises(ValueError, match="not support|attention of its own" if name in NEVER else "layout=padded"):
+        with pytest.raises(
+            ValueError,
+            match="not support|attention of its own" if name in NEVER else "layout=padded",
+        ):
             make_actor(path, **changes)
         return
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager"
+    )
     with torch.no_grad():
         expected = plain_logp(model.eval(), batch) * batch["loss_mask"]
     logp = make_actor(path, **changes).compute_logp(batch)
@@ -148,7 +166,9 @@ def test_the_metrics_are_on_the_device_of_the_loss(make_actor, monkeypatch):
     assert devices == ["meta"] * 2
 
 
-@pytest.mark.parametrize("changes", [{}, {"layout": "packed"}, {"enable_tree_training": True}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{}, {"layout": "packed"}, {"enable_tree_training": True}], ids=str
+)
 def test_capped_attention_is_refused(make_actor, tmp_path, monkeypatch, changes):
     """Every layout refuses the model Gemma 2, because transformers 5.19 computes the attention of Gemma 2 without the
     cap on the attention scores. SGLang 0.5.23 pins transformers 5.19."""
@@ -157,7 +177,9 @@ def test_capped_attention_is_refused(make_actor, tmp_path, monkeypatch, changes)
         make_actor(make_family(tmp_path, "gemma2"), **changes)
 
 
-@pytest.mark.parametrize("changes", [{}, {"layout": "packed"}, {"gradient_checkpointing": True}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{}, {"layout": "packed"}, {"gradient_checkpointing": True}], ids=str
+)
 def test_the_sharded_gradient_is_the_plain_models(make_actor, plain, changes):
     """The actor's gradient, summed over the pieces of the batch, is the gradient of the plain model."""
     actor = make_actor(mb_tokens=40, **changes)
@@ -214,7 +236,9 @@ def test_micro_batches_do_not_change_the_step(make_actor):
         torch.testing.assert_close(weights_a[name], weights_b[name], atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize(("changes", "units"), [({}, 0), ({"offload": True}, 3), ({"dtype": "bfloat16"}, 3)])
+@pytest.mark.parametrize(
+    ("changes", "units"), [({}, 0), ({"offload": True}, 3), ({"dtype": "bfloat16"}, 3)]
+)
 def test_a_single_rank_uses_fsdp_only_if_it_must(make_actor, changes, units):
     """With a single rank in float32, FSDP wraps no module. With offload or bfloat16, FSDP wraps each of the two layers
     and the rest of the model. In float32, an update with FSDP gives the same weights as an update without FSDP, up to
@@ -226,7 +250,9 @@ def test_a_single_rank_uses_fsdp_only_if_it_must(make_actor, changes, units):
     norms = []
     for one in (expected, actor):
         batch = prepare(one, make_batch())
-        norms += [one.ppo_update(batch)["grad_norm"] for _ in range(3)]  # updates 2 and 3 use Adam's moments
+        norms += [
+            one.ppo_update(batch)["grad_norm"] for _ in range(3)
+        ]  # updates 2 and 3 use Adam's moments
     assert norms[:3] == pytest.approx(norms[3:], rel=1e-5)
     for name, weight in parameters(actor).items():
         torch.testing.assert_close(weight, parameters(expected)[name], atol=1e-6, rtol=0)
@@ -271,7 +297,9 @@ def test_an_update_makes_rewarded_tokens_likelier(make_actor):
     assert change[batch["advantages"] < 0].mean() < -0.05
 
 
-@given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 8), st.integers(1, 300))
+@given(
+    st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 8), st.integers(1, 300)
+)
 @settings(max_examples=200, deadline=None)
 def test_cutting_loses_no_row_and_balances_tokens(lengths, n, mb_tokens):
     """Every row is in exactly one mini-batch and one piece. The numbers of tokens in any two mini-batches differ by at
@@ -288,7 +316,9 @@ def test_cutting_loses_no_row_and_balances_tokens(lengths, n, mb_tokens):
             assert len(piece) == 1 or len(piece) * max(lengths[row] for row in piece) <= mb_tokens
         packs = split_packs(part, lengths, mb_tokens)
         assert sorted(row for piece in packs for row in piece) == sorted(part)
-        assert all(len(piece) == 1 or sum(lengths[row] for row in piece) <= mb_tokens for piece in packs)
+        assert all(
+            len(piece) == 1 or sum(lengths[row] for row in piece) <= mb_tokens for piece in packs
+        )
 
 
 def test_cutting_is_the_same_every_time():
@@ -478,7 +508,8 @@ def test_every_aggregation_is_the_same_however_it_is_cut(make_actor, plain, how)
     """With loss_aggregation=sequence or constant, the loss equals that of a plain loop, for all sizes of pieces and all
     layouts."""
     actors = [
-        make_actor(loss_aggregation=how, max_new_tokens=20, **cut) for cut in ({"mb_tokens": 40}, {"layout": "packed"})
+        make_actor(loss_aggregation=how, max_new_tokens=20, **cut)
+        for cut in ({"mb_tokens": 40}, {"layout": "packed"})
     ]
     losses = [actor.ppo_update(batch := prepare(actor, make_batch()))["loss"] for actor in actors]
     prox, behav, A, mask = (batch[k] for k in ("prox_logp", "logprobs", "advantages", "loss_mask"))
@@ -486,7 +517,9 @@ def test_every_aggregation_is_the_same_however_it_is_cut(make_actor, plain, how)
     for i, t in mask.nonzero().tolist():
         one = (x[i, t : t + 1] for x in (prox, prox, behav, A, mask))
         theta_1, prox_1, behav_1, A_1, mask_1 = one
-        per_token[i, t] = ppo_actor_loss_fn(theta_1, prox_1, behav_1, A_1, mask_1, actors[0].config)[0]
+        per_token[i, t] = ppo_actor_loss_fn(
+            theta_1, prox_1, behav_1, A_1, mask_1, actors[0].config
+        )[0]
     n = mask.sum(1)
     expected = (per_token.sum(1) / (n if how == "sequence" else 20)).mean()
     assert losses == pytest.approx([expected.item()] * 2, abs=1e-6)
@@ -504,13 +537,20 @@ def test_every_aggregation_is_the_same_however_it_is_cut(make_actor, plain, how)
 def test_corrections_of_whole_rows_are_the_same_however_a_batch_is_cut(make_actor, keys):
     """A row is never split between pieces. If ratios, behaviour weights or rejections are computed for whole rows, the
     loss does not depend on the size of the pieces or on the layout."""
-    cuts: tuple[dict[str, Any], ...] = ({}, {"mb_tokens": 40}, {"layout": "packed"}, {"enable_tree_training": True})
+    cuts: tuple[dict[str, Any], ...] = (
+        {},
+        {"mb_tokens": 40},
+        {"layout": "packed"},
+        {"enable_tree_training": True},
+    )
     stats = []
     for cut in cuts:
         actor = make_actor(ppo_epochs=2, **keys, **cut)
         stats.append(actor.ppo_update(prepare(actor, make_batch())))
     for name in ("loss", "dropped_share", "clip_frac", "grad_norm"):
-        assert [s[name] for s in stats] == pytest.approx([stats[0][name]] * len(cuts), rel=1e-3, abs=1e-5), name
+        assert [s[name] for s in stats] == pytest.approx(
+            [stats[0][name]] * len(cuts), rel=1e-3, abs=1e-5
+        ), name
     if "importance_sampling_level" not in keys:
         assert 0 < stats[0]["dropped_share"] < 1
 
@@ -575,7 +615,11 @@ BENT: dict[str, dict[str, Any]] = {
     "granite": {"logits_scaling": 2.0},
     "cohere": {"logit_scale": 0.25},
     "falcon_h1": {"lm_head_multiplier": 0.5},
-    "recurrent_gemma": {"logits_soft_cap": 5.0, "lru_width": 32, "block_types": ["recurrent", "attention"]},
+    "recurrent_gemma": {
+        "logits_soft_cap": 5.0,
+        "lru_width": 32,
+        "block_types": ["recurrent", "attention"],
+    },
     "phi": {},
 }
 
@@ -596,8 +640,13 @@ def test_the_mode_is_said_in_words():
     assert "is logged" in describe_mode(make_config(prox_logp_method="metrics"))
     clamped = make_config(behave_imp_weight_level="sequence", behave_imp_weight_action="clamp")
     assert "behaviour weight per row (product), clamp above 5" in describe_mode(clamped)
-    varied = make_config(behave_imp_weight_level="geometric", behave_imp_weight_floor=0.5, use_cispo_loss=True)
-    assert "CISPO; behaviour weight per row (geometric mean), mask above 5 and below 0.5" in describe_mode(varied)
+    varied = make_config(
+        behave_imp_weight_level="geometric", behave_imp_weight_floor=0.5, use_cispo_loss=True
+    )
+    assert (
+        "CISPO; behaviour weight per row (geometric mean), mask above 5 and below 0.5"
+        in describe_mode(varied)
+    )
     assert describe_mode(make_config(use_decoupled_loss=False, mask_truncated=True)).endswith(
         "truncated turns left out"
     )
@@ -624,7 +673,9 @@ def test_schedules_move_once_a_training_step(make_actor):
     actor = make_actor(ppo_n_minibatches=2, ppo_epochs=2, entropy_coeff=0.3, anneal=True)
     actor.config.optimizer.lr_scheduler_type = "linear"
     for step in range(3):
-        assert actor.ppo_update(prepare(actor, make_batch()))["lr"] == pytest.approx(1e-3 * (1 - step / 10))
+        assert actor.ppo_update(prepare(actor, make_batch()))["lr"] == pytest.approx(
+            1e-3 * (1 - step / 10)
+        )
         assert actor.annealed(0.3) == pytest.approx(0.3 * (1 - step / 10))
         actor.step_lr_scheduler()
 
@@ -673,7 +724,12 @@ def test_a_resumed_optimizer_obeys_its_own_keys(make_actor, tmp_path):
     loaded = [state["exp_avg"] for state in again.optimizer.state.values()]
     assert all(map(torch.equal, loaded, moments))
     [group] = again.optimizer.param_groups
-    assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (3e-3, (0.5, 0.6), 1e-2, 0.3)
+    assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (
+        3e-3,
+        (0.5, 0.6),
+        1e-2,
+        0.3,
+    )
 
 
 def test_saved_weights_are_a_hugging_face_model(make_actor, tmp_path):
@@ -685,10 +741,15 @@ def test_saved_weights_are_a_hugging_face_model(make_actor, tmp_path):
     actor.save(tmp_path / "checkpoint")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint")
     assert AutoTokenizer.from_pretrained(tmp_path / "checkpoint").eos_token == "<|im_end|>"
-    assert json.loads((tmp_path / "checkpoint/config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
+    assert json.loads((tmp_path / "checkpoint/config.json").read_text())["architectures"] == [
+        "Qwen3ForCausalLM"
+    ]
     with torch.no_grad():
         torch.testing.assert_close(
-            plain_logp(loaded, batch) * batch["loss_mask"], actor.compute_logp(batch), atol=2e-5, rtol=0
+            plain_logp(loaded, batch) * batch["loss_mask"],
+            actor.compute_logp(batch),
+            atol=2e-5,
+            rtol=0,
         )
 
 
@@ -700,7 +761,9 @@ def test_a_weight_update_writes_first_and_tells_the_servers_then(make_actor, tmp
     class Rollout:
         def update_weights(self, meta: WeightUpdateMeta, buckets: tuple) -> None:
             state = AutoModelForCausalLM.from_pretrained(meta.directory).state_dict()
-            seen.append((meta.version, all(torch.equal(state[k], v) for k, v in actor.full_state().items())))
+            seen.append(
+                (meta.version, all(torch.equal(state[k], v) for k, v in actor.full_state().items()))
+            )
 
     meta = WeightUpdateMeta(path=str(tmp_path))
     actor.connect_engine(Rollout(), meta)
@@ -724,4 +787,6 @@ def test_a_reference_model_stays_where_it_was(make_actor, tiny_model_dir):
     assert torch.equal(ref.compute_logp(batch), before)
     assert not torch.equal(actor.compute_logp(batch), before)
     ref.destroy()
-    assert torch.distributed.is_initialized(), "the actor made the process group, so it is still there"
+    assert torch.distributed.is_initialized(), (
+        "the actor made the process group, so it is still there"
+    )

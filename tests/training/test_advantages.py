@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 from test_ppo import config, make_batch, per_row, single
 
 from ppo import compute_advantages
-from training.advantages import generalised_advantage, informative, kl_estimate, leave_one_out_mean, overlong_penalty
+from training.advantages import (
+    generalised_advantage,
+    informative,
+    kl_estimate,
+    leave_one_out_mean,
+    overlong_penalty,
+)
 from training.config import NormConfig, PPOActorConfig
 
 
@@ -19,7 +25,10 @@ from training.config import NormConfig, PPOActorConfig
 def test_leave_one_out_is_the_mean_of_the_others(entries):
     """An entry's leave-one-out baseline is the mean of the other entries in its cell. If the cell has no other entry,
     the baseline is the entry's own value."""
-    cell, x = torch.tensor([c for c, _ in entries]), torch.tensor([v for _, v in entries], dtype=torch.float64)
+    cell, x = (
+        torch.tensor([c for c, _ in entries]),
+        torch.tensor([v for _, v in entries], dtype=torch.float64),
+    )
     expected = []
     for i, (c, value) in enumerate(entries):
         others = [v for j, (d, v) in enumerate(entries) if d == c and j != i]
@@ -53,7 +62,9 @@ def test_gae_is_the_recursion_over_a_turns_trained_tokens(gamma, lam):
     expected = [0.0] * 8
     for k in range(3):
         own = [i for i in range(8) if turn_of[i] == k]
-        for i, value in zip(own, recursion([0.0] * (len(own) - 1) + [A[k].item()], gamma, lam), strict=True):
+        for i, value in zip(
+            own, recursion([0.0] * (len(own) - 1) + [A[k].item()], gamma, lam), strict=True
+        ):
             expected[i] = value
     assert generalised_advantage(A, turn_of, gamma, lam).tolist() == pytest.approx(expected)
 
@@ -76,7 +87,9 @@ def test_the_kl_estimates_and_what_they_estimate(kind):
     slow = []
     for a, b in zip(p.tolist(), q.tolist(), strict=True):
         r = math.exp(b - a)  # pi_ref / pi
-        slow.append({"k1": -math.log(r), "k2": math.log(r) ** 2 / 2, "k3": r - 1 - math.log(r)}[kind])
+        slow.append(
+            {"k1": -math.log(r), "k2": math.log(r) ** 2 / 2, "k3": r - 1 - math.log(r)}[kind]
+        )
     k = kl_estimate(p, q, kind)
     assert k.tolist() == pytest.approx(slow)
     if kind != "k2":
@@ -95,7 +108,9 @@ def test_k3_counts_as_at_most_10():
     leaf = x.clone().requires_grad_()
     kl_estimate(leaf, torch.zeros(7), "k3").sum().backward()
     assert leaf.grad is not None
-    assert leaf.grad.tolist() == pytest.approx([0, 0, 0, *(1 - math.exp(-d) for d in (-2.5, 0.0, 2.0)), 0], abs=1e-5)
+    assert leaf.grad.tolist() == pytest.approx(
+        [0, 0, 0, *(1 - math.exp(-d) for d in (-2.5, 0.0, 2.0)), 0], abs=1e-5
+    )
 
 
 def test_one_token_cannot_invert_an_advantage_through_k3():
@@ -131,7 +146,9 @@ def test_the_turns_kl_and_the_kl_to_go_have_one_gradient():
                 kl = kl_estimate(logp, torch.stack([ref[0, a], ref[1, b]]), "k1").detach()
                 cost = torch.stack([kl.sum(), kl[1]]) if to_go else kl.sum().expand(2)
                 surrogate = surrogate + logp.sum().exp().detach() * (cost * logp).sum()
-        gradients.append(torch.cat([x.flatten() for x in torch.autograd.grad(surrogate, (first, second))]))
+        gradients.append(
+            torch.cat([x.flatten() for x in torch.autograd.grad(surrogate, (first, second))])
+        )
     torch.testing.assert_close(*gradients)
     assert gradients[0].abs().max() > 0.01
 
@@ -147,7 +164,9 @@ def test_each_kl_in_the_reward_is_charged_to_its_turn(kind):
     assert A[0, batch["turn_ids"][0] == 0].tolist() == pytest.approx([1.0] * 2)
     assert A[0, batch["turn_ids"][0] == 1].tolist() == pytest.approx([1 - 0.1 * 3 * per_token] * 3)
     in_loss = config("none", kl_ctl=0.1, kl_placement="loss")
-    assert compute_advantages(batch, in_loss)[0].max().item() == 1.0, "with kl_placement=loss the reward is unchanged"
+    assert compute_advantages(batch, in_loss)[0].max().item() == 1.0, (
+        "with kl_placement=loss the reward is unchanged"
+    )
 
 
 def test_the_overlong_penalty_is_a_ramp():
@@ -156,7 +175,9 @@ def test_the_overlong_penalty_is_a_ramp():
     lengths = torch.tensor([1, 6, 7, 8, 10, 12])
     assert overlong_penalty(lengths, 10, 4, 0.5).tolist() == [0, 0, -0.125, -0.25, -0.5, -0.5]
     batch = make_batch((0, [(1.0, 3, True), (1.0, 8, True)]))
-    A = compute_advantages(batch, config("none", overlong_tokens=4, max_new_tokens=10, overlong_penalty_factor=0.5))
+    A = compute_advantages(
+        batch, config("none", overlong_tokens=4, max_new_tokens=10, overlong_penalty_factor=0.5)
+    )
     assert A[0, batch["turn_ids"][0] == 0].tolist() == [1.0] * 3
     assert A[0, batch["turn_ids"][0] == 1].tolist() == [0.75] * 8
 
@@ -166,10 +187,19 @@ def test_an_uninformative_group_is_one_without_an_advantage():
     groups = {
         "equal": [(0, [(1.0, 3, True)]), (0, [(1.0, 2, True)])],
         "different": [(0, [(1.0, 3, True)]), (0, [(0.0, 2, True)])],
-        "different turns, each equal": [(0, [(1.0, 3, True), (0.5, 2, True)]), (0, [(1.0, 2, True), (0.5, 1, True)])],
-        "only the second turn differs": [(0, [(1.0, 3, True), (0.5, 2, True)]), (0, [(1.0, 2, True), (0.2, 1, True)])],
+        "different turns, each equal": [
+            (0, [(1.0, 3, True), (0.5, 2, True)]),
+            (0, [(1.0, 2, True), (0.5, 1, True)]),
+        ],
+        "only the second turn differs": [
+            (0, [(1.0, 3, True), (0.5, 2, True)]),
+            (0, [(1.0, 2, True), (0.2, 1, True)]),
+        ],
         "one member": [(0, [(1.0, 3, True)])],
-        "differs where nothing is trained": [(0, [(1.0, 3, True), (5.0, 2, False)]), (0, [(1.0, 3, True)])],
+        "differs where nothing is trained": [
+            (0, [(1.0, 3, True), (5.0, 2, False)]),
+            (0, [(1.0, 3, True)]),
+        ],
         "nothing trained": [(0, [(1.0, 3, False)]), (0, [(0.0, 3, False)])],
     }
     for name, rows in groups.items():

@@ -17,7 +17,16 @@ import torch
 from test_layout import gpu_kernel  # noqa: F401  # a fixture; the import also registers the kernel
 from torch import Tensor
 from torch._dynamo.utils import counters
-from trainers import FAMILIES, NEVER, PLAIN, gradients, make_batch, make_config, make_family, prepare
+from trainers import (
+    FAMILIES,
+    NEVER,
+    PLAIN,
+    gradients,
+    make_batch,
+    make_config,
+    make_family,
+    prepare,
+)
 from transformers import AutoConfig
 
 from training import logprobs
@@ -27,7 +36,9 @@ from training.layout import pick_layout
 
 pytestmark = pytest.mark.usefixtures("forget")
 COMPILE = torch.compile
-HEAD_GRAPHS = 2  # graphs of the last layer: one for the results of a chunk, and one for the gradient of logp
+HEAD_GRAPHS = (
+    2  # graphs of the last layer: one for the results of a chunk, and one for the gradient of logp
+)
 
 
 @pytest.fixture
@@ -56,7 +67,9 @@ def train(path: Path, batches: list[Any], **changes: Any) -> tuple[list[float], 
 def make_batches(n: int) -> list[Any]:
     """Make n batches, each with 1 to 9 rows of at most 38 tokens. The first batch has one row."""
     draw = random.Random(0)
-    sizes = [[38]] + [[draw.randint(4, 38) for _ in range(draw.randint(1, 9))] for _ in range(n - 1)]
+    sizes = [[38]] + [
+        [draw.randint(4, 38) for _ in range(draw.randint(1, 9))] for _ in range(n - 1)
+    ]
     return [make_batch(tuple(lengths), seed) for seed, lengths in enumerate(sizes)]
 
 
@@ -75,7 +88,9 @@ def test_padded_rows_have_four_graphs(tiny_model_dir):
     """All layers share four graphs: for one row and for several rows, each with and without gradients. No layer has a
     graph break. Inputs with new shapes need no new graph. The number of graphs is four even with gradient checkpointing
     and with an FSDP wrapper around each layer (offload=True)."""
-    assert check_same(tiny_model_dir, make_batches(4), gradient_checkpointing=True, offload=True) == 4
+    assert (
+        check_same(tiny_model_dir, make_batches(4), gradient_checkpointing=True, offload=True) == 4
+    )
     assert not counters["graph_break"]
 
 
@@ -116,7 +131,9 @@ def test_the_defaults_depend_on_the_device(changes, device, expected, monkeypatc
     shape = AutoConfig.for_model("qwen2", hidden_size=64, num_attention_heads=4)
     assert (pick_layout(config, device, shape)[0], config.is_compiled(device)) == expected
     monkeypatch.setattr("training.config.can_compile", lambda: False)
-    assert config.is_compiled(device) == bool(config.compile), "nothing is compiled on a machine that cannot compile"
+    assert config.is_compiled(device) == bool(config.compile), (
+        "nothing is compiled on a machine that cannot compile"
+    )
 
 
 def test_the_actors_of_other_tests_compile_nothing(monkeypatch):
@@ -154,4 +171,7 @@ def test_heads_that_the_kernel_cannot_compute():
     be slow."""
     shape = AutoConfig.for_model("qwen2", hidden_size=80, num_attention_heads=4)
     layout, why = pick_layout(PPOActorConfig(dtype="bfloat16"), "cuda", shape)
-    assert (layout, why) == ("padded", "no kernel computes packed rows in bfloat16 with heads of 20 numbers")
+    assert (layout, why) == (
+        "padded",
+        "no kernel computes packed rows in bfloat16 with heads of 20 numbers",
+    )

@@ -36,7 +36,9 @@ def test_icepop_bounds_the_weight_on_both_sides(action, floor, cap):
         if side != "inside":
             w = 0.0 if action == "mask" else (floor if side == "below" else cap)
         slow.append(w)
-    config = PPOActorConfig(behave_imp_weight_floor=floor, behave_imp_weight_cap=cap, behave_imp_weight_action=action)
+    config = PPOActorConfig(
+        behave_imp_weight_floor=floor, behave_imp_weight_cap=cap, behave_imp_weight_action=action
+    )
     weight, outside = behaviour_weight(log_w, config)
     assert weight.tolist() == pytest.approx(slow)
     assert int(outside.sum()) == hits["below"] + hits["above"]
@@ -68,7 +70,11 @@ def test_a_sequences_weight_is_the_product_or_the_geometric_mean():
             total = sum(log_w[i, t].item() for t in trained)
             bounded += level == "sequence" and abs(total) > 20
             for t in trained:
-                own = {"token": log_w[i, t].item(), "sequence": total, "geometric": total / len(trained)}[level]
+                own = {
+                    "token": log_w[i, t].item(),
+                    "sequence": total,
+                    "geometric": total / len(trained),
+                }[level]
                 assert fast[i, t].item() == pytest.approx(max(-20, min(20, own)))
     assert 0 < bounded < 5
 
@@ -121,7 +127,9 @@ def test_a_rejected_row_leaves_the_sum_whatever_weight_its_tokens_have(keys, lev
     assert all(hits[name] for name in keys)
     assert hits["kept"]
     chosen = {name: TESTS[name] for name in keys}
-    loss, stats = ppo_actor_loss_fn(theta, prox, behav, A, mask, behave_imp_weight_level=level, **LOOSE, **chosen)
+    loss, stats = ppo_actor_loss_fn(
+        theta, prox, behav, A, mask, behave_imp_weight_level=level, **LOOSE, **chosen
+    )
     assert loss.item() == pytest.approx(-total / int(mask.sum()))
     assert stats["dropped_share"].item() == pytest.approx(hits["tokens left out"] / int(mask.sum()))
 
@@ -159,7 +167,9 @@ def test_gspo_clips_the_geometric_mean_of_a_whole_answer():
         if bool(clipped == s):
             hits["inside"] += 1
         else:
-            hits[f"{'above' if s > 1 else 'below'}, {'clipped' if clipped * a < s * a else 'not clipped'}"] += 1
+            hits[
+                f"{'above' if s > 1 else 'below'}, {'clipped' if clipped * a < s * a else 'not clipped'}"
+            ] += 1
     assert len(hits) == 5
     slow = -torch.stack(terms).mean()
     slow.backward()
@@ -183,10 +193,15 @@ def test_cispo_clips_the_weight_and_keeps_the_gradient():
     n = int(mask.sum())
     for i, trained in enumerate(rows_of(mask)):
         for t in trained:
-            u, w, a = math.exp(theta[i, t] - prox[i, t]), math.exp(prox[i, t] - behav[i, t]), A[i, t].item()
+            u, w, a = (
+                math.exp(theta[i, t] - prox[i, t]),
+                math.exp(prox[i, t] - behav[i, t]),
+                A[i, t].item(),
+            )
             clipped = min(max(u, 1 - eps), 1 + higher)
             hits[
-                ("below" if u < clipped else "above" if u > clipped else "inside") + " +-"[int(math.copysign(1, a))]
+                ("below" if u < clipped else "above" if u > clipped else "inside")
+                + " +-"[int(math.copysign(1, a))]
             ] += 1
             w = 0.0 if w > 2.0 else w
             hits["dropped"] += w == 0
@@ -203,7 +218,9 @@ def test_cispo_clips_the_weight_and_keeps_the_gradient():
     assert stats["clip_frac"].item() == pytest.approx(hits["clipped"] / n)
 
 
-@pytest.mark.parametrize("keys", [{"use_cispo_loss": True}, {"importance_sampling_level": "sequence"}, TESTS])
+@pytest.mark.parametrize(
+    "keys", [{"use_cispo_loss": True}, {"importance_sampling_level": "sequence"}, TESTS]
+)
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 def test_untrained_tokens_change_no_correction(keys, poison):
     """With every correction, NaN or infinity at untrained tokens changes neither the loss nor the gradient."""

@@ -28,7 +28,10 @@ from training.layout import attend_apart, cut_packed, has_kernel
 def probabilities(q: Tensor, k: Tensor, bounds: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Return the probabilities (heads, t, t) of causal attention within each sequence, and the log-sum-exp (heads, t)
     of each query's scores."""
-    t, sequence = torch.arange(len(q)), torch.bucketize(torch.arange(len(q)), bounds[1:], right=True)
+    t, sequence = (
+        torch.arange(len(q)),
+        torch.bucketize(torch.arange(len(q)), bounds[1:], right=True),
+    )
     visible = (t[:, None] >= t) & (sequence[:, None] == sequence)  # (t, t)
     scores = torch.einsum("qhd,khd->hqk", q.float(), per_head(k, q)) * scale
     scores = scores.masked_fill(~visible, -torch.inf)
@@ -41,10 +44,14 @@ def per_head(x: Tensor, q: Tensor) -> Tensor:
     return x.float().repeat_interleave(q.shape[1] // x.shape[1], 1)
 
 
-def refuse(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, others: Tensor, longest: tuple[int, int]) -> None:
+def refuse(
+    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, others: Tensor, longest: tuple[int, int]
+) -> None:
     """Raise an error for inputs that FlashAttention's kernel refuses, and for inputs that make the kernel read out of
     bounds."""
-    assert {x.dtype for x in (q, k, v)} <= {torch.bfloat16} or {x.dtype for x in (q, k, v)} <= {torch.float16}
+    assert {x.dtype for x in (q, k, v)} <= {torch.bfloat16} or {x.dtype for x in (q, k, v)} <= {
+        torch.float16
+    }
     assert all(x.dim() == 3 and x.is_contiguous() for x in (q, k, v))
     assert q.shape[-1] % 8 == 0
     assert q.shape[-1] <= 256
@@ -83,7 +90,14 @@ def forward(
 
 
 def backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, bounds: Tensor, *more: Any
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    bounds: Tensor,
+    *more: Any,
 ) -> tuple[Tensor, ...]:
     """Compute the gradients of the inputs, as the operator's backward kernel does on a GPU."""
     scale, window = more[-2:]
@@ -94,7 +108,9 @@ def backward(
     grad_q = torch.einsum("hqk,khd->qhd", grad_scores, per_head(k, q))
     grad_k = torch.einsum("hqk,qhd->khd", grad_scores, q.float())
     grad_v = torch.einsum("hqk,qhd->khd", p, grad.float())
-    grad_k, grad_v = (x.unflatten(1, (k.shape[1], -1)).sum(2) for x in (grad_k, grad_v))  # sum over a group's heads
+    grad_k, grad_v = (
+        x.unflatten(1, (k.shape[1], -1)).sum(2) for x in (grad_k, grad_v)
+    )  # sum over a group's heads
     grad_q, grad_k, grad_v = (x.to(q.dtype).contiguous() for x in (grad_q, grad_k, grad_v))
     return grad_q, grad_k, grad_v
 
@@ -114,7 +130,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list to which each call of the operator appends the number of its sequences."""
     made: list[int] = []
     operator = layout.varlen_attn
-    monkeypatch.setattr(layout, "varlen_attn", lambda *a, **k: made.append(len(a[3]) - 1) or operator(*a, **k))  # type: ignore[func-returns-value]
+    monkeypatch.setattr(
+        layout, "varlen_attn", lambda *a, **k: made.append(len(a[3]) - 1) or operator(*a, **k)
+    )  # type: ignore[func-returns-value]
     return made
 
 
@@ -123,7 +141,9 @@ def make_actor(tiny_model_dir: Path) -> Iterator[Any]:
     with ExitStack() as stack:
 
         def make(**changes: Any) -> FSDPPPOActor:
-            actor = FSDPPPOActor(make_config(**{"dtype": "bfloat16", "mb_tokens": 40} | changes), tiny_model_dir)
+            actor = FSDPPPOActor(
+                make_config(**{"dtype": "bfloat16", "mb_tokens": 40} | changes), tiny_model_dir
+            )
             stack.callback(actor.destroy)
             actor.create_process_group()
             actor.initialize(max_steps=10)
@@ -133,7 +153,9 @@ def make_actor(tiny_model_dir: Path) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
-def test_one_kernel_computes_what_the_sequences_alone_give(calls: list[int], groups: int, monkeypatch: Any) -> None:
+def test_one_kernel_computes_what_the_sequences_alone_give(
+    calls: list[int], groups: int, monkeypatch: Any
+) -> None:
     """One call of the kernel gives the same output and gradients as a separate attention for each sequence, even if
     several heads share their keys."""
     batch = make_batch((3, 1, 7))
@@ -145,7 +167,9 @@ def test_one_kernel_computes_what_the_sequences_alone_give(calls: list[int], gro
     for of_gpu in (True, False):
         monkeypatch.setattr(layout, "has_kernel", lambda _, of_gpu=of_gpu: of_gpu)
         inputs = [x.clone().requires_grad_() for x in leaves]
-        q, k, v = (x.transpose(1, 2) for x in inputs)  # transformers passes transposed views to attend_apart
+        q, k, v = (
+            x.transpose(1, 2) for x in inputs
+        )  # transformers passes transposed views to attend_apart
         out, _ = attend_apart(None, q, k, v, None, 0.3, **piece.inputs)
         (out.float() * torch.linspace(-1, 1, 16)).sum().backward()
         results.append((out, *(x.grad for x in inputs)))
@@ -155,7 +179,9 @@ def test_one_kernel_computes_what_the_sequences_alone_give(calls: list[int], gro
         torch.testing.assert_close(one, many, atol=0.03, rtol=0.03)
 
 
-def test_an_actor_trains_through_the_kernel(gpu_kernel: None, calls: list[int], make_actor: Any) -> None:
+def test_an_actor_trains_through_the_kernel(
+    gpu_kernel: None, calls: list[int], make_actor: Any
+) -> None:
     """With packed rows, every layer of every pass calls the kernel once. Packed and padded rows give the same
     log-probabilities and gradients up to the rounding of bfloat16. The test compares the norm of all errors with the
     norm of all values, because the largest error of a single number depends on the CPU."""
@@ -190,7 +216,9 @@ def test_an_actor_trains_through_the_kernel(gpu_kernel: None, calls: list[int], 
         ("cpu", torch.bfloat16, 128, False),
     ],
 )
-def test_the_kernel_gets_only_what_it_can_compute(device: str, dtype: torch.dtype, d: int, expected: bool) -> None:
+def test_the_kernel_gets_only_what_it_can_compute(
+    device: str, dtype: torch.dtype, d: int, expected: bool
+) -> None:
     """The attention kernel is used only for 16-bit numbers on a GPU, and only if a head's width is a multiple of 8 and
     at most 256.
 
@@ -213,7 +241,9 @@ def test_cudnn_computes_no_attention(make_actor: Any, name: str) -> None:
     allowed = []
 
     class Calls(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             if func is torch.nn.functional.scaled_dot_product_attention:
                 allowed.append(torch.backends.cuda.cudnn_sdp_enabled())
             return func(*args, **(kwargs or {}))

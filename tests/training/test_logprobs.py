@@ -40,7 +40,9 @@ def test_chunks_change_neither_values_nor_gradients(chunk, uses):
         hidden, weight, ids, temperatures = make()
         logp, entropy = function(hidden, weight, ids, temperatures)
         factors = torch.linspace(-1, 2, len(ids))
-        loss = (factors * logp).sum() * (uses != "entropy") + (factors.flip(0) * entropy).sum() * (uses != "logp")
+        loss = (factors * logp).sum() * (uses != "entropy") + (factors.flip(0) * entropy).sum() * (
+            uses != "logp"
+        )
         loss.backward()
         results.append((logp.detach(), entropy.detach(), hidden.grad, weight.grad))
     for slow, fast in zip(*results, strict=True):
@@ -59,7 +61,9 @@ def test_the_backward_pass_is_the_derivative():
         return a.sum() + 0.5 * b.sum()
 
     difference = value(weight.detach().double() + step) - value(weight.detach().double() - step)
-    assert difference.item() == pytest.approx(2 * (weight.grad.double() * step).sum().item(), rel=1e-3)
+    assert difference.item() == pytest.approx(
+        2 * (weight.grad.double() * step).sum().item(), rel=1e-3
+    )
 
 
 def test_no_tokens_are_no_gradient():
@@ -76,7 +80,9 @@ def test_half_precision_weights_get_gradients_of_their_type():
     bfloat16."""
     hidden, weight, ids, temperatures = make()
     expected = plain(hidden, weight, ids, temperatures)[0].float()
-    half_hidden, half_weight = (x.detach().to(DEVICE, torch.bfloat16).requires_grad_() for x in (hidden, weight))
+    half_hidden, half_weight = (
+        x.detach().to(DEVICE, torch.bfloat16).requires_grad_() for x in (hidden, weight)
+    )
     logp, _ = token_logprobs(half_hidden, half_weight, ids.to(DEVICE), temperatures.to(DEVICE), 5)
     logp.sum().backward()
     assert logp.dtype == torch.float32
@@ -100,7 +106,9 @@ def test_compiled_chunks_change_neither_values_nor_gradients(monkeypatch, backen
             hidden, weight, ids, temperatures = make()
             leaves = [x.detach().requires_grad_() for x in (hidden, weight)]
             for chunk in (5, 4, 7):  # 13 tokens
-                logp, entropy = token_logprobs(leaves[0], leaves[1], ids, temperatures, chunk, compiled)
+                logp, entropy = token_logprobs(
+                    leaves[0], leaves[1], ids, temperatures, chunk, compiled
+                )
             loss = (logp * torch.arange(1, 14)).sum()
             (loss + 0.7 * entropy.sum() if has_entropy else loss).backward()
             results.append((logp, entropy, *(x.grad for x in leaves)))

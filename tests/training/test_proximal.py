@@ -38,10 +38,16 @@ def test_on_fresh_data_loglinear_is_standard_ppo_bit_for_bit():
     standard PPO."""
     g = torch.Generator().manual_seed(0)
     old = -3 * torch.rand(40, generator=g)
-    theta, A, mask = old + 0.3 * torch.randn(40, generator=g), torch.randn(40, generator=g), torch.ones(40)
+    theta, A, mask = (
+        old + 0.3 * torch.randn(40, generator=g),
+        torch.randn(40, generator=g),
+        torch.ones(40),
+    )
     prox = loglinear(old, theta, interpolation(torch.full((40,), 3), 3, 0.5))
     ours, _ = ppo_actor_loss_fn(theta, prox, old, A, mask, PPOActorConfig())
-    standard, _ = ppo_actor_loss_fn(theta, prox, old, A, mask, PPOActorConfig(use_decoupled_loss=False))
+    standard, _ = ppo_actor_loss_fn(
+        theta, prox, old, A, mask, PPOActorConfig(use_decoupled_loss=False)
+    )
     assert torch.equal(ours, standard)
 
 
@@ -80,7 +86,9 @@ def test_the_reported_errors_are_those_of_the_definition():
     """For log pi_prox, pi_prox / pi_behav and pi_theta / pi_prox, guess_errors returns the same errors as a plain
     loop."""
     g = torch.Generator().manual_seed(2)
-    prox, old, theta = (-3 * torch.rand(20, generator=g, dtype=torch.float64) - 0.1 for _ in range(3))
+    prox, old, theta = (
+        -3 * torch.rand(20, generator=g, dtype=torch.float64) - 0.1 for _ in range(3)
+    )
     alpha = torch.rand(20, generator=g, dtype=torch.float64)
     errors = guess_errors(prox, old, theta, alpha)
     assert len(errors) == 18
@@ -98,7 +106,9 @@ def test_the_reported_errors_are_those_of_the_definition():
                 "ratio": (math.exp(t - guess), math.exp(t - p)),
             }
             for key, (mine, truth) in pairs.items():
-                assert errors[f"{name}_{key}_abs_error"][i].item() == pytest.approx(abs(mine - truth), abs=1e-9)
+                assert errors[f"{name}_{key}_abs_error"][i].item() == pytest.approx(
+                    abs(mine - truth), abs=1e-9
+                )
                 assert errors[f"{name}_{key}_rel_error"][i].item() == pytest.approx(
                     abs((mine - truth) / truth), abs=1e-9
                 )

@@ -46,7 +46,11 @@ def torchrun(n: int, *words: str) -> list[str]:
 
 def environment() -> dict[str, str]:
     """Return the environment of a rank: its PYTHONPATH contains the repository and the test helpers."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]), "OMP_NUM_THREADS": "1"}
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+        "OMP_NUM_THREADS": "1",
+    }
 
 
 def start(n: int, *words: str) -> subprocess.Popen[str]:
@@ -70,7 +74,9 @@ def work_numbers(model_dir: Path, out: Path, **changes: Any) -> None:
     result: dict[str, Tensor] = {"prox_logp": batch["prox_logp"]}
     actor.config.ppo_n_minibatches = 1
     stats = actor.ppo_update(batch)
-    result |= {f"grad.{name}": g for name, g in gradients(actor.model).items()} | {"theta_logp": batch["theta_logp"]}
+    result |= {f"grad.{name}": g for name, g in gradients(actor.model).items()} | {
+        "theta_logp": batch["theta_logp"]
+    }
     actor.config.ppo_n_minibatches = 2
     for _ in range(SGD_STEPS):
         actor.ppo_update(batch)
@@ -126,7 +132,11 @@ def work_checkpoint(model_dir: Path, out: Path) -> None:
     actor = FSDPPPOActor(make_config(), model_dir)
     actor.create_process_group()
     actor.initialize(max_steps=4)
-    recovery, write, may_write = Recovery(out, "auto"), FileSystemWriter.write_data, threading.Event()
+    recovery, write, may_write = (
+        Recovery(out, "auto"),
+        FileSystemWriter.write_data,
+        threading.Event(),
+    )
     FileSystemWriter.write_data = lambda *args: may_write.wait(100) and write(*args)  # type: ignore[assignment,method-assign]
     if actor.rank == 0:
         may_write.set()
@@ -141,7 +151,9 @@ def work_checkpoint(model_dir: Path, out: Path) -> None:
     torch.distributed.barrier()  # rank 0 makes the checkpoint valid in recovery.close()
     late = newest_checkpoint(out)
     actor.load_state(recovery.checkpoint(1))
-    same = all(torch.equal(p.full_tensor(), expected[name]) for name, p in actor.model.named_parameters())
+    same = all(
+        torch.equal(p.full_tensor(), expected[name]) for name, p in actor.model.named_parameters()
+    )
     (out / f"rank{actor.rank}.json").write_text(json.dumps([early, late, same]))
     actor.destroy()
 
@@ -152,7 +164,11 @@ def work_checkpoint(model_dir: Path, out: Path) -> None:
 @pytest.mark.parametrize(("torchrun_rank", "gpu"), [(None, 0), ("3", 3), ("5", 3)])
 @pytest.mark.parametrize(("given", "cumem"), [(None, "0"), ("1", "1")])
 def test_a_rank_chooses_its_gpu_before_it_joins(
-    monkeypatch: pytest.MonkeyPatch, torchrun_rank: str | None, gpu: int, given: str | None, cumem: str
+    monkeypatch: pytest.MonkeyPatch,
+    torchrun_rank: str | None,
+    gpu: int,
+    given: str | None,
+    cumem: str,
 ) -> None:
     """A rank sets its GPU before it makes the process group, so that init_device_mesh does not warn about a guessed
     GPU. Without torchrun the rank uses the first GPU. A rank without a GPU of its own also joins the process group, so
@@ -166,7 +182,9 @@ def test_a_rank_chooses_its_gpu_before_it_joins(
     join = lambda backend, **_: calls.extend([backend, os.environ["NCCL_CUMEM_ENABLE"]])  # noqa: E731
     monkeypatch.setattr(ranks.dist, "init_process_group", join)
     monkeypatch.setattr(ranks, "_await_farewells", lambda: None)
-    variables = dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK"), torchrun_rank) | {"NCCL_CUMEM_ENABLE": given}
+    variables = dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK"), torchrun_rank) | {
+        "NCCL_CUMEM_ENABLE": given
+    }
     for name, value in variables.items():
         monkeypatch.setenv(name, value or "")
         if value is None:
@@ -176,7 +194,9 @@ def test_a_rank_chooses_its_gpu_before_it_joins(
 
 
 @pytest.fixture(scope="module")
-def numbers(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[dict, dict]]:
+def numbers(
+    tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., tuple[dict, dict]]:
     """Return a function numbers(n, program) that runs a program on n ranks and returns the tensors and metrics that the
     program writes."""
 
@@ -226,7 +246,9 @@ def test_no_rank_but_the_first_reads_the_model(tmp_path: Path, tied: bool) -> No
 
 
 @pytest.mark.runs
-def test_two_ranks_train_while_one_writes_its_part_of_a_checkpoint(tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_two_ranks_train_while_one_writes_its_part_of_a_checkpoint(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
     """Both ranks make the next training step before rank 1 has written its part of the checkpoint. The checkpoint is
     not valid until rank 1 has written its part.
 
@@ -253,7 +275,9 @@ os.write(1, f"left over: {left}\\n".encode())  # one write, because both ranks p
 
 
 @pytest.mark.runs
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="only Linux lists the threads of a process")
+@pytest.mark.skipif(
+    not Path("/proc/self/task").exists(), reason="only Linux lists the threads of a process"
+)
 def test_no_thread_outlives_the_process_group(tmp_path: Path) -> None:
     """After leave_ranks, no gloo thread runs in the process of a rank. A gloo thread could abort the process while the
     Python interpreter shuts down."""
@@ -281,7 +305,9 @@ def test_one_rank_ends_all(tiny_model_dir: Path, tmp_path: Path, how: str) -> No
     while len(pids) < 3:
         lines.append(process.stdout.readline())
         assert lines[-1], "".join(lines)
-        found = re.findall(r"ready (\d+) (\d+)(?=\D)", "".join(lines))  # one line can hold the output of two ranks
+        found = re.findall(
+            r"ready (\d+) (\d+)(?=\D)", "".join(lines)
+        )  # one line can hold the output of two ranks
         pids = {int(rank): int(pid) for rank, pid in found}
     if how == "killed":
         os.kill(pids[2], signal.SIGKILL)
@@ -299,20 +325,42 @@ def test_one_rank_ends_all(tiny_model_dir: Path, tmp_path: Path, how: str) -> No
 def start_node(folder: Path, port: int, log: Path, host: bool, held: bool) -> subprocess.Popen:
     """Start torchrun as one of two nodes. If `host` is set, this node runs the rendezvous. If `held` is set, this
     node's rank suspends itself (SIGSTOP) after step 3."""
-    launch = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"]
+    launch = [
+        "--nnodes=2",
+        "--nproc-per-node=1",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint=127.0.0.1:{port}",
+    ]
     launch += [f"--rdzv-conf=is_host={int(host)}"]
-    small = ["gconfig.n_samples=4", "actor.ppo_n_minibatches=2", "logger.live=false", "recover_interval=1"]
+    small = [
+        "gconfig.n_samples=4",
+        "actor.ppo_n_minibatches=2",
+        "logger.live=false",
+        "recover_interval=1",
+    ]
     hold = ["tests/signalled.py", "step 3 ", str(int(signal.SIGSTOP))] if held else []
-    run = [*hold, "train.py", *small, "max_steps=6", f"fileroot={folder}", "experiment_name=e", "trial_name=t"]
+    run = [
+        *hold,
+        "train.py",
+        *small,
+        "max_steps=6",
+        f"fileroot={folder}",
+        "experiment_name=e",
+        "trial_name=t",
+    ]
     command = [sys.executable, "-u", "-m", "torch.distributed.run", *launch, *run]
     with log.open("ab") as out:
-        return subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=out, stderr=subprocess.STDOUT)
+        return subprocess.Popen(
+            command, cwd=ROOT, env=environment(), stdout=out, stderr=subprocess.STDOUT
+        )
 
 
 def ranks_of(node: subprocess.Popen) -> dict[int, str]:
     """Return the process states, as ps prints them, of the ranks that a torchrun has started. The keys are the pids of
     the ranks."""
-    table = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,stat="], capture_output=True, text=True, check=True).stdout
+    table = subprocess.run(
+        ["ps", "-A", "-o", "pid=,ppid=,stat="], capture_output=True, text=True, check=True
+    ).stdout
     rows = [row.split() for row in table.splitlines()]
     return {int(pid): state for pid, parent, state in rows if int(parent) == node.pid}
 
@@ -358,14 +406,18 @@ def test_two_nodes_train_and_come_back(tmp_path: Path) -> None:
             kill_node(node)
     # After step 3 the checkpoint of step 1 is complete, but the checkpoint of step 2 may be half written.
     assert re.search("continuing after step [12]", "".join(log.read_text() for log in logs))
-    assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == list(range(1, 7))
+    assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == list(
+        range(1, 7)
+    )
 
 
 def wait_no_process(word: str, seconds: float = 30) -> bool:
     """Return whether all processes with `word` among their arguments end within `seconds`."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        table = subprocess.run(["ps", "-A", "-o", "stat=,args="], capture_output=True, text=True, check=True).stdout
+        table = subprocess.run(
+            ["ps", "-A", "-o", "stat=,args="], capture_output=True, text=True, check=True
+        ).stdout
         if not any(word in row and not row.startswith("Z") for row in table.splitlines()):
             return True
         time.sleep(0.1)
@@ -377,11 +429,15 @@ def test_a_mistake_is_said_once_and_ends_all_ranks(tmp_path: Path) -> None:
     """If the configuration has a mistake, rank 0 prints the error once and no other rank prints it. All ranks end
     without a crash."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "train.py"]
-    done = subprocess.run([*torchrun, "seeed=2"], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [*torchrun, "seeed=2"], cwd=ROOT, capture_output=True, text=True, timeout=100
+    )
     assert done.stderr.count("error: unknown key 'seeed'") == 1
     assert "SIGABRT" not in done.stderr
     assert 'train.py", line' not in done.stderr
-    asked = subprocess.run([*torchrun, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    asked = subprocess.run(
+        [*torchrun, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=100
+    )
     assert asked.returncode == 0
     assert asked.stdout.count("usage: python train.py") == 1
 
@@ -409,9 +465,21 @@ def test_a_single_rank_listens_on_the_loopback_address(tmp_path: Path) -> None:
     hosts = tmp_path / "hosts"
     hosts.write_text("127.0.0.1 localhost\n127.0.0.2 another-name\n")
     setup = f"hostname another-name && mount --bind {shlex.quote(str(hosts))} /etc/hosts"
-    inside = ["unshare", "--map-root-user", "--uts", "--mount", "sh", "-c"]  # unshare gives a command its own hostname
-    if shutil.which("unshare") is None or subprocess.run([*inside, setup], capture_output=True).returncode:
+    inside = [
+        "unshare",
+        "--map-root-user",
+        "--uts",
+        "--mount",
+        "sh",
+        "-c",
+    ]  # unshare gives a command its own hostname
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run([*inside, setup], capture_output=True).returncode
+    ):
         pytest.skip("this machine cannot give a process a hostname of its own")
     command = f"{setup} && exec {shlex.quote(sys.executable)} -c {shlex.quote(LISTENING)}"
-    out = subprocess.run([*inside, command], env=environment(), capture_output=True, text=True, check=True)
+    out = subprocess.run(
+        [*inside, command], env=environment(), capture_output=True, text=True, check=True
+    )
     assert out.stdout.strip() == "['0100007F']"

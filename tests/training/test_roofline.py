@@ -17,7 +17,12 @@ sys.path.append(str(ROOT / "bench"))
 import roofline  # type: ignore[import-not-found]
 
 SHAPES: dict[str, dict[str, Any]] = {
-    "qwen2": {"hidden_size": 64, "intermediate_size": 352, "num_attention_heads": 4, "num_key_value_heads": 1},
+    "qwen2": {
+        "hidden_size": 64,
+        "intermediate_size": 352,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+    },
     "qwen3": {
         "hidden_size": 96,
         "intermediate_size": 256,
@@ -25,7 +30,12 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
         "head_dim": 32,
     },
-    "llama": {"hidden_size": 128, "intermediate_size": 320, "num_attention_heads": 8, "num_key_value_heads": 8},
+    "llama": {
+        "hidden_size": 128,
+        "intermediate_size": 320,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+    },
 }
 ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 # PyTorch counts the FLOPs of its attention kernels for GPUs. With the table ON_A_CPU, PyTorch also counts the
@@ -51,13 +61,19 @@ def test_the_table_on_the_page() -> None:
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("family", SHAPES)
-def test_the_flops_of_a_step_are_those_that_pytorch_counts(family: str, checkpointing: bool, tmp_path: Path) -> None:
+def test_the_flops_of_a_step_are_those_that_pytorch_counts(
+    family: str, checkpointing: bool, tmp_path: Path
+) -> None:
     """For compute_logp and for ppo_update, bench/roofline.py computes exactly the number of FLOPs that FlopCounterMode
     counts. The test covers three architectures with two mini-batches."""
-    config = AutoConfig.for_model(family, num_hidden_layers=3, vocab_size=300, pad_token_id=0, **SHAPES[family])
+    config = AutoConfig.for_model(
+        family, num_hidden_layers=3, vocab_size=300, pad_token_id=0, **SHAPES[family]
+    )
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
     rows, length, prompt = 8, 40, 3
-    actor = FSDPPPOActor(make_config(gradient_checkpointing=checkpointing, ppo_n_minibatches=2), tmp_path)
+    actor = FSDPPPOActor(
+        make_config(gradient_checkpointing=checkpointing, ppo_n_minibatches=2), tmp_path
+    )
     actor.create_process_group()
     try:
         actor.initialize(max_steps=1)

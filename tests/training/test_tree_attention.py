@@ -32,7 +32,14 @@ from rollout.trajectory import complete, concat_padded_tensors
 from tasks import base_model, guess, maze
 from training.actor import FSDPPPOActor
 from training.config import OptimizerConfig, PPOActorConfig
-from training.tree_attention import BLOCK, PackedTree, block_mask, build_trees, cheapest_runs, tree_attention
+from training.tree_attention import (
+    BLOCK,
+    PackedTree,
+    block_mask,
+    build_trees,
+    cheapest_runs,
+    tree_attention,
+)
 from workflow import RLVRWorkflow, to_tensors
 
 Rows = list[list[int]]
@@ -87,16 +94,23 @@ def dense_mask(tree: PackedTree) -> Tensor:
     return (k <= q) & (q < tree.subtree_end)
 
 
-def tree_logp(model: Any, rows: Sequence[Sequence[int]], max_tokens: int, dense: bool = False) -> list[Tensor]:
+def tree_logp(
+    model: Any, rows: Sequence[Sequence[int]], max_tokens: int, dense: bool = False
+) -> list[Tensor]:
     """Return log p of each row's tokens except the first, with one forward pass per tree. With `dense` the forward
     pass uses the N x N mask."""
     found: list[Tensor] = [torch.empty(0)] * len(rows)
     for tree in build_trees(rows, max_tokens):
         mask = dense_mask(tree)[None, None].to(model.device)
         how: dict[str, Any] = {"attention_mask": mask} if dense else {"tree": tree}
-        input_ids, position_ids = tree.input_ids.to(model.device), tree.position_ids.to(model.device)
+        input_ids, position_ids = (
+            tree.input_ids.to(model.device),
+            tree.position_ids.to(model.device),
+        )
         model.set_attn_implementation("sdpa" if dense else "tree")
-        logits = model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **how).logits[0]
+        logits = model(
+            input_ids=input_ids, position_ids=position_ids, use_cache=False, **how
+        ).logits[0]
         model.set_attn_implementation("sdpa")
         for row, path in zip(tree.rows, tree.paths, strict=True):
             found[row] = logp_of(logits[path[:-1]], input_ids[0, path[1:]])
@@ -110,16 +124,22 @@ def learn(model: Any, logp: list[Tensor], seed: int = 0) -> tuple[float, dict[st
     model.zero_grad()
     loss = (flat * weights).sum() / max(len(flat), 1)
     loss.backward()
-    return loss.item(), {name: p.grad.cpu().clone() for name, p in model.named_parameters() if p.grad is not None}
+    return loss.item(), {
+        name: p.grad.cpu().clone() for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
-def assert_same_lesson(ours: tuple[float, dict[str, Tensor]], truth: tuple[float, dict[str, Tensor]]) -> None:
+def assert_same_lesson(
+    ours: tuple[float, dict[str, Tensor]], truth: tuple[float, dict[str, Tensor]]
+) -> None:
     """Assert that two losses agree to 1e-6, and their gradients to 1e-5 of the gradients' norm."""
     assert ours[0] == pytest.approx(truth[0], abs=1e-6)
     assert ours[1].keys() == truth[1].keys()
     largest = max(g.norm() for g in truth[1].values())
     for name, gradient in truth[1].items():
-        assert (ours[1][name] - gradient).norm() <= 1e-5 * max(gradient.norm(), 1e-2 * largest), name
+        assert (ours[1][name] - gradient).norm() <= 1e-5 * max(gradient.norm(), 1e-2 * largest), (
+            name
+        )
 
 
 # The trees
@@ -146,9 +166,16 @@ def test_every_prefix_of_a_tree_stands_in_it_once(seed: int, n: int, max_tokens:
         assert torch.equal(dense_mask(tree), sees)
 
 
-@given(st.integers(0, 10**6), st.integers(1, 12), st.integers(30, 90), st.randoms(use_true_random=False))
+@given(
+    st.integers(0, 10**6),
+    st.integers(1, 12),
+    st.integers(30, 90),
+    st.randoms(use_true_random=False),
+)
 @settings(max_examples=100, deadline=None)
-def test_the_order_of_the_rows_has_no_say(seed: int, n: int, max_tokens: int, rng: random.Random) -> None:
+def test_the_order_of_the_rows_has_no_say(
+    seed: int, n: int, max_tokens: int, rng: random.Random
+) -> None:
     """The order of the rows in a batch does not change the tokens of the trees."""
     rows = [row[:max_tokens] for row in make_rows(seed, n)]
     shuffled = rng.sample(range(n), n)
@@ -174,7 +201,10 @@ def test_the_cuts_are_the_cheapest(seed: int, n: int, max_tokens: int) -> None:
 
     best = {0: 0.0}
     for j in range(1, n + 1):
-        best[j] = min((best[i] + tokens(i, j) for i in range(j) if tokens(i, j) <= max_tokens), default=float("inf"))
+        best[j] = min(
+            (best[i] + tokens(i, j) for i in range(j) if tokens(i, j) <= max_tokens),
+            default=float("inf"),
+        )
     runs = cheapest_runs(lengths, shared, max_tokens)
     assert [size for _, _, size in runs] == [tokens(i, j) for i, j, _ in runs]
     assert [i for i, _, _ in runs] == [0, *[j for _, j, _ in runs][:-1]]
@@ -234,8 +264,12 @@ def test_a_row_that_cannot_be_in_any_tree_is_an_error() -> None:
 @settings(max_examples=40, deadline=None)
 def test_a_tree_trains_as_its_rows_do(model: Any, seed: int, n: int, max_tokens: int) -> None:
     """The loss of trees agrees with the loss of the separate rows to 1e-6, and the gradients agree to 1e-5."""
-    rows = [row[:max_tokens] for row in make_rows(seed, n)] + [[1, 2, 3]]  # at least one row has predictable tokens
-    assert_same_lesson(learn(model, tree_logp(model, rows, max_tokens)), learn(model, separate_logp(model, rows)))
+    rows = [row[:max_tokens] for row in make_rows(seed, n)] + [
+        [1, 2, 3]
+    ]  # at least one row has predictable tokens
+    assert_same_lesson(
+        learn(model, tree_logp(model, rows, max_tokens)), learn(model, separate_logp(model, rows))
+    )
 
 
 def test_long_rows_cross_many_blocks(model: Any) -> None:
@@ -245,7 +279,10 @@ def test_long_rows_cross_many_blocks(model: Any) -> None:
     trees = build_trees(rows, 8192)
     assert len(trees) == 1
     assert len(trees[0].blocks) > 4
-    assert sum(len(keys) for _, keys, _ in trees[0].blocks) < len(trees[0].subtree_end) * len(trees[0].blocks) / 1.5
+    assert (
+        sum(len(keys) for _, keys, _ in trees[0].blocks)
+        < len(trees[0].subtree_end) * len(trees[0].blocks) / 1.5
+    )
     truth = learn(model, separate_logp(model, rows))
     assert_same_lesson(learn(model, tree_logp(model, rows, 8192)), truth)
     assert_same_lesson(learn(model, tree_logp(model, rows, 8192, dense=True)), truth)
@@ -263,7 +300,10 @@ def test_the_block_mask_is_the_mask(seed: int, n: int) -> None:
     padded[:N, :N] = mask
     tiles = padded.view(blocks, BLOCK, blocks, BLOCK)
     found = block_mask(tree, torch.device("cpu"))
-    some, full = listed(found.kv_num_blocks, found.kv_indices), listed(found.full_kv_num_blocks, found.full_kv_indices)
+    some, full = (
+        listed(found.kv_num_blocks, found.kv_indices),
+        listed(found.full_kv_num_blocks, found.full_kv_indices),
+    )
     assert torch.equal(some | full, tiles.any(3).any(1))
     assert not (some & full).any()
     assert not (full & ~tiles.all(3).all(1)).any()
@@ -286,30 +326,45 @@ def test_flex_attention_sees_what_the_blocks_see() -> None:
     tree_attention."""
     [tree] = build_trees(make_rows(5, 9, longest=2 * BLOCK), 10**6)
     N = len(tree.subtree_end)
-    q, k, v = (torch.randn(1, heads, N, 16, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 2))
-    flex: Any = flex_attention(q, k, v, block_mask=block_mask(tree, torch.device("cpu")), enable_gqa=True, scale=0.3)
+    q, k, v = (
+        torch.randn(1, heads, N, 16, generator=torch.Generator().manual_seed(heads))
+        for heads in (4, 2, 2)
+    )
+    flex: Any = flex_attention(
+        q, k, v, block_mask=block_mask(tree, torch.device("cpu")), enable_gqa=True, scale=0.3
+    )
     ours, _ = tree_attention(None, q, k, v, None, scaling=0.3, tree=tree)
     torch.testing.assert_close(ours.transpose(1, 2), flex, atol=2e-6, rtol=0)
 
 
-@pytest.mark.parametrize("heads", [4, 6])  # if the number of heads is not a power of two, transformers repeats the keys
+@pytest.mark.parametrize(
+    "heads", [4, 6]
+)  # if the number of heads is not a power of two, transformers repeats the keys
 def test_output_and_gradients_are_those_of_the_dense_mask(heads: int) -> None:
     """tree_attention has the same output and gradients as attention with the N x N mask. On a GPU, tree_attention runs
     FlexAttention's kernel."""
     [tree] = build_trees(make_rows(5, 9, longest=2 * BLOCK), 10**6)
     made = [
-        torch.randn(1, n, len(tree.subtree_end), 16, generator=torch.Generator().manual_seed(n)) for n in (heads, 2)
+        torch.randn(1, n, len(tree.subtree_end), 16, generator=torch.Generator().manual_seed(n))
+        for n in (heads, 2)
     ]
     results = []
     for dense in (False, True):
-        q, k = (x.detach().to("cpu" if dense else DEVICE, torch.float64 if dense else torch.float32) for x in made)
+        q, k = (
+            x.detach().to("cpu" if dense else DEVICE, torch.float64 if dense else torch.float32)
+            for x in made
+        )
         leaves: list[Any] = [x.requires_grad_() for x in (q, k, k.detach().flip(2))]
         q, k, v = leaves
         if dense:
-            out = F.scaled_dot_product_attention(q, k, v, dense_mask(tree), scale=0.3, enable_gqa=True).transpose(1, 2)
+            out = F.scaled_dot_product_attention(
+                q, k, v, dense_mask(tree), scale=0.3, enable_gqa=True
+            ).transpose(1, 2)
         else:
             out, _ = tree_attention(torch.nn.Module().eval(), q, k, v, None, scaling=0.3, tree=tree)
-        (out * torch.linspace(-1, 1, out.numel(), device=out.device).view(out.shape)).sum().backward()
+        (
+            out * torch.linspace(-1, 1, out.numel(), device=out.device).view(out.shape)
+        ).sum().backward()
         results.append([x.detach().cpu().float() for x in (out, *(leaf.grad for leaf in leaves))])
     for ours, exact in zip(*results, strict=True):
         torch.testing.assert_close(ours, exact, atol=2e-5, rtol=1e-5)
@@ -338,7 +393,9 @@ async def guess_batch(style: str) -> dict[str, Tensor]:
     rows = []
     async with sdk_http.AsyncClient(transport=sdk_http.ASGITransport(app)) as http:
         for game in range(36):
-            client = OpenAIProxyClient(httpx.ASGITransport(app), "http://proxy/", "admin", f"{game}")
+            client = OpenAIProxyClient(
+                httpx.ASGITransport(app), "http://proxy/", "admin", f"{game}"
+            )
             await client.grant_capacity()
             async with client:
                 data = {"secret": guess.SECRETS[game % 6]}
@@ -346,7 +403,9 @@ async def guess_batch(style: str) -> dict[str, Tensor]:
                     data, base_url=client.session_url, http_client=http, api_key=client.api_key
                 )
                 await client.set_last_reward(reward)
-            rows.append(complete(to_tensors(await client.export_interactions(style=style)), game % 6))
+            rows.append(
+                complete(to_tensors(await client.export_interactions(style=style)), game % 6)
+            )
     return concat_padded_tensors(rows)
 
 
@@ -381,10 +440,15 @@ async def test_real_exports_train_as_their_rows_do(export: str) -> None:
     batch = await (guess_batch(style) if style else maze_batch())
     words = guess.WORDS if task == "guess" else ["from", "to", *maze.CELLS]
     model = base_model.make_qwen3(base_model.make_tokenizer(words), layers=2, context=256, seed=0)
-    rows = [ids[real].tolist() for ids, real in zip(batch["input_ids"], batch["attention_mask"], strict=True)]
+    rows = [
+        ids[real].tolist()
+        for ids, real in zip(batch["input_ids"], batch["attention_mask"], strict=True)
+    ]
     trees = build_trees(rows, 1024)
     assert sum(len(tree.subtree_end) for tree in trees) < 0.6 * sum(map(len, rows))
-    assert_same_lesson(learn(model, tree_logp(model, rows, 1024)), learn(model, separate_logp(model, rows)))
+    assert_same_lesson(
+        learn(model, tree_logp(model, rows, 1024)), learn(model, separate_logp(model, rows))
+    )
 
 
 # The actor
@@ -409,7 +473,9 @@ def make_batch(seed: int = 0) -> dict[str, Tensor]:
     return complete(batch, 0)
 
 
-def one_update(path: Path, trees: bool, **changes: Any) -> tuple[dict[str, float], dict[str, Tensor]]:
+def one_update(
+    path: Path, trees: bool, **changes: Any
+) -> tuple[dict[str, float], dict[str, Tensor]]:
     """Return the metrics and the weights after one training step with pieces of 128 tokens. Only rank 0 returns
     weights."""
     optimizer = OptimizerConfig(lr=1e-3, eps=1e-4)
@@ -466,7 +532,9 @@ def test_two_ranks_train_trees(model: Any, tmp_path: Path) -> None:
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
     }
     command = [sys.executable, __file__, str(tmp_path)]
-    ranks = [subprocess.Popen(command, env={**os.environ, **world, "RANK": str(r)}) for r in range(2)]
+    ranks = [
+        subprocess.Popen(command, env={**os.environ, **world, "RANK": str(r)}) for r in range(2)
+    ]
     alone = one_update(tmp_path / "model", trees=True)
     assert [rank.wait(timeout=300) for rank in ranks] == [0, 0]
     together = torch.load(tmp_path / "step.pt")

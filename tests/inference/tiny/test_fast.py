@@ -35,7 +35,12 @@ SHAPE: dict[str, Any] = {
 }
 SHAPE |= {"num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 512}
 SHAPE |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0, "head_dim": 8}
-LLAMA3: dict[str, Any] = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0}
+LLAMA3: dict[str, Any] = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+}
 LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -51,7 +56,9 @@ def make_model(path: Path, family: str, noise: float = 0.0, **changes: Any) -> P
     """Write a random model of the architecture `family` to `path`. Add noise to the weights of the norms and to the
     biases. (In a new model every norm weight is 1 and every bias is 0.)"""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SHAPE | changes), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(family, **SHAPE | changes), dtype=torch.float32
+    )
     for name, weight in model.named_parameters():
         if "norm" in name or "bias" in name:
             weight.data += noise * torch.randn_like(weight)
@@ -69,7 +76,9 @@ def path(request: pytest.FixtureRequest, kind: str, tmp_path: Path) -> Path:
     """Return the folder of a random model of KINDS[kind]. If the model's weights are tied, one matrix is both embedding
     and head."""
     family, changes = KINDS[kind]
-    return make_model(tmp_path / "model", family, noise=0.3, **changes, tie_word_embeddings=request.param)
+    return make_model(
+        tmp_path / "model", family, noise=0.3, **changes, tie_word_embeddings=request.param
+    )
 
 
 def both(path: Path, **options: Any) -> tuple[TinyModel, TinyModel]:
@@ -86,7 +95,9 @@ def generate(tiny: TinyModel) -> list[Sequence]:
     scheduler = Scheduler(tiny.slots, 10_000, "0", str)
     made = [
         Sequence(
-            str(i), [(7 * j + i) % 90 for j in range(3 + 9 * i)], SamplingParams(max_new_tokens=8 + i, sampling_seed=i)
+            str(i),
+            [(7 * j + i) % 90 for j in range(3 + 9 * i)],
+            SamplingParams(max_new_tokens=8 + i, sampling_seed=i),
         )
         for i in range(6)
     ]
@@ -105,9 +116,13 @@ def assert_equal(fast: TinyModel, general: TinyModel) -> None:
         ([[3], [4], [5]], [20, 23, 26]),
         ([[1, 2], [3], [4, 5, 6]], [21, 24, 27]),
     ):
-        ours, theirs = (tiny.step(feeds, cached, first_slot=1, all_logits=True) for tiny in (fast, general))
+        ours, theirs = (
+            tiny.step(feeds, cached, first_slot=1, all_logits=True) for tiny in (fast, general)
+        )
         for row, feed in enumerate(feeds):  # a short row begins with padding
-            torch.testing.assert_close(ours[row, -len(feed) :], theirs[row, -len(feed) :], rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(
+                ours[row, -len(feed) :], theirs[row, -len(feed) :], rtol=1e-5, atol=1e-5
+            )
     for one, other in zip(generate(fast), generate(general), strict=True):
         assert one.tokens == other.tokens
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
@@ -135,7 +150,9 @@ def by_broadcast(new: dict[str, torch.Tensor], path: Path) -> Iterator[dict[str,
     """Yield the tensors that a server receives in a process group of two ranks, one tensor at a time."""
     port = free_port()
     with ThreadPoolExecutor(2) as pool:
-        sender, receiver = pool.map(lambda rank: join_group("127.0.0.1", port, rank, 2, "w", "gloo"), (0, 1))
+        sender, receiver = pool.map(
+            lambda rank: join_group("127.0.0.1", port, rank, 2, "w", "gloo"), (0, 1)
+        )
         for name, tensor in new.items():
             sent = pool.submit(sender.broadcast, tensor, 0)
             yield receive_weights(receiver, [name], [str(tensor.dtype)[6:]], [list(tensor.shape)])
@@ -184,10 +201,15 @@ def test_the_model_has_no_second_copy_of_its_weights(path: Path) -> None:
         ("gpt_neox", {"num_key_value_heads": 6}),
         ("llama", {"mlp_bias": True}),
         ("llama", {"hidden_act": "gelu"}),
-        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}},
+        ),
     ],
 )
-def test_any_other_model_takes_the_general_path(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
+def test_any_other_model_takes_the_general_path(
+    tmp_path: Path, family: str, changes: dict[str, Any]
+) -> None:
     """If `fits` refuses a model, transformers computes the forward pass, and the server's logits are those of the
     model's own forward pass."""
     path = make_model(tmp_path, family, **changes)
@@ -196,7 +218,9 @@ def test_any_other_model_takes_the_general_path(tmp_path: Path, family: str, cha
     assert tiny.fast is None
     with torch.no_grad():
         expected = model(input_ids=torch.tensor([[5, 6, 7]])).logits
-    torch.testing.assert_close(tiny.step([[5, 6, 7]], [0], all_logits=True), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        tiny.step([[5, 6, 7]], [0], all_logits=True), expected, rtol=1e-4, atol=1e-4
+    )
 
 
 def test_nothing_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +235,9 @@ def test_nothing_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("path_of_code", ["fast", "general"])
-def test_deterministic_products_have_a_bounded_number_of_rows(tmp_path: Path, path_of_code: str) -> None:
+def test_deterministic_products_have_a_bounded_number_of_rows(
+    tmp_path: Path, path_of_code: str
+) -> None:
     """In deterministic mode each matrix product has 8 to 128 rows, so a long prompt takes several passes. The logits of
     a prompt that takes several passes equal those of a single pass."""
     fast, general = both(make_model(tmp_path, "qwen3"), deterministic=True)
@@ -233,7 +259,9 @@ def test_deterministic_products_have_a_bounded_number_of_rows(tmp_path: Path, pa
     assert max(passes) <= MAX_TOKENS
     theirs = whole.step(prompts, [0, 0, 0], all_logits=True)
     for row, prompt in enumerate(prompts):
-        torch.testing.assert_close(ours[row, -len(prompt) :], theirs[row, -len(prompt) :], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            ours[row, -len(prompt) :], theirs[row, -len(prompt) :], rtol=1e-4, atol=1e-4
+        )
     torch.testing.assert_close(last, whole.step([[1], [2]], [300, 70]), rtol=1e-4, atol=1e-4)
 
 

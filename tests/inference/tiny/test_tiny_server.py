@@ -35,17 +35,24 @@ from conftest import ROOT, StartServer, free_port, wait_until_up
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+)
 
 import proxy
 from engine import EngineError, RemoteInfEngine
+from inference.fields import Refusal
 from inference.tiny import server
 from inference.tiny.model import ModelError, TinyModel, read_weights, run_step, sample, uniforms
 from inference.tiny.protocol import Protocol, parse_params
 from inference.tiny.scheduler import SamplingParams, Scheduler, Sequence, common_prefix
 from inference.tiny.server import Server
 from inference.weights import serialise
-from run.fields import Refusal
 
 PROMPT = list(range(60, 80))
 
@@ -79,13 +86,20 @@ def by_forward(path: Path, ids: list[int], temperature: float = 1.0) -> list[flo
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, :-1]
-    return torch.log_softmax(logits / temperature, -1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+    return (
+        torch.log_softmax(logits / temperature, -1)
+        .gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+        .tolist()
+    )
 
 
 def versioned_logprobs(one: Sequence, paths: dict[str, Path]) -> list[float]:
     """Return the expected logprob of each output token, computed by a forward pass with the weights of the token's
     version."""
-    scores = {version: by_forward(path, one.tokens)[len(one.prompt) - 1 :] for version, path in paths.items()}
+    scores = {
+        version: by_forward(path, one.tokens)[len(one.prompt) - 1 :]
+        for version, path in paths.items()
+    }
     spans = one.spans(len(one.logprobs))
     return [scores[span["version"]][t] for span in spans for t in range(span["start"], span["end"])]
 
@@ -135,7 +149,10 @@ def test_a_straddling_completion_is_a_forward_pass_under_each_tokens_version(
     """If new weights arrive after 5 tokens, each token's logprob equals that of a forward pass with the weights of the
     token's version."""
     for one in straddle(tiny, mode, other_model_dir):
-        assert one.spans(12) == [{"version": "0", "start": 0, "end": 5}, {"version": "1", "start": 5, "end": 12}]
+        assert one.spans(12) == [
+            {"version": "0", "start": 0, "end": 5},
+            {"version": "1", "start": 5, "end": 12},
+        ]
         expected = versioned_logprobs(one, {"0": tiny_model_dir, "1": other_model_dir})
         assert one.logprobs == pytest.approx(expected, abs=1e-4)
         assert one.retractions == (mode == "retract")
@@ -167,12 +184,17 @@ def test_a_released_server_computes_nothing_before_an_update(
     scheduler.resume()
     while run_step(scheduler, tiny):
         pass
-    assert one.spans(12) == [{"version": "0", "start": 0, "end": 5}, {"version": "1", "start": 5, "end": 12}]
+    assert one.spans(12) == [
+        {"version": "0", "start": 0, "end": 5},
+        {"version": "1", "start": 5, "end": 12},
+    ]
     paths = {"0": tiny_model_dir, "1": other_model_dir}
     assert one.logprobs == pytest.approx(versioned_logprobs(one, paths), abs=1e-4)
 
 
-def test_in_place_equals_no_forward_pass(tiny: TinyModel, tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_in_place_equals_no_forward_pass(
+    tiny: TinyModel, tiny_model_dir: Path, tmp_path: Path
+) -> None:
     """After a weight update in pause mode `in_place`, new queries attend to old keys. The logprob of a token after the
     update differs from the logprob that a forward pass with the new weights computes. If every weight changes by about
     1 %, the largest difference of the two logprobs is between 0.001 and 0.5 nats."""
@@ -232,7 +254,11 @@ def test_weights_that_do_not_fit_change_nothing(tiny: TinyModel) -> None:
     before = {name: tensor.clone() for name, tensor in tiny.model.state_dict().items()}
     name = next(iter(before))
     changed = {n: t + 1 for n, t in before.items()}
-    for bad in (changed | {"no.such": torch.zeros(1)}, {name: changed[name]}, changed | {name: torch.zeros(1)}):
+    for bad in (
+        changed | {"no.such": torch.zeros(1)},
+        {name: changed[name]},
+        changed | {name: torch.zeros(1)},
+    ):
         with pytest.raises(ModelError):
             tiny.replace_weights(bad)
     assert all(torch.equal(tensor, before[n]) for n, tensor in tiny.model.state_dict().items())
@@ -284,7 +310,9 @@ def test_a_reused_prefix_equals_a_fresh_prefill(tiny: TinyModel) -> None:
     reused, fresh = sequence("turn 2", prompt, 12, seed=2), sequence("turn 2", prompt, 12, seed=2)
     run(tiny, reused, scheduler=scheduler)
     run(tiny, fresh)
-    assert reused.reused_tokens == len(turn.tokens) - 1  # the cache does not contain the last token of turn 1
+    assert (
+        reused.reused_tokens == len(turn.tokens) - 1
+    )  # the cache does not contain the last token of turn 1
     assert fresh.reused_tokens == 0
     assert reused.tokens == fresh.tokens
     assert reused.logprobs == pytest.approx(fresh.logprobs, abs=1e-5)
@@ -293,7 +321,9 @@ def test_a_reused_prefix_equals_a_fresh_prefill(tiny: TinyModel) -> None:
 def test_uniform_numbers_are_uniform_and_independent() -> None:
     """The numbers that `uniforms` hashes from seed and position have the mean and variance of a uniform distribution,
     and neighbouring numbers do not correlate."""
-    grid = torch.stack([uniforms([seed] * 300, list(range(300))) for seed in range(300)])  # (seed, position)
+    grid = torch.stack(
+        [uniforms([seed] * 300, list(range(300))) for seed in range(300)]
+    )  # (seed, position)
     assert ((grid >= 0) & (grid < 1)).all()
     assert grid.mean().item() == pytest.approx(0.5, abs=0.01)
     assert grid.var().item() == pytest.approx(1 / 12, abs=0.005)
@@ -307,7 +337,9 @@ def test_samples_follow_the_distribution_that_was_asked_for() -> None:
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0])
     n = 4000
     for change in ({"temperature": 0.7}, {"top_k": 2}, {"top_p": 0.7}, {"temperature": 0.0}):
-        tokens, logprobs = sample(logits.repeat(n, 1), [sequence("a", [], 1, seed=i, **change) for i in range(n)])
+        tokens, logprobs = sample(
+            logits.repeat(n, 1), [sequence("a", [], 1, seed=i, **change) for i in range(n)]
+        )
         temperature = change.get("temperature", 1.0) or 1.0
         p = torch.softmax(logits / temperature, -1)
         assert logprobs == pytest.approx(p.log()[tokens].tolist(), abs=1e-5)
@@ -325,7 +357,10 @@ def test_a_neighbours_truncation_does_not_reach_a_row() -> None:
     """The token sampled for one row does not depend on whether a different row of the batch uses top_p or top_k."""
     logits = torch.randn(2, 50, generator=torch.Generator().manual_seed(0))
     for seed in range(100):
-        plain, cut = sequence("a", [1, 2, 3], 1, seed=seed), sequence("b", [1, 2, 3], 1, top_p=0.5, top_k=9)
+        plain, cut = (
+            sequence("a", [1, 2, 3], 1, seed=seed),
+            sequence("b", [1, 2, 3], 1, top_p=0.5, top_k=9),
+        )
         (alone,), _ = sample(logits[:1].clone(), [plain])
         (beside, _), _ = sample(logits.clone(), [plain, cut])
         assert alone == beside
@@ -346,22 +381,33 @@ def test_penalties_count_the_output(tiny: TinyModel) -> None:
     one.tokens += [0, 0]
     (token,), (logprob,) = sample(logits.clone(), [one])
     assert token == 1
-    assert logprob == pytest.approx(torch.log_softmax(torch.tensor([2.0, 2.9, 0.0]), -1)[1].item(), abs=1e-5)
+    assert logprob == pytest.approx(
+        torch.log_softmax(torch.tensor([2.0, 2.9, 0.0]), -1)[1].item(), abs=1e-5
+    )
 
 
 @pytest.mark.parametrize("family", ["qwen2", "llama", "tied"])
 def test_other_small_models_fit_the_slot_cache(tmp_path: Path, family: str) -> None:
     """For several model families, prompts of different lengths get the logprobs of the model's own forward pass."""
-    shape: dict[str, Any] = {"vocab_size": 100, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2}
+    shape: dict[str, Any] = {
+        "vocab_size": 100,
+        "hidden_size": 48,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+    }
     shape |= {"num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 256}
     shape |= {"initializer_range": 0.2, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
     torch.manual_seed(0)
     if family == "llama":
         LlamaForCausalLM(LlamaConfig(**shape)).save_pretrained(tmp_path)
     else:
-        Qwen2ForCausalLM(Qwen2Config(**shape, tie_word_embeddings=family == "tied")).save_pretrained(tmp_path)
+        Qwen2ForCausalLM(
+            Qwen2Config(**shape, tie_word_embeddings=family == "tied")
+        ).save_pretrained(tmp_path)
     model = TinyModel(str(tmp_path), 4)
-    requests = [sequence(str(i), PROMPT[: 3 + 4 * i], 5 + i, seed=i, temperature=0.8) for i in range(5)]
+    requests = [
+        sequence(str(i), PROMPT[: 3 + 4 * i], 5 + i, seed=i, temperature=0.8) for i in range(5)
+    ]
     run(model, *requests)
     for one in requests:
         expected = by_forward(tmp_path, one.tokens, 0.8)[len(one.prompt) - 1 :]
@@ -392,7 +438,9 @@ def test_a_model_with_sliding_windows_is_refused(tmp_path: Path) -> None:
 @given(st.lists(st.integers(0, 2)), st.lists(st.integers(0, 2)))
 def test_common_prefix_is_the_longest(a: list[int], b: list[int]) -> None:
     """`common_prefix` returns the number of equal tokens at the start of two lists."""
-    assert common_prefix(a, b) == len(list(itertools.takewhile(lambda p: p[0] == p[1], zip(a, b, strict=False))))
+    assert common_prefix(a, b) == len(
+        list(itertools.takewhile(lambda p: p[0] == p[1], zip(a, b, strict=False)))
+    )
 
 
 # Tests of the scheduler with random orders of events
@@ -415,9 +463,15 @@ class Play:
     def __init__(self) -> None:
         self.scheduler = make_scheduler(slots=3, max_total_tokens=20)
         self.requests: list[Sequence] = []
-        self.tags: dict[str, list[str]] = {}  # for each request id, the version that computed each output token
-        self.ended: dict[str, int] = {}  # for each request id, the number of output tokens when the request ended
-        self.kv: list[list[tuple[int, int]]] = [[] for _ in range(3)]  # (token, version) for each key in each slot
+        self.tags: dict[
+            str, list[str]
+        ] = {}  # for each request id, the version that computed each output token
+        self.ended: dict[
+            str, int
+        ] = {}  # for each request id, the number of output tokens when the request ended
+        self.kv: list[list[tuple[int, int]]] = [
+            [] for _ in range(3)
+        ]  # (token, version) for each key in each slot
         self.version = 0
 
     def do(self, event: tuple) -> None:
@@ -463,7 +517,9 @@ class Play:
             assert fed == one.tokens[n:] != []
             self.kv[i] = cached + [(token, self.version) for token in fed]
             self.tags[one.rid].append(str(self.version))
-        self.scheduler.extend(step, [len(one.tokens) for one in step.sequences], [0.0] * len(step.sequences))
+        self.scheduler.extend(
+            step, [len(one.tokens) for one in step.sequences], [0.0] * len(step.sequences)
+        )
 
     def check(self) -> None:
         for one in self.requests:
@@ -513,7 +569,10 @@ def test_spans_of_the_first_tokens_leave_out_later_versions() -> None:
 
 
 TEXT = st.text(
-    st.one_of(st.sampled_from("ab終🎉é"), st.characters(exclude_categories=["Cs"], exclude_characters="\ufffd"))
+    st.one_of(
+        st.sampled_from("ab終🎉é"),
+        st.characters(exclude_categories=["Cs"], exclude_characters="\ufffd"),
+    )
 )
 
 
@@ -533,14 +592,18 @@ def test_a_stop_string_ends_the_text_where_it_is_complete(
             scheduler.extend(scheduler.plan(), [token], [0.0])
     end = min(text.index(stop) + len(stop) for stop in stops if stop in text)
     assert tiny_tokenizer.decode(one.output) == text[:end]
-    assert one.finish == {"type": "stop", "matched": next(stop for stop in stops if text[:end].endswith(stop))}
+    assert one.finish == {
+        "type": "stop",
+        "matched": next(stop for stop in stops if text[:end].endswith(stop)),
+    }
 
 
 # The protocol
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("top_k", 2**63), ("top_k", 2**31), ("max_new_tokens", 2**31), ("temperature", 2**63)]
+    ("name", "value"),
+    [("top_k", 2**63), ("top_k", 2**31), ("max_new_tokens", 2**31), ("temperature", 2**63)],
 )
 def test_a_number_that_no_tensor_holds_is_refused(name: str, value: int) -> None:
     """If a field of a request has a number that is too large for a tensor, the server refuses the request, and the
@@ -587,7 +650,9 @@ def test_an_answer_that_tells_the_end_has_the_last_token() -> None:
         assert answer["text"] == str([1] if end else answer["output_ids"])
 
 
-def test_the_context_that_is_told_is_the_one_that_is_honoured(start_tiny_server: StartServer) -> None:
+def test_the_context_that_is_told_is_the_one_that_is_honoured(
+    start_tiny_server: StartServer,
+) -> None:
     """The server refuses a request that exceeds the limit in /server_info, and the option --max-total-tokens sets this
     limit."""
     url = start_tiny_server("--max-total-tokens", "100")
@@ -617,7 +682,9 @@ def test_only_a_key_opens_the_server(start_tiny_server: StartServer) -> None:
         "/server_info",
     ):
         assert post(url, path, {"new_version": "999"}).status_code == 401, path
-        assert post(url, path, {}, headers={"authorization": "Bearer guess"}).status_code == 403, path
+        assert post(url, path, {}, headers={"authorization": "Bearer guess"}).status_code == 403, (
+            path
+        )
     assert httpx.get(url + "/health").status_code == 200
     engine = RemoteInfEngine([url], key="secret")
     engine.initialize()
@@ -627,11 +694,32 @@ def test_only_a_key_opens_the_server(start_tiny_server: StartServer) -> None:
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "", "::"])
-def test_a_public_address_needs_a_key(host: str, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_public_address_needs_a_key(
+    host: str, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A server or proxy that other machines can reach does not start without a key."""
-    assert server.main(["--model-path", str(tiny_model_dir), "--host", host, "--port", "0", "--api-key", ""]) == 2
+    assert (
+        server.main(
+            ["--model-path", str(tiny_model_dir), "--host", host, "--port", "0", "--api-key", ""]
+        )
+        == 2
+    )
     assert "give the server a key" in capsys.readouterr().err
-    assert proxy.main(["--model-path", str(tiny_model_dir), "--host", host, "--port", "0", "--server", "http://a"]) == 2
+    assert (
+        proxy.main(
+            [
+                "--model-path",
+                str(tiny_model_dir),
+                "--host",
+                host,
+                "--port",
+                "0",
+                "--server",
+                "http://a",
+            ]
+        )
+        == 2
+    )
     assert "give the server a key" in capsys.readouterr().err
 
 
@@ -678,8 +766,16 @@ def test_bad_input_is_answered_and_kills_nothing(tiny_server: str) -> None:
     assert post(tiny_server, "/pause_generation", {"mode": "sideways"}).status_code == 400
     assert post(tiny_server, "/abort_request", {}).status_code == 400
     assert post(tiny_server, "/update_weights_from_disk", {}).status_code == 400
-    odd = {"max_new_tokens": 3, "temperature": 1e-9, "top_p": 1e-9, "top_k": 10**9, "sampling_seed": -(2**60)}
-    answer = post(tiny_server, "/generate", {"input_ids": [1], "sampling_params": odd, "unknown": 1})
+    odd = {
+        "max_new_tokens": 3,
+        "temperature": 1e-9,
+        "top_p": 1e-9,
+        "top_k": 10**9,
+        "sampling_seed": -(2**60),
+    }
+    answer = post(
+        tiny_server, "/generate", {"input_ids": [1], "sampling_params": odd, "unknown": 1}
+    )
     assert answer.status_code == 200
     assert len(answer.json()["output_ids"]) == 3
 
@@ -688,20 +784,38 @@ def pickled(content: Any) -> str:
     return base64.b64encode(pickle.dumps(content)).decode()
 
 
-MEETING = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2, "group_name": "g"}
+MEETING = {
+    "master_address": "127.0.0.1",
+    "master_port": 1,
+    "rank_offset": 1,
+    "world_size": 2,
+    "group_name": "g",
+}
 
 BAD_WEIGHTS: list[tuple[str, dict[str, Any]]] = [
     ("/update_weights_from_distributed", {}),
-    ("/update_weights_from_distributed", {"group_name": 5, "names": [], "dtypes": [], "shapes": []}),
-    ("/update_weights_from_distributed", {"group_name": "g", "names": ["a"], "dtypes": ["load"], "shapes": [[1]]}),
-    ("/update_weights_from_distributed", {"group_name": "g", "names": ["a"], "dtypes": [], "shapes": []}),
+    (
+        "/update_weights_from_distributed",
+        {"group_name": 5, "names": [], "dtypes": [], "shapes": []},
+    ),
+    (
+        "/update_weights_from_distributed",
+        {"group_name": "g", "names": ["a"], "dtypes": ["load"], "shapes": [[1]]},
+    ),
+    (
+        "/update_weights_from_distributed",
+        {"group_name": "g", "names": ["a"], "dtypes": [], "shapes": []},
+    ),
     ("/update_weights_from_tensor", {"serialized_named_tensors": "abc"}),
     ("/update_weights_from_tensor", {"serialized_named_tensors": []}),
     ("/update_weights_from_tensor", {"serialized_named_tensors": ["!!"]}),
     ("/update_weights_from_tensor", {"serialized_named_tensors": [7]}),
     ("/update_weights_from_tensor", {"serialized_named_tensors": [pickled(None)]}),
     ("/update_weights_from_tensor", {"serialized_named_tensors": [pickled([("a", "no tensor")])]}),
-    ("/update_weights_from_tensor", {"serialized_named_tensors": [serialise([])], "weight_version": 3}),
+    (
+        "/update_weights_from_tensor",
+        {"serialized_named_tensors": [serialise([])], "weight_version": 3},
+    ),
     ("/init_weights_update_group", {}),
     ("/init_weights_update_group", MEETING | {"master_port": 70000}),
     ("/init_weights_update_group", MEETING | {"master_port": -1}),
@@ -732,7 +846,12 @@ def test_bad_weights_are_answered_and_kill_nothing(tiny_server: str) -> None:
     for session in (False, True):
         for path, body in BAD_WEIGHTS:
             assert post(tiny_server, path, body).status_code == 400, (session, path, body)
-        assert post(tiny_server, "/end_weight_update" if session else "/begin_weight_update", {}).status_code == 200
+        assert (
+            post(
+                tiny_server, "/end_weight_update" if session else "/begin_weight_update", {}
+            ).status_code
+            == 200
+        )
     assert state() == before
 
 
@@ -774,7 +893,9 @@ def test_seeds_are_honoured_over_http(tiny_server: str) -> None:
 
     def ask(seed: int | None) -> list[int]:
         params = {"max_new_tokens": 20, "sampling_seed": seed, "ignore_eos": True}
-        return post(tiny_server, "/generate", {"input_ids": PROMPT, "sampling_params": params}).json()["output_ids"]
+        return post(
+            tiny_server, "/generate", {"input_ids": PROMPT, "sampling_params": params}
+        ).json()["output_ids"]
 
     with ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(ask, [5, None, 5, 6, 5, None, 5, 6]))
@@ -785,7 +906,10 @@ def test_seeds_are_honoured_over_http(tiny_server: str) -> None:
 
 def serve(*words: str) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, "-m", "inference.tiny.server", *words], cwd=ROOT, capture_output=True, text=True
+        [sys.executable, "-m", "inference.tiny.server", *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     )
 
 
@@ -805,27 +929,49 @@ def test_what_cannot_start_says_so_in_one_line(tiny_model_dir: Path, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    "how", ["parent", *(pytest.param(how, marks=pytest.mark.runs) for how in ("interrupt", "update", "group"))]
+    "how",
+    [
+        "parent",
+        *(pytest.param(how, marks=pytest.mark.runs) for how in ("interrupt", "update", "group")),
+    ],
 )
 def test_the_server_ends_when_told(tiny_model_dir: Path, how: str) -> None:
     """The server ends if it gets Ctrl-C, or if its parent process closes the server's standard input. The server ends
     even while a request is running, an update is waiting, or a process group is waiting for rank 0."""
     port = str(free_port())
-    command = [sys.executable, "-m", "inference.tiny.server", "--model-path", str(tiny_model_dir), "--port", port]
+    command = [
+        sys.executable,
+        "-m",
+        "inference.tiny.server",
+        "--model-path",
+        str(tiny_model_dir),
+        "--port",
+        port,
+    ]
     process = subprocess.Popen(
-        [*command, "--exit-with-parent"], cwd=ROOT, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*command, "--exit-with-parent"],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     assert process.stdin is not None
     assert process.stderr is not None
     url = f"http://127.0.0.1:{port}"
     wait_until_up(url, process)
-    long = {"input_ids": PROMPT, "stream": True, "sampling_params": {"max_new_tokens": 2000, "ignore_eos": True}}
+    long = {
+        "input_ids": PROMPT,
+        "stream": True,
+        "sampling_params": {"max_new_tokens": 2000, "ignore_eos": True},
+    }
     state = ""
     with ExitStack() as stack:
         # If `how` is "update", the test needs an update that waits for a running request. If the request ends before
         # the server reports `updates=1`, the test sends the request and the update again.
         while not state or (how == "update" and "updates=1" not in state):
-            response = stack.enter_context(httpx.stream("POST", url + "/generate", json=long, timeout=60))
+            response = stack.enter_context(
+                httpx.stream("POST", url + "/generate", json=long, timeout=60)
+            )
             next(response.iter_lines())
             state = "a request runs"
             if how == "update":
@@ -850,7 +996,9 @@ def test_the_server_ends_when_told(tiny_model_dir: Path, how: str) -> None:
             process.stdin.close()
         process.wait(timeout=20)
     said = process.stderr.read()
-    assert "Traceback" not in said or how == "update"  # if `how` is "update", uvicorn prints a traceback
+    assert (
+        "Traceback" not in said or how == "update"
+    )  # if `how` is "update", uvicorn prints a traceback
     assert "RuntimeError" not in said
     process.stdin.close()
     process.stderr.close()
@@ -868,6 +1016,12 @@ def test_a_client_that_leaves_is_no_error_of_the_server() -> None:
         statuses.append(message.get("status", 0))
 
     app: Any = Server(SimpleNamespace(scheduler=None), None, "").app()  # type: ignore[arg-type]
-    scope = {"type": "http", "method": "POST", "path": "/abort_request", "headers": [], "query_string": b""}
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/abort_request",
+        "headers": [],
+        "query_string": b"",
+    }
     asyncio.run(app(scope, receive, send))
     assert statuses[0] == 400

@@ -25,7 +25,7 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from run.fields import Refusal, as_object
+from inference.fields import Refusal, as_object
 
 FREE_SHARE = 0.2  # share of the file descriptors that is kept free of client connections
 # Options that switch FastAPI's telemetry off. With telemetry, FastAPI would look for OpenTelemetry in every request.
@@ -49,7 +49,9 @@ def raise_open_files() -> int:
     Each connection counts as an open file. Many systems set the soft limit to 1,024 and the hard limit much higher.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = 10240 if hard == resource.RLIM_INFINITY else min(hard, 2**16)  # 10,240 is the maximum on macOS
+    most = (
+        10240 if hard == resource.RLIM_INFINITY else min(hard, 2**16)
+    )  # 10,240 is the maximum on macOS
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft := most, hard))
     return soft if soft != resource.RLIM_INFINITY else most
@@ -61,7 +63,9 @@ def collect_garbage_rarely() -> None:
     The garbage collector frees objects that refer to each other. By default, it runs each time that 700 more objects
     were made than freed. In a process with many conversations, it would take up to half of the CPU time.
     """
-    if gc.get_freeze_count():  # an earlier run of this process may have left garbage, which `freeze` would keep
+    if (
+        gc.get_freeze_count()
+    ):  # an earlier run of this process may have left garbage, which `freeze` would keep
         gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 10)
@@ -86,8 +90,12 @@ def listen(host: str, port: int, key: str | None = None) -> socket.socket:
     Raises OSError if the port is invalid or in use, or if other machines could reach a server without a key.
     """
     if not key and host not in ("127.0.0.1", "::1", "localhost"):
-        raise OSError(f"--host {host}: other machines can reach this address, so give the server a key (see --help)")
-    if not 0 <= port < 65536:  # for a wrong port, create_server raises an error and leaves a socket open
+        raise OSError(
+            f"--host {host}: other machines can reach this address, so give the server a key (see --help)"
+        )
+    if (
+        not 0 <= port < 65536
+    ):  # for a wrong port, create_server raises an error and leaves a socket open
         raise OSError(f"--port {port}: a number from 0 (any free port) to 65535 is needed")
     try:
         return socket.create_server((host, port))
@@ -108,7 +116,9 @@ class BoundedProtocol(HttpToolsProtocol):
     header_seconds: ClassVar[float]
 
     timer: Any = None  # timer that closes the connection if a request header does not arrive completely in time
-    unparsed = 0  # number of bytes received since the last complete header or the last part of a body
+    unparsed = (
+        0  # number of bytes received since the last complete header or the last part of a body
+    )
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -172,23 +182,32 @@ class PatientServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=[])
-        self.accepting = [asyncio.ensure_future(self.accept(listener)) for listener in sockets or []]
+        self.accepting = [
+            asyncio.ensure_future(self.accept(listener)) for listener in sockets or []
+        ]
 
     async def accept(self, listener: socket.socket) -> None:
         """Accept connections until the task is cancelled."""
-        loop, state = asyncio.get_running_loop(), (self.config, self.server_state, self.lifespan.state)
+        loop, state = (
+            asyncio.get_running_loop(),
+            (self.config, self.server_state, self.lifespan.state),
+        )
         protocol = functools.partial(BoundedProtocol, *state)
         listener.listen(self.config.backlog)
         listener.setblocking(False)
         while True:
             try:
                 with listener.dup() as lowest_free:
-                    if lowest_free.fileno() > resource.getrlimit(resource.RLIMIT_NOFILE)[0] * (1 - FREE_SHARE):
+                    if lowest_free.fileno() > resource.getrlimit(resource.RLIMIT_NOFILE)[0] * (
+                        1 - FREE_SHARE
+                    ):
                         raise OSError("few file descriptors are free")
                 connection, _ = await loop.sock_accept(listener)
                 await loop.connect_accepted_socket(protocol, connection)
             except OSError:
-                logging.getLogger("uvicorn.error").warning("few file descriptors are free, so new connections wait")
+                logging.getLogger("uvicorn.error").warning(
+                    "few file descriptors are free, so new connections wait"
+                )
                 await asyncio.sleep(0.1)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -198,7 +217,11 @@ class PatientServer(uvicorn.Server):
 
 
 def serve(
-    app: FastAPI, listener: socket.socket, exit_with_parent: bool, header_bytes: int = 2**16, header_seconds: float = 60
+    app: FastAPI,
+    listener: socket.socket,
+    exit_with_parent: bool,
+    header_bytes: int = 2**16,
+    header_seconds: float = 60,
 ) -> None:
     """Serve `app` until the process receives a signal or, with `exit_with_parent`, until standard input closes.
 
@@ -216,7 +239,9 @@ def serve(
     logging.getLogger("uvicorn.error").addFilter(Repeats())
 
     def follow_parent() -> None:
-        while os.read(0, 4096):  # a thread in sys.stdin.read holds a lock that the process needs at exit
+        while os.read(
+            0, 4096
+        ):  # a thread in sys.stdin.read holds a lock that the process needs at exit
             pass
         server.should_exit = True
 
@@ -233,7 +258,9 @@ def check_key(request: Request, key: str) -> None:
     """
     given = bearer(request)
     if not secrets.compare_digest(given.encode(), key.encode()):
-        raise Refusal("Authorization: `Bearer <key>` with the right key is needed", 403 if given else 401)
+        raise Refusal(
+            "Authorization: `Bearer <key>` with the right key is needed", 403 if given else 401
+        )
 
 
 def bearer(request: Request) -> str:

@@ -18,7 +18,14 @@ import math
 from typing import Annotated, Any
 
 LEVELS = 200  # number of levels of nesting that every JSON library can write
-NOUN = {bool: "true or false", dict: "an object", list: "a list", str: "a string", int: "an integer", float: "a number"}
+NOUN = {
+    bool: "true or false",
+    dict: "an object",
+    list: "a list",
+    str: "a string",
+    int: "an integer",
+    float: "a number",
+}
 
 # Types of numbers, each with the interval of the allowed values. A round bracket excludes the bound next to it.
 Count = Annotated[int, "[1, inf)"]
@@ -57,7 +64,9 @@ def read_json(text: str, levels: int = LEVELS) -> Any:
         value = json.loads(text, parse_float=_number, parse_int=_number, parse_constant=_number)
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
-    write_json(value, "JSON", levels).encode()  # `encode` raises UnicodeEncodeError, a ValueError, for a lone surrogate
+    write_json(
+        value, "JSON", levels
+    ).encode()  # `encode` raises UnicodeEncodeError, a ValueError, for a lone surrogate
     return value
 
 
@@ -72,7 +81,9 @@ def _number(text: str) -> float | int:
     return int(text) if text.removeprefix("-").isdigit() else int(value)
 
 
-_encode = json.JSONEncoder(sort_keys=True, ensure_ascii=False).encode  # one encoder object, used for every message
+_encode = json.JSONEncoder(
+    sort_keys=True, ensure_ascii=False
+).encode  # one encoder object, used for every message
 
 
 def write_json(value: Any, name: str, levels: int = LEVELS) -> str:
