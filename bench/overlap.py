@@ -81,7 +81,7 @@ def train(update: str, words: list[str]) -> int:
 
         def __init__(self, run: Any) -> None:
             super().__init__(run)
-            for child in run.fleet.children[: len(inference.servers)]:
+            for child in run.fleet.children[: len(run.servers)]:
                 for thread in Path(f"/proc/{child.process.pid}/task").iterdir():
                     os.sched_setaffinity(int(thread.name), cores[1:])
             self.mark()

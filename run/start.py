@@ -85,7 +85,7 @@ def max_restarts(run: Run) -> int:
     """Return how often each server may be started again: 0 in an evaluation, in a replay and with release_memory."""
     config = run.config
     may_restart = (
-        inference.servers
+        run.servers
         and config.mode == "train"
         and not (config.replay or config.server.release_memory)
     )
@@ -99,13 +99,13 @@ def start_processes(run: Run) -> Keys:
     """
     if dist.get_rank() > 0:
         return ()
-    servers = [run.fleet.start(planned).url for planned in inference.servers]
+    servers = [run.fleet.start(planned).url for planned in run.servers]
     proxies = plan_proxies(
         run.config, servers or run.config.rollout.server_addrs, max_restarts(run) > 0
     )
     names = [run.fleet.start(replace(proxy, keys=())).name for proxy in proxies]
     print(
-        f"starting {', '.join([*(p.name for p in inference.servers), *names])}; logs: {run.fleet.log_dir}",
+        f"starting {', '.join([*(p.name for p in run.servers), *names])}; logs: {run.fleet.log_dir}",
         flush=True,
     )
     return proxies[0].keys
@@ -140,8 +140,8 @@ def start_rollout(run: Run, keys: Keys, groups: GroupLog | None = None) -> tuple
         return NoRollout(), None
     config, options, stack = run.config, run.config.rollout, run.stack
     servers, proxies = (
-        run.fleet.children[: len(inference.servers)],
-        run.fleet.children[len(inference.servers) :],
+        run.fleet.children[: len(run.servers)],
+        run.fleet.children[len(run.servers) :],
     )
     for server in servers:
         server.wait_ready()
