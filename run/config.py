@@ -69,12 +69,10 @@ class RolloutConfig(Keys):
     pause_mode: Literal["retract", "abort", "in_place"] = key(
         "retract", "how a weight update interrupts the servers (engine.py)"
     )
-    request_timeout: Positive = key(3600.0, "seconds that one generation may take")
     enable_tracing: bool = key(False, "write every event of every group to trace.json")
     check_trajectory_format: bool = key(True, "check what workflows return")
     dump_to_file: bool = key(True, "write trajectories as text, rollout/{version}/{task_id}.jsonl")
     server_addrs: list[str] = key([], "URLs of running servers; empty: the run starts its own")
-    hooks: str | None = key(None, "class of the engine's hooks, such as extras.replay.Hooks")
     openai: OpenAIConfig = key(OpenAIConfig(), "agents")
 
 
@@ -109,7 +107,6 @@ class OptimizerConfig(Keys):
         "constant", "course of the learning rate after the warm-up"
     )
     warmup_steps: CountOrZero = key(0, "steps in which the learning rate rises from 0")
-    min_lr_ratio: Share = key(0.0, "last learning rate of linear and cosine, as a share of lr")
     gradient_clipping: NonNegative = key(1.0, "largest norm of a gradient; 0: no limit")
 
 
@@ -145,8 +142,7 @@ class PPOActorConfig(Keys):
     entropy_coeff: NonNegative = key(0.0, "weight of the entropy bonus")
     kl_ctl: NonNegative = key(0.0, "weight of the KL to the reference model; 0: no such model")
     anneal: bool = key(False, "let entropy_coeff and kl_ctl fall linearly to 0")
-    reward_bias: float = key(0.0, "added to every reward")
-    reward_scaling: Positive = key(1.0, "then multiplied with every reward")
+    reward_scaling: Positive = key(1.0, "multiplied with every reward")
     adv_norm: NormConfig = key(NormConfig(), "baseline and divisor")
     optimizer: OptimizerConfig = key(OptimizerConfig(), "AdamW")
 
