@@ -5,10 +5,19 @@ up and one validator. YAML recipes and `key=value` words merge first, the later 
 `TrainConfig.model_validate` checks everything before any process starts.
 """
 
+import argparse
+import difflib
+import importlib.util
+import re
+import sys
+from collections.abc import Collection, Iterator
+from operator import attrgetter
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NoReturn, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.fields import FieldInfo
 
 from inference.io_struct import GenerationHyperparameters
 
@@ -235,3 +244,257 @@ class TrainConfig(Keys):
     def evaluation_gconfig(self) -> GenerationHyperparameters:
         """The sampling of an evaluation: gconfig, changed by eval_gconfig."""
         return self.gconfig.new(**self.eval_gconfig)
+
+
+# ---- from the command line to a configuration
+
+ROOT = Path(__file__).resolve().parent.parent
+DEMO = ROOT / "configs" / "demo.yaml"
+
+ALIASES = {  # names of AReaL's documents, and the keys that they set here
+    "model": "model_path",
+    "data": "train_dataset.path",
+    "actor.recompute_logprobs": "actor.recompute_logprob",
+    "eval_interval": "evaluator.interval",
+    **{f"rollout.{x}": x for x in ("fileroot", "experiment_name", "trial_name", "tokenizer_path")},
+}
+LINKED = {  # two names of one number: AReaL's documents use both
+    "rollout.consumer_batch_size": "train_dataset.batch_size",
+    "rollout.group_size": "gconfig.n_samples",
+}
+HINTS = {"learning_rate": "actor.optimizer.lr", "staleness": "rollout.max_head_offpolicyness"}
+MAIN = (  # what --help shows
+    *("task", "model_path", "workflow", "train_dataset.path", "train_dataset.batch_size"),
+    *("gconfig.n_samples", "gconfig.max_new_tokens", "gconfig.temperature", "max_steps", "seed"),
+    *("rollout.max_head_offpolicyness", "rollout.max_concurrent_rollouts", "rollout.stale"),
+    *("rollout.server_addrs", "rollout.openai.mode", "server.backend", "actor.optimizer.lr"),
+    *("actor.dtype", "evaluator.interval", "trial_name"),
+)
+OPTIONS = (
+    ("--config", {"action": "append", "metavar": "FILE"}, "recipe, or its name in configs/"),
+    ("--dry-run", {"action": "store_true"}, "print the plan of the run, and start nothing"),
+    ("--gpus", {"type": int}, "with --dry-run: plan for so many GPUs"),
+    ("--gpu-memory", {"type": float}, "with --dry-run: GiB of each of them"),
+    ("--quiet", {"action": "store_true"}, "print only warnings, errors and the result"),
+    ("--force", {"action": "store_true"}, "continue a run that was started with other code"),
+    ("--replay", {"metavar": "RUN"}, "repeat the run in this folder, bit by bit"),
+    ("--replay-until", {"type": int, "metavar": "N"}, "with --replay: stop after step N"),
+)
+
+
+class ConfigError(ValueError):
+    """The configuration is wrong. The message is one line that says what to change."""
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message} (python train.py --help lists options and keys)")
+
+
+def list_keys(group: Keys | BaseModel, prefix: str = "") -> Iterator[tuple[str, Any, FieldInfo]]:
+    """Yield the full name, the value and the declaration of every key."""
+    for name, declared in type(group).model_fields.items():
+        value = getattr(group, name)
+        if isinstance(value, BaseModel):
+            yield from list_keys(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value, declared
+
+
+def print_help(every: bool) -> None:
+    """Print the options and the keys: those that matter, or all of them."""
+    print("usage: python train.py [options] [key=value ...]\n\noptions:")
+    for name, how, meaning in OPTIONS:
+        print(f"  {' '.join([name, how.get('metavar', '')]):20}{meaning}")
+    print("\nkeys:" if every else "\nthe keys that matter most (--help-all shows all):")
+    for name, value, declared in list_keys(TrainConfig()):
+        if every or name in MAIN:
+            kind = get_args(declared.annotation)
+            words = (
+                f" ({', '.join(map(str, kind))})" if all(isinstance(k, str) for k in kind) else ""
+            )
+            limits = [f"{c}".replace("'", "") for c in declared.metadata]
+            default = yaml.safe_dump(value, default_flow_style=True).splitlines()[0]
+            print(f"  {name}={default}\n      {declared.description}{words * bool(kind)}", *limits)
+
+
+def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Turn {"actor": {"eps_clip": 0.2}} into {"actor.eps_clip": 0.2}. Dictionaries that are values
+    of a key, such as workflow_kwargs, stay as they are."""
+    if not isinstance(tree, dict) or prefix.rstrip(".") in ("workflow_kwargs", "eval_gconfig"):
+        return {prefix.rstrip("."): tree}
+    return {k: v for name, x in tree.items() for k, v in flatten(x, f"{prefix}{name}.").items()}
+
+
+def did_you_mean(name: str, known: Collection[str]) -> str:
+    last = name.rpartition(".")[2]
+    near = [HINTS[last]] if last in HINTS else []
+    near += [key for key in known if key.rpartition(".")[2] == last or key.startswith(f"{name}.")]
+    near += difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"did you mean {near[0]!r}?" if near else "python train.py --help-all lists the keys"
+
+
+def merge(sources: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
+    """Merge flat settings, the later ones win, and nest them for pydantic.
+
+    `sources` are pairs of a name, for error messages, and the settings. Raises ConfigError for an
+    unknown key, and suggests the nearest one.
+    """
+    known = {name: value for name, value, _ in list_keys(TrainConfig())}
+    flat: dict[str, Any] = {}
+    for source, settings in sources:
+        settings = {ALIASES.get(name, name): value for name, value in settings.items()}
+        for name, value in settings.items():
+            free = name.startswith(("workflow_kwargs.", "eval_gconfig."))
+            if name not in known and not free:
+                raise ConfigError(f"unknown key {name!r} in {source}; {did_you_mean(name, known)}")
+            if isinstance(known.get(name), list) and not isinstance(value, list):
+                settings[name] = [value]  # a list of one item needs no brackets
+        for one, other in LINKED.items():
+            if {one, other} <= settings.keys() and settings[one] != settings[other]:
+                raise ConfigError(f"{one} and {other} are one number: give one of them")
+            if {one, other} & settings.keys():
+                flat = {name: value for name, value in flat.items() if name not in (one, other)}
+        flat |= settings
+    nested: dict[str, Any] = {}
+    for name, value in flat.items():
+        *path, last = name.split(".")
+        group = nested
+        for part in path:
+            group = group.setdefault(part, {})
+        group[last] = value
+    return nested
+
+
+def read_recipe(path: Path) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(path.read_text()) or {}
+    except (OSError, UnicodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: {' '.join(str(error).split())}") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: lines of the form `key: value` are needed")
+    return {k: v for k, v in flatten(tree).items() if k not in ("revision", "code")}
+
+
+def find_recipe(name: str) -> Path:
+    paths = [Path(name), ROOT / "configs" / name, ROOT / "configs" / f"{name}.yaml"]
+    if found := [path for path in paths if path.is_file()]:
+        return found[0]
+    names = ", ".join(sorted(path.stem for path in (ROOT / "configs").glob("*.yaml")))
+    raise ConfigError(f"no recipe at {name}; configs/ has {names}")
+
+
+def load(argv: list[str]) -> tuple[TrainConfig, argparse.Namespace]:
+    """Return the configuration and the options of a command line. --help prints and exits.
+
+    Raises ConfigError if anything is wrong with them.
+    """
+    if {"-h", "--help", "--help-all"} & {*argv}:
+        print_help("--help-all" in argv)
+        sys.exit()
+    for k, word in enumerate(argv):
+        if word.startswith("--") and did_you_mean(word[2:].partition("=")[0], MAIN)[0] == "d":
+            key, _, value = word[2:].partition("=")
+            if key in {name for name, _, _ in list_keys(TrainConfig())}:
+                value = value or next(iter(argv[k + 1 :]), "VALUE")
+                raise ConfigError(f"keys have no dashes: write {key}={value}")
+    parser = Parser(add_help=False, allow_abbrev=False)
+    for name, how, _ in OPTIONS:
+        parser.add_argument(name, **how)
+    parser.add_argument("words", nargs="*")
+    options = parser.parse_intermixed_args(argv)
+    sources = []
+    if options.replay:
+        sources.append(("the recorded run", read_recipe(Path(options.replay) / "config.yaml")))
+    for name in options.config or ([] if options.replay else [str(DEMO)]):
+        sources.append((name, read_recipe(find_recipe(name))))
+    given = {}
+    for word in options.words:
+        name, equals, value = word.partition("=")
+        if not equals:
+            raise ConfigError(f"cannot read {word!r}: write key=value")
+        try:
+            given[name] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{name}: {value!r} is no YAML value") from error
+    sources.append(("the command line", given))
+    try:
+        config = TrainConfig.model_validate(merge(sources))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ConfigError(f"{where}={first['input']!r}: {first['msg']}") from error
+    resolve(config)
+    return config, options
+
+
+def split_key(config: TrainConfig, name: str) -> tuple[Any, str]:
+    """The group that a key is in, and its last name."""
+    group, _, last = name.rpartition(".")
+    return attrgetter(group)(config), last
+
+
+def resolve(config: TrainConfig) -> None:
+    """Set the defaults that depend on other keys, and refuse keys that contradict each other."""
+    rollout, gconfig, data = config.rollout, config.gconfig, config.train_dataset
+    for one, other in LINKED.items():
+        (group, name), (partner, last) = split_key(config, one), split_key(config, other)
+        value = getattr(partner, last) if getattr(group, name) is None else getattr(group, name)
+        setattr(group, name, value)
+        setattr(partner, last, value)
+    batch = data.batch_size
+    rollout.max_concurrent_rollouts = rollout.max_concurrent_rollouts or batch * (
+        rollout.max_head_offpolicyness + 1
+    )
+    try:
+        evaluation = config.evaluation_gconfig
+        type(evaluation).model_validate(evaluation.model_dump())
+    except ValueError as error:
+        raise ConfigError(f"eval_gconfig: {config.eval_gconfig} do not fit gconfig") from error
+    if (
+        config.mode == "train"
+        and gconfig.n_samples == 1
+        and config.actor.adv_norm.mean_level == "group"
+    ):
+        raise ConfigError(
+            "a group of one is its own baseline: raise gconfig.n_samples, or set"
+            " actor.adv_norm.mean_level to batch or none"
+        )
+    if config.mode == "train" and not gconfig.trains_exactly:
+        raise ConfigError(
+            "gconfig: training cannot reproduce samples of top_p, top_k, penalties, greedy or"
+            " temperature 0: omit them, or set mode=eval"
+        )
+    if {".", ".."} & {config.experiment_name, config.trial_name} or "/" in config.trial_name:
+        raise ConfigError(f"trial_name={config.trial_name}: a name without slashes is needed")
+    for name in NAMES:
+        if path := attrgetter(name)(config):
+            for each in path if isinstance(path, list) else [path]:
+                check_name(name, each)
+
+
+NAMES = (  # keys that name a function or a class
+    *("task", "workflow", "should_accept_fn", "callbacks", "actor.loss", "actor.advantages"),
+    *("train_dataset.path", "valid_dataset.path"),
+)
+
+
+def check_name(key: str, path: str) -> None:
+    """Raise ConfigError if the module or its attribute does not exist, without running the module.
+
+    Importing torch takes seconds; a misspelt name is said before.
+    """
+    if key.endswith("dataset.path") and (path.endswith(".jsonl") or "/" in path):
+        if not Path(path).is_file():
+            raise ConfigError(f"{key}={path}: there is no such file")
+        return
+    module, _, name = (path, "", "") if key == "task" else path.rpartition(".")
+    try:
+        spec = importlib.util.find_spec(module) if module else None
+    except ModuleNotFoundError:
+        spec = None
+    if spec is None:
+        raise ConfigError(f"{key}={path}: there is no module {module or path!r}")
+    source = Path(spec.origin or "")
+    if name and source.suffix == ".py" and not re.search(rf"\b{name}\b", source.read_text()):
+        raise ConfigError(f"{key}={path}: {module} has no {name}")

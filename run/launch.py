@@ -1,21 +1,23 @@
-"""Start, watch and end the child processes of a run: the inference servers and the proxies.
+"""Start, watch and end the processes of a run: inference servers and proxies.
 
-train.py is the parent of the inference servers and the proxies. Each child process gets a pipe as its standard input
-and ends when the pipe closes (`--exit-with-parent`). The pipes to the children close even after `kill -9` of train.py,
-so every child ends. SGLang has no option `--exit-with-parent`, so SGLang runs under `leash.py`. Each child runs in a
-process session of its own (setsid), so Ctrl-C reaches only train.py, and train.py ends the children in order.
+They start before train.py imports torch, because all of them take seconds to load. Each has a
+process session of its own, so Ctrl-C reaches train.py alone, which then ends them in order. A
+process ends by itself when its parent is gone, even after `kill -9`.
 
-For each child, one thread waits until the child ends. If an inference server dies during training, the server's thread
-restarts the server on its old port, at most server.max_restarts times. The restarted server reports the version
-"0-incomplete", so every engine refuses the server's tokens until the trainer has pushed the current weights. After
-server.max_restarts restarts, a dead server is not started again, and the run continues with the other servers. If no
-server is left, or if a proxy dies, the run fails at once and prints the last lines of the child's log.
+The trainer's ranks take the first GPUs of the machine, the servers the last. With 8 GPUs, 4 ranks
+and 2 servers of 2 GPUs each, the servers get GPUs 4, 5 and 6, 7. Where there are too few GPUs, the
+servers share those of the ranks.
 
-run/plan.py decides which servers to start.
+A run that loses a server or a proxy ends at once, with the last lines of its log; it goes on from
+its last checkpoint.
 """
 
-import logging
+import importlib.util
+import json
 import os
+import re
+import secrets
+import shlex
 import signal
 import subprocess
 import sys
@@ -23,260 +25,273 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 
 from inference.serve import free_port
-from run.early import ROOT, environment, spawn, take
+from run.config import ROOT, ConfigError, TrainConfig
 
-logger = logging.getLogger("pocket_areal.launch")
+START_SECONDS = 1800.0  # loading a large model takes minutes
+GRACE_SECONDS = 5.0  # from SIGTERM to SIGKILL
 
-START_SECONDS = (
-    1800.0  # maximum time until a server's first reply; loading a large model may take minutes
+# A child of torchrun's rank 0 must not take itself for a rank. SGLang's memory pools refuse the
+# allocator's expandable segments.
+DROPPED = re.compile(
+    r"TORCHELASTIC_\w+|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)"
+    r"|PYTORCH_(CUDA_)?ALLOC_CONF|TORCH_DIST_USE_NCCL2"
 )
-GRACE_SECONDS = 5.0  # time for a child to end by itself before it is killed
-DEATH_SECONDS = 0.5  # a killed process ends within this time after its connections have closed
-# The executor waits HOLD_SECONDS before it counts an episode as failed (rollout/executor.py). If the death of a server
-# or a proxy stops the run within HOLD_SECONDS, the failed episodes are not counted. A server or a proxy ends within 2 s
-# after a signal (serve.py), so HOLD_SECONDS is longer than 2 s.
-HOLD_SECONDS = 3.0
 
 
 class ProcessDied(RuntimeError):
-    """A child process ended although the run still needed it. The message contains the last lines of the child's
-    log."""
-
-
-OnDeath = Callable[[ProcessDied], None]
+    """A process that the run needs has ended. The message has the last lines of its log."""
 
 
 @dataclass(frozen=True)
 class Planned:
-    """The plan of a process that `Fleet.start` can start. `Fleet.start` adds `--port` to the command."""
+    """A process to start. `--port` is added to its command."""
 
     name: str
     command: list[str]
-    gpus: list[str] = field(
-        default_factory=list
-    )  # names of the process's GPUs, as in CUDA_VISIBLE_DEVICES
-    port: int | None = 0  # 0: any free port; None: the process does not listen
-    keys: tuple[
-        str, ...
-    ] = ()  # keys that the process reads from its standard input, one in each line
-    variables: dict[str, str] = field(
-        default_factory=dict
-    )  # environment variables that only this process gets
-    restarts: int = 0  # number of times that the process has been restarted so far
+    gpus: list[str] = field(default_factory=list)  # as in CUDA_VISIBLE_DEVICES
+    keys: tuple[str, ...] = ()  # secrets for its standard input, which other users cannot read
+    variables: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
 class Child:
-    """A running child process, in a process session of its own."""
-
     name: str
     url: str
     log: Path
-    process: subprocess.Popen[bytes]
-    planned: Planned
+    process: subprocess.Popen[str]
 
-    def send_keys(self, keys: tuple[str, ...]) -> None:
-        """Write the keys to the standard input of the process, one in each line."""
-        with suppress(
-            BrokenPipeError
-        ):  # if the process has ended, the pipe is broken; `wait_ready` raises ProcessDied
-            os.write(self.process.stdin.fileno(), "".join(f"{key}\n" for key in keys).encode())  # type: ignore[union-attr]
+    def send(self, keys: tuple[str, ...]) -> None:
+        """Write secrets to the standard input of the process, one a line, and close it."""
+        assert self.process.stdin
+        with suppress(BrokenPipeError), self.process.stdin as pipe:  # wait_ready reports the death
+            pipe.write("".join(f"{key}\n" for key in keys))
 
     def last_words(self, lines: int = 5) -> str:
-        """Return a message with the exit code and the last lines of the log."""
         text = self.log.read_text(errors="replace").strip().splitlines()[-lines:]
-        return "\n".join(
-            [
-                f"{self.name} ended with code {self.process.returncode}; the end of {self.log}:",
-                *text,
-            ]
-        )
+        code = self.process.returncode
+        return "\n".join([f"{self.name} ended with code {code}; the end of {self.log}:", *text])
 
     def wait_ready(self) -> str:
-        """Wait until the process answers, then return its URL.
-
-        Raises ProcessDied if the process ends before it answers, and TimeoutError after START_SECONDS.
-        """
+        """Wait until the process answers; return its URL. Raises ProcessDied or TimeoutError."""
         deadline = time.monotonic() + START_SECONDS
         while self.process.poll() is None:
             if time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"{self.name} did not answer within {START_SECONDS:.0f} s; see {self.log}"
-                )
-            # trust_env=False ignores HTTP_PROXY: an HTTP proxy cannot reach 127.0.0.1 of this machine.
+                raise TimeoutError(f"{self.name} did not answer; see {self.log}")
             with suppress(httpx.TransportError):
-                if httpx.get(f"{self.url}/health", timeout=5, trust_env=False).status_code == 200:
+                if httpx.get(f"{self.url}/health", timeout=5, trust_env=False).is_success:
                     return self.url
-            time.sleep(
-                0.05
-            )  # a process does not report that its socket is open, so `wait_ready` polls
+            time.sleep(0.05)
         raise ProcessDied(self.last_words())
-
-    def kill_session(self) -> None:
-        """Kill the process and every process that it started."""
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
 
 
 class Fleet:
-    """Starts, watches and ends child processes. `start` starts one child, and `close` ends all children."""
+    """The child processes of a run."""
 
     def __init__(self, log_dir: Path) -> None:
-        self.log_dir = log_dir
-        self.children: list[Child] = []
-        self.watchers: list[threading.Thread] = []
-        self.stopping = False
-        self.lock = (
-            threading.Lock()
-        )  # `restart` holds the lock during a start, so that `close` misses no process
+        self.log_dir, self.children, self.ending = log_dir, list[Child](), False
 
     def start(self, planned: Planned) -> Child:
-        """Start a process and return at once. The returned child's `wait_ready` waits until the process answers."""
-        port = planned.port or free_port()
+        """Start a process and return at once."""
+        port = free_port()
         self.log_dir.mkdir(parents=True, exist_ok=True)
-        log = (
-            self.log_dir
-            / f"{planned.name}{f'-restart{planned.restarts}' if planned.restarts else ''}.log"
-        )
-        command = [*planned.command, "--port", str(port)]
-        with log.open("wb") as out:
-            early = None if planned.gpus or planned.variables else take(command, log)
-            process = early or spawn(command, out, environment(planned.gpus) | planned.variables)
-        self.children.append(Child(planned.name, f"http://127.0.0.1:{port}", log, process, planned))
-        self.children[-1].send_keys(planned.keys)
+        log = self.log_dir / f"{planned.name}.log"
+        with log.open("w") as out:
+            process = subprocess.Popen(
+                [*planned.command, "--port", str(port)],
+                stdin=subprocess.PIPE,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=environment(planned.gpus) | planned.variables,
+                text=True,
+            )
+        self.children.append(Child(planned.name, f"http://127.0.0.1:{port}", log, process))
+        if planned.keys:
+            self.children[-1].send(planned.keys)
         return self.children[-1]
 
-    def watch(
-        self, on_death: list[OnDeath], max_restarts: int, on_restart: Callable[[], None]
-    ) -> None:
-        """For each child, start a thread that waits until the child ends. If an inference server dies, the server's
-        thread restarts it, at most `max_restarts` times.
-
-        When a restarted server answers for the first time, the server's thread calls `on_restart`. After the death of a
-        child that the run needs, the child's thread calls every function in `on_death`.
-        """
+    def watch(self, on_death: Callable[[ProcessDied], None]) -> None:
+        """Call `on_death` in a thread if a child ends before `close`."""
 
         def wait_for(child: Child) -> None:
             child.process.wait()
-            child.kill_session()
-            while (planned := plan_restart(child, max_restarts)) and (
-                again := self.restart(child, planned)
-            ):
-                with suppress(ProcessDied, TimeoutError):
-                    again.wait_ready()
-                    on_restart()
-                    again.process.wait()
-                (child := again).kill_session()
-            if self.stopping:
-                return
-            if left := self.replacements(child):
-                logger.error(
-                    "%s\nthe run continues with %d inference servers", child.last_words(), left
-                )
-                return
-            for tell in on_death:
-                tell(ProcessDied(child.last_words()))
+            if not self.ending:
+                on_death(ProcessDied(child.last_words()))
 
-        self.watchers = [
-            threading.Thread(target=wait_for, args=(child,), daemon=True) for child in self.children
-        ]
-        for watcher in self.watchers:
-            watcher.start()
-
-    def restart(self, child: Child, planned: Planned) -> Child | None:
-        """Start `planned` in place of `child`, which has died. Return None if the run is ending."""
-        with self.lock:
-            if self.stopping:
-                return None
-            logger.error("%s\n%s is started again", child.last_words(), child.name)
-            again = self.start(planned)
-            self.children.remove(child)
-            child.process.stdin.close()  # type: ignore[union-attr]
-            return again
-
-    def replacements(self, child: Child) -> int:
-        """Return how many running processes can replace `child`. Only inference servers can replace each other."""
-        servers = [c for c in self.children if c.name.startswith("server")]
-        return sum(c.process.poll() is None for c in servers) if child in servers else 0
-
-    def raise_death(self, error: BaseException) -> None:
-        """Raise ProcessDied if the run needs a child that has ended. `error` becomes the `__cause__` of the
-        ProcessDied."""
-        # A killed process closes its connections at most DEATH_SECONDS before it ends, so after the wait every killed
-        # process has ended.
-        time.sleep(DEATH_SECONDS)
-        dead = [child for child in self.children if child.process.poll() is not None]
-        if lost := [child.last_words() for child in dead if not self.replacements(child)]:
-            raise ProcessDied("\n".join(lost)) from error
+        for child in self.children:
+            threading.Thread(target=wait_for, args=(child,), daemon=True).start()
 
     def close(self) -> None:
-        """End the children in the reverse order of their start: close the pipes, wait, then kill. Then end the threads
-        that watch the children."""
-        with self.lock:
-            self.stopping = True
+        """End the children, the last one first: SIGTERM, then SIGKILL for its whole session."""
+        self.ending = True
         for child in reversed(self.children):
-            assert child.process.stdin is not None
-            child.process.stdin.close()
+            child.process.terminate()
         deadline = time.monotonic() + GRACE_SECONDS
         for child in reversed(self.children):
             with suppress(subprocess.TimeoutExpired):
-                child.process.wait(timeout=max(0.0, deadline - time.monotonic()))
-            child.kill_session()
-        for watcher in self.watchers:
-            watcher.join()
+                child.process.wait(max(0.0, deadline - time.monotonic()))
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(child.process.pid, signal.SIGKILL)
+            child.process.wait()
 
 
-def plan_restart(child: Child, max_restarts: int) -> Planned | None:
-    """Return the process to start in place of a child that has ended, or None if the child must not be restarted. Only
-    inference servers are restarted, at most `max_restarts` times.
-
-    The new process listens on the child's port, so that clients need no new address. Until the trainer has pushed the
-    current weights, the new process reports a version label that is not a number. If a server's version label is not a
-    number, every engine discards the server's tokens.
-    """
-    planned = child.planned
-    if not child.name.startswith("server") or planned.restarts >= max_restarts:
-        return None
-    command, port = (
-        [*planned.command, "--weight-version", "0-incomplete"],
-        int(child.url.rpartition(":")[2]),
-    )
-    return replace(planned, command=command, port=port, restarts=planned.restarts + 1)
-
-
-def own_command(module: str, options: dict[str, object], *arguments: str) -> list[str]:
-    """Return the command that starts a server of this project (a Python module), without the port."""
-    return [sys.executable, "-P", "-m", module, *words(options), *arguments, "--exit-with-parent"]
-
-
-def words(options: dict[str, object]) -> list[str]:
-    """Turn options into the words of a command line.
-
-    An option with the value None is left out. If the value of an option is a list, the option is repeated for each item
-    of the list.
-    """
-    several = {
-        name: value if isinstance(value, list) else [value] for name, value in options.items()
+def environment(gpus: list[str]) -> dict[str, str]:
+    """The environment of a child that uses these GPUs."""
+    kept = {name: value for name, value in os.environ.items() if not DROPPED.fullmatch(name)}
+    direct = {"127.0.0.1", "localhost", *filter(None, os.environ.get("NO_PROXY", "").split(","))}
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return kept | {
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "CUDA_VISIBLE_DEVICES": ",".join(gpus),
+        "PYTHONPATH": path,
+        **dict.fromkeys(("NO_PROXY", "no_proxy"), ",".join(sorted(direct))),
     }
+
+
+def command(module: str, options: dict[str, Any], *words: str) -> list[str]:
+    """The command that starts a server of this project."""
+    return [sys.executable, "-P", "-m", module, *to_words(options), *words, "--exit-with-parent"]
+
+
+def to_words(options: dict[str, Any]) -> list[str]:
+    """Options as words of a command line: None leaves an option out, a list repeats it."""
+    pairs = [(k, x) for k, v in options.items() for x in (v if isinstance(v, list) else [v])]
+    return [str(word) for k, x in pairs if x is not None for word in (k, x)]
+
+
+# ---- what to start
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs that the run may use, as in CUDA_VISIBLE_DEVICES."""
+    if (named := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return [gpu for gpu in named.split(",") if gpu not in ("", "-1")]
+    try:
+        words = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
+        return subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()
+    except (OSError, subprocess.CalledProcessError):
+        return []
+
+
+def uses_sglang(config: TrainConfig, gpus: list[str]) -> bool:
+    if config.server.backend != "auto":
+        return config.server.backend == "sglang"
+    return bool(gpus) and importlib.util.find_spec("sglang") is not None
+
+
+def plan_servers(config: TrainConfig, gpus: list[str], key: str = "") -> list[Planned]:
+    """The inference servers to start; none if rollout.server_addrs names running ones.
+
+    Raises ConfigError if there are too few GPUs, or no SGLang.
+    """
+    server, ranks = config.server, int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if gpus and ranks > len(gpus):
+        raise ConfigError(f"{ranks} ranks need a GPU each: torchrun --nproc-per-node={len(gpus)}")
+    if config.rollout.server_addrs:
+        return []
+    if not uses_sglang(config, gpus):
+        if server.tp_size > 1:
+            raise ConfigError("server.tp_size: the small server uses no GPU; omit it")
+        words = command("inference.tiny.server", server_options(config), *server.args)
+        return [Planned(f"server-{k}", words, keys=(key,)) for k in range(server.count)]
+    wanted, spare = server.count * server.tp_size, gpus[ranks:]
+    is_shared = len(spare) < wanted
+    pool = gpus * server.count if is_shared else spare[-wanted:]
+    if gpus and len(pool) < wanted:
+        raise ConfigError(f"server.tp_size={server.tp_size}, but there are {len(gpus)} GPUs")
+    # SGLang computes logprobs in chunks; 256 tokens keep their float32 logits below half a GiB.
+    variables = dict.fromkeys(
+        ("SGLANG_LOGPROB_CHUNK_SIZE", "SGLANG_LOGITS_PROCESSER_CHUNK_SIZE"), "256"
+    ) | {"SGLANG_ENABLE_LOGITS_PROCESSER_CHUNK": "1"}
+    if is_shared:  # SGLang refuses GPUs whose free memory differs
+        variables["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
+    words = sglang_command(config, is_shared, bool(gpus))
+    size = server.tp_size
     return [
-        str(word)
-        for name, values in several.items()
-        for v in values
-        if v is not None
-        for word in (name, v)
+        Planned(f"server-{k}", words, pool[k * size : (k + 1) * size], (key,), variables)
+        for k in range(server.count)
     ]
 
 
-def revision() -> str:
-    """Return the git commit of this checkout, or "unknown"."""
-    found = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
-    )
-    return found.stdout.strip() or "unknown"
+def server_options(config: TrainConfig) -> dict[str, Any]:
+    """The options that both servers have."""
+    return {
+        "--model-path": config.model_path,
+        "--weight-version": 0,
+        "--max-running-requests": config.server.max_running_requests,
+        "--max-total-tokens": config.server.max_total_tokens,
+        "--seed": config.seed,
+        "--api-key": "-",
+    }
+
+
+def sglang_command(config: TrainConfig, is_shared: bool, on_gpu: bool) -> list[str]:
+    """The command of SGLang. POCKET_AREAL_SGLANG may name another Python that has it."""
+    elsewhere = os.environ.get("POCKET_AREAL_SGLANG")
+    if not elsewhere and importlib.util.find_spec("sglang") is None:
+        raise ConfigError(
+            "sglang is not installed: pip install -e '.[gpu]', or take server.backend=tiny, or name"
+            " running servers by rollout.server_addrs=[URL]"
+        )
+    options = server_options(config)
+    options["--random-seed"] = options.pop("--seed")
+    del options["--api-key"]
+    options["--tp-size"] = config.server.tp_size
+    flags = []
+    if on_gpu:  # float32 logits, as the trainer has; SGLang would serve float32 models in float16
+        options |= {"--dtype": "bfloat16", "--mem-fraction-static": 0.6 if is_shared else 0.85}
+        flags = ["--enable-fp32-lm-head"]
+    python = shlex.split(elsewhere or sys.executable)
+    start = [sys.executable, "-P", "-m", "inference.with_parent", "--api-key"]
+    return [
+        *start,
+        *python,
+        "-m",
+        "sglang.launch_server",
+        *to_words(options),
+        *flags,
+        *config.server.args,
+    ]
+
+
+def plan_proxies(
+    config: TrainConfig, servers: list[str], hooks: tuple[str, dict] | None
+) -> list[Planned]:
+    """The proxies. Each waits for its admin key and the servers' key (`Child.send`), which it gets
+    when the servers answer. `hooks` are the engine's: the class' path and its arguments."""
+    openai, patterns = config.rollout.openai, config.rollout.openai.side_conversations
+    options = {
+        "--server": servers,
+        "--admin-key": "-",
+        "--server-key": "-",
+        "--model-path": config.tokenizer_path,
+        "--seed": config.seed,
+        "--sampling": json.dumps(config.gconfig.new(n_samples=1).model_dump()),
+        "--tool-call-parser": openai.tool_call_parser,
+        "--side-conversations": None if patterns is None else json.dumps(patterns),
+        "--hooks": hooks and hooks[0],
+        "--hooks-args": hooks and json.dumps(hooks[1]),
+    }
+    words = command("proxy", options)
+    return [Planned(f"proxy-{k}", words) for k in range(config.proxy.workers)]
+
+
+def choose_update_mode(config: TrainConfig, planned: list[Planned], gpus: list[str]) -> str:
+    """`distributed` where SGLang has GPUs of its own, else `disk`: NCCL refuses shared GPUs."""
+    used = [gpu for process in planned for gpu in process.gpus]
+    if config.weight_update.mode != "auto":
+        return config.weight_update.mode
+    apart = used and len({gpus[0], *used}) == 1 + len(used)
+    return "distributed" if apart and not os.environ.get("POCKET_AREAL_SGLANG") else "disk"
+
+
+def new_key() -> str:
+    return secrets.token_urlsafe(16)

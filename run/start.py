@@ -1,244 +1,362 @@
-"""Start the parts of a run: the trainer's models, and the rollout side.
+"""Begin a run, hold its parts, and end all of them.
 
-The rollout side is the engine, the proxies, an executor for training and an executor for evaluation:
+`begin` reads the command line and starts servers and proxies without torch, so they load while
+train.py imports it. `Run` is what callbacks see: configuration, processes, and the parts that
+train.py puts into it. Its `with` block ends everything that was started, also after Ctrl-C, an
+exception or the death of a server; `main` turns the end into an exit code and a last line.
 
-    inference servers  <-  RemoteInfEngine  <-  proxies  <-  WorkflowExecutor (training), WorkflowExecutor (evaluation)
+    0  done      1  failed      2  wrong configuration      130  Ctrl-C      143  SIGTERM
 
-In the diagram each part uses the parts to its left. The processes of the servers and the proxies start at the same
-time, and some of them import their modules even earlier (early.py). A proxy imports its modules, and then waits for its
-keys. The run sends each proxy its keys as soon as all servers answer requests. The run's ExitStack ends the parts of
-the diagram from right to left. Only rank 0 has a rollout side; the other ranks have a `NoRollout`.
-
-Servers that were running before the run began (rollout.server_addrs) may be paused or may have the weights of another
-run. A training run resumes the servers in rollout.server_addrs, aborts their running generations, and gives their
-weights a label that no engine accepts. The trainer's first push gives the servers the trainer's weights and a valid
-version. An evaluation changes neither the servers nor their weights.
+The first Ctrl-C lets the running step end and writes a checkpoint, the second ends at once.
 """
 
+import fcntl
+import hashlib
+import importlib
 import json
-import secrets
+import os
+import shlex
 import shutil
+import signal
+import subprocess
+import sys
 import time
-from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, replace
+from argparse import Namespace
+from collections.abc import Callable
+from contextlib import ExitStack, redirect_stdout, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-import torch.distributed as dist
+import yaml
 
-from inference.servers import Servers
-from inference.weights import WeightUpdateMeta, label
-from inference.wire import EngineError, Wire
-from rollout.dispatcher import ServerRestarted
-from rollout.executor import ProxyAddress, WorkflowExecutor
-from run.inputs import Inputs
-from run.keys import TrainConfig
-from run.launch import HOLD_SECONDS, Fleet, Planned, own_command
-from run.logger import Trace
-from run.recover import GroupLog, newest_checkpoint
-from run.replay import ReplayExecutor, facts
-from run.schedule import EVENTS, FILE, ScheduledEngine
-from run.terminal import BEGIN
-from training.actor import FSDPEngine, FSDPPPOActor
+from run.config import ROOT, ConfigError, TrainConfig, flatten, load
+from run.inputs import Inputs, find_model, load_inputs, make_model
+from run.launch import (
+    Child,
+    Fleet,
+    ProcessDied,
+    choose_update_mode,
+    new_key,
+    plan_proxies,
+    plan_servers,
+    visible_gpus,
+)
 
-Keys = tuple[str, ...]  # the admin key of the proxies, and the key of the servers
+DEATH_SECONDS = 0.5  # a killed process closes its connections at most this long before it ends
 
 
-@dataclass(frozen=True)
+def revision() -> str:
+    """The git commit of this checkout, or "unknown"."""
+    words = ["git", "describe", "--always", "--dirty"]
+    with suppress(OSError):
+        return subprocess.run(words, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    return "unknown"
+
+
+def code_digest() -> str:
+    """A hash of the project's modules: a run goes on only under the code that it began with."""
+    rooms = ("calls", "inference", "rollout", "training", "run", "tasks", "extras")
+    files = [*ROOT.glob("*.py"), *(f for room in rooms for f in (ROOT / room).rglob("*.py"))]
+    content = b"".join(file.read_bytes() for file in sorted(files))
+    return hashlib.blake2b(content, digest_size=6).hexdigest()
+
+
+def import_name(path: str) -> Any:
+    """The function or class with the path module.name."""
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
 class Run:
-    """The configuration, inputs and processes of a run, and the ExitStack that ends every part of the run."""
+    """One run. All ranks make one; only rank 0 has processes, an engine and executors."""
 
-    config: TrainConfig
-    inputs: Inputs
-    servers: list[Planned]  # inference servers to start; empty on every rank except 0
-    fleet: Fleet  # the child processes
-    trace: Trace
-    stack: ExitStack
+    def __init__(self, config: TrainConfig, options: Namespace | None = None) -> None:
+        """Claim the run's folder, and start servers and proxies if their model is there already.
 
-    def weight_update_meta(self) -> WeightUpdateMeta:
-        """Return the settings of the weight updates. A folder of new weights outside the run's folder is deleted when
-        the run ends."""
-        config, folder = self.config, self.config.run_dir / "weights"
-        if config.weight_update.path is not None:
-            folder = Path(config.weight_update.path) / config.experiment_name / config.trial_name
-            self.stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        return WeightUpdateMeta(**asdict(config.weight_update) | {"path": str(folder)})
+        Raises ConfigError if the run cannot start.
+        """
+        options = options or Namespace()
+        self.config, self.rank = config, int(os.environ.get("RANK", 0))
+        self.replaying: str = getattr(options, "replay", None) or ""
+        self.last_step: int = getattr(options, "replay_until", None) or config.max_steps
+        self.force: bool = getattr(options, "force", False)
+        self.key = os.environ.get("POCKET_AREAL_SERVER_KEY", "")  # of the inference servers
+        if not config.rollout.server_addrs:
+            self.key = new_key()
+        self.admin_key = new_key()  # of the proxies
+        self.stack = ExitStack()
+        if getattr(options, "quiet", False):
+            self.stack.enter_context(redirect_stdout(open(os.devnull, "w")))  # noqa: SIM115
+        # What train.py fills in:
+        self.inputs: Inputs | None = None
+        self.actor: Any = None
+        self.ref: Any = None
+        self.engine: Any = None
+        self.executor: Any = None
+        self.evaluation: Any = None
+        self.history: list[dict[str, Any]] = []  # the lines of metrics.jsonl
+        self.step = 0  # the last finished step
+        self.stopping = False  # after the first Ctrl-C
+        self.servers: list[Child] = []
+        self.proxies: list[Child] = []
+        self.callbacks: list[Any] = []
+        if self.rank == 0:
+            self.claim()
+        self.fleet = Fleet(self.run_dir / "logs")
+        has_model = find_model(config)
+        names = [*config.callbacks]
+        if config.rollout.enable_tracing and config.mode == "train":
+            names.append("extras.trace.Trace")
+        if self.replaying and "extras.replay.Replay" not in names:
+            names.append("extras.replay.Replay")
+        if config.mode == "train":
+            self.callbacks = [import_name(name)(config) for name in dict.fromkeys(names)]
+        if has_model and self.rank == 0:
+            self.start_processes()
+
+    # ---- the folder
+
+    @property
+    def run_dir(self) -> Path:
+        return self.config.run_dir
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.inputs and self.inputs.tokenizer
+
+    def claim(self) -> None:
+        """Name the run's folder and lock it. Raises ConfigError if another process has it, or if it
+        holds a run that cannot go on."""
+        config = self.config
+        is_new = config.trial_name == "auto" or bool(self.replaying)
+        if is_new:
+            config.trial_name = time.strftime("%Y%m%d-%H%M%S")
+            if config.run_dir.exists():  # another run has started in the same second
+                config.trial_name += f"-{os.getpid()}"
+        try:
+            config.run_dir.mkdir(parents=True, exist_ok=True)
+            lock = self.stack.enter_context((config.run_dir / "lock").open("w"))
+        except OSError as error:
+            raise ConfigError(f"fileroot: cannot write to {config.run_dir}: {error}") from error
+        os.register_at_fork(after_in_child=lock.close)  # agents may fork; the lock stays here
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(f"{config.run_dir} belongs to a running process") from error
+        if config.mode == "eval" or not (config.run_dir / "metrics.jsonl").exists():
+            return
+        if not config.recover_interval:
+            raise ConfigError(f"{config.run_dir} holds a run without checkpoints: take a new name")
+        before = self.recorded().get("code")
+        if before not in (None, code_digest()) and not self.force:
+            raise ConfigError(
+                f"{config.run_dir} was started with other code (revision"
+                f" {self.recorded().get('revision')}): go back to it, or add --force"
+            )
+
+    def recorded(self) -> dict[str, Any]:
+        """The configuration of the run's last start, {} for a new run or an unreadable file."""
+        with suppress(OSError, yaml.YAMLError):
+            found = yaml.safe_load((self.run_dir / "config.yaml").read_text())
+            return found if isinstance(found, dict) else {}
+        return {}
+
+    def record(self) -> None:
+        """Write the configuration, and print what has changed since the run's last start."""
+        now = self.config.model_dump(mode="json")
+        before, keys = flatten(self.recorded()), flatten(now)
+        changes = [
+            f"{k}={before[k]} -> {keys[k]}" for k in keys if before.get(k, keys[k]) != keys[k]
+        ]
+        if changes and self.config.mode == "train":
+            print(f"the configuration of this run changes: {', '.join(changes)}")
+        text = yaml.safe_dump(
+            now | {"revision": revision(), "code": code_digest()}, sort_keys=False
+        )
+        name = "config.yaml" if self.config.mode == "train" else "eval.yaml"
+        (self.run_dir / name).write_text(text)
+        shutil.copy(ROOT / "run" / "folder.md", self.run_dir / "README.md")
+
+    # ---- the processes
+
+    def start_processes(self) -> None:
+        """Start servers and proxies, and return at once."""
+        config = self.config
+        if config.evaluator.base_url and config.mode == "eval":
+            return
+        gpus = visible_gpus()
+        planned = plan_servers(config, gpus, self.key)
+        config.weight_update.mode = choose_update_mode(config, planned, gpus)  # type: ignore[assignment]
+        self.servers = [self.fleet.start(each) for each in planned]
+        urls = [child.url for child in self.servers] or config.rollout.server_addrs
+        self.proxies = [self.fleet.start(p) for p in plan_proxies(config, urls, self.hooks())]
+        names = ", ".join(child.name for child in self.fleet.children)
+        print(f"starting {names}; logs: {self.fleet.log_dir}", flush=True)
+
+    def hooks(self) -> tuple[str, dict[str, Any]] | None:
+        """The engine's hooks, which one of the callbacks may bring: class path and arguments."""
+        for callback in self.callbacks:
+            if hasattr(callback, "hooks"):
+                return callback.hooks, callback.hooks_args(self)
+        return None
+
+    def make_hooks(self) -> Any:
+        found = self.hooks()
+        return found and import_name(found[0])(**found[1])
+
+    def server_urls(self) -> list[str]:
+        """Wait until the servers answer."""
+        return [child.wait_ready() for child in self.servers] or self.config.rollout.server_addrs
+
+    def proxy_urls(self) -> tuple[str, ...]:
+        """Give the proxies their keys, now that the servers answer, and wait until they do, too."""
+        for child in self.proxies:
+            child.send((self.admin_key, self.key))
+        return tuple(child.wait_ready() for child in self.proxies)
+
+    # ---- the `with` block
+
+    def __enter__(self) -> Self:
+        from training.ranks import join_ranks, share
+
+        self.stack.callback(self.fleet.close)
+        join_ranks()
+        self.config.trial_name = share(self.config.trial_name)
+        if not self.config.model_path or not Path(self.config.model_path).is_dir():
+            if self.rank == 0:
+                make_model(self.config)
+            share(None)  # the other ranks wait for the model
+        if self.rank == 0 and not self.fleet.children:
+            self.start_processes()
+        return self
+
+    def load(self, workflow: Any = None, workflow_kwargs: dict[str, Any] | None = None) -> Inputs:
+        """Load task, data, tokenizer and workflow. Failures are printed and counted from now on."""
+        from run.log import Failures
+
+        if self.rank == 0:
+            failures = Failures(self.fleet.log_dir / "failures.log")
+            self.stack.callback(failures.close)
+        self.inputs = load_inputs(self.config, workflow, workflow_kwargs)
+        return self.inputs
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        from training.ranks import leave_ranks
+
+        lost = None
+        if isinstance(error, Exception) and not isinstance(error, ConfigError):
+            time.sleep(DEATH_SECONDS)  # a dead server or proxy is the reason, not its consequence
+            lost = next((c.last_words() for c in self.fleet.children if c.process.poll()), None)
+        try:
+            self.call("on_end", error)
+        finally:
+            self.stack.close()
+        if lost:
+            raise ProcessDied(lost) from error
+        if error is None:
+            leave_ranks()
+
+    def call(self, event: str, *args: Any) -> None:
+        """Call a method of every callback that has it."""
+        for callback in self.callbacks:
+            if method := getattr(callback, event, None):
+                method(*args)
+
+    # ---- how it ends
+
+    def stop_after_step(self) -> None:
+        """From now on, let the first Ctrl-C end the wait for a batch, or the run after its step."""
+
+        def first(*_: Any) -> None:
+            signal.signal(signal.SIGINT, end_at_once)
+            self.stopping = True
+            print("Ctrl-C: the step ends; a second Ctrl-C ends at once", flush=True)
+            if self.executor:
+                self.executor.interrupt(KeyboardInterrupt)
+
+        with suppress(ValueError):  # only the main thread may handle signals
+            signal.signal(signal.SIGINT, first)
+
+    def command(self, *words: str, script: str = "train.py") -> str:
+        """This run's command with other words, ready to paste."""
+        given = [w for w in sys.orig_argv[1:] if not w.startswith(("trial_name=", "mode="))]
+        start = given if script == "train.py" else ["-m", script]
+        return shlex.join([sys.executable, *start, *words])
+
+    def say_how_to_go_on(self) -> None:
+        from run.checkpoint import checkpoints
+
+        print(f"the run's folder is {self.run_dir}", file=sys.stderr)
+        if self.config.mode == "train" and self.config.recover_interval and not self.replaying:
+            step = max(checkpoints(self.run_dir), default=0)
+            place = f"from the checkpoint of step {step}" if step else "from the beginning"
+            words = self.command(f"trial_name={self.config.trial_name}")
+            print(f"to go on {place}: {words}", file=sys.stderr)
 
 
-class NoRollout:
-    """The rollout side of a rank that only trains. The methods of this class do nothing."""
-
-    executor: Any = None
-
-    def pause(self) -> None: ...
-    def release_memory(self) -> None: ...
-    def resume(self) -> None: ...
-    def set_version(self, version: int) -> None: ...
+def end_at_once(*_: Any) -> None:
+    os._exit(130)
 
 
-def say_ready(what: str) -> None:
-    """Print that a part of the run is ready, and how many seconds have passed since the start of the command."""
-    print(f"{what} is ready after {time.monotonic() - BEGIN:.0f} s", flush=True)
+def begin(argv: list[str]) -> Run:
+    """Read the command line and start the run's processes, before torch is imported.
 
-
-def max_restarts(run: Run) -> int:
-    """Return how often each server may be started again: 0 in an evaluation, in a replay and with release_memory."""
-    config = run.config
-    may_restart = (
-        run.servers
-        and config.mode == "train"
-        and not (config.replay or config.server.release_memory)
-    )
-    return config.server.max_restarts if may_restart else 0
-
-
-def start_processes(run: Run) -> Keys:
-    """Start the inference servers and the proxies, and return at once. Return the keys that the proxies wait for.
-
-    Only rank 0 starts processes. On every rank except 0 the result is ().
+    --help and --dry-run end here. An error ends the process with one line and code 2.
     """
-    if dist.get_rank() > 0:
-        return ()
-    servers = [run.fleet.start(planned).url for planned in run.servers]
-    proxies = plan_proxies(
-        run.config, servers or run.config.rollout.server_addrs, max_restarts(run) > 0
-    )
-    names = [run.fleet.start(replace(proxy, keys=())).name for proxy in proxies]
-    print(
-        f"starting {', '.join([*(p.name for p in run.servers), *names])}; logs: {run.fleet.log_dir}",
-        flush=True,
-    )
-    return proxies[0].keys
-
-
-def start_trainer(run: Run) -> tuple[FSDPPPOActor, FSDPEngine | None]:
-    """Load the policy and, if the run has one, the reference model. All ranks call this function."""
-    config, ref = run.config, None
-    assert config.model_path is not None
-    actor = FSDPPPOActor(config.actor, config.model_path)
-    run.stack.callback(actor.destroy)
-    actor.create_process_group()
-    actor.initialize(max_steps=config.max_steps)
-    if config.ref.path is not None:
-        ref = FSDPEngine(config.actor, config.ref.path)
-        run.stack.callback(ref.destroy)
-        ref.initialize()
-    if dist.get_rank() == 0:
-        say_ready("the trainer's model")
-    return actor, ref
-
-
-def start_rollout(run: Run, keys: Keys, groups: GroupLog | None = None) -> tuple[Any, Any]:
-    """Start the rollout side. Return the engine and the evaluation executor. The engine's attribute `executor` is the
-    training executor. On every rank except 0 the result is (NoRollout(), None).
-
-    The argument `keys` is the result of `start_processes`. `groups` saves each accepted group for a restart. After the
-    death of a child process that the run needs, both executors raise ProcessDied in every call that waits for an
-    episode.
-    """
-    if not keys:
-        return NoRollout(), None
-    config, options, stack = run.config, run.config.rollout, run.stack
-    servers, proxies = (
-        run.fleet.children[: len(run.servers)],
-        run.fleet.children[len(run.servers) :],
-    )
-    for server in servers:
-        server.wait_ready()
-        say_ready(server.name)
-    addresses = [server.url for server in servers] or config.rollout.server_addrs
-    settings = (
-        options.pause_mode,
-        options.request_timeout,
-        options.request_retries,
-        options.server_key,
-    )
-    is_patient = max_restarts(run) > 0
-    rollout = ScheduledEngine(
-        addresses, *settings, is_patient, schedule=config.run_dir / FILE, replay=config.replay
-    )
-    rollout.recorded.cut(
-        config.replay_until or config.max_steps
-    )  # ignore recorded steps after the last step
-    stack.callback(rollout.destroy)
-    were_up = config.mode == "train" and bool(config.rollout.server_addrs)
-    if were_up:
-        take_over(rollout)
-    rollout.initialize()
+    signal.signal(signal.SIGINT, end_at_once)  # until `main`; the children end with their parent
     try:
-        for child in proxies:
-            child.send_keys(keys)
-        proxy = ProxyAddress(tuple(child.wait_ready() for child in proxies), keys[0])
-    finally:
-        if were_up:
-            label(rollout.servers.post_all, "0-incomplete")
-    say_ready("the proxy")
-    if config.mode == "train":
-        rollout.proxies = Servers([*proxy.proxy_addr], Wire(key=proxy.admin_key))
-        rollout.set_version(0)
-        rollout.record_run(facts(), newest_checkpoint(config.run_dir))
-
-    def trace(event: str, task_id: int, **args: Any) -> None:
-        run.trace.event(event, task_id, **args)
-        if event in EVENTS:
-            rollout.record(**{event: task_id, "version": rollout.get_version()})
-
-    executor = (ReplayExecutor if config.replay else WorkflowExecutor)(
-        rollout,
-        config.rollout,
-        tokenizer=run.inputs.tokenizer,
-        gconfig=config.gconfig,
-        proxy=proxy,
-        dump_dir=config.run_dir,
-        trace=trace,
-        keep=groups.write if groups else None,
-        hold_failures=HOLD_SECONDS,
-    )
-    stack.callback(executor.destroy)
-    evaluation = executor.for_evaluation(config.evaluation_gconfig)
-    stack.callback(evaluation.destroy)
-
-    def on_restart() -> None:
-        for waiting in (executor, evaluation):
-            waiting.dispatcher.interrupt(ServerRestarted)
-
-    run.fleet.watch([executor.fail, evaluation.fail], max_restarts(run), on_restart)
-    return rollout, evaluation
+        config, options = load(argv)
+        if options.dry_run:
+            sys.exit(
+                import_name("extras.plan.print_plan")(config, options.gpus, options.gpu_memory)
+            )
+        if options.replay:
+            import_name("extras.replay.check")(config, options.replay)
+        return Run(config, options)
+    except ConfigError as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
-def take_over(rollout: ScheduledEngine) -> None:
-    """Prepare servers that were running before this run, for example servers that a killed run has left paused.
+def main(run: Run, train: Callable[[Run], None]) -> int:
+    """Train, or evaluate in mode=eval, and return the exit code."""
+    import torch
+    from transformers.utils import logging as transformers_logging
 
-    Resume the servers, end a weight update that a killed run has left open, abort the running generations, and give the
-    servers a version that `initialize` can read. `take_over` resumes the servers first, so no server stays paused if
-    this run cannot start.
-    """
-    rollout.servers.refresh()
-    rollout.resume()
-    with suppress(EngineError):  # a server answers with an error if no update is open
-        rollout.servers.post_all("/end_weight_update", {})
-    label(rollout.servers.post_all, "0", abort=True)
+    from run.log import describe
+
+    torch.set_num_threads(1)  # with shared cores, one thread is faster for a small model
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    code: Any = 0
+    try:
+        train(run)
+    except KeyboardInterrupt:
+        print("interrupted; every process of the run has ended", file=sys.stderr)
+        code = 130
+    except SystemExit as error:
+        code = error.code
+    except Exception as error:
+        known = next((e for e in (error, error.__cause__) if is_known(e)), None)
+        text = str(known) if known else describe(error)
+        if known is None:
+            from run.log import Failures
+
+            failures = Failures(run.fleet.log_dir / "failures.log")
+            failures.write(error)
+            failures.close()
+            cause = f"\nthe first failure: {describe(error.__cause__)}" * bool(error.__cause__)
+            text += f"{cause}\nthe traceback is in {failures.path}"
+        print(f"error: {text}", file=sys.stderr)
+        code = 2 if isinstance(known, ConfigError) else 1
+    if code not in (0, 2) and run.rank == 0:
+        run.say_how_to_go_on()
+    return code
 
 
-def plan_proxies(config: TrainConfig, servers: list[str], wait_for_servers: bool) -> list[Planned]:
-    """Return the proxies to start for the inference servers `servers`. A new admin key is made for each run.
-
-    With `wait_for_servers`, an agent's request waits while no server is available.
-    """
-    rollout, gconfig = config.rollout, config.gconfig
-    options: dict[str, object] = {
-        "--server": servers,
-        "--admin-key": "-",
-        "--server-key": "-",
-        "--model-path": config.tokenizer_path,
-        "--seed": gconfig.seed,
-        "--sampling": json.dumps(asdict(gconfig.new(n_samples=1))),
-        "--schedule": config.run_dir / FILE,
-        "--replay": config.replay,
-        "--openai": json.dumps(asdict(rollout.openai)),
-        "--request-timeout": rollout.request_timeout,
-        "--request-retries": rollout.request_retries,
-    }
-    command = own_command("proxy", options, *["--wait-for-servers"] * wait_for_servers)
-    keys = secrets.token_urlsafe(16), rollout.server_key
-    return [Planned(f"proxy-{k}", command, keys=keys) for k in range(config.proxy.workers)]
+def is_known(error: BaseException | None) -> bool:
+    """Whether the message says everything, so that no traceback is needed."""
+    return isinstance(error, ConfigError | ProcessDied) or hasattr(error, "is_verdict")

@@ -1,0 +1,216 @@
+"""What a run writes and prints: metrics.jsonl, tokens/, a line a step, failures and a summary.
+
+metrics.jsonl has one line a step (docs/metrics.md). tokens/{step}.safetensors holds the batch of a
+step: every token with its version, its log-probabilities under three policies and its advantage.
+Tables, reports and traces are callbacks (extras/).
+"""
+
+import asyncio
+import json
+import logging
+import sys
+import sysconfig
+import time
+import traceback
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+logger = logging.getLogger("pocket_areal")  # the parent of all the project's loggers
+
+# Groups, and members of groups, counted since the step before.
+COUNTS = ("accepted", "rejected", "failed", "dropped", "failed_members")
+SHOWN = (  # what the line of a step shows
+    ("reward", "reward {:.3f}"),
+    ("success", "success {:.3f}"),
+    ("staleness_mean", "lag {:.2f}"),
+    ("staleness_max", "max {:.0f}"),
+    ("step_s", "{:.1f} s"),
+    ("rollout_wait_s", "waiting {:.1f} s"),
+)
+
+
+def describe_batch(batch: dict[str, Tensor], version: int) -> dict[str, Any]:
+    """The metrics of a batch before the step at `version`.
+
+    The lag of a trained token is `version` minus its own version. A row is mixed if its trained
+    tokens have more than one version.
+    """
+    mask, versions = batch["loss_mask"].bool(), batch["versions"]  # (B, T)
+    newest = versions.masked_fill(~mask, -1).amax(1)  # (B,)
+    oldest = versions.masked_fill(~mask, torch.iinfo(versions.dtype).max).amin(1)  # (B,)
+    mixed = (newest > oldest)[mask.any(1)]
+    lag = version - versions[mask]  # (M,)
+    return {
+        "rows": len(mask),
+        "reward": batch["rewards"].mean().item(),
+        "reward_std": batch["rewards"].std(correction=0).item(),
+        "staleness_mean": lag.float().mean().item() if len(lag) else 0.0,
+        "staleness_max": float(lag.max()) if len(lag) else 0.0,
+        "lag_counts": torch.bincount(lag.clamp(min=0)).tolist(),
+        "mixed_version_share": mixed.float().mean().item() if len(mixed) else 0.0,
+        **{name: int(batch[name].sum()) for name in ("truncated", "masked", "side_conversations")},
+        "tokens": int(mask.sum()),
+        "untrained": int((batch["turn_ids"] >= 0).sum()) - int(mask.sum()),
+    }
+
+
+def logp_mismatch(batch: dict[str, Tensor], version: int) -> float:
+    """max |log p_server - log p_trainer| in nats, over the tokens that the current weights sampled.
+
+    Both have the same weights there, so only rounding may differ: about 1e-6 in float32. 0 if there
+    is no such token.
+    """
+    fresh = batch["loss_mask"].bool() & (batch["versions"] == version)  # (B, T)
+    apart = (batch["logprobs"] - batch.get("prox_logp", batch["logprobs"]))[fresh]
+    return torch.cat([torch.zeros(1), apart]).abs().nan_to_num(torch.inf).max().item()
+
+
+def describe_advantages(batch: dict[str, Tensor]) -> dict[str, float]:
+    """The share of groups without a signal (all advantages about 0), and how far the mean advantage
+    of a group is from 0, at most; each turn counts once."""
+    advantages, groups = batch["advantages"], batch["group_ids"]
+    signal = groups[advantages.abs().amax(1) > 1e-2].unique()
+    turns = batch["turn_ids"].masked_fill(batch["loss_mask"] == 0, -1)  # (B, T)
+    ends = (turns >= 0) & (turns != turns.roll(-1, 1))  # the last token of each trained turn
+    _, group = groups[:, None].expand_as(turns)[ends].unique(return_inverse=True)
+    means = torch.bincount(group, advantages[ends]) / torch.bincount(group)
+    bias = means.abs().max().item() if len(means) else 0.0
+    return {"no_signal_share": 1 - len(signal) / len(groups.unique()), "baseline_bias": bias}
+
+
+class Log:
+    """Writes a run's metrics and tokens, and prints a line a step. Only rank 0 has one."""
+
+    def __init__(self, run: Any) -> None:
+        self.run, self.path = run, run.run_dir / "metrics.jsonl"
+        lines = self.path.read_text().splitlines() if self.path.exists() else []
+        run.history[:] = map(json.loads, lines)
+        self.start = time.monotonic() - (run.history[-1]["wall_s"] if run.history else 0.0)
+        self.counts = asdict(run.executor.stats)
+        self.words: dict[int, str] = {}  # the text of every token that was in a batch
+
+    def write(self, batch: dict[str, Tensor], metrics: dict[str, Any]) -> None:
+        """Complete a step's metrics and write them, with the batch."""
+        run, counts = self.run, asdict(self.run.executor.stats)
+        metrics["success"] = run.inputs.success(batch["rewards"].tolist())
+        metrics |= {key: counts[key] - self.counts[key] for key in COUNTS}
+        metrics |= describe_advantages(batch)
+        metrics["wall_s"] = time.monotonic() - self.start
+        self.counts = counts
+        self.write_tokens(batch, metrics["step"])
+        with self.path.open("a") as file:
+            file.write(json.dumps(metrics) + "\n")
+        run.history.append(metrics)
+        shown = [text.format(metrics[key]) for key, text in SHOWN]
+        print(f"step {metrics['step']} of {run.last_step}", *shown, sep="  ", flush=True)
+        if "eval_episodes" in metrics:
+            found = {k: v for k, v in metrics.items() if k.startswith("eval_") and v is not None}
+            print("evaluation:", *(f"{k[5:]} {v:.4g}" for k, v in found.items()), flush=True)
+
+    def write_tokens(self, batch: dict[str, Tensor], step: int) -> None:
+        """Write a batch with the texts of its tokens, so that it is read without a tokenizer."""
+        path = self.run.run_dir / "tokens" / f"{step:05d}.safetensors"
+        path.parent.mkdir(exist_ok=True)
+        ids = batch["input_ids"].unique().tolist()
+        self.words |= {i: self.run.tokenizer.decode([i]) for i in ids if i not in self.words}
+        words = json.dumps({i: self.words[i] for i in ids})
+        save_file({k: v.contiguous() for k, v in batch.items()}, path, {"words": words})
+
+
+def summarise(run: Any, talk: str, evaluate: str) -> None:
+    """Print the result of a run, what its policy does, and the two commands that use the model."""
+    history = run.history
+    last = fmean(line["success"] for line in history[-5:])
+    print(f"\nsuccess {history[0]['success']:.3f} in the first step, {last:.3f} in the last five")
+    counts = Counter[int]()  # trained tokens of each lag
+    for line in history:
+        counts.update(dict(enumerate(line["lag_counts"])))
+    lags = ", ".join(
+        f"{n / counts.total():.0%} lag {lag}" for lag, n in sorted(counts.items()) if n
+    )
+    print(f"{counts.total()} trained tokens: {lags}")
+    if hasattr(run.inputs.task, "summary"):
+        from rich.console import Console
+
+        run.inputs.task.summary(lambda messages: ask(run, messages), Console())
+    print(f"{len(history)} steps in {history[-1]['wall_s']:.0f} s; everything is in {run.run_dir}")
+    print(f"talk to the model:\n  {talk}\nevaluate it:\n  {evaluate}", flush=True)
+
+
+def ask(run: Any, messages: list[dict]) -> str:
+    """The trained policy's answer at temperature 0."""
+    from inference.io_struct import ModelRequest
+
+    ids = run.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    request = ModelRequest(ids, gconfig=run.config.gconfig.new(n_samples=1, greedy=True))
+    response = asyncio.run(run.engine.agenerate(request))
+    return run.tokenizer.decode(response.output_tokens, skip_special_tokens=True)
+
+
+# ---- failures
+
+LIBRARY = sysconfig.get_path("stdlib")
+
+
+def place_of(error: BaseException) -> str:
+    """The innermost line of the traceback that belongs to no library."""
+    frames = [
+        f
+        for f in traceback.extract_tb(error.__traceback__)
+        if not f.filename.startswith((LIBRARY, "<")) and "-packages" not in f.filename
+    ]
+    return f"{frames[-1].name} ({Path(frames[-1].filename).name}:{frames[-1].lineno})" * bool(
+        frames
+    )
+
+
+def describe(error: BaseException) -> str:
+    """An exception in one line: type, text and place."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    place = place_of(error)
+    return text.encode(errors="backslashreplace").decode() + f", in {place}" * bool(place)
+
+
+class Failures(logging.Handler):
+    """Prints the first failure of each kind as it is, writes its traceback to failures.log, and
+    counts the rest. Failures of one type at one place are of one kind."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(logging.WARNING)
+        self.path, self.first, self.counts = path, dict[Any, str](), Counter[Any]()
+        logger.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        if error is None:
+            print(record.getMessage(), file=sys.stderr, flush=True)
+            return
+        kind = type(error), place_of(error)
+        self.counts[kind] += 1
+        if self.counts[kind] == 1:
+            self.first[kind] = f"{record.getMessage()}, in {place_of(error)}"
+            self.write(error)
+            print(f"{self.first[kind]}; traceback: {self.path}", file=sys.stderr, flush=True)
+
+    def write(self, error: BaseException) -> None:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+                file.write("".join(traceback.format_exception(error)) + "\n")
+        except OSError:  # a full disk does not hide the failure itself
+            pass
+
+    def close(self) -> None:
+        """Print how often each failure occurred."""
+        logger.removeHandler(self)
+        for kind, count in self.counts.most_common(5):
+            if count > 1:
+                print(f"failed {count} times: {self.first[kind]}", file=sys.stderr, flush=True)
+        super().close()
