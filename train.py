@@ -47,7 +47,7 @@ from run.checkpoint import load_checkpoint, save_checkpoint, save_model
 from run.config import TrainConfig
 from run.evaluate import evaluate, evaluate_endpoint
 from run.inputs import make_dataloader
-from run.log import Log, describe_batch, logp_mismatch, summarise
+from run.log import Log, describe_batch, logp_mismatch
 from run.start import Run, main
 from staleness import StalenessManager
 from training.actor import FSDPEngine, FSDPPPOActor
@@ -126,10 +126,7 @@ class PPOTrainer:
                 run.step = step
                 if run.stopping:
                     raise KeyboardInterrupt
-            if run.rank == 0:
-                model = run.run_dir / "checkpoints" / f"step{run.step:05d}"
-                talk = run.command(str(run.run_dir), script="extras.chat")
-                summarise(run, talk, run.command("mode=eval", f"model_path={model}"))
+            print(f"{run.step} steps; everything is in {run.run_dir}", flush=True)
 
     def start(self, workflow: Any, workflow_kwargs: dict[str, Any] | None) -> None:
         """Start every part, and restore the newest checkpoint if there is one."""
@@ -186,7 +183,7 @@ class PPOTrainer:
         metrics |= actor.ppo_update(batch)
         actor.step_lr_scheduler()
         clock.mark("train_s")
-        run.call("on_batch", batch)
+        metrics |= run.call("on_batch", batch)
 
         # 6. Push the new weights into the servers, which go on with what they were generating.
         self.push(step)

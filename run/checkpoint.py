@@ -79,7 +79,7 @@ def load_checkpoint(run_dir: Path, actor: Any, executor: Any) -> int:
 
 
 def cut_metrics(path: Path, step: int) -> None:
-    """Keep the lines of steps 1 to `step` of metrics.jsonl. Raises ConfigError if one is missing."""
+    """Keep the lines of steps 1 to `step` of metrics.jsonl. Raises ConfigError if one lacks."""
     lines = path.read_text().splitlines(keepends=True)[:step] if path.exists() else []
     try:
         steps = [json.loads(line)["step"] for line in lines]

@@ -5,7 +5,6 @@ step: every token with its version, its log-probabilities under three policies a
 Tables, reports and traces are callbacks (extras/).
 """
 
-import asyncio
 import json
 import logging
 import sys
@@ -15,7 +14,6 @@ import traceback
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -72,19 +70,6 @@ def logp_mismatch(batch: dict[str, Tensor], version: int) -> float:
     return torch.cat([torch.zeros(1), apart]).abs().nan_to_num(torch.inf).max().item()
 
 
-def describe_advantages(batch: dict[str, Tensor]) -> dict[str, float]:
-    """The share of groups without a signal (all advantages about 0), and how far the mean advantage
-    of a group is from 0, at most; each turn counts once."""
-    advantages, groups = batch["advantages"], batch["group_ids"]
-    signal = groups[advantages.abs().amax(1) > 1e-2].unique()
-    turns = batch["turn_ids"].masked_fill(batch["loss_mask"] == 0, -1)  # (B, T)
-    ends = (turns >= 0) & (turns != turns.roll(-1, 1))  # the last token of each trained turn
-    _, group = groups[:, None].expand_as(turns)[ends].unique(return_inverse=True)
-    means = torch.bincount(group, advantages[ends]) / torch.bincount(group)
-    bias = means.abs().max().item() if len(means) else 0.0
-    return {"no_signal_share": 1 - len(signal) / len(groups.unique()), "baseline_bias": bias}
-
-
 class Log:
     """Writes a run's metrics and tokens, and prints a line a step. Only rank 0 has one."""
 
@@ -101,7 +86,6 @@ class Log:
         run, counts = self.run, asdict(self.run.executor.stats)
         metrics["success"] = run.inputs.success(batch["rewards"].tolist())
         metrics |= {key: counts[key] - self.counts[key] for key in COUNTS}
-        metrics |= describe_advantages(batch)
         metrics["wall_s"] = time.monotonic() - self.start
         self.counts = counts
         self.write_tokens(batch, metrics["step"])
@@ -122,36 +106,6 @@ class Log:
         self.words |= {i: self.run.tokenizer.decode([i]) for i in ids if i not in self.words}
         words = json.dumps({i: self.words[i] for i in ids})
         save_file({k: v.contiguous() for k, v in batch.items()}, path, {"words": words})
-
-
-def summarise(run: Any, talk: str, evaluate: str) -> None:
-    """Print the result of a run, what its policy does, and the two commands that use the model."""
-    history = run.history
-    last = fmean(line["success"] for line in history[-5:])
-    print(f"\nsuccess {history[0]['success']:.3f} in the first step, {last:.3f} in the last five")
-    counts = Counter[int]()  # trained tokens of each lag
-    for line in history:
-        counts.update(dict(enumerate(line["lag_counts"])))
-    lags = ", ".join(
-        f"{n / counts.total():.0%} lag {lag}" for lag, n in sorted(counts.items()) if n
-    )
-    print(f"{counts.total()} trained tokens: {lags}")
-    if hasattr(run.inputs.task, "summary"):
-        from rich.console import Console
-
-        run.inputs.task.summary(lambda messages: ask(run, messages), Console())
-    print(f"{len(history)} steps in {history[-1]['wall_s']:.0f} s; everything is in {run.run_dir}")
-    print(f"talk to the model:\n  {talk}\nevaluate it:\n  {evaluate}", flush=True)
-
-
-def ask(run: Any, messages: list[dict]) -> str:
-    """The trained policy's answer at temperature 0."""
-    from inference.io_struct import ModelRequest
-
-    ids = run.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    request = ModelRequest(ids, gconfig=run.config.gconfig.new(n_samples=1, greedy=True))
-    response = asyncio.run(run.engine.agenerate(request))
-    return run.tokenizer.decode(response.output_tokens, skip_special_tokens=True)
 
 
 # ---- failures

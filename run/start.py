@@ -13,7 +13,6 @@ The first Ctrl-C lets the running step end and writes a checkpoint, the second e
 import fcntl
 import hashlib
 import importlib
-import json
 import os
 import shlex
 import shutil
@@ -256,11 +255,11 @@ class Run:
         if error is None:
             leave_ranks()
 
-    def call(self, event: str, *args: Any) -> None:
-        """Call a method of every callback that has it."""
-        for callback in self.callbacks:
-            if method := getattr(callback, event, None):
-                method(*args)
+    def call(self, event: str, *args: Any) -> dict[str, Any]:
+        """Call a method of every callback that has it. What they return are more metrics."""
+        methods = (getattr(callback, event, None) for callback in self.callbacks)
+        found = [method(*args) for method in methods if method]
+        return {key: x for metrics in found for key, x in (metrics or {}).items()}
 
     # ---- how it ends
 

@@ -1,0 +1,52 @@
+"""The end of a run in words: what it reached, how old its tokens were, and how to use the model.
+
+A task may add a drawing of what the policy does: `summary(ask, console)`, where `ask(messages)`
+gets the trained policy's answer at temperature 0.
+"""
+
+import asyncio
+from collections import Counter
+from statistics import fmean
+from typing import Any
+
+from rich.console import Console
+
+from inference.io_struct import ModelRequest
+
+
+class Summary:
+    """A callback."""
+
+    def __init__(self, config: Any) -> None:
+        self.run: Any = None
+
+    def on_start(self, run: Any) -> None:
+        self.run = run
+
+    def on_end(self, error: BaseException | None) -> None:
+        run = self.run
+        if error is not None or run is None or run.rank > 0 or not run.history:
+            return
+        history = run.history
+        last = fmean(line["success"] for line in history[-5:])
+        first = history[0]["success"]
+        print(f"\nsuccess {first:.3f} in the first step, {last:.3f} in the last five")
+        counts = Counter[int]()  # trained tokens of each lag
+        for line in history:
+            counts.update(dict(enumerate(line["lag_counts"])))
+        total = counts.total()
+        lags = ", ".join(f"{n / total:.0%} lag {lag}" for lag, n in sorted(counts.items()) if n)
+        print(f"{total} trained tokens: {lags}")
+        if hasattr(run.inputs.task, "summary"):
+            run.inputs.task.summary(self.ask, Console())
+        model = run.run_dir / "checkpoints" / f"step{run.step:05d}"
+        talk = run.command(str(run.run_dir), script="extras.chat")
+        print(f"talk to the model:\n  {talk}")
+        print(f"evaluate it:\n  {run.command('mode=eval', f'model_path={model}')}", flush=True)
+
+    def ask(self, messages: list[dict]) -> str:
+        run, tokenizer = self.run, self.run.tokenizer
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        gconfig = run.config.gconfig.new(n_samples=1, greedy=True)
+        response = asyncio.run(run.engine.agenerate(ModelRequest(ids, gconfig=gconfig)))
+        return tokenizer.decode(response.output_tokens, skip_special_tokens=True)
