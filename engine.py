@@ -1,43 +1,36 @@
-"""The engine gets completions from the inference servers, even if weight updates interrupt the servers.
+"""The engine gets completions from the inference servers, even if weight updates interrupt them.
 
-The servers generate while the trainer works. When the trainer has new weights, thousands of completions are unfinished.
-Waiting for the longest completion would leave GPUs idle. Discarding the unfinished completions would waste work and
-favour short completions. A **partial rollout** (write-up, section 2.1) avoids idle GPUs and wasted work. When a weight
-update interrupts a completion, the completion keeps its tokens, and the new weights compute the next token. The trainer
-must know which weights computed which token, so every token carries a version:
+The servers generate while the trainer works. When it has new weights, thousands of completions are
+unfinished. Waiting for the longest completion would leave GPUs idle. Discarding the unfinished ones
+would waste work and favour short answers. So they go on (a **partial rollout**): a completion keeps
+its tokens, the new weights compute the next one, and every token carries the version of the weights
+that computed it:
 
     output_tokens     a     b     c     d     e     f
-    output_logprobs  -0.2  -1.1  -0.4  -0.7  -0.1  -2.3     log-probability under the weights that sampled the token
-    output_versions   3     3     3     4     4     4       the update from version 3 to 4 came after token c
+    output_logprobs  -0.2  -1.1  -0.4  -0.7  -0.1  -2.3    under the weights that sampled the token
+    output_versions   3     3     3     4     4     4      the update came after token c
 
-`RemoteInfEngine.agenerate` builds a completion from one or more **segments**. A segment is the part of a completion
-that one POST /generate produces. The pause mode decides how a weight update interrupts a server's requests:
+`agenerate` builds a completion from **segments**, one POST /generate each. How an update interrupts
+the servers is the pause mode:
 
-- `retract` (the default): the server keeps the tokens of a request and drops the request's KV cache. After the update,
-  the server recomputes the KV cache with the new weights and continues the request. In mode `retract` the engine gets
-  all tokens as one segment. The server's answer states which span of tokens has which version (`weight_versions`).
+- `retract` (default): a server keeps the tokens of a request, drops its KV cache, and after the
+  update computes it anew and goes on. The engine sees one segment, whose answer says which span of
+  tokens has which version.
+- `abort`: the server returns what it has. The engine sends prompt and tokens again, and the request
+  waits at the server until the update is over.
+- `in_place`: the server goes on with the old KV cache. It is cheapest, but then no single version
+  gives the probability of a token.
 
-- `abort`: the server returns the tokens generated so far, with finish reason `abort`. After an abort, the engine sends
-  a new request with the prompt and the generated tokens. The new request waits until the update is complete.
+**Versions come from the answer**, because the engine's own version may change while a request runs.
+SGLang 0.5.16 to 0.5.18 reports only the version at the end of a segment, so with such a server the
+pause mode becomes `abort`, where a segment has one version.
 
-- `in_place`: the server continues with the KV cache of the old weights. Mode `in_place` needs less computation than the
-  other modes. After an update in mode `in_place`, the new weights read keys and values that the old weights computed,
-  so no single version gives a token's probability.
+**A hook** may look at every segment: one call before it, one after it. Replay records and repeats a
+run through it (extras/replay.py).
 
-**Versions.** Each token gets its version from the server's answer, because the engine's version may change while a
-request runs. SGLang 0.5.16 to 0.5.18 reports no `weight_versions`, but reports the version at the end of each segment.
-If a server reports no `weight_versions`, `initialize` sets the pause mode to `abort`, so each segment has one version.
-
-**Failures.** If a server fails in the middle of a segment, the engine keeps the tokens that the server has streamed.
-After a failure the engine waits, and then requests the missing tokens from a server that is alive
-(inference/servers.py). If a request fails several times, each wait is about twice as long as the previous wait. If a
-server refuses a request as invalid, the engine does not retry the request.
-
-**Checks.** A token id outside the vocabulary would crash an SGLang server, so the engine checks all ids of a prompt
-before it sends a request.
-
-**Not promised.** In mode `abort`, no server finds a stop string that begins in one segment and ends in the next.
-In mode `abort`, frequency and presence penalties count the tokens of each segment separately.
+**Not promised**: in mode `abort`, a stop string that begins in one segment and ends in the next is
+not found, and penalties count each segment alone. A server that fails is tried again, and then the
+next one; if all fail, so does the request.
 """
 
 import asyncio
@@ -45,17 +38,17 @@ import contextlib
 import itertools
 import logging
 import random
-import time
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 import orjson
 
 from inference import weights
 from inference.io_struct import (
+    EngineError,
     ModelRequest,
     ModelResponse,
     generate_body,
@@ -63,32 +56,35 @@ from inference.io_struct import (
     parse_segment,
     probe,
 )
-from inference.servers import LOOK_AGAIN, Servers
-from inference.wire import EngineError, Wire
+from inference.servers import Servers, rank_servers
+from inference.wire import Wire
+
+__all__ = ["EngineError", "Hooks", "RemoteInfEngine"]
 
 logger = logging.getLogger("pocket_areal.engine")
 
-EMPTY_ABORT_WAIT = (
-    0.05,
-    1.0,
-)  # shortest and longest wait, in seconds, after an abort that returned no tokens
-FAILURE_WAIT = 0.5, 10.0  # shortest and longest wait, in seconds, after a failed request
 
-# The engine calls a function of this type with the response so far, each time tokens arrive.
-OnTokens = Callable[[ModelResponse], None]
+class Hooks(Protocol):
+    """What looks at every segment of every completion."""
+
+    async def before_segment(self, req: ModelRequest, response: ModelResponse) -> int:
+        """Return how many output tokens the completion may have after the segment. May wait, and may
+        refuse by EngineError."""
+
+    def after_segment(
+        self, req: ModelRequest, response: ModelResponse, error: BaseException | None
+    ) -> None:
+        """See the completion so far, or the error. May set stop_reason to "abort", which asks for
+        another segment."""
 
 
 def backoff(attempt: int, first: float, most: float) -> float:
-    """Return how many seconds to wait after failure number `attempt` (1, 2, ...).
-
-    The wait after failure 1 is `first`. Each further failure doubles the wait, up to `most`.
-    """
+    """Seconds to wait after failure number `attempt`: twice as long each time, up to `most`."""
     return min(most, first * 2.0 ** min(attempt - 1, 30))
 
 
 def read_vocab_size(model_path: str | None) -> int | None:
-    """Return `vocab_size` from config.json in the model's folder, or None if the file cannot be read or lacks this
-    key."""
+    """`vocab_size` of a model's config.json, or None if it cannot be read."""
     try:
         config = orjson.loads((Path(model_path or "") / "config.json").read_bytes())
     except (OSError, ValueError):
@@ -98,31 +94,16 @@ def read_vocab_size(model_path: str | None) -> int | None:
 
 @dataclass(eq=False)
 class RemoteInfEngine:
-    """The client of all inference servers of a run. Raises ValueError if the addresses or the pause mode are wrong.
+    """The client of all inference servers of a run."""
 
-    A run uses the subclass ScheduledEngine (run/schedule.py), which also records each call.
-    """
-
-    addresses: list[str]  # base URLs of the servers, or of routers in front of them
-    pause_mode: str = (
-        "retract"  # `retract`, `abort` or `in_place`; `initialize` may replace it by `abort`
-    )
-    request_timeout: float = (
-        3600.0  # a segment fails if its server sends nothing for this number of seconds
-    )
-    request_retries: int = (
-        3  # number of retries of a request after a connection error, a timeout or a 5xx status
-    )
-    key: str = ""  # API key of the servers
-    wait_for_servers: bool = (
-        False  # True: while all servers are lost, requests wait for a living server
-    )
-    transport: httpx.MockTransport | None = (
-        None  # tests pass a mock of the network; None means the real network
-    )
-    sleep: Callable[[float], Awaitable[None]] = (
-        asyncio.sleep
-    )  # function that waits; tests replace this function
+    addresses: list[str]
+    pause_mode: str = "retract"
+    request_timeout: float = 3600.0  # seconds for one segment
+    request_retries: int = 3
+    key: str = ""  # the servers' API key
+    hooks: Hooks | None = None
+    transport: httpx.AsyncBaseTransport | None = None  # replaces the network in tests
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep  # replaces time in tests
 
     def __post_init__(self) -> None:
         if not self.addresses:
@@ -130,374 +111,210 @@ class RemoteInfEngine:
         if self.pause_mode not in ("retract", "abort", "in_place"):
             raise ValueError(f"pause_mode is retract, abort or in_place, not {self.pause_mode!r}")
         self._wire = Wire(self.transport, self.key)
-        # The attributes below change during a run, and `initialize` may change `pause_mode`:
+        # All that changes during a run:
         self.servers = Servers(self.addresses, self._wire)
-        self.vocab_size: int | None = (
-            None  # size of the vocabulary; None if no config.json of the model can be read
-        )
-        self.context_length: int | None = (
-            None  # maximum length of prompt plus completion; None if unknown
-        )
-        self.has_grammar = False  # True if every server can restrict its output to a JSON schema
-        self.proxies: Servers | None = (
-            None  # the proxies of the run; `set_version` tells them each new version
-        )
-        self.executor: Any = (
-            None  # the WorkflowExecutor of training; the executor sets this attribute
-        )
-        self._version = 0  # newest policy version that all servers have
-        self._sent = -1  # newest version whose weights `update_weights` has sent
-        self._servers_paused = False  # True between `pause` and `resume`
-        self._memory_released = False  # True between `release_memory` and `update_weights`
+        self.vocab_size: int | None = None
+        self.context_length: int | None = None  # most tokens of prompt and completion
+        self.has_grammar = False  # whether every server can follow a JSON schema
+        self.proxies: Any = None  # proxy_addr and admin_key of the proxies, told every version
+        self.executor: Any = None  # the executor of training sets this
+        self._version = 0  # newest version that all servers have
+        self._sent = -1  # newest version that was sent
+        self._paused = False
 
-    # 1. Generation
+    # ---- generation, in the event loop of the rollouts
 
-    async def agenerate(
-        self, req: ModelRequest, on_tokens: OnTokens | None = None
-    ) -> ModelResponse:
-        """Generate and return one completion, even if weight updates interrupt it.
+    async def agenerate(self, req: ModelRequest) -> ModelResponse:
+        """Generate one completion, across any number of weight updates.
 
-        If `on_tokens` is given, the server streams the tokens. Each time tokens arrive, the engine calls `on_tokens`
-        with the response so far. A token that `on_tokens` has received is never removed or changed.
-
-        Raises EngineError with status 400 if the request is invalid. If the last retry fails, the EngineError has
-        status 502 for an answer that cannot be read, and status 503 for any other failure.
+        Raises EngineError: 400 for a wrong request, 502 or 503 if the last retry failed.
         """
-        # 1. Check the request, and make an empty response for the tokens of all segments.
-        g = req.gconfig.new(max_new_tokens=self._budget(req))
-        req = replace(req, gconfig=g)
-        temperature = 1.0 if g.is_greedy else g.temperature
+        # 1. The completion gets the tokens of all segments.
+        req = replace(req, gconfig=req.gconfig.new(max_new_tokens=self._budget(req)))
+        g = req.gconfig
         response = ModelResponse(
-            list(req.input_ids), temperature=temperature, trains_exactly=g.trains_exactly
+            list(req.input_ids),
+            temperature=1.0 if g.is_greedy else g.temperature,
+            trains_exactly=g.trains_exactly,
         )
-        request_ids = (
-            f"{req.rid}-{k}" for k in itertools.count()
-        )  # every POST /generate needs a new id
-
-        async def generate_segment(server: str) -> None:
-            await self._generate_segment(server, next(request_ids), req, response, on_tokens)
-
+        rids = (f"{req.rid}-{k}" for k in itertools.count())  # a server knows each id once
         empty_aborts = 0
         while True:
-            # 2. Generate one segment. All requests of a prompt group go to one server while this server is alive.
-            length_before = response.output_len
-            await self._ask_a_server(req.affinity, generate_segment)
+            # 2. One segment.
+            before = response.output_len
+            try:
+                limit = g.max_new_tokens
+                if self.hooks:
+                    limit = await self.hooks.before_segment(req, response)
+                response.extend(await self._ask_a_server(req, response, limit, rids))
+            except BaseException as error:
+                if self.hooks:
+                    self.hooks.after_segment(req, response, error)
+                raise
+            if self.hooks:
+                self.hooks.after_segment(req, response, None)
 
-            # 3. Return the completion if no update interrupted the segment or the completion has `max_new_tokens`
-            # tokens.
-            interrupted = response.stop_reason == "abort" and response.output_len < g.max_new_tokens
-            if not interrupted:
+            # 3. Done, unless an update interrupted the segment.
+            if response.stop_reason != "abort" or response.output_len >= g.max_new_tokens:
                 response.stop_reason = "stop" if response.stop_reason == "stop" else "length"
                 return response
 
-            # 4. If the abort returned no tokens, wait before the next segment.
-            empty_aborts = 0 if response.output_len > length_before else empty_aborts + 1
+            # 4. A server that aborts at once is paused: wait a moment.
+            empty_aborts = 0 if response.output_len > before else empty_aborts + 1
             if empty_aborts:
-                await self.sleep(backoff(empty_aborts, *EMPTY_ABORT_WAIT))
+                await self.sleep(backoff(empty_aborts, 0.05, 1.0))
+
+    async def _ask_a_server(
+        self, req: ModelRequest, response: ModelResponse, limit: int, rids: Iterable[str]
+    ) -> ModelResponse:
+        """Get the next segment from the group's server, or, when that fails, from the next one."""
+        ranking = rank_servers(self.servers.addresses, req.affinity)
+        for failures, rid in enumerate(rids):
+            server = ranking[failures % len(ranking)]
+            try:
+                return await self._generate_segment(server, rid, req, response, limit)
+            except EngineError as error:
+                if error.status == 400 or failures >= self.request_retries:
+                    raise
+                logger.warning("asking again: %s", error)
+            await self.sleep(backoff(failures + 1, 0.5, 10.0) * random.uniform(0.5, 1.0))
+        raise AssertionError("rids never end")
 
     async def _generate_segment(
-        self,
-        server: str,
-        rid: str,
-        req: ModelRequest,
-        response: ModelResponse,
-        on_tokens: OnTokens | None,
-    ) -> None:
-        """Generate one segment: send one POST /generate to `server`, and append the generated tokens to `response`.
-
-        A streamed answer has many events, and an answer without streaming has one event. Every event contains all
-        tokens of the segment so far. The tokens of an event replace the tokens that earlier events of this segment have
-        appended to `response`.
-        """
-        url = server + "/generate"
-        start = response.output_len
-        g = req.gconfig
-        oldest_allowed = (
-            self.servers.newest
-        )  # a token of an older version shows that the server was restarted
-        body = generate_body(response.input_tokens + response.output_tokens, g, start)
-        body |= {"rid": rid, "stream": on_tokens is not None}
-
-        # 1. Receive the tokens. The last event sets `stop_reason`. If the answer ends without its last event, the
-        #    segment failed.
-        response.stop_reason = ""
-        failure = EngineError(f"{url} ended its answer before the completion was finished", 503)
+        self, server: str, rid: str, req: ModelRequest, response: ModelResponse, limit: int
+    ) -> ModelResponse:
+        """One POST /generate, and its checked answer."""
+        ids = response.input_tokens + response.output_tokens
+        body = generate_body(ids, req.gconfig, limit - response.output_len) | {"rid": rid}
+        oldest = self.servers.newest
         try:
-            async with contextlib.aclosing(
-                self._wire.stream(url, body, self.request_timeout)
-            ) as events:
-                async for event in events:
-                    segment = parse_segment(event, self.vocab_size)
-                    sent = response.output_tokens[start:]
-                    if (
-                        segment.output_tokens[: len(sent)] != sent
-                        or start + segment.output_len > g.max_new_tokens
-                    ):
-                        raise EngineError(
-                            f"{url} changed tokens that it had sent, or sent too many tokens", 503
-                        )
-                    self.servers.check_age(server, segment.output_versions, oldest_allowed)
-                    response.replace_from(start, segment)
-                    if on_tokens and segment.output_len:
-                        on_tokens(response)
-        except EngineError as error:
-            failure = error
-        except asyncio.CancelledError:  # the caller has cancelled the completion
-            await self._abort(server, rid)
+            answer = await self._wire.call(server + "/generate", body, self.request_timeout)
+        except (asyncio.CancelledError, EngineError) as error:
+            if getattr(error, "status", None) != 400:  # the server may still be generating
+                await self._abort(server, rid)
             raise
-
-        # 2. If the segment is complete, return. A failure that comes after the last token of the segment is ignored.
-        if response.stop_reason or response.output_len >= g.max_new_tokens:
-            return
-
-        # 3. If the segment is incomplete, tell the server to stop generating, and raise the failure.
-        if failure.status != 400:  # the server accepted the request and may still be generating
-            response.regenerated += 1
-            await self._abort(server, rid)
-        raise failure
+        segment = parse_segment(answer, self.vocab_size)
+        if segment.output_len > limit - response.output_len:
+            raise EngineError(f"{server} sent more tokens than were asked for", 503)
+        self.servers.check_age(server, segment.output_versions, oldest)
+        return segment
 
     async def _abort(self, server: str, rid: str) -> None:
-        """Tell a server to stop the generation of request `rid`. SGLang does not notice that a client has disconnected.
-
-        A router does not forward aborts, so the engine sends the abort to every worker of the router. Errors are
-        ignored.
-        """
-        urls = [worker + "/abort_request" for worker in self.servers.workers_of[server]]
-        calls = [self._wire.call(url, {"rid": rid}, timeout=5.0) for url in urls]
-        await asyncio.shield(asyncio.gather(*calls, return_exceptions=True))
-
-    async def _ask_a_server(self, key: str, ask: Callable[[str], Awaitable[Any]]) -> Any:
-        """Call the function `ask` with the URL of the server that `key` selects, and return the function's result. If
-        the server fails, wait and retry.
-
-        If `ask` raises an EngineError with status 502 or 503, the server has failed. Each retry goes to a living
-        server, if any server is alive. When no retry is left, the method raises the last error. If `ask` raises an
-        error with status 400, the method raises this error without a retry.
-        """
-        for failures in itertools.count(1):
-            server = await self.servers.choose(key)
-            while self.wait_for_servers and server in self.servers.lost:
-                await self.sleep(LOOK_AGAIN)
-                server = await self.servers.choose(key)
-            try:
-                return await ask(server)
-            except EngineError as error:
-                if error.status == 400:
-                    raise
-                self.servers.lose(server, error)
-                if failures > self.request_retries:
-                    raise
-            await self.sleep(backoff(failures, *FAILURE_WAIT) * random.uniform(0.5, 1.0))
+        """Tell a server to stop, because it does not notice when a client hangs up."""
+        call = self._wire.call(server + "/abort_request", {"rid": rid}, timeout=5.0)
+        with contextlib.suppress(EngineError):
+            await asyncio.shield(call)
 
     def _budget(self, req: ModelRequest) -> int:
-        """Return the maximum number of tokens that `req` may generate. Raises EngineError (400) if the request is
-        wrong.
-
-        The maximum is the smaller of `max_new_tokens` and the number of tokens that fit into the context window after
-        the prompt.
-        """
-        g = req.gconfig
-        self._check_ids(req.input_ids)
+        """How many tokens `req` may generate. Raises EngineError (400) for a wrong request; an id
+        outside the vocabulary would crash SGLang."""
+        ids, g = req.input_ids, req.gconfig
+        self._check_ids(ids)
         if g.max_new_tokens < 1:
             raise EngineError("max_new_tokens must be at least 1", 400)
-        if g.json_schema is not None and not self.has_grammar:
-            raise EngineError(
-                "json_schema (response_format) is refused: a server has no grammar backend", 400
-            )
-        if self.context_length is None:
-            return g.max_new_tokens
-        prompt, context = len(req.input_ids), self.context_length
-        if prompt >= context:
-            message = f"prompt is too long: {prompt} tokens > {context} maximum context length"
-            raise EngineError(message, 400, "context_length_exceeded")
-        return min(g.max_new_tokens, context - prompt)
+        if getattr(g, "json_schema", None) is not None and not self.has_grammar:
+            raise EngineError("response_format: a server has no grammar backend", 400)
+        room = (self.context_length or len(ids) + g.max_new_tokens) - len(ids)
+        if room < 1:
+            message = f"prompt is too long: {len(ids)} tokens > {self.context_length} maximum"
+            raise EngineError(f"{message} context length", 400, "context_length_exceeded")
+        return min(g.max_new_tokens, room)
 
     def _check_ids(self, ids: list[int]) -> None:
-        """Check that `ids` is a non-empty list of Python ints inside the vocabulary, or raise EngineError (400)."""
         if not ids:
             raise EngineError("the prompt is empty", 400)
-        if wrong_types := {type(token) for token in ids} - {int}:
-            raise EngineError(
-                f"input_ids must be Python ints, not {[kind.__name__ for kind in wrong_types]}", 400
-            )
+        if wrong := {type(token) for token in ids} - {int}:
+            names = [kind.__name__ for kind in wrong]
+            raise EngineError(f"input_ids must be Python ints, not {names}", 400)
+        size = self.vocab_size or 2**31
         for token in (min(ids), max(ids)):
-            if token < 0 or (self.vocab_size is not None and token >= self.vocab_size):
-                raise EngineError(
-                    f"token id {token} is outside the vocabulary of {self.vocab_size} tokens", 400
-                )
+            if not 0 <= token < size:
+                raise EngineError(f"token id {token} is outside the vocabulary of {size}", 400)
 
-    # 2. Methods of the trainer's main thread. If a method sends a request to all servers, it waits until all have
-    #    answered.
+    # ---- control, in the trainer's thread
 
-    def initialize(self) -> None:
-        """Read the limits of every server, and test every server by a request for one token.
-
-        The test finds three errors before the run starts: a version that is not a number, an answer without logprobs,
-        and a server that an earlier run left paused. If an answer has no `weight_versions`, the pause mode becomes
-        `abort`. Raises EngineError if a server cannot be reached or fails the test.
-        """
-        self.servers.refresh()
+    def initialize(self, *_: Any, **__: Any) -> None:
+        """Read the servers' limits, and ask each for one token: its version must be a number and its
+        answer have logprobs. Raises EngineError. The arguments of AReaL's engine are ignored."""
         infos = self.servers.post_all("/server_info")
-        # The servers may report different limits. The engine keeps the smallest value of each limit.
-        self.vocab_size = min(
-            filter(None, (read_vocab_size(info.get("model_path")) for info in infos)), default=None
-        )
+        sizes = [read_vocab_size(info.get("model_path")) for info in infos]
+        self.vocab_size = min(filter(None, sizes), default=None)
         if self.vocab_size is None:
-            logger.warning(
-                "no server's model folder can be read: the engine cannot refuse ids outside the vocabulary"
-            )
-        self.context_length = min(
-            filter(None, (info.get("max_req_input_len") for info in infos)), default=None
-        )
+            logger.warning("no server's model folder can be read: token ids are not checked")
+        limits = [info.get("max_req_input_len") for info in infos]
+        self.context_length = min(filter(None, limits), default=None)
         self.has_grammar = all(info.get("grammar_backend") not in (None, "none") for info in infos)
-        answers = self.servers.post_all("/generate", probe([0]))
-        if (
-            self.servers.lost
-        ):  # at the start of a run every server must answer; later the run may lose servers
-            raise EngineError("; ".join(self.servers.lost.values()), 503)
-        for server, answer in zip(self.servers.workers, answers):
+        for answer in self.servers.post_all("/generate", probe([0])):
             parse_segment(answer)
             if self.pause_mode != "abort" and "weight_versions" not in answer["meta_info"]:
-                logger.warning(
-                    "%s reports no weight_versions (SGLang 0.5.19 does): pause_mode is now abort",
-                    server,
-                )
+                logger.warning("a server reports no weight_versions: pause_mode is now abort")
                 self.pause_mode = "abort"
 
-    def pause(self) -> None:
-        """Start no more rollouts, and pause every server. After a call of `pause` it is safe to change the weights.
+    def take_over(self) -> None:
+        """Prepare servers that were running before, which a killed run may have left paused or in
+        an update: let them continue, abort what they generate, and give them a readable version."""
+        post_all = self.servers.post_all
+        post_all("/continue_generation", {})
+        with contextlib.suppress(EngineError):  # no update is open
+            post_all("/end_weight_update", {})
+        weights.label(post_all, "0", abort=True)
 
-        If `wait_for_servers` is true, the method waits while all servers are lost. If the executor stops the run while
-        the method waits, the method raises RuntimeError. Only this method waits: if the last server is lost later in a
-        weight update, `update_weights` raises EngineError.
-        """
-        if self._memory_released:
-            return
+    def pause(self) -> None:
+        """Start no more rollouts, and stop the servers. Then the weights may change."""
         if self.executor is not None:
             self.executor.pause()
-        self._servers_paused = True
-        while True:
-            self.servers.refresh()
-            try:
-                self.servers.post_all("/pause_generation", {"mode": self.pause_mode})
-                return
-            except EngineError:
-                if not self.wait_for_servers or self.servers.living():
-                    raise
-            time.sleep(LOOK_AGAIN)
-            self._rollouts().dispatcher.check_alive()
-
-    def release_memory(self) -> None:
-        """Pause every server, and free the memory of its weights and its KV cache. The next `update_weights` must send
-        all weights."""
-        self.pause()
-        self.servers.post_all("/release_memory_occupation", {})
-        self._memory_released = True
+        self._paused = True
+        self.servers.post_all("/pause_generation", {"mode": self.pause_mode})
 
     def update_weights(
         self, meta: weights.WeightUpdateMeta, buckets: Iterable[weights.Bucket] | None = None
     ) -> None:
-        """Send the weights of version `meta.version` to every server, from `buckets` or from disk.
-
-        Call `pause` first, because a server that is not paused finishes all its requests before it changes weights.
-        Raises EngineError with the message of every server that failed. Raises ValueError if an earlier call has
-        already sent this version or a newer version.
-        """
+        """Send version `meta.version`, which is newer than every one before. Call `pause` first, or
+        the servers finish all requests before they load."""
         if meta.version is None or meta.version <= self._sent:
-            raise ValueError(
-                f"version {meta.version} is not newer than {self._sent}; use meta.with_version(the next)"
-            )
-        if (
-            self._memory_released
-        ):  # after `release_memory`, the servers must allocate memory for the weights
-            self.servers.post_all("/resume_memory_occupation", {})
-            self._memory_released = False
-        # In mode `in_place` the paused requests still need the KV cache, so the servers keep it.
-        weights.send(
-            replace(meta, flush_cache=self.pause_mode != "in_place"), self.servers.post_all, buckets
-        )
+            raise ValueError(f"version {meta.version} is not newer than {self._sent}")
+        # Mode in_place still needs the old cache.
+        meta = replace(meta, flush_cache=self.pause_mode != "in_place")
+        weights.send(meta, self.servers.post_all, buckets)
         self.servers.newest = self.servers.limit = self._sent = meta.version
 
-    def forget_sent(self) -> None:
-        """Allow `update_weights` to send the current version a second time, because a restarted server needs the
-        weights."""
-        self._sent = -1
-
     def set_version(self, version: int) -> None:
-        """Record that all servers have `version`, tell the proxies, and let the staleness gate start more rollouts."""
+        """All servers have `version`: tell the proxies, and let the gate start more rollouts."""
         self._version = self.servers.limit = version
         if self.proxies is not None:
-            self.proxies.lost.clear()  # a proxy that did not answer in time may answer again
-            self.proxies.post_all("/set_version", {"version": version})
+            addresses = self.proxies.proxy_addr
+            addresses = [addresses] if isinstance(addresses, str) else list(addresses)
+            proxies = Servers(addresses, Wire(key=self.proxies.admin_key))
+            proxies.post_all("/set_version", {"version": version})
         if self.executor is not None:
             self.executor.on_new_version()
 
     def get_version(self) -> int:
-        """Return the newest policy version that all servers have."""
+        """The newest version that all servers have."""
         return self._version
 
     def resume(self) -> None:
-        """Let every server continue generating, then allow new rollouts.
-
-        The engine also tells lost servers to continue, because a lost server may be alive and still paused.
-        """
-        self.servers.post_all("/continue_generation", {}, lost=True)
-        self._servers_paused = False
+        """Let the servers go on, and new rollouts start."""
+        self.servers.post_all("/continue_generation", {})
+        self._paused = False
         if self.executor is not None:
             self.executor.resume()
 
+    def score(self, ids: list[int]) -> list[list[float]]:
+        """For each server, log p(token | earlier tokens) of every token of `ids`, at temperature 1;
+        the first counts 0."""
+        ids = ids[: self.context_length - 1] if self.context_length else ids  # one is generated
+        self._check_ids(ids)
+        body = probe(ids) | {"logprob_start_len": 0}
+        return [parse_scores(answer, ids) for answer in self.servers.post_all("/generate", body)]
+
     def destroy(self) -> None:
-        """If this engine has paused the servers, send /continue_generation to them. Then shut down the executor. A
-        second call of `destroy` does nothing."""
-        if self._servers_paused and not self._memory_released:
-            self._servers_paused = False
+        """End the executor, and leave no server paused. A second call does nothing."""
+        if self._paused:
+            self._paused = False
             try:
-                self.servers.post_all("/continue_generation", {}, timeout=5.0, lost=True)
+                self.servers.post_all("/continue_generation", {}, timeout=5.0)
             except EngineError as error:
                 logger.warning("a server may be left paused: %s", error)
         if self.executor is not None:
             self.executor.destroy()
-
-    def score(self, ids: list[int]) -> list[list[float]]:
-        """Return one list for each living server, with log p(token | earlier tokens) of each token at temperature 1.
-
-        The first entry of each list is 0, because the first token has no earlier tokens. If `ids` fills the context
-        window, the last token of `ids` is not scored, because the request must leave room for one generated token.
-        Raises EngineError if a server's answer lacks a log-probability.
-        """
-        ids = ids[: self.context_length - 1] if self.context_length else ids
-        self._check_ids(ids)
-        answers = self.servers.post_all(
-            "/generate", {**probe(ids), "logprob_start_len": 0}, self.request_timeout
-        )
-        return [parse_scores(answer, ids) for answer in answers]
-
-    # 3. Rollout methods. The engine forwards each call of a rollout method to the WorkflowExecutor.
-
-    def _rollouts(self) -> Any:
-        """Return the executor. Raises RuntimeError if no executor is attached."""
-        if self.executor is None:
-            raise RuntimeError(
-                "this engine runs no rollouts: attach a WorkflowExecutor(engine, ...) first"
-            )
-        return self.executor
-
-    def submit(self, data: Any, *args: Any, **kwargs: Any) -> int:
-        """Put one prompt in the queue, and return its task id."""
-        return self._rollouts().submit(data, *args, **kwargs)
-
-    def wait(self, count: int, timeout: float | None = None) -> dict[str, Any]:
-        """Wait for the next `count` accepted groups, and return these groups as one batch."""
-        return self._rollouts().wait(count, timeout)
-
-    def wait_for_task(self, task_id: int, timeout: float | None = None) -> dict[str, Any] | None:
-        """Wait for one submitted group, and return the group, or None if it was rejected."""
-        return self._rollouts().wait_for_task(task_id, timeout)
-
-    def rollout_batch(self, data: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Run all prompts of `data`, and return their accepted groups as one batch."""
-        return self._rollouts().rollout_batch(data, *args, **kwargs)
-
-    def prepare_batch(self, dataloader: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return the next training batch, while groups of later batches continue to run."""
-        return self._rollouts().prepare_batch(dataloader, *args, **kwargs)

@@ -1,48 +1,23 @@
-"""Send new weights to running servers, in one of three ways.
+"""Send new weights to running servers.
 
-- **disk**: the trainer writes a Hugging Face directory, and each server reads the directory (POST
-  /update_weights_from_disk). Mode disk needs only a shared file system. `from_pretrained` can also read the directory.
-  If all processes run on one machine, `weight_update.path=/dev/shm/new` keeps the files in memory.
+`disk`: the trainer writes a Hugging Face folder and every server reads it. It needs a shared file
+system, and /dev/shm serves one machine at the speed of memory. `distributed`: trainer and servers
+join one NCCL or gloo group, and the trainer broadcasts its tensors.
 
-- **distributed**: the trainer and the servers join one NCCL or gloo group, and the trainer broadcasts the tensors.
+    write_weights              mode disk: while the servers still generate
+    pause                      the servers stop generating
+    label "7-incomplete"       from now on every engine refuses their tokens
+    disk or distributed        every server loads the weights and drops its old KV cache
+    label "7"                  in mode disk, the load itself sets it
+    set_version(7), resume     the gate admits new groups, and the servers go on
 
-- **tensor**: the trainer and a server share a GPU. The trainer sends handles of its tensors (CUDA IPC), and the server
-  copies the tensors. Without a GPU the request contains the tensors themselves.
-
-**Order.** The training loop makes an update in this order:
-
-    write_weights                  mode disk: rank 0 writes the directory while the servers still generate
-    pause                          the servers stop generating (without a pause, the update would wait for all requests)
-    label "7-incomplete"           `send` begins: from now on every engine (engine.py) refuses the servers' tokens
-    disk, distributed or tensor    every server loads the new weights and drops the KV cache of the old weights
-    label "7"                      `send` ends: every server has all weights (in mode disk, the load sets this label)
-    set_version(7)                 the staleness gate admits rollouts that start with version 7
-    resume                         the servers continue (if the trainer fails earlier, `destroy` lets them continue)
-
-In pause mode `in_place` the servers keep the KV cache, because running requests use it (`flush_cache` is off).
-
-**If the update to version 7 fails** half way, a server may have weights of both versions. SGLang then keeps the label
-6, so `send` sets the label "7-incomplete" before it sends the weights. An engine refuses a label that is not a number.
-
-**Files.** The trainer writes a directory under a temporary name, and renames the directory when all files are complete,
-so no server can read an incomplete directory. After a crash, the next write deletes the incomplete directory. After all
-servers have loaded a version, the trainer deletes the directories of all other versions.
-
-**Buckets.** In modes distributed and tensor, `named_buckets` gathers a sharded model in buckets of at most `bucket_mb`
-MiB. A tensor of more than `bucket_mb` MiB has a bucket of its own. `named_buckets` frees each bucket before it gathers
-the next, so no rank ever holds the whole model.
-
-**The process group** of mode distributed exists only during one update, so the loss of a server between two updates
-affects no group. Making a group with gloo takes 20 ms on one machine. With NCCL, creating the group, broadcasting and
-destroying the group each block a rank until all ranks do the same. Therefore a thread sends the request to the servers
-(`meanwhile`), while the trainer makes its own NCCL call.
-
-**Not promised.** A power failure may destroy the files of mode disk. A run that recovers writes new files.
+If an update fails half way, some servers have version 7 and some 6; the label stays, and the run
+ends. A folder appears under its name only when it is complete. The group of mode distributed lives
+for one update, so a server may come and go between two. With NCCL, making the group, broadcasting
+and leaving block every rank until all do the same, so a thread makes the request to the servers
+meanwhile.
 """
 
-import base64
-import io
-import pickle
 import re
 import shutil
 import socket
@@ -50,81 +25,61 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from multiprocessing.reduction import ForkingPickler
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from inference.group import BUCKET_TIMEOUT, join_group
 
 if TYPE_CHECKING:
     import torch
 
-PostAll = Callable[..., list[dict[str, Any]]]  # the type of Servers.post_all(path, body, timeout)
-Bucket = list[tuple[str, "torch.Tensor"]]  # tensors with their names in the Hugging Face checkpoint
+PostAll = Callable[..., list[dict[str, Any]]]  # Servers.post_all(path, body, timeout)
+Bucket = list[tuple[str, "torch.Tensor"]]  # tensors with their names in the checkpoint files
 
-LOAD_TIMEOUT = 3600.0  # seconds that the slowest server may take to load a directory
-WEIGHT_FILES = (
-    ".safetensors",
-    ".bin",
-    ".pt",
-    ".pth",
-    ".gguf",
-    ".index.json",
-)  # endings of files with weights
-PARTIAL = ".partial"  # suffix of a directory that is not complete yet
+LOAD_TIMEOUT = 3600.0  # seconds for the slowest server to load a folder
+BUCKET_TIMEOUT = 600.0  # seconds to broadcast a bucket, or to wait for all ranks
+BUCKET_MB = 512.0
+WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
+PARTIAL = ".partial"
 
 
 @dataclass(frozen=True)
 class WeightUpdateMeta:
-    """The settings of one weight update: which version to send, and in which way."""
+    """How to send, and which version."""
 
-    mode: str = "disk"  # `disk`, `distributed` or `tensor`
-    path: str = ""  # folder that contains the directories v{version} (mode disk)
-    version: int | None = (
-        None  # policy version of the new weights; None: the next version of the trainer
-    )
-    bucket_mb: float = 512.0  # largest size of a bucket in MiB (modes distributed and tensor)
-    address: str = (
-        "127.0.0.1"  # address at which the servers reach rank 0 of the trainer (mode distributed)
-    )
-    flush_cache: bool = True  # True if servers drop the KV cache of the old weights
+    mode: str = "disk"  # or `distributed`
+    path: str = ""  # mode disk: the folder of the folders v{version}
+    version: int | None = None
+    address: str = "127.0.0.1"  # mode distributed: where the servers reach rank 0
+    flush_cache: bool = True  # drop the KV cache of the old weights
 
     def with_version(self, version: int) -> "WeightUpdateMeta":
-        """Return a copy of these settings for version `version`."""
         return replace(self, version=version)
 
     @property
     def directory(self) -> Path:
-        """The directory of this version's checkpoint."""
         return Path(self.path).absolute() / f"v{self.version}"
 
 
-# Functions that gather the weights of the sharded model and write checkpoints
+# ---- the trainer's side: gather the weights of a sharded model, and write them
 
 
-def named_buckets(model: Any, dtype: "torch.dtype", bucket_mb: float) -> Iterator[Bucket]:
-    """Yield all weights of a model in buckets of at most `bucket_mb` MiB.
+def named_buckets(
+    model: Any, dtype: "torch.dtype", bucket_mb: float = BUCKET_MB
+) -> Iterator[Bucket]:
+    """Yield all weights in buckets of at most `bucket_mb` MiB, so that no rank holds the whole model.
 
-    Every rank must request all buckets, because all ranks together gather each sharded tensor. Floating-point tensors
-    are converted to `dtype` before they are gathered. When the caller requests the next bucket, the function empties
-    the previous bucket.
-
-    The yielded tensors have the names and shapes of the checkpoint files, because a server skips unknown names. In
-    memory, transformers fuses the experts of a mixture-of-experts model. `revert_weight_conversion` splits the fused
-    experts. FSDPEngine refuses a model if transformers splits one tensor of the checkpoint files into several tensors.
+    All ranks ask for all buckets, because they gather each tensor together. A bucket is emptied when
+    the next is asked for. Names and shapes are those of the checkpoint files: transformers fuses
+    the experts of a mixture in memory, and a server skips names that it does not know.
     """
     from torch.distributed.tensor import DTensor
     from transformers.core_model_loading import revert_weight_conversion as revert
 
     state = model.state_dict()
-    tensors = [
-        *model.named_parameters(),
-        *model.named_buffers(),
-    ]  # a tied tensor is listed only once
-    names = [name for name, _ in tensors if name in state]
+    tensors = [*model.named_parameters(), *model.named_buffers()]  # a tied tensor comes once
     bucket: Bucket = []
     size = 0.0
-    for name in names:
+    for name in (name for name, _ in tensors if name in state):
         shard = state[name].detach()
         shard = shard.to(dtype if shard.is_floating_point() else shard.dtype)
         mb = shard.numel() * shard.element_size() / 2**20
@@ -132,9 +87,8 @@ def named_buckets(model: Any, dtype: "torch.dtype", bucket_mb: float) -> Iterato
             yield bucket
             bucket.clear()
             size = 0.0
-        bucket += revert(
-            model, {name: shard.full_tensor() if isinstance(shard, DTensor) else shard}
-        ).items()
+        whole = shard.full_tensor() if isinstance(shard, DTensor) else shard
+        bucket += revert(model, {name: whole}).items()
         size += mb
     yield bucket
     bucket.clear()
@@ -143,16 +97,11 @@ def named_buckets(model: Any, dtype: "torch.dtype", bucket_mb: float) -> Iterato
 def write_checkpoint(
     state: Mapping[str, "torch.Tensor"], source_dir: str | Path, target: str | Path
 ) -> Path:
-    """Write a Hugging Face directory at `target` and return its path. The directory appears only when it is complete.
-
-    The file model.safetensors contains the tensors of `state`, each with its own name and dtype. The function copies
-    all files without weights, such as the configuration and the tokenizer, from `source_dir`.
-    """
+    """Write a Hugging Face folder, with the files of `source_dir` that hold no weights."""
     from safetensors.torch import save_file
 
-    # 1. Delete incomplete directories that a crash has left, and write the new directory under a temporary name.
     target = Path(target).absolute()
-    for left in target.parent.glob(f"*{PARTIAL}"):
+    for left in target.parent.glob(f"*{PARTIAL}"):  # by a run that was killed
         shutil.rmtree(left)
     partial = target.with_name(target.name + PARTIAL)
     partial.mkdir(parents=True)
@@ -161,65 +110,41 @@ def write_checkpoint(
             shutil.copy(file, partial)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
     save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
-
-    # 2. Rename the directory.
-    if target.exists():  # a recovered run writes its last version a second time
+    if target.exists():
         shutil.rmtree(target)
     partial.replace(target)
     return target
 
 
-# Functions that send the weights to the servers: `send` calls one of the three update_from_* functions.
+# ---- to the servers
 
 
 def send(
     meta: WeightUpdateMeta, post_all: PostAll, buckets: Iterable[Bucket] | None = None
 ) -> None:
-    """Send version `meta.version` to all servers, from disk or from `buckets`.
+    """Send version `meta.version` to all servers, from its folder or from `buckets`.
 
-    Raises RuntimeError with the errors of all failed servers. If an update fails, the engines refuse the tokens of all
-    servers until a later update succeeds.
+    Raises EngineError with the errors of all servers that failed.
     """
-    # 1. Check the arguments before any server is called.
-    if meta.mode not in SENDERS:
-        raise ValueError(
-            f"weight_update.mode is {meta.mode!r}, but the modes are: {', '.join(SENDERS)}"
-        )
     if meta.mode == "disk" and not meta.directory.is_dir():
-        raise FileNotFoundError(
-            f"{meta.directory} is not there: write_checkpoint comes before update_weights"
-        )
-    if meta.mode != "disk" and buckets is None:
-        raise ValueError(
-            f"weight_update.mode={meta.mode} sends tensors, but none were given: pass named_buckets(...)"
-        )
-
-    # 2. Send the weights. While the label of a server ends in "-incomplete", every engine refuses the server's tokens.
+        raise FileNotFoundError(f"{meta.directory}: write_checkpoint comes before the update")
     label(post_all, f"{meta.version}-incomplete")
-    SENDERS[meta.mode](meta, post_all, buckets or ())
-    if (
-        meta.mode != "disk"
-    ):  # in mode disk, the request that loads the weights has already set the label
+    if meta.mode == "disk":
+        update_from_disk(meta, post_all)
+    else:
+        update_from_distributed(meta, post_all, buckets or ())
         label(post_all, str(meta.version))
 
 
 def label(post_all: PostAll, version: str, abort: bool = False) -> None:
-    """Set the version that all servers report for new tokens. If `abort` is true, abort all requests of the servers."""
+    """Set the version that the servers report from now on; `abort` ends what they generate."""
     post_all("/update_weight_version", {"new_version": version, "abort_all_requests": abort})
 
 
-def update_from_disk(meta: WeightUpdateMeta, post_all: PostAll, _: Iterable[Bucket]) -> None:
-    """Let all servers load `meta.directory` in parallel, then delete the directories of all other versions.
-
-    If a server fails, no directory is deleted, because another server may still be loading.
-    """
-    body = {
-        "model_path": str(meta.directory),
-        "abort_all_requests": False,
-        "flush_cache": meta.flush_cache,
-    }
-    # One request changes the weights and the label of a server, so the label changes exactly when the weights change.
-    body["weight_version"] = str(meta.version)
+def update_from_disk(meta: WeightUpdateMeta, post_all: PostAll) -> None:
+    """Let all servers load the folder, then delete the folders of other versions."""
+    body = {"model_path": str(meta.directory), "weight_version": str(meta.version)}
+    body |= {"abort_all_requests": False, "flush_cache": meta.flush_cache}
     post_all("/update_weights_from_disk", body, timeout=LOAD_TIMEOUT)
     for other in meta.directory.parent.glob("v*"):
         if other != meta.directory and other.name[1:].isdecimal():
@@ -229,47 +154,33 @@ def update_from_disk(meta: WeightUpdateMeta, post_all: PostAll, _: Iterable[Buck
 def update_from_distributed(
     meta: WeightUpdateMeta, post_all: PostAll, buckets: Iterable[Bucket]
 ) -> None:
-    """Make one new process group of this process (rank 0) and all GPUs of all servers, and broadcast all buckets."""
+    """Make a group of this process (rank 0) and every GPU of every server; broadcast the buckets."""
     import torch
 
-    # 1. Plan the group. The trainer has rank 0 in the group. The ranks of a server begin at the server's rank_offset.
     infos = post_all("/server_info")
     sizes = [info["tp_size"] for info in infos]
     on_gpus = torch.cuda.is_available() and all(info["device"] == "cuda" for info in infos)
     backend, device = ("nccl", "cuda") if on_gpus else ("gloo", "cpu")
     with socket.create_server(("", 0)) as free:
         port = free.getsockname()[1]
-    group_name, world = f"weights-{meta.version}-{port}", 1 + sum(sizes)
-    meeting = {
-        "master_address": meta.address,
-        "master_port": port,
-        "world_size": world,
-        "group_name": group_name,
-    }
-    bodies = [
-        {**meeting, "backend": backend, "rank_offset": 1 + sum(sizes[:i])}
-        for i in range(len(sizes))
-    ]
-
-    # 2. Join the group, broadcast the buckets, and end the group.
+    name, world = f"weights-{meta.version}-{port}", 1 + sum(sizes)
+    meeting = {"master_address": meta.address, "master_port": port, "group_name": name}
+    meeting |= {"world_size": world, "backend": backend}
+    bodies = [meeting | {"rank_offset": 1 + sum(sizes[:i])} for i in range(len(sizes))]
     with meanwhile(post_all, "/init_weights_update_group", bodies):
-        group = join_group(meta.address, port, 0, world, group_name, backend)
-    body = {"group_name": group_name, "flush_cache": meta.flush_cache}
+        group = join_group(meta.address, port, 0, world, name, backend)
+    body = {"group_name": name, "flush_cache": meta.flush_cache}
     with update_session(infos, post_all):
         for bucket in buckets:
-            broadcast(group, [(name, tensor.to(device)) for name, tensor in bucket], body, post_all)
-    with meanwhile(post_all, "/destroy_weights_update_group", {"group_name": group_name}):
+            broadcast(group, [(n, tensor.to(device)) for n, tensor in bucket], body, post_all)
+    with meanwhile(post_all, "/destroy_weights_update_group", {"group_name": name}):
         group.shutdown()
 
 
 @contextmanager
 def meanwhile(post_all: PostAll, path: str, body: Any) -> Iterator[None]:
-    """Send `body` to all servers in a thread while the `with` block runs. At the end of the `with` block, wait for the
-    servers' answers.
-
-    If a server refuses the request, the `with` block may fail, too, because it waits for the server's ranks. If both
-    fail, the caller gets the error of the request.
-    """
+    """Make a request to all servers in a thread while the block runs. Its error wins over the
+    block's, which may only be a consequence."""
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(post_all, path, body, timeout=BUCKET_TIMEOUT)
         try:
@@ -279,84 +190,39 @@ def meanwhile(post_all: PostAll, path: str, body: Any) -> Iterator[None]:
 
 
 def broadcast(group: Any, bucket: Bucket, body: dict[str, Any], post_all: PostAll) -> None:
-    """Send the servers the names, dtypes and shapes of a bucket's tensors, and broadcast the tensors at the same
-    time."""
+    """Tell the servers what comes, and broadcast it."""
     described = {
         "names": [name for name, _ in bucket],
         "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
         "shapes": [list(tensor.shape) for _, tensor in bucket],
     }
     with meanwhile(post_all, "/update_weights_from_distributed", body | described):
-        sent = [group.broadcast(tensor.contiguous(), 0) for _, tensor in bucket]
-    for work in sent:
-        work.wait()
-
-
-def update_from_tensor(
-    meta: WeightUpdateMeta, post_all: PostAll, buckets: Iterable[Bucket]
-) -> None:
-    """Send every bucket to all servers. The servers copy the tensors.
-
-    Each GPU of each server gets its own handles, because torch expects exactly one receiver for each handle.
-    """
-    infos = post_all("/server_info")
-    with update_session(infos, post_all):
-        for bucket in buckets:
-            handles = [
-                [serialise(bucket, info["device"]) for _ in range(info["tp_size"])]
-                for info in infos
-            ]
-            bodies = [
-                {"serialized_named_tensors": own, "flush_cache": meta.flush_cache}
-                for own in handles
-            ]
-            post_all("/update_weights_from_tensor", bodies, timeout=BUCKET_TIMEOUT)
-
-
-SENDERS = {
-    "disk": update_from_disk,
-    "distributed": update_from_distributed,
-    "tensor": update_from_tensor,
-}
+        for work in [group.broadcast(tensor.contiguous(), 0) for _, tensor in bucket]:
+            work.wait()
 
 
 def update_session(infos: list[dict[str, Any]], post_all: PostAll) -> ExitStack:
-    """Tell the servers that an update begins. Return a context manager that tells them at its exit that the update has
-    ended. If a server's SGLang is older than 0.5.20, which introduced the two routes, tell the servers nothing."""
+    """Begin an update, and end it with the block. SGLang knows these routes since 0.5.20."""
     session = ExitStack()
-    if all(
-        tuple(map(int, re.findall(r"\d+", info["version"])[:3])) >= (0, 5, 20) for info in infos
-    ):
+    versions = [re.findall(r"\d+", info["version"])[:3] for info in infos]
+    if all(tuple(map(int, version)) >= (0, 5, 20) for version in versions):
         post_all("/begin_weight_update", {})
         session.callback(post_all, "/end_weight_update", {})
     return session
 
 
-def serialise(bucket: Bucket, device: str = "cpu") -> str:
-    """Return a bucket as base64 text in the format of SGLang's MultiprocessingSerializer.
+def join_group(address: str, port: int, rank: int, world: int, name: str, backend: str) -> Any:
+    """Join a process group, apart from torch's default one. Rank 0 listens at address and port.
 
-    If the server has device "cuda", the text contains a handle of each tensor on a GPU. For any other tensor, the text
-    contains the tensor's bytes.
+    The keys of the store get the three prefixes that torch.distributed gives them in SGLang, so
+    both find each other.
     """
-    if device == "cuda" and any(tensor.is_cuda for _, tensor in bucket):
-        import torch
-        from torch.multiprocessing.reductions import reduce_tensor
+    import torch.distributed as dist
 
-        def by_uuid(tensor: torch.Tensor) -> tuple[Any, tuple[Any, ...]]:
-            """Make a handle that names the tensor's GPU by UUID. A server may number the GPUs differently than the
-            trainer."""
-            rebuild, arguments = reduce_tensor(
-                tensor
-            )  # argument 6 of `rebuild_cuda_tensor` is the GPU's number.
-            # SGLang accepts a UUID in place of the GPU's number.
-            uuid = str(torch.cuda.get_device_properties(arguments[6]).uuid)
-            return rebuild, (*arguments[:6], uuid, *arguments[7:])
-
-        stream = io.BytesIO()
-        pickler: Any = ForkingPickler(stream)
-        pickler.dispatch_table = {**pickler.dispatch_table, torch.Tensor: by_uuid}
-        pickler.dump(bucket)
-        pickled = stream.getvalue()
-    else:  # a pickled view contains the view's whole storage, so each tensor is copied before it is pickled
-        pickled = pickle.dumps([(name, tensor.cpu().clone()) for name, tensor in bucket])
-    return base64.b64encode(pickled).decode()
+    timeout = timedelta(seconds=BUCKET_TIMEOUT)
+    store: Any = dist.TCPStore(address, port, world, rank == 0, timeout)
+    for prefix in (name, f"{name}/", "cuda/" if backend == "nccl" else "cpu/"):
+        store = dist.PrefixStore(prefix, store)
+    if backend == "nccl":
+        return dist.ProcessGroupNCCL(store, rank, world, dist.ProcessGroupNCCL.Options())
+    return dist.ProcessGroupGloo(store, rank, world, timeout)

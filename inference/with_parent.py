@@ -1,0 +1,34 @@
+"""`python -m inference.with_parent [--api-key] COMMAND ...` runs a command that ends with us.
+
+SGLang has no option for this. When our parent is gone, the command gets SIGTERM, and three seconds
+later its whole process group SIGKILL, so start this in a session of its own. With --api-key, the
+first line of standard input becomes the command's last word, --api-key=KEY.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+from inference.serve import follow_parent
+
+
+def main(words: list[str]) -> int:
+    if words[0] == "--api-key":
+        words = [*words[1:], f"--api-key={sys.stdin.readline().strip()}"]
+    child = subprocess.Popen(words, stdin=subprocess.DEVNULL)
+
+    def end(*_: object) -> None:
+        child.terminate()
+        threading.Timer(3.0, os.killpg, (0, signal.SIGKILL)).start()
+
+    signal.signal(signal.SIGTERM, end)
+    follow_parent(end)
+    code = child.wait()
+    return code if code >= 0 else 128 - code
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    os._exit(code)
