@@ -1,0 +1,328 @@
+"""Write report.html: a run, or two side by side, as one page without a server and without network.
+
+`python -m extras.report runs/guess/one` writes runs/guess/one/report.html, and with a second folder
+runs/guess/other it writes runs/guess/one/beside-other.html. The callback extras.report.Report
+writes the page every few steps, and once more when the run ends, also after Ctrl-C or a failure.
+The page is made from the files of the run alone, so a crashed run has one, too:
+
+    metrics.jsonl   the curves and the lags
+    trace.json      the timeline: the trainer's phases, the prompt groups, the weight updates
+    tokens/         the trajectories: each token's version, log-probabilities and advantage
+    config.yaml     the keys of the loss, which say which tokens were clipped
+    doctor.jsonl    the doctor's findings
+
+Here the files become one JSON object; the script in report.html draws it. To stay small, a page has
+at most MAX_TOKENS tokens of MAX_STEPS steps, and so perhaps only some rows of a group. The rewards
+are those of all rows.
+"""
+
+import json
+import math
+import sys
+import time
+from collections import defaultdict
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from extras import Record, read_config, read_records
+from extras.trace import Trace
+from run.config import PPOActorConfig
+from training.proximal import interpolation, loglinear
+
+MAX_STEPS, MAX_TOKENS, MAX_GROUPS = 24, 60_000, 4000  # of a page
+FILES = ("metrics.jsonl", "trace.json", "tokens")  # a run has at least one of them
+# The (B, T) tensors that the page shows, and the keys that decide what the loss does to a token.
+COLUMNS = "input_ids versions turn_ids turn_rewards logprobs prox_logp theta_logp advantages states"
+CLIPS = "use_decoupled_loss eps_clip eps_clip_higher c_clip behave_imp_weight_cap"
+TEMPLATE = Path(__file__).with_suffix(".html")
+INTERVAL = 10  # steps between two reports of a run
+TIME_SHARE = 0.02  # a report is skipped while the earlier ones took more of the run's time
+
+
+def spread(items: list, count: int) -> list:
+    """At most `count` evenly spaced items, the first and the last among them."""
+    last = len(items) - 1
+    return [items[round(k)] for k in torch.linspace(0, last, min(count, last + 1)).tolist()]
+
+
+def clean(value: Any) -> Any:
+    """Floats with five digits. NaN and infinity become None: JSON has neither."""
+    if isinstance(value, float):
+        return float(f"{value:.5g}") if math.isfinite(value) else None
+    return [clean(x) for x in value] if isinstance(value, list) else value
+
+
+# ---- the timeline
+
+
+def read_timeline(records: list[Record]) -> Record:
+    """The parts of a trace. Times are seconds since its first record.
+
+    phases: [name, begin, duration], without a gap. weights: [time, version]. groups: {task, lane,
+    begin, end, used, state, versions, reward}, where `used` is when a step took the group.
+    """
+    zero = min((record["ts"] for record in records if "ts" in record), default=0)
+    spans: list[list] = []
+    starts, weights, end = [], [], ""
+    groups: dict[str, Record] = {}
+    last = 0.0
+    for record in records:
+        kind, args = record.get("ph", ""), record.get("args", {})
+        time = (record.get("ts", zero) - zero) / 1e6
+        last = max(last, time + record.get("dur", 0) / 1e6)
+        if kind == "X":
+            spans.append([record["name"], time, record["dur"] / 1e6])
+        elif kind == "M" and args.get("name") == "trainer":
+            starts.append(time)
+        elif kind == "i" and "version" in args:
+            weights.append([time, args["version"]])
+        elif kind == "i":
+            end = args.get("error", "")
+        elif kind == "b":
+            groups[record["id"]] = {"task": args["task"], "begin": time, "state": "running"}
+        elif group := groups.get(record.get("id", "")):
+            group |= args | {"e": {"end": time}, "n": {"state": record["name"]}}[kind]
+            group |= {"used": time} if record["name"] == "consume" else {}
+    return {
+        "phases": clean(fill_gaps(spans, starts, last)),
+        "weights": clean(weights),
+        "groups": pack(list(groups.values())[-MAX_GROUPS:], last),
+        "seconds": last,
+        "end": end,
+    }
+
+
+def fill_gaps(spans: list[list], starts: list[float], last: float) -> list[list]:
+    """The phases in order, and one more in each gap of more than 1 ms between 0 and `last`.
+
+    A gap is "start" at the beginning, "not running" around a restart, "stop" at the end, and
+    "other" between two phases. A phase that a kill has cut is not in the trace: it is a gap.
+    """
+    phases, now = [], 0.0
+    for span in [*sorted(spans, key=lambda span: span[1]), ["", last, 0.0]]:
+        if span[1] - now > 1e-3:
+            restarted = any(now < start <= span[1] for start in starts)
+            name = "not running" if restarted else "other" if span[0] else "stop"
+            phases.append([name if now else "start", now, span[1] - now])
+        phases.append(span)
+        now = max(now, span[1] + span[2])
+    return phases[:-1]
+
+
+def pack(groups: list[Record], last: float) -> list[Record]:
+    """Give each group the first lane that is free at its start. A running group ends at `last`."""
+    ends: list[float] = []
+    for group in sorted(groups, key=lambda group: group["begin"]):
+        end = group.setdefault("end", last)
+        lane = next((k for k, free in enumerate(ends) if free <= group["begin"]), len(ends))
+        ends[lane : lane + 1] = [end]  # appends the end if the lane is new
+        group |= {"lane": lane, "begin": clean(group["begin"]), "end": clean(end)}
+        if rewards := group.pop("rewards", None):
+            group["reward"] = clean(sum(rewards) / len(rewards))
+    return groups
+
+
+# ---- the trajectories
+
+
+def token_states(batch: dict[str, Tensor], keys: PPOActorConfig) -> Tensor:
+    """0 untrained, 1 trained, 2 clipped, 3 dropped for its behaviour weight, (B, T).
+
+    This is the default loss (ppo.py) in the last optimizer step on the batch.
+    """
+    theta, prox, A = batch["theta_logp"], batch["prox_logp"], batch["advantages"]  # (B, T)
+    # u = pi_theta / pi_prox; clipped where min(u A, clip(u) A) is not u A, or is below c A
+    u = (theta - prox).exp()
+    higher = keys.eps_clip if keys.eps_clip_higher is None else keys.eps_clip_higher
+    states = torch.ones_like(A, dtype=torch.int)
+    states[(A > 0) & (u > 1 + higher) | (A < 0) & (u < 1 - keys.eps_clip)] = 2
+    states[(A < 0) & (u > (keys.c_clip or torch.inf))] = 2
+    # w = pi_prox / pi_behav; standard PPO has none
+    if keys.use_decoupled_loss and keys.behave_imp_weight_cap:
+        states[(prox - batch["logprobs"]).exp() > keys.behave_imp_weight_cap] = 3
+    return states * (batch["loss_mask"] > 0)
+
+
+def read_step(
+    path: Path, keys: PPOActorConfig, budget: int, words: dict[str, str]
+) -> Record | None:
+    """A step's groups, and the turns that `budget` tokens allow; None for a damaged file.
+
+    The texts of the shown tokens are added to `words`.
+    """
+    try:
+        with safe_open(path, "pt") as file:
+            batch = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+            texts = json.loads((file.metadata() or {}).get("words", "{}"))
+    except (SafetensorError, OSError):
+        return None
+    step, old = int(path.stem), batch["logprobs"]
+    if "prox_logp" not in batch:  # standard PPO without a forward pass, or pi_prox is estimated
+        fraction = batch["step_fraction"][:, None]
+        alpha = interpolation(batch["versions"], step - 1, fraction)  # (B, T)
+        estimate = loglinear(old, batch["theta_logp"], alpha)
+        batch["prox_logp"] = estimate if keys.use_decoupled_loss else old
+    batch["states"] = token_states(batch, keys)
+    rows_of = defaultdict(list)  # a task's rows, in order
+    for row, task in enumerate(batch["task_ids"].tolist()):
+        rows_of[task].append(row)
+    groups = []
+    for task, rows in rows_of.items():
+        signal, rewards = bool(batch["advantages"][rows].any()), batch["rewards"][rows].tolist()
+        groups.append({"task": task, "rewards": clean(rewards), "signal": signal})
+    # The first row of every group, then the second of every group, until the budget is spent.
+    order = sorted((k, task, row) for task, rows in rows_of.items() for k, row in enumerate(rows))
+    turns, paths = list[Record](), dict[tuple[int, int], list]()
+    for k, task, row in order:
+        real = batch["attention_mask"][row]
+        budget -= int(real.sum())
+        if budget < 0 and turns:
+            break
+        lists = {key: clean(batch[key][row][real].tolist()) for key in COLUMNS.split()}
+        above = paths.get((task, int(batch["parents"][row])), [])
+        paths[task, k] = add_turns(turns, lists, above, {"task": task, "row": k})
+    words |= {str(i): texts.get(str(i), f"#{i}") for turn in turns for i in turn["ids"]}
+    for turn in turns:
+        del turn["whole"]
+    return {"step": step, "groups": groups, "turns": turns}
+
+
+def add_turns(turns: list[Record], row: Record, above: list[int], names: Record) -> list[int]:
+    """Append a row's turns to `turns`, each with the entries of `names`. Return their positions.
+
+    The row continues the row whose turns are at `above`. A turn that both have is there once, and a
+    turn holds only what comes after its parent turn: new messages, then sampled tokens.
+    """
+    ids, states = row["input_ids"], row["states"]
+    path = [
+        i
+        for i in above
+        if ids[: turns[i]["end"]] == turns[i]["whole"] and not any(states[: turns[i]["end"]])
+    ]
+    begin = turns[path[-1]]["end"] if path else 0
+    for number, run in groupby(range(len(ids)), row["turn_ids"].__getitem__):
+        places = list(run)
+        at, end = places[0], places[-1] + 1
+        if number < 0 or end <= begin:
+            continue
+        earlier = path[-1:] or [i for i in above if turns[i]["turn"] == number - 1] or [-1]
+        turn = names | {
+            "turn": number,
+            "parent": earlier[0],
+            "reward": row["turn_rewards"][at],
+            "ids": ids[begin:end],
+        }
+        turn |= {key: row[key][at:end] for key in ("versions", "advantages", "states")}
+        turn["logps"] = [row[key][at:end] for key in ("logprobs", "prox_logp", "theta_logp")]
+        turns.append(turn | {"prompt": at - begin, "end": end, "whole": ids[:end]})
+        begin, path = end, [*path, len(turns) - 1]
+    return path
+
+
+# ---- the page
+
+
+def read_run(folder: Path, share: float = 1.0) -> Record:
+    """A run's data, with `share` of the tokens of a page. ValueError: the folder holds no run."""
+    if not any((folder / name).exists() for name in FILES):
+        missing = f"{folder} holds no run: {', '.join(FILES)} are missing"
+        raise ValueError(f"{missing}; give a folder such as runs/guess/NAME")
+    lines, config = read_records(folder / "metrics.jsonl"), read_config(folder)
+    actor = vars(getattr(config, "actor", config))
+    keys = PPOActorConfig(**{name: actor[name] for name in CLIPS.split() if name in actor})
+    rollout = getattr(config, "rollout", None)
+    words: dict[str, str] = {}
+    files = [path for path in (folder / "tokens").glob("*.safetensors") if path.is_file()]
+    files = spread(sorted(files), MAX_STEPS)
+    budget = int(MAX_TOKENS * share / max(1, len(files)))
+    steps = [step for file in files if (step := read_step(file, keys, budget, words))]
+    return {
+        "name": "/".join(folder.resolve().parts[-2:]),  # the experiment and the trial
+        "max_steps": getattr(config, "max_steps", None),
+        "eta": getattr(rollout, "max_head_offpolicyness", None),
+        "discount": getattr(getattr(rollout, "openai", None), "turn_discount", None),
+        "metrics": {
+            key: [clean(line.get(key)) for line in lines]
+            for key in dict.fromkeys(key for line in lines for key in line)
+        },
+        "timeline": read_timeline(read_records(folder / "trace.json")),
+        "doctor": [finding["text"] for finding in read_records(folder / "doctor.jsonl")],
+        "steps": steps,
+        "words": words,
+    }
+
+
+def make_page(folders: list[Path]) -> str:
+    """The page of one run or of several. ValueError: a folder holds no run."""
+    runs = [read_run(folder, 1 / len(folders)) for folder in folders]
+    data = json.dumps({"runs": runs}, allow_nan=False, separators=(",", ":"))
+    # Without "<", no text of an agent can close the script element that holds the data.
+    data = data.replace("<", "\\u003c")
+    return TEMPLATE.read_text(encoding="utf-8").replace("{{data}}", data)
+
+
+def write_page(folders: list[Path], path: Path) -> None:
+    """Write the page beside `path` and rename it: never half a page, and never into a pipe."""
+    part = path.with_suffix(".part")
+    part.write_text(make_page(folders), encoding="utf-8")
+    part.replace(path)
+
+
+class Report(Trace):
+    """The callback: a trace of the run, and the page that shows it."""
+
+    seconds, is_first = 0.0, False  # the time spent on reports
+
+    def on_start(self, run: Any) -> None:
+        super().on_start(run)
+        self.is_first = run.rank == 0
+
+    def on_step(self, metrics: Record) -> None:
+        super().on_step(metrics)
+        if metrics["step"] % INTERVAL == 0 and self.seconds <= TIME_SHARE * metrics["wall_s"]:
+            begin = time.monotonic()
+            self.write_report()
+            self.seconds += time.monotonic() - begin
+
+    def on_end(self, error: BaseException | None) -> None:
+        super().on_end(error)
+        self.write_report()
+
+    def write_report(self) -> None:
+        """Write the page. What fails is printed, and the run goes on."""
+        if self.is_first:
+            folder = self.path.parent
+            try:
+                write_page([folder], folder / "report.html")
+            except Exception as error:
+                print(f"no report was written: {error!r}", file=sys.stderr, flush=True)
+
+
+def main(words: list[str]) -> int:
+    """Write the report of one or two folders. Return the exit code."""
+    if "--help" in words:
+        print(__doc__)
+        return 0
+    folders = [Path(word) for word in words]
+    try:
+        if not 1 <= len(folders) <= 2:
+            raise ValueError(
+                "give one run folder, or two to compare: "
+                "python -m extras.report runs/guess/NAME [OTHER]"
+            )
+        name = "report" if len(folders) == 1 else f"beside-{folders[1].resolve().name}"
+        write_page(folders, path := folders[0] / f"{name}.html")
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,96 @@
+"""trace.json: a run as a Chrome trace, for chrome://tracing, ui.perfetto.dev and the report.
+
+It has two tracks. On "rollout" each prompt group is a bar from its start to its finish, with points
+for what became of it, and with its versions and rewards. On "trainer" each step is a row of phases:
+
+    rollout_wait | train | sync | evaluate, or log        weights (an instant, at the end of sync)
+
+The groups come from the executor's listeners as they happen. The phases come from the seconds in
+the step's metrics, laid end to end, so what lies between two phases (a few milliseconds) counts to
+the last one.
+"""
+
+import json
+import os
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from extras import Record, read_records
+
+TRAINER, ROLLOUT = 1, 2  # the ids of the tracks
+END = b"\n]\n"
+PHASES = ("rollout_wait", "train", "sync")
+
+
+class Trace:
+    """Writes the trace while the run goes on. Times are microseconds since 1970.
+
+    Each record overwrites the closing bracket and writes a new one, so a killed run leaves valid
+    JSON. A run that continues keeps its earlier records.
+    """
+
+    def __init__(self, config: Any) -> None:
+        self.path: Path = config.run_dir / "trace.json"
+        self.lock = threading.Lock()  # groups report from the event loop's thread
+        self.file: int | None = None
+        self.end = 0.0  # when the last step ended
+
+    def on_start(self, run: Any) -> None:
+        if run.rank or any(is_traced(listener) for listener in run.executor.listeners):
+            return
+        earlier = read_records(self.path)
+        with suppress(OSError):
+            self.file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+            self.size = os.write(self.file, b"[")  # bytes without END
+        for record in earlier:
+            self.write(record)
+        for tid, name in ((TRAINER, "trainer"), (ROLLOUT, "rollout")):
+            self.write({"ph": "M", "name": "thread_name", "tid": tid, "args": {"name": name}})
+        run.executor.listeners.append(self.on_event)
+
+    def on_event(self, name: str, task_id: int, details: Record) -> None:
+        """An event of a group. All bars have one name, so that a viewer draws them in one track."""
+        phase = {"start": "b", "finish": "e"}.get(name, "n")
+        record = {"ph": phase, "cat": "rollout", "id": f"{os.getpid()}:{task_id}", "tid": ROLLOUT}
+        args = {"task": task_id, **details}
+        self.write(record | {"name": name if phase == "n" else "group", "args": args})
+
+    def on_step(self, metrics: Record) -> None:
+        at = time.time() - metrics["step_s"]
+        seconds = [(name, metrics[f"{name}_s"]) for name in PHASES]
+        rest = metrics["step_s"] - sum(s for _, s in seconds)
+        for name, duration in [*seconds, ("evaluate" if "eval_reward" in metrics else "log", rest)]:
+            span = {"ph": "X", "cat": "trainer", "name": name, "tid": TRAINER}
+            self.write(span | {"ts": at * 1e6, "dur": max(duration, 0.0) * 1e6})
+            at += duration
+            if name == "sync":
+                self.mark("weights", at, version=metrics["step"])
+
+    def on_end(self, error: BaseException | None) -> None:
+        if error is not None:
+            self.mark("end", time.time(), error=repr(error))
+        with self.lock:
+            if self.file is not None:
+                os.close(self.file)
+            self.file = None
+
+    def mark(self, name: str, at: float, **args: Any) -> None:
+        """Write an instant: new weights in the servers, or the failure that ended the run."""
+        instant = {"ph": "i", "s": "g", "cat": "trainer", "name": name, "tid": TRAINER}
+        self.write(instant | {"ts": at * 1e6, "args": args})
+
+    def write(self, record: Record) -> None:
+        record = {"pid": 1, "ts": time.time() * 1e6, **record}
+        with self.lock, suppress(OSError):  # a full disk costs the trace, and not the run
+            if self.file is not None:
+                line = (b",\n" if self.size > 1 else b"\n") + json.dumps(record).encode()
+                os.pwrite(self.file, line + END, self.size)
+                self.size += len(line)
+
+
+def is_traced(listener: Any) -> bool:
+    """Whether this is another Trace, such as a Report: one writes the file."""
+    return isinstance(getattr(listener, "__self__", None), Trace)

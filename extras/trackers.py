@@ -1,0 +1,45 @@
+"""Send the metrics to an experiment tracker: `callbacks=[extras.trackers.Wandb]`, or Trackio.
+
+Both have wandb's interface, and so has any module that a subclass names. A run that continues
+continues in the tracker as well.
+"""
+
+import importlib
+from typing import Any
+
+
+class Tracker:
+    """Rank 0 reports the numbers of each step."""
+
+    module = ""  # what to import; it has init, log and finish
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+        self.tracker: Any = None
+
+    def on_start(self, run: Any) -> None:
+        if run.rank == 0:
+            self.tracker = tracker = importlib.import_module(self.module)
+            tracker.init(
+                project=self.config.experiment_name,
+                name=self.config.trial_name,
+                config=self.config.model_dump(mode="json"),
+                resume="allow",
+            )
+
+    def on_step(self, metrics: dict[str, Any]) -> None:
+        if self.tracker:
+            numbers = {k: v for k, v in metrics.items() if isinstance(v, int | float)}
+            self.tracker.log(numbers, step=metrics["step"])
+
+    def on_end(self, error: BaseException | None) -> None:
+        if self.tracker:
+            self.tracker.finish()
+
+
+class Wandb(Tracker):
+    module = "wandb"
+
+
+class Trackio(Tracker):
+    module = "trackio"

@@ -1,0 +1,521 @@
+"""Each rule of the doctor fires on a sick run, and is silent on a healthy run that is close to it.
+
+Then the doctor of a run, the command, the canary, and the search for a function that blocks the
+event loop. The last tests start real runs.
+"""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from conftest import ROOT
+from hypothesis import given
+from hypothesis import strategies as st
+from runs import SMALL_GUESS, WITH_TEST_MODULES, command
+
+from engine import EngineError
+from extras.doctor import (
+    PAGE,
+    RULES,
+    TEXTS,
+    Canary,
+    Doctor,
+    Strict,
+    Unhealthy,
+    compare_scores,
+    examine,
+    find_blocker,
+    main,
+)
+from run.config import TrainConfig
+from staleness import RolloutStat
+
+CONFIG = TrainConfig.model_validate(
+    {"gconfig": {"n_samples": 20}, "rollout": {"max_head_offpolicyness": 1}}
+)
+HEALTHY: dict[str, Any] = {
+    "success": 0.5,
+    "reward": 0.5,
+    "reward_std": 0.4,
+    "rows": 120,
+    "staleness_max": 1.0,
+    "truncated": 3,
+    "no_signal_share": 0.2,
+    "baseline_bias": 1e-7,
+    "staleness_mean": 0.8,
+    "behave_weight_mean": 0.999,
+    "canary_mismatch": 5e-6,
+    "canary_unchanged": 0,
+    "logp_mismatch": 5e-6,
+    "behave_ess": 0.98,
+    "kl": 0.01,
+    "entropy": 0.6,
+    "grad_norm": 0.3,
+    "accepted": 6,
+    "rejected": 0,
+    "failed": 0,
+    "failed_members": 0,
+    "rollout_wait_s": 1.0,
+    "train_s": 0.5,
+    "step_s": 2.0,
+}
+
+
+def lines_of(count: int, **last: Any) -> list[dict[str, Any]]:
+    """Return `count` healthy lines with changes: a list changes the last ones, a number all."""
+    lines = [{"step": 1 + k, **HEALTHY} for k in range(count)]
+    for name, value in last.items():
+        values = value if isinstance(value, list) else [value] * count
+        for line, one in zip(lines[count - len(values) :], values, strict=True):
+            line[name] = one
+    return lines
+
+
+def rules_that_fire(lines: list[dict[str, Any]], config: Any = CONFIG) -> set[str]:
+    return {finding["rule"] for finding in examine(lines, config)}
+
+
+NAN = float("nan")
+# A rule, the metrics of a sick run, and similar metrics of a healthy one.
+CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("stale_weights", {"canary_mismatch": [2e-3]}, {"canary_mismatch": [0.9e-3]}),
+    ("stale_weights", {"canary_mismatch": [float("inf")]}, {"canary_mismatch": [0.0]}),
+    ("unchanged_weights", {"canary_unchanged": [1, 2]}, {"canary_unchanged": [1, 0]}),
+    ("logp_mismatch", {"logp_mismatch": [2e-3]}, {"logp_mismatch": [0.9e-3]}),
+    ("lag", {"staleness_max": [2.0]}, {"staleness_max": [1.0]}),
+    ("effective_samples", {"behave_ess": [0.4, 0.9, 0.3]}, {"behave_ess": [0.4, 0.6, 0.55]}),
+    ("effective_samples", {"behave_ess": [NAN, NAN, NAN]}, {"behave_ess": [1.0, 1.0, 1.0]}),
+    (
+        "no_correction",
+        {"behave_ess": 1.0, "behave_weight_mean": 1.0},
+        {"behave_ess": 1.0, "behave_weight_mean": 0.9999},
+    ),
+    (
+        "no_correction",
+        {"behave_ess": 1.0, "behave_weight_mean": [0.9, 1.0, 1.0]},
+        {"behave_ess": 1.0},
+    ),
+    (
+        "no_correction",
+        {"behave_ess": 1.0, "behave_weight_mean": 1.0},
+        {"behave_ess": 1.0, "staleness_mean": 0.0},
+    ),
+    ("baseline", {"baseline_bias": [0.06]}, {"baseline_bias": [0.04]}),
+    ("kl", {"kl": [0.3, 0.0, 0.4, 0.0, 40.0]}, {"kl": [0.0, 0.19, 3.0, 40.0, 0.05]}),
+    ("entropy", {"entropy": [0.6] * 5 + [0.1] * 5}, {"entropy": [0.6] * 5 + [0.13] * 5}),
+    (
+        "entropy",
+        {"entropy": [0.6] * 8 + [0.0] * 2},
+        {"entropy": [0.6] * 8 + [0.0] * 2, "success": 0.95},
+    ),
+    ("truncated", {"truncated": [70] * 5}, {"truncated": [100, 50, 50, 50, 40]}),
+    ("no_signal", {"no_signal_share": [0.9] * 5}, {"no_signal_share": [0.9, 0.7, 0.7, 0.7, 0.9]}),
+    (
+        "no_signal",
+        {"no_signal_share": 1.0, "reward_std": 0.0},
+        {"no_signal_share": 1.0, "success": 0.95, "reward_std": 0.0},
+    ),
+    ("zero_gradients", {"grad_norm": [0.0] * 3}, {"grad_norm": [0.0, 0.0, 1e-4]}),
+    (
+        "zero_gradients",
+        {"no_signal_share": [1.0] * 3},
+        {"no_signal_share": [1.0] * 3, "reward_std": [0.0] * 3},
+    ),
+    ("rejection", {"rejected": [30, 30, 30]}, {"rejected": [30, 20, 10]}),
+    (
+        "failing",
+        {"rejected": [1] * 3, "failed": [1] * 3},
+        {"rejected": [1] * 3, "failed": [1, 0, 0]},
+    ),
+    ("failing", {"failed_members": [13] * 3}, {"failed_members": [11] * 3}),
+    ("constant_reward", {"reward_std": 0.0}, {"reward_std": 0.0, "reward": [0.5, 0.5, 0.51]}),
+    ("waiting", {"rollout_wait_s": 1.9}, {"rollout_wait_s": 1.7}),
+]
+
+
+@pytest.mark.parametrize(("rule", "sick", "near"), CASES)
+def test_a_rule_fires_on_the_sick_run_alone(
+    rule: str, sick: dict[str, Any], near: dict[str, Any]
+) -> None:
+    """A rule tells a sick run from a similar healthy one, and waits for all of its steps."""
+    steps = next(each.steps for each in RULES if each.name == rule)
+    assert rule in rules_that_fire(lines_of(steps, **sick))
+    assert rule not in rules_that_fire(lines_of(steps, **near))
+    assert rule not in rules_that_fire(lines_of(steps, **sick)[1:])
+
+
+def test_every_rule_has_a_case_and_an_entry() -> None:
+    """Every rule has a case here, and an entry in docs/doctor.md that names its limit."""
+    names = {rule.name for rule in RULES}
+    assert {name for name, _, _ in CASES} == names
+    assert set(TEXTS) == names | {"blocked_loop"}
+    entries = dict(part.split("\n", 1) for part in PAGE.read_text().split("\n## ")[1:])
+    for rule in RULES:
+        assert f"above {rule.limit:g}" in entries[rule.name], rule.name
+        assert TEXTS[rule.name].count(". ") in (1, 2), "two sentences: the cause and the remedy"
+
+
+def test_the_number_format_sets_the_limit_of_rounding() -> None:
+    """In bfloat16, a log-probability may differ by 0.4 nats, and not by 0.6."""
+    config = TrainConfig.model_validate({"actor": {"dtype": "bfloat16"}})
+    assert rules_that_fire(lines_of(2, logp_mismatch=0.4, canary_mismatch=0.4), config) == set()
+    both = {"logp_mismatch", "stale_weights"}
+    assert rules_that_fire(lines_of(2, logp_mismatch=0.6, canary_mismatch=0.6), config) == both
+
+
+RANGES: dict[str, Any] = {  # of the metrics of healthy runs
+    "success": (0.0, 1.0),
+    "reward": (-1.0, 1.0),
+    "reward_std": (0.01, 1.0),
+    "staleness_max": (0.0, 1.0),
+    "truncated": (0, 60),
+    "no_signal_share": (0.0, 0.8),
+    "canary_mismatch": (0.0, 1e-4),
+    "logp_mismatch": (0.0, 1e-4),
+    "behave_ess": (0.55, 1.0),
+    "kl": (0.0, 0.1),
+    "baseline_bias": (0.0, 0.04),
+    "grad_norm": (1e-4, 100.0),
+    "rejected": (0, 20),
+    "rollout_wait_s": (0.0, 1.7),
+}
+
+
+@st.composite
+def healthy_runs(draw: st.DrawFn) -> list[dict[str, Any]]:
+    """Every metric lies in its range, and the entropy falls by at most a tenth a step."""
+    lines: list[dict[str, Any]] = []
+    for step in range(1, draw(st.integers(1, 25)) + 1):
+        drawn = {
+            k: draw(st.integers(*r) if isinstance(r[0], int) else st.floats(*r))
+            for k, r in RANGES.items()
+        }
+        entropy = (lines[-1]["entropy"] if lines else 2.0) * draw(st.floats(0.9, 1.1))
+        lines.append({**HEALTHY, "step": step, "entropy": entropy, **drawn})
+    return lines
+
+
+@given(healthy_runs())
+def test_healthy_metrics_raise_nothing(lines: list[dict[str, Any]]) -> None:
+    """No rule fires at any step of a healthy run."""
+    assert all(rules_that_fire(lines[:end]) == set() for end in range(1, len(lines) + 1))
+
+
+def test_missing_metrics_silence_a_rule() -> None:
+    """A run of an older revision lacks metrics; its doctor is silent and does not fail."""
+    assert examine([{"step": k} for k in range(1, 30)], CONFIG) == []
+
+
+def test_standard_ppo_and_other_baselines_raise_nothing() -> None:
+    """Standard PPO has no correction, and the batch's mean is no group's baseline."""
+    lines = lines_of(3, behave_ess=1.0, behave_weight_mean=1.0, baseline_bias=0.5)
+    assert rules_that_fire(lines) == {"no_correction", "baseline"}
+    actor = {"use_decoupled_loss": False, "adv_norm": {"mean_level": "batch"}}
+    assert rules_that_fire(lines, TrainConfig.model_validate({"actor": actor})) == set()
+
+
+# ---- the doctor of a run
+
+
+def start(
+    fileroot: Path, kind: type[Doctor] = Doctor, rank: int = 0, last: int = 99, **executor: Any
+) -> tuple[Doctor, SimpleNamespace]:
+    """Return a started doctor and its run, whose servers always have the trainer's weights. The
+    thread of the doctor has nothing to do."""
+    keys = {"fileroot": str(fileroot), "experiment_name": "e", "trial_name": "t"}
+    config = TrainConfig.model_validate(CONFIG.model_dump() | keys)
+    config.run_dir.mkdir(parents=True, exist_ok=True)
+    actor = SimpleNamespace(compute_logp=lambda rows: torch.zeros(rows["input_ids"].shape))
+    engine = SimpleNamespace(score=lambda ids: [[0.0] * len(ids)]) if rank == 0 else None
+    run = SimpleNamespace(rank=rank, step=0, last_step=last, history=[], actor=actor, engine=engine)
+    run.executor = SimpleNamespace(stats=RolloutStat(), loop=None, **executor)
+    doctor = kind(config)
+    doctor.over.set()
+    doctor.on_start(run)
+    return doctor, run
+
+
+IDS = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 0]])
+BATCH = {"input_ids": IDS, "attention_mask": IDS > 0, "temperatures": torch.full((2, 4), 0.5)}
+
+
+def go(doctor: Doctor, run: Any, lines: list[dict[str, Any]]) -> list[dict[str, float]]:
+    """Take the steps of `lines`. Return what the doctor adds to each line."""
+    added = []
+    for line in lines:
+        added.append(doctor.on_batch(BATCH))
+        run.history.append(line | added[-1])
+        doctor.on_step(run.history[-1])
+    return added
+
+
+def test_a_finding_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A rule speaks once a run, also if the run is continued."""
+    for _ in range(2):
+        go(*start(tmp_path), lines_of(3, staleness_max=9.0))
+    [said] = capsys.readouterr().err.splitlines()
+    assert said.startswith("doctor: step 1, lag = 8, limit 0. ")
+    [finding] = map(json.loads, (tmp_path / "e/t/doctor.jsonl").read_text().splitlines())
+    assert finding == {"step": 1, "rule": "lag", "text": said}
+
+
+def test_a_strict_doctor_ends_the_run(tmp_path: Path) -> None:
+    """The rule's text is the run's last word. A slow run is correct, so `waiting` ends nothing."""
+    go(*start(tmp_path / "slow", Strict), lines_of(10, rollout_wait_s=2.0))
+    assert "waiting" in (tmp_path / "slow/e/t/doctor.jsonl").read_text()
+    with pytest.raises(Unhealthy, match="the staleness gate") as caught:
+        go(*start(tmp_path, Strict), lines_of(1, staleness_max=9.0))
+    assert caught.value.is_verdict
+
+
+def test_the_canary_becomes_metrics(tmp_path: Path) -> None:
+    """A line has the verdict on the update before it. No line follows the last update, so its
+    verdict goes to doctor.jsonl alone. Other ranks only compute."""
+    doctor, run = start(tmp_path, last=3)
+    fine = {"canary_mismatch": 0.0, "canary_unchanged": 0}
+    lines = lines_of(2)
+    for line in lines:
+        del line["canary_mismatch"], line["canary_unchanged"]
+    assert go(doctor, run, lines) == [{}, fine]
+    assert not (tmp_path / "e/t/doctor.jsonl").exists()
+    run.engine.score = lambda ids: [[-1.0] * len(ids)]
+    assert go(doctor, run, [HEALTHY | {"step": 3}]) == [fine]
+    [finding] = map(json.loads, (tmp_path / "e/t/doctor.jsonl").read_text().splitlines())
+    assert (finding["step"], finding["rule"]) == (3, "stale_weights")
+    assert go(*start(tmp_path / "other", rank=1), lines_of(3, staleness_max=9.0)) == [{}] * 3
+    assert not (tmp_path / "other/e/t/doctor.jsonl").exists()
+
+
+@pytest.mark.parametrize(("where", "rejected"), [("f (agent.py:3)", 0), (None, 80)])
+def test_a_step_that_never_ends_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str | None, rejected: int
+) -> None:
+    """A blocked loop, or ten rejected batches of eight groups, end a strict run within its step."""
+    failed: list[Exception] = []
+    doctor, run = start(tmp_path, Strict, fail=failed.append)
+    run.executor.stats = RolloutStat(rejected=20)  # before this step
+    monkeypatch.setattr("extras.doctor.find_blocker", lambda *_: where)
+    turns: Iterator[bool] = iter([False, False, True])
+
+    def wait(seconds: float) -> bool:
+        run.executor.stats = RolloutStat(rejected=20 + rejected)
+        return next(turns)
+
+    doctor.over = SimpleNamespace(wait=wait)  # type: ignore[assignment]
+    doctor.watch()
+    [error] = failed
+    rule = "blocked_loop = 5 s in f (agent.py:3)" if where else "rejection = 1, limit 0.8"
+    assert str(error).startswith(f"doctor: step 1, {rule}")
+
+
+def test_the_doctors_thread_ends_with_the_run(tmp_path: Path) -> None:
+    """Nothing of the doctor is left after on_end."""
+    doctor, run = start(tmp_path)
+    doctor.over.clear()
+    doctor.on_start(run)
+    [thread] = [thread for thread in threading.enumerate() if thread.name == "doctor"]
+    doctor.on_end(None)
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+# ---- the command
+
+
+def write_run(folder: Path, lines: list[dict[str, Any]], more: str = "") -> None:
+    keys = {"actor": {"dtype": "float32"}, "rollout": {"max_head_offpolicyness": 1}}
+    (folder / "config.yaml").write_text(yaml.safe_dump(keys))
+    text = "".join(json.dumps(line) + "\n" for line in lines) + more
+    (folder / "metrics.jsonl").write_text(text)
+
+
+def check_afterwards(folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[str]]:
+    code = main([str(folder)])
+    said = capsys.readouterr()
+    return code, (said.out + said.err).splitlines()
+
+
+def test_the_command_checks_a_run_afterwards(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It says which rules fired, when, and which side limits the speed. A line that a kill has cut
+    does not count, and recorded text does not steer the terminal."""
+    lines = lines_of(12, staleness_max=[1.0, 2.0, 3.0], rollout_wait_s=1.6)
+    write_run(tmp_path, lines, '{"step": 13, "rew')
+    code, said = check_afterwards(tmp_path, capsys)
+    assert code == 1
+    assert said[0].startswith("doctor: step 11, lag = 1")
+    assert "12 steps; 1 of 17 rules fire; generation limits the speed (waiting 80%" in said[1]
+    write_run(tmp_path, lines[:1])
+    assert check_afterwards(tmp_path, capsys)[0] == 0
+    finding = {"step": 1, "rule": "blocked_loop", "text": "\x1b[2Jin f"}
+    (tmp_path / "doctor.jsonl").write_text(json.dumps(finding) + "\n")
+    assert check_afterwards(tmp_path, capsys)[1][0] == "\\x1b[2Jin f"
+
+
+@pytest.mark.parametrize("text", [None, "", '{"rew', "a pipe"])
+def test_the_command_refuses_in_one_line(tmp_path: Path, text: str | None) -> None:
+    """A folder without a step is no run."""
+    if text == "a pipe":
+        os.mkfifo(tmp_path / "metrics.jsonl")
+    elif text is not None:
+        (tmp_path / "metrics.jsonl").write_text(text)
+    words = [sys.executable, "-m", "extras.doctor", str(tmp_path)]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert "metrics.jsonl" in done.stderr
+
+
+# ---- the canary
+
+
+def test_scores_of_the_canary() -> None:
+    """A server without the new weights differs from the trainer, or keeps all of its bits."""
+    old, new = torch.tensor([0.0, -1.0]), torch.tensor([0.0, -1.5])
+    before = torch.stack([old, old, old])  # the trainer and two servers
+
+    def verdict(*now: torch.Tensor) -> tuple[float, float]:
+        found = compare_scores(before, torch.stack(now))
+        return found["canary_mismatch"], found["canary_unchanged"]
+
+    assert verdict(new, new, new) == (0.0, 0)
+    assert verdict(new, new, old) == (0.5, 1)
+    assert verdict(old, old, old) == (0.0, 0), "the trainer has not moved"
+    assert verdict(new, new, torch.tensor([0.0, float("nan")])) == (float("inf"), 0)
+    assert compare_scores(torch.empty(0), before)["canary_unchanged"] == 0, "the first update"
+
+
+def test_the_trainer_does_not_wait_for_the_canary() -> None:
+    """A busy server delays nothing but its own verdict; one that does not answer gives none. Any
+    other error is a bug, and is raised."""
+    answers, seen = threading.Event(), list[dict[str, torch.Tensor]]()
+
+    def compute_logp(rows: dict[str, torch.Tensor]) -> torch.Tensor:
+        seen.append(rows)
+        return torch.zeros(rows["input_ids"].shape)
+
+    def score(ids: list[int]) -> list[list[float]]:
+        answers.wait()
+        return [[0.0] * len(ids), [0.5] * len(ids)]
+
+    engine = SimpleNamespace(score=score)
+    canary = Canary(SimpleNamespace(compute_logp=compute_logp), engine)
+    assert canary.finish() == {}
+    long = {key: x.repeat(2, 9) for key, x in BATCH.items()}
+    canary.start(long)
+    assert [answer.done() for answer in canary.asked] == [False, False]
+    assert {x.shape for x in seen[0].values()} == {(2, 16)}
+    assert (seen[0]["temperatures"] == 1).all()
+    answers.set()
+    assert canary.finish() == {"canary_mismatch": 0.5, "canary_unchanged": 0}
+    assert canary.before.shape == (3, 16 + 12)
+
+    def fail(error: Exception) -> Any:
+        raise error
+
+    engine.score = lambda ids: fail(EngineError("gone", 503))
+    canary.start(long)
+    assert canary.finish() == {}
+    engine.score = lambda ids: fail(AttributeError())
+    canary.start(long)
+    with pytest.raises(AttributeError):
+        canary.finish()
+
+
+# ---- a blocked loop
+
+
+@pytest.fixture
+def loop() -> Iterator[Any]:
+    """An event loop in a thread, as rollout/loop.py has it."""
+    events = asyncio.new_event_loop()
+    thread = threading.Thread(target=events.run_forever, daemon=True)
+    thread.start()
+    yield SimpleNamespace(thread=thread, call_soon=events.call_soon_threadsafe)
+    events.call_soon_threadsafe(events.stop)
+    thread.join()
+    events.close()
+
+
+@pytest.mark.parametrize(("computed", "is_named"), [(0.0, True), (0.06, False), (0.2, True)])
+def test_a_blocked_loop_is_named(
+    loop: Any, monkeypatch: pytest.MonkeyPatch, computed: float, is_named: bool
+) -> None:
+    """A function that sleeps in the loop for 0.2 s is named, and so is one that computes for half
+    of that. One in between wants a core and gets none: the machine is starved, and it innocent."""
+    entered, release, over = (threading.Event() for _ in range(3))
+    looks = iter([0.0, *[computed] * 9])
+
+    def blocking_agent() -> None:
+        entered.set()
+        release.wait()
+
+    def cpu_seconds(thread: threading.Thread) -> float:
+        seconds = next(looks, None)
+        if seconds is None:
+            release.set()
+        return computed if seconds is None else seconds
+
+    monkeypatch.setattr("extras.doctor.cpu_seconds", cpu_seconds)
+    loop.call_soon(blocking_agent)
+    entered.wait()
+    where = find_blocker(loop, 0.2, over)
+    release.set()
+    assert (where or "").startswith("blocking_agent (") == is_named
+    assert (Path(__file__).name in (where or "")) == is_named
+
+
+def test_a_loop_that_gets_on_is_not_blocked(loop: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy loop answers late, but each look finds another call: none of them blocks."""
+    looks, answers = list[object](), list[Any]()
+
+    def own_frames(*_: Any) -> list[object]:
+        looks.append(object())
+        if len(looks) == 10:
+            answers[0]()
+        return looks[-1:]
+
+    monkeypatch.setattr("extras.doctor.own_frames", own_frames)
+    busy = SimpleNamespace(thread=loop.thread, call_soon=answers.append)
+    assert find_blocker(busy, 0.1, threading.Event()) is None
+    assert len(looks) == 10
+
+
+def test_the_end_of_a_run_ends_the_search(loop: Any) -> None:
+    """A loop that answers is not blocked, and one whose run is over is not asked again."""
+    over = threading.Event()
+    assert find_blocker(loop, 60, over) is None
+    over.set()
+    silent = SimpleNamespace(thread=loop.thread, call_soon=lambda function: None)
+    assert find_blocker(silent, 60, over) is None
+    ended = threading.Thread()
+    assert find_blocker(SimpleNamespace(thread=ended, call_soon=print), 60, over) is None
+
+
+@pytest.mark.runs
+@pytest.mark.parametrize(
+    ("agent", "rule"), [("BlockingAgent", "blocked_loop"), ("SilentAgent", "rejection")]
+)
+def test_a_run_that_never_ends_its_first_step_is_stopped(
+    tmp_path: Path, agent: str, rule: str
+) -> None:
+    """A strict doctor ends the run with the rule's line and code 1."""
+    strict = ("callbacks=[extras.doctor.Strict]", f"workflow=sick_agents.{agent}")
+    words = command(tmp_path, *SMALL_GUESS, *strict)
+    done = subprocess.run(
+        words, cwd=ROOT, env=WITH_TEST_MODULES, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 1, done.stderr[-2000:]
+    [error] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert error.startswith(f"error: doctor: step 1, {rule} =")
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,487 @@
+"""The report shows what a run's files hold: curves, the timeline, and every token.
+
+Most tests read the data inside the page. Where Chromium is installed, the last ones open the page
+and read what its script has drawn.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from conftest import ROOT
+from safetensors.torch import save_file
+
+from extras import read_records
+from extras.report import MAX_TOKENS, Report, fill_gaps, main, make_page, read_timeline
+from extras.trace import Trace
+
+TEXTS = {1: "<user>", 2: "guess", 5: "</script><b>bad</b>", 6: "é", 7: "\n", 8: " eight", 9: "nine"}
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
+)
+needs_chromium = pytest.mark.skipif(not CHROMIUM, reason="the page's script needs a browser")
+
+
+def make_batch() -> dict[str, torch.Tensor]:
+    """Return the batch of step 5, which trains version 4. Group 7 is a conversation whose first
+    turn (tokens 3 and 5, with an update between them) has two continuations: the tokens 6 and 7, of
+    which the clip acts on 6, and the token 8, whose behaviour weight is above the cap. The rows of
+    group 8 have equal rewards."""
+    ids = torch.tensor([[1, 2, 3, 5, 1, 6, 7], [1, 2, 3, 5, 1, 8, 0], *[[1, 2, 9, 0, 0, 0, 0]] * 2])
+    versions = torch.full((4, 7), -1)
+    versions[0, [2, 3, 5, 6]] = torch.tensor([2, 3, 3, 3])
+    versions[1, [2, 3, 5]] = torch.tensor([2, 3, 4])
+    versions[2:, 2] = 4
+    made = versions >= 0
+    turns = torch.where(made, (torch.arange(7) > 4).long(), -1)
+    mask = made.clone()
+    mask[1, :4] = False  # the first row trains the turn that both rows have
+    rewards = torch.tensor([1.0, 0.0, 1.0, 1.0])
+    batch = {
+        "input_ids": ids,
+        "attention_mask": ids > 0,
+        "loss_mask": mask.int(),
+        "versions": versions.int(),
+        "turn_ids": turns.int(),
+        "turn_rewards": rewards[:, None] * made,
+        "logprobs": -0.5 * made,
+        "prox_logp": -0.5 * made + 0.1 * mask,
+        "advantages": torch.zeros(4, 7),
+        "rewards": rewards,
+        "parents": torch.tensor([-1, 0, -1, -1]),
+        "task_ids": torch.tensor([7, 7, 8, 8]),
+    }
+    batch["turn_rewards"][:2, 2:4] = 0.25  # half the mean of its continuations
+    batch["advantages"][0, 5:], batch["advantages"][1, 5] = 0.5, -0.5
+    batch["theta_logp"] = batch["prox_logp"].clone()
+    batch["theta_logp"][0, 5] += 1.0  # log(pi_theta / pi_prox) = 1 and A > 0
+    batch["prox_logp"][1, 5] += 3.0
+    return batch
+
+
+def save_batch(path: Path, batch: dict[str, torch.Tensor]) -> None:
+    ids = batch["input_ids"].unique().tolist()
+    words = json.dumps({i: TEXTS.get(i, f"t{i}") for i in ids})
+    save_file({key: x.contiguous() for key, x in batch.items()}, path, {"words": words})
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Return the folder of a run with the steps 5 to 7, which all have the same batch."""
+    folder = tmp_path / "e" / "t"
+    (folder / "tokens").mkdir(parents=True)
+    keys: dict[str, Any] = {
+        "eps_clip": 0.2,
+        "eps_clip_higher": 0.2,
+        "behave_imp_weight_cap": 5.0,
+        "dtype": "x",
+    }
+    openai = {"turn_discount": 0.5}
+    rollout: dict[str, Any] = {"max_head_offpolicyness": 2, "openai": openai}
+    config = {"max_steps": 3, "actor": keys, "rollout": rollout}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    lines = []
+    for step, reward in ((5, 0.25), (6, 0.5), (7, 1.0)):
+        save_batch(folder / "tokens" / f"{step:05d}.safetensors", make_batch())
+        line = {"step": step, "version": step - 1, "reward": reward, "loss": float("nan")}
+        line |= {"logp_mismatch": 1e-6, "lag_counts": [3, 3, 1], "wall_s": 1.0 * step}
+        line |= {"staleness_mean": 0.7, "staleness_max": 2.0, "entropy": 0.5}
+        lines.append(line | ({"eval_reward": 0.75, "eval_reward_sem": 0.1} if step == 6 else {}))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    make_trace(folder)
+    return folder
+
+
+def start(kind: type[Trace], folder: Path) -> Any:
+    trace = kind(SimpleNamespace(run_dir=folder))
+    trace.on_start(SimpleNamespace(rank=0, executor=SimpleNamespace(listeners=[])))
+    return trace
+
+
+def make_trace(folder: Path) -> None:
+    """Write the trace of one step and three groups: consumed, rejected and still running."""
+    trace = start(Trace, folder)
+    event = trace.on_event
+    event("start", 7, {})
+    event("start", 8, {})
+    event("reward", 7, {"versions": [0, 1], "rewards": [1.0, 0.0]})
+    event("finish", 7, {})
+    event("accept", 7, {})
+    event("start", 9, {})
+    event("finish", 8, {})
+    event("reject", 8, {})
+    event("consume", 7, {})
+    seconds = {"rollout_wait_s": 0.3, "train_s": 0.4, "sync_s": 0.1, "step_s": 0.9}
+    trace.on_step({"step": 1, **seconds})
+    trace.on_end(None)
+
+
+class Scripts(HTMLParser):
+    """The texts of the page's script elements, as a browser finds them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+        self.inside = False
+
+    def handle_starttag(self, tag: str, attrs: list) -> None:
+        self.inside = tag == "script"
+        self.texts += [""] * self.inside
+
+    def handle_endtag(self, tag: str) -> None:
+        self.inside = False
+
+    def handle_data(self, data: str) -> None:
+        if self.inside:
+            self.texts[-1] += data
+
+
+def read_page(page: str) -> list[dict[str, Any]]:
+    """Return the runs on a page, which has two script elements: the data and the script."""
+    scripts = Scripts()
+    scripts.feed(page)
+    assert len(scripts.texts) == 2
+    return json.loads(scripts.texts[0])["runs"]
+
+
+# ---------------------------------------------------------------- the trajectories
+
+
+def test_every_token_has_its_version_and_its_numbers(folder: Path) -> None:
+    """A turn has the batch's tokens, versions, log-probabilities, advantages and states."""
+    [run] = read_page(make_page([folder]))
+    step, batch = run["steps"][-1], make_batch()
+    a, b, c = (turn for turn in step["turns"] if turn["task"] == 7)
+    assert (a["ids"], a["prompt"], a["versions"]) == ([1, 2, 3, 5], 2, [2, 3])
+    assert (b["ids"], b["prompt"], b["versions"]) == ([1, 6, 7], 1, [3, 3])
+    assert (c["ids"], c["prompt"], c["versions"]) == ([1, 8], 1, [4])
+    assert (a["states"], b["states"], c["states"]) == ([1, 1], [2, 1], [3])
+    for key, found in zip(("logprobs", "prox_logp", "theta_logp"), b["logps"]):
+        assert found == pytest.approx(batch[key][0, 5:7].tolist(), abs=1e-4)
+    assert b["advantages"] == pytest.approx(batch["advantages"][0, 5:7].tolist(), abs=1e-4)
+    assert b["advantages"][0] > 0
+
+
+def test_a_shared_turn_is_shown_once_with_its_final_reward(folder: Path) -> None:
+    """Two rows contain turn `a`; the page has it once, with two children."""
+    [run] = read_page(make_page([folder]))
+    a, b, c = (turn for turn in run["steps"][-1]["turns"] if turn["task"] == 7)
+    places = {id(turn): k for k, turn in enumerate(run["steps"][-1]["turns"])}
+    assert (a["parent"], b["parent"], c["parent"]) == (-1, places[id(a)], places[id(a)])
+    assert (a["reward"], b["reward"], c["reward"]) == (0.25, 1.0, 0.0)
+
+
+def test_a_group_without_signal_is_marked(folder: Path) -> None:
+    """Equal rewards have advantages of 0, and teach nothing."""
+    [run] = read_page(make_page([folder]))
+    assert {group["task"]: group["signal"] for group in run["steps"][-1]["groups"]} == {
+        7: True,
+        8: False,
+    }
+
+
+def test_an_agents_text_stays_text(folder: Path) -> None:
+    """A token `</script>` does not end the page's script, and the data holds it unchanged."""
+    page = make_page([folder])
+    assert "<b>bad" not in page
+    assert read_page(page)[0]["words"]["5"] == TEXTS[5]
+
+
+def test_the_doctors_warnings_are_on_the_page(folder: Path) -> None:
+    """The page has every finding of doctor.jsonl."""
+    text = "doctor: step 3, kl = 0.3, limit 0.1. </script> The policy moved far."
+    (folder / "doctor.jsonl").write_text(json.dumps({"step": 3, "rule": "kl", "text": text}) + "\n")
+    [run] = read_page(make_page([folder]))
+    assert run["doctor"] == [text]
+
+
+def test_a_page_is_small(folder: Path) -> None:
+    """A page has at most MAX_TOKENS tokens, and yet the rewards of all rows."""
+    batch = make_batch()
+    wide = {key: x.repeat(500, *[1] * (x.dim() - 1)) for key, x in batch.items()}
+    wide["task_ids"] = torch.arange(len(wide["task_ids"])).int() // 20
+    wide["parents"].fill_(-1)
+    for step in range(8, 80):
+        save_file(wide, folder / "tokens" / f"{step:05d}.safetensors")
+    page = make_page([folder])
+    [run] = read_page(page)
+    assert (
+        0.5 * MAX_TOKENS
+        < sum(len(turn["ids"]) for step in run["steps"] for turn in step["turns"])
+        <= MAX_TOKENS
+    )
+    assert sum(len(group["rewards"]) for group in run["steps"][-1]["groups"]) == 2000
+    assert [step["step"] for step in run["steps"]][:: len(run["steps"]) - 1] == [5, 79]
+    assert len(page) < 5e6
+
+
+@pytest.mark.parametrize(("decoupled", "prox"), [(True, -0.9), (False, -0.5)])
+def test_a_batch_without_a_proximal_policy(folder: Path, decoupled: bool, prox: float) -> None:
+    """If no forward pass computed log pi_prox, the page estimates it from the versions; in standard
+    PPO it is the server's."""
+    batch = make_batch()
+    del batch["prox_logp"]
+    batch["theta_logp"] = torch.full((4, 7), -1.0)
+    batch["step_fraction"] = torch.full((4,), 0.5)
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    config["actor"]["use_decoupled_loss"] = decoupled
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    save_batch(folder / "tokens" / "00007.safetensors", batch)
+    [run] = read_page(make_page([folder]))
+    first = run["steps"][-1]["turns"][0]
+    # version 2 at step 7, which began at version 6: alpha = 4 / 4.5
+    assert first["logps"][1][0] == pytest.approx(
+        -0.5 - 4 / 4.5 * 0.5 if decoupled else prox, abs=1e-4
+    )
+
+
+# ---------------------------------------------------------------- the timeline
+
+
+def test_the_timeline_says_what_became_of_each_group(folder: Path) -> None:
+    """A group has its end, its versions and its mean reward; updates have their version."""
+    [run] = read_page(make_page([folder]))
+    timeline = run["timeline"]
+    by_task = {group["task"]: group for group in timeline["groups"]}
+    assert {task: group["state"] for task, group in by_task.items()} == {
+        7: "consume",
+        8: "reject",
+        9: "running",
+    }
+    assert (by_task[7]["versions"], by_task[7]["reward"]) == ([0, 1], 0.5)
+    assert by_task[7]["begin"] <= by_task[7]["end"] <= by_task[7]["used"] <= timeline["seconds"]
+    assert [version for _, version in timeline["weights"]] == [1]
+    assert len({by_task[7]["lane"], by_task[8]["lane"]}) == 2
+    assert by_task[9]["lane"] == by_task[7]["lane"], (
+        "group 9 started when the lane of group 7 was free"
+    )
+
+
+def test_no_second_is_unexplained() -> None:
+    """Phases follow each other without a gap: the time before a restart is `not running`."""
+    spans = [["train", 2.0, 1.0], ["sync", 0.5, 0.5], ["sync", 9.0, 1.0]]
+    phases = fill_gaps(spans, [0.0, 8.0], last=12.0)
+    names = ["start", "sync", "other", "train", "not running", "sync", "stop"]
+    assert [phase[0] for phase in phases] == names
+    now = 0.0
+    for _, begin, duration in phases:
+        assert begin == now
+        now = begin + duration
+    assert now == 12.0
+    assert read_timeline([])["phases"] == []
+
+
+# ---------------------------------------------------------------- run files
+
+
+def test_the_curves_are_the_metrics(folder: Path) -> None:
+    """The page has every metric of every step; NaN and missing ones are null."""
+    [run] = read_page(make_page([folder]))
+    metrics = run["metrics"]
+    assert metrics["reward"] == [0.25, 0.5, 1.0]
+    assert metrics["loss"] == [None] * 3
+    assert metrics["eval_reward"] == [None, 0.75, None]
+    assert metrics["lag_counts"] == [[3, 3, 1]] * 3
+    assert (run["eta"], run["discount"], run["max_steps"]) == (2, 0.5, 3)
+
+
+GONE = ["config.yaml", "metrics.jsonl", "trace.json", "tokens", "cut", "pipes"]
+
+
+@pytest.mark.parametrize("gone", GONE)
+def test_a_crashed_run_has_a_report(folder: Path, gone: str) -> None:
+    """Files may be missing, cut by a kill, or no files at all: a pipe does not hang the report."""
+    names = ("metrics.jsonl", "trace.json", "tokens/00005.safetensors")
+    if gone == "cut":
+        for name in names:
+            (folder / name).write_bytes((folder / name).read_bytes()[:-40])
+        assert len(read_records(folder / "metrics.jsonl")) == 2
+    elif gone == "pipes":
+        for name in (*names, "config.yaml", "doctor.jsonl", "report.html"):
+            (folder / name).unlink(missing_ok=True)
+            os.mkfifo(folder / name)
+    elif gone == "tokens":
+        shutil.rmtree(folder / gone)
+    else:
+        (folder / gone).unlink()
+    assert main([str(folder)]) == 0
+    [run] = read_page((folder / "report.html").read_text())
+    assert len(run["steps"]) == {"tokens": 0, "cut": 2, "pipes": 2}.get(gone, 3)
+
+
+@pytest.mark.parametrize("words", [["{tmp}"], ["{tmp}/nowhere"], ["a", "b", "c"], []])
+def test_a_wrong_folder_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    """The command says in one line which folder it wants, and returns 2."""
+    assert main([word.format(tmp=tmp_path) for word in words]) == 2
+    said = capsys.readouterr()
+    assert (said.out, said.err.count("\n")) == ("", 1)
+    assert "runs/guess/NAME" in said.err
+
+
+def test_the_command_runs_as_a_module(folder: Path) -> None:
+    """`python -m extras.report FOLDER` prints the path of the page."""
+    words = [sys.executable, "-m", "extras.report", str(folder)]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout) == (0, f"{folder / 'report.html'}\n")
+
+
+def test_two_runs_are_on_one_page(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The page of two folders is written into the first one, under the name of the second."""
+    other = shutil.copytree(folder, tmp_path / "other")
+    assert main([str(folder), str(other)]) == 0
+    path = folder / "beside-other.html"
+    assert capsys.readouterr().out.strip() == str(path)
+    assert [run["name"] for run in read_page(path.read_text())] == ["e/t", f"{tmp_path.name}/other"]
+
+
+# ---------------------------------------------------------------- the callback
+
+
+def test_a_run_that_failed_says_why(folder: Path) -> None:
+    """The report of a run that an exception has ended names it."""
+    start(Report, folder).on_end(ValueError("no"))
+    [run] = read_page((folder / "report.html").read_text())
+    assert run["timeline"]["end"] == "ValueError('no')"
+    assert len(run["timeline"]["groups"]) == 3, "the records of the earlier start"
+
+
+def test_reports_take_a_small_share_of_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If a step and a report take 1 s each, a report comes only every fifty steps."""
+    seconds, written = [0.0], list[int]()
+
+    def write(self: Report) -> None:
+        written.append(step)
+        seconds[0] += 1
+
+    monkeypatch.setattr("extras.report.time", SimpleNamespace(monotonic=lambda: seconds[0]))
+    monkeypatch.setattr(Report, "write_report", write)
+    report = start(Report, tmp_path)
+    phases = dict.fromkeys(("step_s", "rollout_wait_s", "train_s", "sync_s"), 0.0)
+    for step in range(1, 121):
+        report.on_step({"step": step, "wall_s": step, **phases})
+    assert written == [10, 50, 100]
+
+
+def test_a_report_that_fails_ends_no_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line says why there is no page, and the run goes on."""
+    report = start(Report, tmp_path)
+    (tmp_path / "trace.json").unlink()
+    report.write_report()
+    assert not (tmp_path / "report.html").exists()
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+# ---------------------------------------------------------------- browser
+
+
+def draw(path: Path, tmp_path: Path, script: str = "") -> str:
+    """Return the document after the page's script and `script`. An error in either fails."""
+    path.write_text(path.read_text().replace("</body>", f"<script>{script}</script></body>"))
+    flags = [
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--enable-logging=stderr",
+        "--window-size=1200,900",
+    ]
+    command = [
+        CHROMIUM,
+        *flags,
+        f"--user-data-dir={tmp_path / 'chrome'}",
+        "--virtual-time-budget=5000",
+        "--dump-dom",
+    ]
+    done = subprocess.run([*command, path.as_uri()], capture_output=True, text=True, timeout=200)
+    assert "CONSOLE" not in done.stderr, done.stderr
+    return done.stdout
+
+
+@needs_chromium
+def test_a_browser_draws_the_run(folder: Path, tmp_path: Path) -> None:
+    """The page has a reward curve, an evaluation, a timeline, and tokens coloured by version."""
+    (folder / "doctor.jsonl").write_text(
+        json.dumps({"step": 3, "rule": "kl", "text": "the policy moved"}) + "\n"
+    )
+    main([str(folder)])
+    page = draw(folder / "report.html", tmp_path)
+    curve = re.search(r'data-curve="reward".*?<path d="([^"]*)"', page, re.DOTALL)
+    assert curve is not None
+    heights = [float(y) for y in re.findall(r"[ML][\d.]+,([\d.]+)", curve[1])]
+    assert len(heights) == 3
+    assert (heights[0] - heights[1]) * 2 == pytest.approx(heights[1] - heights[2], abs=0.3), (
+        "rewards .25, .5 and 1"
+    )
+    assert page.count('class="eval"') == 1
+    assert 'data-phase="rollout_wait"' in page
+    assert 'data-weights="1"' in page
+    colours = re.findall(r'class="tok ([^"]*)"[^>]*data-version="(\d+)"[^>]*>([^<]*)', page)
+    assert colours[:2] == [
+        ("made v2 ", "2", "t3"),
+        ("made v3 ", "3", "&lt;/script&gt;&lt;b&gt;bad&lt;/b&gt;"),
+    ]
+    assert "no signal" in page
+    assert '<p class="doctor">the policy moved</p>' in page
+
+
+@needs_chromium
+def test_keys_and_the_pointer_choose_a_token(folder: Path, tmp_path: Path) -> None:
+    """An arrow key or a click selects a token, and a panel shows its numbers."""
+    main([str(folder)])
+    press = "document.activeElement.dispatchEvent(new KeyboardEvent('keydown', {key: 'ArrowRight', bubbles: true}))"
+    read = "document.body.dataset.{} = document.getElementById('token').textContent"
+    click = "document.querySelectorAll('[data-j]')[4].click()"
+    steps = [
+        "document.getElementById('trees').focus()",
+        press,
+        press,
+        read.format("keys"),
+        click,
+        read.format("click"),
+    ]
+    page = draw(folder / "report.html", tmp_path, ";".join(steps))
+    keys, clicked = (re.search(rf'data-{name}="([^"]*)"', page) for name in ("keys", "click"))
+    assert keys is not None
+    assert clicked is not None
+    assert "version3 (lag 1)log π_behav-0.5000log π_prox-0.4000" in keys[1]
+    assert "dropped" in clicked[1]
+    assert "π_prox/π_behav22.198" in clicked[1]
+
+
+@needs_chromium
+def test_a_browser_draws_two_runs(folder: Path, tmp_path: Path) -> None:
+    """Two runs share a chart, and each has a timeline."""
+    shutil.copytree(folder, tmp_path / "other")
+    main([str(folder), str(tmp_path / "other")])
+    page = draw(folder / "beside-other.html", tmp_path)
+    assert re.findall(r'data-timeline="(\d)"', page) == ["0", "1"]
+    curve = re.search(r'data-curve="reward".*?</svg>', page, re.DOTALL)
+    assert curve is not None
+    assert re.findall(r'data-run="(\d)"', curve[0]) == ["0", "1"]
+
+
+@needs_chromium
+def test_a_browser_draws_an_empty_run(tmp_path: Path) -> None:
+    """A run that ended before its first step has a page."""
+    make_trace(tmp_path)
+    main([str(tmp_path)])
+    page = draw(tmp_path / "report.html", tmp_path)
+    assert "no step was finished" in page
+    assert "has saved no tokens" in page
