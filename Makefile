@@ -1,4 +1,4 @@
-# The targets build .venv if .venv is missing. They need only python3 (3.11 or newer) with venv and pip.
+# `make demo` and `make test` build .venv if it is missing; python3 (3.11 or newer) with venv and pip is all they need.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -8,40 +8,40 @@ BUG ?=
 
 .PHONY: demo tour museum test test-runs test-sglang agents lint structure bench soak clean
 
-demo: $(VENV)/ready            ## train the demo, in about one minute
+demo: $(VENV)/ready            ## train the demo, in about a minute
 	$(BIN)/python train.py
 
-tour: $(VENV)/ready            ## follow one prompt group through the system, in less than a minute
+tour: $(VENV)/ready            ## follow one prompt group through the system
 	$(BIN)/python docs/lifecycle.py
 
-museum: $(VENV)/ready          ## run a copy of the project with a known bug: make museum BUG=trl-3029 (museum/README.md)
+museum: $(VENV)/ready          ## run a copy of the project with a known bug: make museum BUG=trl-3029
 	$(BIN)/python museum/run.py $(BUG)
 
-test: $(VENV)/ready            ## run the tests in a few minutes, without the tests of whole runs
+test: $(VENV)/ready            ## the tests, without whole runs
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not runs"
 
-test-runs: $(VENV)/ready       ## run the tests of whole runs: several ranks, restarts after kills, recipes, slurm
+test-runs: $(VENV)/ready       ## whole runs: several ranks, restarts after kills, recipes
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m runs
 
-test-sglang: $(VENV)/ready .venv-sglang/ready   ## with SGLang on a CPU, test the server requests, the parsers and a run
+test-sglang: $(VENV)/ready .venv-sglang/ready   ## the server's contract, the parsers and a run with SGLang on a CPU
 	POCKET_AREAL_SGLANG=$(CURDIR)/.venv-sglang/bin/python $(BIN)/python -m pytest -vv tests/inference/test_contract.py tests/calls/test_tools.py tests/run/test_sglang_run.py
 
-lint: $(VENV)/ready            ## check format, style and types
+lint: $(VENV)/ready            ## format, style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-structure: $(VENV)/ready       ## draw docs/structure.svg, the picture of the imports between the modules
+structure: $(VENV)/ready       ## draw docs/structure.svg, the imports between the modules
 	$(BIN)/python docs/structure.py
 
-soak: $(VENV)/ready            ## kill processes of a run 60 times at random and check the run's samples; then send 200,000 random requests
+soak: $(VENV)/ready            ## kill processes of runs at random; then send random requests
 	$(BIN)/python bench/soak.py
 	$(BIN)/python bench/fuzz.py
 
-bench: $(VENV)/ready           ## run the benchmarks
+bench: $(VENV)/ready           ## the benchmarks
 	for b in $(filter-out bench/soak.py bench/fuzz.py bench/gpu_check.py bench/areal_tests.py bench/step.py bench/suite.py,$(wildcard bench/*.py)); do $(BIN)/python $$b || exit 1; done
 
-agents: .venv-agents/ready examples/node/node_modules/ready   ## test the example agents, in a venv of their own
+agents: .venv-agents/ready examples/node/node_modules/ready   ## the example agents, in a venv of their own
 	AGENTS=1 .venv-agents/bin/python -m pytest -rs tests/test_examples.py
 
 .venv-agents/ready: examples/requirements.txt
@@ -49,7 +49,7 @@ agents: .venv-agents/ready examples/node/node_modules/ready   ## test the exampl
 	.venv-agents/bin/pip install --quiet --disable-pip-version-check --no-deps -r $<
 	@touch $@
 
-# If npm or the network is missing, this target is not made, and the tests skip the agents that run in node.
+# Without npm or the network this is not made, and the tests skip the agents that run in node.
 examples/node/node_modules/ready: examples/node/package-lock.json
 	@echo "installing Codex, opencode and Vercel's AI SDK with npm, about 800 MB"
 	@cd $(dir $<) && npm install --no-save --ignore-scripts --no-audit --no-fund --fetch-retries=0 && \
@@ -58,9 +58,9 @@ examples/node/node_modules/ready: examples/node/package-lock.json
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: python3 is too old, 3.11 or newer is needed: make PYTHON=python3.12")'
-	@echo "installing the packages of pyproject.toml and constraints.txt into $(VENV), which is missing or older than these files"
+	@echo "installing into $(VENV): about 2 GB and two minutes"
 	$(PYTHON) -m venv $(VENV)
-	@# torch is installed first, so that pip takes the CPU build of the pinned version if the index has this build.
+	@# torch first, so that pip takes the CPU build of the pinned version where the index has it.
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
