@@ -22,6 +22,7 @@ import sys
 import sysconfig
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
@@ -238,14 +239,10 @@ def compare_scores(before: Tensor, now: Tensor) -> dict[str, float]:
 
 def own_frames(thread: threading.Thread, machinery: str) -> list[FrameType]:
     """A thread's frames outside of libraries and of the loop's own file, innermost first."""
-    frame = sys._current_frames().get(thread.ident or 0)
-    frames = []
-    while frame:
-        path = frame.f_code.co_filename
-        if not (path.startswith((LIBRARY, "<", machinery)) or "-packages" in path):
-            frames.append(frame)
-        frame = frame.f_back
-    return frames
+    foreign = (LIBRARY, "<", machinery)
+    frames = traceback.walk_stack(sys._current_frames().get(thread.ident or 0))
+    paths = [(frame, frame.f_code.co_filename) for frame, _ in frames]
+    return [f for f, path in paths if not path.startswith(foreign) and "-packages" not in path]
 
 
 def cpu_seconds(thread: threading.Thread) -> float:
@@ -276,9 +273,8 @@ def find_blocker(loop: Any, seconds: float, over: threading.Event) -> str | None
             suspects, looks, begin = frames, 0, cpu_seconds(loop.thread)
             continue
         looks += 1
-        computed = cpu_seconds(loop.thread) - begin
-        slept = computed < 0.1 * looks * TICK
-        if looks * TICK >= seconds and (slept or computed >= seconds / 2):
+        passed, computed = looks * TICK, cpu_seconds(loop.thread) - begin
+        if passed >= seconds and not 0.1 * passed <= computed < seconds / 2:
             code = suspects[0].f_code
             return f"{code.co_name} ({code.co_filename}:{suspects[0].f_lineno})"
     return None
@@ -361,9 +357,6 @@ class Strict(Doctor):
 
 def main(words: list[str]) -> int:
     """Check every step of a run. Return the exit code."""
-    if "--help" in words:
-        print(__doc__)
-        return 0
     folder = Path(*words)
     lines = read_records(folder / "metrics.jsonl")
     if not lines:

@@ -23,6 +23,7 @@ import time
 from collections import defaultdict
 from itertools import groupby
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -35,10 +36,8 @@ from run.config import PPOActorConfig
 from training.proximal import interpolation, loglinear
 
 MAX_STEPS, MAX_TOKENS, MAX_GROUPS = 24, 60_000, 4000  # of a page
-FILES = ("metrics.jsonl", "trace.json", "tokens")  # a run has at least one of them
-# The (B, T) tensors that the page shows, and the keys that decide what the loss does to a token.
+# The (B, T) tensors that the page shows.
 COLUMNS = "input_ids versions turn_ids turn_rewards logprobs prox_logp theta_logp advantages states"
-CLIPS = "use_decoupled_loss eps_clip eps_clip_higher c_clip behave_imp_weight_cap"
 TEMPLATE = Path(__file__).with_suffix(".html")
 INTERVAL = 10  # steps between two reports of a run
 TIME_SHARE = 0.02  # a report is skipped while the earlier ones took more of the run's time
@@ -54,6 +53,8 @@ def clean(value: Any) -> Any:
     """Floats with five digits. NaN and infinity become None: JSON has neither."""
     if isinstance(value, float):
         return float(f"{value:.5g}") if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: clean(x) for key, x in value.items()}
     return [clean(x) for x in value] if isinstance(value, list) else value
 
 
@@ -89,8 +90,8 @@ def read_timeline(records: list[Record]) -> Record:
             group |= args | {"e": {"end": time}, "n": {"state": record["name"]}}[kind]
             group |= {"used": time} if record["name"] == "consume" else {}
     return {
-        "phases": clean(fill_gaps(spans, starts, last)),
-        "weights": clean(weights),
+        "phases": fill_gaps(spans, starts, last),
+        "weights": weights,
         "groups": pack(list(groups.values())[-MAX_GROUPS:], last),
         "seconds": last,
         "end": end,
@@ -121,9 +122,9 @@ def pack(groups: list[Record], last: float) -> list[Record]:
         end = group.setdefault("end", last)
         lane = next((k for k, free in enumerate(ends) if free <= group["begin"]), len(ends))
         ends[lane : lane + 1] = [end]  # appends the end if the lane is new
-        group |= {"lane": lane, "begin": clean(group["begin"]), "end": clean(end)}
+        group["lane"] = lane
         if rewards := group.pop("rewards", None):
-            group["reward"] = clean(sum(rewards) / len(rewards))
+            group["reward"] = sum(rewards) / len(rewards)
     return groups
 
 
@@ -174,7 +175,7 @@ def read_step(
     groups = []
     for task, rows in rows_of.items():
         signal, rewards = bool(batch["advantages"][rows].any()), batch["rewards"][rows].tolist()
-        groups.append({"task": task, "rewards": clean(rewards), "signal": signal})
+        groups.append({"task": task, "rewards": rewards, "signal": signal})
     # The first row of every group, then the second of every group, until the budget is spent.
     order = sorted((k, task, row) for task, rows in rows_of.items() for k, row in enumerate(rows))
     turns, paths = list[Record](), dict[tuple[int, int], list]()
@@ -183,7 +184,7 @@ def read_step(
         budget -= int(real.sum())
         if budget < 0 and turns:
             break
-        lists = {key: clean(batch[key][row][real].tolist()) for key in COLUMNS.split()}
+        lists = {key: batch[key][row][real].tolist() for key in COLUMNS.split()}
         above = paths.get((task, int(batch["parents"][row])), [])
         paths[task, k] = add_turns(turns, lists, above, {"task": task, "row": k})
     words |= {str(i): texts.get(str(i), f"#{i}") for turn in turns for i in turn["ids"]}
@@ -229,16 +230,16 @@ def add_turns(turns: list[Record], row: Record, above: list[int], names: Record)
 
 def read_run(folder: Path, share: float = 1.0) -> Record:
     """A run's data, with `share` of the tokens of a page. ValueError: the folder holds no run."""
-    if not any((folder / name).exists() for name in FILES):
-        missing = f"{folder} holds no run: {', '.join(FILES)} are missing"
-        raise ValueError(f"{missing}; give a folder such as runs/guess/NAME")
-    lines, config = read_records(folder / "metrics.jsonl"), read_config(folder)
-    actor = vars(getattr(config, "actor", config))
-    keys = PPOActorConfig(**{name: actor[name] for name in CLIPS.split() if name in actor})
+    lines, trace = (read_records(folder / name) for name in ("metrics.jsonl", "trace.json"))
+    files = sorted(path for path in (folder / "tokens").glob("*.safetensors") if path.is_file())
+    if not (lines or trace or files):
+        missing = "metrics.jsonl, trace.json and tokens/ are missing"
+        raise ValueError(f"{folder}: {missing}; give the folder of a run, like runs/guess/NAME")
+    config = read_config(folder)
+    keys = PPOActorConfig.model_construct(**vars(getattr(config, "actor", SimpleNamespace())))
     rollout = getattr(config, "rollout", None)
     words: dict[str, str] = {}
-    files = [path for path in (folder / "tokens").glob("*.safetensors") if path.is_file()]
-    files = spread(sorted(files), MAX_STEPS)
+    files = spread(files, MAX_STEPS)
     budget = int(MAX_TOKENS * share / max(1, len(files)))
     steps = [step for file in files if (step := read_step(file, keys, budget, words))]
     return {
@@ -247,10 +248,10 @@ def read_run(folder: Path, share: float = 1.0) -> Record:
         "eta": getattr(rollout, "max_head_offpolicyness", None),
         "discount": getattr(getattr(rollout, "openai", None), "turn_discount", None),
         "metrics": {
-            key: [clean(line.get(key)) for line in lines]
+            key: [line.get(key) for line in lines]
             for key in dict.fromkeys(key for line in lines for key in line)
         },
-        "timeline": read_timeline(read_records(folder / "trace.json")),
+        "timeline": read_timeline(trace),
         "doctor": [finding["text"] for finding in read_records(folder / "doctor.jsonl")],
         "steps": steps,
         "words": words,
@@ -260,7 +261,7 @@ def read_run(folder: Path, share: float = 1.0) -> Record:
 def make_page(folders: list[Path]) -> str:
     """The page of one run or of several. ValueError: a folder holds no run."""
     runs = [read_run(folder, 1 / len(folders)) for folder in folders]
-    data = json.dumps({"runs": runs}, allow_nan=False, separators=(",", ":"))
+    data = json.dumps({"runs": clean(runs)}, allow_nan=False, separators=(",", ":"))
     # Without "<", no text of an agent can close the script element that holds the data.
     data = data.replace("<", "\\u003c")
     return TEMPLATE.read_text(encoding="utf-8").replace("{{data}}", data)
@@ -305,9 +306,6 @@ class Report(Trace):
 
 def main(words: list[str]) -> int:
     """Write the report of one or two folders. Return the exit code."""
-    if "--help" in words:
-        print(__doc__)
-        return 0
     folders = [Path(word) for word in words]
     try:
         if not 1 <= len(folders) <= 2:

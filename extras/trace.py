@@ -36,11 +36,12 @@ class Trace:
         self.path: Path = config.run_dir / "trace.json"
         self.lock = threading.Lock()  # groups report from the event loop's thread
         self.file: int | None = None
-        self.end = 0.0  # when the last step ended
 
     def on_start(self, run: Any) -> None:
-        if run.rank or any(is_traced(listener) for listener in run.executor.listeners):
-            return
+        if run.rank or any(
+            getattr(f, "__func__", f) is Trace.on_event for f in run.executor.listeners
+        ):
+            return  # a Report is a trace, too, and one of them writes
         earlier = read_records(self.path)
         with suppress(OSError):
             self.file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
@@ -89,8 +90,3 @@ class Trace:
                 line = (b",\n" if self.size > 1 else b"\n") + json.dumps(record).encode()
                 os.pwrite(self.file, line + END, self.size)
                 self.size += len(line)
-
-
-def is_traced(listener: Any) -> bool:
-    """Whether this is another Trace, such as a Report: one writes the file."""
-    return isinstance(getattr(listener, "__self__", None), Trace)
