@@ -68,8 +68,8 @@ class Hooks(Protocol):
     """What looks at every segment of every completion."""
 
     async def before_segment(self, req: ModelRequest, response: ModelResponse) -> int:
-        """Return how many output tokens the completion may have after the segment. May wait, and may
-        refuse by EngineError."""
+        """Return how many output tokens the completion may have after the segment. May wait, and
+        may refuse by EngineError."""
 
     def after_segment(
         self, req: ModelRequest, response: ModelResponse, error: BaseException | None
@@ -234,8 +234,9 @@ class RemoteInfEngine:
     # ---- control, in the trainer's thread
 
     def initialize(self, *_: Any, **__: Any) -> None:
-        """Read the servers' limits, and ask each for one token: its version must be a number and its
-        answer have logprobs. Raises EngineError. The arguments of AReaL's engine are ignored."""
+        """Read the servers' limits, and ask each for one token: its version must be a number and
+        its answer have logprobs. Raises EngineError. The arguments of AReaL's engine are
+        ignored."""
         infos = self.servers.post_all("/server_info")
         sizes = [read_vocab_size(info.get("model_path")) for info in infos]
         self.vocab_size = min(filter(None, sizes), default=None)

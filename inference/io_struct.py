@@ -11,9 +11,9 @@ version:
     output_token_logprobs    [[-0.2, 17, null], [-1.1, 4, null], [-0.4, 9, null]]
     weight_versions          [{"version":"3","start":0,"end":2}, {"version":"4","start":2,"end":3}]
 
-Here version 3 computed the tokens 17 and 4, and version 4 the token 9. SGLang before 0.5.19 has only
-`weight_version`, that of the end of the answer. The finish reason `abort` without a status means
-that a pause interrupted the request; with a status it is an error.
+Here version 3 computed the tokens 17 and 4, and version 4 the token 9. SGLang before 0.5.19 has
+only `weight_version`, that of the end of the answer. The finish reason `abort` without a status
+means that a pause interrupted the request; with a status it is an error.
 
 A logprob is log_softmax(logits / temperature) over the whole vocabulary. With top_p, top_k, a
 penalty or a grammar the server samples from another distribution, so training leaves such tokens

@@ -66,12 +66,12 @@ class WeightUpdateMeta:
 def named_buckets(
     model: Any, dtype: "torch.dtype", bucket_mb: float = BUCKET_MB
 ) -> Iterator[Bucket]:
-    """Yield all weights in buckets of at most `bucket_mb` MiB, so that no rank holds the whole model.
+    """Yield all weights in buckets of at most `bucket_mb` MiB, so that no rank holds the whole
+    model.
 
-    All ranks ask for all buckets, because they gather each tensor together. A bucket is emptied when
-    the next is asked for. Names and shapes are those of the checkpoint files: transformers fuses
-    the experts of a mixture in memory, and a server skips names that it does not know.
-    """
+    All ranks ask for all buckets, because they gather each tensor together. A bucket is emptied
+    when the next is asked for. Names and shapes are those of the checkpoint files: transformers
+    fuses the experts of a mixture in memory, and a server skips names that it does not know. """
     from torch.distributed.tensor import DTensor
     from transformers.core_model_loading import revert_weight_conversion as revert
 
@@ -154,7 +154,8 @@ def update_from_disk(meta: WeightUpdateMeta, post_all: PostAll) -> None:
 def update_from_distributed(
     meta: WeightUpdateMeta, post_all: PostAll, buckets: Iterable[Bucket]
 ) -> None:
-    """Make a group of this process (rank 0) and every GPU of every server; broadcast the buckets."""
+    """Make a group of this process (rank 0) and every GPU of every server; broadcast the
+    buckets."""
     import torch
 
     infos = post_all("/server_info")

@@ -243,7 +243,8 @@ class TrainConfig(Keys):
     @property
     def evaluation_gconfig(self) -> GenerationHyperparameters:
         """The sampling of an evaluation: gconfig, changed by eval_gconfig."""
-        return self.gconfig.new(**self.eval_gconfig)
+        merged = self.gconfig.model_dump() | self.eval_gconfig
+        return GenerationHyperparameters.model_validate(merged)
 
 
 # ---- from the command line to a configuration
@@ -329,6 +330,7 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
 def did_you_mean(name: str, known: Collection[str]) -> str:
     last = name.rpartition(".")[2]
     near = [HINTS[last]] if last in HINTS else []
+    near += difflib.get_close_matches(name, known, n=1, cutoff=0.9)
     near += [key for key in known if key.rpartition(".")[2] == last or key.startswith(f"{name}.")]
     near += difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"did you mean {near[0]!r}?" if near else "python train.py --help-all lists the keys"
@@ -447,8 +449,7 @@ def resolve(config: TrainConfig) -> None:
         rollout.max_head_offpolicyness + 1
     )
     try:
-        evaluation = config.evaluation_gconfig
-        type(evaluation).model_validate(evaluation.model_dump())
+        _ = config.evaluation_gconfig
     except ValueError as error:
         raise ConfigError(f"eval_gconfig: {config.eval_gconfig} do not fit gconfig") from error
     if (

@@ -1,6 +1,6 @@
-"""A user's modules can have the names of modules in this project's packages. If a user's module has the name of a
-module in this project's top folder, the run logs a warning. If the first sample of the data does not fit the workflow,
-the run does not start."""
+"""A user's modules can have the names of modules in this project's packages. If a user's module has
+the name of a module in this project's top folder, the run logs a warning. If the first sample of
+the data does not fit the workflow, the run does not start."""
 
 import json
 import os
@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 from conftest import ROOT
+from run.load import ConfigError, load
 
 from run.inputs import load_inputs
-from run.load import ConfigError, load
 from workflow import RLVRWorkflow
 
 AGENT = """
@@ -26,8 +26,8 @@ class Agent:
 
 
 def dry_run(folder: Path, model: Path, names: list[str]) -> subprocess.CompletedProcess[str]:
-    """Write an agent and modules with the given names into `folder`, and run train.py --dry-run. The agent imports the
-    modules from `folder`."""
+    """Write an agent and modules with the given names into `folder`, and run train.py --dry-run.
+    The agent imports the modules from `folder`."""
     for name in names:
         (folder / f"{name}.py").write_text("MINE = True\n")
     imports = "\n".join(f"import {name}; assert {name}.MINE" for name in names)
@@ -46,8 +46,8 @@ def dry_run(folder: Path, model: Path, names: list[str]) -> subprocess.Completed
 
 
 def test_own_modules_beside_an_agent(tmp_path: Path, tiny_model_dir: Path) -> None:
-    """A user's modules may have the same names as modules in this project's packages, for example tools, messages or
-    config."""
+    """A user's modules may have the same names as modules in this project's packages, for example
+    tools, messages or config."""
     done = dry_run(
         tmp_path, tiny_model_dir, ["tools", "messages", "client", "config", "server", "actor"]
     )
@@ -57,8 +57,9 @@ def test_own_modules_beside_an_agent(tmp_path: Path, tiny_model_dir: Path) -> No
 
 @pytest.mark.parametrize("name", ["cache", "engine"])
 def test_a_name_of_the_seven_is_taken(tmp_path: Path, tiny_model_dir: Path, name: str) -> None:
-    """If a user's module has the name of one of the seven modules in this project's top folder, Python imports the
-    project's module instead. A warning asks the user to rename the user's module."""
+    """If a user's module has the name of one of the seven modules in this project's top folder,
+    Python imports the project's module instead. A warning asks the user to rename the user's
+    module."""
     done = dry_run(tmp_path, tiny_model_dir, [name])
     assert done.returncode == 2
     assert f"`import {name}` finds this project's module first; rename your module" in done.stderr
@@ -98,9 +99,9 @@ def test_the_first_sample_is_tried_before_anything_starts(
     tmp_path: Path,
     tiny_model_dir: Path,
 ) -> None:
-    """Before a run starts a process, it checks the first sample. The run ends with a one-line error if the sample lacks
-    a column or if the prompt is longer than the model's context. The run ends with a one-line error if the agent's
-    `run` has wrong parameters."""
+    """Before a run starts a process, it checks the first sample. The run ends with a one-line error
+    if the sample lacks a column or if the prompt is longer than the model's context. The run ends
+    with a one-line error if the agent's `run` has wrong parameters."""
     data = tmp_path / "mine.jsonl"
     data.write_text(json.dumps(sample) + "\n")
     words = ["task=null", f"model_path={tiny_model_dir}", f"train_dataset.path={data}"]

@@ -1,4 +1,5 @@
-"""Tests of the child processes: what a process inherits, how it ends, and what happens when a process dies early.
+"""Tests of the child processes: what a process inherits, how it ends, and what happens when a
+process dies early.
 
 The tests start real processes.
 """
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 from conftest import ROOT, rest_of
+from run.load import load
 from runs import (
     SMALL_GUESS,
     STRADDLING_MAZE,
@@ -30,7 +32,6 @@ from runs import (
 
 import proxy
 from run.launch import Child, Fleet, Planned, ProcessDied, plan_restart
-from run.load import load
 from run.plan import plan_servers
 from run.start import plan_proxies
 
@@ -43,11 +44,11 @@ def python(code: str, *words: str) -> list[str]:
 def test_a_child_does_not_inherit_torchruns_variables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Under torchrun, child processes inherit all environment variables except torchrun's. The plan can add environment
-    variables for a child process (Planned.variables).
+    """Under torchrun, child processes inherit all environment variables except torchrun's. The plan
+    can add environment variables for a child process (Planned.variables).
 
-    SGLang consists of several processes, which connect to each other with torch.distributed. If a process of SGLang
-    inherits torchrun's variables, it waits for torchrun's store.
+    SGLang consists of several processes, which connect to each other with torch.distributed. If a
+    process of SGLang inherits torchrun's variables, it waits for torchrun's store.
     """
     torchrun = [
         sys.executable,
@@ -81,10 +82,11 @@ def test_a_child_does_not_inherit_torchruns_variables(
 def test_a_child_reaches_this_machine_without_the_http_proxy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A child process does not use an HTTP proxy for this machine, and does not inherit settings of torch's allocator.
+    """A child process does not use an HTTP proxy for this machine, and does not inherit settings of
+    torch's allocator.
 
-    SGLang sends a request to its own address when it starts, and ends if the request fails. SGLang's memory saver
-    refuses expandable segments.
+    SGLang sends a request to its own address when it starts, and ends if the request fails.
+    SGLang's memory saver refuses expandable segments.
     """
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # no server listens at this port
     monkeypatch.setenv("NO_PROXY", "intern")
@@ -104,8 +106,8 @@ def test_a_child_reaches_this_machine_without_the_http_proxy(
 def test_agents_requests_are_as_patient_as_configured(
     tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The proxy's command line contains three settings for the proxy's engine: rollout.request_timeout,
-    rollout.request_retries, and whether servers are started again."""
+    """The proxy's command line contains three settings for the proxy's engine:
+    rollout.request_timeout, rollout.request_retries, and whether servers are started again."""
     given = {}
 
     class Recorder:
@@ -137,8 +139,8 @@ def test_agents_requests_are_as_patient_as_configured(
 
 
 def test_keys_reach_the_processes_by_a_pipe() -> None:
-    """No command line and no environment variable of a server or proxy contains a key, because other processes can read
-    both. A server or proxy reads its keys from standard input."""
+    """No command line and no environment variable of a server or proxy contains a key, because
+    other processes can read both. A server or proxy reads its keys from standard input."""
     config = load(
         [
             "--config",
@@ -161,11 +163,11 @@ def test_keys_reach_the_processes_by_a_pipe() -> None:
 
 
 def test_a_leash_passes_a_key_that_begins_with_a_hyphen() -> None:
-    """run/leash.py reads the server's key from its standard input, and passes the key to the server even if the key
-    begins with "-".
+    """run/leash.py reads the server's key from its standard input, and passes the key to the server
+    even if the key begins with "-".
 
-    One random key in 64 begins with "-". The script run/leash.py writes --api-key and the key into one argument,
-    because argparse reads a separate argument that begins with "-" as an option.
+    One random key in 64 begins with "-". The script run/leash.py writes --api-key and the key into
+    one argument, because argparse reads a separate argument that begins with "-" as an option.
     """
     parse = "import argparse; p = argparse.ArgumentParser(); p.add_argument('--api-key'); print(p.parse_args().api_key)"
     command = [sys.executable, "run/leash.py", "--api-key", *python(parse)]
@@ -185,8 +187,8 @@ def test_a_leash_passes_a_key_that_begins_with_a_hyphen() -> None:
 
 
 def test_a_leash_ends_all_that_the_command_started(tmp_path: Path) -> None:
-    """When the pipe from the parent closes, run/leash.py ends its command and the command's children, even if the
-    command ignores SIGTERM."""
+    """When the pipe from the parent closes, run/leash.py ends its command and the command's
+    children, even if the command ignores SIGTERM."""
     child = "import time; time.sleep(1000)"
     code = (
         "import signal, subprocess, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
@@ -220,8 +222,8 @@ def test_a_leash_hands_on_the_exit_code() -> None:
 
 
 def test_one_of_several_servers_may_die(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """If one of two servers dies and restarts are forbidden, the log shows the dead server's last output. If both
-    servers of a run have died, the run ends."""
+    """If one of two servers dies and restarts are forbidden, the log shows the dead server's last
+    output. If both servers of a run have died, the run ends."""
     fleet = Fleet(tmp_path)
     speak = "import sys; print('my last words', flush=True); sys.stdin.read()"
     first, second = (fleet.start(Planned(f"server-{k}", python(speak))) for k in (0, 1))
@@ -252,9 +254,9 @@ def test_one_of_several_servers_may_die(tmp_path: Path, caplog: pytest.LogCaptur
 
 
 def test_which_process_is_started_again(tmp_path: Path) -> None:
-    """A dead inference server is started again on its old port, at most `max_restarts` times. A server that is started
-    again has the version label "0-incomplete". A proxy is never started again, because a new proxy would not have the
-    dead proxy's sessions."""
+    """A dead inference server is started again on its old port, at most `max_restarts` times. A
+    server that is started again has the version label "0-incomplete". A proxy is never started
+    again, because a new proxy would not have the dead proxy's sessions."""
 
     def dead(name: str, restarts: int) -> Child:
         planned = Planned(
@@ -277,9 +279,9 @@ HTTPServer(("127.0.0.1", int(sys.argv[-1])), Handler).serve_forever()"""
 
 
 def test_a_dead_server_is_started_again(tmp_path: Path) -> None:
-    """If a run's single server dies, the server is started again at the same address, and the log of the first process
-    is kept. If the server dies a second time, the run ends, because max_restarts is 1. While a run is ending, no server
-    is started again."""
+    """If a run's single server dies, the server is started again at the same address, and the log
+    of the first process is kept. If the server dies a second time, the run ends, because
+    max_restarts is 1. While a run is ending, no server is started again."""
     fleet, restarted, deaths = Fleet(tmp_path), threading.Event(), list[ProcessDied]()
     died = threading.Event()
     first = fleet.start(Planned("server-0", python(SERVES)))
@@ -302,7 +304,8 @@ def test_a_dead_server_is_started_again(tmp_path: Path) -> None:
 
 
 def kill_a_server(folder: Path, *words: str) -> tuple[str, list[dict[str, Any]]]:
-    """Train in `folder`, and kill an inference server after the first step. Return the run's output and metrics.
+    """Train in `folder`, and kill an inference server after the first step. Return the run's output
+    and metrics.
 
     The run must succeed, and all its processes must end.
     """
@@ -320,9 +323,10 @@ def kill_a_server(folder: Path, *words: str) -> tuple[str, list[dict[str, Any]]]
 @pytest.mark.runs
 @pytest.mark.parametrize("mode", ["disk", "distributed"])
 def test_a_run_starts_its_only_server_again(tmp_path: Path, mode: str) -> None:
-    """A run with a single server continues to its last step although the server is killed after the first weight
-    update. The run starts the server again and pushes the weights of the first step to the new process. No request
-    fails, and the log-probabilities of the trainer and of the new server agree."""
+    """A run with a single server continues to its last step although the server is killed after the
+    first weight update. The run starts the server again and pushes the weights of the first step to
+    the new process. No request fails, and the log-probabilities of the trainer and of the new
+    server agree."""
     words = ["max_steps=4", f"weight_update.mode={mode}", "evaluator.interval=2"]
     output, metrics = kill_a_server(tmp_path, *words)
     assert "server-0 is started again" in output
@@ -334,9 +338,9 @@ def test_a_run_starts_its_only_server_again(tmp_path: Path, mode: str) -> None:
 @pytest.mark.runs
 @pytest.mark.parametrize("mode", ["disk", "tensor"])
 def test_a_run_releases_the_servers_memory(tmp_path: Path, mode: str) -> None:
-    """With server.release_memory the server loses its weights in every training step. In this test, training steps
-    interrupt the long answers of the maze task. The run loses no token, and the trainer's log-probabilities agree with
-    the server's."""
+    """With server.release_memory the server loses its weights in every training step. In this test,
+    training steps interrupt the long answers of the maze task. The run loses no token, and the
+    trainer's log-probabilities agree with the server's."""
     words = [
         *STRADDLING_MAZE,
         "max_steps=3",
@@ -350,8 +354,8 @@ def test_a_run_releases_the_servers_memory(tmp_path: Path, mode: str) -> None:
 
 @pytest.mark.runs
 def test_a_run_outlives_one_of_its_two_servers(tmp_path: Path) -> None:
-    """If one of two servers is killed after the first step and restarts are forbidden, the run reports the death and
-    continues to its last step."""
+    """If one of two servers is killed after the first step and restarts are forbidden, the run
+    reports the death and continues to its last step."""
     words = ["server.count=2", "server.max_restarts=0", "max_steps=6"]
     output, metrics = kill_a_server(tmp_path, *words)
     assert "ended with code -9" in output
