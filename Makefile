@@ -6,7 +6,7 @@ export OMP_NUM_THREADS ?= 1
 
 BUG ?=
 
-.PHONY: demo tour museum test test-runs test-sglang agents lint structure bench soak clean
+.PHONY: demo tour museum test test-runs test-sglang agents lint bench soak clean
 
 demo: $(VENV)/ready            ## train the demo, in about a minute
 	$(BIN)/python train.py
@@ -30,9 +30,6 @@ lint: $(VENV)/ready            ## format, style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-
-structure: $(VENV)/ready       ## draw docs/structure.svg, the imports between the modules
-	$(BIN)/python docs/structure.py
 
 soak: $(VENV)/ready            ## kill processes of runs at random; then send random requests
 	$(BIN)/python bench/soak.py
