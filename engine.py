@@ -38,10 +38,10 @@ import contextlib
 import itertools
 import logging
 import random
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import httpx
 import orjson
@@ -59,17 +59,16 @@ from inference.io_struct import (
 from inference.servers import Servers, rank_servers
 from inference.wire import Wire
 
-__all__ = ["EngineError", "Hooks", "RemoteInfEngine"]
-
 logger = logging.getLogger("pocket_areal.engine")
 
 
-class Hooks(Protocol):
-    """What looks at every segment of every completion."""
+class Hooks:
+    """What looks at every segment of every completion. This one does nothing."""
 
     async def before_segment(self, req: ModelRequest, response: ModelResponse) -> int:
         """Return how many output tokens the completion may have after the segment. May wait, and
         may refuse by EngineError."""
+        return req.gconfig.max_new_tokens
 
     def after_segment(
         self, req: ModelRequest, response: ModelResponse, error: BaseException | None
@@ -83,12 +82,10 @@ def backoff(attempt: int, first: float, most: float) -> float:
     return min(most, first * 2.0 ** min(attempt - 1, 30))
 
 
-def read_vocab_size(model_path: str | None) -> int | None:
-    """`vocab_size` of a model's config.json, or None if it cannot be read."""
-    try:
-        config = orjson.loads((Path(model_path or "") / "config.json").read_bytes())
-    except (OSError, ValueError):
-        return None
+def read_vocab_size(model_path: str) -> int | None:
+    """`vocab_size` of a model's config.json, or None if there is no such folder."""
+    file = Path(model_path) / "config.json"
+    config = orjson.loads(file.read_bytes()) if file.exists() else {}
     return config.get("text_config", config).get("vocab_size")
 
 
@@ -108,14 +105,12 @@ class RemoteInfEngine:
     def __post_init__(self) -> None:
         if not self.addresses:
             raise ValueError("the engine needs the address of at least one server")
-        if self.pause_mode not in ("retract", "abort", "in_place"):
-            raise ValueError(f"pause_mode is retract, abort or in_place, not {self.pause_mode!r}")
         self._wire = Wire(self.transport, self.key)
+        self._hooks = self.hooks or Hooks()
         # All that changes during a run:
         self.servers = Servers(self.addresses, self._wire)
         self.vocab_size: int | None = None
         self.context_length: int | None = None  # most tokens of prompt and completion
-        self.has_grammar = False  # whether every server can follow a JSON schema
         self.proxies: Any = None  # proxy_addr and admin_key of the proxies, told every version
         self.executor: Any = None  # the executor of training sets this
         self._version = 0  # newest version that all servers have
@@ -130,8 +125,8 @@ class RemoteInfEngine:
         Raises EngineError: 400 for a wrong request, 502 or 503 if the last retry failed.
         """
         # 1. The completion gets the tokens of all segments.
-        req = replace(req, gconfig=req.gconfig.new(max_new_tokens=self._budget(req)))
-        g = req.gconfig
+        g = req.gconfig.new(max_new_tokens=self._budget(req))
+        req = replace(req, gconfig=g)
         response = ModelResponse(
             list(req.input_ids),
             temperature=1.0 if g.is_greedy else g.temperature,
@@ -141,18 +136,15 @@ class RemoteInfEngine:
         empty_aborts = 0
         while True:
             # 2. One segment.
-            before = response.output_len
+            before, failure = response.output_len, None
             try:
-                limit = g.max_new_tokens
-                if self.hooks:
-                    limit = await self.hooks.before_segment(req, response)
+                limit = await self._hooks.before_segment(req, response)
                 response.extend(await self._ask_a_server(req, response, limit, rids))
             except BaseException as error:
-                if self.hooks:
-                    self.hooks.after_segment(req, response, error)
+                failure = error
                 raise
-            if self.hooks:
-                self.hooks.after_segment(req, response, None)
+            finally:
+                self._hooks.after_segment(req, response, failure)
 
             # 3. Done, unless an update interrupted the segment.
             if response.stop_reason != "abort" or response.output_len >= g.max_new_tokens:
@@ -165,27 +157,27 @@ class RemoteInfEngine:
                 await self.sleep(backoff(empty_aborts, 0.05, 1.0))
 
     async def _ask_a_server(
-        self, req: ModelRequest, response: ModelResponse, limit: int, rids: Iterable[str]
+        self, req: ModelRequest, response: ModelResponse, limit: int, rids: Iterator[str]
     ) -> ModelResponse:
         """Get the next segment from the group's server, or, when that fails, from the next one."""
-        ranking = rank_servers(self.servers.addresses, req.affinity)
-        for failures, rid in enumerate(rids):
-            server = ranking[failures % len(ranking)]
+        ranking = itertools.cycle(rank_servers(self.servers.addresses, req.affinity))
+        failures = 0
+        while True:
             try:
-                return await self._generate_segment(server, rid, req, response, limit)
+                return await self._generate_segment(next(ranking), next(rids), req, response, limit)
             except EngineError as error:
-                if error.status == 400 or failures >= self.request_retries:
+                failures += 1
+                if error.status == 400 or failures > self.request_retries:
                     raise
                 logger.warning("asking again: %s", error)
-            await self.sleep(backoff(failures + 1, 0.5, 10.0) * random.uniform(0.5, 1.0))
-        raise AssertionError("rids never end")
+            await self.sleep(backoff(failures, 0.5, 10.0) * random.uniform(0.5, 1.0))
 
     async def _generate_segment(
         self, server: str, rid: str, req: ModelRequest, response: ModelResponse, limit: int
     ) -> ModelResponse:
         """One POST /generate, and its checked answer."""
-        ids = response.input_tokens + response.output_tokens
-        body = generate_body(ids, req.gconfig, limit - response.output_len) | {"rid": rid}
+        ids, room = response.input_tokens + response.output_tokens, limit - response.output_len
+        body = generate_body(ids, req.gconfig, room) | {"rid": rid}
         oldest = self.servers.newest
         try:
             answer = await self._wire.call(server + "/generate", body, self.request_timeout)
@@ -194,8 +186,8 @@ class RemoteInfEngine:
                 await self._abort(server, rid)
             raise
         segment = parse_segment(answer, self.vocab_size)
-        if segment.output_len > limit - response.output_len:
-            raise EngineError(f"{server} sent more tokens than were asked for", 503)
+        if segment.output_len > room:
+            raise EngineError(f"{server} sent more tokens than were asked for", 502)
         self.servers.check_age(server, segment.output_versions, oldest)
         return segment
 
@@ -206,14 +198,9 @@ class RemoteInfEngine:
             await asyncio.shield(call)
 
     def _budget(self, req: ModelRequest) -> int:
-        """How many tokens `req` may generate. Raises EngineError (400) for a wrong request; an id
-        outside the vocabulary would crash SGLang."""
+        """How many tokens `req` may generate. Raises EngineError (400) for a wrong request."""
         ids, g = req.input_ids, req.gconfig
         self._check_ids(ids)
-        if g.max_new_tokens < 1:
-            raise EngineError("max_new_tokens must be at least 1", 400)
-        if getattr(g, "json_schema", None) is not None and not self.has_grammar:
-            raise EngineError("response_format: a server has no grammar backend", 400)
         room = (self.context_length or len(ids) + g.max_new_tokens) - len(ids)
         if room < 1:
             message = f"prompt is too long: {len(ids)} tokens > {self.context_length} maximum"
@@ -221,11 +208,9 @@ class RemoteInfEngine:
         return min(g.max_new_tokens, room)
 
     def _check_ids(self, ids: list[int]) -> None:
+        """Raise EngineError (400) for an id outside the vocabulary, which would crash SGLang."""
         if not ids:
             raise EngineError("the prompt is empty", 400)
-        if wrong := {type(token) for token in ids} - {int}:
-            names = [kind.__name__ for kind in wrong]
-            raise EngineError(f"input_ids must be Python ints, not {names}", 400)
         size = self.vocab_size or 2**31
         for token in (min(ids), max(ids)):
             if not 0 <= token < size:
@@ -235,16 +220,12 @@ class RemoteInfEngine:
 
     def initialize(self, *_: Any, **__: Any) -> None:
         """Read the servers' limits, and ask each for one token: its version must be a number and
-        its answer have logprobs. Raises EngineError. The arguments of AReaL's engine are
-        ignored."""
+        its answer have logprobs. Raises EngineError. The arguments that AReaL has are ignored."""
         infos = self.servers.post_all("/server_info")
-        sizes = [read_vocab_size(info.get("model_path")) for info in infos]
+        sizes = [read_vocab_size(info["model_path"]) for info in infos]
         self.vocab_size = min(filter(None, sizes), default=None)
-        if self.vocab_size is None:
-            logger.warning("no server's model folder can be read: token ids are not checked")
         limits = [info.get("max_req_input_len") for info in infos]
         self.context_length = min(filter(None, limits), default=None)
-        self.has_grammar = all(info.get("grammar_backend") not in (None, "none") for info in infos)
         for answer in self.servers.post_all("/generate", probe([0])):
             parse_segment(answer)
             if self.pause_mode != "abort" and "weight_versions" not in answer["meta_info"]:
@@ -254,11 +235,10 @@ class RemoteInfEngine:
     def take_over(self) -> None:
         """Prepare servers that were running before, which a killed run may have left paused or in
         an update: let them continue, abort what they generate, and give them a readable version."""
-        post_all = self.servers.post_all
-        post_all("/continue_generation", {})
+        self.servers.post_all("/continue_generation", {})
         with contextlib.suppress(EngineError):  # no update is open
-            post_all("/end_weight_update", {})
-        weights.label(post_all, "0", abort=True)
+            self.servers.post_all("/end_weight_update", {})
+        weights.label(self.servers.post_all, "0", abort=True)
 
     def pause(self) -> None:
         """Start no more rollouts, and stop the servers. Then the weights may change."""
@@ -272,20 +252,19 @@ class RemoteInfEngine:
     ) -> None:
         """Send version `meta.version`, which is newer than every one before. Call `pause` first, or
         the servers finish all requests before they load."""
-        if meta.version is None or meta.version <= self._sent:
-            raise ValueError(f"version {meta.version} is not newer than {self._sent}")
+        version = meta.version
+        if version is None or version <= self._sent:
+            raise ValueError(f"version {version} is not newer than {self._sent}")
         # Mode in_place still needs the old cache.
         meta = replace(meta, flush_cache=self.pause_mode != "in_place")
         weights.send(meta, self.servers.post_all, buckets)
-        self.servers.newest = self.servers.limit = self._sent = meta.version
+        self.servers.newest = self.servers.limit = self._sent = version
 
     def set_version(self, version: int) -> None:
         """All servers have `version`: tell the proxies, and let the gate start more rollouts."""
         self._version = self.servers.limit = version
         if self.proxies is not None:
-            addresses = self.proxies.proxy_addr
-            addresses = [addresses] if isinstance(addresses, str) else list(addresses)
-            proxies = Servers(addresses, Wire(key=self.proxies.admin_key))
+            proxies = Servers(self.proxies.proxy_addr, Wire(key=self.proxies.admin_key))
             proxies.post_all("/set_version", {"version": version})
         if self.executor is not None:
             self.executor.on_new_version()
@@ -307,15 +286,14 @@ class RemoteInfEngine:
         ids = ids[: self.context_length - 1] if self.context_length else ids  # one is generated
         self._check_ids(ids)
         body = probe(ids) | {"logprob_start_len": 0}
-        return [parse_scores(answer, ids) for answer in self.servers.post_all("/generate", body)]
+        answers = self.servers.post_all("/generate", body, self.request_timeout)
+        return [parse_scores(answer, ids) for answer in answers]
 
     def destroy(self) -> None:
-        """End the executor, and leave no server paused. A second call does nothing."""
+        """Leave no server paused, and end the executor."""
         if self._paused:
             self._paused = False
-            try:
+            with contextlib.suppress(EngineError):
                 self.servers.post_all("/continue_generation", {}, timeout=5.0)
-            except EngineError as error:
-                logger.warning("a server may be left paused: %s", error)
         if self.executor is not None:
             self.executor.destroy()

@@ -1,6 +1,6 @@
-"""The servers that generate, and what they are told.
+"""The client of the inference servers, and in tiny/ a small server for CPU and CUDA.
 
-Read io_struct.py (a request and its answer), wire.py (JSON over HTTP), servers.py (which server
-gets a request) and weights.py (new weights). serve.py runs a server process, and tiny/ is a small
-real one. Nothing here imports the other rooms.
+Read io_struct.py first (a request and its answer), then wire.py (JSON over HTTP), servers.py (which
+server, and what all are told) and weights.py (two ways to send new weights). serve.py runs a server
+process, fields.py reads its requests, and with_parent.py ends SGLang with the run.
 """

@@ -28,6 +28,13 @@ from typing import Annotated, Any, Self
 from pydantic import BaseModel, ConfigDict, Field
 
 Penalty = Annotated[float, Field(ge=-2, le=2)]
+PLAIN = {
+    "top_p": 1,
+    "top_k": -1,
+    "frequency_penalty": 0,
+    "presence_penalty": 0,
+    "json_schema": None,
+}
 
 
 class EngineError(RuntimeError):
@@ -71,12 +78,7 @@ class GenerationHyperparameters(BaseModel):
     @property
     def trains_exactly(self) -> bool:
         """Whether the server samples from softmax(logits / temperature), as training does."""
-        return (
-            self.top_p == 1
-            and self.top_k == -1
-            and not self.frequency_penalty
-            and not self.is_greedy
-        )
+        return not self.is_greedy and self.model_dump(include={*PLAIN}).items() <= PLAIN.items()
 
 
 class CallParameters(GenerationHyperparameters):
@@ -85,10 +87,6 @@ class CallParameters(GenerationHyperparameters):
     presence_penalty: Penalty = 0.0
     json_schema: str | None = None  # needs a server with a grammar
     seed: int | None = None
-
-    @property
-    def trains_exactly(self) -> bool:
-        return super().trains_exactly and not self.presence_penalty and self.json_schema is None
 
 
 SAMPLING_KEYS = frozenset(CallParameters.model_fields)
@@ -158,20 +156,20 @@ def generate_body(
     input_ids: list[int], gconfig: GenerationHyperparameters, max_new_tokens: int
 ) -> dict[str, Any]:
     """The body of a POST /generate for the next `max_new_tokens` tokens."""
-    seed = getattr(gconfig, "seed", None)
+    g = gconfig if isinstance(gconfig, CallParameters) else gconfig.for_call()
     params = {
         "max_new_tokens": max_new_tokens,
-        "temperature": 0.0 if gconfig.is_greedy else gconfig.temperature,
-        "top_p": gconfig.top_p,
-        "top_k": gconfig.top_k,
+        "temperature": 0.0 if g.is_greedy else g.temperature,
+        "top_p": g.top_p,
+        "top_k": g.top_k,
         "min_p": 0.0,
-        "frequency_penalty": gconfig.frequency_penalty,
-        "presence_penalty": getattr(gconfig, "presence_penalty", 0.0),
+        "frequency_penalty": g.frequency_penalty,
+        "presence_penalty": g.presence_penalty,
         "repetition_penalty": 1.0,
-        "stop_token_ids": list(gconfig.stop_token_ids),
-        "stop": list(gconfig.stop) or None,  # a server without a tokenizer refuses even []
-        "json_schema": getattr(gconfig, "json_schema", None),
-        "sampling_seed": None if seed is None else seed % 2**63,
+        "stop_token_ids": g.stop_token_ids,
+        "stop": g.stop or None,  # a server without a tokenizer refuses even []
+        "json_schema": g.json_schema,
+        "sampling_seed": g.seed and g.seed % 2**63,
     }
     params = {name: value for name, value in params.items() if value is not None}
     return {"input_ids": input_ids, "sampling_params": params, "return_logprob": True}
@@ -182,63 +180,47 @@ def probe(input_ids: list[int]) -> dict[str, Any]:
     return generate_body(input_ids, GenerationHyperparameters(greedy=True), 1)
 
 
-def check_segment(
-    tokens: list[int], entries: list[list], spans: list[dict[str, Any]], vocab_size: int | None
-) -> None:
-    """Raise EngineError (503) if an answer contradicts itself: ids outside the vocabulary or other
-    than those beside the logprobs, logprobs above 0, spans with gaps or falling versions."""
-    if tokens and ({*map(type, tokens)} != {int} or not 0 <= min(tokens) <= max(tokens)):
-        raise EngineError("a token id of an answer is no integer, or below 0", 503)
-    if tokens and max(tokens) >= (vocab_size or 2**31):
-        raise EngineError(f"a token id of an answer is not below {vocab_size}", 503)
-    if [entry[1] for entry in entries] != tokens:
-        raise EngineError("an answer has other ids beside its logprobs", 503)
-    if not all(-1e30 < entry[0] <= 1e-3 for entry in entries):
-        raise EngineError("a logprob of an answer is not from -1e30 to 0", 503)
-    bounds = [0, *(end for span in spans for end in (span["start"], span["end"])), len(tokens)]
-    versions = [int(span["version"]) for span in spans] + [2**31 - 1]
-    if bounds[::2] != bounds[1::2] or bounds != sorted(bounds) or versions != sorted(versions):
-        raise EngineError(f"the spans {spans[:9]} do not fit {len(tokens)} tokens", 503)
-
-
 def parse_segment(answer: dict[str, Any], vocab_size: int | None = None) -> ModelResponse:
     """Read a server's answer.
 
-    Raises EngineError: 400 if the server says that the request is wrong, 502 if ids, logprobs or
-    versions are missing, 503 if the server failed, contradicts itself, or has only a part of its
-    newest weights.
+    Raises EngineError: 400 if the server says that the request is wrong, 503 if it says that it
+    failed, 502 for an answer that lacks ids, logprobs or versions, or contradicts itself. A server
+    with only a part of its newest weights has version "7-incomplete", which is no number.
     """
     try:
         meta, tokens = answer["meta_info"], answer["output_ids"]
         finish = meta["finish_reason"]
-        status = finish.get("status_code") or 0
-        if status >= 400:
+        if status := finish.get("status_code"):
             message = f"the server answered {status}: {finish['message']}"
             raise EngineError(message, 400 if status < 500 else 503)
-        entries = meta["output_token_logprobs"] if tokens else []
+        logprobs = read_logprobs(tokens, meta["output_token_logprobs"] if tokens else [])
         whole = {"version": meta["weight_version"], "start": 0, "end": len(tokens)}
         spans = meta.get("weight_versions") or [whole]
-        check_segment(tokens, entries, spans, vocab_size)
-        versions = [
-            int(span["version"]) for span in spans for _ in range(span["start"], span["end"])
-        ]
+        versions = [int(s["version"]) for s in spans for _ in tokens[s["start"] : s["end"]]]
+        if len(versions) != len(tokens) or versions != sorted(versions):
+            raise ValueError("the versions have gaps, or fall")
+        if max(tokens, default=0) >= (vocab_size or 2**31):
+            raise ValueError("an id is outside the vocabulary")
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         hint = "start SGLang with --weight-version 0, and check its last weight update"
-        # After an update that failed half way the version ends in "-incomplete".
-        status = 503 if "-incomplete" in str(error) else 502
-        raise EngineError(f"the answer cannot be read ({error!r}): {hint}", status) from error
-    logprobs = [entry[0] for entry in entries]
+        raise EngineError(f"the answer cannot be read ({error!r}): {hint}", 502) from error
     return ModelResponse([], tokens, logprobs, versions, stop_reason=finish.get("type", ""))
 
 
-def parse_scores(answer: dict[str, Any], ids: list[int]) -> list[float]:
-    """Read log p(token | earlier tokens) of a prompt; the first token counts 0.
-
-    Raises EngineError as parse_segment does.
-    """
-    try:
-        entries = [[0.0, ids[0]], *answer["meta_info"]["input_token_logprobs"][1:]]
-        check_segment(ids, entries, [{"version": "0", "start": 0, "end": len(ids)}], None)
-    except (LookupError, TypeError) as error:
-        raise EngineError(f"the scores cannot be read ({error!r})", 502) from error
+def read_logprobs(tokens: list[int], entries: list[list]) -> list[float]:
+    """The log-probabilities of entries [logprob, id, text] for these ids. Raises ValueError."""
+    if [[type(token), token] for token in tokens] != [[int, entry[1]] for entry in entries]:
+        raise ValueError("other ids stand beside the logprobs")
+    if min(tokens, default=0) < 0 or not all(-1e30 < entry[0] <= 1e-3 for entry in entries):
+        raise ValueError("an id is below 0, or a logprob above it")
     return [entry[0] for entry in entries]
+
+
+def parse_scores(answer: dict[str, Any], ids: list[int]) -> list[float]:
+    """Read log p(token | earlier tokens) of a prompt; the first token counts 0. Raises EngineError
+    (502)."""
+    try:
+        entries = answer["meta_info"]["input_token_logprobs"]
+        return read_logprobs(ids, [[0.0, ids[0]], *entries[1:]])
+    except (LookupError, TypeError, ValueError) as error:
+        raise EngineError(f"the scores cannot be read ({error!r})", 502) from error

@@ -8,6 +8,7 @@ forks.
 
 import contextlib
 import os
+import resource
 import secrets
 import socket
 import sys
@@ -40,12 +41,18 @@ def listen(host: str, port: int, key: str | None = None) -> socket.socket:
     """A listening socket. Raises OSError for a port in use, or an open address without a key."""
     if not key and host not in ("127.0.0.1", "::1", "localhost"):
         raise OSError(f"--host {host}: others can reach this address, so a key is needed (--help)")
-    if not 0 <= port < 65536:
-        raise OSError(f"--port {port}: a number from 0 (any free port) to 65535 is needed")
     try:
         return socket.create_server((host, port), backlog=4096)
-    except OSError as error:
-        raise OSError(f"--port {port}: cannot listen on {host}: {error.strerror}") from error
+    except (OSError, OverflowError) as error:
+        raise OSError(f"--port {port}: cannot listen on {host}: {error}") from error
+
+
+def raise_open_files() -> None:
+    """Allow this process and its children as many open files as the system does: 1,024, the usual
+    limit, are too few for 1,000 requests in flight."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2**16 if hard == resource.RLIM_INFINITY else hard
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
 
 
 def follow_parent(act: Callable[[], None]) -> None:
@@ -64,12 +71,19 @@ def serve(app: FastAPI, listener: socket.socket, exit_with_parent: bool) -> None
     """Serve until a signal, or until the parent is gone."""
     # Clients drop idle connections before this: a request never meets a closing one.
     patience: dict[str, Any] = {"timeout_keep_alive": 75, "timeout_graceful_shutdown": 2}
-    quiet: dict[str, Any] = {"log_level": "warning", "access_log": False, "proxy_headers": False}
-    server = uvicorn.Server(uvicorn.Config(app, http="httptools", **quiet, **patience))
+    server = uvicorn.Server(
+        uvicorn.Config(app, log_level="warning", proxy_headers=False, **patience)
+    )
+    raise_open_files()
     if exit_with_parent:
         follow_parent(lambda: setattr(server, "should_exit", True))
     with contextlib.suppress(KeyboardInterrupt):
         server.run(sockets=[listener])
+
+
+def bearer(request: Request) -> str:
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""
 
 
 def check_key(request: Request, key: str) -> None:
@@ -77,11 +91,6 @@ def check_key(request: Request, key: str) -> None:
     given = bearer(request)
     if not secrets.compare_digest(given.encode(), key.encode()):
         raise Refusal("Authorization: `Bearer <key>` is needed", 403 if given else 401)
-
-
-def bearer(request: Request) -> str:
-    scheme, _, key = request.headers.get("authorization", "").partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else ""
 
 
 def read_object(raw: bytes) -> dict[str, Any]:

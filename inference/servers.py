@@ -13,6 +13,7 @@ version "7-incomplete", which no engine accepts.
 
 import hashlib
 import math
+from collections.abc import Iterable
 from typing import Any
 
 from inference.io_struct import EngineError
@@ -30,7 +31,8 @@ def rank_servers(servers: list[str], key: str) -> list[str]:
 class Servers:
     """The servers at `addresses`."""
 
-    def __init__(self, addresses: list[str], wire: Wire) -> None:
+    def __init__(self, addresses: str | Iterable[str], wire: Wire) -> None:
+        addresses = [addresses] if isinstance(addresses, str) else addresses
         self.addresses = [address.rstrip("/") for address in addresses]
         self._wire = wire
         self.newest = 0  # the newest version of a token that this process has received
@@ -39,16 +41,14 @@ class Servers:
     def check_age(self, url: str, versions: list[int], sent_after: int) -> None:
         """Check the versions of a server's tokens, which rise. `sent_after` is what `newest` was
         when the request was sent. Raises EngineError (503)."""
-        if versions and versions[-1] > self.limit:
-            raise EngineError(
-                f"{url} sent version {versions[-1]}, but the trainer has only {self.limit}", 503
-            )
-        if versions and versions[0] < sent_after:
-            raise EngineError(
-                f"{url} sent version {versions[0]} after version {sent_after}: was it restarted?",
-                503,
-            )
-        self.newest = max([self.newest, *versions[-1:]])
+        oldest, newest = min(versions, default=sent_after), max(versions, default=0)
+        if newest > self.limit:
+            why = f"version {newest}, but the trainer has only {self.limit}"
+            raise EngineError(f"{url} sent {why}", 503)
+        if oldest < sent_after:
+            why = f"version {oldest} after version {sent_after}: was it restarted?"
+            raise EngineError(f"{url} sent {why}", 503)
+        self.newest = max(self.newest, newest)
 
     def post_all(self, path: str, body: Any = None, timeout: float = CALL_TIMEOUT) -> list[Any]:
         """Send `body` to all servers at once, and return their answers in order.

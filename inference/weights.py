@@ -23,7 +23,7 @@ import shutil
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -39,7 +39,6 @@ LOAD_TIMEOUT = 3600.0  # seconds for the slowest server to load a folder
 BUCKET_TIMEOUT = 600.0  # seconds to broadcast a bucket, or to wait for all ranks
 BUCKET_MB = 512.0
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
-PARTIAL = ".partial"
 
 
 @dataclass(frozen=True)
@@ -66,12 +65,12 @@ class WeightUpdateMeta:
 def named_buckets(
     model: Any, dtype: "torch.dtype", bucket_mb: float = BUCKET_MB
 ) -> Iterator[Bucket]:
-    """Yield all weights in buckets of at most `bucket_mb` MiB, so that no rank holds the whole
-    model.
+    """Yield all weights in buckets of at most `bucket_mb` MiB: no rank holds the whole model.
 
     All ranks ask for all buckets, because they gather each tensor together. A bucket is emptied
     when the next is asked for. Names and shapes are those of the checkpoint files: transformers
-    fuses the experts of a mixture in memory, and a server skips names that it does not know. """
+    fuses the experts of a mixture in memory, and a server skips names that it does not know.
+    """
     from torch.distributed.tensor import DTensor
     from transformers.core_model_loading import revert_weight_conversion as revert
 
@@ -81,7 +80,7 @@ def named_buckets(
     size = 0.0
     for name in (name for name, _ in tensors if name in state):
         shard = state[name].detach()
-        shard = shard.to(dtype if shard.is_floating_point() else shard.dtype)
+        shard = shard.to(dtype) if shard.is_floating_point() else shard
         mb = shard.numel() * shard.element_size() / 2**20
         if bucket and size + mb > bucket_mb:
             yield bucket
@@ -101,17 +100,16 @@ def write_checkpoint(
     from safetensors.torch import save_file
 
     target = Path(target).absolute()
-    for left in target.parent.glob(f"*{PARTIAL}"):  # by a run that was killed
+    for left in target.parent.glob("*.partial"):  # by a run that was killed
         shutil.rmtree(left)
-    partial = target.with_name(target.name + PARTIAL)
+    partial = target.with_name(f"{target.name}.partial")
     partial.mkdir(parents=True)
     for file in Path(source_dir).iterdir():
         if file.is_file() and not file.name.endswith(WEIGHT_FILES):
             shutil.copy(file, partial)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
     save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
-    if target.exists():
-        shutil.rmtree(target)
+    shutil.rmtree(target, ignore_errors=True)
     partial.replace(target)
     return target
 
@@ -143,8 +141,8 @@ def label(post_all: PostAll, version: str, abort: bool = False) -> None:
 
 def update_from_disk(meta: WeightUpdateMeta, post_all: PostAll) -> None:
     """Let all servers load the folder, then delete the folders of other versions."""
-    body = {"model_path": str(meta.directory), "weight_version": str(meta.version)}
-    body |= {"abort_all_requests": False, "flush_cache": meta.flush_cache}
+    body: dict[str, Any] = {"model_path": str(meta.directory), "flush_cache": meta.flush_cache}
+    body |= {"weight_version": str(meta.version), "abort_all_requests": False}
     post_all("/update_weights_from_disk", body, timeout=LOAD_TIMEOUT)
     for other in meta.directory.parent.glob("v*"):
         if other != meta.directory and other.name[1:].isdecimal():
@@ -154,8 +152,7 @@ def update_from_disk(meta: WeightUpdateMeta, post_all: PostAll) -> None:
 def update_from_distributed(
     meta: WeightUpdateMeta, post_all: PostAll, buckets: Iterable[Bucket]
 ) -> None:
-    """Make a group of this process (rank 0) and every GPU of every server; broadcast the
-    buckets."""
+    """Make a group of this process (rank 0) and every GPU of every server, and broadcast."""
     import torch
 
     infos = post_all("/server_info")
@@ -170,10 +167,16 @@ def update_from_distributed(
     bodies = [meeting | {"rank_offset": 1 + sum(sizes[:i])} for i in range(len(sizes))]
     with meanwhile(post_all, "/init_weights_update_group", bodies):
         group = join_group(meta.address, port, 0, world, name, backend)
+
+    version = [int(number) for number in re.findall(r"\d+", infos[0]["version"])]
+    has_sessions = version >= [0, 5, 20]  # of SGLang
+    if has_sessions:
+        post_all("/begin_weight_update", {})
     body = {"group_name": name, "flush_cache": meta.flush_cache}
-    with update_session(infos, post_all):
-        for bucket in buckets:
-            broadcast(group, [(n, tensor.to(device)) for n, tensor in bucket], body, post_all)
+    for bucket in buckets:
+        broadcast(group, [(n, tensor.to(device)) for n, tensor in bucket], body, post_all)
+    if has_sessions:
+        post_all("/end_weight_update", {})
     with meanwhile(post_all, "/destroy_weights_update_group", {"group_name": name}):
         group.shutdown()
 
@@ -191,7 +194,6 @@ def meanwhile(post_all: PostAll, path: str, body: Any) -> Iterator[None]:
 
 
 def broadcast(group: Any, bucket: Bucket, body: dict[str, Any], post_all: PostAll) -> None:
-    """Tell the servers what comes, and broadcast it."""
     described = {
         "names": [name for name, _ in bucket],
         "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
@@ -200,16 +202,6 @@ def broadcast(group: Any, bucket: Bucket, body: dict[str, Any], post_all: PostAl
     with meanwhile(post_all, "/update_weights_from_distributed", body | described):
         for work in [group.broadcast(tensor.contiguous(), 0) for _, tensor in bucket]:
             work.wait()
-
-
-def update_session(infos: list[dict[str, Any]], post_all: PostAll) -> ExitStack:
-    """Begin an update, and end it with the block. SGLang knows these routes since 0.5.20."""
-    session = ExitStack()
-    versions = [re.findall(r"\d+", info["version"])[:3] for info in infos]
-    if all(tuple(map(int, version)) >= (0, 5, 20) for version in versions):
-        post_all("/begin_weight_update", {})
-        session.callback(post_all, "/end_weight_update", {})
-    return session
 
 
 def join_group(address: str, port: int, rank: int, world: int, name: str, backend: str) -> Any:

@@ -1,10 +1,10 @@
-"""Fixtures and helpers that several test files use: small random models, and functions that start the real servers as
-processes."""
+"""Fixtures and helpers of several test files: small random models, and real servers as processes.
 
-import gc
+torch and transformers are imported where they are needed, so that tests without them start at once.
+"""
+
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -17,24 +17,16 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-import httpx
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from inference.serve import free_port
-
-# Property tests must pass on a slow or busy machine, so this profile removes hypothesis's time limits.
+# Property tests must pass on a slow or busy machine, so hypothesis has no time limits.
 settings.register_profile(
     "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("any machine")
 
-torch.set_num_threads(1)
-# If a shell starts pytest as a background job, pytest and its child processes ignore Ctrl-C. The next line restores
-# Python's default handling of Ctrl-C.
+# A shell's background job ignores Ctrl-C, and so would the processes that it starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -44,27 +36,12 @@ CHAT_TEMPLATE = (
 )
 
 
-# These test files take longest. They come first, so the two processes of `make test` end at about the same time.
-LONGEST = {
-    "test_train.py",
-    "test_museum.py",
-    "test_modes.py",
-    "test_tiny_server.py",
-    "test_compile.py",
-}
-
-
-def pytest_collectstart() -> None:
-    """Turn garbage collection off while the test modules are imported, because it takes much of the imports' time."""
-    gc.disable()
+# These test files take longest, so they come first: the two processes of `make test` end together.
+LONGEST = {"test_train.py", "test_museum.py", "test_modes.py", "test_tiny_server.py"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the longest test files first. Turn garbage collection on again. From now on it ignores the objects that exist
-    already, such as the imported modules."""
     items.sort(key=lambda item: item.path.name not in LONGEST)
-    gc.freeze()
-    gc.enable()
 
 
 @pytest.fixture(scope="session")
@@ -75,8 +52,13 @@ def anyio_backend() -> str:
 def make_byte_model(
     path: Path, seed: int = 0, layers: int = 2, width: int = 64, tied: bool = False
 ) -> Path:
-    """Write a random Qwen3 model. The model's vocabulary has 259 tokens (the 256 bytes and three chat markers), and its
-    context length is 2,048."""
+    """Write a random Qwen3 model. Its 259 tokens are the bytes and three markers of chats, and its
+    context has 2,048 tokens."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    torch.set_num_threads(1)
     vocab = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     raw = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -111,26 +93,33 @@ def make_byte_model(
 
 @pytest.fixture(scope="session")
 def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of the tiny model. `make_byte_model` writes the tiny model with seed 0."""
+    """The tiny model: that of `make_byte_model`, with seed 0."""
     return make_byte_model(tmp_path_factory.mktemp("tiny_model"))
 
 
 @pytest.fixture(scope="session")
 def other_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a second model for tests of weight updates. The second model differs from the tiny model only in
-    its weights (seed 1)."""
+    """A model that differs from the tiny model only in its weights."""
     return make_byte_model(tmp_path_factory.mktemp("other_model"), seed=1)
 
 
 @pytest.fixture(scope="session")
 def tiny_tokenizer(tiny_model_dir: Path):
-    """The tokenizer of the tiny model."""
+    from transformers import AutoTokenizer
+
     return AutoTokenizer.from_pretrained(tiny_model_dir)
 
 
+def free_port() -> int:
+    from inference import serve
+
+    return serve.free_port()
+
+
 def two_free_ports() -> int:
-    """Return a port number such that this port and the next port are free. Both ports are below 32768, like every port
-    of `free_port`, so no outgoing connection of another test takes them."""
+    """A port such that it and the next one are free."""
+    import socket
+
     while True:
         port = free_port()
         with suppress(OSError), socket.create_server(("127.0.0.1", port + 1)):
@@ -138,15 +127,14 @@ def two_free_ports() -> int:
 
 
 def idle_connections(transport: Any) -> int:
-    """Return how many idle connections a transport keeps open. The transport must come from `make_transport`."""
+    """How many idle connections a transport of `make_transport` keeps open."""
     return sum(map(len, transport.client.connector._conns.values()))
 
 
 def rest_of(process: subprocess.Popen[str], seconds: float) -> str:
-    """Wait until a process ends, and return its unread output. If the process runs longer than `seconds`, kill it.
+    """Wait until a process ends, and return its unread output. After `seconds`, kill it.
 
-    This function does not use communicate(), because communicate() can lose output if the test has already read some
-    lines.
+    communicate() can lose output if the test has already read some lines.
     """
     assert process.stdout is not None
     watchdog = threading.Timer(seconds, process.kill)
@@ -161,7 +149,9 @@ def rest_of(process: subprocess.Popen[str], seconds: float) -> str:
 def wait_until_up(
     url: str, process: subprocess.Popen, path: str = "/health", seconds: float = 300
 ) -> None:
-    """Request `path` repeatedly until the server answers 200. If the server's process ends, raise RuntimeError."""
+    """Ask until the server answers 200. Raises RuntimeError if its process ends."""
+    import httpx
+
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if process.poll() is not None:
@@ -178,19 +168,18 @@ def wait_until_up(
 def server_process(
     *command: str, out: Any = None, seconds: float = 300
 ) -> Iterator[tuple[str, subprocess.Popen]]:
-    """Run a server's command with a free port until the `with` block ends. Yield the server's URL and process.
+    """Run a server with a free port until the `with` block ends. Yield its URL and process.
 
-    The server must answer within `seconds`. `out` is passed to subprocess.Popen as the server's stdout and stderr.
+    It must answer within `seconds`. `out` gets its output.
     """
     port = free_port()
-    whole = [*command, "--port", str(port), "--exit-with-parent"]
-    process = subprocess.Popen(whole, cwd=ROOT, stdin=subprocess.PIPE, stdout=out, stderr=out)
-    assert process.stdin is not None
+    whole = [*command, "--port", str(port)]
+    process = subprocess.Popen(whole, cwd=ROOT, stdout=out, stderr=out, start_new_session=True)
     try:
         wait_until_up(url := f"http://127.0.0.1:{port}", process, seconds=seconds)
         yield url, process
     finally:
-        process.stdin.close()
+        process.terminate()
         process.wait(timeout=120)
 
 
@@ -199,72 +188,52 @@ StartServer = Callable[..., str]
 
 @pytest.fixture(scope="session")
 def start_tiny_server(tiny_model_dir: Path) -> Iterator[StartServer]:
-    """Return a function start(*arguments) that starts a process of inference/tiny/server.py and returns its URL."""
-    command = [sys.executable, "-m", "inference.tiny.server", "--model-path", str(tiny_model_dir)]
+    """A function start(*arguments) that starts a small server and returns its URL."""
+    command = [sys.executable, "-m", "inference.tiny.server", "--exit-with-parent"]
+    command += ["--model-path", str(tiny_model_dir)]
     with ExitStack() as stack:
         yield lambda *extra: stack.enter_context(server_process(*command, *extra))[0]
 
 
-# POCKET_AREAL_SGLANG is the path of a Python that can import SGLang. `make test-sglang` sets POCKET_AREAL_SGLANG.
+# A Python that can import SGLang. `make test-sglang` sets it.
 SGLANG = os.environ.get("POCKET_AREAL_SGLANG", "")
 
 
 @contextmanager
 def run_sglang(model_dir: Path, log: Path, *extra: str) -> Iterator[str]:
-    """Run the real, unmodified SGLang on a CPU until the `with` block ends. Yield SGLang's URL."""
-    command = [
-        SGLANG,
-        str(ROOT / "tests/sglang_cpu/launch.py"),
-        "--model-path",
-        str(model_dir),
-        *extra,
-    ]
+    """Run the real, unmodified SGLang on a CPU until the `with` block ends. Yield its URL."""
+    command = [sys.executable, "-m", "inference.with_parent", SGLANG]
+    command += [str(ROOT / "tests/sglang_cpu/launch.py"), "--model-path", str(model_dir), *extra]
     with log.open("wb") as out:
         try:
             with server_process(*command, out=out, seconds=400) as (url, _):
                 yield url
         except BaseException:
-            print(
-                log.read_text(errors="replace")[-3000:]
-            )  # pytest shows the printed log if the test fails
+            print(log.read_text(errors="replace")[-3000:])  # pytest shows it
             raise
 
 
 @pytest.fixture(scope="session")
 def tiny_server(start_tiny_server: StartServer) -> str:
-    """The URL of a tiny server process that all tests share. A test must not stop the shared server or change the
-    server's weights."""
+    """The URL of a small server that all tests share, so no test may stop or change it."""
     return start_tiny_server()
-
-
-# The example agents run in .venv-agents, an environment that lacks some packages of the project. An import of the
-# project's modules at the top of this file could fail in .venv-agents, so the fixtures below import these modules
-# inside their functions.
 
 
 @pytest.fixture(scope="module")
 def proxy(tiny_server: str, tiny_model_dir: Path) -> Iterator[Any]:
     """The URL and the admin key of a proxy.py process that uses the tiny server."""
-    from rollout.executor import ProxyAddress
+    from calls.client import ProxyAddress
 
-    command = [
-        sys.executable,
-        "proxy.py",
-        "--server",
-        tiny_server,
-        "--model-path",
-        str(tiny_model_dir),
-    ]
-    with server_process(
-        *command, "--admin-key", "secret", "--seed", "1", out=subprocess.DEVNULL
-    ) as (url, _):
+    command = [sys.executable, "-m", "proxy", "--server", tiny_server, "--exit-with-parent"]
+    command += ["--model-path", str(tiny_model_dir), "--admin-key", "secret", "--seed", "1"]
+    with server_process(*command, out=subprocess.DEVNULL) as (url, _):
         yield ProxyAddress(url, "secret")
 
 
 @pytest.fixture
 async def start(tiny_tokenizer: Any) -> AsyncIterator[Callable[..., Any]]:
-    """Return a function start(*texts, **options) that makes a Harness whose engine answers with these texts in
-    order."""
+    """A function start(*texts, **options) that makes a Harness whose engine answers with these
+    texts in order."""
     from harness import Harness
 
     made: list[Harness] = []
@@ -280,7 +249,7 @@ async def start(tiny_tokenizer: Any) -> AsyncIterator[Callable[..., Any]]:
 
 @pytest.fixture(scope="module")
 def real_engine(tiny_server: str) -> Iterator[Any]:
-    """An engine that is connected to a process of inference/tiny/server.py."""
+    """An engine that is connected to the tiny server."""
     from engine import RemoteInfEngine
 
     engine = RemoteInfEngine([tiny_server])

@@ -21,10 +21,9 @@ HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 
 
 class ScriptedEngine:
-    """An engine that answers each call with the next of the given texts, and keeps a list of the requests.
+    """An engine that answers each call with the next of the given texts, and keeps the requests.
 
-    If a text ends with "…", the engine's answer has the stop reason "length". If `hold` is an event, each generation
-    waits until the event is set. A streamed generation sends `held_tokens` tokens before it waits for `hold`.
+    A text that ends with "…" stops by length. While `hold` is an event, a generation waits for it.
     """
 
     def __init__(self, tokenizer: Any, *texts: str) -> None:
@@ -33,41 +32,33 @@ class ScriptedEngine:
         self.requests: list[ModelRequest] = []
         self.error: Exception | None = None
         self.hold: asyncio.Event | None = None
-        self.held_tokens = 0
         self.started, self.cancelled = asyncio.Event(), asyncio.Event()
 
-    async def agenerate(self, request: ModelRequest, on_tokens: Any = None) -> ModelResponse:
-        """Answer with the next text, or with "ok" if no text is left. If `on_tokens` is given, call it after each
-        token."""
+    async def agenerate(self, request: ModelRequest) -> ModelResponse:
+        """Answer with the next text, or with "ok" if none is left."""
         self.requests.append(request)
         self.started.set()
         if self.error:
             raise self.error
         text = self.texts.pop(0) if self.texts else "ok"
         cut = text.endswith("…")
-        output = self.tokenizer.encode(text.removesuffix("…")) + [self.tokenizer.eos_token_id] * (
-            not cut
-        )
-        g = request.gconfig
-        response = ModelResponse(
+        output = self.tokenizer.encode(text.removesuffix("…"))
+        output += [] if cut else [self.tokenizer.eos_token_id]
+        if self.hold:
+            try:
+                await self.hold.wait()
+            except asyncio.CancelledError:
+                self.cancelled.set()
+                raise
+        return ModelResponse(
             list(request.input_ids),
-            temperature=g.temperature,
-            trains_exactly=g.trains_exactly,
-            stop_reason="abort",
+            output,
+            [-0.25] * len(output),
+            [4] * len(output),
+            stop_reason="length" if cut else "stop",
+            temperature=request.gconfig.temperature,
+            trains_exactly=request.gconfig.trains_exactly,
         )
-        try:
-            for token in output:
-                if self.hold and response.output_len == (self.held_tokens if on_tokens else 0):
-                    await self.hold.wait()
-                response.replace_from(response.output_len, ModelResponse([], [token], [-0.25], [4]))
-                if on_tokens:
-                    on_tokens(response)
-                    await asyncio.sleep(0)
-        except asyncio.CancelledError:
-            self.cancelled.set()
-            raise
-        response.stop_reason = "length" if cut else "stop"
-        return response
 
 
 class Clock:
