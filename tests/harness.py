@@ -1,4 +1,4 @@
-"""A proxy that runs in the test's own process and uses a scripted engine. Tests talk to the proxy over HTTP."""
+"""A proxy in the test's own process, with a scripted engine. Tests talk to it over HTTP."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -72,7 +72,7 @@ class Clock:
 
 
 class Harness:
-    """A proxy in this process, the proxy's ScriptedEngine, and an HTTP client that is connected to the proxy."""
+    """A proxy in this process, its ScriptedEngine, and an HTTP client of it."""
 
     def __init__(self, tokenizer: Any, *texts: str, **options: Any) -> None:
         self.engine = ScriptedEngine(tokenizer, *texts)
@@ -114,8 +114,8 @@ class Harness:
 
 
 class Connection:
-    """One POST request that reaches the proxy through ASGI, without an HTTP client. A test can close the connection
-    early or read the reply piece by piece."""
+    """One POST request that reaches the proxy without an HTTP client. A test can hang up early, or
+    read the reply piece by piece."""
 
     def __init__(
         self, harness: Harness, path: str, body: Any, headers: dict[str, str] | None = None
@@ -153,15 +153,14 @@ class Connection:
         return (await asyncio.wait_for(self.pieces.get(), timeout=30))["body"]
 
     async def rest(self) -> bytes:
-        """Wait for the end of the reply and return the part of the body that `read` has not returned yet."""
+        """Wait for the end of the reply, and return what `read` has not returned yet."""
         await asyncio.wait_for(self.task, timeout=30)
         pieces = [self.pieces.get_nowait() for _ in range(self.pieces.qsize())]
         return b"".join(piece.get("body", b"") for piece in pieces)
 
 
 def client_options(path: str, api_key: str) -> dict[str, Any]:
-    """Return options with which a client of OpenAI's or Anthropic's SDK does not retry. A client with the returned
-    options raises an error if a reply does not have the type that the SDK declares."""
+    """Options with which an SDK never retries, and refuses a reply of an undeclared type."""
     base_url = f"http://proxy{path}"
     return {
         "base_url": base_url,
