@@ -1,39 +1,43 @@
 """A layout turns the rows of a batch into the inputs of forward passes.
 
-A layout distributes rows over pieces. A piece has two parts: the input of one forward pass, and, for each token, the
-index of the hidden state that predicts it. The actor (`actor.py`) runs the model on the input, picks the hidden states
-that predict trained tokens, and computes log-probabilities from these states.
+A layout distributes rows over pieces. A piece has two parts: the input of one forward pass, and,
+for each token, the index of the hidden state that predicts it. The actor (`actor.py`) runs the
+model on the input, picks the hidden states that predict trained tokens, and computes
+log-probabilities from these states.
 
-**The rule.** In every layout a token gets the log-probability that it would get if its row went through the model
-alone. The choice of layout affects only time and memory.
+**The rule.** In every layout a token gets the log-probability that it would get if its row went
+through the model alone. The choice of layout affects only time and memory.
 
-**padded** stacks rows of similar length and pads the shorter rows on the right. In a causal model no token attends to
-the padding after it, so padded rows need no attention mask. The padded layout is simple, and it is the fastest layout
-if all rows are equally long.
+**padded** stacks rows of similar length and pads the shorter rows on the right. In a causal model
+no token attends to the padding after it, so padded rows need no attention mask. The padded layout
+is simple, and it is the fastest layout if all rows are equally long.
 
-**packed** puts rows end to end into one long row, so that no padding is computed. On a GPU in bfloat16, one kernel
-computes the attention of all sequences. If the kernel cannot be used, the attention function computes one sequence at a
-time.
+**packed** puts rows end to end into one long row, so that no padding is computed. On a GPU in
+bfloat16, one kernel computes the attention of all sequences. If the kernel cannot be used, the
+attention function computes one sequence at a time.
 
 **tree** computes each shared prefix only once (`tree_attention.py`).
 
-**Example.** Two rows of tokens, [a b c] and [d e], have three tokens that a model can predict: b, c and e. A padded
-piece of the rows [a b c] and [d e] has 6 hidden states: 0 to 2 for a, b and c, 3 and 4 for d and e, and 5 for the
-padding. A packed piece of the rows [a b c] and [d e] has only the hidden states 0 to 4, because it has no padding. In
-the padded and in the packed piece, hidden state 0 predicts b, hidden state 1 predicts c, and hidden state 3 predicts e.
+**Example.** Two rows of tokens, [a b c] and [d e], have three tokens that a model can predict: b, c
+and e. A padded piece of the rows [a b c] and [d e] has 6 hidden states: 0 to 2 for a, b and c, 3
+and 4 for d and e, and 5 for the padding. A packed piece of the rows [a b c] and [d e] has only the
+hidden states 0 to 4, because it has no padding. In the padded and in the packed piece, hidden state
+0 predicts b, hidden state 1 predicts c, and hidden state 3 predicts e.
 
-**Why packed rows need an attention function.** In a packed row, position_ids start at 0 again in each sequence. Some
-attention kernels separate the sequences by their position_ids. Kernels that ignore position_ids let tokens attend to
-tokens of other sequences, and raise no error. A dense attention mask could separate the sequences, but it would need
-t^2 numbers for a packed row of t tokens. The attention function `attend_apart` needs no mask to separate the sequences.
+**Why packed rows need an attention function.** In a packed row, position_ids start at 0 again in
+each sequence. Some attention kernels separate the sequences by their position_ids. Kernels that
+ignore position_ids let tokens attend to tokens of other sequences, and raise no error. A dense
+attention mask could separate the sequences, but it would need t^2 numbers for a packed row of t
+tokens. The attention function `attend_apart` needs no mask to separate the sequences.
 
-**The kernel** torch.nn.attention.varlen requires bfloat16 or float16 inputs. The kernel needs heads whose size is a
-multiple of 8 and at most 256, and a GPU of the generation Ampere or newer.
+**The kernel** torch.nn.attention.varlen requires bfloat16 or float16 inputs. The kernel needs heads
+whose size is a multiple of 8 and at most 256, and a GPU of the generation Ampere or newer.
 
-**Limits.** In packed rows and trees, the attention function is the only part of the model that separates the sequences.
-Models with sliding windows, capped attention, attention sinks, convolutions or recurrent states are refused in the
-layouts `packed` and `tree`. The layout `padded` refuses models with capped attention and models for which transformers
-has no attention implementation "sdpa".
+**Limits.** In packed rows and trees, the attention function is the only part of the model that
+separates the sequences. Models with sliding windows, capped attention, attention sinks,
+convolutions or recurrent states are refused in the layouts `packed` and `tree`. The layout `padded`
+refuses models with capped attention and models for which transformers has no attention
+implementation "sdpa".
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -72,7 +76,8 @@ class Piece(NamedTuple):
     )
 
     def select(self, mask: Tensor) -> tuple[TokenIndex, Tensor]:
-        """Return the index of the N tokens whose `mask` (B, T) is set, and the hidden states that predict them."""
+        """Return the index of the N tokens whose `mask` (B, T) is set, and the hidden states that
+        predict them."""
         wanted = mask[self.row, self.column] > 0  # (n,)
         return (self.row[wanted], self.column[wanted]), self.predicted_by[
             wanted
@@ -89,7 +94,8 @@ class Layout(NamedTuple):
 
 
 def row_lengths(batch: Batch) -> list[int]:
-    """Return the number of tokens of each row. Raises ValueError if a row has padding before a token."""
+    """Return the number of tokens of each row. Raises ValueError if a row has padding before a
+    token."""
     mask = batch["attention_mask"].bool()  # (B, T)
     if bool((mask[:, 1:] & ~mask[:, :-1]).any()):
         raise ValueError("attention_mask has a 1 after a 0: pad the rows on the right")
@@ -97,8 +103,8 @@ def row_lengths(batch: Batch) -> list[int]:
 
 
 def split_minibatches(lengths: Sequence[int], n: int) -> list[list[int]]:
-    """Distribute rows over `n` mini-batches, longest row first. Each row goes to the mini-batch that has the fewest
-    tokens so far.
+    """Distribute rows over `n` mini-batches, longest row first. Each row goes to the mini-batch
+    that has the fewest tokens so far.
 
     No mini-batch is empty, so fewer than `n` rows give fewer than `n` mini-batches.
     """
@@ -106,7 +112,8 @@ def split_minibatches(lengths: Sequence[int], n: int) -> list[list[int]]:
     parts: list[list[int]] = [[] for _ in range(n)]
     loads = [0] * n  # number of tokens in each mini-batch so far
     for row in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        # If two mini-batches have the same number of tokens, the row goes to the mini-batch with fewer rows.
+        # If two mini-batches have the same number of tokens, the row goes to the mini-batch with
+        # fewer rows.
         lightest = min(range(n), key=lambda j: (loads[j], len(parts[j])))
         parts[lightest].append(row)
         loads[lightest] += lengths[row]
@@ -116,13 +123,15 @@ def split_minibatches(lengths: Sequence[int], n: int) -> list[list[int]]:
 def split_microbatches(
     rows: Sequence[int], lengths: Sequence[int], mb_tokens: int
 ) -> list[list[int]]:
-    """Distribute rows over pieces. A piece has rows of similar length, and at most `mb_tokens` tokens with padding.
+    """Distribute rows over pieces. A piece has rows of similar length, and at most `mb_tokens`
+    tokens with padding.
 
     A row that is longer than `mb_tokens` becomes a piece of its own.
     """
     pieces: list[list[int]] = []
     for row in sorted(rows, key=lambda i: -lengths[i]):
-        # The first row of a piece is the longest row, so every row of the piece is padded to that length.
+        # The first row of a piece is the longest row, so every row of the piece is padded to that
+        # length.
         if pieces and lengths[pieces[-1][0]] * (len(pieces[-1]) + 1) <= mb_tokens:
             pieces[-1].append(row)
         else:
@@ -131,10 +140,11 @@ def split_microbatches(
 
 
 def split_packs(rows: Sequence[int], lengths: Sequence[int], mb_tokens: int) -> list[list[int]]:
-    """Distribute rows over pieces by first-fit decreasing: longest row first, each row into the first piece that has
-    space.
+    """Distribute rows over pieces by first-fit decreasing: longest row first, each row into the
+    first piece that has space.
 
-    A piece has space for `mb_tokens` tokens. A row of more than `mb_tokens` tokens becomes a piece of its own.
+    A piece has space for `mb_tokens` tokens. A row of more than `mb_tokens` tokens becomes a piece
+    of its own.
     """
     pieces: list[list[int]] = []
     room: list[int] = []  # number of tokens that each piece can still take
@@ -150,7 +160,8 @@ def split_packs(rows: Sequence[int], lengths: Sequence[int], mb_tokens: int) -> 
 
 
 def cut_padded(batch: Batch, rows: Sequence[int], mb_tokens: int) -> Iterator[Piece]:
-    """Distribute rows over padded pieces. A piece has b rows, padded on the right to the length of the longest row."""
+    """Distribute rows over padded pieces. A piece has b rows, padded on the right to the length of
+    the longest row."""
     for part in split_microbatches(rows, row_lengths(batch), mb_tokens):
         real = batch["attention_mask"][part].bool()  # (b, T)
         t = int(real.sum(1).max())
@@ -162,8 +173,8 @@ def cut_padded(batch: Batch, rows: Sequence[int], mb_tokens: int) -> Iterator[Pi
 
 
 def cut_packed(batch: Batch, rows: Sequence[int], mb_tokens: int) -> Iterator[Piece]:
-    """Distribute rows over packed pieces. The rows of a piece lie end to end in one long row of t tokens, without
-    padding."""
+    """Distribute rows over packed pieces. The rows of a piece lie end to end in one long row of t
+    tokens, without padding."""
     for part in split_packs(rows, row_lengths(batch), mb_tokens):
         real = batch["attention_mask"][part].bool()  # (b, T)
         row, column = (
@@ -194,18 +205,19 @@ def refuse(features: Iterable[str]) -> None:
 
 
 def beyond_full_attention(shape: Any) -> set[str]:
-    """Return the types of the model's layers that compute anything other than plain causal attention. `shape` is the
-    model's text configuration."""
+    """Return the types of the model's layers that compute anything other than plain causal
+    attention. `shape` is the model's text configuration."""
     window = ["sliding_window"] if getattr(shape, "sliding_window", None) else []
     return set(getattr(shape, "layer_types", None) or window) - {"full_attention"}
 
 
 def refuse_layers(model: Any, layout: Layout) -> None:
-    """Raise ValueError at the start of a run if the model has layers that the layout cannot compute.
+    """Raise ValueError at the start of a run if the model has layers that the layout cannot
+    compute.
 
-    Some versions of transformers, such as 5.19, compute capped attention (Gemma 2) without its cap. The attention
-    function of packed rows and trees cannot detect convolutions and recurrent states, because such layers do not call
-    the attention function.
+    Some versions of transformers, such as 5.19, compute capped attention (Gemma 2) without its cap.
+    The attention function of packed rows and trees cannot detect convolutions and recurrent states,
+    because such layers do not call the attention function.
     """
     shape = model.config.get_text_config()
     if not model._supports_sdpa or getattr(shape, "attn_logit_softcapping", None):
@@ -216,18 +228,20 @@ def refuse_layers(model: Any, layout: Layout) -> None:
 
 
 def fits_kernel(device: str, dtype: torch.dtype, d: int) -> bool:
-    """Return whether torch.nn.attention.varlen supports heads of `d` numbers of type `dtype` on this type of device."""
+    """Return whether torch.nn.attention.varlen supports heads of `d` numbers of type `dtype` on
+    this type of device."""
     return device == "cuda" and dtype in (torch.bfloat16, torch.float16) and d % 8 == 0 and d <= 256
 
 
 def has_kernel(query: Tensor) -> bool:
-    """Return whether torch.nn.attention.varlen can compute the attention of `query` (1, heads, t, d)."""
+    """Return whether torch.nn.attention.varlen can compute the attention of `query` (1, heads, t,
+    d)."""
     return fits_kernel(query.device.type, query.dtype, query.shape[-1])
 
 
 def pick_layout(actor: PPOActorConfig, device: str, shape: Any) -> tuple[str, str]:
-    """Return the name of the trainer's layout, and the reason why this layout is used. By default the layout depends on
-    the type of `device`.
+    """Return the name of the trainer's layout, and the reason why this layout is used. By default
+    the layout depends on the type of `device`.
 
     `shape` is the model's text configuration. The default layout always supports the model.
     """
@@ -251,17 +265,18 @@ def pick_layout(actor: PPOActorConfig, device: str, shape: Any) -> tuple[str, st
 def attend_apart(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **kwargs: Any
 ):
-    """Compute causal attention within each sequence of a packed row. In transformers, attend_apart has the name
-    "packed".
+    """Compute causal attention within each sequence of a packed row. In transformers, attend_apart
+    has the name "packed".
 
-    `query` is (1, heads, t, d), and `key` and `value` are (1, groups, t, d). cut_packed makes `bounds` and `longest`.
-    Returns the output (1, t, heads, d), and None in place of the attention weights.
+    `query` is (1, heads, t, d), and `key` and `value` are (1, groups, t, d). cut_packed makes
+    `bounds` and `longest`. Returns the output (1, t, heads, d), and None in place of the attention
+    weights.
     """
     refuse(name for name in BEYOND_CAUSAL if kwargs.get(name) is not None)
     bounds, longest, gqa = kwargs["bounds"], kwargs["longest"], query.shape[1] != key.shape[1]
     if has_kernel(query):
-        # q is (t, heads, d); k and v are (t, groups, d). torch.compile knows the output's strides only if q, k and v
-        # are contiguous.
+        # q is (t, heads, d); k and v are (t, groups, d). torch.compile knows the output's strides
+        # only if q, k and v are contiguous.
         q, k, v = (x.transpose(1, 2).squeeze(0).contiguous() for x in (query, key, value))
         # The window (-1, 0) lets a token attend to all tokens before it and to no token after it.
         causal: dict[str, Any] = {"scale": scaling, "window_size": (-1, 0), "enable_gqa": gqa}
@@ -274,7 +289,8 @@ def attend_apart(
 def attend_one_by_one(
     query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scaling: float, gqa: bool
 ) -> Tensor:
-    """Compute the attention of attend_apart with one call of scaled_dot_product_attention for each sequence."""
+    """Compute the attention of attend_apart with one call of scaled_dot_product_attention for each
+    sequence."""
     lengths, parts = bounds.diff().tolist(), []
     how: dict[str, Any] = {"is_causal": True, "scale": scaling, "enable_gqa": gqa}
     for q, k, v in zip(
@@ -285,8 +301,8 @@ def attend_one_by_one(
 
 
 AttentionInterface.register("packed", attend_apart)
-# Switch off cuDNN's attention. For every new shape cuDNN prepares an execution plan, which takes time. Nearly every
-# batch has a new shape.
+# Switch off cuDNN's attention. For every new shape cuDNN prepares an execution plan, which takes
+# time. Nearly every batch has a new shape.
 torch.backends.cuda.enable_cudnn_sdp(False)
 
 LAYOUTS = {"padded": Layout("sdpa", cut_padded), "packed": Layout("packed", cut_packed)}

@@ -1,28 +1,31 @@
-"""Compute the log-probability and the entropy of every token, without the logits of the whole batch.
+"""Compute the log-probability and the entropy of every token, without the logits of the whole
+batch.
 
-**The problem.** The last layer of a language model turns the hidden state of each token into logits, one number per
-word of the vocabulary. The logits of N tokens and a vocabulary of V words are an (N, V) matrix. With N = 16,384, V =
-151,936 and 4 bytes per number the logits take 9.3 GiB. The softmax of the logits and the gradient of the logits take
-9.3 GiB each. Training needs only two numbers per token: the log-probability of the sampled token, and the entropy of
-the distribution.
+**The problem.** The last layer of a language model turns the hidden state of each token into
+logits, one number per word of the vocabulary. The logits of N tokens and a vocabulary of V words
+are an (N, V) matrix. With N = 16,384, V = 151,936 and 4 bytes per number the logits take 9.3 GiB.
+The softmax of the logits and the gradient of the logits take 9.3 GiB each. Training needs only two
+numbers per token: the log-probability of the sampled token, and the entropy of the distribution.
 
-**The idea.** The logits of one token do not depend on other tokens. The last layer can process one chunk of tokens
-after another. The forward pass keeps the log-probability and the entropy of each token and discards the chunk's logits.
-The backward pass recomputes the chunk's logits. Each pass needs memory for the logits of only one chunk, even if the
-batch has many tokens.
+**The idea.** The logits of one token do not depend on other tokens. The last layer can process one
+chunk of tokens after another. The forward pass keeps the log-probability and the entropy of each
+token and discards the chunk's logits. The backward pass recomputes the chunk's logits. Each pass
+needs memory for the logits of only one chunk, even if the batch has many tokens.
 
-**Forward pass.** Let h (D,) be the hidden state, W (V, D) the last layer, tau the temperature and id the sampled token.
+**Forward pass.** Let h (D,) be the hidden state, W (V, D) the last layer, tau the temperature and
+id the sampled token.
 
     z          = W h / tau
     log p_j    = z_j - log sum_k exp z_k           for each word j of the vocabulary
     logp       = log p_id
     entropy    = - sum_j p_j log p_j
 
-The division by tau makes p the distribution that the server sampled from. At temperature 0 the server chooses the
-likeliest token. A token that was chosen at temperature 0 gets tau = 1, and should not be trained.
+The division by tau makes p the distribution that the server sampled from. At temperature 0 the
+server chooses the likeliest token. A token that was chosen at temperature 0 gets tau = 1, and
+should not be trained.
 
-**Backward pass.** Let g be the gradient of the loss with respect to logp, and e the gradient with respect to entropy.
-Then
+**Backward pass.** Let g be the gradient of the loss with respect to logp, and e the gradient with
+respect to entropy. Then
 
     d loss / d z_j = g ([j = id] - p_j)  -  e p_j (log p_j + entropy)
     d loss / d h   = W^T (d loss / d z) / tau
@@ -30,14 +33,16 @@ Then
 
 The symbol [j = id] is 1 for the sampled token and 0 for all other words.
 
-**Costs and limits.** On a CPU the logits of a chunk take at most 128 MiB in float32. With V = 151,936, a chunk of 128
-MiB has 220 tokens. For each chunk the backward pass reads and writes the whole gradient of W, so a pass with fewer
-chunks is faster. On a GPU a chunk is four times as large as on a CPU. The backward pass holds three matrices of the
-size of a chunk's logits: log p, p and the gradient. For a bfloat16 model, the backward pass holds a copy of the
-gradient in bfloat16 as a fourth matrix. A chunk needs up to 448 MiB on a CPU. The gradient of W is not cut into chunks.
-With N = 4,096, the two passes need 545 MiB with chunks and 11,740 MiB without (`python bench/loss.py`). With chunks,
-the last layer needs four matrix products instead of three, because the backward pass repeats the matrix product of the
-forward pass. `add_read_hidden` refuses models that scale, cap or shift their logits.
+**Costs and limits.** On a CPU the logits of a chunk take at most 128 MiB in float32. With V =
+151,936, a chunk of 128 MiB has 220 tokens. For each chunk the backward pass reads and writes the
+whole gradient of W, so a pass with fewer chunks is faster. On a GPU a chunk is four times as large
+as on a CPU. The backward pass holds three matrices of the size of a chunk's logits: log p, p and
+the gradient. For a bfloat16 model, the backward pass holds a copy of the gradient in bfloat16 as a
+fourth matrix. A chunk needs up to 448 MiB on a CPU. The gradient of W is not cut into chunks. With
+N = 4,096, the two passes need 545 MiB with chunks and 11,740 MiB without (`python bench/loss.py`).
+With chunks, the last layer needs four matrix products instead of three, because the backward pass
+repeats the matrix product of the forward pass. `add_read_hidden` refuses models that scale, cap or
+shift their logits.
 """
 
 from collections.abc import Callable
@@ -67,15 +72,16 @@ SCALES = (
 
 
 def chunks(n: int, size: int) -> list[slice]:
-    """Cut the range 0..n-1 into slices of length `size`. The last slice may be shorter than `size`."""
+    """Cut the range 0..n-1 into slices of length `size`. The last slice may be shorter than
+    `size`."""
     return [slice(start, min(start + size, n)) for start in range(0, n, size)]
 
 
 def chunk_logits(hidden: Tensor, weight: Tensor) -> Tensor:
     """Return the (c, V) logits of one chunk of c tokens as float32.
 
-    A GPU multiplies bfloat16 numbers and returns float32 logits, as SGLang does with --enable-fp32-lm-head. A CPU
-    rounds the logits to the data type of the weights.
+    A GPU multiplies bfloat16 numbers and returns float32 logits, as SGLang does with
+    --enable-fp32-lm-head. A CPU rounds the logits to the data type of the weights.
     """
     if hidden.is_cuda and weight.dtype == torch.bfloat16:
         return torch.mm(hidden, weight.t(), out_dtype=torch.float32)  # (c, D) @ (D, V) -> (c, V)
@@ -104,7 +110,8 @@ def chunk_gradient(
     e: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return the gradient of the loss with respect to the logits (c, V) of one chunk, as numbers of type `dtype`."""
+    """Return the gradient of the loss with respect to the logits (c, V) of one chunk, as numbers of
+    type `dtype`."""
     log_p = torch.log_softmax(logits / tau[:, None], dim=-1)  # (c, V)
     del logits  # free the logits before the next matrices need memory
     p = log_p.exp()  # (c, V)
@@ -121,8 +128,8 @@ def chunk_gradient(
 
 @cache
 def fuse(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function` compiled. A compiled function reads and writes a chunk's logits fewer times than the uncompiled
-    function."""
+    """Return `function` compiled. A compiled function reads and writes a chunk's logits fewer times
+    than the uncompiled function."""
     return torch.compile(function, dynamic=True)
 
 
@@ -185,7 +192,8 @@ class TokenLogprobs(torch.autograd.Function):
             # d loss / d W = sum over tokens of (d loss / d z) h^T / tau
             grad_weight += grad_z.t() @ hidden[part]  # (V, c) @ (c, D) -> (V, D)
             del grad_z  # free this matrix before the next chunk needs memory
-        # PyTorch expects one gradient for each argument of forward, and None for an argument without a gradient.
+        # PyTorch expects one gradient for each argument of forward, and None for an argument
+        # without a gradient.
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
 
 
@@ -197,13 +205,15 @@ def token_logprobs(
     chunk: int | None = None,
     compiled: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return the log-probabilities (N,) of N tokens and the entropies (N,) of their distributions, in nats.
+    """Return the log-probabilities (N,) of N tokens and the entropies (N,) of their distributions,
+    in nats.
 
         `hidden`        (N, D)  the hidden state from which the model predicts each token.
         `weight`        (V, D)  the matrix of the last layer.
         `ids`           (N,)    the tokens that were sampled.
         `temperatures`  (N,)    float32, the temperature at which each token was sampled.
-        `chunk`                 the number of tokens in a chunk. By default a chunk has at most CHUNK_ELEMENTS logits.
+        `chunk`                 the number of tokens in a chunk. By default a chunk has at most
+        CHUNK_ELEMENTS logits.
         `compiled`              whether torch.compile fuses the pointwise operations of a chunk.
 
     Both results are float32. Gradients flow to `hidden` and `weight`.
@@ -214,7 +224,8 @@ def token_logprobs(
 
 
 def read_hidden(model: Any, read: Callable[[Tensor, Tensor], Any], **inputs: Any) -> Any:
-    """Run a Hugging Face model without its last layer and return read(hidden states, weight of the last layer).
+    """Run a Hugging Face model without its last layer and return read(hidden states, weight of the
+    last layer).
 
     The hidden states have shape (b, t, D), and the weight has shape (V, D).
     """
@@ -223,7 +234,8 @@ def read_hidden(model: Any, read: Callable[[Tensor, Tensor], Any], **inputs: Any
 
 
 def logit_changes(model: Any) -> list[str]:
-    """Return what makes a model's logits differ from hidden @ weight.T: names of configuration keys, or "a bias"."""
+    """Return what makes a model's logits differ from hidden @ weight.T: names of configuration
+    keys, or "a bias"."""
     config, bias = (
         model.config.get_text_config(),
         getattr(model.get_output_embeddings(), "bias", None),
@@ -233,7 +245,8 @@ def logit_changes(model: Any) -> list[str]:
 
 
 def add_read_hidden(model: Any) -> None:
-    """Give a sharded model the method `read_hidden`. FSDP gathers the model's parameters before the method runs.
+    """Give a sharded model the method `read_hidden`. FSDP gathers the model's parameters before the
+    method runs.
 
     Raises ValueError if the model computes its logits in any other way than hidden @ weight.T.
     """
