@@ -1,0 +1,85 @@
+"""Talk to the model that a run has trained.
+
+    python -m extras.chat runs/guess/NAME
+
+It serves the newest model in checkpoints/ and reads messages until the input ends (Ctrl-D). Every
+request holds the whole conversation; an empty line begins a new one. Answers are greedy. To play
+the demo, think of a number from 1 to 6, type `guess a number`, and then `higher` or `lower`.
+
+A small model has a small vocabulary. A message with a word that it does not know is not sent,
+because the model would read something else. There are no tools here, and nobody else's turns: for
+these it prints the command of `python -m extras.episode`, which runs the agent of the run.
+"""
+
+import asyncio
+import secrets
+import sys
+import tempfile
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from engine import EngineError, RemoteInfEngine
+from extras import read_config
+from extras.episode import start_server
+from inference.io_struct import GenerationHyperparameters, ModelRequest
+from run.checkpoint import folders_of_steps
+from run.launch import Fleet
+
+
+def unknown_words(tokenizer: Any, text: str) -> list[str]:
+    """The words of which the tokenizer would make its token for everything unknown."""
+    unknown = tokenizer.unk_token_id
+    ids = {word: tokenizer(word, add_special_tokens=False).input_ids for word in text.split()}
+    return [word for word in ids if unknown is not None and unknown in ids[word]]
+
+
+def main(words: list[str]) -> int:
+    """Talk to the model of a run. Return 2 if there is no run or no model."""
+    if "--help" in words:
+        print(__doc__)
+        return 0
+    folder = Path(*words)
+    config = read_config(folder)
+    try:
+        step, model = max(folders_of_steps(folder / "checkpoints").items())
+        most = config.gconfig.max_new_tokens
+    except (ValueError, AttributeError):
+        hint = "give the folder of a run that has checkpoints (one is written at its end)"
+        print(f"error: no model in {folder.resolve()}; {hint}", file=sys.stderr)
+        return 2
+    print(f"the model of step {step}; an empty line begins a new conversation, Ctrl-D ends")
+    agent = config.workflow or f"{config.task}.WORKFLOW"
+    print(f"its tools and turns: {sys.executable} -m extras.episode {agent} --model-path {model}")
+    key, tokenizer = secrets.token_urlsafe(), AutoTokenizer.from_pretrained(model)
+    gconfig = GenerationHyperparameters(max_new_tokens=most, greedy=True)
+    messages: list[dict] = []
+    with tempfile.TemporaryDirectory() as logs, closing(Fleet(Path(logs))) as fleet:
+        engine = RemoteInfEngine([start_server(fleet, str(model), key)], key=key)
+        engine.initialize()
+        for line in map(str.strip, sys.stdin):
+            if not line:
+                messages.clear()
+                continue
+            if unknown := unknown_words(tokenizer, line):
+                print(f"the model does not know: {', '.join(unknown)}", flush=True)
+                continue
+            messages.append({"role": "user", "content": line})
+            prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+            try:
+                found = asyncio.run(engine.agenerate(ModelRequest(prompt, gconfig=gconfig)))
+            except EngineError as error:
+                print(f"error: {error}; the next line begins a new conversation", flush=True)
+                messages.clear()
+                continue
+            text = tokenizer.decode(found.output_tokens, skip_special_tokens=True)
+            messages.append({"role": "assistant", "content": text})
+            print(text, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    with suppress(KeyboardInterrupt):
+        sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,109 @@
+"""Run one episode of an agent, and print its conversations and what would be trained.
+
+    python -m extras.episode my_module.MyAgent --model-path DIR --data '{"question":"..."}'
+
+It starts a proxy and a small server (--server URL: one that runs already), calls
+`MyAgent().run(data)` as training does, and prints the tree of the calls: each under the call that
+it continues, with its tokens and its final reward. `tasks.guess.WORKFLOW` needs no --data: its
+module has a dataset.
+
+Where one conversation shows as two trees, the agent's framework has rewritten earlier messages;
+docs/agents.md, "Two roots", says what to do.
+"""
+
+import argparse
+import asyncio
+import json
+import secrets
+import sys
+import tempfile
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.tree import Tree
+
+from cache import InteractionWithTokenLogpReward
+from run.launch import Fleet, Planned, command
+from run.log import describe
+from workflow import resolve_workflow
+
+
+def conversation_tree(interactions: dict[str, InteractionWithTokenLogpReward]) -> Tree:
+    """Draw an episode that was exported in style "individual"."""
+    root = Tree(f"{len(interactions)} turns")
+    branches: dict[Any, Tree] = {}
+    for turn in interactions.values():
+        parent = turn.parent
+        known = len(parent.messages + parent.output_message_list) if parent else 0
+        spoken = turn.messages[known:] + turn.output_message_list
+        lines = [describe_turn(turn), *(f"{m['role']}: {text_of(m)}" for m in spoken)]
+        branches[turn] = branches.get(parent, root).add(escape("\n".join(lines)))
+    return root
+
+
+def describe_turn(turn: InteractionWithTokenLogpReward) -> str:
+    row, tokens = turn.to_lists(), turn.tokens
+    reward = "no reward" if turn.reward is None else f"reward {turn.reward:.2f}"
+    sizes = f"{tokens.input_len} + {tokens.output_len} tokens, {sum(row['loss_mask'])} trained"
+    if tokens.temperature != 1:
+        sizes += f" at temperature {tokens.temperature:g}"
+    return f"{reward}, {sizes}, {turn.interaction_id}"
+
+
+def text_of(message: dict[str, Any]) -> str:
+    """A message's text, then its tool calls as name(arguments)."""
+    functions = (call["function"] for call in message.get("tool_calls", []))
+    calls = [f"{each['name']}({json.dumps(each['arguments'])})" for each in functions]
+    return " ".join(filter(None, [message["content"], *calls]))
+
+
+def start_server(fleet: Fleet, model: str, key: str) -> str:
+    """Start a small server with a model, and return its URL when it answers."""
+    words = command("inference.tiny.server", {"--model-path": model, "--api-key": "-"})
+    return fleet.start(Planned("server", words, keys=(key,))).wait_ready()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Return 2 for a wrong command line, 1 if a server dies or the agent fails, else 0."""
+    parser = argparse.ArgumentParser(prog="python -m extras.episode")
+    add = parser.add_argument
+    add("agent", help="my_module.MyAgent, a class with `async def run(self, data, **extra_kwargs)`")
+    add("--data", type=json.loads, help="JSON object: the sample; default: the first of its task")
+    add("--kwargs", type=json.loads, default={}, help="JSON object: arguments of the class")
+    add("--model-path", required=True, help="Hugging Face folder of the model")
+    add("--server", help="URL of a running server; default: start a small one with the model")
+    add("--mode", choices=["inline", "subproc"], default="inline", help="where the agent runs")
+    add("--discount", type=float, default=1.0, help="gamma in R = r + gamma * mean R(children)")
+    args = parser.parse_args(argv)
+    key, code = secrets.token_urlsafe(), 2
+    proxy = {"proxy_addr": "", "admin_key": key, "mode": args.mode, "discount": args.discount}
+    with tempfile.TemporaryDirectory() as logs, closing(Fleet(Path(logs))) as fleet:
+        try:
+            workflow: Any = resolve_workflow(args.agent, args.kwargs, proxy=proxy)
+            task = sys.modules.get(args.agent.rpartition(".")[0])
+            sample = args.data or getattr(task, "dataset", lambda: [{}])()[0]
+            code = 1  # the command line was right
+            options = {
+                "--model-path": args.model_path,
+                "--server": args.server or start_server(fleet, args.model_path, key),
+                "--admin-key": "-",
+                "--server-key": None if args.server else "-",
+            }
+            front = fleet.start(Planned("proxy", command("proxy", options), keys=(key, key)))
+            workflow.proxy_addr = front.wait_ready()
+            interactions = asyncio.run(workflow.arun_episode(None, sample))
+        except Exception as error:  # an agent may raise any
+            print(f"error: {describe(error)}", file=sys.stderr)
+            return code
+    if interactions is None:
+        print("the agent returned None and set no reward: training would reject this episode")
+    else:
+        Console(highlight=False).print(conversation_tree(interactions))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

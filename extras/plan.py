@@ -1,0 +1,341 @@
+"""What a run would start and need: `python train.py ... --dry-run` prints this and starts nothing.
+
+    python train.py --config gsm8k model_path=DIR --dry-run --gpus 8 --gpu-memory 80
+
+It needs neither data nor weights nor those GPUs, only the config.json of the model. The servers and
+their GPUs are the run's own decision (run/launch.py); what is estimated here is memory and disk.
+
+A trainer's rank keeps 16 bytes of each of its parameters: four float32 numbers, which are the
+parameter, its gradient and two moments of AdamW. A reference model adds 4. A step needs the largest
+of its three phases on top, since one phase frees its memory before the next. A server keeps the
+weights, and keys and values of server.max_total_tokens tokens.
+
+Example: Qwen2.5-1.5B in bfloat16 on one GPU keeps 23.0 GiB, a step with gradient checkpointing
+needs 4.8 more (without it 47), and 3 are for CUDA: 30.8 GiB.
+
+The formulas hold for dense models like Llama and Qwen. tests/extras/test_plan.py compares them with
+what real layers save and what a real step allocates, to 10 %. CUDA_BYTES is a guess.
+"""
+
+import importlib
+import os
+import resource
+import shlex
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from inference.serve import free_port
+from run.checkpoint import KEPT
+from run.config import ROOT, ConfigError, PPOActorConfig, TrainConfig
+from run.inputs import base_model_path
+from run.launch import Planned, choose_update_mode, plan_proxies, plan_servers, visible_gpus
+from training import logprobs
+
+GIB = 2**30
+CUDA_BYTES = 3 * GIB  # of a process: context, CUDA graphs, workspaces, gaps between tensors
+TOKEN_BYTES = 50  # of each token in the files of a step
+PROXY_GIB = 0.3
+ASSUMED_GIB = 80.0  # of a GPU, with --gpus and without --gpu-memory
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+# ---- memory
+
+
+def number_bytes(actor: PPOActorConfig) -> int:
+    return getattr(torch, actor.dtype).itemsize
+
+
+def count_heads(shape: Any) -> tuple[int, int]:
+    """The heads of a layer's queries, and of its keys."""
+    queries = shape.num_attention_heads
+    return queries, getattr(shape, "num_key_value_heads", None) or queries
+
+
+def attention_widths(shape: Any) -> tuple[int, int]:
+    """How many numbers a layer computes for a token's queries (Q), and for its keys (K)."""
+    queries, keys = count_heads(shape)
+    width = getattr(shape, "head_dim", None) or shape.hidden_size // queries
+    return width * queries, width * keys
+
+
+def mlp_width(shape: Any) -> int:
+    return getattr(shape, "intermediate_size", 4 * shape.hidden_size)
+
+
+def count_parameters(shape: Any) -> tuple[int, bool]:
+    """The model's parameters, and whether its layers normalise queries and keys."""
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(shape)
+    names = [name for name, _ in model.named_parameters()]
+    return sum(p.numel() for p in model.parameters()), any("q_norm" in name for name in names)
+
+
+def saved_bytes(shape: Any, b: int, has_head_norms: bool) -> int:
+    """Bytes that a layer saves of a token for the backward pass, in numbers of `b` bytes."""
+    # Two norms: the input in float32, the normalised input, the output.   2 (4 + 2 b) H
+    # Norms of queries and keys, if there are any.                         (4 + b) (Q + K)
+    # Queries, keys, values, and the output of attention.                  2 b (Q + K)
+    # The MLP: gate, activated gate, up projection, their product.         4 b I
+    qk = sum(attention_widths(shape))
+    norms = 2 * (4 + 2 * b) * shape.hidden_size + (4 + b) * qk * has_head_norms
+    return norms + 2 * b * qk + 4 * b * mlp_width(shape)
+
+
+def step_bytes(
+    actor: PPOActorConfig,
+    shape: Any,
+    n: int,
+    has_head_norms: bool,
+    device: str = "cpu",
+    ranks: int = 1,
+) -> int:
+    """Bytes that a step needs on top of what a rank keeps.
+
+    V is the vocabulary, H the hidden size, P the parameters of a layer, and R those of embedding
+    and last layer: V H where they are tied, else 2 V H.
+    """
+    b, tokens, layers = number_bytes(actor), actor.mb_tokens, shape.num_hidden_layers
+    last = shape.vocab_size * shape.hidden_size  # V H
+    root = last if shape.tie_word_embeddings else 2 * last  # R
+    layer = (n - root) // layers  # P
+    one = tokens * saved_bytes(shape, b, has_head_norms)
+    # With gradient checkpointing a layer keeps its input, and one layer at a time is recomputed.
+    is_kept = not actor.gradient_checkpointing
+    saved = layers * (one if is_kept else tokens * b * shape.hidden_size)
+    # head = b R + (4 + b) V H + saved + chunk: the last layer with its gradient in float32, what
+    # one chunk of tokens adds to it, and the chunk's logits.
+    head = (4 + b) * last + saved + (12 + b) * logprobs.CHUNK_ELEMENTS[device]
+    # layers = b R + b V H + (8 + 3 b) P + saved: two whole layers and the gradient of one, and that
+    # gradient in float32 before and after the ranks add theirs.
+    middle = b * last + saved + (0 if is_kept else one)
+    # end = max(4 b V H, 8 R): the embedding's gradient, then float32 copies of gradients.
+    if ranks == 1 and actor.dtype == "float32" and not actor.offload:  # FSDP shards nothing
+        return max(head, middle + 2 * b * tokens * mlp_width(shape))
+    return max(b * root + head, b * root + middle + (8 + 3 * b) * layer, 4 * b * last, 8 * root)
+
+
+def kept_bytes(config: TrainConfig) -> int:
+    """Bytes that the ranks together keep of a parameter."""
+    return 20 if config.actor.kl_ctl > 0 else 16
+
+
+def estimate_rank(
+    config: TrainConfig, shape: Any, n: int, has_head_norms: bool, ranks: int, on_gpu: bool
+) -> float:
+    """GiB of one of `ranks` trainers. With actor.offload, what it keeps is in host memory."""
+    kept = 0 if config.actor.offload and on_gpu else kept_bytes(config) * n / ranks
+    device = "cuda" if on_gpu else "cpu"
+    step = step_bytes(config.actor, shape, n, has_head_norms, device, ranks)
+    return (kept + step + CUDA_BYTES * on_gpu) / GIB
+
+
+def estimate_server(config: TrainConfig, shape: Any, n: int, on_gpu: bool) -> float:
+    """GiB of a server on each of its GPUs, in bfloat16; on a CPU it computes in float32.
+
+    GPUs beyond the heads of the keys keep a copy of another one's head. Raises ConfigError where
+    the heads cannot be divided (SGLang, srt/models/qwen2.py).
+    """
+    tp, (heads, keys) = config.server.tp_size, count_heads(shape)
+    fits = [k for k in range(1, heads + 1) if heads % k == 0 and max(k, keys) % min(k, keys) == 0]
+    if tp not in fits:
+        message = f"{tp} does not fit {heads} query and {keys} key heads: use one of {fits}"
+        raise ConfigError(f"server.tp_size={message}")
+    numbers = 2 * attention_widths(shape)[1] * shape.num_hidden_layers
+    cache = numbers * config.server.max_total_tokens / min(tp, keys)
+    return ((2 if on_gpu else 4) * (n / tp + cache) + CUDA_BYTES * on_gpu) / GIB
+
+
+# ---- whether it fits
+
+
+def check_memory(
+    config: TrainConfig, needs: list[tuple[Planned, float]], gpus: list[str], have: float
+) -> None:
+    """Raise ConfigError if the processes of a GPU need more than the `have` GiB that each GPU has.
+
+    Without GPUs they share the memory of the machine. The message names only what can help.
+    """
+    actor, count = config.actor, config.server.count
+    on_ranks = {
+        "lower actor.mb_tokens": True,
+        "set actor.gradient_checkpointing=true": not actor.gradient_checkpointing,
+        "set actor.offload=true": bool(gpus) and not actor.offload,
+        "set actor.dtype=bfloat16": actor.dtype == "float32",
+        "raise torchrun --nproc-per-node": sum(p.name[:4] == "rank" for p, _ in needs) < len(gpus),
+    }
+    on_servers = {
+        "lower server.max_total_tokens": True,
+        "lower server.count": count > 1,
+        "raise server.tp_size": config.server.tp_size < len(gpus),
+    }
+    for gpu in gpus or [""]:
+        here = {each.name: gib for each, gib in needs if gpu in each.gpus or not gpus}
+        if sum(here.values()) <= have:
+            continue
+        remedies = on_servers if any(name.startswith("server") for name in here) else {}
+        remedies |= on_ranks if any(name.startswith("rank") for name in here) else {}
+        helps = [remedy for remedy, is_open in remedies.items() if is_open]
+        place = f"GPU {gpu}" if gpus else "this machine"
+        each = ", ".join(f"{name} {gib:.1f}" for name, gib in here.items())
+        raise ConfigError(
+            f"too little memory: about {sum(here.values()):.0f} GiB are needed ({each}) and {place}"
+            f" has {have:.0f}. To need less, {', '.join(helps)}, or take a smaller model"
+        )
+
+
+def check_update_mode(config: TrainConfig, servers: list[Planned], gpus: list[str]) -> None:
+    """Raise ConfigError if weight_update.mode=distributed cannot work."""
+    update, urls = config.weight_update, config.rollout.server_addrs
+    if update.mode != "distributed":
+        return
+    used = [gpu for process in servers for gpu in process.gpus]
+    if used and len({*gpus[:1], *used}) < 1 + len(used):
+        raise ConfigError(
+            "weight_update.mode=distributed: NCCL refuses GPUs that two processes share:"
+            " set weight_update.mode=disk"
+        )
+    away = [url for url in urls if not any(f"//{name}" in url for name in LOOPBACK)]
+    if away and update.address in LOOPBACK:
+        raise ConfigError(
+            f"weight_update.address={update.address}: {away[0]} would connect to itself: set it to"
+            " this machine's address in their network, or weight_update.mode=disk"
+        )
+
+
+def check_open_files(config: TrainConfig, limit: int) -> None:
+    """Raise ConfigError if a process may need more than `limit` open files.
+
+    A proxy has two connections for a running episode, and so has the trainer.
+    """
+    needed = 2 * count_episodes(config) + 256
+    if needed > limit:
+        raise ConfigError(
+            f"{count_episodes(config)} running episodes need {needed} open files, but the limit is"
+            f" {limit}: raise it (ulimit -Hn), or lower rollout.max_concurrent_rollouts or"
+            " gconfig.n_samples"
+        )
+
+
+def count_episodes(config: TrainConfig) -> int:
+    return (config.rollout.max_concurrent_rollouts or 1) * config.gconfig.n_samples
+
+
+# ---- the plan
+
+
+def find_shape(path: str) -> Any:
+    """The text configuration of the model, or None if its config.json is not on this machine."""
+    try:
+        return AutoConfig.from_pretrained(path, local_files_only=True).get_text_config()
+    except (OSError, ValueError):
+        print(f"no config.json of {path} is on this machine, so no memory is estimated")
+        return None
+
+
+def memory_of_each(gpus: list[str]) -> float:
+    """GiB of a GPU here, or of this machine."""
+    if not gpus:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
+    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    found = subprocess.run(query, capture_output=True, text=True, check=True).stdout
+    return min(map(float, found.split())) / 1024
+
+
+@contextmanager
+def machine_with_sglang(is_elsewhere: bool) -> Iterator[None]:
+    """Plan as if SGLang were installed: a plan for other GPUs is for another machine."""
+    key = "POCKET_AREAL_SGLANG"
+    if not is_elsewhere or key in os.environ:
+        yield
+        return
+    os.environ[key] = "python"
+    try:
+        yield
+    finally:
+        del os.environ[key]
+
+
+def paste(planned: Planned, port: int) -> str:
+    """A command that starts this process by hand, with KEY for each of its keys."""
+    variables = {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ",".join(planned.gpus)}
+    pairs = [f"{k}={v}" for k, v in (variables | planned.variables).items()]
+    words = shlex.join(["env", *pairs, *planned.command, "--port", str(port)])
+    return f"printf 'KEY\\nKEY\\n' | {words}"
+
+
+def describe_load(config: TrainConfig) -> str:
+    running = config.server.count * config.server.max_running_requests
+    samples = config.train_dataset.batch_size * config.gconfig.n_samples
+    step = samples * config.gconfig.max_new_tokens * TOKEN_BYTES
+    return (
+        f"{config.max_steps} steps of {samples} samples; {count_episodes(config)} episodes run at a"
+        f" time, the servers decode {running}\ndisk: {step / 1e6:.1f} MB a step for turns of"
+        f" max_new_tokens ({step * 1440 / 1e9:.1f} GB a day at one step a minute)"
+    )
+
+
+def weights_on_disk(config: TrainConfig, n: int) -> int:
+    """Bytes of the newest models and the best one, of the checkpoints (parameters and two moments)
+    and of two versions for the servers."""
+    models = KEPT + bool(config.evaluator.interval)
+    return (4 * models + 12 * KEPT + 2 * number_bytes(config.actor)) * n
+
+
+def print_plan(config: TrainConfig, gpus: int | None, gpu_memory: float | None) -> int:
+    """Print the plan for this machine, or for one with so many GPUs of so many GiB. Return 0.
+
+    Raises ConfigError for a run that cannot work, after the table where memory is what lacks.
+    """
+    names = visible_gpus() if gpus is None else [str(k) for k in range(gpus)]
+    task = importlib.import_module(config.task) if config.task else None
+    if not (config.model_path or hasattr(task, "make_model")):
+        raise ConfigError("no model: set model_path to a Hugging Face folder or a hub name")
+    config.model_path = config.model_path or str(base_model_path(config))
+    config.tokenizer_path = config.tokenizer_path or config.model_path
+    if gpus and config.server.backend == "auto":
+        config.server.backend = "sglang"
+    with machine_with_sglang(gpus is not None):
+        servers = plan_servers(config, names, "KEY")
+    mode = choose_update_mode(config, servers, names)
+    check_update_mode(config, servers, names)
+    check_open_files(config, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    here, ranks = (int(os.environ.get(key, 1)) for key in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
+    trainers = [Planned(f"rank {k}", [], names[k : k + 1]) for k in range(here)]
+    ports = [free_port() for _ in servers]
+    urls = [f"http://127.0.0.1:{port}" for port in ports] or config.rollout.server_addrs
+    proxies = plan_proxies(config, urls, None)
+    needs = [(each, PROXY_GIB) for each in proxies]
+    if shape := find_shape(config.model_path):
+        n, has_head_norms = count_parameters(shape)
+        rank = estimate_rank(config, shape, n, has_head_norms, ranks, bool(names))
+        needs += [(each, rank) for each in trainers]
+        needs += [(each, estimate_server(config, shape, n, bool(each.gpus))) for each in servers]
+    known = {each.name: f"{gib:.1f}" for each, gib in needs}
+    print(f"{'process':12}{'GPUs':12}{'GiB':>6}")
+    for each in [*trainers, *servers, *proxies]:
+        print(f"{each.name:12}{','.join(each.gpus) or '-':12}{known.get(each.name, '?'):>6}")
+    for url in config.rollout.server_addrs:
+        print(f"{'(running)':12}{url}")
+    if unused := [gpu for gpu in names if not any(gpu in p.gpus for p in trainers + servers)]:
+        keys = "server.count or " * bool(servers) + "torchrun --nproc-per-node"
+        print(f"GPUs {','.join(unused)} are idle; to use them, raise {keys}")
+    print(f"weight_update.mode={mode}\n{describe_load(config)}")
+    if shape:
+        weights = weights_on_disk(config, n) / 1e9
+        print(f"{n:,} parameters, at most {weights:.1f} GB of weights on the disk")
+        print("GiB for each rank, and for each GPU of a server, are estimates")
+        if config.actor.offload and names:
+            host = kept_bytes(config) * n * here / ranks / GIB
+            print(f"actor.offload: the ranks here keep {host:.1f} GiB in host memory")
+        have = gpu_memory or (ASSUMED_GIB if gpus else memory_of_each(names))
+        check_memory(config, needs, names, have)
+    print("\nthe run's commands, with its keys as KEY and free ports:")
+    for each, port in zip(servers + proxies, [*ports, *(free_port() for _ in proxies)]):
+        print(paste(each, port))
+    return 0
