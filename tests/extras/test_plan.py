@@ -356,25 +356,34 @@ def test_servers_elsewhere_need_the_address_of_the_trainer(
 
 
 @pytest.mark.parametrize(
-    ("gpus", "ranks", "words"), [(1, 1, []), (2, 1, []), (8, 4, ["server.count=4"])]
+    ("gpus", "ranks", "words", "process", "gib"),
+    [
+        (1, 1, [], "rank 0", "a rank alone 30.8 GiB"),
+        (2, 1, [], "rank 0", "a rank alone 30.8 GiB"),
+        (8, 4, ["server.count=4"], "rank 3", "one of four 13.6"),
+        (8, 4, ["server.count=4"], "server-3", "a server 16.6"),
+    ],
 )
 def test_the_plan_on_the_page(
     gpus: int,
     ranks: int,
     words: list[str],
+    process: str,
+    gib: str,
     qwen: Path,
     plan: Callable[..., str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """docs/gpu.md shows the plans of the GSM8K recipe, which fit into 64 GiB of each GPU."""
+    """docs/gpu.md has the numbers of the GSM8K recipe, which fits into 64 GiB of each GPU."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     text = plan(recipe(qwen, *words), gpus, 64.0)
-    shown, _, commands = text.partition("\nthe run's commands")
-    assert commands.count("sglang.launch_server") == max(1, len(words) * 4)
-    assert max(map(len, shown.splitlines())) <= 100
-    print(shown)  # if docs/gpu.md is out of date, copy this text to the page
-    assert shown in (ROOT / "docs/gpu.md").read_text()
+    table, _, commands = text.partition("\nthe run's commands")
+    assert max(map(len, table.splitlines())) <= 100
+    assert commands.count("sglang.launch_server") == max(1, 4 * len(words))
+    [measured] = re.findall(rf"^{process} .* ([\d.]+)$", table, re.MULTILINE)
+    assert gib.removesuffix(" GiB").split()[-1] == measured
+    assert gib in " ".join((ROOT / "docs/gpu.md").read_text().split())
 
 
 def test_too_little_memory_names_what_is_not_done_yet(qwen: Path) -> None:

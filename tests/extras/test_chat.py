@@ -1,0 +1,46 @@
+"""`python -m extras.chat`, without a model; tests/test_train.py talks to a trained one."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from extras import chat, doctor, report
+
+
+@pytest.mark.parametrize("made", ["nothing", "no checkpoint"])
+def test_no_model_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], made: str
+) -> None:
+    """Without a run or a checkpoint one line asks for the folder of a run that has some."""
+    folder = tmp_path / "run"
+    if made == "no checkpoint":
+        folder.mkdir()
+        (folder / "config.yaml").write_text("gconfig: {max_new_tokens: 4}\n")
+    assert chat.main([str(folder)]) == chat.main([]) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert "give the folder of a run that has checkpoints" in first
+    assert second.startswith("error: no model in ")
+
+
+@pytest.mark.parametrize("tool", [chat, doctor, report])
+def test_help_explains_the_tool(capsys: pytest.CaptureFixture[str], tool: Any) -> None:
+    """--help prints the tool's essay, which shows how to call it."""
+    assert tool.main(["--help"]) == 0
+    assert f"python -m {tool.__name__} runs/" in capsys.readouterr().out
+
+
+def test_words_that_a_small_model_does_not_know() -> None:
+    """A vocabulary of words names the others; one of bytes knows every word."""
+    words = Tokenizer(models.WordLevel({"<unk>": 0, "guess": 1, "a": 2}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    small = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>")
+    assert chat.unknown_words(small, "guess a number now") == ["number", "now"]
+    assert chat.unknown_words(small, "guess a") == []
+
+
+def test_bytes_know_every_word(tiny_tokenizer: Any) -> None:
+    """Without a token for the unknown nothing is unknown."""
+    assert chat.unknown_words(tiny_tokenizer, "Wörter") == []

@@ -1,0 +1,82 @@
+"""`python -m extras.episode` runs an agent once and draws its calls."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT
+from openai import AsyncOpenAI
+
+from extras.episode import main, text_of
+
+
+class TwoTurns:
+    """An agent that asks twice; its module's first sample has the question."""
+
+    async def run(self, data: dict, base_url: str, api_key: str, **more: Any) -> float:
+        client = AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=more["http_client"])
+        messages: list[Any] = [{"role": "user", "content": data["question"]}]
+        for _ in range(2):
+            reply = await client.chat.completions.create(
+                model="default", messages=messages, max_completion_tokens=3, temperature=0.5
+            )
+            messages.append(reply.choices[0].message.model_dump(exclude_none=True))
+            messages.append({"role": "user", "content": "again [/x]"})
+        return 1.0
+
+
+class Silent:
+    async def run(self, data: dict, **more: Any) -> float:
+        return 1.0
+
+
+def dataset() -> list[dict]:
+    return [{"question": "why?"}]
+
+
+def episode(*words: str) -> subprocess.CompletedProcess[str]:
+    path = f"{ROOT / 'tests' / 'extras'}:{ROOT / 'tests'}"
+    command = ["env", f"PYTHONPATH={path}", "COLUMNS=200", sys.executable, "-m", "extras.episode"]
+    return subprocess.run([*command, *words], cwd=ROOT, capture_output=True, text=True, timeout=200)
+
+
+def test_the_tree_of_an_episode(tiny_model_dir: Path, tiny_server: str) -> None:
+    """It shows each call under the one that it continues, with tokens and final reward, at the
+    temperature where that is not 1; the sample is the first one of the agent's module."""
+    model = ["--model-path", str(tiny_model_dir)]
+    done = episode("test_episode.TwoTurns", *model, "--server", tiny_server, "--discount", "0.5")
+    assert done.returncode == 0, done.stderr
+    lines = [line.strip("│├└─ ") for line in done.stdout.splitlines()]
+    assert lines[0] == "2 turns"
+    turns = [line for line in lines if line.startswith("reward")]
+    assert [turn.split(",")[0] for turn in turns] == ["reward 0.50", "reward 1.00"]
+    sizes = r"\d+ \+ [1-3] tokens, [1-3] trained at temperature 0.5, chatcmpl-"
+    assert all(re.search(sizes, turn) for turn in turns)
+    assert [line for line in lines if line.startswith("user")] == ["user: why?", "user: again [/x]"]
+
+
+def test_an_agent_that_fails_is_one_line(tiny_model_dir: Path, tiny_server: str) -> None:
+    """A reward without a call is the agent's error, and needs no traceback."""
+    model = ["--model-path", str(tiny_model_dir), "--server", tiny_server]
+    done = episode("test_episode.Silent", *model)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "no call of this session has succeeded" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_missing_agent_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """A wrong command line starts nothing, and has the exit code 2."""
+    assert main(["examples.nowhere.Agent", "--model-path", "DIR"]) == 2
+    error = "error: ImportError: 'examples.nowhere.Agent': there is no module"
+    assert capsys.readouterr().err.startswith(error)
+
+
+def test_a_message_with_tool_calls() -> None:
+    """Calls follow the text, as they would be written in Python."""
+    call = {"function": {"name": "add", "arguments": {"a": 1}}}
+    message = {"role": "assistant", "content": None, "tool_calls": [call]}
+    assert text_of(message) == 'add({"a": 1})'
+    assert text_of({"content": "two"}) == "two"
