@@ -159,6 +159,7 @@ def test_a_refresh_and_a_print_leave_both_on_the_screen() -> None:
             yield "a printed line"
 
     with terminal.show(lambda: "\n".join(rows)) as table:
+        assert table._lock is terminal._lock, "a refresh and a print could wait for each other"
         table.refresh()
         assert lines_on_screen(received.getvalue()) == ["row 1"]
         terminal.print(Line())
