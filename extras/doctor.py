@@ -2,14 +2,13 @@
 
 A rule is a row of RULES: a name, a number of steps, a measure of so many last lines of
 metrics.jsonl, and a limit. It fires above its limit, and also at NaN. For example, if kl was 0,
-0.05, 0.3, 0.3 and 0.4 in the last five steps, its median 0.3 is above 0.2, so `kl` fires. Its entry
-in docs/doctor.md begins with the text that is printed: the cause and the remedy. Each rule speaks
-once a run.
+0.05, 0.3, 0.3 and 0.4 in the last five steps, its median 0.3 is above 0.2, so `kl` fires and its
+text is printed: the cause and the remedy. Each rule speaks once a run.
 
-Two things no metric of the run shows. A server may have missed an update, so the trainer and every
-server score the canary, two short sequences, after each update. And a step may never end, so a
-thread looks every second for a function that blocks the event loop, and for groups that are all
-rejected.
+The doctor adds four metrics. Two tell whether the advantages teach anything and belong to their
+groups. Two tell whether a server has missed an update: the trainer and every server score the
+canary, two short sequences, after each one. And since a step may never end, a thread looks every
+second for a function that blocks the event loop, and for groups that are all rejected.
 
 `callbacks=[extras.doctor.Doctor]` warns. `extras.doctor.Strict` ends the run, except for `waiting`:
 a run that waits is slow and correct. `python -m extras.doctor runs/guess/one` checks a run
@@ -17,7 +16,6 @@ afterwards; it exits with 1 if a rule fires and with 2 if there is no run. A rul
 missing is silent, so a run of an older revision can be checked as well.
 """
 
-import re
 import sys
 import sysconfig
 import threading
@@ -46,11 +44,6 @@ TICK = 0.05  # seconds between two looks at a loop that does not answer
 REJECTED_BATCHES = 10
 CANARY_ROWS, CANARY_TOKENS = 2, 16  # two rows, so that a server that swaps rows is noticed
 CANARY_MOVE = 1e-4  # an update that moves a score of the trainer so far must move each server's
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "doctor.md"
-TEXTS = {
-    name: " ".join(text.split())
-    for name, text in re.findall(r"## (\w+)\n\n(.+?)\n\n", PAGE.read_text(), re.S)
-}
 LIBRARY = sysconfig.get_path("stdlib")
 
 
@@ -64,12 +57,14 @@ class Unhealthy(RuntimeError):
 
 
 class Rule(NamedTuple):
-    """Fires if `measure(last lines, config)` is above `limit`, given `steps` lines."""
+    """Fires if `measure(last lines, config)` is above `limit`, given `steps` lines. The text says
+    the cause and the remedy."""
 
     name: str
     steps: int
     measure: Callable[[list[Record], Any], float]
     limit: float
+    text: str
 
 
 def share(lines: list[Record], part: str, *whole: str) -> float:
@@ -115,31 +110,155 @@ def is_constant(lines: list[Record], config: Any) -> bool:
     return first["step"] == 1 and same
 
 
-def group_bias(lines: list[Record], config: Any) -> float:
-    return (config.actor.adv_norm.mean_level == "group") * lines[0]["baseline_bias"]
-
-
-def signal_lost(lines: list[Record], config: Any) -> float:
-    return 0 if is_solved(lines) else fmean(m["no_signal_share"] for m in lines)
-
-
 RULES = (
-    Rule("stale_weights", 1, lambda m, c: m[0]["canary_mismatch"] / ROUNDING[c.actor.dtype], 1),
-    Rule("unchanged_weights", 2, lambda m, c: min(x["canary_unchanged"] for x in m), 0),
-    Rule("logp_mismatch", 1, lambda m, c: m[0]["logp_mismatch"] / ROUNDING[c.actor.dtype], 1),
-    Rule("lag", 1, lambda m, c: m[0]["staleness_max"] - c.rollout.max_head_offpolicyness, 0),
-    Rule("effective_samples", 3, lambda m, c: 1 - median(x["behave_ess"] for x in m), 0.5),
-    Rule("no_correction", 3, steps_without_correction, 1),
-    Rule("baseline", 1, group_bias, 0.05),
-    Rule("kl", 5, lambda m, c: median(x["kl"] for x in m), 0.2),
-    Rule("entropy", 10, entropy_fall, 5),
-    Rule("truncated", 5, lambda m, c: share(m, "truncated", "rows"), 0.5),
-    Rule("no_signal", 5, signal_lost, 0.8),
-    Rule("zero_gradients", 3, steps_without_gradient, 2),
-    Rule("rejection", 3, lambda m, c: share(m, "rejected", "accepted", "rejected"), 0.8),
-    Rule("failing", 3, failed_share, 0.1),
-    Rule("constant_reward", 5, is_constant, 0),
-    Rule("waiting", 10, lambda m, c: share(m, "rollout_wait_s", "step_s"), 0.9),
+    Rule(
+        "stale_weights",
+        1,
+        lambda m, c: m[0]["canary_mismatch"] / ROUNDING[c.actor.dtype],
+        1,
+        "A server does not have the trainer's weights: after a weight update, the two computed "
+        "different log-probabilities of fixed test tokens. Compare the version that each server "
+        "reports at GET /model_info with the step, and read the servers' logs.",
+    ),
+    Rule(
+        "unchanged_weights",
+        2,
+        lambda m, c: min(x["canary_unchanged"] for x in m),
+        0,
+        "After a weight update, a server's scores of fixed test tokens are bit for bit the same as "
+        "before, although the trainer's have changed, so the update did not reach the server. Read "
+        "the server's log, and try another weight_update.mode.",
+    ),
+    Rule(
+        "logp_mismatch",
+        1,
+        lambda m, c: m[0]["logp_mismatch"] / ROUNDING[c.actor.dtype],
+        1,
+        "Server and trainer disagree on log-probabilities although their weights are equal, so "
+        "every importance weight is wrong. Give both the same number format, and compare their "
+        "attention masks, packing, positions and temperatures.",
+    ),
+    Rule(
+        "lag",
+        1,
+        lambda m, c: m[0]["staleness_max"] - c.rollout.max_head_offpolicyness,
+        0,
+        "A trained token is older than rollout.max_head_offpolicyness allows, so the staleness "
+        "gate or the versions of the tokens are wrong. Do not trust this run; look at staleness.py "
+        "and at the server's weight_versions.",
+    ),
+    Rule(
+        "effective_samples",
+        3,
+        lambda m, c: 1 - median(x["behave_ess"] for x in m),
+        0.5,
+        "The behaviour weights pi_prox / pi_behav are so unequal that more than half of the "
+        "trained tokens are as good as lost. Lower rollout.max_head_offpolicyness or "
+        "actor.optimizer.lr.",
+    ),
+    Rule(
+        "no_correction",
+        3,
+        steps_without_correction,
+        1,
+        "Tokens of older versions are trained as if the current policy had sampled them, because "
+        "every behaviour weight is exactly 1. Check that log pi_behav comes from the server, and "
+        "log pi_prox from the forward pass.",
+    ),
+    Rule(
+        "baseline",
+        1,
+        lambda m, c: (c.actor.adv_norm.mean_level == "group") * m[0]["baseline_bias"],
+        0.05,
+        "The advantages of a prompt group do not add up to 0, so their baseline is not the mean of "
+        "this group. Look for code that finds groups by the position or the text of their rows, "
+        "and for a mean that leaves out some rows of the group.",
+    ),
+    Rule(
+        "kl",
+        5,
+        lambda m, c: median(x["kl"] for x in m),
+        0.2,
+        "One step moves the policy far from the policy that sampled the data. Lower "
+        "actor.optimizer.lr, actor.ppo_epochs or actor.optimizer.gradient_clipping.",
+    ),
+    Rule(
+        "entropy",
+        10,
+        entropy_fall,
+        5,
+        "The entropy falls so fast that the policy stops exploring before the task is solved. "
+        "Lower actor.optimizer.lr, or raise actor.kl_ctl, actor.entropy_coeff or "
+        "actor.eps_clip_higher.",
+    ),
+    Rule(
+        "truncated",
+        5,
+        lambda m, c: share(m, "truncated", "rows"),
+        0.5,
+        "More than half of the rows end at the length limit, so the rewards judge unfinished "
+        "answers. Raise gconfig.max_new_tokens, or find out why answers do not end (often because "
+        "a stop token is missing).",
+    ),
+    Rule(
+        "no_signal",
+        5,
+        lambda m, c: 0 if is_solved(m) else fmean(x["no_signal_share"] for x in m),
+        0.8,
+        "In most prompt groups all members have the same reward, so their advantages are 0 and "
+        "they teach nothing. Choose prompts that the policy solves sometimes, raise "
+        "gconfig.n_samples, or look at the reward function.",
+    ),
+    Rule(
+        "zero_gradients",
+        3,
+        steps_without_gradient,
+        2,
+        "The batches give no gradient: every advantage is 0 although the rewards differ, or the "
+        "gradient itself is 0. Look for prompt groups of one row, for a baseline that belongs to "
+        "one row, and for a loss mask that is 0.",
+    ),
+    Rule(
+        "rejection",
+        3,
+        lambda m, c: share(m, "rejected", "accepted", "rejected"),
+        0.8,
+        "Most prompt groups are rejected, so most of the generation is thrown away, and a step may "
+        "never end. Look at should_accept_fn, and find out why the workflow returns None (with an "
+        "agent: why the agent sets no reward).",
+    ),
+    Rule(
+        "failing",
+        3,
+        failed_share,
+        0.1,
+        "Many episodes raise an exception. Read the first traceback in logs/failures.log, and "
+        "correct the agent or the reward function.",
+    ),
+    Rule(
+        "constant_reward",
+        5,
+        is_constant,
+        0,
+        "All rewards so far are the same number, so there is nothing to learn. Call the reward "
+        "function by hand with one answer from the folder rollout/: often its parser never finds "
+        "an answer.",
+    ),
+    Rule(
+        "waiting",
+        10,
+        lambda m, c: share(m, "rollout_wait_s", "step_s"),
+        0.9,
+        "The trainer waits for generation nearly all of the time. Raise "
+        "rollout.max_concurrent_rollouts or server.count, or raise rollout.max_head_offpolicyness "
+        "so that generation and training overlap.",
+    ),
+)
+TEXTS = {rule.name: rule.text for rule in RULES}
+TEXTS["blocked_loop"] = (
+    "One function blocks the event loop, so all other episodes stand still. In the blocking "
+    "function, await an asynchronous client or asyncio.to_thread, or set "
+    "rollout.openai.mode=subproc."
 )
 
 
@@ -172,6 +291,26 @@ def bottleneck(lines: list[Record]) -> str:
         return f"generation limits the speed ({shares}): {remedy}"
     remedy = "raise actor.mb_tokens, lower actor.ppo_epochs, or add ranks"
     return f"training limits the speed ({shares}): {remedy}"
+
+
+# ---- metrics of the advantages
+
+
+def no_signal_share(batch: dict[str, Tensor]) -> float:
+    """The share of prompt groups whose advantages are all 0, apart from rounding."""
+    signal = batch["advantages"].abs().amax(1) > 1e-2  # (B,)
+    groups = batch["group_ids"]
+    return 1 - len(groups[signal].unique()) / len(groups.unique())
+
+
+def baseline_bias(batch: dict[str, Tensor]) -> float:
+    """The largest |mean advantage| of a prompt group, where each trained turn counts once."""
+    turns = batch["turn_ids"].masked_fill(batch["loss_mask"] == 0, -1)  # (B, T)
+    ends = (turns >= 0) & (turns != turns.roll(-1, 1))  # the last token of each trained turn
+    # The task's id is what makes a group; group_ids may be the bug that is looked for.
+    _, group = batch["task_ids"][:, None].expand_as(turns)[ends].unique(return_inverse=True)
+    means = torch.bincount(group, batch["advantages"][ends]) / torch.bincount(group)
+    return means.abs().max().item() if len(means) else 0.0
 
 
 # ---- the canary
@@ -302,7 +441,8 @@ class Doctor:
 
     def on_batch(self, batch: dict[str, Tensor]) -> dict[str, float]:
         self.batch = batch
-        return self.canary.finish()  # on the update of the step before
+        found = {"no_signal_share": no_signal_share(batch), "baseline_bias": baseline_bias(batch)}
+        return found | self.canary.finish()  # on the update of the step before
 
     def on_step(self, metrics: Record) -> None:
         self.step = metrics["step"]

@@ -7,6 +7,7 @@ event loop. The last tests start real runs.
 import asyncio
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -25,17 +26,18 @@ from runs import SMALL_GUESS, WITH_TEST_MODULES, command
 
 from engine import EngineError
 from extras.doctor import (
-    PAGE,
     RULES,
     TEXTS,
     Canary,
     Doctor,
     Strict,
     Unhealthy,
+    baseline_bias,
     compare_scores,
     examine,
     find_blocker,
     main,
+    no_signal_share,
 )
 from run.config import TrainConfig
 from staleness import RolloutStat
@@ -109,14 +111,13 @@ def test_a_rule_fires_on_the_sick_run_alone(
 
 
 def test_every_rule_has_a_case_and_an_entry() -> None:
-    """Every rule has a case here, and an entry in docs/doctor.md that names its limit."""
+    """Every rule has a case here, a cause and a remedy, and an entry in docs/observe.md."""
     names = {rule.name for rule in RULES}
     assert {name for name, *_ in CASES} == names
-    assert set(TEXTS) == names | {"blocked_loop"}
-    entries = dict(part.split("\n", 1) for part in PAGE.read_text().split("\n## ")[1:])
-    for rule in RULES:
-        assert f"above {rule.limit:g}" in entries[rule.name], rule.name
-        assert TEXTS[rule.name].count(". ") in (1, 2), "two sentences: the cause and the remedy"
+    table = (ROOT / "docs" / "observe.md").read_text().split("## The doctor")[1].split("\n## ")[0]
+    entries = re.findall(r"^\| ([\w, ]+) \| ", table, re.M)[1:]
+    assert set(", ".join(entries).split(", ")) == names | {"blocked_loop"} == set(TEXTS)
+    assert all(text.count(". ") in (1, 2) for text in TEXTS.values())
 
 
 def test_the_number_format_sets_the_limit_of_rounding() -> None:
@@ -190,7 +191,10 @@ def start(
 
 
 IDS = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 0]])
+MASK = torch.tensor([[0, 0, 1, 1], [0, 1, 1, 0]])
 BATCH = {"input_ids": IDS, "attention_mask": IDS > 0, "temperatures": torch.full((2, 4), 0.5)}
+BATCH |= {"loss_mask": MASK, "turn_ids": MASK - 1, "advantages": torch.tensor([[1.0], [-1]]) * MASK}
+BATCH["group_ids"] = BATCH["task_ids"] = torch.zeros(2)
 
 
 def go(doctor: Doctor, run: Any, lines: list[dict[str, Any]]) -> list[dict[str, float]]:
@@ -222,21 +226,22 @@ def test_a_strict_doctor_ends_the_run(tmp_path: Path) -> None:
     assert caught.value.is_verdict
 
 
-def test_the_canary_becomes_metrics(tmp_path: Path) -> None:
+def test_the_doctors_facts_become_metrics(tmp_path: Path) -> None:
     """A line has the verdict on the update before it. No line follows the last update, so its
     verdict goes to doctor.jsonl alone. Other ranks only compute."""
     doctor, run = start(tmp_path, last=3)
-    fine = {"canary_mismatch": 0.0, "canary_unchanged": 0}
+    first = {"no_signal_share": 0.0, "baseline_bias": 0.0}
+    fine = first | {"canary_mismatch": 0.0, "canary_unchanged": 0}
     lines = lines_of(2)
     for line in lines:
         del line["canary_mismatch"], line["canary_unchanged"]
-    assert go(doctor, run, lines) == [{}, fine]
+    assert go(doctor, run, lines) == [first, fine]
     assert not (tmp_path / "e/t/doctor.jsonl").exists()
     run.engine.score = lambda ids: [[-1.0] * len(ids)]
     assert go(doctor, run, [HEALTHY | {"step": 3}]) == [fine]
     [finding] = map(json.loads, (tmp_path / "e/t/doctor.jsonl").read_text().splitlines())
     assert (finding["step"], finding["rule"]) == (3, "stale_weights")
-    assert go(*start(tmp_path / "other", rank=1), lines_of(3, staleness_max=9.0)) == [{}] * 3
+    assert go(*start(tmp_path / "other", rank=1), lines_of(3, staleness_max=9.0)) == [first] * 3
     assert not (tmp_path / "other/e/t/doctor.jsonl").exists()
 
 
@@ -331,7 +336,26 @@ def test_the_command_refuses_in_one_line(tmp_path: Path, text: str | None) -> No
     assert "metrics.jsonl" in done.stderr
 
 
-# ---- the canary
+# ---- advantages and canary
+
+
+def test_no_signal_share() -> None:
+    """Advantages of less than 0.01 are rounding, and teach nothing."""
+    advantages = torch.tensor([[0.0, 1e-3], [0.0, 0.0], [0.0, -0.5], [0.0, 0.0]])
+    batch = {"advantages": advantages, "group_ids": torch.tensor([3, 3, 4, 4])}
+    assert no_signal_share(batch) == 0.5
+
+
+def test_baseline_bias() -> None:
+    """Each turn counts once, however long it is, so the group's own mean leaves no bias."""
+    rows = [[0, 0, 1.0, 1, 1], [0, 0, -1, 0, 0], [0, 0, 0.5, 0.5, 0], [0, 0, -0.5, 0, 2]]
+    masks = [[0, 0, 1, 1, 1], [0, 0, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 1, 0, 0]]
+    turns = [[-1, -1, 0, 0, 0], [-1, -1, 0, -1, -1], [-1, -1, 0, 0, -1], [-1, -1, 0, -1, 1]]
+    batch = {"loss_mask": torch.tensor(masks), "turn_ids": torch.tensor(turns)}
+    batch |= {"advantages": torch.tensor(rows), "task_ids": torch.tensor([3, 3, 4, 4])}
+    assert baseline_bias(batch) == 0
+    batch["advantages"] = batch["advantages"] + torch.tensor([0, 0, -0.3, -0.3])[:, None]
+    assert baseline_bias(batch) == pytest.approx(0.3)
 
 
 def test_scores_of_the_canary() -> None:
@@ -366,10 +390,10 @@ def test_the_trainer_does_not_wait_for_the_canary() -> None:
     engine = SimpleNamespace(score=score)
     canary = Canary(SimpleNamespace(compute_logp=compute_logp), engine)
     assert canary.finish() == {}
-    long = {key: x.repeat(2, 9) for key, x in BATCH.items()}
+    long = {k: x.repeat(2, 9) if x.dim() > 1 else x.repeat(2) for k, x in BATCH.items()}
     canary.start(long)
     assert [answer.done() for answer in canary.asked] == [False, False]
-    assert {x.shape for x in seen[0].values()} == {(2, 16)}
+    assert {x.shape for x in seen[0].values()} == {(2, 16), (2,)}
     assert (seen[0]["temperatures"] == 1).all()
     answers.set()
     assert canary.finish() == {"canary_mismatch": 0.5, "canary_unchanged": 0}
