@@ -32,6 +32,7 @@ from torch import Tensor
 
 from extras import Record, read_config, read_records
 from extras.trace import Trace
+from ppo import clipped_objective
 from run.config import PPOActorConfig
 from training.proximal import interpolation, loglinear
 
@@ -136,15 +137,12 @@ def token_states(batch: dict[str, Tensor], keys: PPOActorConfig) -> Tensor:
 
     This is the default loss (ppo.py) in the last optimizer step on the batch.
     """
-    theta, prox, A = batch["theta_logp"], batch["prox_logp"], batch["advantages"]  # (B, T)
-    # u = pi_theta / pi_prox; clipped where min(u A, clip(u) A) is not u A, or is below c A
-    u = (theta - prox).exp()
-    higher = keys.eps_clip if keys.eps_clip_higher is None else keys.eps_clip_higher
-    states = torch.ones_like(A, dtype=torch.int)
-    states[(A > 0) & (u > 1 + higher) | (A < 0) & (u < 1 - keys.eps_clip)] = 2
-    states[(A < 0) & (u > (keys.c_clip or torch.inf))] = 2
-    # w = pi_prox / pi_behav; standard PPO has none
+    prox, clips = batch["prox_logp"], (keys.eps_clip, keys.eps_clip_higher, keys.c_clip)
+    u = (batch["theta_logp"] - prox).exp()  # pi_theta / pi_prox, (B, T)
+    _, clipped = clipped_objective(u, batch["advantages"], *clips)
+    states = 1 + clipped.int()
     if keys.use_decoupled_loss and keys.behave_imp_weight_cap:
+        # w = pi_prox / pi_behav
         states[(prox - batch["logprobs"]).exp() > keys.behave_imp_weight_cap] = 3
     return states * (batch["loss_mask"] > 0)
 
@@ -163,9 +161,8 @@ def read_step(
     except (SafetensorError, OSError):
         return None
     step, old = int(path.stem), batch["logprobs"]
-    if "prox_logp" not in batch:  # standard PPO without a forward pass, or pi_prox is estimated
-        fraction = batch["step_fraction"][:, None]
-        alpha = interpolation(batch["versions"], step - 1, fraction)  # (B, T)
+    if "prox_logp" not in batch:  # standard PPO, or loglinear: estimated at the middle of the step
+        alpha = interpolation(batch["versions"], step - 1, 0.5)  # (B, T)
         estimate = loglinear(old, batch["theta_logp"], alpha)
         batch["prox_logp"] = estimate if keys.use_decoupled_loss else old
     batch["states"] = token_states(batch, keys)

@@ -232,14 +232,13 @@ def test_a_batch_without_a_proximal_policy(folder: Path, decoupled: bool, prox: 
     batch = make_batch()
     del batch["prox_logp"]
     batch["theta_logp"] = torch.full((4, 7), -1.0)
-    batch["step_fraction"] = torch.full((4,), 0.5)
     config = yaml.safe_load((folder / "config.yaml").read_text())
     config["actor"]["use_decoupled_loss"] = decoupled
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     save_batch(folder / "tokens" / "00007.safetensors", batch)
     [run] = read_page(make_page([folder]))
     first = run["steps"][-1]["turns"][0]
-    # version 2 at step 7, which began at version 6: alpha = 4 / 4.5
+    # Version 2 at the middle of step 7, which began at version 6: alpha = 4 / 4.5.
     assert first["logps"][1][0] == pytest.approx(
         -0.5 - 4 / 4.5 * 0.5 if decoupled else prox, abs=1e-4
     )
