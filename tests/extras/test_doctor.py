@@ -25,20 +25,8 @@ from hypothesis import strategies as st
 from runs import SMALL_GUESS, WITH_TEST_MODULES, command
 
 from engine import EngineError
-from extras.doctor import (
-    RULES,
-    TEXTS,
-    Canary,
-    Doctor,
-    Strict,
-    Unhealthy,
-    baseline_bias,
-    compare_scores,
-    examine,
-    find_blocker,
-    main,
-    no_signal_share,
-)
+from extras import doctor as room
+from extras.doctor import RULES, TEXTS, Canary, Doctor, Strict, Unhealthy, examine
 from run.config import TrainConfig
 from staleness import RolloutStat
 
@@ -300,7 +288,7 @@ def write_run(folder: Path, lines: list[dict[str, Any]], more: str = "") -> None
 
 
 def check_afterwards(folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[str]]:
-    code = main([str(folder)])
+    code = room.main([str(folder)])
     said = capsys.readouterr()
     return code, (said.out + said.err).splitlines()
 
@@ -343,7 +331,7 @@ def test_no_signal_share() -> None:
     """Advantages of less than 0.01 are rounding, and teach nothing."""
     advantages = torch.tensor([[0.0, 1e-3], [0.0, 0.0], [0.0, -0.5], [0.0, 0.0]])
     batch = {"advantages": advantages, "group_ids": torch.tensor([3, 3, 4, 4])}
-    assert no_signal_share(batch) == 0.5
+    assert room.no_signal_share(batch) == 0.5
 
 
 def test_baseline_bias() -> None:
@@ -353,9 +341,9 @@ def test_baseline_bias() -> None:
     turns = [[-1, -1, 0, 0, 0], [-1, -1, 0, -1, -1], [-1, -1, 0, 0, -1], [-1, -1, 0, -1, 1]]
     batch = {"loss_mask": torch.tensor(masks), "turn_ids": torch.tensor(turns)}
     batch |= {"advantages": torch.tensor(rows), "task_ids": torch.tensor([3, 3, 4, 4])}
-    assert baseline_bias(batch) == 0
+    assert room.baseline_bias(batch) == 0
     batch["advantages"] = batch["advantages"] + torch.tensor([0, 0, -0.3, -0.3])[:, None]
-    assert baseline_bias(batch) == pytest.approx(0.3)
+    assert room.baseline_bias(batch) == pytest.approx(0.3)
 
 
 def test_scores_of_the_canary() -> None:
@@ -364,14 +352,14 @@ def test_scores_of_the_canary() -> None:
     before = torch.stack([old, old, old])  # the trainer and two servers
 
     def verdict(*now: torch.Tensor) -> tuple[float, float]:
-        found = compare_scores(before, torch.stack(now))
+        found = room.compare_scores(before, torch.stack(now))
         return found["canary_mismatch"], found["canary_unchanged"]
 
     assert verdict(new, new, new) == (0.0, 0)
     assert verdict(new, new, old) == (0.5, 1)
     assert verdict(old, old, old) == (0.0, 0), "the trainer has not moved"
     assert verdict(new, new, torch.tensor([0.0, float("nan")])) == (float("inf"), 0)
-    assert compare_scores(torch.empty(0), before)["canary_unchanged"] == 0, "the first update"
+    assert room.compare_scores(torch.empty(0), before)["canary_unchanged"] == 0, "the first update"
 
 
 def test_the_trainer_does_not_wait_for_the_canary() -> None:
@@ -448,7 +436,7 @@ def test_a_blocked_loop_is_named(
     monkeypatch.setattr("extras.doctor.cpu_seconds", cpu_seconds)
     loop.call_soon(blocking_agent)
     entered.wait()
-    where = find_blocker(loop, 0.2, over)
+    where = room.find_blocker(loop, 0.2, over)
     release.set()
     assert (where or "").startswith("blocking_agent (") == is_named
     assert (Path(__file__).name in (where or "")) == is_named
@@ -466,19 +454,19 @@ def test_a_loop_that_gets_on_is_not_blocked(loop: Any, monkeypatch: pytest.Monke
 
     monkeypatch.setattr("extras.doctor.own_frames", own_frames)
     busy = SimpleNamespace(thread=loop.thread, call_soon=answers.append)
-    assert find_blocker(busy, 0.1, threading.Event()) is None
+    assert room.find_blocker(busy, 0.1, threading.Event()) is None
     assert len(looks) == 10
 
 
 def test_the_end_of_a_run_ends_the_search(loop: Any) -> None:
     """A loop that answers is not blocked, and one whose run is over is not asked again."""
     over = threading.Event()
-    assert find_blocker(loop, 60, over) is None
+    assert room.find_blocker(loop, 60, over) is None
     over.set()
     silent = SimpleNamespace(thread=loop.thread, call_soon=lambda function: None)
-    assert find_blocker(silent, 60, over) is None
+    assert room.find_blocker(silent, 60, over) is None
     ended = threading.Thread()
-    assert find_blocker(SimpleNamespace(thread=ended, call_soon=print), 60, over) is None
+    assert room.find_blocker(SimpleNamespace(thread=ended, call_soon=print), 60, over) is None
 
 
 @pytest.mark.runs

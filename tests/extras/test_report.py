@@ -10,7 +10,6 @@ import re
 import shutil
 import subprocess
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,29 +37,17 @@ def make_batch() -> dict[str, torch.Tensor]:
     which the clip acts on 6, and the token 8, whose behaviour weight is above the cap. The rows of
     group 8 have equal rewards."""
     ids = torch.tensor([[1, 2, 3, 5, 1, 6, 7], [1, 2, 3, 5, 1, 8, 0], *[[1, 2, 9, 0, 0, 0, 0]] * 2])
-    versions = torch.full((4, 7), -1)
-    versions[0, [2, 3, 5, 6]] = torch.tensor([2, 3, 3, 3])
-    versions[1, [2, 3, 5]] = torch.tensor([2, 3, 4])
-    versions[2:, 2] = 4
+    alone = [-1, -1, 4, -1, -1, -1, -1]
+    versions = torch.tensor([[-1, -1, 2, 3, -1, 3, 3], [-1, -1, 2, 3, -1, 4, -1], alone, alone])
     made = versions >= 0
-    turns = torch.where(made, (torch.arange(7) > 4).long(), -1)
     mask = made.clone()
     mask[1, :4] = False  # the first row trains the turn that both rows have
     rewards = torch.tensor([1.0, 0.0, 1.0, 1.0])
-    batch = {
-        "input_ids": ids,
-        "attention_mask": ids > 0,
-        "loss_mask": mask.int(),
-        "versions": versions.int(),
-        "turn_ids": turns.int(),
-        "turn_rewards": rewards[:, None] * made,
-        "logprobs": -0.5 * made,
-        "prox_logp": -0.5 * made + 0.1 * mask,
-        "advantages": torch.zeros(4, 7),
-        "rewards": rewards,
-        "parents": torch.tensor([-1, 0, -1, -1]),
-        "task_ids": torch.tensor([7, 7, 8, 8]),
-    }
+    batch = {"input_ids": ids, "attention_mask": ids > 0, "loss_mask": mask, "versions": versions}
+    batch |= {"turn_ids": torch.where(made, (torch.arange(7) > 4).long(), -1), "rewards": rewards}
+    batch |= {"turn_rewards": rewards[:, None] * made, "advantages": torch.zeros(4, 7)}
+    batch |= {"logprobs": -0.5 * made, "prox_logp": -0.5 * made + 0.1 * mask}
+    batch |= {"parents": torch.tensor([-1, 0, -1, -1]), "task_ids": torch.tensor([7, 7, 8, 8])}
     batch["turn_rewards"][:2, 2:4] = 0.25  # half the mean of its continuations
     batch["advantages"][0, 5:], batch["advantages"][1, 5] = 0.5, -0.5
     batch["theta_logp"] = batch["prox_logp"].clone()
@@ -126,32 +113,10 @@ def make_trace(folder: Path) -> None:
     trace.on_end(None)
 
 
-class Scripts(HTMLParser):
-    """The texts of the page's script elements, as a browser finds them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-        self.inside = False
-
-    def handle_starttag(self, tag: str, attrs: list) -> None:
-        self.inside = tag == "script"
-        self.texts += [""] * self.inside
-
-    def handle_endtag(self, tag: str) -> None:
-        self.inside = False
-
-    def handle_data(self, data: str) -> None:
-        if self.inside:
-            self.texts[-1] += data
-
-
 def read_page(page: str) -> list[dict[str, Any]]:
     """Return the runs on a page, which has two script elements: the data and the script."""
-    scripts = Scripts()
-    scripts.feed(page)
-    assert len(scripts.texts) == 2
-    return json.loads(scripts.texts[0])["runs"]
+    data, _ = re.findall(r"<script[^>]*>(.*?)</script", page, re.DOTALL | re.IGNORECASE)
+    return json.loads(data)["runs"]
 
 
 # ---------------------------------------------------------------- the trajectories
@@ -394,91 +359,60 @@ def test_a_report_that_fails_ends_no_run(
 def draw(path: Path, tmp_path: Path, script: str = "") -> str:
     """Return the document after the page's script and `script`. An error in either fails."""
     path.write_text(path.read_text().replace("</body>", f"<script>{script}</script></body>"))
-    flags = [
-        "--headless=new",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--enable-logging=stderr",
-        "--window-size=1200,900",
-    ]
-    command = [
-        CHROMIUM,
-        *flags,
-        f"--user-data-dir={tmp_path / 'chrome'}",
-        "--virtual-time-budget=5000",
-        "--dump-dom",
-    ]
-    done = subprocess.run([*command, path.as_uri()], capture_output=True, text=True, timeout=200)
+    flags = "--headless=new --no-sandbox --disable-gpu --enable-logging=stderr --dump-dom"
+    size = f"--window-size=1200,900 --virtual-time-budget=5000 --user-data-dir={tmp_path}/chrome"
+    command = [CHROMIUM, *flags.split(), *size.split(), path.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert "CONSOLE" not in done.stderr, done.stderr
     return done.stdout
 
 
+def found(pattern: str, page: str) -> str:
+    match = re.search(pattern, page, re.DOTALL)
+    assert match is not None, pattern
+    return match[1]
+
+
 @needs_chromium
 def test_a_browser_draws_the_run(folder: Path, tmp_path: Path) -> None:
-    """The page has a reward curve, an evaluation, a timeline, and tokens coloured by version."""
-    (folder / "doctor.jsonl").write_text(
-        json.dumps({"step": 3, "rule": "kl", "text": "the policy moved"}) + "\n"
-    )
+    """The page has curves, a timeline, and tokens coloured by version. An arrow key or a click
+    chooses a token, and a panel shows its numbers."""
+    finding = {"step": 3, "rule": "kl", "text": "the policy moved"}
+    (folder / "doctor.jsonl").write_text(json.dumps(finding) + "\n")
     main([str(folder)])
-    page = draw(folder / "report.html", tmp_path)
-    curve = re.search(r'data-curve="reward".*?<path d="([^"]*)"', page, re.DOTALL)
-    assert curve is not None
-    heights = [float(y) for y in re.findall(r"[ML][\d.]+,([\d.]+)", curve[1])]
-    assert len(heights) == 3
-    assert (heights[0] - heights[1]) * 2 == pytest.approx(heights[1] - heights[2], abs=0.3), (
-        "rewards .25, .5 and 1"
-    )
-    assert page.count('class="eval"') == 1
-    assert 'data-phase="rollout_wait"' in page
-    assert 'data-weights="1"' in page
-    colours = re.findall(r'class="tok ([^"]*)"[^>]*data-version="(\d+)"[^>]*>([^<]*)', page)
-    assert colours[:2] == [
-        ("made v2 ", "2", "t3"),
-        ("made v3 ", "3", "&lt;/script&gt;&lt;b&gt;bad&lt;/b&gt;"),
-    ]
-    assert "no signal" in page
-    assert '<p class="doctor">the policy moved</p>' in page
-
-
-@needs_chromium
-def test_keys_and_the_pointer_choose_a_token(folder: Path, tmp_path: Path) -> None:
-    """An arrow key or a click selects a token, and a panel shows its numbers."""
-    main([str(folder)])
-    press = "document.activeElement.dispatchEvent(new KeyboardEvent('keydown', {key: 'ArrowRight', bubbles: true}))"
+    key = "new KeyboardEvent('keydown', {key: 'ArrowRight', bubbles: true})"
+    press = f"document.activeElement.dispatchEvent({key})"
     read = "document.body.dataset.{} = document.getElementById('token').textContent"
     click = "document.querySelectorAll('[data-j]')[4].click()"
-    steps = [
-        "document.getElementById('trees').focus()",
-        press,
-        press,
-        read.format("keys"),
-        click,
-        read.format("click"),
-    ]
+    steps = ["document.getElementById('trees').focus()", press, press, read.format("keys")]
+    steps += [click, read.format("click")]
     page = draw(folder / "report.html", tmp_path, ";".join(steps))
-    keys, clicked = (re.search(rf'data-{name}="([^"]*)"', page) for name in ("keys", "click"))
-    assert keys is not None
-    assert clicked is not None
-    assert "version3 (lag 1)log π_behav-0.5000log π_prox-0.4000" in keys[1]
-    assert "dropped" in clicked[1]
-    assert "π_prox/π_behav22.198" in clicked[1]
+    curve = found(r'data-curve="reward".*?<path d="([^"]*)"', page)
+    a, b, c = (float(y) for y in re.findall(r"[ML][\d.]+,([\d.]+)", curve))
+    assert (a - b) * 2 == pytest.approx(b - c, abs=0.3), "rewards .25, .5 and 1"
+    assert page.count('class="eval"') == 1
+    expected = ['data-phase="rollout_wait"', 'data-weights="1"', "no signal"]
+    expected.append('<p class="doctor">the policy moved</p>')
+    assert [text for text in expected if text not in page] == []
+    colours = re.findall(r'class="tok ([^"]*)"[^>]*data-version="(\d+)"[^>]*>([^<]*)', page)
+    second = "&lt;/script&gt;&lt;b&gt;bad&lt;/b&gt;"
+    assert colours[:2] == [("made v2 ", "2", "t3"), ("made v3 ", "3", second)]
+    numbers = "version3 (lag 1)log π_behav-0.5000log π_prox-0.4000"
+    assert numbers in found(r'data-keys="([^"]*)"', page)
+    clicked = found(r'data-click="([^"]*)"', page)
+    assert "dropped" in clicked
+    assert "π_prox/π_behav22.198" in clicked
 
 
 @needs_chromium
-def test_a_browser_draws_two_runs(folder: Path, tmp_path: Path) -> None:
-    """Two runs share a chart, and each has a timeline."""
+def test_a_browser_draws_two_runs_and_an_empty_one(folder: Path, tmp_path: Path) -> None:
+    """Two runs share a chart, and each has a timeline. A run without a step has a page."""
     shutil.copytree(folder, tmp_path / "other")
     main([str(folder), str(tmp_path / "other")])
     page = draw(folder / "beside-other.html", tmp_path)
     assert re.findall(r'data-timeline="(\d)"', page) == ["0", "1"]
-    curve = re.search(r'data-curve="reward".*?</svg>', page, re.DOTALL)
-    assert curve is not None
-    assert re.findall(r'data-run="(\d)"', curve[0]) == ["0", "1"]
-
-
-@needs_chromium
-def test_a_browser_draws_an_empty_run(tmp_path: Path) -> None:
-    """A run that ended before its first step has a page."""
+    curve = found(r'(data-curve="reward".*?</svg>)', page)
+    assert re.findall(r'data-run="(\d)"', curve) == ["0", "1"]
     make_trace(tmp_path)
     main([str(tmp_path)])
     page = draw(tmp_path / "report.html", tmp_path)
