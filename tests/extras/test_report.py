@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -97,7 +98,7 @@ def start(kind: type[Trace], folder: Path) -> Any:
 
 def make_trace(folder: Path) -> None:
     """Write the trace of one step and three groups: consumed, rejected and still running."""
-    trace = start(Trace, folder)
+    trace, begin = start(Trace, folder), time.monotonic()
     event = trace.on_event
     event("start", 7, {})
     event("start", 8, {})
@@ -108,8 +109,9 @@ def make_trace(folder: Path) -> None:
     event("finish", 8, {})
     event("reject", 8, {})
     event("consume", 7, {})
-    seconds = {"rollout_wait_s": 0.3, "train_s": 0.4, "sync_s": 0.1, "step_s": 0.9}
-    trace.on_step({"step": 1, **seconds})
+    step_s = time.monotonic() - begin
+    shares = {"rollout_wait_s": 0.3, "train_s": 0.4, "sync_s": 0.1, "step_s": 1.0}
+    trace.on_step({"step": 1, **{key: share * step_s for key, share in shares.items()}})
     trace.on_end(None)
 
 
