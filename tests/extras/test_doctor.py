@@ -471,7 +471,7 @@ def test_the_end_of_a_run_ends_the_search(loop: Any) -> None:
 
 @pytest.mark.runs
 @pytest.mark.parametrize(
-    ("agent", "rule"), [("BlockingAgent", "blocked_loop"), ("SilentAgent", "rejection")]
+    ("agent", "rule"), [("BlockingAgent", "blocked_loop"), ("NoneAgent", "rejection")]
 )
 def test_a_run_that_never_ends_its_first_step_is_stopped(
     tmp_path: Path, agent: str, rule: str
