@@ -171,13 +171,14 @@ def start(
     actor = SimpleNamespace(compute_logp=lambda rows: torch.zeros(rows["input_ids"].shape))
     engine = SimpleNamespace(score=lambda ids: [[0.0] * len(ids)]) if rank == 0 else None
     run = SimpleNamespace(rank=rank, step=0, last_step=last, history=[], actor=actor, engine=engine)
-    run.executor = SimpleNamespace(stats=RolloutStat(), loop=None, **executor)
+    run.executor = SimpleNamespace(stats=RolloutStat(), loop=LOOP, **executor)
     doctor = kind(config)
     doctor.over.set()
     doctor.on_start(run)
     return doctor, run
 
 
+LOOP = SimpleNamespace(thread=threading.main_thread())
 IDS = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 0]])
 MASK = torch.tensor([[0, 0, 1, 1], [0, 1, 1, 0]])
 BATCH = {"input_ids": IDS, "attention_mask": IDS > 0, "temperatures": torch.full((2, 4), 0.5)}
