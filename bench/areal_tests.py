@@ -1,16 +1,18 @@
-"""Run seven of AReaL's own test files against this project's modules. The seven test files cover concepts that AReaL
-and this project have in common.
+"""Run seven of AReaL's own test files against this project's modules. The seven test files cover
+concepts that AReaL and this project have in common.
 
     git clone https://github.com/areal-project/AReaL /tmp/AReaL
     git -C /tmp/AReaL checkout cbff54d
     python bench/areal_tests.py /tmp/AReaL
 
-The script makes AReaL's import names point to this project's modules. If a key, a function or an argument has different
-names in the two projects, a small adapter in this file translates the name. The script reads AReaL's tests from the
-checkout and copies nothing of AReaL. For each file the script prints how many tests pass and how many fail. Some tests
-fail because this project differs from AReaL on purpose. The script groups the failed tests by the difference that
-explains the failure. If no known difference explains a failure, the script prints NOT EXPLAINED and exits with status
-1. Tests of objects that only AReaL has, such as configuration classes, do not run, and the script prints their number.
+The script makes AReaL's import names point to this project's modules. If a key, a function or an
+argument has different names in the two projects, a small adapter in this file translates the name.
+The script reads AReaL's tests from the checkout and copies nothing of AReaL. For each file the
+script prints how many tests pass and how many fail. Some tests fail because this project differs
+from AReaL on purpose. The script groups the failed tests by the difference that explains the
+failure. If no known difference explains a failure, the script prints NOT EXPLAINED and exits with
+status 1. Tests of objects that only AReaL has, such as configuration classes, do not run, and the
+script prints their number.
 """
 
 import importlib.util
@@ -29,17 +31,19 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from training.config import PPOActorConfig  # noqa: E402
+from training.corrections import reduce_sequence  # noqa: E402
+
 import ppo  # noqa: E402
 import staleness  # noqa: E402
 from training import config as training_config  # noqa: E402
-from training.config import PPOActorConfig  # noqa: E402
-from training.corrections import reduce_sequence  # noqa: E402
 from training.proximal import interpolation, linear, loglinear, rollout  # noqa: E402
 
 
 @dataclass
 class RejectionSamplingConfig:
-    """This class has the fields of AReaL's class RejectionSamplingConfig, but does not check their values."""
+    """This class has the fields of AReaL's class RejectionSamplingConfig, but does not check their
+    values."""
 
     level: str = "token"
     action: str = "mask"
@@ -50,7 +54,8 @@ class RejectionSamplingConfig:
 
 
 def weight_keys(config: RejectionSamplingConfig | None) -> PPOActorConfig:
-    """Return the configuration keys of this project that have the effect of AReaL's `rejection_sampling`."""
+    """Return the configuration keys of this project that have the effect of AReaL's
+    `rejection_sampling`."""
     if config is None:
         return PPOActorConfig(behave_imp_weight_cap=None)
     kind = (config.level, config.metric, config.agg)
@@ -75,7 +80,8 @@ def weight_keys(config: RejectionSamplingConfig | None) -> PPOActorConfig:
 
 
 def sequence_ids(tokens: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """Return, for each token, the index of its sequence. In packed rows, sequence i begins at cu_seqlens[i]."""
+    """Return, for each token, the index of its sequence. In packed rows, sequence i begins at
+    cu_seqlens[i]."""
     if cu_seqlens is not None:
         return torch.bucketize(torch.arange(len(tokens)), cu_seqlens[1:].long(), right=True)
     return (
@@ -92,8 +98,8 @@ def apply_rejection_sampling(
     cu_seqlens: Tensor | None,
     config: RejectionSamplingConfig,
 ) -> SimpleNamespace:
-    """Compute the correction for stale tokens with this project's functions. Return the behaviour weights, the loss
-    mask of the tokens that are kept, and the share of dropped tokens."""
+    """Compute the correction for stale tokens with this project's functions. Return the behaviour
+    weights, the loss mask of the tokens that are kept, and the share of dropped tokens."""
     keys, mask = weight_keys(config), loss_mask > 0
     ids, zero = sequence_ids(loss_mask, cu_seqlens), torch.zeros_like(proximal_logprobs)
     weight, _, _, dropped = ppo.token_objectives(
@@ -116,7 +122,8 @@ def cispo_loss_fn(
     old_logprobs: Tensor | None = None,
     rejection_sampling: RejectionSamplingConfig | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute the CISPO loss with this project's functions. Return the loss, and statistics under AReaL's names."""
+    """Compute the CISPO loss with this project's functions. Return the loss, and statistics under
+    AReaL's names."""
     config = replace(
         weight_keys(rejection_sampling),
         use_cispo_loss=True,
@@ -150,8 +157,9 @@ class NormConfig:
 
 
 class Normalization:
-    """This class has the interface of AReaL's class Normalization, and normalises with this project's `ppo.normalise`.
-    The class treats every number whose mask is 1 as the reward of one turn."""
+    """This class has the interface of AReaL's class Normalization, and normalises with this
+    project's `ppo.normalise`. The class treats every number whose mask is 1 as the reward of one
+    turn."""
 
     def __init__(self, config: NormConfig) -> None:
         if not config.std_unbiased and config.std_level:
@@ -195,8 +203,8 @@ def ppo_actor_loss_fn(
     importance_sampling_level: Any = "token",
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Call this project's loss with the arguments of AReaL's loss. Return the loss, and statistics under AReaL's
-    names."""
+    """Call this project's loss with the arguments of AReaL's loss. Return the loss, and statistics
+    under AReaL's names."""
     if importance_sampling_level not in ("token", "sequence"):
         raise ValueError(f"Invalid importance_sampling_level: {importance_sampling_level}")
     if cu_seqlens is None and logprobs.ndim == 1:
@@ -242,8 +250,8 @@ def compute_prox_logp_approximations(
 ) -> dict[str, Tensor]:
     """Estimate pi_prox with this project's functions.
 
-    AReaL's estimate of pi_prox assumes that all mini-batches of the step are done, so `interpolation` gets 1.0 as the
-    share of mini-batches that are done.
+    AReaL's estimate of pi_prox assumes that all mini-batches of the step are done, so
+    `interpolation` gets 1.0 as the share of mini-batches that are done.
     """
     alpha = interpolation(versions, current_version - 1, 1.0)
     guesses = {
@@ -261,9 +269,9 @@ FILES = (
     "tests/test_adv_norm_config.py",
     "tests/test_reward_norm_variable_group.py",
 )
-# Each key of DIFFERENCES is a piece of text from the name or the error message of a failed test. Each value of
-# DIFFERENCES is the difference between the two projects that explains the failure. The page docs/differences.md
-# explains the differences in more detail.
+# Each key of DIFFERENCES is a piece of text from the name or the error message of a failed test.
+# Each value of DIFFERENCES is the difference between the two projects that explains the failure.
+# The page docs/differences.md explains the differences in more detail.
 DIFFERENCES = {
     "test_accept_without_submit_is_invalid": "an event that is impossible in the current state raises RuntimeError",
     "test_concurrent_mixed_operations": "an event that is impossible in the current state raises RuntimeError",
@@ -284,8 +292,8 @@ DIFFERENCES = {
     "absent: stats_tracker": "ppo_update returns its metrics; there is no tracker",
     "test_negative_versions_in_prompt": "pi_prox is guessed for trained tokens only, and not for a prompt's tokens",
 }
-# The script leaves out a test if its name contains a key of LEFT_OUT. Each value of LEFT_OUT is a reason for leaving a
-# test out.
+# The script leaves out a test if its name contains a key of LEFT_OUT. Each value of LEFT_OUT is a
+# reason for leaving a test out.
 LEFT_OUT = {
     "TestRejectionSamplingConfig": "checks and fields of AReaL's configuration classes",
     "TestConfigValidation": "checks and fields of AReaL's configuration classes",
@@ -300,7 +308,8 @@ LEFT_OUT = {
 
 
 class Results:
-    """This pytest plugin deselects the tests of LEFT_OUT and records the outcome of every other test."""
+    """This pytest plugin deselects the tests of LEFT_OUT and records the outcome of every other
+    test."""
 
     def __init__(self) -> None:
         self.outcomes: dict[
@@ -364,8 +373,8 @@ def provide(checkout: Path) -> None:
 
 
 class Absent:
-    """A stand-in for a class or a function of AReaL that is missing in this project. A test that uses the stand-in
-    fails."""
+    """A stand-in for a class or a function of AReaL that is missing in this project. A test that
+    uses the stand-in fails."""
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -1,37 +1,42 @@
-"""Claim: on two cores, asynchronous training of the maze needs less time than synchronous training, at equal reward.
+"""Claim: on two cores, asynchronous training of the maze needs less time than synchronous training,
+at equal reward.
 
-    python bench/overlap.py                             all runs: eta 0, 1, 2 and 4, and eta 2 with drained servers
-    python bench/overlap.py --seconds 200               start no run after 200 s; the next call makes the missing runs
-    python bench/overlap.py --etas 0 2 --steps 60 --seeds 301
+    python bench/overlap.py                             all runs: eta 0, 1, 2 and 4, and eta 2 with
+    drained servers
+    python bench/overlap.py --seconds 200               start no run after 200 s; the next call
+    makes the missing runs python bench/overlap.py --etas 0 2 --steps 60 --seeds 301
 
-Every run trains a model with configs/maze.yaml for the same number of steps and on the same number of samples. The
-trainer's process runs on one core, and the inference server on another core. The benchmark keeps each finished run in
-runs/overlap, and does not repeat it.
+Every run trains a model with configs/maze.yaml for the same number of steps and on the same number
+of samples. The trainer's process runs on one core, and the inference server on another core. The
+benchmark keeps each finished run in runs/overlap, and does not repeat it.
 
-The column `concurrent` shows rollout.max_concurrent_rollouts. With the first seed the benchmark tries several values of
-rollout.max_concurrent_rollouts. With all later seeds, the benchmark uses only the value of
-rollout.max_concurrent_rollouts that was fastest with the first seed.
+The column `concurrent` shows rollout.max_concurrent_rollouts. With the first seed the benchmark
+tries several values of rollout.max_concurrent_rollouts. With all later seeds, the benchmark uses
+only the value of rollout.max_concurrent_rollouts that was fastest with the first seed.
 
-The column `update` tells how new weights reach the server. With `interrupt`, an update interrupts the running walks,
-which then continue with the new weights. With `drain`, the trainer first stops starting new groups, then waits until
-all running groups have finished, and then sends the weights. The class `Drained` in this file implements the mode
-`drain`, which train.py does not have.
+The column `update` tells how new weights reach the server. With `interrupt`, an update interrupts
+the running walks, which then continue with the new weights. With `drain`, the trainer first stops
+starting new groups, then waits until all running groups have finished, and then sends the weights.
+The class `Drained` in this file implements the mode `drain`, which train.py does not have.
 
-The remaining columns of the table come from each run's files trace.json and metrics.jsonl. All times are in seconds.
+The remaining columns of the table come from each run's files trace.json and metrics.jsonl. All
+times are in seconds.
 
     `seconds`      time of the whole training, without the start of the processes.
-    `factor`       the speedup: the time of the synchronous run with the same seed, divided by the time of this run.
+    `factor`       the speedup: the time of the synchronous run with the same seed, divided by the
+    time of this run.
     `generation`   CPU time of the inference server.
     `training`     CPU time of the trainer's process, which also runs the episodes and the logger.
-    `oldest`       time that the trainer waited for an older group, although B other groups had finished.
+    `oldest`       time that the trainer waited for an older group, although B other groups had
+    finished.
     `ideal`        max(generation, training + oldest), the least possible time of the run.
     `share`        the quotient `ideal` / `seconds`.
     `reward`       mean reward in the last ten steps.
     `mixed`        share of the walks that an update interrupted.
 
-`ideal` includes the time `oldest`, because a step waits for its oldest group even if enough other groups have finished.
-For the synchronous run, `ideal` is the time with a perfect overlap of generation and training. Each cell of the table
-is the median over the seeds.
+`ideal` includes the time `oldest`, because a step waits for its oldest group even if enough other
+groups have finished. For the synchronous run, `ideal` is the time with a perfect overlap of
+generation and training. Each cell of the table is the median over the seeds.
 """
 
 import argparse
@@ -74,10 +79,12 @@ def train(update: str, words: list[str]) -> int:
     cores = sorted(os.sched_getaffinity(0))[:2]
     os.sched_setaffinity(0, cores[:1])
     from run.command import main, open_run
+
     from train import TrainingLoop
 
     class Pinned(TrainingLoop):
-        """A training loop that gives the server a core of its own, and writes CPU times to the trace."""
+        """A training loop that gives the server a core of its own, and writes CPU times to the
+        trace."""
 
         def __init__(self, run: Any) -> None:
             super().__init__(run)
@@ -117,7 +124,8 @@ def train(update: str, words: list[str]) -> int:
 
 
 def behind_the_oldest(trace: list[dict]) -> float:
-    """Return the seconds that the trainer waited for a batch although at least BATCH groups had finished."""
+    """Return the seconds that the trainer waited for a batch although at least BATCH groups had
+    finished."""
     points = []  # (time, change of `ready`, change of `waits`)
     for event in trace:
         if event.get("name") == "rollout_wait":
@@ -167,7 +175,8 @@ def main() -> int:
     start = time.monotonic()
 
     def run(mode: Mode, concurrent: int, seed: int) -> dict[str, float]:
-        """Return the numbers that the table shows for a run. If the run has not been made yet, make the run first."""
+        """Return the numbers that the table shows for a run. If the run has not been made yet, make
+        the run first."""
         folder = folder_of(args.fileroot, mode, concurrent, seed, args.steps)
         if not (folder / "done").exists():
             if time.monotonic() - start > args.seconds:
@@ -212,7 +221,8 @@ def main() -> int:
             },
             flush=True,
         )
-    # The runs of one seed are made one after another, so that the machine has a similar load for all modes of one seed.
+    # The runs of one seed are made one after another, so that the machine has a similar load for
+    # all modes of one seed.
     runs = {mode: list[dict[str, float]]() for mode in best}
     for seed in args.seeds:
         found = {mode: run(mode, concurrent, seed) for mode, concurrent in best.items()}
