@@ -27,10 +27,10 @@ import argparse
 import asyncio
 import contextlib
 import csv
-import json
 import os
 import random
 import re
+import resource
 import subprocess
 import sys
 import tempfile
@@ -49,9 +49,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from calls.client import OpenAIProxyClient
-from calls.sessions import Limits
-from inference.serve import raise_open_files
-from inference.wire import EngineError, Wire, make_transport, run_all
+from inference.io_struct import EngineError
+from inference.wire import Wire, make_transport, run_all
 
 ADMIN, COLUMNS = (
     "admin",
@@ -72,6 +71,12 @@ def process(
     ):
         yield url, child
         assert child.poll() is None, f"{module} died"
+
+
+def allow_open_files() -> None:
+    """Raise the limit of open files as far as it goes: each connection is one."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def start_relay(url: str, cut: float) -> str:
@@ -145,9 +150,7 @@ async def flood(wire: Wire, transport: Any, proxy: str, calls: int) -> None:
     async def ask_again_and_again(url: str, number: int) -> None:
         body = {"messages": [{"role": "user", "content": f"{number}"}], "n": 128, "max_tokens": 256}
         while True:
-            with contextlib.suppress(
-                EngineError
-            ):  # the proxy refuses a call when the session has too many answers
+            with contextlib.suppress(EngineError):  # the proxy may refuse so many answers
                 await wire.call(url + "/chat/completions", body, timeout=600)
             await asyncio.sleep(0.1)
 
@@ -264,12 +267,9 @@ def main() -> None:
     parser.add_argument(
         "--flood", type=int, default=0, help="number of calls with 128 answers of one more session"
     )
-    parser.add_argument(
-        "--running", type=int, default=Limits.running, help="the key rollout.openai.limits.running"
-    )
     parser.add_argument("--out", type=Path, help="path without suffix for a .csv and a .svg")
     args = parser.parse_args()
-    raise_open_files()
+    allow_open_files()
     torch.set_num_threads(1)
     transformers_logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as folder:
@@ -281,16 +281,7 @@ def main() -> None:
         with contextlib.ExitStack() as stack:
             server, first = stack.enter_context(process("inference.tiny.server", path))
             address = start_relay(server, args.cut) if args.cut else server
-            words = [
-                "--server",
-                address,
-                "--admin-key",
-                ADMIN,
-                "--wait-for-servers",
-                "--request-timeout",
-                "30",
-            ]
-            words += ["--openai", json.dumps({"limits": {"running": args.running}})]
+            words = ["--server", address, "--admin-key", ADMIN, "--request-timeout", "30"]
             log = Path(folder) / "proxy.log"
             if args.garbage:
                 garbage, _ = stack.enter_context(process("tests.garbage_server", path))

@@ -19,8 +19,8 @@ the running walks, which then continue with the new weights. With `drain`, the t
 starting new groups, then waits until all running groups have finished, and then sends the weights.
 The class `Drained` in this file implements the mode `drain`, which train.py does not have.
 
-The remaining columns of the table come from each run's files trace.json and metrics.jsonl. All
-times are in seconds.
+The remaining columns of the table come from each run's files trace.json, cpu.json and
+metrics.jsonl. All times are in seconds.
 
     `seconds`      time of the whole training, without the start of the processes.
     `factor`       the speedup: the time of the synchronous run with the same seed, divided by the
@@ -74,53 +74,59 @@ def folder_of(root: Path, mode: Mode, concurrent: int, seed: int, steps: int) ->
     return root / "overlap" / f"eta{mode.eta}-{mode.update}-{concurrent}-steps{steps}-seed{seed}"
 
 
+def cores() -> list[int]:
+    """The core of the trainer, and that of the server."""
+    return sorted(os.sched_getaffinity(0))[:2]
+
+
+class Cores:
+    """A callback that gives the servers a core of their own, and writes CPU times to cpu.json."""
+
+    def __init__(self, config: Any) -> None:
+        self.path = config.run_dir / "cpu.json"
+        self.marks: list[dict[str, float]] = []
+
+    def on_start(self, run: Any) -> None:
+        self.run, self.pids = run, [child.process.pid for child in run.servers]
+        for thread in (t for pid in self.pids for t in Path(f"/proc/{pid}/task").iterdir()):
+            os.sched_setaffinity(int(thread.name), {int(os.environ["SERVER_CORE"])})
+        self.mark()
+
+    def on_step(self, metrics: dict) -> None:
+        if metrics["step"] == self.run.last_step:
+            self.mark()
+            self.path.write_text(json.dumps(self.marks))
+
+    def mark(self) -> None:
+        fields = (Path(f"/proc/{pid}/stat").read_text().split()[13:15] for pid in self.pids)
+        ticks = sum(int(ticks) for pair in fields for ticks in pair)
+        generation = ticks / os.sysconf("SC_CLK_TCK")
+        used = {"training": time.process_time(), "generation": generation}
+        self.marks.append({"seconds": time.time(), **used})
+
+
 def train(update: str, words: list[str]) -> int:
     """Train in this process, with the inference server on another core. Return the exit code."""
-    cores = sorted(os.sched_getaffinity(0))[:2]
-    os.sched_setaffinity(0, cores[:1])
-    from run.command import main, open_run
+    trainer, os.environ["SERVER_CORE"] = cores()[0], str(cores()[-1])
+    os.sched_setaffinity(0, {trainer})
+    from run.start import begin, main
 
-    from train import TrainingLoop
+    begun = begin(words)
+    from train import PPOTrainer
 
-    class Pinned(TrainingLoop):
-        """A training loop that gives the server a core of its own, and writes CPU times to the
-        trace."""
+    class Drained(PPOTrainer):
+        """Lets all running groups finish before it sends new weights."""
 
-        def __init__(self, run: Any) -> None:
-            super().__init__(run)
-            for child in run.fleet.children[: len(run.servers)]:
-                for thread in Path(f"/proc/{child.process.pid}/task").iterdir():
-                    os.sched_setaffinity(int(thread.name), cores[1:])
-            self.mark()
+        def push(self, version: int) -> None:
+            executor = self.run.executor
+            executor.pause()
+            while executor.stats.running:
+                time.sleep(0.001)
+            super().push(version)
+            executor.resume()
 
-        def train_step(self, step: int) -> None:
-            super().train_step(step)
-            if step == self.last_step:
-                self.mark()
-
-        def mark(self) -> None:
-            """Write the CPU times of the trainer and of the inference server to the trace."""
-            [info] = self.rollout.servers.post_all("/model_info")
-            self.run.trace.mark("cpu", training=time.process_time(), generation=info["cpu_seconds"])
-
-    class Drained(Pinned):
-        """A training loop that lets all running groups finish before it sends new weights."""
-
-        def push_weights(self, version: int) -> None:
-            dispatcher = self.rollout.executor.dispatcher
-            dispatcher.pause()
-            with self.run.trace.span("drain"):
-                dispatcher.runner.wait_for(
-                    lambda: dispatcher.check_alive() or not self.rollout.executor.stats.running,
-                    None,
-                )
-            super().push_weights(version)
-
-    def run(config: Any) -> None:
-        with open_run(config) as parts:
-            {"interrupt": Pinned, "drain": Drained}[update](parts).train()
-
-    return main(run, words)
+    kind = {"interrupt": PPOTrainer, "drain": Drained}[update]
+    return main(begun, lambda run: kind(run.config, run).train())
 
 
 def behind_the_oldest(trace: list[dict]) -> float:
@@ -143,10 +149,9 @@ def behind_the_oldest(trace: list[dict]) -> float:
 def measure(folder: Path) -> dict[str, float]:
     """Return a dict from the names of the table's columns to the numbers of one run."""
     trace = json.loads((folder / "trace.json").read_text())
-    begin, end = (event for event in trace if event.get("name") == "cpu")
+    begin, end = json.loads((folder / "cpu.json").read_text())
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    found = {name: end["args"][name] - begin["args"][name] for name in ("generation", "training")}
-    found |= {"seconds": (end["ts"] - begin["ts"]) / 1e6, "oldest": behind_the_oldest(trace)}
+    found = {name: end[name] - begin[name] for name in begin} | {"oldest": behind_the_oldest(trace)}
     found["ideal"] = max(found["generation"], found["training"] + found["oldest"])
     found["share"] = found["ideal"] / found["seconds"]
     found["reward"] = mean(line["reward"] for line in lines[-10:])
@@ -183,19 +188,11 @@ def main() -> int:
                 return {}
             folder.mkdir(parents=True, exist_ok=True)
             words = [
-                "--config",
-                "configs/maze.yaml",
-                f"seed={seed}",
-                f"max_steps={args.steps}",
-                "logger.live=false",
-            ]
-            words += [
+                *("--config", "maze", f"seed={seed}", f"max_steps={args.steps}"),
                 f"rollout.max_head_offpolicyness={mode.eta}",
                 f"rollout.max_concurrent_rollouts={concurrent}",
-            ]
-            words += [
-                f"fileroot={args.fileroot}",
-                "experiment_name=overlap",
+                "callbacks=[overlap.Cores, extras.trace.Trace]",
+                *(f"fileroot={args.fileroot}", "experiment_name=overlap"),
                 f"trial_name={folder.name}",
             ]
             command = [sys.executable, __file__, "--train", mode.update, *words]
