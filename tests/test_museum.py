@@ -1,5 +1,5 @@
-"""Tests of the museum's exhibits: every patch applies to this code, and with the patch the unit test of the exhibit's
-solution fails.
+"""Tests of the museum's exhibits: every patch applies to this code, and with the patch the unit
+test of the exhibit's solution fails.
 
 The reader's exercise is to find an exhibit's bug from a run's report (museum/README.md).
 """
@@ -28,8 +28,8 @@ def page(name: str, file: str) -> str:
 
 @pytest.mark.parametrize("name", EXHIBITS)
 def test_every_patch_applies(name: str) -> None:
-    """The exhibit's patch applies to the current code. If a patch no longer applies, museum/README.md says how to
-    refresh the patch."""
+    """The exhibit's patch applies to the current code. If a patch no longer applies,
+    museum/README.md says how to refresh the patch."""
     command = ["git", "apply", "--check", f"museum/{name}/bug.patch"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -37,8 +37,8 @@ def test_every_patch_applies(name: str) -> None:
 
 @pytest.mark.parametrize("name", EXHIBITS)
 def test_every_exhibit_has_its_pages(name: str) -> None:
-    """An exhibit has a source, a command and questions. The exhibit's solution names a unit test, a rule of
-    run/doctor.py and a place in the code. All three exist. README.md lists the exhibit."""
+    """An exhibit has a source, a command and questions. The exhibit's solution names a unit test, a
+    rule of run/doctor.py and a place in the code. All three exist. README.md lists the exhibit."""
     exhibit, solution = page(name, "exhibit.md"), page(name, "solution.md")
     [source] = re.findall(r"\((https://github\.com/\S+/(?:pull|issues)/\d+)\)", exhibit)
     assert source in solution
@@ -58,8 +58,8 @@ def test_every_exhibit_has_its_pages(name: str) -> None:
 
 
 def test_every_bug_breaks_its_unit_test() -> None:
-    """Each exhibit's solution names a unit test. The unit test passes in the test suite, and fails in a copy of the
-    project that has the exhibit's bug."""
+    """Each exhibit's solution names a unit test. The unit test passes in the test suite, and fails
+    in a copy of the project that has the exhibit's bug."""
     command = [sys.executable, "museum/run.py", "--tests"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert json.loads(done.stdout) == dict.fromkeys(EXHIBITS, 1), done.stderr
