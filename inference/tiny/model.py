@@ -1,258 +1,249 @@
-"""This module computes one step of generation: a Hugging Face model processes a batch of sequences with a KV cache.
+"""The forward pass of Llama, Qwen2 and Qwen3, with a cache of keys and values.
 
-**The rule.** A step feeds the model all tokens that are not yet in the cache, and returns the logits of each sequence's
-last token. Prefill, decoding and the next turn of a conversation differ only in the number of cached tokens.
+The hidden state x holds one vector of D numbers for each token. Each layer adds two terms to it:
 
-**The parts.** `SlotCache` stores keys and values. `TinyModel` computes the logits of a batch, with `FastForward`
-(fast.py) for Llama, Qwen2 and Qwen3, and with transformers for all other models. `sample` draws tokens. `run_step`
-plans and computes one step. **Three coordinates** locate a token:
+    q, k, v = W_q norm(x), W_k norm(x), W_v norm(x)          q and k are rotated by the position
+    x += W_o softmax(q k' / sqrt(d)) v                       attention to this and earlier tokens
+    x += W_down (silu(W_gate norm(x)) * W_up norm(x))        the feed-forward network
 
-    slot      the row of the cache that belongs to the token's sequence
-    row       the row of the batch that feeds the token; row r belongs to slot first_slot + r
-    position  the index of the token in its sequence, from 0; the cache stores its key and value at (slot, position)
+After the last layer, logits = W_head norm(x). Qwen2 adds biases to q, k and v; Qwen3 applies norm
+to each head of q and k before the rotation. In a small model every tensor operation costs about a
+microsecond, whatever its size, so one product computes q, k and v, and another gate and up.
 
-In the example below, slots 0 to 5 belong to the scheduler, and slots 6 to 13 are spare (`SlotCache`). The example shows
-step(feeds=[[b0, b1, b2, b3], [c2, c3]], cached=[0, 2], first_slot=1). The rows are padded on the left, so all rows end
-in the last column. Padding (--) is written to slot 13, which no step reads.
+`step` feeds each sequence the tokens that its slot of the cache does not hold yet. Prefill, decode
+and the next turn of a conversation differ only in how many these are. Rows are padded on the left,
+so all end in the last column. For feeds=[[b0, b1, b2, b3], [c2, c3]], cached=[0, 2], first_slot=1:
 
-    cache    position 0  1  2  3      batch    column 0  1  2  3      position       written to slot
-    slot 0            a0 a1 a2 a3
-    slot 1            .  .  .  .      row 0           b0 b1 b2 b3      0  1  2  3      1  1  1  1
-    slot 2            c0 c1 .  .      row 1           -- -- c2 c3      0  0  2  3     13 13  2  2
+    cache    position 0  1  2  3      batch    column 0  1  2  3      position      written to slot
+    slot 1            .  .  .  .      row 0           b0 b1 b2 b3     0  1  2  3     1  1  1  1
+    slot 2            c0 c1 .  .      row 1           -- -- c2 c3     0  1  2  3     x  x  2  2
 
-**Bits.** In deterministic mode (`--seed`), two runs with the same seed give the same tokens, because the logits of a
-row do not depend on the other rows of the batch. Torch chooses a matrix kernel by the shapes of matrices, and two
-kernels may add the same numbers in different orders. Three rules make torch choose the same kernel for every batch:
-
-- The weight matrix of a linear layer is stored in column-major order (`fuse`).
-
-- Every matrix product has 8 to 128 rows (MIN_ROWS, MAX_TOKENS). `step_in_parts` splits a larger step.
-
-- `key_length` chooses the number of keys to which a step attends.
-
-The three rules come from measurements (docs/results.md). On other CPUs, the logits of two runs may agree only to about
-1e-6. Padding to eight rows costs time, so the rules for rows and keys hold only in deterministic mode.
-
-**Randomness.** Each token is sampled with one random number: a hash of (s, p) for position p of a request with seed s.
-If a client resends an aborted request with its partial output, sampling continues with the same random numbers.
-**Logprobs** are log_softmax(logits / T) after penalties, but before top_p and top_k. For T = 0, the logprobs use T = 1.
-
-**Not supported** are sliding windows, recurrent layers, soft-capped attention, paged memory, and types except float32.
+*Bits.* In deterministic mode a row's logits do not depend on the other rows. Torch picks a kernel
+by the shapes of the matrices, and two kernels may add in different orders. So weights are stored
+column by column (`_fuse`), a product has 8 to 128 rows (`product`, `attend`), a prompt is fed in
+multiples of 8 tokens up to 128, and the number of keys is chosen (`key_length`). These rules come
+from measurements (docs/results.md); another CPU may need others.
 """
 
-import base64
-import functools
-import io
-import pickle
+import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
-from transformers import AttentionInterface, AutoModelForCausalLM
+from torch import Tensor
 
-from inference.tiny.fast import FastForward, fits, fuse
-from inference.tiny.scheduler import PREFILL_TOKENS, SamplingParams, Scheduler, Sequence
+from inference.tiny.sampling import sample, score_prompt
+from inference.tiny.scheduler import Sequence
 
-MIN_ROWS = 8  # smallest number of rows of a matrix product in deterministic mode
-MAX_TOKENS = 128  # largest number of rows of a matrix product in deterministic mode
+SUPPORTED: dict[str, tuple] = {  # field of config.json: the values that work, the default first
+    "model_type": ("llama", "qwen2", "qwen3"),
+    "hidden_act": ("silu",),
+    "mlp_bias": (False,),
+    "attention_bias": (False,),
+    "use_sliding_window": (False,),
+}
+LAYER = {  # what `forward` multiplies by in a layer: the weights of the folder that it joins
+    "norm_1": ["input_layernorm.weight"],  # (D,)
+    "w_qkv": ["self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"],
+    "b_qkv": ["self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"],
+    "qk_norm": ["self_attn.q_norm.weight", "self_attn.k_norm.weight"],  # (2 * d,)
+    "w_o": ["self_attn.o_proj.weight"],  # (heads * d, D)
+    "norm_2": ["post_attention_layernorm.weight"],
+    "w_gate_up": ["mlp.gate_proj.weight", "mlp.up_proj.weight"],  # (D, 2 * width)
+    "w_down": ["mlp.down_proj.weight"],  # (width, D)
+}
 
 
-class ModelError(ValueError):
-    """Raised if a model folder or a set of weights cannot be used. The error message is one line and gives the
-    reason."""
+def read_weights(folder: str) -> dict[str, Tensor]:
+    """Return the tensors of a folder's safetensors files."""
+    files = sorted(Path(folder).glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"no *.safetensors in {folder}")
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
-# The cache, and the attention function that reads it
+def receive_weights(
+    group: Any, names: list[str], dtypes: list[str], shapes: list[list[int]]
+) -> dict[str, Tensor]:
+    """Return the tensors that rank 0 of the process group broadcasts, in the order of `names`."""
+    named = {}
+    for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
+        named[name] = torch.empty(shape, dtype=getattr(torch, dtype))
+        group.broadcast(named[name], 0).wait()
+    return named
+
+
+def rope_frequencies(config: dict[str, Any], d: int) -> Tensor:
+    """Return the angle by which each pair of a head's elements turns per position: (d/2,)."""
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.get("rope_theta")}
+    rope |= config.get("rope_parameters") or config.get("rope_scaling") or {}
+    frequencies = 1.0 / rope["rope_theta"] ** (torch.arange(0, d, 2) / d)
+    if rope["rope_type"] == "default":
+        return frequencies
+    if rope["rope_type"] != "llama3":
+        raise ValueError(f"rope_type {rope['rope_type']} is not supported, only default and llama3")
+    # Slow the pairs that turn only a few times within the original context.
+    turns = rope["original_max_position_embeddings"] * frequencies / (2 * torch.pi)
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    keep = ((turns - low) / (high - low)).clamp(0, 1)
+    return frequencies * (keep + (1 - keep) / rope["factor"])
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
+    """Return x / sqrt(|x|^2 / D + eps) * weight, in half the time of F.rms_norm."""
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)  # |x|
+    return x * torch.addcmul(eps, length, length, value=1 / x.shape[-1]).rsqrt_() * weight
+
+
+def rotate(x: Tensor, rotation: Tensor) -> Tensor:
+    """Return (a + ib) e^(i angle) for the halves a and b of each head of x (..., d). `rotation` is
+    complex, (..., d/2). The result interleaves the halves; q k' does not notice."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.view_as_real(torch.complex(a, b) * rotation).flatten(-2)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, min_rows: int) -> Tensor:
+    """Return softmax(q k' / sqrt(d) + mask) v, (T, heads * d). The query heads that share a key
+    head are stacked into one product. Shapes: q (rows, columns, heads, d), k and v (rows, groups,
+    keys, d), mask (rows, 1, 1 or heads/groups * columns, keys)."""
+    rows, columns, heads, d = q.shape
+    groups = k.shape[1]
+    q = q.view(rows, columns, groups, -1, d).permute(0, 2, 3, 1, 4).reshape(rows, groups, -1, d)
+    n = q.shape[2]  # heads/groups * columns
+    if n < min_rows:  # only in decode; what the copies give is dropped
+        q = q.repeat(1, 1, -(-min_rows // n), 1)
+    out = F.scaled_dot_product_attention(q, k, v, mask)[:, :, :n]
+    return out.view(rows, groups, -1, columns, d).permute(0, 3, 1, 2, 4).reshape(-1, heads * d)
 
 
 def round_up(n: int, multiple: int) -> int:
-    """Return the smallest multiple of `multiple` that is at least n."""
     return -(-n // multiple) * multiple
 
 
 def key_length(longest: int, deterministic: bool) -> int:
-    """Return the number of keys to which every row of a step attends. This number is at least `longest`, the length of
-    the longest sequence.
+    """Return to how many keys every row of a step attends; `longest` of them are needed.
 
-    The attention kernel works in blocks of 512 keys. In measurements on two CPUs, the kernel changed the order of its
-    additions if the last block had 256 to 448 keys. In deterministic mode the function returns a number for which the
-    last block has 64, 128, 192 or 512 keys.
+    The attention kernel works in blocks of 512 keys. When the last block had 256 to 448 keys, it
+    added in another order (measured on two CPUs), so deterministic mode avoids such lengths.
     """
-    if not deterministic:
-        return round_up(longest, 16)
-    keys = round_up(longest, 64)
-    return round_up(keys, 512) if keys % 512 > 192 else keys
+    keys = round_up(longest, 64 if deterministic else 16)
+    return round_up(keys, 512) if deterministic and keys % 512 > 192 else keys
 
 
-def slot_attention(
-    _: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor,
-    min_rows: int = 1,
-    **kwargs: Any,
-):
-    """Compute softmax(q k' / sqrt(d) + mask) v. Query heads that share a key head are stacked in one matrix product.
+class Model:
+    """A language model in float32, and the keys and values of its slots."""
 
-    Shapes: query (n, heads, q, d); key and value (n, groups, keys, d); mask (n, 1, q, keys) with values 0 or -inf.
-    Returns the output (n, q, heads, d), and None in place of the attention weights that transformers expects.
-    """
-    n, heads, q, d = query.shape
-    stacked = query.reshape(n, key.shape[1], -1, d)  # (n, groups, heads/groups * q, d)
-    rows = stacked.shape[2]
-    if q > 1:
-        mask = mask.repeat(1, 1, rows // q, 1)
-    # In a decoding step, `stacked` can have fewer than `min_rows` rows. Repeat the rows of `stacked` until it has at
-    # least `min_rows` rows. After the attention, drop the results of the repeated rows.
-    elif rows < min_rows:
-        stacked = stacked.repeat(1, 1, -(-min_rows // rows), 1)
-    out = F.scaled_dot_product_attention(stacked, key, value, mask, scale=kwargs.get("scaling"))
-    return out[:, :, :rows].reshape(n, heads, q, d).transpose(1, 2).contiguous(), None
+    def __init__(self, folder: str, slots: int, deterministic: bool = False) -> None:
+        """Load a Hugging Face folder. Raises ValueError if this pass cannot compute it."""
+        path = Path(folder)
+        if not (path / "config.json").is_file():
+            raise ValueError(f"no model in {folder}: a folder with config.json is needed")
+        config = generation = json.loads((path / "config.json").read_text())
+        if (path / "generation_config.json").is_file():
+            generation = json.loads((path / "generation_config.json").read_text())
+        eos = generation.get("eos_token_id")
+        self.eos = frozenset(eos if isinstance(eos, list) else [eos])  # tokens that end a text
+        for key, works in SUPPORTED.items():
+            if (value := config.get(key, works[0])) not in works:
+                raise ValueError(
+                    f"{key} {value} is not supported, only {', '.join(map(str, works))}"
+                )
+        self.slots, self.deterministic = slots, deterministic
+        # the fewest rows of a product, and the most tokens of a sequence in one step
+        self.min_rows, self.chunk = (8, 128) if deterministic else (1, 1024)
+        self.vocab_size: int = config["vocab_size"]
+        self.context_length: int = config["max_position_embeddings"]
+        self.heads: int = config["num_attention_heads"]
+        self.groups: int = config.get("num_key_value_heads") or self.heads
+        self.d: int = config.get("head_dim") or config["hidden_size"] // self.heads
+        self.eps, self.one = torch.tensor(config["rms_norm_eps"]), torch.ones(1)
+        self.frequencies = rope_frequencies(config, self.d)
+        self.of_head = torch.tensor([0] * self.heads + [1] * self.groups)  # 0: a query, 1: a key
+        n_layers: int = config["num_hidden_layers"]
+        # (layers, keys and values, slots, positions, groups, d). Padding is written to the last
+        # slot, and `step` adds positions.
+        self.kv = torch.zeros(n_layers, 2, slots + 1, 64, self.groups, self.d)
 
+        self.weights = {name: weight.float() for name, weight in read_weights(folder).items()}
+        self.layers = []
+        for i in range(n_layers):
+            prefix = f"model.layers.{i}."
+            joined = {part: self._fuse(prefix, *names) for part, names in LAYER.items()}
+            self.layers.append(SimpleNamespace(**joined))
+        self.norm = self._fuse("model.", "norm.weight")  # (D,)
+        self.tied = bool(config.get("tie_word_embeddings"))
+        if self.tied:
+            self.weights["lm_head.weight"] = self.weights["model.embed_tokens.weight"]
+        self.head = self._fuse("", "lm_head.weight")  # (D, vocab)
+        if self.tied:
+            self.weights["model.embed_tokens.weight"] = self.weights["lm_head.weight"]
+        self.embedding = self.weights["model.embed_tokens.weight"]  # (vocab, D)
 
-AttentionInterface.register("slots", slot_attention)
-AttentionInterface.register(
-    "slots deterministic", functools.partial(slot_attention, min_rows=MIN_ROWS)
-)
+    def _fuse(self, prefix: str, *names: str) -> Any:
+        """Join weights (out, in) along `out` into one matrix (in, out), or biases into one vector.
+        The named weights become views of it, so an update of them changes it, too."""
+        full = [prefix + name for name in names]
+        if missing := [name for name in full if name not in self.weights]:
+            if names[0].endswith(("q_proj.bias", "q_norm.weight")):
+                return None  # only Qwen2 has the former, only Qwen3 the latter
+            raise ValueError(f"the model has no weight {missing[0]}")
+        parts = [self.weights[name] for name in full]
+        fused = torch.cat([part.t() for part in parts], dim=-1)
+        views = fused.t().split([len(part) for part in parts])
+        self.weights.update(zip(full, views, strict=True))
+        return fused
 
+    def product(self, x: Tensor, w: Tensor) -> Tensor:
+        """Return x w, (T, n). In deterministic mode, torch gets 8 to 128 rows at a time."""
+        rows = len(x)
+        if not self.deterministic or 8 <= rows <= 128:
+            return x @ w
+        x = F.pad(x, (0, 0, 0, max(0, 8 - rows)))
+        return torch.cat([part @ w for part in x.split(128)])[:rows]
 
-class SlotCache:
-    """The keys and values of all slots, in one tensor `kv` (layers, 2, slots + 8, groups, positions, d).
+    def forward(
+        self, ids: Tensor, positions: Tensor, slots: Tensor, first_slot: int, n_keys: int, kept: int
+    ) -> Tensor:
+        """Return the logits (rows, kept, vocab) of the last `kept` columns. `ids`, `positions` and
+        `slots` (where a token's key is written) have the shape (rows, columns). Row r attends to
+        the first n_keys keys of slot first_slot + r."""
+        (rows, columns), heads, groups, d = ids.shape, self.heads, self.groups, self.d
+        # A token sees the positions up to its own: (rows, 1, columns, n_keys).
+        seen = torch.arange(n_keys) <= positions[:, None, :, None]
+        mask = torch.where(seen, 0.0, -torch.inf)
+        if columns > 1:
+            mask = mask.repeat(1, 1, heads // groups, 1)
+        # e^(i p f): (rows, columns, 1, d/2)
+        rotation = torch.polar(self.one, positions[:, :, None, None] * self.frequencies)
+        read = self.kv[:, :, first_slot : first_slot + rows, :n_keys].transpose(3, 4)
 
-    In deterministic mode every matrix product has at least eight rows (module docstring, "Bits"). A batch of fewer than
-    eight sequences gets additional rows, and these rows read the eight spare slots. The keys and values of all padding,
-    additional rows included, are written to the last spare slot, which no step reads.
-    """
+        x = F.embedding(ids.view(-1), self.embedding)  # (T, D) with T = rows * columns
+        for w, kv, (keys, values) in zip(self.layers, self.kv, read, strict=True):
+            # q, k, v = W_q norm(x), W_k norm(x), W_v norm(x); q and k are rotated
+            qkv = self.product(rms_norm(x, w.norm_1, self.eps), w.w_qkv)
+            qkv = qkv if w.b_qkv is None else qkv + w.b_qkv
+            qk, v = qkv.view(rows, columns, -1, d).split([heads + groups, groups], dim=2)
+            if w.qk_norm is not None:
+                norms = w.qk_norm.view(2, d).index_select(0, self.of_head)  # (heads + groups, d)
+                qk = rms_norm(qk, norms, self.eps)
+            q, k = rotate(qk, rotation).split([heads, groups], dim=2)
+            kv[:, slots, positions] = torch.stack((k, v))
 
-    def __init__(self, layers: int, slots: int, groups: int, d: int) -> None:
-        self.allocate(torch.zeros(layers, 2, slots + MIN_ROWS, groups, 64, d))
-        self.write: (
-            Tensor  # row indices of the new keys, then of the new values, in the matrices `flat`
-        )
-        self.read: tuple[
-            Tensor, ...
-        ]  # keys and values that a step reads in each layer: (2, rows, groups, n_keys, d)
+            # x += W_o softmax(q k' / sqrt(d)) v
+            x = x + self.product(attend(q, keys, values, mask, self.min_rows), w.w_o)
 
-    def allocate(self, kv: Tensor) -> None:
-        """Use `kv` as the tensor of the cache, and compute where its keys and values are."""
-        self.kv = kv
-        layers, _, rows, groups, length, d = kv.shape
-        self.flat = kv.view(
-            layers, -1, d
-        ).unbind()  # for each layer, a matrix with one key or value in each row
-        # In this matrix, the row of a key is slot * groups * length + group * length + position. The row of a value is
-        # larger by rows * groups * length, the number of keys.
-        self.starts = torch.arange(rows)[:, None] * groups * length  # (slots + 8, 1)
-        offsets = torch.tensor([0, rows * groups * length])[:, None] + torch.arange(groups) * length
-        self.offsets = offsets[:, None, :, None]  # (2, 1, groups, 1)
-        self.ramp = torch.tensor([0.0, -torch.inf]).repeat_interleave(
-            length
-        )  # `step` cuts attention masks out of it
+            # x += W_down (silu(W_gate norm(x)) * W_up norm(x))
+            gate_up = self.product(rms_norm(x, w.norm_2, self.eps), w.w_gate_up)
+            gate, up = gate_up.chunk(2, dim=-1)  # (T, width)
+            x = x + self.product(F.silu(gate) * up, w.w_down)
 
-    def begin_step(
-        self, first_slot: int, positions: Tensor, padding: Tensor | None, n_keys: int
-    ) -> None:
-        """Make the cache long enough for n_keys positions, and choose which entries `update` writes and returns.
-
-        Row r of the batch belongs to slot first_slot + r. `positions` and `padding` have the shape (rows, columns).
-        `update` returns the first n_keys keys and values of each of these slots. The keys and values of padding go to
-        the last spare slot. If the cache is too short, its length is at least doubled.
-        """
-        length, rows = self.kv.shape[-2], len(positions)
-        if n_keys > length:
-            self.allocate(F.pad(self.kv, (0, 0, 0, max(n_keys, 2 * length) - length)))
-        place = self.starts[first_slot : first_slot + rows] + positions  # (rows, columns)
-        if padding is not None:
-            place = torch.where(padding, self.starts[-1], place)
-        self.write = (place[:, None] + self.offsets).view(
-            -1
-        )  # (2, rows, groups, columns), flattened
-        self.read = self.kv.narrow(2, first_slot, rows).narrow(-2, 0, n_keys).unbind()
-
-    def update(self, k: Tensor, v: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Store the keys and values of the fed tokens, and return all keys and values of the step's rows.
-
-        transformers calls this method in every layer. The arguments `k` and `v` have the shape (rows, groups, columns,
-        d). The returned views have the shape (rows, groups, keys, d).
-        """
-        self.flat[layer].index_copy_(0, self.write, torch.cat((k, v)).reshape(-1, k.shape[-1]))
-        keys, values = self.read[layer].unbind()
-        return keys, values
-
-    def exchange(self, i: int, j: int) -> None:
-        """Exchange the contents of slots i and j."""
-        self.kv[:, :, [i, j]] = self.kv[:, :, [j, i]]
-
-
-# The model
-
-
-class TinyModel:
-    """A causal language model and its cache. `step` runs the model, and `replace_weights` loads new weights."""
-
-    def __init__(self, path: str, slots: int, deterministic: bool = False) -> None:
-        """Load the model of a Hugging Face folder, with `slots` slots for sequences.
-
-        Raises ModelError if the folder contains no model, or a model that does not work with the slot cache. For any
-        other error in the folder, transformers raises OSError or ValueError.
-        """
-        if not (Path(path) / "config.json").is_file():
-            raise ModelError(
-                f"no model in {path}: a Hugging Face directory with config.json is needed"
-            )
-        self.attention = "slots deterministic" if deterministic else "slots"
-        model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, attn_implementation=self.attention
-        )
-        config = model.config.get_text_config()
-        heads = config.num_attention_heads
-        for linear in (layer for layer in model.modules() if isinstance(layer, nn.Linear)):
-            fuse(linear.weight)  # `fuse` stores the weight in column-major order
-        self.model = model.eval()
-        self.fast = (
-            FastForward(model, AttentionInterface()[self.attention]) if fits(model) else None
-        )
-        self.slots = slots
-        self.min_rows = (
-            MIN_ROWS if deterministic else 1
-        )  # smallest number of rows of a matrix product
-        self.vocab_size: int = config.vocab_size
-        self.context_length: int = config.max_position_embeddings
-        eos = model.generation_config.eos_token_id
-        self.eos = frozenset(
-            eos if isinstance(eos, list) else [eos]
-        )  # token ids that end a text; may contain None
-        groups = getattr(config, "num_key_value_heads", None) or heads
-        d = getattr(config, "head_dim", None) or config.hidden_size // heads
-        self.cache = SlotCache(config.num_hidden_layers, slots, groups, d)
-        self.check()
-
-    @torch.inference_mode()
-    def check(self) -> None:
-        """Compare the logits of `step` with those of the model's own forward pass. Raises ModelError if the logits
-        differ."""
-        kinds = set(getattr(self.model.config, "layer_types", None) or []) - {"full_attention"}
-        if kinds:
-            raise ModelError(
-                f"layers of kind {', '.join(kinds)} are not supported, only full attention"
-            )
-        ids = [i * 7 % self.vocab_size for i in range(6)]
-        ours = self.step([ids], [0])[0, -1]
-        self.model.set_attn_implementation("sdpa")
-        theirs = self.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
-        self.model.set_attn_implementation(self.attention)
-        if not torch.allclose(ours, theirs, rtol=1e-3, atol=1e-3):
-            raise ModelError(
-                f"{type(self.model).__name__} is not supported: the slot cache changes its logits"
-            )
+        # logits = W_head norm(x)
+        x = x.view(rows, columns, -1)[:, -kept:].flatten(0, 1)  # (rows * kept, D)
+        return self.product(rms_norm(x, self.norm, self.eps), self.head).view(rows, kept, -1)
 
     @torch.inference_mode()
     def step(
@@ -262,254 +253,65 @@ class TinyModel:
         first_slot: int = 0,
         all_logits: bool = False,
     ) -> Tensor:
-        """Run one forward pass. Row r of the batch processes the tokens feeds[r] and belongs to slot first_slot + r.
-        Slot first_slot + r already holds cached[r] tokens.
+        """Feed tokens feeds[r] to slot first_slot + r, which caches cached[r] tokens before them.
 
-        Returns the logits (n, k, vocab) of the last k columns. The entries logits[:, -1] are the logits of each row's
-        last token. The number k is the length of the longest feed if `all_logits` is set, and 1 otherwise.
+        Returns the logits (n, k, vocab) of the last k columns, where k is the length of the longest
+        feed if `all_logits` is set, and 1 otherwise.
         """
-        # 1. Pad the batch: in deterministic mode, prefill has a multiple of 8 columns, and decode has at least 8 rows.
-        n, longest = len(feeds), max(map(len, feeds))
+        # 1. Pad on the left; deterministic prefill has a multiple of 8 columns.
+        rows, longest = len(feeds), max(map(len, feeds))
         columns = round_up(longest, self.min_rows) if longest > 1 else 1
-        if n * columns > (MAX_TOKENS if self.min_rows > 1 else PREFILL_TOKENS):
-            return self.step_in_parts(feeds, cached, first_slot, all_logits)
-        rows = max(n, self.min_rows) if longest == 1 else n
-        feeds, cached = feeds + [[]] * (rows - n), cached + [0] * (rows - n)
         padded = [token for feed in feeds for token in [0] * (columns - len(feed)) + feed]
-        ids = torch.tensor(padded).view(
-            rows, columns
-        )  # torch reads a flat list faster than nested lists
+        ids = torch.tensor(padded).view(rows, columns)
 
-        # 2. Positions: the position increases by one per column, and each row's last token is in the last column.
-        # Padding has position 0.
+        # 2. A row's positions rise by one per column, and padding comes before its first token.
         ends = [done + len(feed) for done, feed in zip(cached, feeds, strict=True)]
         positions = torch.tensor(ends)[:, None] + torch.arange(-columns, 0)  # (rows, columns)
-
-        # 3. Cache: a fed token is stored in its row's own slot, and padding is stored in the last spare slot.
-        padding = None
+        slots = torch.arange(first_slot, first_slot + rows)[:, None]
         if min(map(len, feeds)) < columns:
             padding = positions < torch.tensor(cached)[:, None]
+            slots = torch.where(padding, self.slots, slots)
             positions.masked_fill_(padding, 0)
-        n_keys = key_length(max(ends), deterministic=self.min_rows > 1)
-        self.cache.begin_step(first_slot, positions, padding, n_keys)
 
-        # 4. Mask: a token at position p attends to positions 0 to p. The mask is 0 at positions 0 to p and -inf
-        # elsewhere. L is the length of the cache, and `ramp` holds L zeros, then L times -inf. The mask of position p
-        # is the part of `ramp` with n_keys numbers that begins at index L - 1 - p.
-        ramp = self.cache.ramp
-        mask = ramp.unfold(0, n_keys, 1)[len(ramp) // 2 - 1 - positions][
-            :, None
-        ]  # (rows, 1, columns, n_keys)
+        # 3. Make the cache long enough.
+        n_keys, length = key_length(max(ends), self.deterministic), self.kv.shape[3]
+        if n_keys > length:
+            self.kv = F.pad(self.kv, (0, 0, 0, 0, 0, max(n_keys, 2 * length) - length))
+        kept = longest if all_logits else 1
+        return self.forward(ids, positions, slots, first_slot, n_keys, kept)
 
-        # 5. Run the model. In each layer, `update` stores the new keys and values, and attention reads all keys and
-        # values.
-        kept = columns if all_logits else min(columns, self.min_rows)
-        if self.fast:
-            logits = self.fast(ids, positions, mask, self.cache, kept)
-        else:
-            inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": mask}
-            logits = self.model(**inputs, past_key_values=self.cache, logits_to_keep=kept).logits
-        return logits[:n, -longest if all_logits else -1 :]
+    @torch.inference_mode()
+    def next_tokens(
+        self, batch: list[Sequence], feeds: list[list[int]], first_slot: int
+    ) -> tuple[list[int], list[float]]:
+        """Feed sequences, and draw a token for each. Return the tokens and their logprobs. Gives
+        the sequences that want them the logprobs of their prompts."""
+        scored = [i for i, one in enumerate(batch) if one.wants_prompt_logprobs and not one.output]
+        cached = [one.cached for one in batch]
+        logits = self.step(feeds, cached, first_slot, bool(scored))  # (n, k, vocab)
+        for i in scored:
+            score_prompt(batch[i], logits[i, -len(feeds[i]) :])
+        return sample(logits[:, -1], batch)
 
-    def step_in_parts(
-        self, feeds: list[list[int]], cached: list[int], first_slot: int, all_logits: bool
-    ) -> Tensor:
-        """Compute a large step as two smaller steps. Each smaller step has half of the rows or, if there is only one
-        row, half of its tokens.
-
-        The attention mask and the activations of a step need memory for each fed token. A long prompt is prefilled in
-        parts, so the memory does not grow with the square of the prompt's length.
-        """
-        half, cut = len(feeds) // 2, len(feeds[0]) // 2
-        if half:
-            upper = self.step(feeds[:half], cached[:half], first_slot, all_logits)
-            lower = self.step(feeds[half:], cached[half:], first_slot + half, all_logits)
-            return pad_sequence([*upper, *lower], batch_first=True, padding_side="left")
-        before = self.step([feeds[0][:cut]], cached, first_slot, all_logits)
-        after = self.step([feeds[0][cut:]], [cached[0] + cut], first_slot, all_logits)
-        return torch.cat([before, after], dim=1) if all_logits else after
+    @torch.inference_mode()
+    def exchange(self, i: int, j: int) -> None:
+        """Exchange the keys and values of two slots."""
+        self.kv[:, :, [i, j]] = self.kv[:, :, [j, i]]
 
     @torch.inference_mode()
     def replace_weights(self, named: Mapping[str, Tensor], whole: bool = True) -> None:
-        """Copy the tensors of `named` into the model's weights.
-
-        Raises ModelError if a name or a shape does not match, or if `whole` is set and a weight is missing. After a
-        ModelError no weight has changed.
-        """
-        own = self.model.state_dict()
-        tied = getattr(self.model, "all_tied_weights_keys", None) or {}
+        """Copy new weights into the model. Raises ValueError, before any weight has changed, if a
+        name or a shape does not match or, with `whole`, if a weight is missing."""
+        own = self.weights
         if unknown := named.keys() - own.keys():
-            raise ModelError(
-                f"the model has no weight {min(unknown)} ({len(unknown)} unknown in all)"
-            )
-        if whole and (missing := own.keys() - named.keys() - set(tied)):
-            raise ModelError(f"weight {min(missing)} is missing ({len(missing)} in all)")
+            raise ValueError(f"no weight is named {min(unknown)} ({len(unknown)} unknown in all)")
+        missing = own.keys() - named.keys() - ({"lm_head.weight"} if self.tied else set())
+        if whole and missing:
+            raise ValueError(f"weight {min(missing)} is missing ({len(missing)} in all)")
         for name, tensor in named.items():
             if tensor.shape != own[name].shape:
-                raise ModelError(
-                    f"{name} has shape {tuple(tensor.shape)}, not {tuple(own[name].shape)}"
-                )
+                raise ValueError(f"{name} has shape {[*tensor.shape]}, not {[*own[name].shape]}")
         for name, tensor in named.items():
             own[name].copy_(tensor)
-        # Bad weights may have left NaNs and infinities in the cache. The attention mask does not remove a NaN, because
-        # NaN + -inf and 0 * NaN are NaN.
-        self.cache.kv.nan_to_num_(0.0, 0.0, 0.0)
-
-    @torch.inference_mode()
-    def lose_weights(self) -> None:
-        """Overwrite all weights with NaN. A server loses its weights when its memory is released."""
-        for weight in self.model.parameters():
-            weight.fill_(torch.nan)
-
-
-# Reading new weights
-
-
-def read_weights(path: str) -> dict[str, Tensor]:
-    """Read all tensors from the safetensors files of a folder. Raises ModelError if a file is damaged or there is no
-    file."""
-    files = sorted(Path(path).glob("*.safetensors"))
-    if not files:
-        raise ModelError(f"no *.safetensors in {path}")
-    try:
-        return {name: tensor for file in files for name, tensor in load_file(file).items()}
-    except (OSError, SafetensorError) as error:
-        raise ModelError(f"cannot read the weights in {path}: {error}") from error
-
-
-def receive_weights(
-    group: Any, names: list[str], dtypes: list[str], shapes: list[list[int]]
-) -> dict[str, Tensor]:
-    """Receive the tensors that rank 0 of the process group broadcasts, in the order of `names`."""
-    like = zip(names, dtypes, shapes, strict=True)
-    named = {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, dtype, shape in like}
-    for work in [group.broadcast(tensor, 0) for tensor in named.values()]:
-        work.wait()
-    return named
-
-
-class TensorReader(pickle.Unpickler):
-    """An unpickler that accepts only tensors. An ordinary unpickler would let a pickle from the network call any
-    function."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        """Return the function or class `name` of `module`, if pickled tensors need this function or class. Raises
-        ModelError for any other name."""
-        if (module, name) == (
-            "torch.storage",
-            "_load_from_bytes",
-        ):  # torch's `_load_from_bytes` would load any pickle
-            return lambda raw: torch.load(io.BytesIO(raw), weights_only=True)
-        if (module, name) in {
-            ("torch._utils", "_rebuild_tensor_v2"),
-            ("collections", "OrderedDict"),
-        }:
-            return super().find_class(module, name)
-        raise ModelError(f"tensors do not need {module}.{name}")
-
-
-def unpack_weights(serialised: list[str]) -> dict[str, Tensor]:
-    """Return the tensors of an /update_weights_from_tensor body.
-
-    `serialised` has one base64 text for each GPU of a server, and this server reads only the first text.
-    """
-    return dict(TensorReader(io.BytesIO(base64.b64decode(serialised[0]))).load())
-
-
-# Sampling
-
-
-def uniforms(seeds: list[int], positions: list[int]) -> Tensor:
-    """Return n pseudorandom numbers in [0, 1), shape (n,): the first 23 bits of the splitmix64 hash of (seed,
-    position)."""
-    x = np.array([seed % 2**64 for seed in seeds], dtype=np.uint64)
-    for word in (np.array(positions, dtype=np.uint64), np.uint64(0)):
-        x = (x ^ word) + np.uint64(0x9E3779B97F4A7C15)
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        x = x ^ (x >> np.uint64(31))
-    return torch.from_numpy((x >> np.uint64(41)).astype(np.float32) * np.float32(2**-23))
-
-
-def truncate(weights: Tensor, params: list[SamplingParams]) -> Tensor:
-    """Set to 0 the sampling weights of the tokens that top_k or top_p excludes. The most likely token always keeps its
-    weight.
-
-    `weights` and the result have the shape (n, vocab). The sum of a row of the result may be below 1.
-    """
-    ranked, order = weights.sort(dim=-1, descending=True)
-    rank = torch.arange(weights.shape[1])
-    top_k = torch.tensor([p.top_k if p.top_k > 0 else weights.shape[1] for p in params])[:, None]
-    top_p = torch.tensor([p.top_p for p in params])[:, None]
-    keep = (rank < top_k) & ((ranked.cumsum(-1) - ranked < top_p) | (top_p >= 1) | (rank == 0))
-    return torch.zeros_like(weights).scatter(1, order, ranked * keep)
-
-
-@torch.inference_mode()
-def sample(logits: Tensor, sequences: list[Sequence]) -> tuple[list[int], list[float]]:
-    """Sample the next token of each sequence from its row of logits (n, vocab). Return n tokens and n logprobs."""
-    params = [sequence.params for sequence in sequences]
-    vocab = logits.shape[1]
-
-    # 1. Penalties: logit_v -= penalty * (number of times that token v was generated)
-    for i, sequence in enumerate(sequences):
-        if penalty := params[i].frequency_penalty:
-            logits[i] -= penalty * torch.bincount(
-                torch.tensor(sequence.output, dtype=torch.int), minlength=vocab
-            )
-
-    # 2. Logprobs: log_softmax(logits / T)
-    greedy, temperatures = None, [p.temperature for p in params]
-    if set(temperatures) != {1.0}:
-        t = torch.tensor(temperatures)[:, None]  # (n, 1)
-        greedy = t < 1e-6  # as in SGLang, a temperature below 1e-6 means greedy sampling
-        logits = logits / torch.where(greedy, 1.0, t)  # (n, vocab) / (n, 1)
-    logprobs = torch.log_softmax(logits, dim=-1)  # (n, vocab)
-
-    # 3. Apply top_k and top_p only to rows that need them, because `truncate` sorts the whole vocabulary.
-    weights = logprobs.exp()
-    if cut := [i for i, p in enumerate(params) if p.top_p < 1 or p.top_k > 0]:
-        weights[cut] = truncate(weights[cut], [params[i] for i in cut])
-
-    # 4. Draw a token: token = min { v : sum_{w <= v} p_w > u * sum_w p_w }
-    cdf = weights.cumsum(-1)
-    u = uniforms(
-        [p.sampling_seed for p in params], [len(sequence.tokens) for sequence in sequences]
-    )[:, None]  # (n, 1)
-    token = torch.searchsorted(cdf, u * cdf[:, -1:], right=True).clamp_(max=vocab - 1)  # (n, 1)
-    if greedy is not None:
-        token = torch.where(greedy, logprobs.argmax(-1, keepdim=True), token)
-    return token[:, 0].tolist(), logprobs.gather(1, token)[:, 0].tolist()
-
-
-def score_prompt(prompt: list[int], logits: Tensor) -> list[float | None]:
-    """Return log p(token | tokens before it) at temperature 1 for each prompt token, and None for the first token.
-
-    `logits` has the shape (k, vocab) with k >= len(prompt). The last len(prompt) rows of `logits` belong to the prompt.
-    """
-    logprobs = torch.log_softmax(logits[-len(prompt) : -1], dim=-1)  # (len(prompt) - 1, vocab)
-    return [None, *logprobs.gather(1, torch.tensor(prompt)[1:, None])[:, 0].tolist()]
-
-
-# One step of the scheduler, the model and the sampling
-
-
-@torch.inference_mode()
-def run_step(scheduler: Scheduler, model: TinyModel) -> bool:
-    """Plan and compute one step, and give its new tokens to the scheduler. Return False if the step is empty."""
-    step = scheduler.plan()
-    if not step.sequences:
-        return False
-    for i, j in scheduler.moves:
-        model.cache.exchange(i, j)
-    scheduler.moves.clear()
-    unscored = [s for s in step.sequences if s.wants_prompt_logprobs and not s.prompt_logprobs]
-    logits = model.step(
-        step.feeds, step.cached, step.first_slot, all_logits=bool(unscored)
-    )  # (n, k, vocab)
-    for sequence in unscored:
-        sequence.prompt_logprobs = score_prompt(
-            sequence.tokens, logits[step.sequences.index(sequence)]
-        )
-    scheduler.extend(step, *sample(logits[:, -1], step.sequences))
-    return True
+        # Weights that are not finite leave NaNs in the cache, which no mask hides: 0 * NaN = NaN.
+        self.kv.nan_to_num_(0.0, 0.0, 0.0)

@@ -1,74 +1,50 @@
-"""The scheduler chooses the sequences of the next step, and decides when new weights may be loaded.
+"""Which sequences does the next step compute, and when may new weights come in?
 
-**The rule.** Each prompt of a request becomes a sequence. A sequence waits in a queue, runs in a *slot* (one row of the
-KV cache), and finishes exactly once, with reason stop, length or abort. A step feeds running sequences to the model,
-and each of these sequences gets one new token.
+Each prompt of a request becomes a sequence. It waits in a queue, runs in a *slot* (one row of the
+cache of keys and values) and ends exactly once, with reason stop, length or abort. A step feeds
+tokens to running sequences, and each that has no more to feed gets a new one. The server
+repeats `step`:
 
-**How it works.** The engine's thread (server.py) calls `plan`, computes a forward pass (model.py), and calls `extend`.
+    1. admit waiting sequences, if no running one has a piece of its prompt left to feed
+    2. feed the sequences that have (prefill) or, if there are none, all (decode)
 
-    plan()      1. load new weights, if no sequence runs or generation is paused
-                2. admit waiting sequences into free slots
-                3. feed the sequences that were just admitted (prefill) or, if there are none, all running ones (decode)
-    extend()    append one token to each sequence that was fed, and finish the sequences that have reached their end
+The n running sequences occupy slots 0 to n - 1, so a step reads one contiguous part of the cache.
+When a sequence ends, the one in the highest slot moves to its place. With 3 slots and 4 requests:
 
-The n running sequences occupy slots 0 to n-1, so a step reads one contiguous part of the cache. When a sequence
-finishes, the running sequence in the highest slot moves to the free slot. The example has 3 slots and 4 requests:
+    A, B, C, D arrive   slots A B C      prefill A, B, C; D waits
+    A ends              slots C B (A)    C moved; slot 2 keeps the keys of A
+    next step           slots C B D      prefill what D does not share with A
 
-    event               waiting    slot 0  slot 1  slot 2    the step that follows
-    submit A, B, C, D   A B C D    -       -       -
-    plan                D          A       B       C         prefill A, B and C
-    plan                D          A       B       C         decode A, B and C; A reaches its end
-    A finishes          D          C       B       (A)       C moved; slot 2 keeps the keys and values of A
-    plan                           C       B       D         prefill D; D reuses A's keys of the prefix that both share
-    plan                           C       B       D         decode C, B and D
-
-**What the scheduler guarantees.**
-
-- *Order.* Sequences start in the order of their arrival. If there is no room for the first waiting sequence, all later
-  sequences wait too. A retracted sequence (see *Retraction*) goes to the end of the queue, as in SGLang.
-
-- *Memory.* The sum of prompt tokens and max_new_tokens over all running sequences never exceeds max_total_tokens. A
-  running sequence always has room for its next token, and no other sequence takes its slot.
-
-- *Retraction.* Only a pause in mode "retract" sends running sequences back to the queue. A retracted sequence keeps its
-  tokens. When a retracted sequence returns to a slot, the model recomputes the keys and values of the sequence.
-
-- *Versions.* Every token is labelled with the version of the weights that computed the token. After an update, no
-  sequence reuses the keys that a finished sequence left in the cache. Exception: after a pause in mode "in_place", each
-  running sequence continues with its own old keys.
-
-The scheduler does not promise fairness. A long request at the head of the queue delays the short requests after it.
+Sequences start in order of arrival, and together they never need more than max_total_tokens, so a
+running one always has room for its next token. Every token carries the version of the weights that
+computed it, and no sequence reuses keys of older weights; only a pause "in_place" lets a running
+one go on with its own. Not promised: fairness. A long request at the head delays the others.
 """
 
 import asyncio
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import groupby
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-PREFILL_TOKENS = 1024  # maximum number of tokens in one prefill step, padding included
+PREFILL_TOKENS = 1024  # the most tokens that a step feeds, padding included
 
 
 class SamplingParams(BaseModel, frozen=True, strict=True, extra="forbid"):
-    """SGLang's sampling_params and their limits. The server does not implement min_p, presence_penalty,
-    repetition_penalty and n, so each of these four accepts only its default value."""
+    """SGLang's sampling_params. The last four are not implemented: they accept their default."""
 
     max_new_tokens: int = Field(default=128, ge=1, lt=2**31)
-    temperature: float = Field(
-        default=1.0, ge=0, lt=2**31
-    )  # temperature 0: take the most likely token
+    temperature: float = Field(default=1.0, ge=0, lt=2**31)  # 0: the most likely token
     top_p: float = Field(default=1.0, gt=0, le=1)
-    top_k: Literal[-1] | Annotated[int, Field(ge=1, lt=2**31)] = -1  # -1: keep all tokens
+    top_k: Literal[-1] | Annotated[int, Field(ge=1, lt=2**31)] = -1  # -1: all tokens
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
     stop: list[Annotated[str, Field(min_length=1)]] = []
     stop_token_ids: list[int] = []
-    ignore_eos: bool = (
-        False  # True: no token id ends the output, not even one of stop_token_ids (as in SGLang)
-    )
-    sampling_seed: int = 0  # protocol.py fills in a random seed if the request has none
+    ignore_eos: bool = False  # no token ends the output, not even one of stop_token_ids
+    sampling_seed: int = 0
     min_p: float = Field(default=0.0, ge=0, le=0)
     presence_penalty: float = Field(default=0.0, ge=0, le=0)
     repetition_penalty: float = Field(default=1.0, ge=1, le=1)
@@ -77,287 +53,195 @@ class SamplingParams(BaseModel, frozen=True, strict=True, extra="forbid"):
 
 @dataclass(eq=False)
 class Sequence:
-    """One prompt of a client's POST /generate, together with its output so far."""
+    """One prompt of a POST /generate, and its output so far."""
 
-    # Fields of the request. They never change:
     rid: str  # the request's id, for /abort_request
     prompt: list[int]
     params: SamplingParams
-    stop_ids: frozenset[int] = frozenset()  # token ids that end the output
-    stream: bool = False  # True if the reply is a stream of events
-    return_logprob: bool = False  # True if the reply contains logprobs of the output
-    wants_prompt_logprobs: bool = False  # True if the reply contains logprobs of the prompt
-    # Fields that the scheduler reads and changes:
+    stop_ids: frozenset[int] = frozenset()  # tokens that end the output
+    wants_prompt_logprobs: bool = False
+
     tokens: list[int] = field(init=False)  # prompt and output
-    logprobs: list[float] = field(default_factory=list)  # one logprob for each output token
-    finish: dict[str, Any] | None = (
-        None  # SGLang's finish_reason; None until the sequence has finished.
-    )
-    # Fields that only the reply needs:
-    version_starts: list[tuple[str, int]] = field(
-        default_factory=list
-    )  # pairs (version, index of its first token)
-    # One logprob for each prompt token if `wants_prompt_logprobs` is True; otherwise the list is empty.
+    logprobs: list[float] = field(default_factory=list)  # one for each output token
+    versions: list[str] = field(default_factory=list)  # one for each output token
     prompt_logprobs: list[float | None] = field(default_factory=list)
-    retractions: int = 0  # how often a pause took the sequence out of its slot
-    reused_tokens: int = (
-        0  # number of tokens whose keys were in the cache when the sequence started
-    )
-    # The event `changed` is set when the sequence has finished. If `stream` is True, `changed` is also set at every
-    # token.
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    finish: dict[str, Any] | None = None  # SGLang's finish_reason, once it has ended
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    retractions: int = 0  # how often a pause took it out of its slot
+    reused: int = 0  # tokens whose keys it found in the cache
+
+    cached: int = 0  # its first tokens, whose keys are in its slot
+    stale: bool = False  # old weights computed some of the keys
+    used: int = 0  # number of the last step that fed it
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
 
     @property
-    def reserved(self) -> int:
-        """The largest number of tokens that this sequence may store in the cache."""
-        return len(self.prompt) + self.params.max_new_tokens
-
-    @property
     def output(self) -> list[int]:
-        """The tokens generated so far."""
         return self.tokens[len(self.prompt) :]
 
-    def spans(self, n: int) -> list[dict[str, Any]]:
-        """Return SGLang's weight_versions for the first n output tokens.
+    def end(self, reason: dict[str, Any]) -> None:
+        self.finish = reason
+        self.ended.set()
 
-        Each entry names the version that computed the output tokens `start` to `end` - 1.
-        """
-        starts = [(version, start) for version, start in self.version_starts if start < n]
-        bounds = pairwise([*starts, ("", n)])
-        return [
-            {"version": version, "start": a, "end": b} for (version, a), (_, b) in bounds if a < b
-        ]
-
-
-@dataclass
-class Slot:
-    """One row of the KV cache. A slot keeps the tokens of a finished sequence for later requests."""
-
-    cached: list[int] = field(
-        default_factory=list
-    )  # tokens whose keys and values are in this slot, from position 0 on
-    stale: bool = False  # True if old weights computed some keys and values of this slot
-    used: int = 0  # index of the last step that fed this slot, counted from 1
-
-
-@dataclass
-class Step:
-    """The sequences and the tokens of one forward pass. `sequences[i]` occupies slot first_slot + i. `sequences`,
-    `cached` and `feeds` have the same length."""
-
-    first_slot: int
-    sequences: list[Sequence]
-    cached: list[int]  # for each sequence, number of tokens whose keys and values are in the cache
-    feeds: list[
-        list[int]
-    ]  # for each sequence, all tokens after the cached tokens: the input of the forward pass
+    def spans(self) -> list[dict[str, Any]]:
+        """Return SGLang's weight_versions: one version computed output tokens start to end - 1."""
+        spans, start = [], 0
+        for version, run in groupby(self.versions):
+            end = start + len(list(run))
+            spans.append({"version": version, "start": start, "end": end})
+            start = end
+        return spans
 
 
 def common_prefix(a: list[int], b: list[int]) -> int:
-    """Return the length of the longest common prefix of a and b."""
-    return next((length for length, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+    """Return how many tokens at the start of both lists are equal."""
+    return next((n for n, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
 
 class Scheduler:
-    """The queue, the slots and the current version. The scheduler has no lock, because only the engine's thread calls
-    it."""
+    """The queue, the slots and the version of the weights."""
 
     def __init__(
-        self, slots: int, max_total_tokens: int, version: str, decode: Callable[[list[int]], str]
+        self, model: Any, max_total_tokens: int, version: str, decode: Callable[[list[int]], str]
     ) -> None:
+        self.model = model
         self.max_total_tokens = max_total_tokens
-        self.decode = decode  # function that turns token ids into text; the search for stop strings needs texts
-        # Mutable state:
         self.version = version
-        self.paused: str | None = None  # mode of the current pause, or None
-        self.released = False  # True while the memory is released: no sequence is computed, even without a pause
+        self.decode = decode  # tokens to text, in which stop strings are searched
+        self.paused = False
+        self.updates = 0  # updates of the weights that wait for the running sequences
         self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []  # running[i] occupies slots[i]
-        self.slots = [Slot() for _ in range(slots)]
-        self.moves: list[
-            tuple[int, int]
-        ] = []  # pairs of slots that the cache must exchange before the next step.
-        # Queue of functions that load new weights and call `renew`. No sequence starts while an update is in the queue.
-        self.updates: deque[Callable[[], None]] = deque()
-        self.finished: list[Sequence] = []  # finished sequences whose HTTP routes still wait
-        self.steps = 0  # steps computed so far
+        self.slots = [self._nobody() for _ in range(model.slots)]  # who used each slot last
+        self.n = 0  # the first n slots belong to running sequences
+        self.steps = 0
 
     def __repr__(self) -> str:
-        queues = (
-            f"running={len(self.running)}, waiting={len(self.waiting)}, updates={len(self.updates)}"
-        )
+        queues = f"running={self.n}, waiting={len(self.waiting)}, updates={self.updates}"
         return f"Scheduler(version={self.version!r}, paused={self.paused}, {queues})"
 
-    def live(self) -> list[Sequence]:
-        """Return all running and all waiting sequences."""
-        return [*self.running, *self.waiting]
+    @property
+    def running(self) -> list[Sequence]:
+        return self.slots[: self.n]
 
-    # Methods that the server calls between two steps
+    # Between two steps
 
-    def submit(self, sequence: Sequence) -> None:
-        """Append a sequence to the queue. The parser (protocol.py) has already refused requests with more tokens than
-        max_total_tokens."""
-        assert sequence.reserved <= self.max_total_tokens, (
-            "the request is larger than max_total_tokens"
-        )
-        sequence.version_starts.append((self.version, 0))
-        self.waiting.append(sequence)
-
-    def abort(self, matches: Callable[[Sequence], bool] = lambda _: True) -> None:
-        """Finish every running or waiting sequence for which `matches` returns True. An aborted sequence keeps the
-        tokens that it has."""
-        for sequence in self.live():
-            if matches(sequence):
-                sequence.finish = {"type": "abort", "message": "Aborted"}
-                self.finished.append(sequence)
-        self.waiting = deque(sequence for sequence in self.waiting if sequence.finish is None)
+    def abort(self, rid: str | None = None) -> None:
+        """End the sequences of a request, or all of them. They keep the tokens that they have."""
+        for sequence in (*self.running, *self.waiting):
+            if rid in (None, sequence.rid):
+                sequence.end({"type": "abort", "message": "Aborted"})
+        self.waiting = deque(sequence for sequence in self.waiting if not sequence.finish)
         self._release()
 
     def pause(self, mode: str) -> None:
-        """Stop generating: `plan` returns only empty steps until `resume`, so new requests wait.
-
-        In mode "abort" the running and waiting sequences finish immediately. In mode "in_place" the running sequences
-        keep their slots. In mode "retract" the running sequences go to the end of the queue, and their keys and values
-        are dropped.
-        """
-        self.paused = mode
+        """Stop generating. Mode "abort" ends all sequences, "in_place" leaves the running ones in
+        their slots, and "retract" sends them to the end of the queue, as SGLang does; their keys
+        are dropped, and computed again when they return."""
+        self.paused = True
         if mode == "abort":
             self.abort()
         elif mode == "retract":
             for i, sequence in enumerate(self.running):
                 sequence.retractions += 1
-                self.slots[i] = Slot()
-            self.waiting.extend(self.running)
-            self.running = []
+                self.waiting.append(sequence)
+                self.slots[i] = self._nobody()
+            self.n = 0
 
-    def resume(self) -> None:
-        """End the pause, so that `plan` returns steps again."""
-        self.paused = None
+    def renew(self, version: str) -> None:
+        """The weights are new: no key in the cache may be reused."""
+        self.version = version or self.version
+        for sequence in self.slots:
+            sequence.stale = True
 
-    def set_released(self, released: bool) -> None:
-        """Release the memory of weights and cache if `released` is true, and allocate this memory if `released` is
-        false. As in SGLang, the server process ends if the memory is to be released while the server is not idle, or if
-        the memory is already in the requested state."""
-        is_idle = not self.running and (self.paused or not self.waiting)
-        assert is_idle or not released, (
-            "release_memory_occupation should be called only when the server is idle"
-        )
-        assert released != self.released, "the memory is in this state already"
-        self.released = released
-        self.slots = [Slot() for _ in self.slots]
+    # A step
 
-    def renew(self, version: str | None) -> None:
-        """Mark all cached keys as stale after a weight update. Label new tokens with `version` if it is not None."""
-        self.relabel(version or self.version)
-        for slot in self.slots:
-            slot.stale = True
-
-    def relabel(self, version: str) -> None:
-        """Label all tokens that are generated from now on with `version`."""
-        if version != self.version:
-            for sequence in self.live():
-                sequence.version_starts.append((version, len(sequence.logprobs)))
-        self.version = version
-
-    # Methods that begin and end a step
-
-    def plan(self) -> Step:
-        """Load waiting weight updates if no sequence runs or generation is paused, admit waiting sequences, and return
-        the next step.
-
-        The step is empty if generation is paused, if the memory is released, or if there is no sequence to compute.
-        """
-        while self.updates and (self.paused or not self.running):
-            load = self.updates.popleft()
-            load()
-        if self.paused or self.released:
-            return Step(0, [], [], [])
-        started = self._admit() if self.waiting and not self.updates else 0
-        # The step prefills the sequences that `_admit` started. If `_admit` started no sequence, the step decodes all
-        # running sequences.
-        first = len(self.running) - started if started else 0
-        sequences = self.running[first:]
-        cached = [len(slot.cached) for slot in self.slots[first : len(self.running)]]
-        feeds = [sequence.tokens[n:] for sequence, n in zip(sequences, cached, strict=True)]
-        return Step(first, sequences, cached, feeds)
-
-    def extend(self, step: Step, tokens: list[int], logprobs: list[float]) -> None:
-        """Append the new tokens to the sequences of the step, and finish the sequences that have reached their end."""
+    def step(self) -> bool:
+        """Compute one step. Return False if there is nothing to compute."""
+        if self.paused:
+            return False
+        if not self.updates and not self._behind():
+            self._admit()
+        feeding = self._behind() or range(self.n)
+        if not feeding:
+            return False
+        first = feeding[0]
+        batch = self.slots[first : feeding[-1] + 1]
+        feeds = [one.tokens[one.cached : one.cached + self.model.chunk] for one in batch]
+        tokens, logprobs = self.model.next_tokens(batch, feeds, first)
         self.steps += 1
-        for slot, feed in zip(self.slots[step.first_slot :], step.feeds):
-            slot.cached += feed
-            slot.used = self.steps
-        for sequence, token, logprob in zip(step.sequences, tokens, logprobs, strict=True):
-            sequence.tokens.append(token)
-            sequence.logprobs.append(logprob)
-            sequence.finish = self._finish_reason(sequence)
-        if done := [sequence for sequence in step.sequences if sequence.finish is not None]:
-            self.finished += done
-            self._release()
+        for one, feed, token, logprob in zip(batch, feeds, tokens, logprobs, strict=True):
+            one.cached += len(feed)
+            one.used = self.steps
+            if one.cached == len(one.tokens):  # else the rest of its prompt comes first
+                one.tokens.append(token)
+                one.logprobs.append(logprob)
+                one.versions.append(self.version)
+                if reason := self._finish_reason(one):
+                    one.end(reason)
+        self._release()
+        return True
 
-    # Admit
+    def _behind(self) -> list[int]:
+        """Return the slots whose sequences have more than one token to feed."""
+        return [i for i, one in enumerate(self.running) if len(one.tokens) - one.cached > 1]
 
-    def _admit(self) -> int:
-        """Start waiting sequences in order, and return how many started.
-
-        The method stops at the first sequence that does not fit into the slots, the memory or one prefill step.
-        """
-        reserved = sum(sequence.reserved for sequence in self.running)
+    def _admit(self) -> None:
+        """Start waiting sequences, until one does not fit."""
         started, longest = 0, 0
-        while self.waiting and len(self.running) < len(self.slots):
+        while self.waiting and self.n < len(self.slots):
             sequence = self.waiting[0]
-            reserved += sequence.reserved
-            if reserved > self.max_total_tokens:
+            together = (*self.running, sequence)
+            needed = sum(len(one.prompt) + one.params.max_new_tokens for one in together)
+            if needed > self.max_total_tokens:
                 break
             slot, reused = self._best_slot(sequence)
-            longest = max(longest, len(sequence.tokens) - reused)
-            if (
-                started and (started + 1) * longest > PREFILL_TOKENS
-            ):  # all rows of a step are padded to the longest row
-                break
-            self.waiting.popleft()
-            self._exchange(slot, len(self.running))
-            self.slots[len(self.running)] = Slot(sequence.tokens[:reused])
-            self.running.append(sequence)
-            sequence.reused_tokens = max(sequence.reused_tokens, reused)
             started += 1
-        return started
+            longest = max(longest, len(sequence.tokens) - reused)  # rows are padded to the longest
+            if started > 1 and started * longest > PREFILL_TOKENS:
+                break
+            self._exchange(slot, self.n)
+            self.slots[self.n] = self.waiting.popleft()
+            self.n += 1
+            sequence.cached, sequence.stale = reused, False
+            sequence.reused = max(sequence.reused, reused)
 
     def _best_slot(self, sequence: Sequence) -> tuple[int, int]:
-        """Return the idle slot that caches the longest prefix of the sequence, and the number of reusable tokens.
-
-        If several slots have the same number of reusable tokens, the method returns the slot that was idle longest.
-        """
-        # The last token is always fed, because its logits give the next token. If the client wants prompt logprobs, all
-        # tokens are fed.
+        """Return the idle slot that shares the longest prefix with the sequence (of equals, the one
+        that was idle longest), and how many tokens they share."""
+        # The last token is always fed: its logits give the next one. Prompt logprobs need them all.
         reusable = 0 if sequence.wants_prompt_logprobs else len(sequence.tokens) - 1
         ranked = []
-        for i, slot in enumerate(self.slots[len(self.running) :], len(self.running)):
-            shared = 0 if slot.stale else common_prefix(slot.cached, sequence.tokens)
-            ranked.append((min(shared, reusable), -slot.used, i))
+        for i, last in enumerate(self.slots[self.n :], self.n):
+            shared = 0 if last.stale else common_prefix(last.tokens, sequence.tokens)
+            ranked.append((min(shared, last.cached, reusable), -last.used, -i))
         reused, _, best = max(ranked)
-        return best, reused
+        return -best, reused
+
+    def _release(self) -> None:
+        """Take ended sequences out of their slots; the one in the highest slot fills each gap."""
+        for i in reversed(range(self.n)):
+            if self.slots[i].finish:
+                self.n -= 1
+                self._exchange(i, self.n)
 
     def _exchange(self, i: int, j: int) -> None:
-        """Exchange two slots, and record that the cache must exchange their keys and values before the next step."""
         if i != j:
             self.slots[i], self.slots[j] = self.slots[j], self.slots[i]
-            self.moves.append((i, j))
+            self.model.exchange(i, j)
 
-    # Finish
+    def _nobody(self) -> Sequence:
+        return Sequence("", [], SamplingParams())
 
     def _finish_reason(self, sequence: Sequence) -> dict[str, Any] | None:
-        """Return SGLang's finish_reason if the last token ends the sequence, or None if the sequence continues."""
+        """Return SGLang's finish_reason if the last token ends the sequence."""
         token, params = sequence.tokens[-1], sequence.params
         if token in sequence.stop_ids:
             return {"type": "stop", "matched": token}
         if params.stop:
-            # A stop string of n bytes spans at most n tokens, because a token has at least one byte. The first
-            # characters of a decoded text can be wrong if earlier tokens are missing, so the method decodes n + 8
-            # tokens.
+            # A stop string of n bytes spans at most n tokens. Eight more, because the text of the
+            # first characters can be wrong when the tokens before them are missing.
             tail = max(len(stop.encode()) for stop in params.stop) + 8
             text = self.decode(sequence.output[-tail:])
             for stop in params.stop:
@@ -366,12 +250,3 @@ class Scheduler:
         if len(sequence.logprobs) >= params.max_new_tokens:
             return {"type": "length", "length": len(sequence.logprobs)}
         return None
-
-    def _release(self) -> None:
-        """Free the slots of finished sequences. When a slot becomes free, the running sequence in the highest slot
-        moves into the free slot."""
-        for i in reversed(range(len(self.running))):
-            if self.running[i].finish is not None:
-                self.running[i] = self.running[-1]
-                self.running.pop()
-                self._exchange(i, len(self.running))
