@@ -35,7 +35,9 @@ if __name__ == "__main__":  # servers and proxies load their models while we imp
     this_run = begin(sys.argv[1:])
 
 import json
+import shutil
 import time
+from pathlib import Path
 from typing import Any
 
 from engine import RemoteInfEngine
@@ -138,8 +140,9 @@ class PPOTrainer:
         self.workflow = inputs.workflow
         self.dataloader = make_dataloader(config, inputs.dataset)
         keys = config.weight_update
-        path = keys.path or run.run_dir / "weights"
-        self.meta = WeightUpdateMeta(mode=keys.mode, path=str(path), address=keys.address)
+        folder = Path(keys.path or run.run_dir) / f"weights-{config.trial_name}"
+        run.stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        self.meta = WeightUpdateMeta(mode=keys.mode, path=str(folder), address=keys.address)
         run.actor.connect_engine(run.engine, self.meta)
         run.step = load_checkpoint(run.run_dir, run.actor, run.executor)
         if run.step or config.rollout.server_addrs:  # the servers have other weights

@@ -1,27 +1,29 @@
-"""Claim: a model learns at least as fast with one baseline per turn as with one baseline for all turns of a group.
+"""Claim: a model learns at least as fast with one baseline per turn as with one baseline for all
+turns of a group.
 
-    python bench/baselines.py train --seeds 1 2 3          # measure the success in the demo's game with each baseline
-    python bench/baselines.py signal runs/guess/NAME ...   # count the turns with advantage 0 in recorded runs
+    python bench/baselines.py train --seeds 1 2 3          # success with each baseline
+    python bench/baselines.py signal runs/guess/NAME ...   # turns with advantage 0 in runs
 
-`actor.adv_norm.per_turn=true` compares the k-th turn of a game with the k-th turns of the other games in its group.
-Games differ in length, so some late turns have no other turn to be compared with. A turn that is compared with no other
-turn has advantage 0 and teaches nothing. If all compared turns have the same final reward, their advantages are 0.
-`per_turn=false` compares a turn with all turns of its group. In the demo and in the maze, every turn of an episode has
-the episode's reward. With `per_turn=false` the baseline is a weighted mean of the rewards of the group's episodes: an
-episode with k turns has weight k.
+`actor.adv_norm.per_turn=true` compares the k-th turn of a game with the k-th turns of the other
+games in its group. Games differ in length, so some late turns have no other turn to be compared
+with. A turn that is compared with no other turn has advantage 0 and teaches nothing. If all
+compared turns have the same final reward, their advantages are 0. `per_turn=false` compares a turn
+with all turns of its group. In the demo and in the maze, every turn of an episode has the episode's
+reward. With `per_turn=false` the baseline is a weighted mean of the rewards of the group's
+episodes: an episode with k turns has weight k.
 
-The command `train` repeats runs of bench/staleness.py at eta = 1 and changes only the baseline. The command `signal`
-reads the batches that a run wrote to its folder tokens/ and computes the advantages with each baseline. If all members
-of a group have the same reward, all advantages of the group are 0 with both baselines, so `signal` leaves the group
-out. For all other groups, `signal` prints the share of turns with advantage 0. The share depends on the group size, so
-`signal` computes the share among the first 4 members, the first 8 members and all members of each group. The results
-are in docs/algorithm.md.
+The command `train` repeats runs of bench/staleness.py at eta = 1 and changes only the baseline. The
+command `signal` reads the batches that a run wrote to its folder tokens/ and computes the
+advantages with each baseline. If all members of a group have the same reward, all advantages of the
+group are 0 with both baselines, so `signal` leaves the group out. For all other groups, `signal`
+prints the share of turns with advantage 0. The share depends on the group size, so `signal`
+computes the share among the first 4 members, the first 8 members and all members of each group. The
+results are in docs/algorithm.md.
 """
 
 import argparse
 import os
 import sys
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from statistics import mean
@@ -39,7 +41,6 @@ from torch import Tensor  # noqa: E402
 from bench import staleness  # noqa: E402
 from ppo import compute_advantages  # noqa: E402
 from tasks import guess  # noqa: E402
-from training.config import NormConfig, PPOActorConfig  # noqa: E402
 
 BASELINES = {"per turn": True, "all turns": False}
 STEPS = (16, 32, 64)
@@ -51,8 +52,9 @@ def silent_turns(batch: dict[str, Tensor], per_turn: bool) -> tuple[int, int]:
 
     A group is left out if all its members have the same reward.
     """
-    config = PPOActorConfig(adv_norm=NormConfig(std_level="none", per_turn=per_turn))
-    A, trained = compute_advantages(batch, config), batch["loss_mask"] > 0
+    how = {"mean_level": "group", "std_level": "none", "reward_scaling": 1.0}
+    A = compute_advantages(batch, per_turn=per_turn, **how)
+    trained = batch["loss_mask"] > 0
     silent = total = 0
     for group in batch["group_ids"].unique():
         rows = batch["group_ids"] == group
@@ -94,15 +96,16 @@ def print_signal(runs: list[Path]) -> None:
 
 
 def train(seeds: list[int]) -> None:
-    """Train one run for each seed and each baseline. Print the mean, the lowest and the highest success over the
-    seeds."""
+    """Train one run for each seed and each baseline. Print the mean, the lowest and the highest
+    success over the seeds."""
     recipe = staleness.load_recipe()
     found: dict[tuple[str, int], list[float]] = {}
     for seed in seeds:
         base = staleness.BASES / f"base-{seed}"
         guess.make_model(base, seed)
         for name, per_turn in BASELINES.items():
-            changed = replace(recipe, adv_norm=replace(recipe.adv_norm, per_turn=per_turn))
+            changed = recipe.model_copy(deep=True)
+            changed.adv_norm.per_turn = per_turn
             line = staleness.run("1", "decoupled", seed, base, changed)
             for step in STEPS:
                 found.setdefault((name, step), []).append(line[f"success_{step}"])

@@ -1,18 +1,21 @@
-"""Claim: the work for a turn depends only on the turn's new messages, and rows are exported as fast as in AReaL.
+"""Claim: the work for a turn depends only on the turn's new messages, and rows are exported as fast
+as in AReaL.
 
-    python bench/cache.py            # if the package areal can be imported, also measure AReaL's cache
+    python bench/cache.py            # with the package areal, also its cache
 
-The first part of the benchmark counts operations in a conversation of 100 turns. Each call to the model sends the whole
-conversation, as a real agent does. `read` counts the messages that were converted to canonical form. `rendered` counts
-the messages that the chat template rendered. Both counts should depend only on the number of new messages in a turn.
+The first part of the benchmark counts operations in a conversation of 100 turns. Each call to the
+model sends the whole conversation, as a real agent does. `read` counts the messages that were
+converted to canonical form. `rendered` counts the messages that the chat template rendered. Both
+counts should depend only on the number of new messages in a turn.
 
-The second part of the benchmark measures the processor time of this project's cache and of AReaL's cache. The two
-caches run alternately, three times each, and the benchmark prints the smallest time of each cache. The second part
-measures the three operations `chain`, `siblings` and `export`. `chain` adds the 400 turns of one conversation to the
-cache. `chain` should take at most 1.2 times as long as in AReaL. `siblings` adds 800 turns to the cache, and each turn
-has the same 200 input messages. `siblings` should take at most a quarter of AReaL's time. `export` discounts the
-rewards of 512 conversations of 4 turns, exports their rows and makes tensors. `export` should take no longer than in
-AReaL.
+The second part of the benchmark measures the processor time of this project's cache and of AReaL's
+cache. The two caches run alternately, three times each, and the benchmark prints the smallest time
+of each cache. The second part measures the three operations `chain`, `siblings` and `export`.
+`chain` adds the 400 turns of one conversation to the cache. `chain` should take at most 1.2 times
+as long as in AReaL. `siblings` adds 800 turns to the cache, and each turn has the same 200 input
+messages. `siblings` should take at most a quarter of AReaL's time. `export` discounts the rewards
+of 512 conversations of 4 turns, exports their rows and makes tensors. `export` should take no
+longer than in AReaL.
 """
 
 import gc
@@ -51,7 +54,8 @@ PROMPT, OUTPUT, TAIL = 128, 48, 16  # tokens
 
 
 def talk(turns: int, name: str = "") -> Messages:
-    """Return the messages of a conversation as a client sends them. Each call of `talk` makes new message dicts."""
+    """Return the messages of a conversation as a client sends them. Each call of `talk` makes new
+    message dicts."""
     roles = ("user", "assistant")
     return [
         {"role": roles[k % 2], "content": f"{name} message {k}, of some dozen words or so"}
@@ -60,7 +64,8 @@ def talk(turns: int, name: str = "") -> Messages:
 
 
 def tokens(turn: int) -> tuple[list[int], list[int]]:
-    """Return the prompt and output tokens of a turn. The prompt begins with the tokens of all earlier turns."""
+    """Return the prompt and output tokens of a turn. The prompt begins with the tokens of all
+    earlier turns."""
     whole = list(range(PROMPT + turn * (OUTPUT + TAIL) + OUTPUT))
     return whole[:-OUTPUT], whole[-OUTPUT:]
 
@@ -94,8 +99,8 @@ def add_peers(
 def timed(
     make: Callable[[], Any], add: Callable[..., None], fill: Callable[[Callable[..., None]], None]
 ) -> float:
-    """Return how many milliseconds of CPU time a cache needs for a list of calls of `add`. The function `fill` makes
-    the list of calls before the measurement begins."""
+    """Return how many milliseconds of CPU time a cache needs for a list of calls of `add`. The
+    function `fill` makes the list of calls before the measurement begins."""
     calls: list[tuple] = []
     fill(lambda *call: calls.append(call))
     cache = make()
@@ -117,8 +122,8 @@ def siblings(add: Callable[..., None]) -> None:
 
 
 def export(make: Callable[[], Any], add: Callable[..., None]) -> float:
-    """Return how many milliseconds it takes to discount rewards, export rows and make tensors for 512 sessions of 4
-    turns."""
+    """Return how many milliseconds it takes to discount rewards, export rows and make tensors for
+    512 sessions of 4 turns."""
     caches = []
     for name in range(512):
         cache = make()
@@ -137,8 +142,8 @@ def export(make: Callable[[], Any], add: Callable[..., None]) -> float:
 
 
 def count() -> None:
-    """Print the counts `read` and `rendered` of turns 1, 2, 10 and 100 of one conversation. A real PromptBuilder
-    renders the prompts."""
+    """Print the counts `read` and `rendered` of turns 1, 2, 10 and 100 of one conversation. A real
+    PromptBuilder renders the prompts."""
     from conftest import make_byte_model
     from transformers import AutoTokenizer
 

@@ -1,21 +1,23 @@
-"""Two claims: consuming groups in order of start costs time if a few answers are very long, and the speedup by
-asynchronous training is largest on large clusters.
+"""Two claims: consuming groups in order of start costs time if a few answers are very long, and the
+speedup by asynchronous training is largest on large clusters.
 
-    python bench/clusters.py             # simulate everything, then write docs/clusters.csv and the tables
-    python bench/clusters.py --tables    # write the tables of docs/simulate.md from docs/clusters.csv
+    python bench/clusters.py             # simulate all, write the CSV and tables
+    python bench/clusters.py --tables    # the tables, from docs/clusters.csv
 
-The simulation of bench/simulate.py runs the project's own staleness gate and dispatcher in virtual time. The lengths of
-sequences and the times of steps are assumptions, not measurements. The page docs/simulate.md derives the assumed
-lengths and times, shows the tables, and says what the simulation cannot show. The script docs/figures.py draws the
-figures from docs/clusters.csv.
+The simulation of bench/simulate.py runs the project's own staleness gate and dispatcher in virtual
+time. The lengths of sequences and the times of steps are assumptions, not measurements. The page
+docs/simulate.md derives the assumed lengths and times, shows the tables, and says what the
+simulation cannot show. The script docs/figures.py draws the figures from docs/clusters.csv.
 
-**Orders.** The first simulation compares the orders in which training steps can consume groups. Each step trains on 8
-groups of one sequence. The time to generate a group is lognormal with a mean of 2 s, and any number of groups can run
-at once. A training step takes 0.8 s and a weight update 0.02 s.
+**Orders.** The first simulation compares the orders in which training steps can consume groups.
+Each step trains on 8 groups of one sequence. The time to generate a group is lognormal with a mean
+of 2 s, and any number of groups can run at once. A training step takes 0.8 s and a weight update
+0.02 s.
 
-**Clusters.** The second simulation compares clusters of 1 to 1,024 GPUs. Each step trains on 512 groups of 16 answers.
-Synchronous training uses every GPU first for generation and then for training. Asynchronous training uses three
-quarters of the GPUs for generation and one quarter for training.
+**Clusters.** The second simulation compares clusters of 1 to 1,024 GPUs. Each step trains on 512
+groups of 16 answers. Synchronous training uses every GPU first for generation and then for
+training. Asynchronous training uses three quarters of the GPUs for generation and one quarter for
+training.
 """
 
 import csv
@@ -34,7 +36,8 @@ TABLE = ROOT / "docs" / "clusters.csv"
 GPUS, ETAS, SIGMAS = (1, 8, 32, 128, 512, 1024), (0, 1, 2, 4, 8, 16), (0.5, 1.0, 1.5)
 ORDERS = ("wait", "window", "drop", "mask", "unbounded")
 PAIR = ("wait", "mask")
-# `Rows` maps the key (what, gpus or sigma, eta, order) of a row of docs/clusters.csv to the numbers of the row.
+# `Rows` maps the key (what, gpus or sigma, eta, order) of a row of docs/clusters.csv to the numbers
+# of the row.
 Rows = dict[tuple[str, ...], dict[str, float]]
 
 
@@ -42,23 +45,23 @@ Rows = dict[tuple[str, ...], dict[str, float]]
 
 
 def lognormal(mean: float, sigma: float, most: float = math.inf) -> Draw:
-    """Return a function that draws lognormal lengths with mean `mean`. `sigma` is the standard deviation of a length's
-    logarithm. A length above `most` becomes `most`."""
+    """Return a function that draws lognormal lengths with mean `mean`. `sigma` is the standard
+    deviation of a length's logarithm. A length above `most` becomes `most`."""
     mu = math.log(mean) - sigma**2 / 2
     return lambda rng, _: min(rng.lognormvariate(mu, sigma), most)
 
 
 def small(sigma: float, eta: int, stale: str) -> Setup:
-    """Return the setup for the comparison of orders. A step trains on 8 groups of one sequence, and any number of
-    groups can run at once."""
+    """Return the setup for the comparison of orders. A step trains on 8 groups of one sequence, and
+    any number of groups can run at once."""
     times = {"train": lambda rng, step, tokens: 0.8, "update": lambda rng, step, n: 0.02}
     return Setup(8, lognormal(2.0, sigma), **times, eta=eta, stale=stale, concurrent=10**6)
 
 
 @dataclass(frozen=True)
 class Model:
-    """The speed of a model on a GPU with 80 GB of memory and a memory bandwidth of 3.35 TB/s. The page docs/simulate.md
-    derives the numbers."""
+    """The speed of a model on a GPU with 80 GB of memory and a memory bandwidth of 3.35 TB/s. The
+    page docs/simulate.md derives the numbers."""
 
     parameters: float
     a: float  # seconds that a decoding step takes to read the weights, with overhead
@@ -73,12 +76,13 @@ TRAIN_FLOPS, PREFILL_FLOPS = 3e14, 4e14  # useful FLOP/s of one GPU in training 
 def cluster(
     gpus: int, eta: int | None, stale: str = "wait", model: Model = SMALL, interrupt: bool = True
 ) -> Setup:
-    """Return the setup of a cluster. If eta is None, training is synchronous: every GPU first generates and then
-    trains.
+    """Return the setup of a cluster. If eta is None, training is synchronous: every GPU first
+    generates and then trains.
 
-    After an interruption, a server recomputes the KV cache of its running sequences. At time 0 a run starts the groups
-    of eta + 1 batches. After time 0 the run starts the groups of one batch per step. The first steps differ from later
-    steps, so the results exclude the first 2 (eta + 1) steps. With eta = 0 the results exclude the first 3 steps.
+    After an interruption, a server recomputes the KV cache of its running sequences. At time 0 a
+    run starts the groups of eta + 1 batches. After time 0 the run starts the groups of one batch
+    per step. The first steps differ from later steps, so the results exclude the first 2 (eta + 1)
+    steps. With eta = 0 the results exclude the first 3 steps.
     """
     share = 1.0 if eta is None else 0.75
     servers, trainers = max(1, round(share * gpus)), gpus * (1 - share) or gpus
@@ -107,15 +111,15 @@ def cluster(
 
 
 def faster_training(factor: float, *args: Any) -> Setup:
-    """Return the setup of a cluster whose training time is multiplied by `factor`. A small `factor` makes training so
-    fast that generation limits the speed of the run."""
+    """Return the setup of a cluster whose training time is multiplied by `factor`. A small `factor`
+    makes training so fast that generation limits the speed of the run."""
     setup = cluster(*args)
     return replace(setup, train=lambda rng, step, tokens: factor * setup.train(rng, step, tokens))
 
 
 def simulate_all() -> Iterator[dict[str, Any]]:
-    """Yield the rows of docs/clusters.csv: the orders of consumption, the clusters, and the settings of AReaL's
-    paper."""
+    """Yield the rows of docs/clusters.csv: the orders of consumption, the clusters, and the
+    settings of AReaL's paper."""
     for sigma in SIGMAS:
         for eta in ETAS[1:]:
             for order in ORDERS:
@@ -147,8 +151,8 @@ def simulate_all() -> Iterator[dict[str, Any]]:
 
 
 def read_rows() -> Rows:
-    """Read docs/clusters.csv. A row about an order of consumption has a sigma and no number of GPUs. A row about a
-    cluster has a number of GPUs and no sigma."""
+    """Read docs/clusters.csv. A row about an order of consumption has a sigma and no number of
+    GPUs. A row about a cluster has a number of GPUs and no sigma."""
     rows = {}
     for line in csv.DictReader(TABLE.read_text().splitlines()):
         key = tuple(line.pop(name) for name in ("what", "gpus", "sigma", "eta", "order"))
@@ -171,9 +175,9 @@ def order_table(rows: Rows) -> list[str]:
 
 
 def speed_table(rows: Rows) -> list[str]:
-    """Return a table of the speed of asynchronous training, divided by the speed of synchronous training, for each
-    cluster and each eta. Each cell has two numbers: the first for rollout.stale=wait and the second for
-    rollout.stale=mask."""
+    """Return a table of the speed of asynchronous training, divided by the speed of synchronous
+    training, for each cluster and each eta. Each cell has two numbers: the first for
+    rollout.stale=wait and the second for rollout.stale=mask."""
     lines = head("GPUs", "synchronous, s a step", *(f"eta {eta}" for eta in ETAS))
     for gpus in GPUS:
         sync = rows["1.5B", str(gpus), "sync", "wait"]["step_s"]
@@ -190,8 +194,8 @@ def speed_table(rows: Rows) -> list[str]:
 def use_table(rows: Rows) -> list[str]:
     """Return a table of the throughput, the utilisation and the lag of three clusters.
 
-    If a table cell holds two numbers, the first was simulated with rollout.stale=wait and the second with
-    rollout.stale=mask.
+    If a table cell holds two numbers, the first was simulated with rollout.stale=wait and the
+    second with rollout.stale=mask.
     """
     lines = head(
         "GPUs",

@@ -1,24 +1,17 @@
-"""Send random requests to every endpoint of the proxy and of the small server, and check that both keep working.
+"""Send random requests to every endpoint of the proxy and of the small server; both must live.
 
-    python bench/fuzz.py                            # send 200,000 requests with seed 1 (`make soak`)
+    python bench/fuzz.py                            # 200,000 requests, seed 1 (`make soak`)
     python bench/fuzz.py --requests 5000 --seed 7   # send fewer requests, with another seed
     python bench/fuzz.py --only 4711                # send only request 4711 of seed 1
 
-The script makes each random request by changing a valid request to an endpoint. In the body of a request, the script
-changes types, inserts deeply nested lists and huge strings, removes fields, and repeats list items. The script may also
-damage the bytes, the headers, the method or the path of a request. The script sends some requests slowly or only in
-part, and sometimes closes its half of the connection. Most requests have the right API key, and the others have a wrong
-key.
+A random request is a valid one with changes: types, deeply nested lists, huge strings, missing and
+repeated fields; also damaged bytes, headers, methods and paths, slow senders, half-closed
+connections, and sometimes a wrong key.
 
-Each complete request must get a reply within 60 seconds, and the status of each reply must be below 500. An incomplete
-request must get a reply or a closed connection within 60 seconds. During the whole test, the script also runs sessions
-with only valid requests. The function `check` of bench/load.py checks the tokens of the valid sessions. At the end the
-server must have its initial version, have no running request, and give the same answer to one prompt as at the
-beginning.
-
-Requests that can change a server's state go to a second server and a second proxy, because such requests could break
-the valid sessions. The script never sends the right key to the two endpoints *_memory_occupation. A request to an
-endpoint *_memory_occupation at the wrong time ends the process of the small server, as in SGLang.
+A complete request must get a reply below 500 within 60 seconds, an incomplete one a reply or a
+closed connection. Meanwhile valid sessions run, whose tokens `check` of bench/load.py checks. In
+the end the server must have its first version, nothing running, and the same answer to one prompt.
+What may change a server's state goes to a second server and proxy.
 """
 
 import argparse
@@ -37,12 +30,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from load import ADMIN, check, make_byte_model, process, session
+from load import ADMIN, allow_open_files, check, make_byte_model, process, session
 from transformers import AutoTokenizer
 
 from calls.client import OpenAIProxyClient
 from inference.fields import Refusal
-from inference.serve import raise_open_files
 from inference.tiny.server import Server
 from inference.wire import Wire, make_transport
 from proxy import create_app
@@ -154,13 +146,7 @@ HONEST: dict[
                 "frequency_penalty": 0.5,
             },
         },
-        **{
-            "input_ids": [1, 2, 3],
-            "return_logprob": True,
-            "logprob_start_len": 0,
-            "rid": "r",
-            "stream": False,
-        },
+        **{"input_ids": [1, 2, 3], "return_logprob": True, "logprob_start_len": 0, "rid": "r"},
     },
     "abort_request": {"rid": "r"},
     "pause_generation": {"mode": "retract"},
@@ -168,10 +154,6 @@ HONEST: dict[
         "model_path": "none",
         "weight_version": "9",
         "abort_all_requests": True,
-    },
-    "update_weights_from_tensor": {
-        "serialized_named_tensors": ["gASVBAAAAAAAAABdlC4="],
-        "weight_version": "9",
     },
     "update_weights_from_distributed": {
         "names": ["a"],
@@ -286,7 +268,8 @@ PATHS = [
 
 
 def odd(rng: random.Random) -> Any:
-    """Return a value that the body of a valid request rarely contains. "@deep900" stands for 900 nested lists."""
+    """Return a value that the body of a valid request rarely contains. "@deep900" stands for 900
+    nested lists."""
     if rng.random() < 0.03:
         return f"@deep{rng.choice([50, 220, 900, 100_000])}"
     return (
@@ -336,7 +319,8 @@ def body_of(rng: random.Random, name: str, session_id: str) -> bytes:
 def request_of(
     rng: random.Random, method: str, path: str, key: str, session_id: str
 ) -> tuple[bytes, bool]:
-    """Return the bytes of a random request, and whether these bytes are a complete and valid HTTP request.
+    """Return the bytes of a random request, and whether these bytes are a complete and valid HTTP
+    request.
 
     `method` is the endpoint's HTTP method.
     """
@@ -379,8 +363,8 @@ def request_of(
 
 
 async def send(rng: random.Random, port: int, raw: bytes, complete: bool) -> bytes | None:
-    """Send a request, sometimes slowly or only in part. Return the reply, or None if the script itself closed the
-    connection."""
+    """Send a request, sometimes slowly or only in part. Return the reply, or None if the script
+    itself closed the connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**24)
     try:
         cut = rng.random() < 0.05
@@ -407,7 +391,8 @@ async def send(rng: random.Random, port: int, raw: bytes, complete: bool) -> byt
 
 
 def status_of(reply: bytes | None) -> str:
-    """Return the status of a reply as text. A stream that contains a server error counts as status 500."""
+    """Return the status of a reply as text. A stream that contains a server error counts as status
+    500."""
     found = re.match(rb"HTTP/1\.1 (?:100 [^\r]*\r\n\r\nHTTP/1\.1 )?(\d{3})", reply or b"")
     error = b'"server_error"' in (reply or b"") or b'"api_error"' in (reply or b"")
     return (
@@ -445,13 +430,13 @@ class Fuzz:
         )
 
     async def one(self, number: int, session_id: str, other_id: str) -> None:
-        """Send request `number`. Raises SystemExit if the reply breaks a rule of the module's docstring.
+        """Send request `number`. Raises SystemExit if the reply breaks a rule of the module's
+        docstring.
 
         Requests that may end a session go to the session `other_id`.
         """
         rng = random.Random(f"{self.seed}.{number}")
         where, key, method, path = rng.choice(self.targets)
-        key = "" if path.endswith("memory_occupation") else key
         chosen = other_id if path.endswith(("end_session", "export_trajectories")) else session_id
         raw, complete = request_of(rng, method, path, key, chosen)
         begin = time.monotonic()
@@ -473,8 +458,8 @@ class Fuzz:
             )
 
     async def work(self, numbers: Any) -> None:
-        """Take request numbers from the iterator `numbers`, which all workers share, and send the requests with these
-        numbers. Start two new sessions for every hundred requests."""
+        """Take request numbers from the iterator `numbers`, which all workers share, and send the
+        requests with these numbers. Start two new sessions for every hundred requests."""
         while batch := list(itertools.islice(numbers, 100)):
             with contextlib.suppress(
                 Refusal
@@ -488,7 +473,8 @@ class Fuzz:
         return OpenAIProxyClient(self.transport, self.addresses["proxy"], ADMIN, "fuzz", grant=True)
 
     async def stay_honest(self, done: asyncio.Event) -> None:
-        """Run valid sessions one after another until `done` is set, and then one more valid session."""
+        """Run valid sessions one after another until `done` is set, and then one more valid
+        session."""
         last = False
         while not last:
             last = done.is_set()
@@ -498,8 +484,8 @@ class Fuzz:
             self.honest += 1
 
     async def state(self) -> Any:
-        """Wait until the server runs no request. Return the server's state, its version, and its greedy answer to a
-        prompt."""
+        """Wait until the server runs no request. Return the server's state, its version, and its
+        greedy answer to a prompt."""
         server, wire = self.addresses["server"], Wire(key=KEY)
         async with asyncio.timeout(SECONDS):
             while (
@@ -515,7 +501,8 @@ class Fuzz:
         )
 
     async def run(self, requests: int, only: int | None) -> None:
-        """Send all random requests, or only request number `only`. Check the valid sessions and the server's state."""
+        """Send all random requests, or only request number `only`. Check the valid sessions and the
+        server's state."""
         before, done = await self.state(), asyncio.Event()
         numbers = iter(range(requests) if only is None else [only])
         honest = asyncio.ensure_future(self.stay_honest(done))
@@ -534,7 +521,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", type=int, help="send only the request with this number")
     args, start = parser.parse_args(), time.monotonic()
-    raise_open_files()
+    allow_open_files()
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         path, log = make_byte_model(Path(folder) / "model"), Path(folder) / "log"
         addresses = {}

@@ -1,33 +1,36 @@
-"""Claim: with 1,000 concurrent sessions no answer is lost or mixed up, and sessions that have ended take no memory.
+"""Claim: with 1,000 concurrent sessions no answer is lost or mixed up, and sessions that have ended
+take no memory.
 
-    python bench/load.py                                                # 1,000 concurrent sessions with 10 turns each
-    python bench/load.py --sessions 10000 --concurrent 32 --turns 1 --out docs/reliability   # also write csv and svg
-    python bench/load.py --sessions 100 --concurrent 20 --cut 0.02      # a slow network that cuts connections
-    python bench/load.py --sessions 400 --concurrent 20 --garbage       # a second server answers with garbage
-    python bench/load.py --sessions 20 --concurrent 1 --flood 40        # another session floods the proxy meanwhile
+    python bench/load.py                             # 1,000 sessions of 10 turns at once
+    python bench/load.py --sessions 10000 --concurrent 32 --turns 1 --out docs/reliability
+    python bench/load.py --sessions 100 --concurrent 20 --cut 0.02   # a bad network
+    python bench/load.py --sessions 400 --concurrent 20 --garbage    # a server of garbage
+    python bench/load.py --sessions 20 --concurrent 1 --flood 40     # one session floods
 
-The benchmark starts the small server and the proxy as processes, with a random model of two layers. Each session asks
-questions that contain its own number, and sends its whole history with every call. The client does not retry calls. At
-the end of a session the benchmark exports the session and makes three checks of the exported row. The prompts must
-contain the questions of the session in order, and no other question. The sampled tokens of each turn must decode to the
-text that the client has read. The log-probabilities of the sampled tokens must equal the log-probabilities that the
-client has read.
+The benchmark starts the small server and the proxy as processes, with a random model of two layers.
+Each session asks questions that contain its own number, and sends its whole history with every
+call. The client does not retry calls. At the end of a session the benchmark exports the session and
+makes three checks of the exported row. The prompts must contain the questions of the session in
+order, and no other question. The sampled tokens of each turn must decode to the text that the
+client has read. The log-probabilities of the sampled tokens must equal the log-probabilities that
+the client has read.
 
-For every tenth session the benchmark also computes the log-probabilities with transformers, and prints the largest
-difference from the exported log-probabilities.
+For every tenth session the benchmark also computes the log-probabilities with transformers, and
+prints the largest difference from the exported log-probabilities.
 
-For the server and for the proxy, the printed table shows how the resident memory and the number of open file
-descriptors change during the benchmark. The descriptors are counted in /proc, so the benchmark needs Linux.
+For the server and for the proxy, the printed table shows how the resident memory and the number of
+open file descriptors change during the benchmark. The descriptors are counted in /proc, so the
+benchmark needs Linux.
 """
 
 import argparse
 import asyncio
 import contextlib
 import csv
-import json
 import os
 import random
 import re
+import resource
 import subprocess
 import sys
 import tempfile
@@ -46,9 +49,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from calls.client import OpenAIProxyClient
-from calls.sessions import Limits
-from inference.serve import raise_open_files
-from inference.wire import EngineError, Wire, make_transport, run_all
+from inference.io_struct import EngineError
+from inference.wire import Wire, make_transport, run_all
 
 ADMIN, COLUMNS = (
     "admin",
@@ -60,8 +62,8 @@ ADMIN, COLUMNS = (
 def process(
     module: str, model: Path, *options: str, log: Path | None = None
 ) -> Iterator[tuple[str, subprocess.Popen]]:
-    """Run the Python module of a server or a proxy as a process until the `with` block ends. Yields the URL and the
-    Popen of the process."""
+    """Run the Python module of a server or a proxy as a process until the `with` block ends. Yields
+    the URL and the Popen of the process."""
     command = [sys.executable, "-m", module, "--model-path", str(model), *options]
     with (
         (log or Path(os.devnull)).open("a") as out,
@@ -71,11 +73,17 @@ def process(
         assert child.poll() is None, f"{module} died"
 
 
+def allow_open_files() -> None:
+    """Raise the limit of open files as far as it goes: each connection is one."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 def start_relay(url: str, cut: float) -> str:
     """Start a slow relay to a server, in a thread, and return the relay's URL.
 
-    The relay delays every piece of data by up to 50 ms. With probability `cut` the relay sends only the beginning of a
-    piece of data and then closes the connection.
+    The relay delays every piece of data by up to 50 ms. With probability `cut` the relay sends only
+    the beginning of a piece of data and then closes the connection.
     """
     rng, port, address = random.Random(1), free_port(), url.removeprefix("http://").split(":")
 
@@ -113,7 +121,8 @@ def usage(pid: int) -> tuple[float, int]:
 async def session(
     wire: Wire, transport: Any, proxy: str, number: int, turns: int, seconds: list[float]
 ) -> Any:
-    """Run one session. Return the session's questions, the replies that the client has read, and the exported row.
+    """Run one session. Return the session's questions, the replies that the client has read, and
+    the exported row.
 
     The function appends the seconds of each call to `seconds`.
     """
@@ -135,14 +144,13 @@ async def session(
 
 
 async def flood(wire: Wire, transport: Any, proxy: str, calls: int) -> None:
-    """In one session, repeat `calls` concurrent calls until the task is cancelled. Each call asks for 128 answers."""
+    """In one session, repeat `calls` concurrent calls until the task is cancelled. Each call asks
+    for 128 answers."""
 
     async def ask_again_and_again(url: str, number: int) -> None:
         body = {"messages": [{"role": "user", "content": f"{number}"}], "n": 128, "max_tokens": 256}
         while True:
-            with contextlib.suppress(
-                EngineError
-            ):  # the proxy refuses a call when the session has too many answers
+            with contextlib.suppress(EngineError):  # the proxy may refuse so many answers
                 await wire.call(url + "/chat/completions", body, timeout=600)
             await asyncio.sleep(0.1)
 
@@ -166,8 +174,8 @@ def check(tokenizer: Any, questions: list[str], replies: list[Any], row: dict[st
 
 
 def worst_logprob(model: Any, row: dict[str, list]) -> float:
-    """Return the largest difference, over the trained tokens, between the row's log-probabilities and the
-    log-probabilities of a forward pass."""
+    """Return the largest difference, over the trained tokens, between the row's log-probabilities
+    and the log-probabilities of a forward pass."""
     ids, mask = torch.tensor(row["input_ids"]), torch.tensor(row["loss_mask"][1:], dtype=torch.bool)
     with torch.no_grad():
         logprobs = model(ids[None, :-1]).logits[0].float().log_softmax(-1)
@@ -178,8 +186,8 @@ def worst_logprob(model: Any, row: dict[str, list]) -> float:
 async def load(
     args: argparse.Namespace, proxy: str, pids: list[int], tokenizer: Any, model: Any
 ) -> Any:
-    """Run all sessions. Return the seconds that each call took, the measurements of memory and descriptors, and the
-    largest error of a log-probability."""
+    """Run all sessions. Return the seconds that each call took, the measurements of memory and
+    descriptors, and the largest error of a log-probability."""
     transport, places = make_transport(), asyncio.Semaphore(args.concurrent)
     wire = Wire(transport)
     calls, seconds, samples, worst, start = (
@@ -215,8 +223,8 @@ async def load(
 
 
 def write_usage(path: Path, columns: list[str], samples: list[list[float]]) -> None:
-    """Write the samples to a table (.csv), and plot memory and descriptors against the first column of the table
-    (.svg)."""
+    """Write the samples to a table (.csv), and plot memory and descriptors against the first column
+    of the table (.svg)."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -259,12 +267,9 @@ def main() -> None:
     parser.add_argument(
         "--flood", type=int, default=0, help="number of calls with 128 answers of one more session"
     )
-    parser.add_argument(
-        "--running", type=int, default=Limits.running, help="the key rollout.openai.limits.running"
-    )
     parser.add_argument("--out", type=Path, help="path without suffix for a .csv and a .svg")
     args = parser.parse_args()
-    raise_open_files()
+    allow_open_files()
     torch.set_num_threads(1)
     transformers_logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as folder:
@@ -276,16 +281,7 @@ def main() -> None:
         with contextlib.ExitStack() as stack:
             server, first = stack.enter_context(process("inference.tiny.server", path))
             address = start_relay(server, args.cut) if args.cut else server
-            words = [
-                "--server",
-                address,
-                "--admin-key",
-                ADMIN,
-                "--wait-for-servers",
-                "--request-timeout",
-                "30",
-            ]
-            words += ["--openai", json.dumps({"limits": {"running": args.running}})]
+            words = ["--server", address, "--admin-key", ADMIN, "--request-timeout", "30"]
             log = Path(folder) / "proxy.log"
             if args.garbage:
                 garbage, _ = stack.enter_context(process("tests.garbage_server", path))

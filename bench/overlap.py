@@ -1,37 +1,42 @@
-"""Claim: on two cores, asynchronous training of the maze needs less time than synchronous training, at equal reward.
+"""Claim: on two cores, asynchronous training of the maze needs less time than synchronous training,
+at equal reward.
 
-    python bench/overlap.py                             all runs: eta 0, 1, 2 and 4, and eta 2 with drained servers
-    python bench/overlap.py --seconds 200               start no run after 200 s; the next call makes the missing runs
-    python bench/overlap.py --etas 0 2 --steps 60 --seeds 301
+    python bench/overlap.py                             all runs: eta 0, 1, 2 and 4, and eta 2 with
+    drained servers
+    python bench/overlap.py --seconds 200               start no run after 200 s; the next call
+    makes the missing runs python bench/overlap.py --etas 0 2 --steps 60 --seeds 301
 
-Every run trains a model with configs/maze.yaml for the same number of steps and on the same number of samples. The
-trainer's process runs on one core, and the inference server on another core. The benchmark keeps each finished run in
-runs/overlap, and does not repeat it.
+Every run trains a model with configs/maze.yaml for the same number of steps and on the same number
+of samples. The trainer's process runs on one core, and the inference server on another core. The
+benchmark keeps each finished run in runs/overlap, and does not repeat it.
 
-The column `concurrent` shows rollout.max_concurrent_rollouts. With the first seed the benchmark tries several values of
-rollout.max_concurrent_rollouts. With all later seeds, the benchmark uses only the value of
-rollout.max_concurrent_rollouts that was fastest with the first seed.
+The column `concurrent` shows rollout.max_concurrent_rollouts. With the first seed the benchmark
+tries several values of rollout.max_concurrent_rollouts. With all later seeds, the benchmark uses
+only the value of rollout.max_concurrent_rollouts that was fastest with the first seed.
 
-The column `update` tells how new weights reach the server. With `interrupt`, an update interrupts the running walks,
-which then continue with the new weights. With `drain`, the trainer first stops starting new groups, then waits until
-all running groups have finished, and then sends the weights. The class `Drained` in this file implements the mode
-`drain`, which train.py does not have.
+The column `update` tells how new weights reach the server. With `interrupt`, an update interrupts
+the running walks, which then continue with the new weights. With `drain`, the trainer first stops
+starting new groups, then waits until all running groups have finished, and then sends the weights.
+The class `Drained` in this file implements the mode `drain`, which train.py does not have.
 
-The remaining columns of the table come from each run's files trace.json and metrics.jsonl. All times are in seconds.
+The remaining columns of the table come from each run's files trace.json, cpu.json and
+metrics.jsonl. All times are in seconds.
 
     `seconds`      time of the whole training, without the start of the processes.
-    `factor`       the speedup: the time of the synchronous run with the same seed, divided by the time of this run.
+    `factor`       the speedup: the time of the synchronous run with the same seed, divided by the
+    time of this run.
     `generation`   CPU time of the inference server.
     `training`     CPU time of the trainer's process, which also runs the episodes and the logger.
-    `oldest`       time that the trainer waited for an older group, although B other groups had finished.
+    `oldest`       time that the trainer waited for an older group, although B other groups had
+    finished.
     `ideal`        max(generation, training + oldest), the least possible time of the run.
     `share`        the quotient `ideal` / `seconds`.
     `reward`       mean reward in the last ten steps.
     `mixed`        share of the walks that an update interrupted.
 
-`ideal` includes the time `oldest`, because a step waits for its oldest group even if enough other groups have finished.
-For the synchronous run, `ideal` is the time with a perfect overlap of generation and training. Each cell of the table
-is the median over the seeds.
+`ideal` includes the time `oldest`, because a step waits for its oldest group even if enough other
+groups have finished. For the synchronous run, `ideal` is the time with a perfect overlap of
+generation and training. Each cell of the table is the median over the seeds.
 """
 
 import argparse
@@ -69,55 +74,64 @@ def folder_of(root: Path, mode: Mode, concurrent: int, seed: int, steps: int) ->
     return root / "overlap" / f"eta{mode.eta}-{mode.update}-{concurrent}-steps{steps}-seed{seed}"
 
 
+def cores() -> list[int]:
+    """The core of the trainer, and that of the server."""
+    return sorted(os.sched_getaffinity(0))[:2]
+
+
+class Cores:
+    """A callback that gives the servers a core of their own, and writes CPU times to cpu.json."""
+
+    def __init__(self, config: Any) -> None:
+        self.path = config.run_dir / "cpu.json"
+        self.marks: list[dict[str, float]] = []
+
+    def on_start(self, run: Any) -> None:
+        self.run, self.pids = run, [child.process.pid for child in run.servers]
+        for thread in (t for pid in self.pids for t in Path(f"/proc/{pid}/task").iterdir()):
+            os.sched_setaffinity(int(thread.name), {int(os.environ["SERVER_CORE"])})
+        self.mark()
+
+    def on_step(self, metrics: dict) -> None:
+        if metrics["step"] == self.run.last_step:
+            self.mark()
+            self.path.write_text(json.dumps(self.marks))
+
+    def mark(self) -> None:
+        fields = (Path(f"/proc/{pid}/stat").read_text().split()[13:15] for pid in self.pids)
+        ticks = sum(int(ticks) for pair in fields for ticks in pair)
+        generation = ticks / os.sysconf("SC_CLK_TCK")
+        used = {"training": time.process_time(), "generation": generation}
+        self.marks.append({"seconds": time.time(), **used})
+
+
 def train(update: str, words: list[str]) -> int:
     """Train in this process, with the inference server on another core. Return the exit code."""
-    cores = sorted(os.sched_getaffinity(0))[:2]
-    os.sched_setaffinity(0, cores[:1])
-    from run.command import main, open_run
-    from train import TrainingLoop
+    trainer, os.environ["SERVER_CORE"] = cores()[0], str(cores()[-1])
+    os.sched_setaffinity(0, {trainer})
+    from run.start import begin, main
 
-    class Pinned(TrainingLoop):
-        """A training loop that gives the server a core of its own, and writes CPU times to the trace."""
+    begun = begin(words)
+    from train import PPOTrainer
 
-        def __init__(self, run: Any) -> None:
-            super().__init__(run)
-            for child in run.fleet.children[: len(run.servers)]:
-                for thread in Path(f"/proc/{child.process.pid}/task").iterdir():
-                    os.sched_setaffinity(int(thread.name), cores[1:])
-            self.mark()
+    class Drained(PPOTrainer):
+        """Lets all running groups finish before it sends new weights."""
 
-        def train_step(self, step: int) -> None:
-            super().train_step(step)
-            if step == self.last_step:
-                self.mark()
+        def push(self, version: int) -> None:
+            executor = self.run.executor
+            executor.pause()
+            while executor.stats.running:
+                time.sleep(0.001)
+            super().push(version)
+            executor.resume()
 
-        def mark(self) -> None:
-            """Write the CPU times of the trainer and of the inference server to the trace."""
-            [info] = self.rollout.servers.post_all("/model_info")
-            self.run.trace.mark("cpu", training=time.process_time(), generation=info["cpu_seconds"])
-
-    class Drained(Pinned):
-        """A training loop that lets all running groups finish before it sends new weights."""
-
-        def push_weights(self, version: int) -> None:
-            dispatcher = self.rollout.executor.dispatcher
-            dispatcher.pause()
-            with self.run.trace.span("drain"):
-                dispatcher.runner.wait_for(
-                    lambda: dispatcher.check_alive() or not self.rollout.executor.stats.running,
-                    None,
-                )
-            super().push_weights(version)
-
-    def run(config: Any) -> None:
-        with open_run(config) as parts:
-            {"interrupt": Pinned, "drain": Drained}[update](parts).train()
-
-    return main(run, words)
+    kind = {"interrupt": PPOTrainer, "drain": Drained}[update]
+    return main(begun, lambda run: kind(run.config, run).train())
 
 
 def behind_the_oldest(trace: list[dict]) -> float:
-    """Return the seconds that the trainer waited for a batch although at least BATCH groups had finished."""
+    """Return the seconds that the trainer waited for a batch although at least BATCH groups had
+    finished."""
     points = []  # (time, change of `ready`, change of `waits`)
     for event in trace:
         if event.get("name") == "rollout_wait":
@@ -135,10 +149,9 @@ def behind_the_oldest(trace: list[dict]) -> float:
 def measure(folder: Path) -> dict[str, float]:
     """Return a dict from the names of the table's columns to the numbers of one run."""
     trace = json.loads((folder / "trace.json").read_text())
-    begin, end = (event for event in trace if event.get("name") == "cpu")
+    begin, end = json.loads((folder / "cpu.json").read_text())
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    found = {name: end["args"][name] - begin["args"][name] for name in ("generation", "training")}
-    found |= {"seconds": (end["ts"] - begin["ts"]) / 1e6, "oldest": behind_the_oldest(trace)}
+    found = {name: end[name] - begin[name] for name in begin} | {"oldest": behind_the_oldest(trace)}
     found["ideal"] = max(found["generation"], found["training"] + found["oldest"])
     found["share"] = found["ideal"] / found["seconds"]
     found["reward"] = mean(line["reward"] for line in lines[-10:])
@@ -167,26 +180,19 @@ def main() -> int:
     start = time.monotonic()
 
     def run(mode: Mode, concurrent: int, seed: int) -> dict[str, float]:
-        """Return the numbers that the table shows for a run. If the run has not been made yet, make the run first."""
+        """Return the numbers that the table shows for a run. If the run has not been made yet, make
+        the run first."""
         folder = folder_of(args.fileroot, mode, concurrent, seed, args.steps)
         if not (folder / "done").exists():
             if time.monotonic() - start > args.seconds:
                 return {}
             folder.mkdir(parents=True, exist_ok=True)
             words = [
-                "--config",
-                "configs/maze.yaml",
-                f"seed={seed}",
-                f"max_steps={args.steps}",
-                "logger.live=false",
-            ]
-            words += [
+                *("--config", "maze", f"seed={seed}", f"max_steps={args.steps}"),
                 f"rollout.max_head_offpolicyness={mode.eta}",
                 f"rollout.max_concurrent_rollouts={concurrent}",
-            ]
-            words += [
-                f"fileroot={args.fileroot}",
-                "experiment_name=overlap",
+                "callbacks=[overlap.Cores, extras.trace.Trace]",
+                *(f"fileroot={args.fileroot}", "experiment_name=overlap"),
                 f"trial_name={folder.name}",
             ]
             command = [sys.executable, __file__, "--train", mode.update, *words]
@@ -212,7 +218,8 @@ def main() -> int:
             },
             flush=True,
         )
-    # The runs of one seed are made one after another, so that the machine has a similar load for all modes of one seed.
+    # The runs of one seed are made one after another, so that the machine has a similar load for
+    # all modes of one seed.
     runs = {mode: list[dict[str, float]]() for mode in best}
     for seed in args.seeds:
         found = {mode: run(mode, concurrent, seed) for mode, concurrent in best.items()}

@@ -1,22 +1,24 @@
-"""Claim: the proxy adds a few milliseconds to a call, and serves hundreds of calls a second on one core.
+"""Claim: the proxy adds a few milliseconds to a call, and serves hundreds of calls a second on one
+core.
 
-    python bench/proxy.py [--quick] [--litellm PYTHON]      # PYTHON is an interpreter that has litellm[proxy]
+    python bench/proxy.py [--quick] [--litellm PYTHON]   # PYTHON has litellm[proxy]
 
-The proxy runs in a process of its own. The proxy's inference engine is replaced by a class that answers at once with 24
-tokens. The rest of the proxy does its full work: it parses requests, builds the tree, renders the chat template,
-tokenises and replies. When the benchmark starts, it trains a tokenizer on the modules of this repository: a byte-pair
-encoding of 4,096 tokens. The benchmark sends the requests over raw sockets, so the times do not include a client
-library.
+The proxy runs in a process of its own. The proxy's inference engine is replaced by a class that
+answers at once with 24 tokens. The rest of the proxy does its full work: it parses requests, builds
+the tree, renders the chat template, tokenises and replies. When the benchmark starts, it trains a
+tokenizer on the modules of this repository: a byte-pair encoding of 4,096 tokens. The benchmark
+sends the requests over raw sockets, so the times do not include a client library.
 
-The benchmark prints a table and two lines. The rows `whole` and `streamed` show the calls per second and the proxy's
-CPU time per call, for whole replies and for streamed replies. The load is 200 concurrent sessions of 10 turns, and
-every turn sends its whole history. The target of `whole` is 500 calls per second on one core. The row `LiteLLM` shows
-the calls per second of LiteLLM's proxy, which also runs on one core. LiteLLM's proxy returns a constant text
-(mock_response) and does not render, tokenise or store anything. The line `one by one` shows two median times: the time
-of a single call to the proxy, and the time of an empty handler for a request of similar size. `added` is the median
-time of the proxy minus the median time of the empty handler. The line `history` shows the times of three successive
-calls with 1,000 messages of 2 kB. The first call renders and tokenises all messages, and the next calls render and
-tokenise only new messages.
+The benchmark prints a table and two lines. The rows `whole` and `streamed` show the calls per
+second and the proxy's CPU time per call, for whole replies and for streamed replies. The load is
+200 concurrent sessions of 10 turns, and every turn sends its whole history. The target of `whole`
+is 500 calls per second on one core. The row `LiteLLM` shows the calls per second of LiteLLM's
+proxy, which also runs on one core. LiteLLM's proxy returns a constant text (mock_response) and does
+not render, tokenise or store anything. The line `one by one` shows two median times: the time of a
+single call to the proxy, and the time of an empty handler for a request of similar size. `added` is
+the median time of the proxy minus the median time of the empty handler. The line `history` shows
+the times of three successive calls with 1,000 messages of 2 kB. The first call renders and
+tokenises all messages, and the next calls render and tokenise only new messages.
 """
 
 import argparse
@@ -76,7 +78,8 @@ def make_tokenizer() -> Any:
 
 
 def serve_proxy(port: int) -> None:
-    """Serve the proxy with an engine that answers at once. For comparison, add an empty handler at /empty."""
+    """Serve the proxy with an engine that answers at once. For comparison, add an empty handler at
+    /empty."""
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     from fastapi import Request, Response
 
@@ -121,7 +124,8 @@ CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else
 
 
 def pin(core: int, pid: int = 0) -> None:
-    """Pin a process to one core, by default this process. If the machine has only one core, do nothing."""
+    """Pin a process to one core, by default this process. If the machine has only one core, do
+    nothing."""
     if CORES[1:]:
         os.sched_setaffinity(pid, {CORES[core]})
 
@@ -142,7 +146,8 @@ class Raw:
         self.writer.close()
 
     async def post(self, path: str, body: bytes, headers: str = "") -> bytes:
-        """Send a request and return the whole body of the reply, even if the reply is sent in chunks."""
+        """Send a request and return the whole body of the reply, even if the reply is sent in
+        chunks."""
         head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n{headers}"
         self.writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
         head = (await self.reader.readuntil(b"\r\n\r\n")).decode().lower()
@@ -166,7 +171,8 @@ async def start_session(raw: Raw) -> str:
 
 
 async def talk(raw: Raw, path: str, turns: int, more: dict[str, Any]) -> list[float]:
-    """Hold one conversation and return the seconds of each turn. Every request also has the fields of `more`."""
+    """Hold one conversation and return the seconds of each turn. Every request also has the fields
+    of `more`."""
     messages: list[Any] = [
         {"role": "system", "content": "You are terse. " * 8},
         {"role": "user", "content": QUESTION},
@@ -195,8 +201,9 @@ async def talk(raw: Raw, path: str, turns: int, more: dict[str, Any]) -> list[fl
 async def load(
     port: int, sessions: int, turns: int, more: dict[str, Any], ours: bool = True
 ) -> tuple[float, float]:
-    """Run all sessions concurrently. Return the calls per second and the proxy's CPU milliseconds per call. For
-    LiteLLM's proxy the CPU time is not measured, and the function returns 0 instead."""
+    """Run all sessions concurrently. Return the calls per second and the proxy's CPU milliseconds
+    per call. For LiteLLM's proxy the CPU time is not measured, and the function returns 0
+    instead."""
 
     async def one(gate: asyncio.Event) -> None:
         async with Raw(port) as raw:
@@ -240,8 +247,8 @@ async def one_by_one(port: int, rounds: int) -> tuple[float, float]:
 
 
 async def long_history(port: int) -> tuple[float, list[float]]:
-    """Send a long history in three successive calls. Return the megabytes of the history and the milliseconds of each
-    call."""
+    """Send a long history in three successive calls. Return the megabytes of the history and the
+    milliseconds of each call."""
     messages = [
         {"role": ("user", "assistant")[k % 2], "content": f"{k} " + QUESTION * 20}
         for k in range(999)
@@ -277,7 +284,8 @@ def wait_for(port: int, process: subprocess.Popen) -> None:
 
 
 def bench_peer(python: str, sessions: int, turns: int) -> str:
-    """Return how many calls LiteLLM's proxy serves per second, or a message if LiteLLM is not installed."""
+    """Return how many calls LiteLLM's proxy serves per second, or a message if LiteLLM is not
+    installed."""
     if subprocess.run(
         [python, "-c", "import litellm"], capture_output=True, env=LITELLM
     ).returncode:

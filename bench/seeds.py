@@ -1,15 +1,17 @@
-"""Train one run for each seed, one after another, and print a table that shows whether each run has learnt.
+"""Train one run for each seed, one after another, and print a table that shows whether each run has
+learnt.
 
     python bench/seeds.py 1 2 3 4 5 31 32 33 34 35
     python bench/seeds.py --config configs/maze.yaml 101 102 103
 
-If a run exists already (runs/seeds/<experiment>/seed<k>), the script uses its metrics and does not train again. The
-column `first` shows the success in step 1, before any training. `last five` is the mean success in the last five steps.
-`seconds to .95` is the time of training until the mean success of five successive steps reaches .95. The last printed
-line shows the median and the largest value of `seconds to .95` (docs/speedrun.md).
+If a run exists already (runs/seeds/<experiment>/seed<k>), the script uses its metrics and does not
+train again. The column `first` shows the success in step 1, before any training. `last five` is the
+mean success in the last five steps. `seconds to .95` is the time of training until the mean success
+of five successive steps reaches .95. The last printed line shows the median and the largest value
+of `seconds to .95` (docs/speedrun.md).
 
-`load` is the machine's one-minute load average at the start of the run. On a machine with two cores, a load above 2
-means that other programs were running.
+`load` is the machine's one-minute load average at the start of the run. On a machine with two
+cores, a load above 2 means that other programs were running.
 """
 
 import argparse
@@ -28,7 +30,8 @@ from run.load import load  # noqa: E402
 
 
 def train(config: str, seed: int, folder: Path, root: Path) -> None:
-    """Run train.py and write the load average to the run's folder. Do nothing if the run's metrics exist already."""
+    """Run train.py and write the load average to the run's folder. Do nothing if the run's metrics
+    exist already."""
     if (folder / "metrics.jsonl").exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -40,8 +43,8 @@ def train(config: str, seed: int, folder: Path, root: Path) -> None:
 
 
 def seconds_to(lines: list[dict], goal: float = 0.95) -> float:
-    """Return the seconds of training until the mean success of five successive steps reaches `goal`. Return infinity if
-    no five steps reach `goal`."""
+    """Return the seconds of training until the mean success of five successive steps reaches
+    `goal`. Return infinity if no five steps reach `goal`."""
     ends = (
         k
         for k in range(5, len(lines) + 1)

@@ -1,11 +1,8 @@
-"""Print docs/lifecycle.md with the numbers of a new run (docs/tour.py), or write these numbers into docs/lifecycle.md.
+"""Print docs/lifecycle.md with the numbers of a new run; with --write, write them into it.
 
-    `make tour` prints docs/lifecycle.md with the numbers of a new run.
-    `python docs/lifecycle.py --write` writes the numbers of a new run into docs/lifecycle.md.
-
-docs/lifecycle.md ("the page") holds the text of the tour. On the page, each block that begins with ```text holds
-numbers of a run. The functions in MAKERS make the blocks, in the order of the page. The page also states the hash of
-the base model, because a run with another base model gives other numbers.
+docs/tour.py makes the run. Each ```text block of the page holds numbers of it; the functions in
+MAKERS make the blocks, in the order of the page. The page states the hash of the base model,
+because another one gives other numbers.
 """
 
 import os
@@ -28,25 +25,24 @@ from transformers.utils import logging as transformers_logging  # noqa: E402
 
 PAGE = ROOT / "docs" / "lifecycle.md"
 BLOCK = re.compile(r"```text\n.*?```", re.DOTALL)
-EPS, EPS_HIGHER, C_CLIP, SPREAD = 0.2, 0.28, 2.0, 0.4  # values from configs/demo.yaml
+EPS, EPS_HIGHER, C_CLIP, SCALE = 0.2, 0.28, 2.0, 2.5  # from configs/demo.yaml
 POLICIES = {"pi_behav": "logprobs", "pi_prox": "prox_logp", "pi_theta": "theta_logp"}
 Tour = dict[str, Any]  # what docs/tour.py returns
 
 
 def line(name: str, values: list) -> str:
-    """Return a line of text with a name and one column for each value."""
     return f"{name:10}" + "".join(
         f"{v:9.3f}" if isinstance(v, float) else f"{v:>9}" for v in values
     )
 
 
 def tokens(tour: Tour) -> str:
-    """Return a line with the sampled tokens of the game tour["game"]."""
     return line("token", [tour["words"][i] for i in tour["game"]["input_ids"].tolist()])
 
 
 def gate(tour: Tour) -> list[str]:
-    """Return the gate's state at the start of the run, after two groups have started, and after the weight update."""
+    """The gate's state at the start of the run, after two groups have started, and after the
+    weight update."""
     states = zip(("at first", "started", "updated"), tour["gates"])
     return [
         line("", list(tour["gates"][0])),
@@ -55,7 +51,8 @@ def gate(tour: Tour) -> list[str]:
 
 
 def request(tour: Tour) -> list[str]:
-    """Return the prompt of the last turn (the tokens of the parent turn and of the new messages) and its answer."""
+    """The prompt of the last turn (the tokens of the parent turn and of the new messages)
+    and its answer."""
     group, k = tour["group"], tour["longest"]
     words, turns = (
         [tour["words"][i] for i in group["input_ids"][k].tolist()],
@@ -74,7 +71,7 @@ def request(tour: Tour) -> list[str]:
 
 
 def versions(tour: Tour) -> list[str]:
-    """Return the version and the log-probability of each sampled token of the game."""
+    """The version and the log-probability of each sampled token of the game."""
     game = tour["game"]
     return [
         tokens(tour),
@@ -84,14 +81,15 @@ def versions(tour: Tour) -> list[str]:
 
 
 def returns(tour: Tour) -> list[list[float]]:
-    """Return the final reward R of each turn of each game."""
+    """The final reward R of each turn of each game."""
     group = tour["group"]
     rows = zip(group["turn_ids"], group["turn_rewards"])
     return [[float(R[turns == t][0]) for t in range(int(turns.max()) + 1)] for turns, R in rows]
 
 
 def tree(tour: Tour) -> list[str]:
-    """Draw the four games as one tree of turns, with the own reward r and the final reward R of each turn."""
+    """Draw the four games as one tree of turns, with the own reward r and the final reward R of
+    each turn."""
     group, lines = tour["group"], ["guess a number"]
     for k, R in enumerate(returns(tour)):
         turns, ids = group["turn_ids"][k].tolist(), group["input_ids"][k].tolist()
@@ -111,7 +109,7 @@ def tree(tour: Tour) -> list[str]:
 
 
 def age(tour: Tour) -> list[str]:
-    """Return a line with the age of the group."""
+    """A line with the age of the group."""
     head, version = int(tour["game"]["versions"].min()), tour["gates"][2]["version"]
     return [
         f"head version {head}, consumed at version {version}: age {version - head}, at most eta = 1"
@@ -119,7 +117,7 @@ def age(tour: Tour) -> list[str]:
 
 
 def policies(tour: Tour) -> list[str]:
-    """Return the probability of each token under three policies."""
+    """The probability of each token under three policies."""
     return [
         tokens(tour),
         *(line(name, tour["game"][key].exp().tolist()) for name, key in POLICIES.items()),
@@ -127,23 +125,24 @@ def policies(tour: Tour) -> list[str]:
 
 
 def advantages(tour: Tour) -> list[str]:
-    """Return the advantages of the longest game, computed in this function and by the project's code."""
+    """The advantages of the longest game, computed in this function and by the project's
+    code."""
     lines, every, k = list[str](), returns(tour), tour["longest"]
     code = tour["game"]["advantages"].tolist()
     for t, own in enumerate(every[k]):
         played = [R[t] for R in every if len(R) > t]
         mean = sum(played) / len(played)
         R = ", ".join(f"{x:g}" for x in played)
-        A = (own - mean) / SPREAD
+        A = (own - mean) * SCALE
         lines.append(
-            f"turn {t}   R: {R}".ljust(36) + f"A = ({own:g} - {mean:g}) / {SPREAD} = {A:.4f}"
+            f"turn {t}   R: {R}".ljust(36) + f"A = ({own:g} - {mean:g}) * {SCALE} = {A:.4f}"
         )
     lines.append(line("the code", code))
     return lines
 
 
 def loss(tour: Tour) -> list[str]:
-    """Return the loss of the game's tokens, computed in this function and by the project's code."""
+    """The loss of the game's tokens, computed in this function and by the project's code."""
     behav, prox, theta, advantages = (
         tour["game"][key].tolist() for key in (*POLICIES.values(), "advantages")
     )
@@ -177,7 +176,7 @@ MAKERS: list[Callable[[Tour], list[str]]] = [
 
 
 def fill(page: str, tour: Tour) -> str:
-    """Return the page with the blocks of this tour and the hash of its base model."""
+    """The page with the blocks of this tour and the hash of its base model."""
     blocks = ("\n".join(["```text", *make(tour), "```"]) for make in MAKERS)
     weights = (ROOT / tour["model_path"] / "model.safetensors").read_bytes()
     page = re.sub(r"(?<=has the hash `)\w*", blake2b(weights, digest_size=4).hexdigest(), page)

@@ -53,7 +53,8 @@ def main(words: list[str]) -> int:
     print(f"the model of step {step}; an empty line begins a new conversation, Ctrl-D ends")
     agent = config.workflow or f"{config.task}.WORKFLOW"
     print(f"its tools and turns: {sys.executable} -m extras.episode {agent} --model-path {model}")
-    key, tokenizer = secrets.token_urlsafe(), AutoTokenizer.from_pretrained(model)
+    key = secrets.token_urlsafe()
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
     gconfig = GenerationHyperparameters(max_new_tokens=most, greedy=True)
     messages: list[dict] = []
     with tempfile.TemporaryDirectory() as logs, closing(Fleet(Path(logs))) as fleet:

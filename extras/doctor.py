@@ -469,7 +469,7 @@ class Doctor:
         """Look at the running step every second, until the run ends or a strict doctor ends it."""
         executor = self.run.executor
         step, before = self.step, asdict(executor.stats)
-        while not self.over.wait(1.0):
+        while not self.over.wait(1.0) and executor.loop.thread.is_alive():
             found = []
             if where := find_blocker(executor.loop, BLOCKED_SECONDS, self.over):
                 measured = f"{BLOCKED_SECONDS:g} s in {where}"

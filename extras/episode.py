@@ -84,7 +84,7 @@ def main(argv: list[str] | None = None) -> int:
         try:
             workflow: Any = resolve_workflow(args.agent, args.kwargs, proxy=proxy)
             task = sys.modules.get(args.agent.rpartition(".")[0])
-            sample = args.data or getattr(task, "dataset", lambda: [{}])()[0]
+            sample: Any = args.data or getattr(task, "dataset", lambda: [{}])()[0]
             code = 1  # the command line was right
             options = {
                 "--model-path": args.model_path,

@@ -254,7 +254,7 @@ def machine_with_sglang(is_elsewhere: bool) -> Iterator[None]:
     if not is_elsewhere or key in os.environ:
         yield
         return
-    os.environ[key] = "python"
+    os.environ[key] = "python -m sglang.launch_server"
     try:
         yield
     finally:

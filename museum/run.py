@@ -1,121 +1,101 @@
-"""Run an exhibit of the museum: a copy of this project with one bug in it. The page museum/README.md explains the
-exhibits.
+"""Run an exhibit of the museum: a copy of this project with one bug in it (museum/README.md).
 
-    python museum/run.py areal-1569   # put the bug into a copy, run the copy for at most 60 s, print the report's path
-    python museum/run.py --tests      # run each exhibit's unit test in a copy with the bug; all tests must fail
-    python museum/run.py --all 20     # run every exhibit and 20 healthy runs, and write museum/results.md
+    python museum/run.py areal-1569   # train the copy until the doctor finds something
+    python museum/run.py --tests      # each exhibit's unit test in its copy: all must fail
+    python museum/run.py --all 20     # every exhibit and 20 healthy runs, for museum/results.md
 
-The checkout itself is never changed. A copy is a temporary folder, and the run's folder is runs/museum/NAME. If --all
-is stopped and started again, the script makes only the runs that have no report yet. To run all exhibits again, delete
-the folder runs/museum.
+The checkout is never changed: a copy is a temporary folder. What a run writes is runs/museum/NAME.
+--all makes only runs that have no report yet; delete runs/museum to make all of them again.
 """
 
 import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SECONDS = 60.0  # time limit of an exhibit's run
-BUSY = 240.0  # longer time limit with --all, because other programs may slow an exhibit down
-NOTES = """
-The doctor checked each run after its end (`python -m run.doctor runs/museum/NAME`). If the column "rule" says "none",
-only the unit test finds the bug. The run of areal-1345 restarts after step 3. In these runs, an exhibit had at most
-240 s instead of 60 s, because the cores were busy with other work. The healthy runs were made with doctor=strict, so an
-alarm ends such a run. An alarm in the second table is a false alarm, because the runs of the second table have no bug.
-"""
-RUN = re.compile(r"^python train\.py(.*)$", re.MULTILINE)  # a command in exhibit.md
-LEFT_OUT = shutil.ignore_patterns(
-    ".*", "runs", "__pycache__", "node_modules", "*.egg-info", "*.png"
-)
+RUNS = ROOT / "runs" / "museum"
+FIXED = [
+    f"fileroot={RUNS.parent}",
+    f"experiment_name={RUNS.name}",
+    "callbacks=[extras.report.Report, extras.doctor.Strict]",
+]
+LEFT_OUT = shutil.ignore_patterns(".*", "runs", "__pycache__", "node_modules", "*.egg-info")
 EXHIBITS = sorted(path.parent.name for path in ROOT.glob("museum/*/bug.patch"))
-HEALTHY = (
-    "",
-    "--config configs/maze.yaml",
-)  # maze for healthy runs 1, 3, ...; demo for healthy runs 2, 4, ...
+HEALTHY = ("seed={}", "--config maze seed={}")
+HEAD = """# Results
+
+`python museum/run.py --all {}` wrote this page. The doctor ends a run at its first finding; a
+finding in the second table would be a false alarm.
+
+"""
 
 
 def make_copy(name: str, folder: str) -> Path:
-    """Copy the project to `folder`, apply the patch of exhibit `name`, and return the folder of the copy."""
+    """Copy the project with the bug of an exhibit."""
     copy = Path(folder) / "copy"
     shutil.copytree(ROOT, copy, ignore=LEFT_OUT)
     (ROOT / ".cache").mkdir(exist_ok=True)
-    (copy / ".cache").symlink_to(ROOT / ".cache")  # all copies share one base model of the demo
+    (copy / ".cache").symlink_to(ROOT / ".cache")  # base models
     patch = ROOT / "museum" / name / "bug.patch"
-    subprocess.run(
-        ["git", "apply", "--unsafe-paths", f"--directory={copy}", patch], cwd="/", check=True
-    )
+    apply = ["git", "apply", "--unsafe-paths", f"--directory={copy}", patch]
+    subprocess.run(apply, cwd="/", check=True)
     return copy
 
 
-def find_in_solution(name: str, what: str) -> str:
-    """Return the text after `what` in the solution of an exhibit, without quotes. `what` is "Unit test" or "Doctor"."""
+def in_solution(name: str, what: str) -> str:
+    """The "Unit test" or the "Doctor" that a solution names."""
     text = (ROOT / "museum" / name / "solution.md").read_text()
-    return re.findall(rf"^{what}: `?([^`\n]+)`?", text, re.MULTILINE)[0]
+    return re.findall(rf"^{what}: `([^`\n]+)`", text, re.MULTILINE)[0]
 
 
-def train(code: Path, words: str, trial: str, seconds: float, doctor: str = "off") -> None:
-    """Run train.py in the folder `code`. After `seconds`, interrupt the run (Ctrl-C), so that the run writes its
-    report."""
-    fixed = [
-        f"fileroot={ROOT / 'runs'}",
-        "experiment_name=museum",
-        f"trial_name={trial}",
-        "logger.live=false",
-        f"doctor={doctor}",
-    ]
+def commands(name: str) -> list[str]:
+    """The words after `python train.py` in an exhibit, for each of its commands."""
+    page = (ROOT / "museum" / name / "exhibit.md").read_text()
+    return re.findall(r"^python train\.py(.*)$", page, re.MULTILINE)
+
+
+def train(code: Path, words: str, trial: str) -> None:
+    """Train in the folder `code`, to the last step or to the doctor's first finding."""
+    command = [sys.executable, "train.py", *words.split(), *FIXED, f"trial_name={trial}"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(code)}
-    command = [sys.executable, "train.py", *words.split(), *fixed]
-    process = subprocess.Popen(command, cwd=code, env=environment, start_new_session=True)
-    try:
-        process.wait(max(seconds, 1))
-    except (subprocess.TimeoutExpired, KeyboardInterrupt):
-        process.send_signal(signal.SIGINT)
-        process.wait()
+    done = subprocess.run(command, cwd=code, env=environment, stderr=subprocess.PIPE, text=True)
+    if done.returncode and not finding(trial):
+        sys.exit(done.stderr)
 
 
-def show(name: str, seconds: float = SECONDS) -> Path:
-    """Run all commands of an exhibit in a patched copy, for at most `seconds` in total. Return the run's folder."""
-    folder, commands = (
-        ROOT / "runs" / "museum" / name,
-        RUN.findall((ROOT / "museum" / name / "exhibit.md").read_text()),
-    )
-    shutil.rmtree(folder, ignore_errors=True)
-    with tempfile.TemporaryDirectory() as temporary:
-        code = make_copy(name, temporary)
-        plan = [sys.executable, "train.py", *commands[0].split(), "--dry-run"]
-        subprocess.run(
-            plan, cwd=code, stdout=subprocess.DEVNULL, check=True
-        )  # the dry run makes a missing base model
-        end = time.monotonic() + seconds
-        for words in commands:
-            train(code, words, name, end - time.monotonic())
-    return folder
+def finding(trial: str) -> dict:
+    """What ended a run: step, rule and text; {} for a healthy one."""
+    path = RUNS / trial / "doctor.jsonl"
+    return json.loads(path.read_text().splitlines()[0]) if path.exists() else {}
 
 
-def findings(folder: Path) -> dict[str, int]:
-    """Check a run with `python -m run.doctor`. Return, for each rule that fires, the step at which the rule fires
-    first."""
-    done = subprocess.run(
-        [sys.executable, "-m", "run.doctor", folder], cwd=ROOT, capture_output=True, text=True
-    )
-    return {
-        rule: int(step)
-        for step, rule in re.findall(r"^doctor: step (\d+), (\w+) =", done.stdout, re.MULTILINE)
-    }
+def make_run(trial: str) -> dict:
+    """Make the run of an exhibit, or of the healthy project ("healthy-3"); return its finding."""
+    shutil.rmtree(RUNS / trial, ignore_errors=True)
+    if trial not in EXHIBITS:
+        train(ROOT, healthy_words(trial), trial)
+        return finding(trial)
+    with tempfile.TemporaryDirectory() as folder:
+        code = make_copy(trial, folder)
+        for words in commands(trial):
+            train(code, words, trial)
+    return finding(trial)
 
 
-def run_unit_tests(names: list[str]) -> dict[str, int]:
-    """Run the unit test of each exhibit in a patched copy. Return pytest's exit code for each test. The exit code 1
-    means that the test fails.
+def healthy_words(trial: str) -> str:
+    number = int(trial.rpartition("-")[2])
+    return HEALTHY[number % len(HEALTHY)].format(number) + " max_steps=12"
 
-    This process imports the large packages once. Each test runs in a fork of this process.
+
+def run_unit_tests() -> dict[str, int]:
+    """pytest's exit code for each exhibit's test in its copy; 1 means that the test fails.
+
+    The large packages are imported once, and each test runs in a fork.
     """
     import openai.types.chat  # noqa: F401
     import pytest
@@ -124,101 +104,61 @@ def run_unit_tests(names: list[str]) -> dict[str, int]:
     from transformers import AutoTokenizer, Qwen3ForCausalLM  # noqa: F401
 
     codes = {}
-    for name in names:
-        with tempfile.TemporaryDirectory() as temporary:
-            code = make_copy(name, temporary)
+    for name in EXHIBITS:
+        with tempfile.TemporaryDirectory() as folder, (RUNS / f"{name}.log").open("w") as log:
+            code = make_copy(name, folder)
             if (child := os.fork()) == 0:
                 os.chdir(code)
-                sys.path[0], exit_code = str(code), -1
+                os.dup2(log.fileno(), 1)
+                sys.path[0], status = str(code), -1
                 quiet = [
-                    "-q",
                     "-p",
                     "no:cacheprovider",
                     "-W",
                     "ignore::pytest.PytestAssertRewriteWarning",
                 ]
                 try:
-                    with (ROOT / "runs" / "museum" / f"{name}.log").open("w") as log:
-                        os.dup2(log.fileno(), 1)
-                        exit_code = pytest.main([*quiet, find_in_solution(name, "Unit test")])
+                    status = pytest.main([*quiet, in_solution(name, "Unit test")])
                 finally:
-                    os._exit(exit_code)
+                    os._exit(status)
             codes[name] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     return codes
 
 
-def is_made(folder: Path) -> bool:
-    """Return whether a run has written its report."""
-    return (folder / "report.html").exists()
+def write_results(healthy: int) -> None:
+    """Make the runs that are not there yet, and write museum/results.md."""
 
+    def found(trial: str) -> dict:
+        return finding(trial) if (RUNS / trial / "report.html").exists() else make_run(trial)
 
-def describe(name: str, code: int) -> str:
-    """Return an exhibit's row of the table. If the exhibit's run has no report yet, run the exhibit first.
-    `code` is the exit code of pytest for the exhibit's unit test."""
-    folder, rule = ROOT / "runs" / "museum" / name, find_in_solution(name, "Doctor")
-    steps = findings(folder if is_made(folder) else show(name, BUSY))
-    others = ", ".join(f"{other} {step}" for other, step in steps.items() if other != rule) or "-"
-    test = "fails" if code == 1 else "**passes**"
-    return f"| `make museum BUG={name}` | {rule} | {steps.get(rule, '-')} | {others} | {test} |"
-
-
-def describe_healthy(number: int) -> str:
-    """Return the table row of healthy run `number`. If the run has no report yet, first make the run with
-    doctor=strict."""
-    words = f"{HEALTHY[number % len(HEALTHY)]} seed={number} max_steps=12 doctor=strict".strip()
-    folder = ROOT / "runs" / "museum" / f"healthy-{number}"
-    if not is_made(folder):
-        shutil.rmtree(folder, ignore_errors=True)
-        train(ROOT, words.removesuffix("doctor=strict"), folder.name, BUSY, doctor="strict")
-    steps = len((folder / "metrics.jsonl").read_text().splitlines())
-    alarms = ", ".join(f"{rule} {step}" for rule, step in findings(folder).items()) or "none"
-    return f"| `python train.py {words}` | {steps} | {alarms} |"
-
-
-def write_table(healthy: int) -> None:
-    """Run every exhibit and `healthy` healthy runs, and write museum/results.md."""
-    lines = [
-        "# Results",
-        "",
-        f"The command `python museum/run.py --all {healthy}` wrote this page.",
-        "",
-    ]
-    lines += [
-        "| exhibit | rule | at step | other alarms, with step | unit test |",
-        "|---|---|---|---|---|",
-    ]
-    codes = run_unit_tests(EXHIBITS)
-    lines += [describe(name, codes[name]) for name in EXHIBITS]
-    lines += [
-        "",
-        "| healthy run | steps | alarms, with step |",
-        "|---|---|---|",
-        *map(describe_healthy, range(1, healthy + 1)),
-    ]
-    (ROOT / "museum" / "results.md").write_text("\n".join(lines) + "\n" + NOTES)
+    codes = run_unit_tests()
+    rows = ["| exhibit | the doctor's rule | at step | unit test |", "|---|---|---|---|"]
+    for name in EXHIBITS:
+        said, test = found(name), "fails" if codes[name] == 1 else "**passes**"
+        rows.append(f"| {name} | {said.get('rule')} | {said.get('step')} | {test} |")
+    rows += ["", "| healthy run | finding |", "|---|---|"]
+    for k in range(1, healthy + 1):
+        said = found(f"healthy-{k}").get("rule", "none")
+        rows.append(f"| `python train.py {healthy_words(f'healthy-{k}')}` | {said} |")
+    page = HEAD.format(healthy) + "\n".join(rows) + "\n"
+    (ROOT / "museum" / "results.md").write_text(page)
 
 
 def main(words: list[str]) -> int:
-    """Execute the command line, and return the exit code."""
-    (ROOT / "runs" / "museum").mkdir(parents=True, exist_ok=True)
+    RUNS.mkdir(parents=True, exist_ok=True)
     if words == ["--tests"]:
-        codes = run_unit_tests(EXHIBITS)
-        print(json.dumps(codes))
-        return int(set(codes.values()) != {1})
+        print(json.dumps(codes := run_unit_tests()))
+        return int({*codes.values()} != {1})
     if words[:1] == ["--all"]:
-        write_table(int(words[1]) if len(words) > 1 else 0)
-    elif len(words) == 1 and words[0] in EXHIBITS:
-        folder = show(words[0])
-        print(
-            f"\nThe exhibit: museum/{words[0]}/exhibit.md. What do you see, what would you check?"
-        )
-        print(f"The report: {folder / 'report.html'}")
-    else:
-        print(
-            f"the exhibits are {' '.join(EXHIBITS)}; the command is make museum BUG=NAME",
-            file=sys.stderr,
-        )
+        write_results(int(words[1]) if len(words) > 1 else 0)
+        return 0
+    if len(words) != 1 or words[0] not in EXHIBITS:
+        print(f"make museum BUG=NAME, one of {' '.join(EXHIBITS)}", file=sys.stderr)
         return 2
+    said = make_run(words[0])
+    print(f"\nThe doctor has ended the run:\n{said.get('text', 'it found nothing')}")
+    print(f"The questions: museum/{words[0]}/exhibit.md")
+    print(f"The report: {RUNS / words[0] / 'report.html'}")
     return 0
 
 

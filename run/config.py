@@ -201,7 +201,7 @@ class WeightUpdateConfig(Keys):
     mode: Literal["auto", "disk", "distributed"] = key(
         "auto", "files, or a process group; auto: files on one machine or for one GPU"
     )
-    path: str | None = key(None, "folder for the files; default: /dev/shm, else the run's folder")
+    path: str | None = key(None, "folder for the files, such as /dev/shm; default: the run's")
     address: str = key("127.0.0.1", "where servers reach the trainer, with mode=distributed")
 
 

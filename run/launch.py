@@ -234,7 +234,7 @@ def server_options(config: TrainConfig) -> dict[str, Any]:
 
 
 def sglang_command(config: TrainConfig, is_shared: bool, on_gpu: bool) -> list[str]:
-    """The command of SGLang. POCKET_AREAL_SGLANG may name another Python that has it."""
+    """The command of SGLang. POCKET_AREAL_SGLANG may be another command that starts it."""
     elsewhere = os.environ.get("POCKET_AREAL_SGLANG")
     if not elsewhere and importlib.util.find_spec("sglang") is None:
         raise ConfigError(
@@ -249,17 +249,9 @@ def sglang_command(config: TrainConfig, is_shared: bool, on_gpu: bool) -> list[s
     if on_gpu:  # float32 logits, as the trainer has; SGLang would serve float32 models in float16
         options |= {"--dtype": "bfloat16", "--mem-fraction-static": 0.6 if is_shared else 0.85}
         flags = ["--enable-fp32-lm-head"]
-    python = shlex.split(elsewhere or sys.executable)
-    start = [sys.executable, "-P", "-m", "inference.with_parent", "--api-key"]
-    return [
-        *start,
-        *python,
-        "-m",
-        "sglang.launch_server",
-        *to_words(options),
-        *flags,
-        *config.server.args,
-    ]
+    start = shlex.split(elsewhere or f"{sys.executable} -m sglang.launch_server")
+    with_parent = [sys.executable, "-P", "-m", "inference.with_parent", "--api-key"]
+    return [*with_parent, *start, *to_words(options), *flags, *config.server.args]
 
 
 def plan_proxies(

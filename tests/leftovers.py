@@ -1,11 +1,10 @@
-"""Run train.py with a planted error, and print what the run has left behind.
+"""Run train.py with a planted error, and print what the run leaves behind.
 
-    python tests/leftovers.py run/command.py "stack.callback(fleet.close)" "pass" max_steps=1
+    python tests/leftovers.py run/start.py "stack.callback(fleet.close)" "pass" max_steps=1
 
-The arguments of this script are a file, a piece of the file's code, the code that replaces this piece, and the
-arguments of train.py. If the second argument is empty, no error is planted. The last line of the output is JSON, with
-the lists of the threads, processes and files that the run has left behind. Set TMPDIR to an empty folder before the
-run, so that the list of files contains only files of this run.
+The arguments are a file, a piece of its code, what replaces it, and those of train.py. An empty
+piece plants nothing. The last line of the output is JSON: threads, processes and files. TMPDIR
+should be an empty folder, so that only files of the run are listed.
 """
 
 import importlib.util
@@ -32,10 +31,10 @@ def plant(file: str, line: str, changed: str) -> None:
 
 
 def processes() -> list[str]:
-    """Return the commands of all processes that descend from this process, including those whose parents have ended."""
+    """The commands of all descendants, also of those whose parents have ended."""
     mark, found = f"{MARK}={os.getpid()}\0".encode(), []
     for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # the process may end while this code reads its files
+        with suppress(OSError):  # the process may end meanwhile
             if folder.name != str(os.getpid()) and mark in (folder / "environ").read_bytes():
                 found.append((folder / "cmdline").read_text().replace("\0", " ")[:200])
     return found
@@ -50,11 +49,12 @@ def main() -> None:
     with suppress(SystemExit):
         runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
     paths = *Path(tempfile.gettempdir()).rglob("*"), *Path("/dev/shm").glob(f"*{os.getpid()}*")
-    files = [str(path) for path in paths if path.is_file()]
-    threads = [
-        thread.name for thread in threading.enumerate() if thread is not threading.main_thread()
-    ]
-    left = {"threads": threads, "processes": processes(), "files": files}
+    main_thread = threading.main_thread()
+    left = {
+        "threads": [thread.name for thread in threading.enumerate() if thread is not main_thread],
+        "processes": processes(),
+        "files": [str(path) for path in paths if path.is_file()],
+    }
     print(json.dumps(left), flush=True)
     os._exit(0)  # a planted error may leave a thread that would keep this process from ending
 

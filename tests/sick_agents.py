@@ -1,65 +1,54 @@
-"""Agents with which a run never finishes its first step. The files tests/run/test_doctor.py and
-tests/run/test_failures.py use these agents."""
+"""Agents with which a run never finishes its first step, and one that leaves a process behind."""
 
 import asyncio
+import subprocess
+import sys
 import threading
 from typing import Any
 
-from openai import AsyncOpenAI
+from tasks.guess import GuessAgent
 
 
 class BlockingAgent:
-    """An agent that blocks the event loop for ever, like a synchronous call without a time limit."""
+    """Blocks the event loop for ever, like a synchronous call without a time limit."""
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
         threading.Event().wait()
         return 1.0
 
 
-class SilentAgent:
-    """An agent that never sets a reward, so that every group is rejected."""
+class NoneAgent:
+    """Never sets a reward, so every group is rejected."""
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> None:
         await asyncio.sleep(0)
 
 
-class CallingAgent:
-    """The base class of agents that send one request and compute the reward from the reply."""
-
-    prompt, key = "guess a number", "secret"
+class NaNAgent(GuessAgent):
+    """Its rewards are NaN."""
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
-        where = {key: extra_kwargs[key] for key in ("base_url", "http_client", "api_key")}
-        client = AsyncOpenAI(**where, max_retries=0)
-        messages: Any = [{"role": "user", "content": self.prompt}]
-        reply = await client.chat.completions.create(model="default", messages=messages)
-        return self.reward(str(data[self.key]), reply.choices[0].message.content or "")
-
-    def reward(self, answer: str, text: str) -> float:
-        return float(answer in text)
+        return await super().run(data, **extra_kwargs) * float("nan")
 
 
-class NaNAgent(CallingAgent):
-    """An agent whose rewards are NaN."""
+class RaisingAgent(GuessAgent):
+    """Raises after its game, each time with other digits in the message."""
 
-    def reward(self, answer: str, text: str) -> float:
-        return float("nan")
-
-
-class ColumnAgent(CallingAgent):
-    """An agent that reads a column that is not in the data."""
-
-    key = "answer"
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
+        await super().run(data, **extra_kwargs)
+        raise OSError(f"no board {id(data)}")
 
 
-class LongAgent(CallingAgent):
-    """An agent whose prompt is longer than the context of the demo's model."""
+class ExitingAgent(GuessAgent):
+    """Calls sys.exit."""
 
-    prompt = "guess a number " * 100
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
+        sys.exit("enough")
 
 
-class RaisingAgent(CallingAgent):
-    """An agent that raises an exception in every episode, after its request."""
+class ForkingAgent(GuessAgent):
+    """Leaves a process behind, which ends with the run's folder lock in nobody's hand."""
 
-    def reward(self, answer: str, text: str) -> float:
-        raise OSError(f"no board {id(text)}")
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
+        subprocess.Popen(["sleep", "20"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        return await super().run(data, **extra_kwargs)

@@ -171,13 +171,14 @@ def start(
     actor = SimpleNamespace(compute_logp=lambda rows: torch.zeros(rows["input_ids"].shape))
     engine = SimpleNamespace(score=lambda ids: [[0.0] * len(ids)]) if rank == 0 else None
     run = SimpleNamespace(rank=rank, step=0, last_step=last, history=[], actor=actor, engine=engine)
-    run.executor = SimpleNamespace(stats=RolloutStat(), loop=None, **executor)
+    run.executor = SimpleNamespace(stats=RolloutStat(), loop=LOOP, **executor)
     doctor = kind(config)
     doctor.over.set()
     doctor.on_start(run)
     return doctor, run
 
 
+LOOP = SimpleNamespace(thread=threading.main_thread())
 IDS = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 0]])
 MASK = torch.tensor([[0, 0, 1, 1], [0, 1, 1, 0]])
 BATCH = {"input_ids": IDS, "attention_mask": IDS > 0, "temperatures": torch.full((2, 4), 0.5)}
@@ -471,7 +472,7 @@ def test_the_end_of_a_run_ends_the_search(loop: Any) -> None:
 
 @pytest.mark.runs
 @pytest.mark.parametrize(
-    ("agent", "rule"), [("BlockingAgent", "blocked_loop"), ("SilentAgent", "rejection")]
+    ("agent", "rule"), [("BlockingAgent", "blocked_loop"), ("NoneAgent", "rejection")]
 )
 def test_a_run_that_never_ends_its_first_step_is_stopped(
     tmp_path: Path, agent: str, rule: str

@@ -81,8 +81,13 @@ def folder(tmp_path: Path) -> Path:
     lines = []
     for step, reward in ((5, 0.25), (6, 0.5), (7, 1.0)):
         save_batch(folder / "tokens" / f"{step:05d}.safetensors", make_batch())
-        line = {"step": step, "version": step - 1, "reward": reward, "loss": float("nan")}
-        line |= {"logp_mismatch": 1e-6, "lag_counts": [3, 3, 1], "wall_s": 1.0 * step}
+        line: dict[str, Any] = {"step": step, "version": step - 1, "reward": reward}
+        line |= {
+            "loss": float("nan"),
+            "logp_mismatch": 1e-6,
+            "lag_counts": [3, 3, 1],
+            "wall_s": 1.0 * step,
+        }
         line |= {"staleness_mean": 0.7, "staleness_max": 2.0, "entropy": 0.5}
         lines.append(line | ({"eval_reward": 0.75, "eval_reward_sem": 0.1} if step == 6 else {}))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

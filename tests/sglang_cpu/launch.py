@@ -14,16 +14,12 @@ An import hook replaces each of the three packages by a stand-in: a module in wh
 name in a stand-in is a class, and any other name is a decorator that returns its function unchanged. If SGLang calls a
 function of sgl_kernel, the stand-in raises an error instead of returning a wrong result. The import hook is installed
 at the top level of this module, because each worker of SGLang is a spawned process that imports this module.
-
-This script adds the flag --exit-with-parent, which ends the server and all its workers when standard input is closed.
 """
 
 import importlib.abc
 import importlib.machinery
 import os
-import signal
 import sys
-import threading
 from types import ModuleType
 from typing import Any
 
@@ -108,21 +104,7 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 sys.meta_path.insert(0, Finder())
 
 
-def end_with_parent() -> None:
-    """Wait until standard input is closed, then kill this process and all its workers."""
-    while os.read(0, 4096):
-        pass
-    os.killpg(0, signal.SIGKILL)
-
-
 def main(argv: list[str]) -> None:
-    if "--exit-with-parent" in argv:
-        argv.remove("--exit-with-parent")
-        if os.getpgrp() != os.getpid():
-            os.setpgid(
-                0, 0
-            )  # killpg can end this process and its workers, because they form a group
-        threading.Thread(target=end_with_parent, daemon=True).start()
     for name, value in DEFAULTS.items():
         if name not in argv:
             argv += [name, value]

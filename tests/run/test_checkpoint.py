@@ -1,0 +1,183 @@
+"""A run that is killed goes on from its last checkpoint: each step once, no prompt skipped, none
+trained twice."""
+
+import json
+import random
+import re
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from conftest import ROOT
+from runs import SMALL_GUESS, command, finish, metrics_of, signalled
+from safetensors.torch import load_file
+
+from run.checkpoint import best_step, cut_metrics, load_checkpoint, save_checkpoint, save_model
+from run.config import ConfigError
+from training.ranks import join_ranks, leave_ranks
+
+SMALL = [*SMALL_GUESS, "actor.ppo_epochs=1", "recover_interval=1", "train_dataset.batch_size=3"]
+
+
+class Part:
+    """A trainer whose state is one number, and an executor that has consumed some prompts."""
+
+    rank = 0
+
+    def __init__(self) -> None:
+        self.state: Any = 0
+
+    def save_state(self, folder: Path) -> None:
+        (folder / "model").write_text(str(self.state))
+
+    def load_state(self, folder: Path) -> None:
+        self.state = int((folder / "model").read_text())
+
+    def save(self, folder: Path) -> None:
+        folder.mkdir(parents=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next_id": self.state, "open": []}
+
+    def load_state_dict(self, state: dict[str, Any], version: int) -> None:
+        self.state = state["next_id"], version
+
+
+@pytest.fixture
+def ranks():
+    join_ranks()
+    yield
+    leave_ranks()
+
+
+def write_metrics(folder: Path, steps: int) -> None:
+    lines = (json.dumps({"step": k}) + "\n" for k in range(1, steps + 1))
+    (folder / "metrics.jsonl").write_text("".join(lines))
+
+
+def test_a_checkpoint_is_everything_that_a_run_goes_on_with(ranks: None, tmp_path: Path) -> None:
+    """Trainer, executor and random numbers go on where they were, and metrics.jsonl is cut to the
+    step. The newest two are kept."""
+    for step in (1, 2, 3):
+        actor, executor = Part(), Part()
+        actor.state, executor.state = 10 * step, step
+        save_checkpoint(tmp_path, step, actor, executor)
+        expected = random.random(), torch.rand(1)
+    assert sorted(path.name for path in (tmp_path / "recover").iterdir()) == [
+        "step00002",
+        "step00003",
+    ]
+    write_metrics(tmp_path, 5)
+    actor, executor = Part(), Part()
+    assert load_checkpoint(tmp_path, actor, executor) == 3
+    assert (actor.state, executor.state) == (30, (3, 3))
+    assert (random.random(), torch.rand(1)) == expected
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
+
+
+@pytest.mark.parametrize("damage", ["state.json", "model", "random.pt"])
+def test_where_one_checkpoint_is_damaged_the_one_before_is_taken(
+    ranks: None, tmp_path: Path, damage: str
+) -> None:
+    """A power cut may leave any file half written."""
+    for step in (1, 2):
+        save_checkpoint(tmp_path, step, Part(), Part())
+    (tmp_path / "recover/step00002" / damage).write_bytes(b"\x00")
+    write_metrics(tmp_path, 2)
+    assert load_checkpoint(tmp_path, Part(), Part()) == 1
+
+
+def test_lost_lines_of_the_metrics_are_an_error(ranks: None, tmp_path: Path) -> None:
+    """Without its metrics a run cannot go on, and nothing is changed."""
+    write_metrics(tmp_path, 2)
+    with pytest.raises(ConfigError, match="does not hold steps 1 to 3"):
+        cut_metrics(tmp_path / "metrics.jsonl", 3)
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_the_newest_and_the_best_models_stay(ranks: None, tmp_path: Path) -> None:
+    """Of equal evaluations the newest is the best. Models of a later, lost step do not count."""
+    scores = {1: 0.5, 2: 0.9, 3: 0.1, 4: None, 5: 0.2, 6: 0.3}
+    history = []
+    for step, score in scores.items():
+        history.append({"step": step, "eval_reward": score})
+        save_model(Part(), tmp_path, step, history)
+    kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert kept == ["step00002", "step00005", "step00006"]
+    assert best_step([{"step": k, "eval_reward": 1.0} for k in (1, 2)], {1, 2}) == 2
+
+
+# ---- whole runs
+
+
+def run_until(folder: Path, line: str, *words: str) -> None:
+    """Start a run that kills itself (SIGKILL) when it prints `line`, and wait for its end."""
+    dies = signalled(command(folder, *SMALL, *words), line, signal.SIGKILL)
+    done = subprocess.run(dies, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == -signal.SIGKILL, done.stdout + done.stderr
+
+
+def check_lineage(folder: Path, batch: int, eta: int) -> None:
+    """Each step once, each group in exactly one step, none skipped, none too old."""
+    metrics, trained = metrics_of(folder), []
+    assert [line["step"] for line in metrics] == list(range(1, len(metrics) + 1))
+    for line in metrics:
+        tokens = load_file(folder / f"e/t/tokens/{line['step']:05d}.safetensors")
+        trained += sorted(set(tokens["group_ids"].tolist()))
+        assert line["staleness_max"] <= eta
+        assert int(tokens["versions"].max()) <= line["version"]
+    assert trained == list(range(batch * len(metrics))), "in order of the data, without a gap"
+
+
+@pytest.mark.runs
+def test_a_synchronous_run_repeats_through_kills(tmp_path: Path) -> None:
+    """A run that was killed twice has the metrics of one that was not."""
+    words = ("max_steps=4", "rollout.max_head_offpolicyness=0")
+    finish(command(tmp_path / "whole", *SMALL, *words))
+    for line in ("step 2 ", "starting server-0"):
+        run_until(tmp_path / "killed", line, *words)
+    finish(command(tmp_path / "killed", *SMALL, *words))
+    check_lineage(tmp_path / "killed", batch=3, eta=0)
+    for one, two in zip(*(metrics_of(tmp_path / name) for name in ("whole", "killed"))):
+        for key in ("reward", "tokens", "staleness_max", "version"):
+            assert one[key] == two[key], (one["step"], key)
+        assert one["loss"] == pytest.approx(two["loss"], abs=1e-5)
+
+
+@pytest.mark.runs
+def test_an_asynchronous_run_survives_kills_anywhere(tmp_path: Path) -> None:
+    """A finished run that is started again has nothing to do."""
+    words = ("max_steps=6", "rollout.max_head_offpolicyness=2")
+    for line in ("step 1 ", "starting server-0", "step 3 ", "step 4 "):
+        run_until(tmp_path, line, *words)
+    for _ in range(2):
+        said = finish(command(tmp_path, *SMALL, *words)).stdout
+        check_lineage(tmp_path, batch=3, eta=2)
+    assert len(metrics_of(tmp_path)) == 6
+    assert not re.search("^step ", said, re.M)
+
+
+@pytest.mark.runs
+@pytest.mark.parametrize("left", ["ready", "in the middle of an update"])
+def test_running_servers_get_the_weights_of_the_next_run(
+    tmp_path: Path, start_tiny_server, left: str
+) -> None:
+    """Servers that outlive their run may be paused and have other weights; step 1 trains on tokens
+    of version 0 all the same."""
+    from tasks import guess
+
+    guess.make_model(tmp_path / "base", 1)
+    guess.make_model(tmp_path / "other", 2)
+    url = start_tiny_server("--model-path", str(tmp_path / "other"), "--weight-version", "3")
+    if left != "ready":
+        httpx.post(f"{url}/pause_generation", json={"mode": "retract"})
+        httpx.post(f"{url}/update_weight_version", json={"new_version": "4-incomplete"})
+    words = [f"rollout.server_addrs=[{url}]", f"model_path={tmp_path / 'base'}", "max_steps=1"]
+    finish(command(tmp_path, *SMALL, *words))
+    [line] = metrics_of(tmp_path)
+    assert line["staleness_max"] == 0
+    assert line["logp_mismatch"] < 1e-4
