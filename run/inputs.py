@@ -8,7 +8,6 @@ a small base model (tasks/guess.py, tasks/gsm8k.py). Keys replace parts of it.
 import hashlib
 import importlib
 import importlib.util
-import inspect
 import json
 import re
 from collections.abc import Iterator
@@ -118,7 +117,6 @@ def load_inputs(config: TrainConfig, workflow: Any = None, kwargs: dict | None =
         load_workflow(config, task, {"gconfig": g, "tokenizer": tokenizer}, workflow, kwargs)
         for g in (config.gconfig, config.evaluation_gconfig)
     )
-    try_sample((validation or dataset)[0], used)
     return Inputs(task, dataset, validation, tokenizer, used, evaluated)
 
 
@@ -171,26 +169,12 @@ def make_dataloader(config: TrainConfig, dataset: list[dict]) -> Any:
     import torch
     from torch.utils.data import DataLoader
 
-    batch = config.train_dataset.batch_size
-    if len(dataset) < batch:
-        dataset = dataset * -(-batch // len(dataset))
-    generator = torch.Generator().manual_seed(config.seed)
-    shuffle = config.train_dataset.shuffle
+    keys = config.train_dataset
     return DataLoader(
-        dataset,  # type: ignore[arg-type]
-        batch_size=batch,
-        shuffle=shuffle,
-        generator=generator,
+        dataset * -(-keys.batch_size // len(dataset)),  # type: ignore[arg-type]
+        batch_size=keys.batch_size,
+        shuffle=keys.shuffle,
+        generator=torch.Generator().manual_seed(config.seed),
         drop_last=True,
         collate_fn=list,
     )
-
-
-def try_sample(sample: dict[str, Any], workflow: Any) -> None:
-    """Raise ConfigError if an episode of `sample` is certain to fail, without running it."""
-    reward = getattr(getattr(workflow, "async_reward_fn", None), "reward_fn", None)
-    with one_line("the first sample does not fit: correct the columns, or the code that reads it"):
-        if reward is not None:
-            inspect.signature(reward).bind("", "", [], [], **sample)
-        elif hasattr(workflow, "run"):
-            inspect.signature(workflow.run).bind(sample, base_url="", api_key="", http_client=None)

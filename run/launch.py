@@ -69,9 +69,9 @@ class Child:
 
     def send(self, keys: tuple[str, ...]) -> None:
         """Write secrets to the standard input of the process, one a line, and close it."""
-        assert self.process.stdin
-        with suppress(BrokenPipeError), self.process.stdin as pipe:  # wait_ready reports the death
-            pipe.write("".join(f"{key}\n" for key in keys))
+        with suppress(BrokenPipeError, ValueError):  # it has ended, or has its keys already
+            self.process.stdin.write("".join(f"{key}\n" for key in keys))  # type: ignore[union-attr]
+            self.process.stdin.close()  # type: ignore[union-attr]
 
     def last_words(self, lines: int = 5) -> str:
         text = self.log.read_text(errors="replace").strip().splitlines()[-lines:]
@@ -132,6 +132,7 @@ class Fleet:
         """End the children, the last one first: SIGTERM, then SIGKILL for its whole session."""
         self.ending = True
         for child in reversed(self.children):
+            child.send(())  # closes its standard input
             child.process.terminate()
         deadline = time.monotonic() + GRACE_SECONDS
         for child in reversed(self.children):
@@ -145,20 +146,21 @@ class Fleet:
 def environment(gpus: list[str]) -> dict[str, str]:
     """The environment of a child that uses these GPUs."""
     kept = {name: value for name, value in os.environ.items() if not DROPPED.fullmatch(name)}
-    direct = {"127.0.0.1", "localhost", *filter(None, os.environ.get("NO_PROXY", "").split(","))}
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    direct = os.environ.get("NO_PROXY", "") + ",127.0.0.1,localhost"
     return kept | {
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "CUDA_VISIBLE_DEVICES": ",".join(gpus),
-        "PYTHONPATH": path,
-        **dict.fromkeys(("NO_PROXY", "no_proxy"), ",".join(sorted(direct))),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+        "NO_PROXY": direct,
+        "no_proxy": direct,
     }
 
 
-def command(module: str, options: dict[str, Any], *words: str) -> list[str]:
+def command(module: str, options: dict[str, Any]) -> list[str]:
     """The command that starts a server of this project."""
-    return [sys.executable, "-P", "-m", module, *to_words(options), *words, "--exit-with-parent"]
+    start = [sys.executable, "-P", "-m", module, "--exit-with-parent"]
+    return [*start, *to_words(options)]
 
 
 def to_words(options: dict[str, Any]) -> list[str]:
@@ -197,61 +199,53 @@ def plan_servers(config: TrainConfig, gpus: list[str], key: str = "") -> list[Pl
         raise ConfigError(f"{ranks} ranks need a GPU each: torchrun --nproc-per-node={len(gpus)}")
     if config.rollout.server_addrs:
         return []
+    options: dict[str, Any] = {
+        "--model-path": config.model_path,
+        "--weight-version": 0,
+        "--max-running-requests": server.max_running_requests,
+        "--max-total-tokens": server.max_total_tokens,
+    }
     if not uses_sglang(config, gpus):
-        if server.tp_size > 1:
-            raise ConfigError("server.tp_size: the small server uses no GPU; omit it")
-        words = command("inference.tiny.server", server_options(config), *server.args)
+        options |= {"--seed": config.seed, "--api-key": "-"}
+        words = [*command("inference.tiny.server", options), *server.args]
         return [Planned(f"server-{k}", words, keys=(key,)) for k in range(server.count)]
-    wanted, spare = server.count * server.tp_size, gpus[ranks:]
+
+    size, wanted, spare = server.tp_size, server.count * server.tp_size, gpus[ranks:]
+    if gpus and size > len(gpus):
+        raise ConfigError(f"server.tp_size={size}, but there are {len(gpus)} GPUs")
     is_shared = len(spare) < wanted
     pool = gpus * server.count if is_shared else spare[-wanted:]
-    if gpus and len(pool) < wanted:
-        raise ConfigError(f"server.tp_size={server.tp_size}, but there are {len(gpus)} GPUs")
-    # SGLang computes logprobs in chunks; 256 tokens keep their float32 logits below half a GiB.
-    variables = dict.fromkeys(
-        ("SGLANG_LOGPROB_CHUNK_SIZE", "SGLANG_LOGITS_PROCESSER_CHUNK_SIZE"), "256"
-    ) | {"SGLANG_ENABLE_LOGITS_PROCESSER_CHUNK": "1"}
-    if is_shared:  # SGLang refuses GPUs whose free memory differs
-        variables["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
-    words = sglang_command(config, is_shared, bool(gpus))
-    size = server.tp_size
+    options |= {"--random-seed": config.seed, "--tp-size": size}
+    flags = []
+    if gpus:  # float32 logits, as the trainer has; SGLang would serve float32 models in float16
+        options |= {"--dtype": "bfloat16", "--mem-fraction-static": 0.6 if is_shared else 0.85}
+        flags = ["--enable-fp32-lm-head"]
+    words = [*sglang(), *to_words(options), *flags, *server.args]
     return [
-        Planned(f"server-{k}", words, pool[k * size : (k + 1) * size], (key,), variables)
+        Planned(f"server-{k}", words, pool[k * size : (k + 1) * size], (key,), SGLANG_VARIABLES)
         for k in range(server.count)
     ]
 
 
-def server_options(config: TrainConfig) -> dict[str, Any]:
-    """The options that both servers have."""
-    return {
-        "--model-path": config.model_path,
-        "--weight-version": 0,
-        "--max-running-requests": config.server.max_running_requests,
-        "--max-total-tokens": config.server.max_total_tokens,
-        "--seed": config.seed,
-        "--api-key": "-",
-    }
+SGLANG_VARIABLES = {
+    # Log-probabilities in chunks of 256 tokens, whose float32 logits stay below half a GiB.
+    "SGLANG_LOGPROB_CHUNK_SIZE": "256",
+    "SGLANG_LOGITS_PROCESSER_CHUNK_SIZE": "256",
+    "SGLANG_ENABLE_LOGITS_PROCESSER_CHUNK": "1",
+    "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",  # a GPU that a rank shares has less memory free
+}
 
 
-def sglang_command(config: TrainConfig, is_shared: bool, on_gpu: bool) -> list[str]:
-    """The command of SGLang. POCKET_AREAL_SGLANG may be another command that starts it."""
-    elsewhere = os.environ.get("POCKET_AREAL_SGLANG")
-    if not elsewhere and importlib.util.find_spec("sglang") is None:
+def sglang() -> list[str]:
+    """The words that start SGLang. POCKET_AREAL_SGLANG may be another command that does."""
+    words = os.environ.get("POCKET_AREAL_SGLANG")
+    if not words and importlib.util.find_spec("sglang") is None:
         raise ConfigError(
             "sglang is not installed: pip install -e '.[gpu]', or take server.backend=tiny, or name"
             " running servers by rollout.server_addrs=[URL]"
         )
-    options = server_options(config)
-    options["--random-seed"] = options.pop("--seed")
-    del options["--api-key"]
-    options["--tp-size"] = config.server.tp_size
-    flags = []
-    if on_gpu:  # float32 logits, as the trainer has; SGLang would serve float32 models in float16
-        options |= {"--dtype": "bfloat16", "--mem-fraction-static": 0.6 if is_shared else 0.85}
-        flags = ["--enable-fp32-lm-head"]
-    start = shlex.split(elsewhere or f"{sys.executable} -m sglang.launch_server")
     with_parent = [sys.executable, "-P", "-m", "inference.with_parent", "--api-key"]
-    return [*with_parent, *start, *to_words(options), *flags, *config.server.args]
+    return [*with_parent, *shlex.split(words or f"{sys.executable} -m sglang.launch_server")]
 
 
 def plan_proxies(

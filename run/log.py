@@ -12,6 +12,7 @@ import sysconfig
 import time
 import traceback
 from collections import Counter
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -110,35 +111,31 @@ class Log:
 
 # ---- failures
 
-LIBRARY = sysconfig.get_path("stdlib")
+LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<")
 
 
 def place_of(error: BaseException) -> str:
     """The innermost line of the traceback that belongs to no library."""
-    frames = [
-        f
-        for f in traceback.extract_tb(error.__traceback__)
-        if not f.filename.startswith((LIBRARY, "<")) and "-packages" not in f.filename
-    ]
-    return f"{frames[-1].name} ({Path(frames[-1].filename).name}:{frames[-1].lineno})" * bool(
-        frames
-    )
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [f for f in frames if not f.filename.startswith(LIBRARIES)]
+    return "".join(f", in {f.name} ({Path(f.filename).name}:{f.lineno})" for f in ours[-1:])
 
 
 def describe(error: BaseException) -> str:
     """An exception in one line: type, text and place."""
     text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-    place = place_of(error)
-    return text.encode(errors="backslashreplace").decode() + f", in {place}" * bool(place)
+    return text.encode(errors="backslashreplace").decode() + place_of(error)
 
 
 class Failures(logging.Handler):
     """Prints the first failure of each kind as it is, writes its traceback to failures.log, and
     counts the rest. Failures of one type at one place are of one kind."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, folder: Path) -> None:
         super().__init__(logging.WARNING)
-        self.path, self.first, self.counts = path, dict[Any, str](), Counter[Any]()
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path, self.counts = folder / "failures.log", Counter[Any]()
+        self.first: dict[Any, str] = {}
         logger.addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -149,17 +146,11 @@ class Failures(logging.Handler):
         kind = type(error), place_of(error)
         self.counts[kind] += 1
         if self.counts[kind] == 1:
-            self.first[kind] = f"{record.getMessage()}, in {place_of(error)}"
-            self.write(error)
-            print(f"{self.first[kind]}; traceback: {self.path}", file=sys.stderr, flush=True)
-
-    def write(self, error: BaseException) -> None:
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a", encoding="utf-8", errors="backslashreplace") as file:
-                file.write("".join(traceback.format_exception(error)) + "\n")
-        except OSError:  # a full disk does not hide the failure itself
-            pass
+            self.first[kind] = text = f"{record.getMessage()}{place_of(error)}"
+            print(f"{text}; traceback: {self.path}", file=sys.stderr, flush=True)
+            with suppress(OSError), self.path.open("ab") as file:  # a full disk hides no failure
+                lines = "".join(traceback.format_exception(error)) + "\n"
+                file.write(lines.encode(errors="backslashreplace"))
 
     def close(self) -> None:
         """Print how often each failure occurred."""

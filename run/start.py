@@ -20,6 +20,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from argparse import Namespace
 from collections.abc import Callable
 from contextlib import ExitStack, redirect_stdout, suppress
@@ -28,7 +29,7 @@ from typing import Any, Self
 
 import yaml
 
-from run.config import ROOT, ConfigError, TrainConfig, flatten, load
+from run.config import ROOT, ConfigError, TrainConfig, load
 from run.inputs import Inputs, find_model, load_inputs, make_model
 from run.launch import (
     Child,
@@ -45,11 +46,11 @@ DEATH_SECONDS = 0.5  # a killed process closes its connections at most this long
 
 
 def revision() -> str:
-    """The git commit of this checkout, or "unknown"."""
+    """The git commit of this checkout, or ""."""
     words = ["git", "describe", "--always", "--dirty"]
     with suppress(OSError):
         return subprocess.run(words, cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    return "unknown"
+    return ""
 
 
 def code_digest() -> str:
@@ -74,20 +75,19 @@ class Run:
 
         Raises ConfigError if the run cannot start.
         """
-        options = options or Namespace()
+        options = options or load([])[1]
         self.config, self.rank = config, int(os.environ.get("RANK", 0))
-        self.replaying: str = getattr(options, "replay", None) or ""
-        self.last_step: int = getattr(options, "replay_until", None) or config.max_steps
-        self.force: bool = getattr(options, "force", False)
-        self.key = os.environ.get("POCKET_AREAL_SERVER_KEY", "")  # of the inference servers
-        if not config.rollout.server_addrs:
-            self.key = new_key()
-        self.admin_key = new_key()  # of the proxies
+        self.replaying: str = options.replay or ""  # the folder of the run that is repeated
+        self.last_step: int = options.replay_until or config.max_steps
+        self.key, self.admin_key = new_key(), new_key()  # of the servers, and of the proxies
+        if config.rollout.server_addrs:
+            self.key = os.environ.get("POCKET_AREAL_SERVER_KEY", "")
         self.stack = ExitStack()
-        if getattr(options, "quiet", False):
+        if options.quiet:
             self.stack.enter_context(redirect_stdout(open(os.devnull, "w")))  # noqa: SIM115
         # What train.py fills in:
         self.inputs: Inputs | None = None
+        self.tokenizer: Any = None
         self.actor: Any = None
         self.ref: Any = None
         self.engine: Any = None
@@ -98,92 +98,65 @@ class Run:
         self.stopping = False  # after the first Ctrl-C
         self.servers: list[Child] = []
         self.proxies: list[Child] = []
-        self.callbacks: list[Any] = []
         if self.rank == 0:
-            self.claim()
+            self.claim(options.force)
+        self.run_dir = config.run_dir
         self.fleet = Fleet(self.run_dir / "logs")
         has_model = find_model(config)
         names = [*config.callbacks]
-        if config.rollout.enable_tracing and config.mode == "train":
-            names.append("extras.trace.Trace")
-        if self.replaying and "extras.replay.Replay" not in names:
-            names.append("extras.replay.Replay")
-        if config.mode == "train":
-            self.callbacks = [import_name(name)(config) for name in dict.fromkeys(names)]
+        names += ["extras.trace.Trace"] * config.rollout.enable_tracing
+        names += ["extras.replay.Replay"] * bool(self.replaying)
+        is_training = config.mode == "train"
+        self.callbacks = [import_name(name)(config) for name in dict.fromkeys(names) if is_training]
         if has_model and self.rank == 0:
             self.start_processes()
 
     # ---- the folder
 
-    @property
-    def run_dir(self) -> Path:
-        return self.config.run_dir
-
-    @property
-    def tokenizer(self) -> Any:
-        return self.inputs and self.inputs.tokenizer
-
-    def claim(self) -> None:
+    def claim(self, force: bool) -> None:
         """Name the run's folder and lock it. Raises ConfigError if another process has it, or if it
         holds a run that cannot go on."""
         config = self.config
-        is_new = config.trial_name == "auto" or bool(self.replaying)
-        if is_new:
+        if config.trial_name == "auto" or self.replaying:
             config.trial_name = time.strftime("%Y%m%d-%H%M%S")
-            if config.run_dir.exists():  # another run has started in the same second
-                config.trial_name += f"-{os.getpid()}"
         try:
             config.run_dir.mkdir(parents=True, exist_ok=True)
             lock = self.stack.enter_context((config.run_dir / "lock").open("w"))
-        except OSError as error:
-            raise ConfigError(f"fileroot: cannot write to {config.run_dir}: {error}") from error
-        os.register_at_fork(after_in_child=lock.close)  # agents may fork; the lock stays here
-        try:
+            os.register_at_fork(after_in_child=lock.close)  # agents may fork; the lock stays here
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ConfigError(f"{config.run_dir} belongs to a running process") from error
+        except OSError as error:
+            raise ConfigError(f"fileroot: cannot write to {config.run_dir}: {error}") from error
         if config.mode == "eval" or not (config.run_dir / "metrics.jsonl").exists():
             return
         if not config.recover_interval:
             raise ConfigError(f"{config.run_dir} holds a run without checkpoints: take a new name")
-        before = self.recorded().get("code")
-        if before not in (None, code_digest()) and not self.force:
+        before: Any = {}
+        with suppress(OSError, yaml.YAMLError):
+            before = yaml.safe_load((config.run_dir / "config.yaml").read_text())
+        other = isinstance(before, dict) and before.get("code", code_digest()) != code_digest()
+        if other and not force:
             raise ConfigError(
-                f"{config.run_dir} was started with other code (revision"
-                f" {self.recorded().get('revision')}): go back to it, or add --force"
+                f"{config.run_dir} was started with other code (revision {before['revision']}): go"
+                " back to it, or add --force"
             )
 
-    def recorded(self) -> dict[str, Any]:
-        """The configuration of the run's last start, {} for a new run or an unreadable file."""
-        with suppress(OSError, yaml.YAMLError):
-            found = yaml.safe_load((self.run_dir / "config.yaml").read_text())
-            return found if isinstance(found, dict) else {}
-        return {}
-
     def record(self) -> None:
-        """Write the configuration, and print what has changed since the run's last start."""
-        now = self.config.model_dump(mode="json")
-        before, keys = flatten(self.recorded()), flatten(now)
-        changes = [
-            f"{k}={before[k]} -> {keys[k]}" for k in keys if before.get(k, keys[k]) != keys[k]
-        ]
-        if changes and self.config.mode == "train":
-            print(f"the configuration of this run changes: {', '.join(changes)}")
-        text = yaml.safe_dump(
-            now | {"revision": revision(), "code": code_digest()}, sort_keys=False
-        )
+        """Write the configuration, and what the files of the folder are."""
+        recorded = self.config.model_dump(mode="json")
+        recorded |= {"revision": revision(), "code": code_digest()}
         name = "config.yaml" if self.config.mode == "train" else "eval.yaml"
-        (self.run_dir / name).write_text(text)
+        (self.run_dir / name).write_text(yaml.safe_dump(recorded, sort_keys=False))
         shutil.copy(ROOT / "run" / "folder.md", self.run_dir / "README.md")
 
     # ---- the processes
 
     def start_processes(self) -> None:
         """Start servers and proxies, and return at once."""
-        config = self.config
+        config, gpus = self.config, visible_gpus()
         if config.evaluator.base_url and config.mode == "eval":
             return
-        gpus = visible_gpus()
         planned = plan_servers(config, gpus, self.key)
         config.weight_update.mode = choose_update_mode(config, planned, gpus)  # type: ignore[assignment]
         self.servers = [self.fleet.start(each) for each in planned]
@@ -194,10 +167,8 @@ class Run:
 
     def hooks(self) -> tuple[str, dict[str, Any]] | None:
         """The engine's hooks, which one of the callbacks may bring: class path and arguments."""
-        for callback in self.callbacks:
-            if hasattr(callback, "hooks"):
-                return callback.hooks, callback.hooks_args(self)
-        return None
+        bring = (c for c in self.callbacks if hasattr(c, "hooks"))
+        return next(((c.hooks, c.hooks_args(self)) for c in bring), None)
 
     def make_hooks(self) -> Any:
         found = self.hooks()
@@ -221,12 +192,12 @@ class Run:
         self.stack.callback(self.fleet.close)
         join_ranks()
         self.config.trial_name = share(self.config.trial_name)
-        if not self.config.model_path or not Path(self.config.model_path).is_dir():
+        self.run_dir = self.config.run_dir
+        if not Path(str(self.config.model_path)).is_dir():
             if self.rank == 0:
                 make_model(self.config)
+                self.start_processes()
             share(None)  # the other ranks wait for the model
-        if self.rank == 0 and not self.fleet.children:
-            self.start_processes()
         return self
 
     def load(self, workflow: Any = None, workflow_kwargs: dict[str, Any] | None = None) -> Inputs:
@@ -234,22 +205,20 @@ class Run:
         from run.log import Failures
 
         if self.rank == 0:
-            failures = Failures(self.fleet.log_dir / "failures.log")
-            self.stack.callback(failures.close)
+            self.stack.callback(Failures(self.fleet.log_dir).close)
         self.inputs = load_inputs(self.config, workflow, workflow_kwargs)
+        self.tokenizer = self.inputs.tokenizer
         return self.inputs
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         from training.ranks import leave_ranks
 
         lost = None
-        if isinstance(error, Exception) and not isinstance(error, ConfigError):
+        if isinstance(error, Exception):
             time.sleep(DEATH_SECONDS)  # a dead server or proxy is the reason, not its consequence
             lost = next((c.last_words() for c in self.fleet.children if c.process.poll()), None)
-        try:
+        with self.stack:
             self.call("on_end", error)
-        finally:
-            self.stack.close()
         if lost:
             raise ProcessDied(lost) from error
         if error is None:
@@ -294,6 +263,7 @@ class Run:
 
 
 def end_at_once(*_: Any) -> None:
+    os.write(2, b"\x1b[?25h" * os.isatty(2))  # a live table hides the cursor
     os._exit(130)
 
 
@@ -306,9 +276,8 @@ def begin(argv: list[str]) -> Run:
     try:
         config, options = load(argv)
         if options.dry_run:
-            sys.exit(
-                import_name("extras.plan.print_plan")(config, options.gpus, options.gpu_memory)
-            )
+            plan = import_name("extras.plan.print_plan")
+            sys.exit(plan(config, options.gpus, options.gpu_memory))
         if options.replay:
             import_name("extras.replay.check")(config, options.replay)
         return Run(config, options)
@@ -322,8 +291,6 @@ def main(run: Run, train: Callable[[Run], None]) -> int:
     """Train, or evaluate in mode=eval, and return the exit code."""
     import torch
     from transformers.utils import logging as transformers_logging
-
-    from run.log import describe
 
     torch.set_num_threads(1)  # with shared cores, one thread is faster for a small model
     transformers_logging.set_verbosity_error()
@@ -339,23 +306,21 @@ def main(run: Run, train: Callable[[Run], None]) -> int:
     except SystemExit as error:
         code = error.code
     except Exception as error:
-        known = next((e for e in (error, error.__cause__) if is_known(e)), None)
-        text = str(known) if known else describe(error)
-        if known is None:
-            from run.log import Failures
-
-            failures = Failures(run.fleet.log_dir / "failures.log")
-            failures.write(error)
-            failures.close()
-            cause = f"\nthe first failure: {describe(error.__cause__)}" * bool(error.__cause__)
-            text += f"{cause}\nthe traceback is in {failures.path}"
-        print(f"error: {text}", file=sys.stderr)
-        code = 2 if isinstance(known, ConfigError) else 1
+        code = 2 if isinstance(error, ConfigError) else 1
+        print(f"error: {reason(run, error)}", file=sys.stderr)
     if code not in (0, 2) and run.rank == 0:
         run.say_how_to_go_on()
     return code
 
 
-def is_known(error: BaseException | None) -> bool:
-    """Whether the message says everything, so that no traceback is needed."""
-    return isinstance(error, ConfigError | ProcessDied) or hasattr(error, "is_verdict")
+def reason(run: Run, error: Exception) -> str:
+    """Why the run ends: the message, if it says everything, else where the traceback is."""
+    from run.log import describe
+
+    for known in (error, error.__cause__):
+        if isinstance(known, ConfigError | ProcessDied) or hasattr(known, "is_verdict"):
+            return str(known)
+    path = run.fleet.log_dir / "error.log"
+    path.write_text("".join(traceback.format_exception(error)))
+    cause = f"\nthe first failure: {describe(error.__cause__)}" if error.__cause__ else ""
+    return f"{describe(error)}{cause}\nthe traceback is in {path}"

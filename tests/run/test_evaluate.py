@@ -10,7 +10,7 @@ from runs import command, finish
 
 from run.config import load
 from run.evaluate import describe, evaluate_endpoint
-from run.inputs import Inputs, load_inputs
+from run.inputs import Inputs, find_model, load_inputs
 
 
 def inputs_of(agent: object, samples: list[dict]) -> Inputs:
@@ -48,7 +48,9 @@ def test_a_workflow_is_evaluated_with_another_sampling(tiny_model_dir: Path) -> 
     """Training and evaluation have instances of their own. eval_gconfig lies over gconfig."""
     words = ["--config", "maze", f"model_path={tiny_model_dir}", "evaluator.interval=1"]
     words += ["callbacks=[]", "gconfig.temperature=0.9", "eval_gconfig.greedy=true"]
-    inputs = load_inputs(load([*words, "eval_gconfig.top_k=3"])[0])
+    config, _ = load([*words, "eval_gconfig.top_k=3"])
+    find_model(config)
+    inputs = load_inputs(config)
     trained, evaluated = inputs.workflow.gconfig, inputs.evaluated.gconfig
     assert (trained.greedy, trained.top_k) == (False, -1)
     assert evaluated == trained.new(greedy=True, top_k=3)

@@ -1,20 +1,15 @@
-"""A user's modules can have the names of modules in this project's packages. If a user's module has
-the name of a module in this project's top folder, the run logs a warning. If the first sample of
-the data does not fit the workflow, the run does not start."""
+"""What a run starts from, and the one line that says what is wrong with it."""
 
 import json
-import os
-import subprocess
-import sys
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT
-from run.load import ConfigError, load
+from runs import command, finish
 
-from run.inputs import load_inputs
-from workflow import RLVRWorkflow
+from run.config import ConfigError, load
+from run.inputs import Inputs, find_model, load_inputs, make_dataloader
 
 AGENT = """
 {imports}
@@ -23,99 +18,90 @@ class Agent:
     async def run(self, data, **extra_kwargs):
         return 1.0
 """
+OWN = ["task=null", "callbacks=[]", "actor.kl_ctl=0"]
 
 
-def dry_run(folder: Path, model: Path, names: list[str]) -> subprocess.CompletedProcess[str]:
-    """Write an agent and modules with the given names into `folder`, and run train.py --dry-run.
-    The agent imports the modules from `folder`."""
-    for name in names:
-        (folder / f"{name}.py").write_text("MINE = True\n")
-    imports = "\n".join(f"import {name}; assert {name}.MINE" for name in names)
-    (folder / "my_agent.py").write_text(AGENT.format(imports=imports))
-    (folder / "mine.jsonl").write_text('{"question": "?"}\n')
-    words = [
-        f"model_path={model}",
-        "workflow=my_agent.Agent",
-        f"train_dataset.path={folder}/mine.jsonl",
-    ]
-    command = [sys.executable, "train.py", "--config", "configs/own.yaml", "--dry-run", *words]
-    environment = {**os.environ, "PYTHONPATH": str(folder)}
-    return subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100
-    )
-
-
-def test_own_modules_beside_an_agent(tmp_path: Path, tiny_model_dir: Path) -> None:
-    """A user's modules may have the same names as modules in this project's packages, for example
-    tools, messages or config."""
-    done = dry_run(
-        tmp_path, tiny_model_dir, ["tools", "messages", "client", "config", "server", "actor"]
-    )
-    assert done.returncode == 0, done.stderr
-    assert "rename" not in done.stderr
-
-
-@pytest.mark.parametrize("name", ["cache", "engine"])
-def test_a_name_of_the_seven_is_taken(tmp_path: Path, tiny_model_dir: Path, name: str) -> None:
-    """If a user's module has the name of one of the seven modules in this project's top folder,
-    Python imports the project's module instead. A warning asks the user to rename the user's
-    module."""
-    done = dry_run(tmp_path, tiny_model_dir, [name])
-    assert done.returncode == 2
-    assert f"`import {name}` finds this project's module first; rename your module" in done.stderr
-
-
-def needs_an_answer(
-    prompt: str, completion: str, prompt_ids: list, completion_ids: list, answer: str, **_: Any
-) -> int:
-    return int(answer in completion)
-
-
-class NarrowAgent:
-    """An agent whose `run` does not accept the arguments that every agent gets."""
-
-    async def run(self, data: dict[str, Any], base_url: str) -> float:
+class Agent:
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
         return 1.0
 
 
-MESSAGES = [{"role": "user", "content": "hello"}]
-LONG = [{"role": "user", "content": "hello " * 10_000}]
+def test_own_data_and_an_own_agent(tmp_path: Path, tiny_model_dir: Path) -> None:
+    """A JSONL file is a dataset: one sample a line, empty lines aside."""
+    data = tmp_path / "mine.jsonl"
+    data.write_text('{"question": "?"}\n\n{"question": "!"}\n')
+    words = [*OWN, f"model_path={tiny_model_dir}", f"train_dataset.path={data}"]
+    config, _ = load([*words, "workflow=test_inputs.Agent"])
+    find_model(config)
+    inputs = load_inputs(config)
+    assert inputs.dataset == [{"question": "?"}, {"question": "!"}]
+    assert inputs.validation == []
+    assert type(inputs.workflow).__name__ == "Agent"
 
 
 @pytest.mark.parametrize(
-    ("workflow", "sample", "problem"),
+    ("line", "words", "says"),
     [
-        (NarrowAgent, {"messages": MESSAGES}, "unexpected keyword argument 'api_key'"),
-        (RLVRWorkflow, {"messages": MESSAGES}, "missing a required argument: 'answer'"),
-        (RLVRWorkflow, {"answer": "1"}, "KeyError: 'messages'"),
-        (RLVRWorkflow, {"messages": LONG, "answer": "1"}, "tokens, and the context of the model"),
-        (RLVRWorkflow, {"messages": MESSAGES, "answer": "1"}, None),
+        ("", [], "the dataset is empty"),
+        ("{", [], "train_dataset.path"),
+        ("{}", ["workflow=null"], "no workflow: set workflow=module.Class"),
+        ("{}", ["workflow_kwargs.typo=1"], "typo"),
+        ("{}", ["evaluator.interval=1"], "no data: set valid_dataset.path"),
+        ("{}", ["tokenizer_path=/nowhere"], "tokenizer_path=/nowhere"),
     ],
 )
-def test_the_first_sample_is_tried_before_anything_starts(
-    workflow: type,
-    sample: dict[str, Any],
-    problem: str | None,
-    tmp_path: Path,
-    tiny_model_dir: Path,
+def test_what_cannot_be_loaded_is_one_line(
+    tmp_path: Path, tiny_model_dir: Path, line: str, words: list[str], says: str
 ) -> None:
-    """Before a run starts a process, it checks the first sample. The run ends with a one-line error
-    if the sample lacks a column or if the prompt is longer than the model's context. The run ends
-    with a one-line error if the agent's `run` has wrong parameters."""
+    """The line begins with the key."""
     data = tmp_path / "mine.jsonl"
-    data.write_text(json.dumps(sample) + "\n")
-    words = ["task=null", f"model_path={tiny_model_dir}", f"train_dataset.path={data}"]
-    kwargs = {"reward_fn": "test_inputs.needs_an_answer"} if workflow is RLVRWorkflow else {}
-    config = load([*words, "actor.kl_ctl=0"])
-    if problem is None:
-        assert load_inputs(config, workflow, kwargs).dataset == [sample]
-        return
-    with pytest.raises(ConfigError, match=problem) as caught:
-        load_inputs(config, workflow, kwargs)
-    remedy = (
-        "must have the parameters (self, data, **extra_kwargs)"
-        if workflow is NarrowAgent
-        else "correct the columns"
-    )
-    assert remedy in str(caught.value)
-    assert "\n" not in str(caught.value)
+    data.write_text(line)
+    given = [*OWN, f"model_path={tiny_model_dir}", f"train_dataset.path={data}"]
+    config, _ = load([*given, "workflow=test_inputs.Agent", *words])
+    find_model(config)
+    with pytest.raises(ConfigError) as error:
+        load_inputs(config)
+    assert says in str(error.value)
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_the_order_of_the_data_is_the_seeds() -> None:
+    """A restarted run draws the same prompts again; a short dataset is repeated."""
+    data = [{"n": n} for n in range(5)]
+
+    def drawn(*words: str) -> list[list[int]]:
+        loader = make_dataloader(load([*words, "train_dataset.batch_size=7"])[0], data)
+        return [[sample["n"] for sample in batch] for batch in islice(loader, 1)]
+
+    assert drawn() == drawn()
+    assert drawn() != drawn("seed=2")
+    assert {len(batch) for batch in drawn()} == {7}
+    assert drawn("train_dataset.shuffle=false") == [[0, 1, 2, 3, 4, 0, 1]]
+
+
+def test_success_is_the_tasks() -> None:
+    """Without a task, every reward above 0 is a success."""
+
+    class Task:
+        @staticmethod
+        def success(reward: float) -> bool:
+            return reward > 0.5
+
+    rewards = [0.0, 0.1, 1.0, 1.0]
+    assert Inputs(None, [], [], None, None, None).success(rewards) == 0.75
+    assert Inputs(Task, [], [], None, None, None).success(rewards) == 0.5
+
+
+@pytest.mark.runs
+def test_own_modules_beside_an_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent's modules may be called like ours, as long as they are not in our top folder."""
+    names = ["tools", "messages", "client", "config", "server", "actor"]
+    for name in names:
+        (tmp_path / f"{name}.py").write_text("MINE = True\n")
+    imports = "\n".join(f"import {name}; assert {name}.MINE" for name in names)
+    (tmp_path / "my_agent.py").write_text(AGENT.format(imports=imports))
+    (tmp_path / "mine.jsonl").write_text(json.dumps({"question": "?"}) + "\n")
+    monkeypatch.setattr("runs.WITH_TEST_MODULES", {"PYTHONPATH": str(tmp_path)})
+    words = ["mode=eval", "workflow=my_agent.Agent", f"valid_dataset.path={tmp_path}/mine.jsonl"]
+    done = finish(command(tmp_path, *words))
+    assert "eval_reward 1" in done.stdout

@@ -52,8 +52,8 @@ def test_the_first_failure_is_shown_as_it_is(
     """Failures of one type at one place are one kind: the first is printed word for word, with its
     numbers, the others are counted, and one traceback is kept."""
     monkeypatch.setattr(logging.getLogger("pocket_areal"), "propagate", False)
-    logger, path = logging.getLogger("pocket_areal.test"), tmp_path / "logs" / "failures.log"
-    failures = Failures(path)
+    logger, path = logging.getLogger("pocket_areal.test"), tmp_path / "logs/failures.log"
+    failures = Failures(path.parent)
     for k in range(38):
         error = raised(OSError(f"no board {k} \ud800"))
         logger.warning("task %d failed: %r", k, error, exc_info=error)

@@ -1,0 +1,219 @@
+"""Tests of examples/slurm/train.sbatch. Fake `srun` and `scontrol` commands run the whole job on this machine.
+
+The two nodes of the job are 127.0.0.1 and localhost. The inference server is inference/tiny/server.py, and the trainer
+trains a tiny model.
+"""
+
+import json
+import os
+import re
+import signal
+import socket
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, free_port, two_free_ports
+from runs import children
+
+from run.load import load
+from run.plan import plan_servers
+
+pytestmark = pytest.mark.runs
+
+SCRIPT = ROOT / "examples/slurm/train.sbatch"
+SRUN = """#!/bin/bash
+# Write the arguments into $CALLS, drop the options of srun, and run the command on this machine. As slurm does, srun
+# shows all GPUs of the node to the command, and gives it one core unless --cpus-per-task says otherwise.
+echo "$@" >> "$CALLS"
+export CUDA_VISIBLE_DEVICES=0,1 CORES=1
+while [[ $1 == --* ]]; do
+    [[ $1 == --cpus-per-task=* ]] && CORES=${1#*=}
+    shift
+done
+exec "$@"
+"""
+SCONTROL = """#!/bin/bash
+[[ $1 == requeue ]] && { echo "requeue $2" >> "$CALLS"; exit; }
+[[ $1 == show && $2 == hostnames ]] || exit 1
+tr , '\\n' <<< "$3"
+"""
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, tiny_model_dir: Path) -> dict[str, str]:
+    """Return the environment of a job with two nodes, one for the server and one for training."""
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+        file = tmp_path / "bin" / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text)
+        file.chmod(file.stat().st_mode | stat.S_IXUSR)
+    here = Path(sys.executable).parent
+    return {
+        **os.environ,
+        "PATH": f"{tmp_path / 'bin'}:{here}:{os.environ['PATH']}",
+        "CALLS": str(tmp_path / "calls"),
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "127.0.0.1,localhost",
+        "SLURM_GPUS_ON_NODE": "1",
+        "MODEL": str(tiny_model_dir),
+        "RUNS": str(tmp_path / "runs"),
+        "SERVE": f"{sys.executable} -m inference.tiny.server",
+        "PORT": str(free_port()),
+        "RENDEZVOUS_PORT": str(free_port()),
+        "WAIT_SECONDS": "200",
+        "POCKET_AREAL_SERVER_KEY": "-key",  # a random key may begin with "-"
+    }
+
+
+RECIPE = [
+    *(
+        "--config",
+        "configs/gsm8k.yaml",
+        "data=tests/data/gsm8k.jsonl",
+        "max_steps=2",
+        "trial_name=t",
+    ),
+    *(
+        "gconfig.n_samples=2",
+        "gconfig.max_new_tokens=8",
+        "train_dataset.batch_size=2",
+        "actor.dtype=float32",
+    ),
+    "evaluator.interval=0",
+]
+
+
+def test_two_nodes_train(cluster: dict[str, str], tmp_path: Path) -> None:
+    """In a job with two nodes, the first node generates and the second node trains. When the training ends, the job
+    also ends its inference server."""
+    done = subprocess.run(
+        [str(SCRIPT), *RECIPE], cwd=ROOT, env=cluster, capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    lines = (tmp_path / "runs/gsm8k/t/metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2]
+    serve, train = (tmp_path / "calls").read_text().splitlines()
+    assert "--nodelist=127.0.0.1 " in serve
+    assert "--weight-version 0" in serve
+    assert "--nodelist=localhost " in train
+    assert f"rollout.server_addrs=[http://127.0.0.1:{cluster['PORT']}]" in train
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection(("127.0.0.1", int(cluster["PORT"])), 5)
+
+
+SERVER = """import http.server, os, sys
+os.write(1, f"server with cores {os.environ['CORES']} and GPUs {os.environ['CUDA_VISIBLE_DEVICES']}\\n".encode())
+class Answers(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+    def log_message(self, *_): ...
+port = int(sys.argv[sys.argv.index("--port") + 1])
+http.server.HTTPServer(("127.0.0.1", port), Answers).serve_forever()
+"""
+
+
+def test_steps_get_their_gpus_and_cores_and_a_job_near_its_end_is_requeued(
+    cluster: dict[str, str], tmp_path: Path
+) -> None:
+    """Each server can use only its own GPU and its share of the cores, although srun makes all GPUs of the node
+    visible.
+
+    When Slurm sends the signal USR1 before the job's time limit, the job script ends the run and requeues the job. The
+    requeued job uses the run name of the first job.
+    """
+    (tmp_path / "server.py").write_text(SERVER)
+    (tmp_path / "torchrun").write_text(
+        '#!/bin/sh\necho "trainer with cores $CORES: $*"\nexec sleep 1000\n'
+    )
+    (tmp_path / "torchrun").chmod(0o755)
+    port = two_free_ports()
+    job = cluster | {
+        "SLURM_GPUS_ON_NODE": "2",
+        "SLURM_CPUS_PER_TASK": "8",
+        "TORCHRUN": str(tmp_path / "torchrun"),
+    }
+    job |= {"SERVE": f"{sys.executable} {tmp_path}/server.py", "PORT": str(port)}
+    with subprocess.Popen(
+        [str(SCRIPT), "seed=2"], cwd=ROOT, env=job, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        lines: list[str] = []
+        while not lines or not lines[-1].startswith("trainer"):
+            lines.append(process.stdout.readline())
+            assert lines[-1], lines
+        process.send_signal(signal.SIGUSR1)
+        rest = process.stdout.read()
+    assert process.returncode == 0
+    assert sorted(lines[:-1]) == [
+        "server with cores 4 and GPUs 0\n",
+        "server with cores 4 and GPUs 1\n",
+    ]
+    assert "trainer with cores 8: " in lines[-1]
+    assert "train.py trial_name=slurm-7 seed=2 " in lines[-1]
+    assert "requeued" in rest
+    assert (tmp_path / "calls").read_text().splitlines()[-1] == "requeue 7"
+    text = SCRIPT.read_text()
+    assert "#SBATCH --requeue\n" in text
+    assert "#SBATCH --signal=B:USR1@" in text
+
+
+@pytest.mark.parametrize("file", ["examples/slurm/train.sbatch", "docs/cluster.md"])
+def test_servers_of_a_cluster_get_the_options_of_train_py(file: str) -> None:
+    """The commands for a cluster start SGLang with the same options --enable-fp32-lm-head, --max-running-requests and
+    --mem-fraction-static as train.py. The commands for a cluster need no --max-total-tokens: a server on a cluster
+    shares its GPU with no other process, so its KV cache can fill the GPU."""
+    given = [
+        "--config",
+        "configs/gsm8k.yaml",
+        "model_path=DIR",
+        "server.backend=sglang",
+        "server.command=sglang",
+    ]
+    [server] = plan_servers(load(given), ["0", "1"], 1)
+    own = " ".join(server.command)
+    text = (ROOT / file).read_text().replace("\\\n", "").replace("$SLOTS", "256")
+    commands = re.findall(r"python -m sglang.launch_server\b.*--port.*|SERVE:-python.*", text)
+    assert commands
+    for option in (
+        "--enable-fp32-lm-head",
+        "--max-running-requests 256",
+        "--mem-fraction-static 0.85",
+    ):
+        assert option in own
+        assert all(option in command for command in commands)
+
+
+def test_no_node_left_to_train(cluster: dict[str, str], tmp_path: Path) -> None:
+    """If a job gives all its nodes to the servers, it ends with an error, because no node is left for training."""
+    done = subprocess.run(
+        [str(SCRIPT)], cwd=ROOT, env=cluster | {"GEN_NODES": "2"}, capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert "none is left to train" in done.stderr
+    assert not (tmp_path / "calls").exists()
+
+
+def test_a_server_that_cannot_start_ends_the_job(cluster: dict[str, str]) -> None:
+    """If a server ends before it is ready, the job ends with an error."""
+    broken = cluster | {"SERVE": f"{sys.executable} -m inference.tiny.server --weights wrong"}
+    done = subprocess.run(
+        [str(SCRIPT), *RECIPE], cwd=ROOT, env=broken, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 1
+    assert "a server ended before it came up" in done.stderr
+
+
+def test_a_cancelled_job_leaves_nothing(cluster: dict[str, str], tmp_path: Path) -> None:
+    """If a job is cancelled during the start of a server, the job script ends the server and exits."""
+    (tmp_path / "bin" / "srun").write_text("#!/bin/bash\nexec sleep 1000\n")
+    job = subprocess.Popen([str(SCRIPT), *RECIPE], cwd=ROOT, env=cluster, stderr=subprocess.DEVNULL)
+    while "sleep 1000" not in (found := children(job.pid)):
+        assert job.poll() is None
+    job.send_signal(signal.SIGTERM)
+    assert job.wait(timeout=30) == 143
+    with pytest.raises(ProcessLookupError):
+        os.kill(found["sleep 1000"], 0)
