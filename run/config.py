@@ -263,7 +263,6 @@ LINKED = {  # two names of one number: AReaL's documents use both
     "rollout.consumer_batch_size": "train_dataset.batch_size",
     "rollout.group_size": "gconfig.n_samples",
 }
-HINTS = {"learning_rate": "actor.optimizer.lr", "staleness": "rollout.max_head_offpolicyness"}
 MAIN = (  # what --help shows
     *("task", "model_path", "workflow", "train_dataset.path", "train_dataset.batch_size"),
     *("gconfig.n_samples", "gconfig.max_new_tokens", "gconfig.temperature", "max_steps", "seed"),
@@ -289,7 +288,7 @@ class ConfigError(ValueError):
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message} (python train.py --help lists options and keys)")
+        raise ConfigError(f"{message}; keys have no dashes: write key=value (--help lists both)")
 
 
 def list_keys(group: Keys | BaseModel, prefix: str = "") -> Iterator[tuple[str, Any, FieldInfo]]:
@@ -310,13 +309,8 @@ def print_help(every: bool) -> None:
     print("\nkeys:" if every else "\nthe keys that matter most (--help-all shows all):")
     for name, value, declared in list_keys(TrainConfig()):
         if every or name in MAIN:
-            kind = get_args(declared.annotation)
-            words = (
-                f" ({', '.join(map(str, kind))})" if all(isinstance(k, str) for k in kind) else ""
-            )
-            limits = [f"{c}".replace("'", "") for c in declared.metadata]
-            default = yaml.safe_dump(value, default_flow_style=True).splitlines()[0]
-            print(f"  {name}={default}\n      {declared.description}{words * bool(kind)}", *limits)
+            choices = [x for x in get_args(declared.annotation) if isinstance(x, str)]
+            print(f"  {name}={value}\n      {declared.description}", *choices, *declared.metadata)
 
 
 def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
@@ -329,9 +323,8 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
 
 def did_you_mean(name: str, known: Collection[str]) -> str:
     last = name.rpartition(".")[2]
-    near = [HINTS[last]] if last in HINTS else []
-    near += difflib.get_close_matches(name, known, n=1, cutoff=0.9)
-    near += [key for key in known if key.rpartition(".")[2] == last or key.startswith(f"{name}.")]
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.9)
+    near += [key for key in known if last in (key.rpartition(".")[2], key.partition(".")[0])]
     near += difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"did you mean {near[0]!r}?" if near else "python train.py --help-all lists the keys"
 
@@ -394,12 +387,6 @@ def load(argv: list[str]) -> tuple[TrainConfig, argparse.Namespace]:
     if {"-h", "--help", "--help-all"} & {*argv}:
         print_help("--help-all" in argv)
         sys.exit()
-    for k, word in enumerate(argv):
-        if word.startswith("--") and did_you_mean(word[2:].partition("=")[0], MAIN)[0] == "d":
-            key, _, value = word[2:].partition("=")
-            if key in {name for name, _, _ in list_keys(TrainConfig())}:
-                value = value or next(iter(argv[k + 1 :]), "VALUE")
-                raise ConfigError(f"keys have no dashes: write {key}={value}")
     parser = Parser(add_help=False, allow_abbrev=False)
     for name, how, _ in OPTIONS:
         parser.add_argument(name, **how)
@@ -444,10 +431,8 @@ def resolve(config: TrainConfig) -> None:
         value = getattr(partner, last) if getattr(group, name) is None else getattr(group, name)
         setattr(group, name, value)
         setattr(partner, last, value)
-    batch = data.batch_size
-    rollout.max_concurrent_rollouts = rollout.max_concurrent_rollouts or batch * (
-        rollout.max_head_offpolicyness + 1
-    )
+    waves = rollout.max_head_offpolicyness + 1
+    rollout.max_concurrent_rollouts = rollout.max_concurrent_rollouts or data.batch_size * waves
     try:
         _ = config.evaluation_gconfig
     except ValueError as error:
@@ -481,11 +466,11 @@ NAMES = (  # keys that name a function or a class
 
 
 def check_name(key: str, path: str) -> None:
-    """Raise ConfigError if the module or its attribute does not exist, without running the module.
+    """Raise ConfigError if the file, module or name does not exist, without running the module.
 
     Importing torch takes seconds; a misspelt name is said before.
     """
-    if key.endswith("dataset.path") and (path.endswith(".jsonl") or "/" in path):
+    if key.endswith("dataset.path") and path.endswith(".jsonl"):
         if not Path(path).is_file():
             raise ConfigError(f"{key}={path}: there is no such file")
         return
