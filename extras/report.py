@@ -32,7 +32,6 @@ from torch import Tensor
 
 from extras import Record, read_config, read_records
 from extras.trace import Trace
-from ppo import clipped_objective
 from run.config import PPOActorConfig
 from training.proximal import interpolation, loglinear
 
@@ -137,9 +136,17 @@ def token_states(batch: dict[str, Tensor], keys: PPOActorConfig) -> Tensor:
 
     This is the default loss (ppo.py) in the last optimizer step on the batch.
     """
-    prox, clips = batch["prox_logp"], (keys.eps_clip, keys.eps_clip_higher, keys.c_clip)
+    prox, A, eps, higher = (
+        batch["prox_logp"],
+        batch["advantages"],
+        keys.eps_clip,
+        keys.eps_clip_higher,
+    )
     u = (batch["theta_logp"] - prox).exp()  # pi_theta / pi_prox, (B, T)
-    _, clipped = clipped_objective(u, batch["advantages"], *clips)
+    bounded = u.clamp(1 - eps, 1 + (eps if higher is None else higher))
+    clipped = torch.minimum(u * A, bounded * A) != u * A
+    if keys.c_clip is not None:
+        clipped |= (A < 0) & (u > keys.c_clip)
     states = 1 + clipped.int()
     if keys.use_decoupled_loss and keys.behave_imp_weight_cap:
         # w = pi_prox / pi_behav

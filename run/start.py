@@ -102,14 +102,15 @@ class Run:
             self.claim(options.force)
         self.run_dir = config.run_dir
         self.fleet = Fleet(self.run_dir / "logs")
-        has_model = find_model(config)
+        if has_model := find_model(config):
+            self.start_servers()  # they load while the callbacks import torch
         names = [*config.callbacks]
         names += ["extras.trace.Trace"] * config.rollout.enable_tracing
         names += ["extras.replay.Replay"] * bool(self.replaying)
         is_training = config.mode == "train"
         self.callbacks = [import_name(name)(config) for name in dict.fromkeys(names) if is_training]
-        if has_model and self.rank == 0:
-            self.start_processes()
+        if has_model:
+            self.start_proxies()
 
     # ---- the folder
 
@@ -152,18 +153,26 @@ class Run:
 
     # ---- the processes
 
-    def start_processes(self) -> None:
-        """Start servers and proxies, and return at once."""
+    def has_processes(self) -> bool:
+        """Rank 0 has them, unless an evaluation is of another endpoint."""
+        return self.rank == 0 and not (
+            self.config.mode == "eval" and self.config.evaluator.base_url
+        )
+
+    def start_servers(self) -> None:
+        """Start the servers, and return at once."""
         config, gpus = self.config, visible_gpus()
-        if config.evaluator.base_url and config.mode == "eval":
-            return
-        planned = plan_servers(config, gpus, self.key)
-        config.weight_update.mode = choose_update_mode(config, planned, gpus)  # type: ignore[assignment]
-        self.servers = [self.fleet.start(each) for each in planned]
-        urls = [child.url for child in self.servers] or config.rollout.server_addrs
-        self.proxies = [self.fleet.start(p) for p in plan_proxies(config, urls, self.hooks())]
-        names = ", ".join(child.name for child in self.fleet.children)
-        print(f"starting {names}; logs: {self.fleet.log_dir}", flush=True)
+        if self.has_processes():
+            planned = plan_servers(config, gpus, self.key)
+            config.weight_update.mode = choose_update_mode(config, planned, gpus)  # type: ignore[assignment]
+            self.servers = [self.fleet.start(each) for each in planned]
+
+    def start_proxies(self) -> None:
+        """Start the proxies, which wait for their keys, and return at once."""
+        if self.has_processes():
+            urls = [child.url for child in self.servers] or self.config.rollout.server_addrs
+            planned = plan_proxies(self.config, urls, self.hooks())
+            self.proxies = [self.fleet.start(each) for each in planned]
 
     def hooks(self) -> tuple[str, dict[str, Any]] | None:
         """The engine's hooks, which one of the callbacks may bring: class path and arguments."""
@@ -196,7 +205,8 @@ class Run:
         if not Path(str(self.config.model_path)).is_dir():
             if self.rank == 0:
                 make_model(self.config)
-                self.start_processes()
+            self.start_servers()
+            self.start_proxies()
             share(None)  # the other ranks wait for the model
         return self
 
