@@ -95,6 +95,9 @@ class Sequence:
         return spans
 
 
+NOBODY = Sequence("", [], SamplingParams())  # the user of a slot that holds no keys
+
+
 def common_prefix(a: list[int], b: list[int]) -> int:
     """Return how many tokens at the start of both lists are equal."""
     return next((n for n, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
@@ -113,7 +116,7 @@ class Scheduler:
         self.paused = False
         self.updates = 0  # updates of the weights that wait for the running sequences
         self.waiting: deque[Sequence] = deque()
-        self.slots = [self._nobody() for _ in range(model.slots)]  # who used each slot last
+        self.slots = [NOBODY] * model.slots  # who used each slot last
         self.n = 0  # the first n slots belong to running sequences
         self.steps = 0
 
@@ -146,7 +149,7 @@ class Scheduler:
             for i, sequence in enumerate(self.running):
                 sequence.retractions += 1
                 self.waiting.append(sequence)
-                self.slots[i] = self._nobody()
+                self.slots[i] = NOBODY
             self.n = 0
 
     def renew(self, version: str) -> None:
@@ -230,9 +233,6 @@ class Scheduler:
         if i != j:
             self.slots[i], self.slots[j] = self.slots[j], self.slots[i]
             self.model.exchange(i, j)
-
-    def _nobody(self) -> Sequence:
-        return Sequence("", [], SamplingParams())
 
     def _finish_reason(self, sequence: Sequence) -> dict[str, Any] | None:
         """Return SGLang's finish_reason if the last token ends the sequence."""

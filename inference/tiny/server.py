@@ -252,8 +252,9 @@ class Server:
         from inference.weights import join_group  # only this mode needs it
 
         fields = ("master_address", "master_port", "rank_offset", "world_size", "group_name")
-        join = partial(join_group, *[body[field] for field in fields], backend="gloo")
+        where = [*(body[field] for field in fields), "gloo"]
         try:
+            join = partial(join_group, *where)
             self.groups[body["group_name"]] = await asyncio.to_thread(join)
         except Exception as error:  # whatever torch raises for a bad port or a missing peer
             return outcome(f"the process group was not formed: {error}")
