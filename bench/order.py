@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from inference.io_struct import ModelRequest  # noqa: E402
-from workflow import RLVRWorkflow, call_seed, to_row, workflow_context  # noqa: E402
+from workflow import RLVRWorkflow, to_row, workflow_context  # noqa: E402
 
 SIGMA, FIRST = (
     1.5,
@@ -62,10 +62,8 @@ class PausingWalk(RLVRWorkflow):
         whole = None
         for turn, limit in enumerate((FIRST, self.gconfig.max_new_tokens - FIRST)):
             ids = prompt + (whole.output_tokens if whole else [])
-            gconfig = self.gconfig.new(
-                n_samples=1,
-                seed=call_seed(self.gconfig.seed, context.name, turn),
-                max_new_tokens=limit,
+            gconfig = self.gconfig.for_call(
+                n_samples=1, seed=context.seed_of(turn), max_new_tokens=limit
             )
             part = await engine.agenerate(
                 ModelRequest(ids, gconfig=gconfig, tokenizer=self.tokenizer, session=context.name)
@@ -102,9 +100,7 @@ def train(mode: str, seed: int, root: Path, args: argparse.Namespace) -> list[di
         "workflow_kwargs.reward_fn=tasks.maze.reward",
         f"trial_name={mode}-{seed}",
         f"fileroot={root}",
-        "logger.live=false",
-        "logger.tokens_interval=0",
-        "doctor=off",
+        "callbacks=[]",
     ]
     command = [sys.executable, "train.py", "--config", "configs/maze.yaml", *words]
     subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)

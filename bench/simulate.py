@@ -46,7 +46,6 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from rollout.dispatcher import DispatchState  # noqa: E402
-from rollout.runner import TimedResult  # noqa: E402
 from staleness import StalenessManager  # noqa: E402
 
 PAGE, RUNS = ROOT / "docs" / "simulate.md", ROOT / "docs" / "simulate.json"
@@ -154,7 +153,7 @@ class Server:
 
 
 @dataclass(eq=False)
-class WindowState(DispatchState[Task, Versions]):
+class WindowState(DispatchState):
     """The dispatcher's state for the order `window`. A step takes the finished groups that started first, and leaves
     unfinished groups to later steps.
 
@@ -235,7 +234,7 @@ class Simulation:
         self.training, self.changed = False, False
         self.result = Result(steps=[[0.0]])
 
-    def make_gate(self, s: Setup) -> tuple[StalenessManager, DispatchState[Task, Versions]]:
+    def make_gate(self, s: Setup) -> tuple[StalenessManager, DispatchState]:
         """Return the gate (a StalenessManager) and the state of the dispatcher. The state is a DispatchState, or in
         mode window a WindowState.
 
@@ -258,7 +257,7 @@ class Simulation:
                 self.result.groups.setdefault(task_id, []).append(self.now)
 
         options: dict[str, Any] = {
-            "max_queue_size": 16 * concurrent,
+            "max_failures": 10**9,
             "without_older": without_older,
             "trace": trace,
         }
@@ -360,7 +359,7 @@ class Simulation:
         """Finish the sequences of a server that have generated all their tokens."""
         server.advance(self.now)
         for task in server.finish():
-            self.state.finish(TimedResult(task.task_id, 0, task.tokens))
+            self.state.finish(task.task_id, task.tokens)
             self.changed = True
         if server.draining and not server.running:
             self.load(server)

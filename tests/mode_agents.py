@@ -1,12 +1,10 @@
-"""Agents for tests/rollout/test_modes.py. This module imports neither torch nor pytest, so that a worker process
-imports it quickly."""
+"""Agents of tests/rollout/test_modes.py, which a process imports without torch and pytest."""
 
 import os
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -19,8 +17,7 @@ def compute_reward(response: Any, answer: str) -> float:
 
 
 class MyAgent:
-    """The "Proxy Approach" example from AReaL's page Agent Workflow. Unlike the page's example, this agent also limits
-    the length of the answer."""
+    """The "Proxy Approach" of AReaL's Agent Workflow, with a limit of the answer's length."""
 
     async def run(self, data, **extra_kwargs):
         http_client = extra_kwargs.get("http_client")
@@ -36,8 +33,7 @@ class MyAgent:
 
 
 class MySyncAgent:
-    """The "Subprocess Mode" example from AReaL's page Agent Workflow. Unlike the page's example, this agent also limits
-    the length of the answer."""
+    """The "Subprocess Mode" of AReaL's Agent Workflow, with a limit of the answer's length."""
 
     async def run(self, data, **extra_kwargs):
         client = OpenAI(base_url=os.environ.get("OPENAI_BASE_URL"), api_key="DUMMY")
@@ -50,8 +46,7 @@ class MySyncAgent:
 
 
 class Talks:
-    """An agent that asks the model two times. If `data` has the key `then`, its value names a function, and the agent
-    calls this function after the two requests."""
+    """Asks the model twice, and then calls the function that data["then"] names, if any."""
 
     async def run(self, data: dict, base_url: str, api_key: str, http_client: Any) -> Any:
         client = AsyncOpenAI(
@@ -68,7 +63,7 @@ class Talks:
 
 
 class Reads:
-    """An agent that makes SDK clients without arguments and checks that they use the session's URL and key."""
+    """Makes SDK clients without arguments, which must find the session."""
 
     async def run(self, data: dict, base_url: str, api_key: str, **extra_kwargs: Any) -> float:
         import anthropic  # a slow import that only this agent needs
@@ -85,7 +80,7 @@ class Reads:
 
 
 class CountsSessions:
-    """An agent whose reward is the number of open sessions at the proxy."""
+    """Its reward is the number of open sessions."""
 
     async def run(self, data: dict, base_url: str, **extra_kwargs: Any) -> float:
         OpenAI().chat.completions.create(
@@ -95,10 +90,7 @@ class CountsSessions:
 
 
 class Endpoint:
-    """An agent that runs the function that `data["then"]` names.
-
-    If `data["then"]` is "tells", the reward is 1 if OPENAI_BASE_URL equals the agent's base_url, and 0 otherwise.
-    """
+    """Runs what data["then"] names; "tells" says whether OPENAI_BASE_URL is base_url."""
 
     async def run(self, data: dict, base_url: str, **extra_kwargs: Any) -> float:
         alone = os.environ.get("OPENAI_BASE_URL") == base_url
@@ -106,7 +98,7 @@ class Endpoint:
 
 
 class Unpicklable:
-    """An agent that cannot be pickled, because it holds an SDK client."""
+    """It holds an SDK client, so it cannot be pickled."""
 
     def __init__(self) -> None:
         self.client = openai.OpenAI(api_key="DUMMY")
@@ -116,7 +108,7 @@ class Unpicklable:
 
 
 class Bomb:
-    """An object whose pickle creates the file `path` in the process that unpickles it."""
+    """Its pickle creates the file `path` where it is unpickled."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -146,7 +138,7 @@ def raises(data: dict) -> float:
 
 
 def breaks_off(data: dict) -> float:
-    """Make the OpenAI SDK raise an exception that cannot be unpickled."""
+    """The SDK raises an exception that cannot be unpickled."""
     OpenAI(max_retries=0).chat.completions.create(model="m", messages=[])
     return 1.0
 
@@ -156,7 +148,7 @@ def process_id(data: dict) -> float:
 
 
 def returns_twice(data: dict) -> float:
-    """Fork a child. The child returns 7.0. After the child has ended, the parent returns 1.0."""
+    """The forked child returns 7.0, and then the parent 1.0."""
     if child := os.fork():
         os.waitpid(child, 0)
     return 1.0 if child else 7.0
@@ -167,54 +159,10 @@ def is_silent(data: dict) -> None:
 
 
 def hangs(data: dict) -> float:
-    """Hold the named pipe `data["fifo"]` open in this process and in a child process, and never return."""
+    """Hold the named pipe open, here and in a child, and never return."""
     with open(data["fifo"], "w") as file:
         file.write("alive")
         file.flush()
         subprocess.Popen(["sleep", "3600"], stdout=file)
         while True:
             time.sleep(3600)
-
-
-def leaves_a_daemon(data: dict) -> float:
-    """In a new process session, start a process that holds the named pipe `data["fifo"]` open. The parent of the
-    started process ends immediately."""
-    if child := os.fork():
-        os.waitpid(child, 0)
-        return 1.0
-    os.setsid()
-    with open(data["fifo"], "w") as file:
-        file.write("alive")
-        file.flush()
-        subprocess.Popen(["sleep", "3600"], stdout=file, start_new_session=True)
-    os._exit(0)
-
-
-def leaves_a_daemon_and_hangs(data: dict) -> float:
-    leaves_a_daemon(data)
-    while True:
-        time.sleep(3600)
-
-
-def leaves_a_daemon_and_is_killed(data: dict) -> float:
-    leaves_a_daemon(data)
-    return is_killed(data)
-
-
-def stops_its_guard(data: dict) -> float:
-    """Suspend (SIGSTOP) the parent of this process, and then the guard, which is the parent's parent. Then write to a
-    named pipe."""
-    parent = os.getppid()
-    guard = int(Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[1])
-    for pid in parent, guard:
-        os.kill(pid, signal.SIGSTOP)
-    Path(data["fifo"]).write_text("alive")
-    return leaves_at_once(data)
-
-
-def is_contained(data: dict) -> float:
-    """Return 1 if this process can find neither the trainer's processes nor a file in the folder `data["hidden"]`."""
-    hidden = data["hidden"]
-    unmounted = subprocess.run(["umount", hidden], capture_output=True).returncode == 0
-    others = [name for name in os.listdir("/proc") if name.isdecimal()]
-    return float(not unmounted and not os.listdir(hidden) and len(others) < 10)

@@ -11,16 +11,12 @@ from workflow import RolloutWorkflow, workflow_context
 
 
 class ScriptedEngine:
-    """An engine that answers each request with the text `script(request)`. If `cut` is true, the answer has no
-    end-of-turn token."""
+    """Answers each request with the text `script(request)`; with `cut`, without its end."""
 
     def __init__(
         self, tokenizer: Any, script: Callable[[ModelRequest], str] = lambda request: "ok"
     ) -> None:
-        self.tokenizer = tokenizer
-        self.script = script
-        self.cut = False
-        self.version = 0
+        self.tokenizer, self.script, self.cut, self.version = tokenizer, script, False, 0
         self.requests: list[ModelRequest] = []
         self.executor: Any = None
 
@@ -32,27 +28,24 @@ class ScriptedEngine:
         if self.executor is not None:
             self.executor.on_new_version()
 
-    def forget_sent(self) -> None:
-        """Do nothing, because this engine sends no weights."""
-
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
         self.requests.append(request)
         output = self.tokenizer.encode(self.script(request), add_special_tokens=False)
         output += [] if self.cut else [self.tokenizer.eos_token_id]
-        g = request.gconfig
+        logprobs, versions = [-0.5] * len(output), [self.version] * len(output)
         return ModelResponse(
             list(request.input_ids),
             output,
-            [-0.5] * len(output),
-            [self.version] * len(output),
+            logprobs,
+            versions,
             "length" if self.cut else "stop",
-            temperature=g.temperature,
-            trains_exactly=g.trains_exactly,
+            temperature=request.gconfig.temperature,
+            trains_exactly=request.gconfig.trains_exactly,
         )
 
 
 def loader(samples: list[dict], batch_size: int = 2, seed: int | None = None) -> DataLoader:
-    """Return a dataloader whose batches are lists of samples. If `seed` is given, the samples are shuffled."""
+    """A dataloader whose batches are lists of samples, shuffled with `seed`."""
     generator = None if seed is None else torch.Generator().manual_seed(seed)
     return DataLoader(
         samples,  # type: ignore[arg-type]
@@ -64,7 +57,7 @@ def loader(samples: list[dict], batch_size: int = 2, seed: int | None = None) ->
 
 
 class Echo(RolloutWorkflow):
-    """A workflow that returns one row with three token ids: the sample's number + 1, the member's index, and `name`."""
+    """Returns one row of three tokens: the sample's number + 1, the member's index, and `name`."""
 
     def __init__(
         self, name: int = 0, fails: tuple[int, ...] = (), rejects: tuple[int, ...] = ()

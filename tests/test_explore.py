@@ -1,30 +1,26 @@
-"""tests/explore searches every order in which the events of four small systems can happen: the dispatcher, the
-sessions, a call and a weight update.
+"""tests/explore searches every order in which the events of small systems can happen: the sessions, a call and a
+weight update. test_explore_dispatcher.py is about the dispatcher.
 
 The search finds no broken property in the project's modules. A mutant is a module with a planted error, which is one
 changed piece of code. The search finds every planted error. For each property there are at least two mutants that break
 the property.
 """
 
-import importlib.util
 import inspect
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import pytest
 from conftest import ROOT
-from explore import dispatcher, sessions, turns, updates
-from explore.conform import check_calls, conform, read_trace
-from explore.dispatcher import MODES, Bounds, DispatchMachine
-from explore.search import Broken, explore, show, walk
+from explore import sessions, turns, updates
+from explore.planted import find_error, mutant, with_mutant
+from explore.search import explore, walk
 from explore.sessions import SessionBounds, SessionMachine
 from explore.turns import TurnBounds, TurnMachine
 from explore.updates import UpdateBounds, UpdateMachine
-from runs import run
 
 import cache
 import calls.sessions
@@ -33,30 +29,10 @@ import engine
 import inference.servers
 import inference.weights
 import proxy
-import rollout.dispatcher
-import rollout.executor
 import rollout.interaction
 import rollout.rows
 import run.start as start
-import staleness
 import train
-from run.schedule import Schedule
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("bounds", dispatcher.SMALL, ids=str)
-def test_every_order_of_the_dispatchers_events_keeps_every_property(
-    mode: str, bounds: Bounds
-) -> None:
-    """In every order of events, no group is too old, the counters agree, no task waits for ever, and the trainer does
-    not wait for ever."""
-    graph = explore(DispatchMachine(mode, bounds))
-    assert any(state.version == bounds.versions for state in graph.states)
-    assert len(graph) > 30
-    dropped = any(state.state.manager.get_stats().dropped for state in graph.states)
-    assert dropped == (mode == "drop" and bounds.eta > 0 and not bounds.kills), (
-        "the bounds reach no dropped group"
-    )
 
 
 @pytest.mark.parametrize("bounds", sessions.SMALL, ids=str)
@@ -95,7 +71,6 @@ def test_a_server_that_restarts_in_an_update_does_not_claim_the_new_version() ->
 
 
 WALKS = [
-    *((DispatchMachine, (mode, bounds)) for bounds in dispatcher.FAR for mode in MODES),
     *((SessionMachine, (bounds,)) for bounds in sessions.FAR),
     *((TurnMachine, (bounds,)) for bounds in turns.FAR),
     *((UpdateMachine, (bounds,)) for bounds in updates.FAR),
@@ -110,136 +85,6 @@ def test_random_walks_far_beyond_the_bounds_keep_every_property(
     exhaustive search."""
     length = 100 if machine in (TurnMachine, UpdateMachine) else 300
     assert len(walk(machine(*bounds), 0, length)) > 50
-
-
-@pytest.mark.parametrize(
-    "bounds", [bounds for bounds in dispatcher.FAR if bounds.rejections < 10**6], ids=str
-)
-def test_random_walks_mask_tokens_and_drop_groups(bounds: Bounds) -> None:
-    """In the random walks, some groups become too old. With stale=mask the old tokens are masked, and with stale=drop
-    the old groups are dropped."""
-    masked = [world.masked for world in walk(DispatchMachine("mask", bounds), 0, 1000)]
-    dropped = [
-        world.state.manager.get_stats().dropped
-        for world in walk(DispatchMachine("drop", bounds), 0, 1000)
-    ]
-    assert min(max(masked), max(dropped)) > 3
-
-
-def mutant(module: ModuleType, line: str = "", changed: str = "") -> ModuleType:
-    """Return a copy of a module in which one piece of code is changed."""
-    assert module.__file__ is not None
-    source = Path(module.__file__).read_text()
-    assert not line or source.count(line) == 1, f"{line!r} is not in {module.__name__} one time"
-    spec = importlib.util.spec_from_loader(module.__name__, loader=None)
-    assert spec is not None
-    copy = importlib.util.module_from_spec(spec)
-    exec(compile(source.replace(line, changed), module.__file__, "exec"), vars(copy))
-    return copy
-
-
-def find_error(machine: Any, name: str) -> str:
-    """Explore a state machine whose modules have a planted error, and return the list of events that leads to the
-    error. The planted error must break the property `name`."""
-    with pytest.raises(Broken) as caught:
-        explore(machine, keep=False)
-    assert caught.value.name == name, caught.value
-    assert "\n   1. " in str(caught.value)
-    return str(caught.value)
-
-
-DISPATCHER, STALENESS, EXECUTOR = rollout.dispatcher, staleness, rollout.executor
-# Each row holds the property that a mutant breaks, the mode (rollout.stale), the module, the original code, and the
-# changed code
-MUTANTS = [
-    (
-        "gate",
-        "wait",
-        STALENESS,
-        "(self.max_staleness + version + 1) *",
-        "(self.max_staleness + version + 2) *",
-    ),
-    (
-        "gate",
-        "mask",
-        STALENESS,
-        "places - (stat.accepted + stat.running)",
-        "places - stat.accepted",
-    ),
-    (
-        "age",
-        "drop",
-        STALENESS,
-        "return age <= self.max_staleness",
-        "return age <= self.max_staleness + 1",
-    ),
-    (
-        "age",
-        "mask",
-        STALENESS,
-        "get_version() - self.max_staleness\n",
-        "get_version() - self.max_staleness - 1\n",
-    ),
-    ("counters", "wait", DISPATCHER, "            self.manager.on_rollout_rejected(failed)\n", ""),
-    ("counters", "drop", DISPATCHER, "                self.manager.on_rollout_dropped()\n", ""),
-    (
-        "counters",
-        "wait",
-        STALENESS,
-        "consumer_batch_size + finished_untrained",
-        "consumer_batch_size",
-    ),
-    (
-        "counters",
-        "wait",
-        EXECUTOR,
-        "on_version_recovered(version, len(kept))",
-        "on_version_recovered(version)",
-    ),
-    ("counters", "drop", EXECUTOR, "self.dispatcher.restore(kept)", "pass"),
-    ("counters", "wait", DISPATCHER, "self.manager.on_rollout_withdrawn()", "pass"),
-    (
-        "starvation",
-        "wait",
-        DISPATCHER,
-        "islice(self.order.items(), count) if",
-        "finished[:count] if",
-    ),
-    ("starvation", "drop", DISPATCHER, "finished[:count]", "finished[-count:]"),
-    ("lost", "mask", DISPATCHER, "if data is None]):", "if data != self.order[task_id]]):"),
-    ("lost", "mask", STALENESS, "get_version() - self.max_staleness\n", "get_version()\n"),
-    (
-        "deadlock",
-        "wait",
-        STALENESS,
-        "(self.max_staleness + version + 1) *",
-        "(self.max_staleness + 1) *",
-    ),
-    (
-        "deadlock",
-        "mask",
-        STALENESS,
-        "rollouts - stat.running\n",
-        "rollouts - stat.running - stat.accepted\n",
-    ),
-]
-
-
-@pytest.mark.parametrize(("name", "mode", "module", "line", "changed"), MUTANTS)
-def test_a_planted_error_of_the_dispatcher_is_found_by_name(
-    name: str, mode: str, module: ModuleType, line: str, changed: str
-) -> None:
-    """For each planted error, the search names the broken property and lists the events after which the property is
-    broken."""
-    wrong = {"dispatcher": DISPATCHER, "staleness": STALENESS, "executor": EXECUTOR}
-    wrong[module.__name__.rpartition(".")[2]] = mutant(module, line, changed)
-    kills = int("finished_untrained" in line or module is EXECUTOR)
-    bounds = Bounds(
-        versions=4, rejections=1 - kills, kills=kills, withdrawals=int("withdrawn" in line)
-    )
-    story = find_error(DispatchMachine(mode, bounds, **wrong), name)
-    assert "1. start" in story
-    assert "in  version 0" in story
 
 
 # Each row holds the property that a mutant breaks, the original code of calls/sessions.py, and the changed code
@@ -335,26 +180,6 @@ TURN_MUTANTS = [
 
 PROXY = rollout.rows, rollout.interaction, cache, calls.sessions, calls.turn, proxy
 UPDATE = inference.servers, inference.weights, engine, start, train
-
-
-def with_mutant(
-    modules: Iterable[ModuleType], module: ModuleType, line: str, changed: str
-) -> list[ModuleType]:
-    """Copy the modules, and plant an error in the copy of `module`. Each copy uses the other copies in place of the
-    original modules. In the list `modules`, each module must come after all modules that it imports."""
-    copies: dict[ModuleType, ModuleType] = {}
-    for original in modules:
-        copies[original] = copy = (
-            mutant(original, line, changed) if original is module else mutant(original)
-        )
-        for before, twin in copies.items():
-            for name in vars(copy).keys() & vars(before).keys():
-                if vars(copy)[name] is vars(before)[name]:
-                    setattr(copy, name, vars(twin)[name])
-        for name, value in list(vars(copy).items()):
-            if isinstance(value, ModuleType) and value in copies:
-                setattr(copy, name, copies[value])
-    return list(copies.values())
 
 
 @pytest.mark.runs
@@ -491,98 +316,21 @@ def test_a_planted_error_changes_one_place(module: ModuleType, line: str) -> Non
 def test_each_property_has_two_mutants() -> None:
     """docs/protocol.md names every property that a state machine of tests/explore can report as broken. Each property
     has at least two mutants."""
-    mutants = Counter(f"dispatcher: {name}" for name, *_ in MUTANTS)
-    mutants += Counter(f"sessions: {name}" for name, *_ in SESSION_MUTANTS)
+    mutants = Counter(f"sessions: {name}" for name, *_ in SESSION_MUTANTS)
     mutants += Counter(f"turns: {name}" for name, *_ in TURN_MUTANTS)
     mutants += Counter(f"updates: {name}" for name, *_ in UPDATE_MUTANTS)
     table = re.findall(
         r"\| (\w+): ([\w, ]+) \|$", (ROOT / "docs/protocol.md").read_text(), re.MULTILINE
     )
-    named = {f"{machine}: {name}" for machine, names in table for name in names.split(", ")}
+    named = {
+        f"{machine}: {name}"
+        for machine, names in table
+        for name in names.split(", ")
+        if machine != "dispatcher"
+    }
     assert named == mutants.keys()
     assert min(mutants.values()) >= 2
-    for machine in (dispatcher, sessions, turns, updates):
+    for machine in (sessions, turns, updates):
         kind, source = machine.__name__.rpartition(".")[2], inspect.getsource(machine)
         reported = set(re.findall(r"(?:Broken\(|self\.fail\()\"(\w+)\"", source))
         assert {f"{kind}: {name}" for name in reported} <= named
-
-
-def test_equal_situations_are_visited_once() -> None:
-    """If two orders of events lead to one state, `show` draws the state only once."""
-    graph = explore(DispatchMachine("wait", dispatcher.SMALLEST))
-    drawn = show(graph)
-    assert drawn.count("fail 0 -> 3") == drawn.count("reject 0 -> 3") == 1
-    assert "take -> 1" not in drawn, "an event that changes nothing is drawn"
-    assert all(show(explore(DispatchMachine(mode, dispatcher.SMALLEST))) == drawn for mode in MODES)
-    assert len([line for line in drawn.splitlines() if "->" not in line]) == len(graph) == 10
-
-
-# ---- the traces of real runs
-
-
-def swapped(events: list[Any], first: int, second: int) -> list[Any]:
-    """Return the events of a trace, with two events swapped."""
-    changed = [*events]
-    changed[first], changed[second] = events[second], events[first]
-    return changed
-
-
-@pytest.mark.runs
-@pytest.mark.parametrize(("mode", "batch"), [("wait", 3), ("drop", 1), ("mask", 1)])
-def test_the_trace_of_a_run_is_a_walk_of_the_machine(tmp_path: Path, mode: str, batch: int) -> None:
-    """The dispatcher's state machine can repeat each event in the trace of a real run, and each event has the result
-    that the trace records. `conform` detects four planted changes of the trace: two groups consumed in the opposite
-    order, a group that starts before the gate opens, a group that is consumed twice, and a lost event."""
-    words = [
-        "--config",
-        "configs/maze.yaml",
-        f"rollout.stale={mode}",
-        f"train_dataset.batch_size={batch}",
-    ]
-    words += [
-        "gconfig.n_samples=2",
-        "gconfig.max_new_tokens=100",
-        "actor.ppo_n_minibatches=1",
-        "max_steps=8",
-    ]
-    words += ["rollout.max_head_offpolicyness=1", "should_accept_fn=walkers.has_signal"]
-    run(tmp_path, *words)
-    folder = tmp_path / "e" / "t"
-    assert conform(folder) > 8 * batch * 4
-    events, groups = read_trace(folder)
-    consumed = [k for k, (name, _) in enumerate(events) if name == "consume"]
-    starts = [k for k, (name, _) in enumerate(events) if name == "start"]
-    accepted = events.index(("accept", events[consumed[0]][1]))
-    early = [
-        *events[: starts[1]],
-        events[starts[-1]],
-        *events[starts[1] : starts[-1]],
-        *events[starts[-1] + 1 :],
-    ]
-    planted = [
-        swapped(events, consumed[0], consumed[-1]),
-        early,
-        [*events[: consumed[-1]], events[consumed[0]], *events[consumed[-1] :]],
-        events[:accepted] + events[accepted + 1 :],
-    ]
-    for trace in planted:
-        with pytest.raises(Broken):
-            conform(folder, (trace, groups))
-
-
-def test_a_falling_version_is_found_in_a_schedule() -> None:
-    """The versions of a call never fall, and they lie between the version at the start of its group and the version at
-    which the group is consumed. `check_calls` raises Broken if the versions of a call fall, or if a version of a call
-    is outside the range of the call's group."""
-    for spans, begin, consumed in (
-        ([[2, 5, ""], [1, 9, ""]], 0, 3),
-        ([[1, 5, ""]], 2, 3),
-        ([[4, 5, ""]], 2, 3),
-    ):
-        schedule = Schedule("", starts={7: begin}, calls={7: {"7-0.0": {"spans": spans}}})
-        with pytest.raises(Broken, match="is consumed in"):
-            check_calls(schedule, {7: consumed})
-    check_calls(
-        Schedule("", starts={7: 1}, calls={7: {"7-0.0": {"spans": [[1, 5, ""], [3, 9, ""]]}}}),
-        {7: 3},
-    )

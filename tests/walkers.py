@@ -1,6 +1,7 @@
 """Workflows for tests of whole runs."""
 
 import asyncio
+import json
 import random
 from dataclasses import dataclass
 from typing import Any
@@ -55,3 +56,18 @@ class FirstBatchAgent:
 def has_signal(trajectory: dict[str, Any]) -> bool:
     """Whether the rewards of a group differ: equal ones teach nothing."""
     return len(set(trajectory["rewards"].tolist())) > 1
+
+
+class Events:
+    """A callback that writes every event of every group, with the version, to events.jsonl."""
+
+    def __init__(self, config: Any) -> None:
+        self.path = config.run_dir / "events.jsonl"
+
+    def on_start(self, run: Any) -> None:
+        file = self.path.open("w", buffering=1)
+
+        def write(event: str, task: int, details: dict[str, Any]) -> None:
+            file.write(json.dumps([event, task, run.engine.get_version(), details]) + "\n")
+
+        run.executor.listeners.append(write)

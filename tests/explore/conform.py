@@ -1,86 +1,63 @@
-"""Check that the events in the trace of a real run are possible in the dispatcher's state machine (dispatcher.py).
+"""Check that the events of a real run are possible in the dispatcher's state machine.
 
-`conform` reads the files of a finished run and replays the run's events in the state machine. After each event,
-`conform` checks the properties of the state machine. `conform` raises Broken if the state machine does not allow an
-event of the run. `conform` raises Broken if an event has different consequences in the state machine and in the run.
-The following examples show records of a trace and the events that the state machine executes for these records:
+`conform` repeats the events that walkers.Events wrote, each with the version at which it happened,
+and checks every property after each. For example
 
-    For `start 0` and `start 1`, the machine executes `start` twice, so groups 0 and 1 run.
-    For `finish 1` and `accept 1`, the machine executes `end 1`, so group 1 is finished.
-    For `finish 0` and `accept 0`, the machine executes `end 0`, so group 0 is finished.
-    For `consume 0` and `consume 1`, the machine executes `take`, whose batch has groups 0 and 1 in this order.
-    For `start 2` at version 1, the machine executes `version` and then `start`, so group 2 runs.
+    `start 0`, `start 1`              the machine starts twice
+    `finish 1`, `accept 1`            `end 1`: group 1 is finished
+    `consume 0`, `consume 1`          `take`, whose batch is groups 0 and 1, in this order
+    `start 2` at version 1            `version`, then `start`
 
-The trace records a new version only after the gate has begun to use the version. Therefore `conform` does not learn
-from the trace, but from the file schedule.jsonl, between which two events each version began. `conform` does not
-support a run that was killed and then continued.
+It raises Broken if the machine does not allow an event, or answers it with other events.
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-from omegaconf import OmegaConf
-
-from run.schedule import FILE, Schedule
 
 from .dispatcher import Bounds, DispatchMachine, Group
 from .search import Broken, Event
 
 EVENTS = ("start", "finish", "accept", "fail", "reject", "drop", "consume")
-OUTCOMES = {
-    "accept": "end",
-    "fail": "fail",
-    "reject": "reject",
-}  # events of the trace -> events of the machine
+OUTCOMES = {"accept": "end", "fail": "fail", "reject": "reject"}
+Record = tuple[str, int, int, dict[str, Any]]  # event, task, version, details
 
 
-def read_trace(run: Path) -> tuple[list[tuple[str, int]], dict[int, Group]]:
-    """Return the events of a run's groups, and the oldest and the newest version of each group's tokens."""
-    names = {"b": "start", "e": "finish"}
-    records = [
-        one for one in json.loads((run / "trace.json").read_bytes()) if one.get("cat") == "rollout"
-    ]
-    events = [(names.get(one["ph"], one["name"]), one["args"]["task"]) for one in records]
+def read_events(path: Path) -> list[Record]:
+    return [tuple(json.loads(line)) for line in path.read_text().splitlines()]
+
+
+def check_versions(records: Sequence[Record]) -> None:
+    """A group's tokens have versions from its start to the step that consumes it."""
+    starts = {task: version for event, task, version, _ in records if event == "start"}
+    steps = {task: version for event, task, version, _ in records if event == "consume"}
+    for event, task, _, details in records:
+        if event == "reward":
+            versions = [starts[task], *details["versions"]]
+            versions.append(steps.get(task, versions[-1]))
+            if versions != sorted(versions):
+                raise Broken("falls", f"group {task} has the versions {versions}")
+
+
+def conform(records: Sequence[Record], mode: str, bounds: Bounds) -> int:
+    """Repeat a run's events, and return their number."""
+    check_versions(records)
     groups = {
-        one["args"]["task"]: Group(*one["args"]["versions"])
-        for one in records
-        if one["name"] == "reward"
+        task: Group(*details["versions"])
+        for event, task, _, details in records
+        if event == "reward"
     }
-    return [event for event in events if event[0] in EVENTS], groups
-
-
-def check_calls(schedule: Schedule, consumed_at: dict[int, int]) -> None:
-    """Check the versions of each call's tokens. Versions never decrease within a call. All versions of a call lie
-    between the version at which the call's group started and the version at which a step consumed the group."""
-    for task, calls in schedule.calls.items():
-        for name, call in calls.items():
-            versions = [schedule.starts[task], *(version for version, *_ in call["spans"])]
-            if versions != sorted(versions) or versions[-1] > consumed_at.get(task, versions[-1]):
-                raise Broken(
-                    "falls",
-                    f"call {name} has the versions {versions}, group {task} is consumed in {consumed_at}",
-                )
-
-
-def conform(run: Path, trace: tuple[list[tuple[str, int]], dict[int, Group]] | None = None) -> int:
-    """Replay a run's trace in the state machine, and return the number of events. If `trace` is given, replay `trace`
-    instead of the run's own trace. Raises Broken."""
-    config: Any = OmegaConf.load(run / "config.yaml")
-    schedule, (real, groups) = Schedule(run / FILE).read(), trace or read_trace(run)
-    consumed_at = {task: version for version, tasks in schedule.steps.items() for task in tasks}
-    check_calls(schedule, consumed_at)
-    rollout, many = config.rollout, 10**9
-    eta, batch = rollout.max_head_offpolicyness, config.train_dataset.batch_size
-    bounds = Bounds(eta, batch, rollout.max_concurrent_rollouts or (eta + 1) * batch, many, many)
-    machine = DispatchMachine(rollout.stale, bounds)
+    real = [(event, task) for event, task, *_ in records if event in EVENTS]
+    versions = [version for event, _, version, _ in records if event in EVENTS]
+    machine = DispatchMachine(mode, bounds)
     [world] = machine.initial()
-    done: list[tuple[str, int]] = []  # events that the state machine's dispatcher reports
-    world.state.trace = lambda event, task_id, **_: done.append((event, task_id))
+    done: list[tuple[str, int]] = []  # what the machine's dispatcher reports
+    world.state.trace = lambda event, task_id: done.append((event, task_id))
 
-    def step(event: Event) -> Any:
+    def step(world: Any, event: Event) -> Any:
         if event not in machine.events(world):
-            raise Broken("walk", f"{event} is not possible in this state: {world}")
+            raise Broken("walk", f"{event} is not possible in {world}")
         after = machine.apply(world, event)
         machine.check(after)
         return after
@@ -88,31 +65,22 @@ def conform(run: Path, trace: tuple[list[tuple[str, int]], dict[int, Group]] | N
     position = 0
     while position < len(real):
         name, task = real[position]
-        version = (
-            schedule.starts if name == "start" else consumed_at if name == "consume" else {}
-        ).get(task, 0)
-        if version > world.version:
-            world = step(("version",))
+        if versions[position] > world.version and name in ("start", "consume"):
+            world = step(world, ("version",))
             continue
         done.clear()
-        world.next_id = task
         if name == "start":
-            world = step(("start",))
+            world = step(world, ("start",))
         elif name == "finish":
-            world = step((OUTCOMES.get(real[position + 1][0], "end"), task))
+            following = real[position + 1 :] or [("", 0)]
+            world = step(world, (OUTCOMES.get(following[0][0], "end"), task))
             if task in groups and world.state.order.get(task):
                 world.state.order[task] = groups[task]
         else:
-            world = step(("take",))
+            world = step(world, ("take",))
         expected = [event for event in done if event[0] in EVENTS]
         found = real[position : position + len(expected)]
         if found != expected or not expected:
-            raise Broken(
-                "walk",
-                f"the run has {found or real[position]}, and the machine has {expected} in {world}",
-            )
+            raise Broken("walk", f"the run has {found or real[position]}, the machine {expected}")
         position += len(expected)
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    if [line["version"] for line in lines] != [*range(world.version + world.training)]:
-        raise Broken("walk", f"metrics.jsonl has {len(lines)} steps, and the machine is in {world}")
     return len(real)

@@ -1,5 +1,5 @@
-"""The executor returns groups in order of start, runs each sample with the arguments of the call that drew it, and
-loses no sample."""
+"""The executor: batches in order of start, each sample with the arguments of the call that drew it,
+no sample lost or repeated by a restart, and the rewards that agents may return."""
 
 import asyncio
 import json
@@ -20,47 +20,45 @@ from torch.utils.data import DataLoader
 
 from engine import RemoteInfEngine
 from inference.io_struct import GenerationHyperparameters
-from rollout.dispatcher import ServerRestarted
 from rollout.executor import ProxyAddress, WorkflowExecutor
-from run.evaluate import start_evaluation
-from run.inputs import Inputs
-from run.keys import OpenAIConfig, RolloutConfig
-from staleness import RolloutStat
+from run.config import OpenAIConfig, RolloutConfig
+from staleness import RolloutStat, StalenessManager
 from workflow import RLVRWorkflow, RolloutWorkflow, workflow_context
 
 Make = Callable[..., WorkflowExecutor]
-
-
 SAMPLES = [{"n": n} for n in range(5)]
 
 
 class Waits(Echo):
-    """A workflow whose episode of sample n waits until the event gates[n] is set."""
+    """The episode of sample n waits for the end of sample n + 1."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
-        self.gates = {n: asyncio.Event() for n in range(count)}
-        self.started: list[int] = []
-        self.loop: asyncio.AbstractEventLoop | None = None
+        self.gates = [asyncio.Event() for _ in range(count)]
+        self.gates[-1].set()
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
-        self.loop = asyncio.get_running_loop()
-        self.started.append(data["n"])
         await self.gates[data["n"]].wait()
-        if data["n"] == 3:  # episode 3 ends first, then episodes 2, 1 and 0
-            self.gates[2].set()
-        elif data["n"] > 0:
-            self.gates[data["n"] - 1].set()
+        self.gates[data["n"] - 1].set()
         return await super().arun_episode(engine, data)
 
-    def __deepcopy__(self, memo: dict) -> "Waits":
-        return self
+
+class Does(Echo):
+    """Calls `act(engine, data, trajectory)` before it returns."""
+
+    def __init__(self, act: Callable[[Any, dict, dict], Any]) -> None:
+        super().__init__()
+        self.act = act
+
+    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
+        traj = await super().arun_episode(engine, data)
+        self.act(engine, data, traj)
+        return traj
 
 
 @pytest.fixture
 def make(tiny_tokenizer: Any) -> Iterator[Make]:
-    """Return a function make(**options) that returns an executor with a ScriptedEngine. The executor is destroyed after
-    the test."""
+    """make(**options) returns an executor with a ScriptedEngine."""
     made: list[WorkflowExecutor] = []
 
     def make(
@@ -80,56 +78,45 @@ def next_version(executor: WorkflowExecutor) -> None:
     executor.engine.set_version(executor.engine.get_version() + 1)
 
 
+def train(executor: WorkflowExecutor, data: Any, steps: int, workflow: Any = None) -> list[float]:
+    """The rewards of `steps` batches, which are the samples' numbers."""
+    seen = []
+    for _ in range(steps):
+        seen += executor.prepare_batch(data, workflow or Echo())["rewards"].tolist()
+        next_version(executor)
+    return seen
+
+
 # ---------------------------------------------------------------- prepare_batch
 
 
 def test_prepare_batch_cycles_the_data_in_its_own_order(make: Make) -> None:
-    """Batches follow the order of the dataloader, epoch after epoch."""
+    """Batches follow the dataloader, epoch after epoch; a task's id is its position."""
     executor, data = make(), loader(SAMPLES)
-    seen = []
-    for _ in range(5):
-        batch = executor.prepare_batch(data, Echo())
-        seen += batch["input_ids"][:, 0].tolist()
-        next_version(executor)
-    assert seen == [1, 2, 3, 4, 5] * 2
-    assert batch["task_ids"].tolist() == [8, 9]
+    assert train(executor, data, 5) == [0, 1, 2, 3, 4] * 2
+    assert executor.prepare_batch(data, Echo())["task_ids"].tolist() == [10, 11]
 
 
 def test_the_order_of_the_data_is_the_loaders_own_generator(make: Make) -> None:
-    """Two runs with the same dataloader seed get the samples in the same order. Each epoch has a different order."""
-
-    def epochs(seed: int) -> list[int]:
-        executor, data, seen = make(), loader(SAMPLES, seed=seed), []
-        for _ in range(5):
-            seen += executor.prepare_batch(data, Echo())["input_ids"][:, 0].tolist()
-            next_version(executor)
-        return seen
-
-    first = epochs(seed=1)
-    assert first == epochs(seed=1)
-    assert sorted(first[:5]) == sorted(first[5:]) == [1, 2, 3, 4, 5]
+    """Equal seeds mean equal orders, and each epoch has another one."""
+    first, again = (train(make(), loader(SAMPLES, seed=1), 5) for _ in range(2))
+    assert first == again
+    assert sorted(first[:5]) == sorted(first[5:]) == [0, 1, 2, 3, 4]
     assert first[:5] != first[5:]
 
 
-def test_every_loader_begins_at_its_own_beginning(make: Make) -> None:
-    """prepare_batch may be called alternately with two dataloaders, as in a curriculum. Each dataloader continues with
-    the sample after the last sample that it has returned."""
-    executor, loaders, seen = (
-        make(),
-        [loader(SAMPLES), loader([{"n": n} for n in range(10, 15)])],
-        [],
-    )
+def test_every_loader_goes_on_where_it_was(make: Make) -> None:
+    """Two dataloaders may take turns, as in a curriculum."""
+    executor, seen = make(), list[float]()
+    loaders = loader(SAMPLES), loader([{"n": n} for n in range(10, 15)])
     for data in (*loaders, *loaders):
-        for _ in range(2):
-            seen += executor.prepare_batch(data, Echo())["rewards"].tolist()
-            next_version(executor)
+        seen += train(executor, data, 2)
     assert [n for n in seen if n < 10] == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4]
     assert [n for n in seen if n >= 10] == [10, 11, 12, 13, 14, 10]
 
 
 def test_a_loader_that_raises_says_so_at_every_call(make: Make) -> None:
-    """If a dataloader raises an error, every call of prepare_batch raises the same error. After the data are repaired,
-    the dataloader begins again with its first sample."""
+    """When it is repaired, it begins again."""
     samples: list[dict] = [{"n": 0}, {}]
 
     def collate(batch: list[dict]) -> list[dict]:
@@ -143,301 +130,223 @@ def test_a_loader_that_raises_says_so_at_every_call(make: Make) -> None:
     assert executor.prepare_batch(data, Echo())["rewards"].tolist() == [0.0, 1.0]
 
 
-def test_every_call_is_served_by_its_own_arguments(make: Make) -> None:
-    """A sample runs with the workflow, the workflow's arguments and the group size of the call of prepare_batch that
-    drew the sample."""
+def test_every_sample_is_served_by_the_arguments_that_drew_it(make: Make) -> None:
+    """Workflow, its arguments and group size are those of the call that drew the sample."""
     executor, data = make(), loader(SAMPLES)
     rows = []
     for step in range(4):
         batch = executor.prepare_batch(data, Echo, {"name": step}, group_size=1 + step)
         rows.append(batch["input_ids"].tolist())
         next_version(executor)
-    assert rows[0] == [[1, 0, 0], [2, 0, 0]]
-    assert rows[1] == [
-        [3, 0, 0],
-        [4, 0, 0],
-    ]  # prepare_batch took these samples from the dataloader in its first call
+    assert rows[:2] == [[[1, 0, 0], [2, 0, 0]], [[3, 0, 0], [4, 0, 0]]]  # all drawn at once
     assert rows[2] == [[5, 0, 1], [5, 1, 1], [1, 0, 1], [1, 1, 1]]
     assert rows[3] == [[2, i, 2] for i in range(3)] + [[3, i, 2] for i in range(3)]
 
 
 def test_rows_come_in_order_of_start_and_members_in_order(make: Make) -> None:
-    """The rows of a batch are in order of start, and the members of a group are adjacent, even if the last group
-    finishes first."""
-    executor, workflow = make(config={"consumer_batch_size": 4}), Waits(4)
-    workflow.gates[3].set()
-    batch = executor.prepare_batch(loader(SAMPLES[:4], batch_size=4), workflow, group_size=2)
+    """Even if the last group finishes first. The members of a group stand together."""
+    executor = make(config={"consumer_batch_size": 4})
+    data = loader(SAMPLES[:4], batch_size=4)
+    batch = executor.prepare_batch(data, Waits(4), group_size=2)
     assert batch["input_ids"][:, :2].tolist() == [[n, i] for n in (1, 2, 3, 4) for i in (0, 1)]
     assert batch["group_ids"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
-def test_rejected_groups_are_refilled_and_failed_ones_counted(make: Make) -> None:
-    """A group of the next prompt replaces a rejected or failed group. The statistics count rejected and failed
-    groups."""
-    executor = make()
+def test_rejected_groups_are_refilled_and_every_event_is_told(make: Make) -> None:
+    """A listener hears of each event, and of the versions and rewards of a group."""
+    executor, heard = make(), list[Any]()
+    executor.listeners.append(lambda *event: heard.append(event))
     workflow = Echo(fails=(0,), rejects=(1,))
-    batch = executor.prepare_batch(
-        loader(SAMPLES), workflow, None, lambda traj: bool(traj["rewards"][0] != 2)
-    )
+    accept = lambda traj: bool(traj["rewards"][0] != 2)  # noqa: E731
+    batch = executor.prepare_batch(loader(SAMPLES), workflow, None, accept)
     assert batch["rewards"].tolist() == [3.0, 4.0]
     assert replace(executor.stats, enqueued=0) == RolloutStat(accepted=2, rejected=3, failed=1)
+    lives = [[event for event, i, _ in heard if i == task] for task in range(4)]
+    assert lives == [
+        ["submit", "start", "finish", "fail", "reject"],
+        ["submit", "start", "finish", "reject"],
+        ["submit", "start", "reward", "finish", "reject"],
+        ["submit", "start", "reward", "finish", "accept", "consume"],
+    ]
+    assert ("reward", 3, {"versions": [0, 0], "rewards": [3.0]}) in heard
 
 
 def test_a_failing_member_is_counted_beside_the_groups(make: Make) -> None:
-    """A group with a failed member is accepted, and failed_members counts the member."""
+    """Its group is accepted without it."""
 
-    class OneFails(Echo):
-        async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
-            if workflow_context.get().sample_idx == 1:
-                raise ValueError("no tool")
-            return await super().arun_episode(engine, data)
+    def fail(engine: Any, data: dict, traj: dict) -> None:
+        if workflow_context.get().sample_idx == 1:
+            raise ValueError("no tool")
 
     executor = make()
-    batch = executor.prepare_batch(loader(SAMPLES), OneFails(), group_size=3)
+    batch = executor.prepare_batch(loader(SAMPLES), Does(fail), group_size=3)
     assert batch["input_ids"][:, :2].tolist() == [[1, 0], [1, 2], [2, 0], [2, 2]]
     assert replace(executor.stats, enqueued=0) == RolloutStat(accepted=2, failed_members=2)
 
 
 class Panic(BaseException):
-    """An exception that is not a subclass of Exception. Libraries written in Rust raise exceptions that do not inherit
-    from Exception."""
+    """Libraries written in Rust raise what is no Exception."""
 
 
 @pytest.mark.parametrize("group_size", [1, 2])
 @pytest.mark.parametrize(
-    "error",
-    [ValueError("broken"), SystemExit("broken"), GeneratorExit("broken"), Panic("broken")],
-    ids=repr,
+    "error", [ValueError("broken"), SystemExit("broken"), Panic("broken")], ids=repr
 )
 def test_whatever_an_episode_raises_is_its_failure(
     make: Make, caplog: pytest.LogCaptureFixture, error: BaseException, group_size: int
 ) -> None:
-    """If an episode raises any exception, the failure is counted and logged, and a group of the next prompt replaces
-    the failed group."""
+    """It is counted and logged with its traceback, and the next task runs."""
 
-    class Raises(Echo):
-        async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
-            if data["n"] == 0:
-                raise error
-            return await super().arun_episode(engine, data)
+    def fail(engine: Any, data: dict, traj: dict) -> None:
+        if data["n"] == 0:
+            raise error
 
     executor = make()
-    executor.submit(SAMPLES[0], Raises(), group_size=group_size)
-    executor.submit(SAMPLES[1], Raises(), group_size=group_size)
+    for sample in SAMPLES[:2]:
+        executor.submit(sample, Does(fail), group_size=group_size)
     assert executor.wait(1, timeout=30)["rewards"].tolist() == [1.0] * group_size
     assert executor.stats == RolloutStat(accepted=1, rejected=1, failed=1)
-    assert re.search("rollout task 0 failed: .*broken", caplog.text)
-
-
-@pytest.mark.parametrize("group_size", [1, 2])
-def test_a_failure_that_a_dead_process_caused_is_nobodys(make: Make, group_size: int) -> None:
-    """If the proxy's process ends, the run stops before any episode counts as failed. After the end of the run, every
-    call of state_dict raises an error.
-
-    If a failure were counted, a new prompt would replace the prompt of the failed episode, and the next checkpoint
-    would not contain the replaced prompt.
-    """
-
-    class LosesItsProxy(Echo):
-        async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
-            if workflow_context.get().sample_idx == group_size - 1:
-                raise ConnectionError("refused")
-            return await super().arun_episode(engine, data)
-
-    executor = make(hold_failures=0.5)
-    threading.Timer(
-        0.2, executor.fail, [RuntimeError("the proxy ended")]
-    ).start()  # in a real run, a thread that watches the proxy calls fail()
-    with pytest.raises(RuntimeError, match="the proxy ended"):
-        executor.prepare_batch(loader(SAMPLES), LosesItsProxy(), group_size=group_size)
-    with pytest.raises(RuntimeError, match="the proxy ended"):
-        executor.state_dict()
-    assert executor.stats.failed == 0
-    assert executor.stats.accepted == 0
+    [record] = [r for r in caplog.records if "rollout task 0 failed" in r.getMessage()]
+    assert record.exc_info
+    assert "broken" in record.getMessage()
 
 
 def test_the_same_failure_again_and_again_stops_the_run(make: Make) -> None:
-    """A workflow that always raises an exception stops the run, and the first exception is the cause of the error."""
-    executor = make()
-    with pytest.raises(RuntimeError, match="sample 0 is broken") as stopped:
-        executor.prepare_batch(loader(SAMPLES), Echo(fails=(0, 1, 2, 3, 4)))
+    """The first exception is the cause, with its task."""
+    with pytest.raises(RuntimeError, match=r"first task 0: .*sample 0 is broken") as stopped:
+        make().prepare_batch(loader(SAMPLES), Echo(fails=(0, 1, 2, 3, 4)))
     assert isinstance(stopped.value.__cause__, ValueError)
 
 
 def test_the_loaders_batch_is_what_the_gate_counts(make: Make) -> None:
-    """prepare_batch raises an error if the dataloader's batch size is not consumer_batch_size, or if the dataloader
-    has no samples."""
-    with pytest.raises(
-        ValueError, match="consumer_batch_size=2 must equal the dataloader's batch_size=3"
-    ):
+    """Other sizes and an empty dataloader are errors. The gate may be given."""
+    with pytest.raises(ValueError, match="consumer_batch_size=2 must equal 3"):
         make().prepare_batch(loader(SAMPLES, batch_size=3), Echo())
     with pytest.raises(ValueError, match="no samples"):
         make().prepare_batch(loader([]), Echo())
+    engine = ScriptedEngine(None)
+    executor = make(engine, gate=StalenessManager(engine, 3, 3, 0))
+    assert train(executor, loader(SAMPLES, batch_size=3), 1) == [0, 1, 2]
 
 
 def test_group_size_and_n_samples_are_one_number(make: Make) -> None:
-    """A caller may set group_size or n_samples. If group_size and n_samples are set to different numbers, prepare_batch
-    raises an error. Evaluation may use a different group size than training."""
+    """Given both and different is an error; an evaluation may have its own."""
     executor = make(gconfig=GenerationHyperparameters(n_samples=3))
     with pytest.raises(ValueError, match=r"group_size=2 and gconfig.n_samples=3 are one number"):
         executor.prepare_batch(loader(SAMPLES), Echo(), group_size=2)
     assert len(executor.prepare_batch(loader(SAMPLES), Echo())["rewards"]) == 6
-    assert (
-        len(make(config={"group_size": 4}).prepare_batch(loader(SAMPLES), Echo())["rewards"]) == 8
-    )
-    evaluation = executor.for_evaluation()
-    assert (
-        len(evaluation.rollout_batch(SAMPLES, Echo(), group_size=1, is_eval=True)["rewards"]) == 5
-    )
-    evaluation.destroy()
+    other = make(config={"group_size": 4})
+    assert len(other.prepare_batch(loader(SAMPLES), Echo())["rewards"]) == 8
+    evaluated = executor.for_evaluation().rollout_batch(SAMPLES, Echo(), group_size=1, is_eval=True)
+    assert len(evaluated["rewards"]) == 5
 
 
-def test_should_accept_fn_may_be_named_and_must_be_a_function(make: Make) -> None:
-    """should_accept_fn may be a function or an import path "module.function". A should_accept_fn that is neither a
-    function nor an import path raises a TypeError."""
-    executor = make()
-    batch = executor.prepare_batch(loader(SAMPLES), Echo(), should_accept_fn=f"{__name__}.is_even")
+def test_should_accept_fn_may_be_named(make: Make) -> None:
+    """By the path "module.function"."""
+    batch = make().prepare_batch(loader(SAMPLES), Echo(), should_accept_fn=f"{__name__}.is_even")
     assert batch["rewards"].tolist() == [0.0, 2.0]
-    with pytest.raises(
-        TypeError, match=r"should_accept_fn must be a function or 'module.function', not 7"
-    ):
-        executor.submit(SAMPLES[0], Echo(), should_accept_fn=7)
 
 
 def is_even(traj: dict[str, torch.Tensor]) -> bool:
     return traj["rewards"][0].item() % 2 == 0
 
 
+# ---------------------------------------------------------------- restarts
+
+
+def test_a_restart_skips_no_prompt_and_repeats_none(make: Make) -> None:
+    """The data are drawn again, without the consumed and rejected positions."""
+    samples = [{"n": n} for n in range(40)]
+    config = {"max_head_offpolicyness": 1}
+    first, rejects = make(config=config), Echo(rejects=(1, 4))
+    assert train(first, loader(samples, seed=3), 0) == []
+    order = [sample["n"] for batch in loader(samples, seed=3) for sample in batch]
+    refuses = Echo(rejects=(order[1], order[4]))
+    assert train(first, loader(samples, seed=3), 2, refuses) == [order[i] for i in (0, 2, 3, 5)]
+    first.pause()
+    saved = json.loads(json.dumps(first.state_dict()))
+    assert saved["open"] == list(range(6, saved["next_id"]))
+
+    second = make(config=config)
+    second.load_state_dict(saved, version=2)
+    second.engine.version = 2
+    assert second.state_dict() == saved
+    assert second.gate.get_capacity() == 4  # (eta + 1) B, as ever
+    assert train(second, loader(samples, seed=3), 4, rejects) == order[6:14]
+
+
 # ---------------------------------------------------------------- submit, wait and evaluation
 
 
 def test_submit_and_wait(make: Make) -> None:
-    """`wait` returns the accepted groups that started first. `wait_for_task` returns one group, or None if this group
-    was rejected."""
+    """They are the engine's methods, too."""
     executor = make(config={"consumer_batch_size": 8})
-    workflow = Echo(rejects=(1,))
-    ids = [executor.engine.executor.submit(sample, workflow) for sample in SAMPLES]
-    one = executor.wait_for_task(ids[3], timeout=30)
-    assert one is not None
-    assert one["rewards"].tolist() == [3.0]
-    assert executor.wait_for_task(ids[1], timeout=30) is None
-    assert executor.wait(3, timeout=30)["rewards"].tolist() == [0.0, 2.0, 4.0]
+    engine, workflow = executor.engine, Echo(rejects=(1,))
+    ids = [engine.submit(sample, workflow) for sample in SAMPLES]
+    assert engine.wait_for_task(ids[3], timeout=30)["rewards"].tolist() == [3.0]
+    assert engine.wait_for_task(ids[1], timeout=30) is None
+    assert engine.wait(3, timeout=30)["rewards"].tolist() == [0.0, 2.0, 4.0]
     assert executor.stats.accepted == 3
 
 
-@pytest.mark.parametrize("group_size", [1, 2])
-def test_the_live_table_counts_every_episode(make: Make, group_size: int) -> None:
-    """`ended` counts the episodes that have ended, whether a prompt has one episode or a group of episodes."""
-    executor = make(config={"consumer_batch_size": 8})
-    executor.rollout_batch(SAMPLES, Echo(rejects=(1,)), group_size=group_size)
-    assert executor.ended == 5 * group_size
-
-
 def test_rollout_batch_keeps_the_order_of_the_data(make: Make) -> None:
-    """rollout_batch returns the accepted groups in the order of the prompts, and raises an error if no group was
-    accepted."""
+    """It returns the accepted groups, and raises if there is none."""
     executor = make(config={"consumer_batch_size": 8})
-    assert executor.rollout_batch(SAMPLES, Echo(rejects=(1,)))["rewards"].tolist() == [
-        0.0,
-        2.0,
-        3.0,
-        4.0,
-    ]
+    batch = executor.rollout_batch(SAMPLES, Echo(rejects=(1,)))
+    assert batch["rewards"].tolist() == [0.0, 2.0, 3.0, 4.0]
     with pytest.raises(RuntimeError, match="none of 5 rollouts was accepted"):
         executor.rollout_batch(SAMPLES, Echo(rejects=(0, 1, 2, 3, 4)))
 
 
-def test_evaluation_needs_no_new_version_and_leaves_the_engine_alone(
-    make: Make, tmp_path: Path
-) -> None:
-    """Evaluation has an executor of its own, which has no staleness gate. The engine keeps the executor of training."""
-
-    class Sees(Echo):
-        async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
-            assert workflow_context.get().is_eval
-            return await super().arun_episode(engine, data)
-
+def test_evaluation_needs_no_new_version_and_leaves_the_engine_alone(make: Make) -> None:
+    """It has no gate and goes on after any number of rejections, in the same loop."""
+    evaluated: list[Any] = []
+    look = lambda *args: evaluated.append(workflow_context.get().is_eval)  # noqa: E731
     executor = make()
     evaluation = executor.for_evaluation()
     many = [{"n": n} for n in range(40)]
-    batch = evaluation.rollout_batch(many, Sees(), group_size=1, is_eval=True)
+    batch = evaluation.rollout_batch(many, Does(look), group_size=1, is_eval=True)
     assert batch["rewards"].tolist() == [float(n) for n in range(40)]
-    evaluation.destroy()
+    assert evaluated == [True] * 40
+    rejects = Echo(rejects=tuple(range(30)))
+    assert len(evaluation.rollout_batch(many, rejects, is_eval=True)["rewards"]) == 10
     assert executor.engine.executor is executor
+    assert evaluation.loop is executor.loop
     assert executor.stats == RolloutStat()
 
 
-def test_a_restart_of_a_server_repeats_no_episode_of_an_evaluation(make: Make) -> None:
-    """If a server is restarted during an evaluation, the trainer pushes the weights, and the evaluation then waits for
-    the episodes that it has already started."""
-    evaluation = make().for_evaluation()
-    played: list[int] = []
-
-    class Restarts(Echo):
-        async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
-            played.append(data["n"])
-            if data["n"] == 3:
-                evaluation.dispatcher.interrupt(ServerRestarted)
-            return await super().arun_episode(engine, data)
-
-    finish = start_evaluation(
-        evaluation, Inputs(None, [], [{"n": n} for n in range(6)], None, None, Restarts())
-    )
-    assert finish() is None
-    found, left = finish(), evaluation.dispatcher.in_flight()
-    evaluation.destroy()
-    assert found["eval_episodes"] == 6
-    assert sorted(played) == [0, 1, 2, 3, 4, 5]
-    assert not left
-
-
 def test_a_workflow_cannot_change_the_dataset(make: Make) -> None:
-    """Each episode gets a copy of its sample, so no workflow can change the dataset."""
-
-    class Writes(Echo):
-        async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
-            data["n"] += 100
-            return await super().arun_episode(engine, data)
-
+    """Each episode has its own copy of its sample."""
     samples = [{"n": 0}, {"n": 1}]
-    make().prepare_batch(loader(samples), Writes())
+    make().prepare_batch(loader(samples), Does(lambda engine, data, traj: data.clear()))
     assert samples == [{"n": 0}, {"n": 1}]
 
 
-def test_pause_holds_back_what_has_not_started(make: Make) -> None:
-    """Between pause and resume no group starts."""
+def test_pause_interrupt_fail_and_destroy(make: Make) -> None:
+    """Between pause and resume nothing starts; the others end a wait."""
     executor = make()
     executor.pause()
     task_id = executor.submit(SAMPLES[0], Echo())
     assert executor.stats == RolloutStat(enqueued=1)
+    executor.interrupt(KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        executor.prepare_batch(loader(SAMPLES), Echo())
     executor.resume()
     assert executor.wait_for_task(task_id, timeout=30) is not None
-
-
-def test_a_failure_outside_ends_every_call(make: Make) -> None:
-    """After fail(error), every call raises an error that contains the reason."""
-    executor = make()
     executor.fail(ChildProcessError("the server died"))
-    with pytest.raises(RuntimeError, match="the server died"):
-        executor.prepare_batch(loader(SAMPLES), Echo())
-
-
-def test_destroy_may_be_repeated(make: Make) -> None:
-    """A second destroy() has no effect. After destroy(), every call except destroy() raises an error."""
-    executor = make()
-    executor.submit(SAMPLES[0], Waits(1))
-    executor.destroy()
-    executor.destroy()
-    with pytest.raises(RuntimeError, match="destroyed"):
-        executor.submit(SAMPLES[0], Echo())
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="the server died"):
+            executor.prepare_batch(loader(SAMPLES), Echo())
+        with pytest.raises(RuntimeError, match="the server died"):
+            executor.state_dict()
+        executor.destroy()
+    assert executor.engine.executor is None
 
 
 # ---------------------------------------------------------------- trajectories
 
 
 class Bad(RolloutWorkflow):
-    """A workflow that returns data["returns"]."""
-
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
         return data["returns"]
 
@@ -446,56 +355,54 @@ class Bad(RolloutWorkflow):
 def test_a_malformed_trajectory_is_a_failure_that_is_explained(
     make: Make, caplog: pytest.LogCaptureFixture, group_size: int
 ) -> None:
-    """A task fails if its trajectory is malformed or has other keys than earlier trajectories. The log says why the
-    task failed."""
+    """The log names the task, and what is wrong with it."""
     executor = make(config={"consumer_batch_size": 9})
     good = {"input_ids": torch.ones(1, 2), "attention_mask": torch.ones(1, 2)}
-    flat = {key: value[0] for key, value in good.items()}
-    for returns in (
-        good,
-        {"input_ids": torch.ones(2)},
-        good | {"hint": torch.ones(1)},
-        {},
-        flat,
-        1.0,
-    ):
-        executor.wait_for_task(
-            executor.submit({"returns": returns}, Bad(), group_size=group_size), timeout=30
-        )
-    assert executor.stats.failed == 5
-    said = [
-        record.getMessage() for record in caplog.records if "rollout task" in record.getMessage()
+    cases: list[tuple[Any, str]] = [
+        ({"input_ids": torch.ones(2)}, "lacks attention_mask; it has"),
+        (good | {"hint": torch.ones(1)}, r"adds \['hint'\]"),
+        ({}, "it has no keys"),
+        ({key: value[0] for key, value in good.items()}, "its shape is"),
+        (good | {"rewards": torch.tensor([torch.nan])}, r"'rewards'\] holds NaN"),
+        (1.0, "not float"),
     ]
-    explained = [
-        "lacks attention_mask; it has",
-        r"adds \['hint'\]",
-        "it has no keys",
-        "its shape is",
-        "not float",
-    ]
-    for message, words in zip(said, explained, strict=True):
+    for returns in (good, *(case for case, _ in cases)):
+        task_id = executor.submit({"returns": returns}, Bad(), group_size=group_size)
+        executor.wait_for_task(task_id, timeout=30)
+    assert executor.stats.failed == len(cases)
+    said = [r.getMessage() for r in caplog.records if "rollout task" in r.getMessage()]
+    for message, (_, words) in zip(said, cases, strict=True):
         assert re.search(words, message)
 
 
-def test_the_tokens_age_is_taken_from_the_trajectory(make: Make) -> None:
-    """Only generated tokens determine the age of a group, so a prompt with version -1 does not make the group old."""
+def test_only_generated_tokens_have_an_age(make: Make) -> None:
+    """A prompt of version -1 does not make a group old; a token from the future fails it."""
 
-    class PromptIsMinusOne(Echo):
-        async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
-            traj = await super().arun_episode(engine, data)
-            traj["versions"][:, :2] = -1
-            return traj
+    def relabel(engine: Any, data: dict, traj: dict) -> None:
+        traj["versions"][:, :2] = -1
+        traj["versions"][:, 2] += data["n"]
 
-    executor, data = make(), loader(SAMPLES)
-    for version in range(3):
-        batch = executor.prepare_batch(data, PromptIsMinusOne())
-        assert batch["versions"][:, 2].tolist() == [version] * 2
-        next_version(executor)
+    executor = make(config={"max_head_offpolicyness": 9})
+    executor.engine.set_version(3)
+    tasks = [executor.submit({"n": n}, Does(relabel)) for n in (0, 996)]
+    group = executor.wait_for_task(tasks[0], timeout=30)
+    assert group is not None
+    assert group["versions"].tolist() == [[-1, -1, 3]]
+    assert executor.wait_for_task(tasks[1], timeout=30) is None
+
+
+def test_a_version_that_nobody_has_made_is_named(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log says which."""
+    future = Does(lambda engine, data, traj: traj["versions"].fill_(999))
+    executor = make()
+    assert executor.wait_for_task(executor.submit(SAMPLES[0], future), timeout=30) is None
+    assert "a token has version 999, which nobody has made" in caplog.text
 
 
 class OneIsSlow(Echo):
-    """Task 0 ends when the version is 2. The three tokens of task 0 have the versions 0, 1 and 2, and all three tokens
-    are trained."""
+    """Task 0 ends at version 2, with trained tokens of the versions 0, 1 and 2."""
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
         traj = await super().arun_episode(engine, data)
@@ -509,14 +416,9 @@ class OneIsSlow(Echo):
 
 @pytest.mark.parametrize("stale", ["mask", "drop"])
 def test_no_step_waits_for_a_slow_group(make: Make, stale: str) -> None:
-    """With stale=mask, the loss excludes those tokens of a slow group that are more than eta versions old. With
-    stale=drop, the whole group is dropped. With stale=mask and with stale=drop, no trained token is more than eta
-    versions old."""
-    executor, data, slow = (
-        make(config={"max_head_offpolicyness": 1, "stale": stale}),
-        loader(SAMPLES),
-        list[int](),
-    )
+    """With mask its old tokens leave the loss; with drop the group goes."""
+    executor = make(config={"max_head_offpolicyness": 1, "stale": stale})
+    data, slow = loader(SAMPLES), list[int]()
     while not slow and executor.stats.dropped == 0:
         version, batch = executor.engine.get_version(), executor.prepare_batch(data, OneIsSlow())
         assert batch["versions"][batch["loss_mask"] > 0].min() >= version - 1
@@ -527,26 +429,9 @@ def test_no_step_waits_for_a_slow_group(make: Make, stale: str) -> None:
         assert (slow, executor.stats.dropped) == ([], 1)
         return
     assert executor.stats.dropped == 0
-    left = [int(number >= version - 1) for number in range(3)]  # eta is 1
+    left = [int(number >= version - 1) for number in range(3)]
     assert batch["loss_mask"][slow].tolist() == [left]
     assert batch["masked"].sum() == batch["masked"][slow].sum() == 3 - sum(left) > 0
-
-
-def test_a_version_that_the_trainer_has_not_made_is_a_failure(
-    make: Make, caplog: pytest.LogCaptureFixture
-) -> None:
-    """An episode fails if any token of its trajectory has a newer version than the trainer, even if the trajectory's
-    oldest token is not too old."""
-
-    class LastTokenIsFromTheFuture(Echo):
-        async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
-            traj = await super().arun_episode(engine, data)
-            traj["versions"][:, -1] = 999
-            return traj
-
-    executor = make()
-    assert executor.wait_for_task(executor.submit(SAMPLES[0], LastTokenIsFromTheFuture())) is None
-    assert "a token has version 999, which the trainer has not made" in caplog.text
 
 
 async def pays(
@@ -556,18 +441,25 @@ async def pays(
 
 
 def test_dumps_are_the_documents_lines(make: Make, tiny_tokenizer: Any, tmp_path: Path) -> None:
-    """Dumped files have the paths and the fields that AReaL's page Rollout Workflow describes (section "Trajectory
-    Dumping")."""
-    engine = ScriptedEngine(tiny_tokenizer, lambda request: "vier")
+    """The folder is the newest version of the group (Rollout Workflow, "Trajectory Dumping")."""
+
+    def answer(request: Any) -> str:
+        if request.call == "0-1.0":  # the second member of task 0 comes after an update
+            engine.version = 6
+        return "vier"
+
+    engine = ScriptedEngine(tiny_tokenizer, answer)
     executor = make(engine, tokenizer=tiny_tokenizer, dump_dir=tmp_path)
     engine.set_version(5)
     sample = {"messages": [{"role": "user", "content": "2+2?"}]}
     kwargs = {"reward_fn": pays}
     executor.wait_for_task(executor.submit(sample, RLVRWorkflow, kwargs, group_size=2), timeout=30)
     executor.wait_for_task(executor.submit(sample, RLVRWorkflow, kwargs, is_eval=True), timeout=30)
+    quiet = make(engine, {"dump_to_file": False}, tokenizer=tiny_tokenizer, dump_dir=tmp_path)
+    quiet.wait_for_task(quiet.submit(sample, RLVRWorkflow, kwargs), timeout=30)
     files = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.jsonl"))
-    assert files == ["eval-rollout/5/1.jsonl", "rollout/5/0.jsonl"]
-    lines = [json.loads(line) for line in (tmp_path / "rollout/5/0.jsonl").read_text().splitlines()]
+    assert files == ["eval-rollout/6/1.jsonl", "rollout/6/0.jsonl"]
+    lines = [json.loads(line) for line in (tmp_path / "rollout/6/0.jsonl").read_text().splitlines()]
     prompt = "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
     prompt_len = len(tiny_tokenizer.encode(prompt))
     assert lines == [
@@ -576,8 +468,8 @@ def test_dumps_are_the_documents_lines(make: Make, tiny_tokenizer: Any, tmp_path
             "sample_idx": i,
             "seqlen": prompt_len + 5,
             "prompt_len": prompt_len,
-            "head_version": 5,
-            "tail_version": 5,
+            "head_version": 5 + i,
+            "tail_version": 5 + i,
             "reward": 1.0,
             "prompt": prompt,
             "completion": "vier<|im_end|>",
@@ -586,32 +478,20 @@ def test_dumps_are_the_documents_lines(make: Make, tiny_tokenizer: Any, tmp_path
     ]
 
 
-def test_dumps_without_a_tokenizer_are_refused_at_the_start(make: Make, tmp_path: Path) -> None:
-    """Constructing an executor with dump_to_file but without a tokenizer raises an error."""
-    with pytest.raises(ValueError, match="set tokenizer_path"):
-        make(dump_dir=tmp_path)
-    make(dump_dir=tmp_path, config={"dump_to_file": False})
-
-
-# ---------------------------------------------------------------- agents that call the real proxy and the real server
+# ---------------------------------------------------------------- agents at a real proxy
 
 
 class Talks:
-    """An agent that calls the model `turns` times in one conversation. The agent calls the function `result` with the
-    ids of the completions, and returns the function's value."""
+    """Calls the model `turns` times in one conversation, and returns `result(ids)`."""
 
     def __init__(self, result: Callable[[list[str]], Any], turns: int = 2) -> None:
         self.result, self.turns = result, turns
 
-    async def run(self, data: dict, base_url: str, api_key: str, http_client: Any) -> Any:
-        client = AsyncOpenAI(
-            base_url=base_url, api_key=api_key, http_client=http_client, max_retries=0
-        )
+    async def run(self, data: dict, **client: Any) -> Any:
         messages, ids = list(data["messages"]), []
+        completions = AsyncOpenAI(**client, max_retries=0).chat.completions
         for _ in range(self.turns):
-            reply = await client.chat.completions.create(
-                model="m", messages=messages, max_completion_tokens=4
-            )
+            reply = await completions.create(model="m", messages=messages, max_tokens=4)
             ids.append(reply.id)
             messages.append({"role": "assistant", "content": reply.choices[0].message.content})
             messages.append({"role": "user", "content": "go on"})
@@ -619,31 +499,18 @@ class Talks:
 
 
 QUESTION = {"messages": [{"role": "user", "content": "2+2?"}], "answer": "4"}
-
-
-class Closes:
-    """An agent that closes its SDK client, and with it the HTTP client that it was given."""
-
-    async def run(self, data: dict, base_url: str, api_key: str, http_client: Any) -> float:
-        async with AsyncOpenAI(
-            base_url=base_url, api_key=api_key, http_client=http_client, max_retries=0
-        ) as client:
-            await client.chat.completions.create(
-                model="m", messages=data["messages"], max_completion_tokens=4
-            )
-        return 1.0
+FAILED = (None, RolloutStat(rejected=1, failed=1))
+RunAgent = Callable[..., Any]
 
 
 @pytest.fixture
-def run_agent(make: Make, proxy: ProxyAddress, tiny_server: str) -> Iterator[Callable[..., Any]]:
-    """Return a function run_agent(agent, **openai) that runs one group and returns (the group or None, the executor's
-    stats)."""
+def run_agent(make: Make, proxy: ProxyAddress, tiny_server: str) -> Iterator[RunAgent]:
+    """run_agent(agent, **openai) runs one group, and returns it with the executor's counts."""
     engine = RemoteInfEngine([tiny_server])
     engine.initialize()
 
     def run(agent: Any, group_size: int = 1, **openai: Any) -> Any:
-        config = {"openai": OpenAIConfig(**openai)}
-        executor = make(engine, config, proxy=proxy)
+        executor = make(engine, {"openai": OpenAIConfig(**openai)}, proxy=proxy)
         task_id = executor.submit(QUESTION, agent, group_size=group_size)
         result = executor.wait_for_task(task_id, timeout=60), executor.stats
         executor.destroy()
@@ -653,8 +520,8 @@ def run_agent(make: Make, proxy: ProxyAddress, tiny_server: str) -> Iterator[Cal
     engine.destroy()
 
 
-def test_the_documents_agent_is_trained_on_unchanged(run_agent: Any) -> None:
-    """The "Proxy Approach" example from AReaL's page Agent Workflow yields a group of rows with rewards."""
+def test_the_documents_agent_is_trained_on_unchanged(run_agent: RunAgent) -> None:
+    """The "Proxy Approach" of AReaL's Agent Workflow yields rows with rewards."""
     group, stats = run_agent(MyAgent, group_size=3)
     assert group["rewards"].shape == (3,)
     assert set(group["rewards"].tolist()) <= {0.5, 1.0}
@@ -667,55 +534,56 @@ NUMBERS = [1, 1.0, True, np.float32(1), np.int64(1), torch.tensor(1.0), torch.te
 
 
 @pytest.mark.parametrize("number", NUMBERS, ids=lambda n: type(n).__name__)
-def test_an_agent_may_return_any_number(run_agent: Any, number: Any) -> None:
-    """If an agent with two completions returns a number, the number is the reward of the last completion. The first
-    completion gets turn_discount times the reward of the last completion."""
+def test_an_agent_may_return_any_number(run_agent: RunAgent, number: Any) -> None:
+    """It is the last completion's reward; the one before has turn_discount times as much."""
     group, _ = run_agent(Talks(lambda ids: number), turn_discount=0.5, export_style="individual")
     assert group["rewards"].tolist() == [0.5, 1.0]
 
 
-def test_an_agent_may_close_its_client(run_agent: Any) -> None:
-    """Many agents share one HTTP client. If an agent closes its SDK client, the agents after it can still send
-    requests."""
-    group, stats = run_agent(Closes(), group_size=3)
+def test_an_agent_may_close_its_client(run_agent: RunAgent) -> None:
+    """All agents share one HTTP client of the SDK's own class, which ends with the executor."""
+    clients = []
+
+    class Closes(Talks):
+        async def run(self, data: dict, **client: Any) -> Any:
+            clients.append(client["http_client"])
+            reward = await super().run(data, **client)
+            await AsyncOpenAI(**client).close()
+            return reward
+
+    group, stats = run_agent(Closes(lambda ids: 1.0), group_size=3)
     assert group["rewards"].tolist() == [1.0, 1.0, 1.0]
     assert stats.failed_members == 0
+    assert len({*map(id, clients)}) == 1
+    assert isinstance(clients[0], DefaultAioHttpClient)
+    assert clients[0].is_closed
 
 
-def test_a_conversation_is_one_row_in_style_concat(run_agent: Any) -> None:
-    """With export style concat, two turns become one row. The tokens of each turn have the turn's own discounted
-    reward."""
+def test_a_conversation_is_one_row_in_style_concat(run_agent: RunAgent) -> None:
+    """The tokens of each turn have the turn's own discounted reward."""
     group, _ = run_agent(Talks(lambda ids: 1), turn_discount=0.5, export_style="concat")
     assert group["rewards"].tolist() == [1.0]
-    first, second = (group["turn_rewards"][group["turn_ids"] == k] for k in (0, 1))
-    assert set(first.tolist()) == {0.5}
-    assert set(second.tolist()) == {1.0}
+    rewards = [set(group["turn_rewards"][group["turn_ids"] == k].tolist()) for k in (0, 1)]
+    assert rewards == [{0.5}, {1.0}]
 
 
-def test_a_dict_rewards_the_completions_it_names(run_agent: Any) -> None:
-    """An agent may return a dict that maps completion ids to rewards. An episode fails if its agent returns a dict with
-    an unknown completion id."""
-    group, _ = run_agent(
-        Talks(lambda ids: {ids[0]: 3, ids[1]: np.float32(1)}), export_style="individual"
-    )
+def test_a_dict_rewards_the_completions_it_names(run_agent: RunAgent) -> None:
+    """An id that nobody knows fails the episode."""
+    agent = Talks(lambda ids: {ids[0]: 3, ids[1]: np.float32(1)})
+    group, _ = run_agent(agent, export_style="individual")
     assert group["rewards"].tolist() == [4.0, 1.0]
-    assert run_agent(Talks(lambda ids: {"nobody": 1.0})) == (
-        None,
-        RolloutStat(rejected=1, failed=1),
-    )
+    assert run_agent(Talks(lambda ids: {"nobody": 1.0})) == FAILED
 
 
-def test_none_means_what_the_agent_set_itself(run_agent: Any) -> None:
-    """If an agent posts no reward and returns None, its episode is rejected. If an agent posts a reward of 0, its
-    episode is accepted."""
+def test_none_means_what_the_agent_set_itself(run_agent: RunAgent) -> None:
+    """Nothing: the episode is rejected. A reward of 0: it is accepted."""
     assert run_agent(Talks(lambda ids: None)) == (None, RolloutStat(rejected=1))
 
     class SetsItself(Talks):
-        async def run(self, data: dict, base_url: str, api_key: str, http_client: Any) -> None:
-            await super().run(data, base_url, api_key, http_client)
-            answer = await http_client.post(
-                base_url.removesuffix("/v1") + "/rl/set_reward", json={"reward": 0.0}
-            )
+        async def run(self, data: dict, **client: Any) -> None:
+            await super().run(data, **client)
+            url = client["base_url"].removesuffix("/v1") + "/rl/set_reward"
+            answer = await client["http_client"].post(url, json={"reward": 0.0})
             assert answer.status_code == 200
 
     group, stats = run_agent(SetsItself(lambda ids: None))
@@ -723,52 +591,37 @@ def test_none_means_what_the_agent_set_itself(run_agent: Any) -> None:
     assert stats == RolloutStat(withdrawn=1)
 
 
+@pytest.mark.parametrize(
+    ("agent", "said"),
+    [
+        (Talks(lambda ids: "1.0"), "agent Talks in task 0-0 returned '1.0'; a reward is a number"),
+        (Talks(lambda ids: float("nan")), "a reward of agent Talks in task 0-0 is NaN"),
+        (Talks(lambda ids: 1.0, turns=0), "rollout task 0 failed"),
+        (Talks(lambda ids: 1 / 0), "ZeroDivisionError"),
+    ],
+)
 def test_what_is_no_reward_fails_the_episode_and_is_named(
-    run_agent: Any, caplog: pytest.LogCaptureFixture
+    run_agent: RunAgent, caplog: pytest.LogCaptureFixture, agent: Any, said: str
 ) -> None:
-    """An episode fails if the agent returns a string, returns a reward without a completion, or raises an exception.
-    The log says why the episode failed."""
-    failed = (None, RolloutStat(rejected=1, failed=1))
-    assert run_agent(Talks(lambda ids: "1.0")) == failed
-    assert "a reward is a number, not str" in caplog.text
-    assert run_agent(Talks(lambda ids: 1.0, turns=0)) == failed
-    assert run_agent(Talks(lambda ids: 1 / 0)) == failed
-    assert "ZeroDivisionError" in caplog.text
+    """The log says whose reward it was, and in which task."""
+    assert run_agent(agent) == FAILED
+    assert said in caplog.text
 
 
 def test_an_episode_that_takes_too_long_is_cancelled(
-    run_agent: Any, caplog: pytest.LogCaptureFixture
+    run_agent: RunAgent, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An agent that exceeds the time limit is cancelled and counted as failed."""
+    """It counts as failed."""
     cancelled = threading.Event()
 
     class Hangs:
         async def run(self, data: dict, **extra_kwargs: Any) -> float:
             try:
                 await asyncio.Event().wait()
-            except asyncio.CancelledError:
+            finally:
                 cancelled.set()
-                raise
             return 1.0
 
-    assert run_agent(Hangs(), episode_timeout_seconds=0.2) == (
-        None,
-        RolloutStat(rejected=1, failed=1),
-    )
+    assert run_agent(Hangs(), episode_timeout_seconds=0.2) == FAILED
     assert cancelled.is_set()
     assert "took longer than 0.2 s (rollout.openai.episode_timeout_seconds)" in caplog.text
-
-
-def test_agents_get_the_http_client_that_their_sdk_runs_on(run_agent: Any) -> None:
-    """All agents in an event loop share one HTTP client, which is an object of the openai SDK's class
-    DefaultAioHttpClient. `executor.destroy` closes the client."""
-    clients = []
-
-    class Keeps:
-        async def run(self, data: dict, http_client: Any, **extra_kwargs: Any) -> None:
-            clients.append(http_client)
-
-    run_agent(Keeps(), group_size=3)
-    assert len(set(map(id, clients))) == 1
-    assert isinstance(clients[0], DefaultAioHttpClient)
-    assert clients[0].is_closed

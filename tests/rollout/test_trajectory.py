@@ -1,7 +1,4 @@
-"""Position t of every tensor of a trajectory describes token t. Version -1 marks a token that no policy sampled.
-
-Padding is never trained.
-"""
+"""Position t of every tensor of a trajectory describes token t, and padding is never trained."""
 
 import pytest
 import torch
@@ -29,8 +26,7 @@ def ints(*rows: list[int]) -> Tensor:
 
 
 def documented() -> dict[str, Tensor]:
-    """Return the example from AReaL's page Rollout Workflow, section "Tensor Dictionary Format". In this
-    example the prompt has version 0, but in this project a prompt has version -1."""
+    """The example of AReaL's Rollout Workflow. Its prompt has version 0, and here -1."""
     return {
         "input_ids": ints([1, 2, 3, 4, 5]),
         "attention_mask": torch.ones(1, 5, dtype=torch.bool),
@@ -42,8 +38,7 @@ def documented() -> dict[str, Tensor]:
 
 
 def two_turns() -> dict[str, Tensor]:
-    """Return a row: a prompt, turn 0 (versions 3, 4), a tool's answer, turn 1 (version 5), and one padding
-    position."""
+    """A prompt, turn 0 (versions 3, 4), a tool's answer, turn 1 (version 5), and padding."""
     return {
         "input_ids": ints([10, 11, 12, 13, 14, 15, 0]),
         "attention_mask": ints([1, 1, 1, 1, 1, 1, 0]).bool(),
@@ -55,7 +50,7 @@ def two_turns() -> dict[str, Tensor]:
 
 
 class Letters:
-    """A tokenizer whose decode returns the ids as text."""
+    """A tokenizer that shows the ids."""
 
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         assert not skip_special_tokens
@@ -63,7 +58,7 @@ class Letters:
 
 
 def test_the_documents_example_passes_the_check_and_is_completed() -> None:
-    """The example from AReaL's documentation passes the check, and `complete` adds the missing keys."""
+    """The example of AReaL's page passes, and `complete` adds what it lacks."""
     check_trajectory_format(documented())
     traj = complete(documented(), task_id=7)
     assert traj.keys() == TOKEN_KEYS.keys() | ROW_KEYS.keys()
@@ -77,7 +72,7 @@ def test_the_documents_example_passes_the_check_and_is_completed() -> None:
 
 
 def test_complete_keeps_what_the_workflow_said() -> None:
-    """`complete` does not change the keys that the workflow set, and keeps the user's additional keys."""
+    """It changes no key that the workflow set, and keeps the user's own."""
     given = documented() | {
         "turn_ids": ints([-1, -1, 0, 1, 1]),
         "turn_rewards": torch.tensor([[0.0, 0.0, 0.9, 1.0, 1.0]]),
@@ -90,8 +85,7 @@ def test_complete_keeps_what_the_workflow_said() -> None:
 
 
 def test_unknown_versions_are_those_of_the_episodes_start() -> None:
-    """If the versions are missing, `complete` sets them to the version at the episode's start. No token of
-    the episode can have an older version, so the age of the group is never underestimated."""
+    """No token can be older, so the age is never underestimated."""
     given = documented()
     del given["versions"]
     traj = complete(given, task_id=0, version=4)
@@ -99,7 +93,7 @@ def test_unknown_versions_are_those_of_the_episodes_start() -> None:
 
 
 def test_two_required_keys_are_enough_and_train_nothing() -> None:
-    """A trajectory with only input_ids and attention_mask is valid, but has no trained token and no age."""
+    """Such a trajectory has no trained token and no age."""
     traj = complete({"input_ids": ints([1, 2]), "attention_mask": ints([1, 1])}, task_id=0)
     assert traj["attention_mask"].dtype == torch.bool
     assert traj["loss_mask"].sum() == 0
@@ -107,22 +101,17 @@ def test_two_required_keys_are_enough_and_train_nothing() -> None:
     assert tail_version(traj) is None
 
 
-def test_head_version_leaves_the_prompt_out() -> None:
-    """The head version is the oldest version among the generated tokens. The versions of prompt tokens are ignored."""
+def test_versions_of_a_group_are_those_of_its_sampled_tokens() -> None:
+    """The prompt's do not count, and those of sampled tokens do, even if they are not trained."""
     assert (head_version(two_turns()), tail_version(two_turns())) == (3, 5)
-    assert head_version(documented()) == 1  # the version 0 of the prompt tokens is ignored
-
-
-def test_head_version_counts_turns_that_are_not_trained() -> None:
-    """The head version can be the version of a sampled token that is not trained."""
+    assert head_version(documented()) == 1
     traj = complete(two_turns(), task_id=0)
     traj["loss_mask"][:, 2:4] = 0
     assert head_version(traj) == 3
 
 
 def test_old_tokens_leave_the_loss_and_are_counted() -> None:
-    """`without_older` masks the trained tokens of old versions and counts them. `without_older` changes only the
-    tensors `loss_mask` and `masked`."""
+    """`without_older` changes loss_mask and masked alone; None if nothing is left to train."""
     traj = complete(two_turns(), task_id=0)
     assert (head_version(traj), oldest_trained(traj)) == (3, 3)
     young = without_older(traj, 5)
@@ -144,7 +133,7 @@ def test_old_tokens_leave_the_loss_and_are_counted() -> None:
 
 
 def test_prompt_len_ends_at_the_first_generated_token() -> None:
-    """If a row contains several turns, prompt_len is the number of tokens before the first generated token."""
+    """The completion contains what stands between the turns."""
     traj = complete(two_turns(), task_id=42)
     assert dump_lines(traj, 42, Letters()) == [
         {
@@ -162,7 +151,7 @@ def test_prompt_len_ends_at_the_first_generated_token() -> None:
 
 
 def test_a_row_that_ends_in_a_tools_answer_is_dumped() -> None:
-    """A row whose last token is not trained is written to the dump file like every other row."""
+    """Like every other row."""
     given = two_turns()
     given["loss_mask"][0, 5] = 0
     traj = complete(concat_padded_tensors([given, two_turns()]), task_id=1)
@@ -172,7 +161,7 @@ def test_a_row_that_ends_in_a_tools_answer_is_dumped() -> None:
 
 
 def test_concat_pads_to_the_longest_with_values_that_mean_nothing() -> None:
-    """concat_padded_tensors pads versions and turn_ids with -1, temperatures with 1, and masks with 0."""
+    """-1 for versions and turns, 1 for temperatures, 0 for masks."""
     short, long = complete(documented(), task_id=1), complete(two_turns(), task_id=2)
     both = concat_padded_tensors([short, long])
     assert both["input_ids"].shape == (2, 7)
@@ -187,11 +176,7 @@ def test_concat_pads_to_the_longest_with_values_that_mean_nothing() -> None:
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.integers(1, 4), st.integers(0, 2))
 def test_concat_knows_features_from_tokens(lengths: list[int], width: int, more: int) -> None:
-    """concat_padded_tensors pads a user's tensor only if, in every trajectory, the tensor's width (second dimension)
-    equals the row length.
-
-    If a tensor's width equals the row length only in some trajectories, the tensor is not padded.
-    """
+    """A user's tensor is padded only if its width is the row length everywhere."""
     trajectories = []
     for length in lengths:
         ids = torch.ones(1, length, dtype=torch.int32)
@@ -207,7 +192,7 @@ def test_concat_knows_features_from_tokens(lengths: list[int], width: int, more:
 
 
 def test_concat_names_the_keys_that_differ() -> None:
-    """concat_padded_tensors raises an error that names the key if the trajectories have different keys."""
+    """Such trajectories do not fit together."""
     odd = two_turns() | {"hint": torch.zeros(1)}
     with pytest.raises(ValueError, match="hint"):
         concat_padded_tensors([documented(), odd])
@@ -227,8 +212,7 @@ BAD = {
     r"'rewards'. has shape \[2\]; \[1\]": documented() | {"rewards": torch.ones(2)},
     r"'rewards'. has shape \[\]; \[1\]": documented() | {"rewards": torch.tensor(1.0)},
     r"'image'. has shape \[3, 5\]; \[1\]": documented() | {"image": torch.ones(3, 5)},
-    "'logprobs'. holds values that are not finite": documented()
-    | {"logprobs": torch.full((1, 5), float("nan"))},
+    "'logprobs'. holds NaN": documented() | {"logprobs": torch.full((1, 5), float("nan"))},
     "'versions'. is negative on generated tokens": documented()
     | {"versions": ints([-1, -1, 1, -1, 1])},
     "padding": documented() | {"attention_mask": ints([1, 1, 1, 1, 0])},
@@ -237,14 +221,13 @@ BAD = {
 
 @pytest.mark.parametrize("message", BAD)
 def test_the_check_names_what_is_wrong(message: str) -> None:
-    """The error of check_trajectory_format names the wrong key and describes the correct value."""
+    """It says which key, and what is needed."""
     with pytest.raises(ValueError, match=message):
         check_trajectory_format(BAD[message])
 
 
 def test_episodes_of_one_workflow_have_the_same_keys() -> None:
-    """If two trajectories of a workflow have different keys, check_trajectory_format raises an error that names the
-    keys."""
+    """The error names those that differ."""
     keys = frozenset(documented())
     check_trajectory_format(documented(), keys)
     fewer = documented()
