@@ -113,7 +113,6 @@ class Fleet:
                 text=True,
             )
         self.children.append(Child(planned.name, f"http://127.0.0.1:{port}", log, process))
-        print(f"starting {planned.name}; its log is {log}", flush=True)
         if planned.keys:
             self.children[-1].send(planned.keys)
         return self.children[-1]

@@ -34,6 +34,7 @@ from run.inputs import Inputs, find_model, load_inputs, make_model
 from run.launch import (
     Child,
     Fleet,
+    Planned,
     ProcessDied,
     choose_update_mode,
     new_key,
@@ -165,14 +166,18 @@ class Run:
         if self.has_processes():
             planned = plan_servers(config, gpus, self.key)
             config.weight_update.mode = choose_update_mode(config, planned, gpus)  # type: ignore[assignment]
-            self.servers = [self.fleet.start(each) for each in planned]
+            self.servers = self.start(planned)
 
     def start_proxies(self) -> None:
         """Start the proxies, which wait for their keys, and return at once."""
         if self.has_processes():
             urls = [child.url for child in self.servers] or self.config.rollout.server_addrs
-            planned = plan_proxies(self.config, urls, self.hooks())
-            self.proxies = [self.fleet.start(each) for each in planned]
+            self.proxies = self.start(plan_proxies(self.config, urls, self.hooks()))
+
+    def start(self, planned: list[Planned]) -> list[Child]:
+        for each in planned:
+            print(f"starting {each.name}; its log is {self.fleet.log_dir}/{each.name}.log")
+        return [self.fleet.start(each) for each in planned]
 
     def hooks(self) -> tuple[str, dict[str, Any]] | None:
         """The engine's hooks, which one of the callbacks may bring: class path and arguments."""
