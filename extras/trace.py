@@ -56,7 +56,7 @@ class Trace:
         """An event of a group. All bars have one name, so that a viewer draws them in one track."""
         phase = {"start": "b", "finish": "e"}.get(name, "n")
         record = {"ph": phase, "cat": "rollout", "id": f"{os.getpid()}:{task_id}", "tid": ROLLOUT}
-        args = {"task": task_id, **details}
+        args = {"task": task_id, "event": name, **details}
         self.write(record | {"name": name if phase == "n" else "group", "args": args})
 
     def on_step(self, metrics: Record) -> None:

@@ -110,7 +110,8 @@ def test_what_a_run_writes(guess_run) -> None:
     assert "max_head_offpolicyness: 0" in config
     assert "revision: " in config
     events = json.loads((folder / "trace.json").read_text())
-    assert {"submit", "start", "accept", "consume"} <= {event["name"] for event in events}
+    told = {event.get("args", {}).get("event") for event in events}
+    assert {"submit", "start", "finish", "accept", "consume"} <= told
     assert '"max_steps":5' in (folder / "report.html").read_text().replace(": ", ":")
     files = [*folder.glob("rollout/*/*.jsonl")]
     dumps = [json.loads(line) for path in files for line in path.read_text().splitlines()]

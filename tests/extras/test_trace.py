@@ -33,11 +33,11 @@ def test_the_trace_is_json_after_every_record(tmp_path: Path) -> None:
     [listener] = run.executor.listeners
     for task in range(3):
         listener("start", task, {})
-        assert read(tmp_path)[-1]["args"] == {"task": task}
+        assert read(tmp_path)[-1]["args"] == {"task": task, "event": "start"}
     listener("reward", 0, {"versions": [3, 4], "rewards": [1.0]})
     listener("finish", 0, {})
     *_, reward, finish = read(tmp_path)
-    assert reward["args"] == {"task": 0, "versions": [3, 4], "rewards": [1.0]}
+    assert reward["args"] == {"task": 0, "event": "reward", "versions": [3, 4], "rewards": [1.0]}
     assert (reward["ph"], finish["ph"], finish["name"]) == ("n", "e", "group")
     assert {record["tid"] for record in read(tmp_path)} == {1, 2}, "two tracks"
 
