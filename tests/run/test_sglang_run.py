@@ -29,6 +29,7 @@ from tasks import maze
 pytestmark = pytest.mark.skipif(not SGLANG, reason="needs SGLang: make test-sglang")
 
 STEPS, ETA, MISMATCH = 30, 2, 0.2
+DATA = "tests/data/gsm8k.jsonl"
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +85,8 @@ def test_weights_move_without_a_file(sglang: str, model_dir: Path, tmp_path: Pat
 
 def recipe(model_dir: Path) -> list[str]:
     """A small run of the recipe gsm8k that starts the real SGLang on a CPU."""
-    words = ["--config", "gsm8k", f"model={model_dir}", "data=tests/data/gsm8k.jsonl"]
+    words = ["--config", "gsm8k", f"model={model_dir}", f"data={DATA}"]
+    words += [f"valid_dataset.path={DATA}"]
     words += ["server.backend=sglang", "max_steps=3", "callbacks=[]", "actor.dtype=float32"]
     words += ["gconfig.n_samples=2", "gconfig.max_new_tokens=12", "train_dataset.batch_size=3"]
     return [*words, "server.max_total_tokens=16384", "server.max_running_requests=16"]

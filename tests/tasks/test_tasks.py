@@ -1,5 +1,5 @@
-"""The tasks `guess` and `maze` can be solved, their rewards follow their definitions, and a seed determines the base
-model."""
+"""The tasks `guess` and `maze` can be solved, their rewards follow their definitions, and a seed
+determines the base model."""
 
 import io
 import json
@@ -22,8 +22,8 @@ TASKS = pytest.mark.parametrize("task", [guess, maze], ids=["guess", "maze"])
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict:
-    """Return a dict from (task, seed, copy) to the directory of a base model. Each model has been trained for two
-    warm-up steps."""
+    """Return a dict from (task, seed, copy) to the directory of a base model. Each model has been
+    trained for two warm-up steps."""
     made = {}
     for task in (guess, maze):
         for seed, copy in ((1, 0), (1, 1), (2, 0)):
@@ -45,8 +45,8 @@ def weights_of(path: Path) -> dict:
 
 @TASKS
 def test_base_model_is_deterministic(models: dict, task) -> None:
-    """The same seed gives the same base model, and different seeds give different base models. Making a model does not
-    change the state of the caller's random generator."""
+    """The same seed gives the same base model, and different seeds give different base models.
+    Making a model does not change the state of the caller's random generator."""
     state = torch.random.get_rng_state()
     first, again, other = (weights_of(models[task, *key]) for key in ((1, 0), (1, 1), (2, 0)))
     assert all(torch.equal(first[name], again[name]) for name in first)
@@ -57,8 +57,8 @@ def test_base_model_is_deterministic(models: dict, task) -> None:
 
 @TASKS
 def test_base_model_is_an_ordinary_one(models: dict, task) -> None:
-    """The Auto classes of transformers load the base model, and the model and the tokenizer have the same end
-    token."""
+    """The Auto classes of transformers load the base model, and the model and the tokenizer have
+    the same end token."""
     path = models[task, 1, 0]
     model, tokenizer = (
         AutoModelForCausalLM.from_pretrained(path),
@@ -72,7 +72,8 @@ def test_base_model_is_an_ordinary_one(models: dict, task) -> None:
 
 
 def test_processes_may_race(models: dict) -> None:
-    """make_model does not change an existing model, and raises an error if the directory contains other files."""
+    """make_model does not change an existing model, and raises an error if the directory contains
+    other files."""
     path = models[guess, 1, 0]
     before = (path / "model.safetensors").stat().st_mtime_ns
     guess.make_model(path, 1, warmup_steps=0)
@@ -86,8 +87,8 @@ def test_processes_may_race(models: dict) -> None:
 
 @given(data=st.data())
 def test_template_splices(tokenizer: Any, data: st.DataObject) -> None:
-    """The prompt of a new turn consists of the previous turn's prompt, the sampled tokens, and the tokens of the new
-    message."""
+    """The prompt of a new turn consists of the previous turn's prompt, the sampled tokens, and the
+    tokens of the new message."""
     words = st.lists(st.sampled_from(guess.WORDS), max_size=4).map(" ".join)
     texts = data.draw(st.lists(words, min_size=3, max_size=7).filter(lambda texts: len(texts) % 2))
     messages = [
@@ -104,7 +105,8 @@ def test_template_splices(tokenizer: Any, data: st.DataObject) -> None:
 
 
 def test_only_answers_are_imitated(tokenizer: Any) -> None:
-    """The loss of the warm-up covers only the assistant's words and the end tokens of the assistant's turns."""
+    """The loss of the warm-up covers only the assistant's words and the end tokens of the
+    assistant's turns."""
     said = [guess.QUESTION, "3", "higher", "5"]
     ids = base_model.render(
         tokenizer,
@@ -122,8 +124,9 @@ def test_only_answers_are_imitated(tokenizer: Any) -> None:
 def test_three_guesses_find_one_of_six() -> None:
     """Binary search finds each of the six secrets, with 2.33 guesses on average.
 
-    Every strategy that finds all six secrets needs at least 2.33 guesses on average. The first guess of a strategy
-    finds at most one secret, the second guess at most two, and the third guess at most four.
+    Every strategy that finds all six secrets needs at least 2.33 guesses on average. The first
+    guess of a strategy finds at most one secret, the second guess at most two, and the third guess
+    at most four.
     """
     found: list[int] = []
     guess.explore(guess.binary_search, found)
@@ -132,8 +135,8 @@ def test_three_guesses_find_one_of_six() -> None:
 
 @given(rng=st.randoms(use_true_random=False))
 def test_a_strategy_is_judged_as_it_plays(rng: random.Random) -> None:
-    """For each secret that a strategy finds in the game, and for no other secret, `explore` reports the number of
-    guesses."""
+    """For each secret that a strategy finds in the game, and for no other secret, `explore` reports
+    the number of guesses."""
     answers: dict[str, str] = {}
 
     def play(messages: list[dict], _: object = None) -> str:
@@ -200,7 +203,8 @@ class Endpoint:
 
 @pytest.mark.anyio
 async def test_agent_plays_to_the_end() -> None:
-    """The agent plays until the secret is found or no guess is left, and sends the model's answers back unchanged."""
+    """The agent plays until the secret is found or no guess is left, and sends the model's answers
+    back unchanged."""
     winner, loser = Endpoint("3", " 5", "4"), Endpoint("1", "2", "3", "4")
     assert await winner.play(secret=4) == 1.0
     assert await loser.play(secret=6) == 0.0
@@ -228,7 +232,8 @@ async def test_no_number_ends_the_game() -> None:
 
 
 def test_maze_is_perfect() -> None:
-    """The maze connects its 144 cells by 143 passages, so there is exactly one way between any two cells."""
+    """The maze connects its 144 cells by 143 passages, so there is exactly one way between any two
+    cells."""
     passages = maze.passages()
     assert len(passages) == 144
     assert sum(map(len, passages.values())) == 2 * 143
@@ -237,8 +242,8 @@ def test_maze_is_perfect() -> None:
 
 
 def test_instances() -> None:
-    """The maze has 286 prompts. The shortest ways home have 1 to 108 moves. The shortest ways home have between 50 and
-    60 moves on average."""
+    """The maze has 286 prompts. The shortest ways home have 1 to 108 moves. The shortest ways home
+    have between 50 and 60 moves on average."""
     instances = maze.dataset()
     lengths = [maze.distances(d["home"])[maze.CELLS[d["start"]]] for d in instances]
     assert len(instances) == len({d["messages"][0]["content"] for d in instances}) == 286
@@ -255,8 +260,8 @@ def shortest_walk(start: str, home: str) -> list[str]:
 
 
 def test_spl() -> None:
-    """A walk gets a reward only if it stays in open passages and ends at home. A longer walk gets a smaller
-    reward."""
+    """A walk gets a reward only if it stays in open passages and ends at home. A longer walk gets a
+    smaller reward."""
     start, home = "b7", "l12"
     way = shortest_walk(start, home)
     moves = len(way) - 1
@@ -279,8 +284,8 @@ def test_spl() -> None:
 
 
 def test_drunkard_comes_home_sometimes() -> None:
-    """The drunk, whom the maze's base model imitates, never goes through a wall. About a quarter of the drunk's walks
-    end at home."""
+    """The drunk, whom the maze's base model imitates, never goes through a wall. About a quarter of
+    the drunk's walks end at home."""
     rng = random.Random(0)
     walks = [
         (d, maze.stagger(rng, d["start"], d["home"])) for d in maze.dataset() for _ in range(3)
@@ -304,8 +309,8 @@ def printed(task, answers: list[str] | str) -> str:
 
 
 def test_guess_summary() -> None:
-    """The summary of the task `guess` shows the learnt strategy next to binary search. An answer that is not a guess is
-    shown as a question mark."""
+    """The summary of the task `guess` shows the learnt strategy next to binary search. An answer
+    that is not a guess is shown as a question mark."""
     text = printed(guess, ["4", "2", "1", "3", "5", "6"])
     assert text.count("finds 6 of 6, mean 2.33 guesses") == 2
     assert "finds 1 of 6, mean 1.00 guesses" in printed(guess, "3")
@@ -313,8 +318,8 @@ def test_guess_summary() -> None:
 
 
 def test_maze_summary() -> None:
-    """The summary of the task `maze` draws the model's walk through the maze, and reports whether the walk ends at home
-    or runs into a wall."""
+    """The summary of the task `maze` draws the model's walk through the maze, and reports whether
+    the walk ends at home or runs into a wall."""
     start, home = maze.typical()["start"], maze.typical()["home"]
     walk = shortest_walk(start, home)
     text = printed(maze, " ".join(walk))

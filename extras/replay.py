@@ -1,0 +1,2 @@
+class Replay:
+    def __init__(self, config): pass
