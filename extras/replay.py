@@ -1,2 +1,0 @@
-class Replay:
-    def __init__(self, config): pass
