@@ -1,21 +1,24 @@
-"""Claim: advantages and loss take a few milliseconds, and log-probabilities do not need the whole matrix of logits.
+"""Claim: advantages and loss take a few milliseconds, and log-probabilities do not need the whole
+matrix of logits.
 
     python bench/loss.py            # make all three measurements
-    python bench/loss.py --small    # measure memory with V = 20,000 and T = 1,024, on a machine with less than 16 GB
+    python bench/loss.py --small    # V = 20,000 and T = 1,024, for less than 16 GB
 
-**Time of the advantages.** The benchmark computes the advantages of 64 rows of 2,048 tokens. This project should need
-at most a tenth of AReaL's time for the same advantages.
+**Time of the advantages.** The benchmark computes the advantages of 64 rows of 2,048 tokens. This
+project should need at most a tenth of AReaL's time for the same advantages.
 
-**Time of the loss.** The benchmark computes the loss and its metrics for 64 rows of 2,048 tokens, without the backward
-pass. The loss should take no longer than AReaL's loss for the same objective. The printed times of advantages and loss
-are medians of `--repeat` rounds. Each round runs every function once, in the same process. If `areal` cannot be
-imported, the benchmark prints "peer absent".
+**Time of the loss.** The benchmark computes the loss and its metrics for 64 rows of 2,048 tokens,
+without the backward pass. The loss should take no longer than AReaL's loss for the same objective.
+The printed times of advantages and loss are medians of `--repeat` rounds. Each round runs every
+function once, in the same process. If `areal` cannot be imported, the benchmark prints "peer
+absent".
 
-**Memory.** The benchmark computes log-probabilities, entropy and the backward pass with T = 4,096 tokens, a vocabulary
-of V = 151,936 and hidden size 256. The plain way to compute log-probabilities keeps all logits in memory. The chunked
-way keeps the logits of only one chunk of tokens at a time. Each of the two ways runs in a separate process, which
-measures the rise of its peak resident memory. The target is that the chunked way needs at most a quarter of the plain
-way's memory. The printed check sums show that the plain way and the chunked way compute the same numbers.
+**Memory.** The benchmark computes log-probabilities, entropy and the backward pass with T = 4,096
+tokens, a vocabulary of V = 151,936 and hidden size 256. The plain way to compute log-probabilities
+keeps all logits in memory. The chunked way keeps the logits of only one chunk of tokens at a time.
+Each of the two ways runs in a separate process, which measures the rise of its peak resident
+memory. The target is that the chunked way needs at most a quarter of the plain way's memory. The
+printed check sums show that the plain way and the chunked way compute the same numbers.
 """
 
 import argparse
@@ -45,14 +48,14 @@ except ImportError:
 import torch  # noqa: E402
 
 from ppo import compute_advantages, ppo_actor_loss_fn  # noqa: E402
-from training.config import NormConfig, PPOActorConfig  # noqa: E402
 from training.logprobs import token_logprobs  # noqa: E402
 
 torch.set_num_threads(1)
 
 
 def timed(functions: dict[str, Callable[[], Any]], repeat: int) -> dict[str, tuple[float, float]]:
-    """Return each function's median and minimum time in milliseconds. Each round calls every function once."""
+    """Return each function's median and minimum time in milliseconds. Each round calls every
+    function once."""
     times: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(repeat):
         for name, function in functions.items():
@@ -63,8 +66,8 @@ def timed(functions: dict[str, Callable[[], Any]], repeat: int) -> dict[str, tup
 
 
 def make_batch(B: int = 64, T: int = 2048) -> dict[str, torch.Tensor]:
-    """Make a random batch of B rows in groups of 8 rows. Each row has T tokens, and the first 200 tokens are the
-    prompt."""
+    """Make a random batch of B rows in groups of 8 rows. Each row has T tokens, and the first 200
+    tokens are the prompt."""
     g = torch.Generator().manual_seed(0)
     trained = torch.arange(T).expand(B, T) >= 200
     rewards = torch.randint(0, 2, (B,), generator=g).float()
@@ -86,8 +89,9 @@ def make_batch(B: int = 64, T: int = 2048) -> dict[str, torch.Tensor]:
 def peer_advantages() -> Callable[[dict[str, torch.Tensor]], Any] | None:
     """Return AReaL's function that computes advantages, or None if AReaL's function cannot run.
 
-    AReaL's function normalises with the mean and the standard deviation of each group, as compute_advantages does in
-    `bench_times`. If AReaL's function cannot run, this function prints the reason.
+    AReaL's function normalises with the mean and the standard deviation of each group, as
+    compute_advantages does in `bench_times`. If AReaL's function cannot run, this function prints
+    the reason.
     """
     try:
         from areal.api.cli_args import NormConfig as PeerNorm
@@ -111,25 +115,26 @@ def peer_advantages() -> Callable[[dict[str, torch.Tensor]], Any] | None:
 
 def bench_times(repeat: int) -> None:
     """Measure and print the times of advantages and loss."""
-    batch, config = make_batch(), PPOActorConfig(adv_norm=NormConfig())
+    batch, cap = make_batch(), 5.0
     functions: dict[str, Callable[[], Any]] = {
-        "advantages, ours": lambda: compute_advantages(batch, config)
+        "advantages, ours": lambda: compute_advantages(batch)
     }
     if peer := peer_advantages():
         functions["advantages, AReaL"] = lambda: peer(batch)
-    A = compute_advantages(batch, config)
+    A = compute_advantages(batch)
     theta = batch["prox_logp"] + 0.1 * torch.randn(
         A.shape, generator=torch.Generator().manual_seed(1)
     )
     prox, old, mask = batch["prox_logp"], batch["logprobs"], batch["loss_mask"]
-    functions["loss, ours"] = lambda: ppo_actor_loss_fn(theta, prox, old, A, mask, config)
+    tensors = (theta, prox, old, A, mask)
+    functions["loss, ours"] = lambda: ppo_actor_loss_fn(*tensors, behave_imp_weight_cap=cap)
     if peer_loss is None:
         print("loss: peer absent")
     else:
         from areal.api.cli_args import RejectionSamplingConfig
 
-        # AReaL's default objective has no behaviour weight. With `rejection_sampling`, AReaL's objective equals the
-        # objective of this project.
+        # AReaL's default objective has no behaviour weight. With `rejection_sampling`, AReaL's
+        # objective equals the objective of this project.
         where = {
             "logprobs": theta,
             "proximal_logprobs": prox,
@@ -137,7 +142,7 @@ def bench_times(repeat: int) -> None:
             "advantages": A,
             "eps_clip": 0.2,
         }
-        same = RejectionSamplingConfig(upper=config.behave_imp_weight_cap)
+        same = RejectionSamplingConfig(upper=cap)
         here, there = (
             functions["loss, ours"]()[0],
             peer_loss(**where, loss_mask=mask.bool(), rejection_sampling=same)[0],
@@ -160,7 +165,8 @@ def plain_logprobs(hidden, weight, ids, temperatures):
 
 
 def measure(way: str, T: int, V: int, H: int = 256) -> None:
-    """Print three numbers: the rise of this process's peak memory in MiB, the seconds, and a check sum."""
+    """Print three numbers: the rise of this process's peak memory in MiB, the seconds, and a check
+    sum."""
     g = torch.Generator().manual_seed(0)
     hidden = torch.randn(T, H, generator=g).requires_grad_()
     weight = (torch.randn(V, H, generator=g) / 16).requires_grad_()
@@ -177,7 +183,8 @@ def measure(way: str, T: int, V: int, H: int = 256) -> None:
 
 
 def bench_memory(T: int, V: int) -> None:
-    """Print the memory of the plain way and of the chunked way. Each of the two ways runs in a process of its own."""
+    """Print the memory of the plain way and of the chunked way. Each of the two ways runs in a
+    process of its own."""
     found = {}
     for way in ("plain", "chunked"):
         command = [sys.executable, __file__, "--measure", way, str(T), str(V)]

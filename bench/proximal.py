@@ -1,18 +1,20 @@
-"""Claim: log pi_prox can be estimated from the tokens' versions, with smaller errors for smaller lags.
+"""Claim: log pi_prox can be estimated from the tokens' versions, with smaller errors for smaller
+lags.
 
     python bench/proximal.py [--eta 4] [--steps 80] [--seed 1]
 
-The benchmark trains a model on the maze asynchronously (train.py, eta = 4) with `actor.prox_logp_method=metrics`. With
-the value `metrics`, the trainer computes log pi_prox of every trained token by a forward pass, so the error of each
-estimate is known. The run writes its tokens to tokens/*.safetensors. The lag of a token is v - v_b, where version v is
-trained on the token and version v_b sampled the token. For each lag and each of three estimates, the benchmark prints
-the mean error |estimate - log pi_prox|. Each of the three estimates is log pi_behav + alpha (log pi_theta - log
-pi_behav), with an alpha of its own.
+The benchmark trains a model on the maze asynchronously (train.py, eta = 4) with
+`actor.prox_logp_method=metrics`. With the value `metrics`, the trainer computes log pi_prox of
+every trained token by a forward pass, so the error of each estimate is known. The run writes its
+tokens to tokens/*.safetensors. The lag of a token is v - v_b, where version v is trained on the
+token and version v_b sampled the token. For each lag and each of three estimates, the benchmark
+prints the mean error |estimate - log pi_prox|. Each of the three estimates is log pi_behav + alpha
+(log pi_theta - log pi_behav), with an alpha of its own.
 
-`loglinear` (training/proximal.py) uses alpha = (v - v_b) / (v + f - v_b), where f is the share of the step's
-mini-batches that are done. `AReaL` uses alpha = (v - 1 - v_b) / (v - v_b), where v_b is the version of the previous
-token. For the first token after a prompt, `AReaL` uses alpha = 0. `rollout` uses alpha = 0 for every token, so the
-estimate is log pi_behav, as in standard PPO.
+`loglinear` (training/proximal.py) uses alpha = (v - v_b) / (v + f - v_b), where f is the share of
+the step's mini-batches that are done. `AReaL` uses alpha = (v - 1 - v_b) / (v - v_b), where v_b is
+the version of the previous token. For the first token after a prompt, `AReaL` uses alpha = 0.
+`rollout` uses alpha = 0 for every token, so the estimate is log pi_behav, as in standard PPO.
 
 If the run exists already, the benchmark uses its files and does not train again.
 """
@@ -49,14 +51,14 @@ def train(folder: Path, eta: int, steps: int, seed: int) -> None:
         "rollout.max_concurrent_rollouts=null",
         f"max_steps={steps}",
     ]
-    words += ["actor.prox_logp_method=metrics", "logger.live=false"]
+    words += ["actor.prox_logp_method=metrics", "callbacks=[]"]
     command = [sys.executable, "train.py", "--config", "configs/maze.yaml", *words]
     subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
 
 
 def areal(old: Tensor, theta: Tensor, versions: Tensor, version: int) -> Tensor:
-    """Return AReaL's estimate of log pi_prox, a tensor (B, T). AReaL's estimate for a token uses the version of the
-    previous token instead of the token's own version."""
+    """Return AReaL's estimate of log pi_prox, a tensor (B, T). AReaL's estimate for a token uses
+    the version of the previous token instead of the token's own version."""
     neighbour = versions.roll(1, dims=1)
     lag = (version - neighbour).float()
     alpha = torch.where((neighbour >= 0) & (lag > 0), ((lag - 1) / lag).clamp(0, 1), 0.0)
@@ -64,8 +66,8 @@ def areal(old: Tensor, theta: Tensor, versions: Tensor, version: int) -> Tensor:
 
 
 def errors_by_lag(folder: Path) -> dict[int, Tensor]:
-    """Return a dict that maps each lag to a tensor (4,): the number of tokens, and the summed errors of the three
-    estimates."""
+    """Return a dict that maps each lag to a tensor (4,): the number of tokens, and the summed
+    errors of the three estimates."""
     sums: dict[int, Tensor] = defaultdict(lambda: torch.zeros(4, dtype=torch.float64))
     for path in sorted((folder / "tokens").glob("*.safetensors")):
         t, version = load_file(path), int(path.stem) - 1

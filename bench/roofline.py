@@ -1,28 +1,31 @@
-"""Claim: the time of a training step can be estimated from FLOPs and bytes alone, without a GPU (a roofline).
+"""Claim: the time of a training step can be estimated from FLOPs and bytes alone, without a GPU (a
+roofline).
 
-    python bench/roofline.py                    # estimate a step of Qwen2.5-1.5B on one H100 with the recipe gsm8k
-    python bench/roofline.py --model 7b --device h200 --answer 800          # answers of 800 tokens
-    python bench/roofline.py --model DIR --peak 800 --bandwidth 4300  # the model in folder DIR, 800 TFLOP/s, 4300 GB/s
-    python bench/roofline.py --measure          # measure a small model on this machine, and compare with the estimate
+    python bench/roofline.py                    # a step of gsm8k with Qwen2.5-1.5B on one H100
+    python bench/roofline.py --model 7b --device h200 --answer 800
+    python bench/roofline.py --model DIR --peak 800 --bandwidth 4300   # 800 TFLOP/s, 4300 GB/s
+    python bench/roofline.py --measure      # a small model on this machine, against the estimate
 
-**The estimate.** A step consists of parts, and a part consists of kernels. A kernel computes `flops` floating-point
-operations and moves `bytes` between the memory and the processor. On a device with `peak` FLOP/s and `bandwidth`
-bytes/s a kernel takes at least
+**The estimate.** A step consists of parts, and a part consists of kernels. A kernel computes
+`flops` floating-point operations and moves `bytes` between the memory and the processor. On a
+device with `peak` FLOP/s and `bandwidth` bytes/s a kernel takes at least
 
     seconds = max(flops / peak, bytes / bandwidth)
 
-The kernels of a part run one after another, so a part takes the sum of their times. A matrix product of (t, i) and (i,
-o) has 2 t i o FLOPs and moves t i + i o + t o numbers. For a pointwise operation, such as a norm, the estimate counts
-only the bytes that the operation reads and writes, and no FLOPs. PyTorch runs each pointwise operation as a kernel of
-its own. SGLang fuses pointwise operations into other kernels, so the estimate of generation has no pointwise kernels.
+The kernels of a part run one after another, so a part takes the sum of their times. A matrix
+product of (t, i) and (i, o) has 2 t i o FLOPs and moves t i + i o + t o numbers. For a pointwise
+operation, such as a norm, the estimate counts only the bytes that the operation reads and writes,
+and no FLOPs. PyTorch runs each pointwise operation as a kernel of its own. SGLang fuses pointwise
+operations into other kernels, so the estimate of generation has no pointwise kernels.
 
-**FLOPs.** The formulas count the same FLOPs as torch.utils.flop_counter (tests/training/test_roofline.py). For
-attention, torch.utils.flop_counter counts every pair of a query and a key. A causal kernel computes only half of the
-pairs, so the estimate of attention's time counts only half of the FLOPs.
+**FLOPs.** The formulas count the same FLOPs as torch.utils.flop_counter
+(tests/training/test_roofline.py). For attention, torch.utils.flop_counter counts every pair of a
+query and a key. A causal kernel computes only half of the pairs, so the estimate of attention's
+time counts only half of the FLOPs.
 
-**Not included.** The estimate leaves out kernel launches, the time of Python code, the network, idle time, padding, and
-the overlap of generation with training. Real kernels reach only a part of the peak, so the estimate is a lower bound of
-the time.
+**Not included.** The estimate leaves out kernel launches, the time of Python code, the network,
+idle time, padding, and the overlap of generation with training. Real kernels reach only a part of
+the peak, so the estimate is a lower bound of the time.
 """
 
 import argparse
@@ -58,8 +61,8 @@ class Shape:
 
     @property
     def products(self) -> list[tuple[int, int]]:
-        """The (input size, output size) of each matrix product of a layer. The last pair is the output projection of
-        the MLP."""
+        """The (input size, output size) of each matrix product of a layer. The last pair is the
+        output projection of the MLP."""
         H, inner, Q, K = self.H, self.inner, self.Q, self.K
         return [(H, Q), (H, K), (H, K), (Q, H), (H, inner), (H, inner), (inner, H)]
 
@@ -90,8 +93,8 @@ def shape_of(config: Any) -> Shape:
 
 @dataclass(frozen=True)
 class Work:
-    """The numbers that determine the work of a training step. The defaults are the values of configs/gsm8k.yaml and
-    typical lengths."""
+    """The numbers that determine the work of a training step. The defaults are the values of
+    configs/gsm8k.yaml and typical lengths."""
 
     rows: int = 512  # samples in a step
     prompt: int = 120  # tokens of a prompt
@@ -118,8 +121,8 @@ class Work:
 
 @dataclass(frozen=True)
 class Kernel:
-    """The counted FLOPs and the bytes of one kernel. The kernel computes only the fraction `share` of the counted
-    FLOPs.
+    """The counted FLOPs and the bytes of one kernel. The kernel computes only the fraction `share`
+    of the counted FLOPs.
 
     The fraction is one half for causal attention, and 1 for every other kernel.
     """
@@ -133,7 +136,8 @@ Part = list[Kernel]
 
 
 def seconds(part: Part, peak: float, bandwidth: float) -> float:
-    """Return the least time of a part of a step on a device with `peak` FLOP/s and `bandwidth` bytes/s."""
+    """Return the least time of a part of a step on a device with `peak` FLOP/s and `bandwidth`
+    bytes/s."""
     return sum(max(kernel.share * kernel.flops / peak, kernel.bytes / bandwidth) for kernel in part)
 
 
@@ -141,19 +145,19 @@ def flops(part: Part) -> float:
     return sum(kernel.flops for kernel in part)
 
 
-# In the functions below, the model processes `rows` rows of `length` tokens in `passes` forward passes, and each number
-# takes b bytes.
+# In the functions below, the model processes `rows` rows of `length` tokens in `passes` forward
+# passes, and each number takes b bytes.
 
 
 def product(t: float, i: int, o: int, b: int, times: int = 1) -> Part:
-    """Return the kernel that multiplies t tokens of size i by a matrix (i, o). The kernel reads the matrix once in each
-    of `times` passes."""
+    """Return the kernel that multiplies t tokens of size i by a matrix (i, o). The kernel reads the
+    matrix once in each of `times` passes."""
     return [Kernel(2 * t * i * o, b * (t * i + t * o + times * i * o))]
 
 
 def attention(s: Shape, rows: float, length: float, b: int, products: int = 2) -> Part:
-    """Return the kernel of causal attention with `products` matrix products: 2 in a forward pass, 5 in a backward
-    pass."""
+    """Return the kernel of causal attention with `products` matrix products: 2 in a forward pass, 5
+    in a backward pass."""
     numbers = rows * length * (2 * s.Q + 2 * s.K) * products / 2
     return [Kernel(2 * products * s.Q * rows * length**2, b * numbers, share=0.5)]
 
@@ -161,9 +165,9 @@ def attention(s: Shape, rows: float, length: float, b: int, products: int = 2) -
 def pointwise(s: Shape, b: int) -> float:
     """Return the bytes per token that the pointwise operations of a layer read and write.
 
-    A layer has two norms, which compute in float32: convert, square, mean, multiply, convert back, multiply by the
-    weight. The rotary embedding multiplies, negates, concatenates, multiplies and adds queries and keys. The MLP
-    computes silu(gate) * up.
+    A layer has two norms, which compute in float32: convert, square, mean, multiply, convert back,
+    multiply by the weight. The rotary embedding multiplies, negates, concatenates, multiplies and
+    adds queries and keys. The MLP computes silu(gate) * up.
     """
     norms = 2 * ((4 * b + 28) if b < 4 else 36) * s.H
     return norms + b * (10 * (s.Q + s.K) + 2 * s.Q + 5 * s.inner + 6 * s.H)
@@ -178,11 +182,11 @@ def layers_forward(
     fused: bool = False,
     again: bool = False,
 ) -> Part:
-    """Return the kernels of a forward pass through all layers. If `fused` is true, the list has no kernels of pointwise
-    operations.
+    """Return the kernels of a forward pass through all layers. If `fused` is true, the list has no
+    kernels of pointwise operations.
 
-    If `again` is true, the kernels recompute the layers for gradient checkpointing, without the last product of each
-    layer.
+    If `again` is true, the kernels recompute the layers for gradient checkpointing, without the
+    last product of each layer.
     """
     t, products = rows * length, s.products[:-1] if again else s.products
     one = [kernel for i, o in products for kernel in product(t, i, o, b, passes)] + attention(
@@ -192,9 +196,9 @@ def layers_forward(
 
 
 def layers_backward(s: Shape, rows: float, length: int, b: int, passes: int) -> Part:
-    """Return the kernels of a backward pass through all layers. The backward pass has two matrix products for each
-    matrix product of the forward pass. A backward pass has about two pointwise operations for each pointwise operation
-    of the forward pass."""
+    """Return the kernels of a backward pass through all layers. The backward pass has two matrix
+    products for each matrix product of the forward pass. A backward pass has about two pointwise
+    operations for each pointwise operation of the forward pass."""
     t = rows * length
     one = [kernel for i, o in s.products for kernel in 2 * product(t, i, o, b, passes)]
     return (
@@ -203,21 +207,21 @@ def layers_backward(s: Shape, rows: float, length: int, b: int, passes: int) -> 
 
 
 def head_forward(s: Shape, n: float, b: int, chunk: int) -> Part:
-    """Return the kernels of the last layer for n tokens (training/logprobs.py): logits, softmax and entropy in
-    float32."""
+    """Return the kernels of the last layer for n tokens (training/logprobs.py): logits, softmax and
+    entropy in float32."""
     chunks = ceil(n / max(1, chunk // s.V))
-    # `softmax` is a sum of bytes per logit: write logits of 4 bytes instead of b bytes, divide (8), log_softmax, which
-    # reads twice (12), exp (8), multiply (12), sum (4).
+    # `softmax` is a sum of bytes per logit: write logits of 4 bytes instead of b bytes, divide (8),
+    # log_softmax, which reads twice (12), exp (8), multiply (12), sum (4).
     softmax = (4 - b + 8 + 12 + 8 + 12 + 4) * n * s.V
     return [*product(n, s.H, s.V, b, chunks), Kernel(0, softmax)]
 
 
 def head_backward(s: Shape, n: float, b: int, chunk: int) -> Part:
-    """Return the kernels that recompute the logits, and compute the gradients of the hidden states and of the last
-    layer."""
+    """Return the kernels that recompute the logits, and compute the gradients of the hidden states
+    and of the last layer."""
     chunks = ceil(n / max(1, chunk // s.V))
-    # `softmax` is a sum of bytes per logit: write logits of 4 bytes instead of b bytes, divide (8), log_softmax (12),
-    # exp (8), multiply by -g (8), divide (8), and convert if b < 4 (b + 4).
+    # `softmax` is a sum of bytes per logit: write logits of 4 bytes instead of b bytes, divide (8),
+    # log_softmax (12), exp (8), multiply by -g (8), divide (8), and convert if b < 4 (b + 4).
     softmax = (4 - b + 8 + 12 + 8 + 8 + 8 + (b + 4) * (b < 4)) * n * s.V
     added = (
         (b + 8) * chunks * s.V * s.H
@@ -254,9 +258,9 @@ def step_parts(s: Shape, w: Work) -> dict[str, Part]:
         # The gradient of each pass is converted to float32 and added to the sum of the gradients.
         "backward: layers": [*layers_backward(*args), gather, Kernel(0, m * (b + 16) * own)],
         "backward: last layer": head_backward(s, w.rows * w.answer, b, w.chunk),
-        # Each optimizer step computes the gradient's norm, scales the gradient, and updates the parameters with AdamW.
+        # Each optimizer step computes the gradient's norm, scales the gradient, and updates the
+        # parameters with AdamW.
         "optimizer": [Kernel(0, w.minibatches * (4 + 8 + 28) * own)],
-        "new weights: tensor": [Kernel(0, (4 + b) * s.n + 2 * b * s.n)],
     }
     training = ("pi_prox", "forward", "recomputation", "backward")
     return {
@@ -277,7 +281,8 @@ def table(rows: list[list[str]]) -> str:
 
 
 def describe(s: Shape, w: Work, peak: float, bandwidth: float) -> str:
-    """Return the table of a step's parts, followed by the total times of generation and training."""
+    """Return the table of a step's parts, followed by the total times of generation and
+    training."""
     rows = [["part", "TFLOP", "GB", "s", "limited by"]]
     parts = step_parts(s, w)
     times = {name: seconds(part, peak, bandwidth) for name, part in parts.items()}
@@ -305,8 +310,8 @@ def describe(s: Shape, w: Work, peak: float, bandwidth: float) -> str:
 
 
 def least(actions: dict[str, Callable[[], Any]], rounds: int = 12) -> dict[str, float]:
-    """Call every action once in each round, and return the shortest time of each action in seconds. Other programs on
-    the machine can only make an action slower."""
+    """Call every action once in each round, and return the shortest time of each action in seconds.
+    Other programs on the machine can only make an action slower."""
     import torch
 
     found: dict[str, list[float]] = {name: [] for name in actions}
@@ -325,13 +330,13 @@ def least(actions: dict[str, Callable[[], Any]], rounds: int = 12) -> dict[str, 
 def make_models(
     layers: int, width: int, vocabulary: int, dtype: Any, folder: Path
 ) -> tuple[Any, Any, Any]:
-    """Make a small random model. Return the model's configuration, an actor that trains the model, and a model of
-    transformers with the same configuration."""
+    """Make a small random model. Return the model's configuration, an actor that trains the model,
+    and a model of transformers with the same configuration."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from run.config import PPOActorConfig
     from training.actor import FSDPPPOActor
-    from training.config import PPOActorConfig
 
     heads = {"num_attention_heads": width // 64, "num_key_value_heads": max(1, width // 256)}
     keys = {
@@ -352,11 +357,12 @@ def make_models(
 
 
 def measure(layers: int, width: int, vocabulary: int, rows: int, length: int, folder: Path) -> str:
-    """Measure each part of a small model's step on this machine. Return a table of estimates and measurements."""
+    """Measure each part of a small model's step on this machine. Return a table of estimates and
+    measurements."""
     import torch
     from transformers import DynamicCache
 
-    from inference.weights import write_checkpoint
+    from inference.weights import named_buckets, write_checkpoint
     from training.logprobs import token_logprobs
 
     torch.set_num_threads(1)  # as train.py does
@@ -403,7 +409,8 @@ def measure(layers: int, width: int, vocabulary: int, rows: int, length: int, fo
         plain(ids[:, :1], past_key_values=cache)
         cache.crop(-1)
 
-    state, content = actor.full_state(dtype), bytes(b * s.n)
+    buckets = named_buckets(actor.model, dtype, bucket_mb=0)
+    state, content = {name: x for bucket in buckets for name, x in bucket}, bytes(b * s.n)
     actions: dict[str, Callable[[], Any]] = {
         "product": lambda: a @ a,
         "copy": lambda: y.copy_(x),
@@ -444,10 +451,11 @@ def compare(
 ) -> str:
     """Return a table of the estimated and the measured seconds of each part.
 
-    Generation is measured with transformers, and transformers does not fuse kernels. `peak` is in FLOP/s. `bandwidth`,
-    `few` and `disk` are in bytes per second. `few` is the measured speed of reading a large matrix that is multiplied
-    by a few rows. A decode step consists of products of a few rows with large matrices. On a CPU, `few` is below
-    `bandwidth`, because the CPU's library rearranges the matrix before the product.
+    Generation is measured with transformers, and transformers does not fuse kernels. `peak` is in
+    FLOP/s. `bandwidth`, `few` and `disk` are in bytes per second. `few` is the measured speed of
+    reading a large matrix that is multiplied by a few rows. A decode step consists of products of a
+    few rows with large matrices. On a CPU, `few` is below `bandwidth`, because the CPU's library
+    rearranges the matrix before the product.
     """
     b, rows = w.b, w.rows
     parts = step_parts(s, w) | {"new weights: disk": [Kernel(0, b * s.n)]}

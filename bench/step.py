@@ -1,14 +1,16 @@
-"""Compare the training step of this checkout and of an earlier revision: the CPU time of each part, and the gradients.
+"""Compare the training step of this checkout and of an earlier revision: the CPU time of each part,
+and the gradients.
 
-    python train.py max_steps=8 trial_name=short              # make a run, which keeps its batches in tokens/
+    python train.py max_steps=8 trial_name=short              # a run keeps its batches
     python bench/step.py runs/guess/short --against 7827978   # compare with revision 7827978
 
-The script compares two source trees: this checkout and the earlier revision. The code of each source tree trains the
-newest model of a finished run on the newest batch of this run. Each source tree uses its own version of the recipe
-file. Each pair of measurements runs one process of each source tree, one after the other. A process makes several steps
-and reports the median CPU time of its training thread. The table shows medians over the pairs, in milliseconds. The
-last line shows the largest difference between the gradients of the two source trees. The gradients are computed with
-the whole batch as one mini-batch.
+The script compares two source trees: this checkout and the earlier revision. The code of each
+source tree trains the newest model of a finished run on the newest batch of this run. Each source
+tree uses its own version of the recipe file. Each pair of measurements runs one process of each
+source tree, one after the other. A process makes several steps and reports the median CPU time of
+its training thread. The table shows medians over the pairs, in milliseconds. The last line shows
+the largest difference between the gradients of the two source trees. The gradients are computed
+with the whole batch as one mini-batch.
 """
 
 import argparse
@@ -32,14 +34,18 @@ COMPUTED = {
 
 
 def measure(tree: Path, config: str, run: Path, steps: int, gradients: Path) -> None:
-    """Measure the training step of the source tree `tree`. Print the CPU time of each part of the step as JSON, and
-    write the gradients of the whole batch to the file `gradients`."""
+    """Measure the training step of the source tree `tree`. Print the CPU time of each part of the
+    step as JSON, and write the gradients of the whole batch to the file `gradients`."""
     sys.path.insert(0, str(tree))
     import torch
     from safetensors.torch import load_file, save_file
 
-    from run.load import load
     from training.actor import FSDPEngine, FSDPPPOActor
+
+    try:
+        from run.config import load
+    except ImportError:  # a revision before the keys were pydantic models
+        from run.load import load  # type: ignore[no-redef]
 
     torch.set_num_threads(1)
     batch = load_file(max((run / "tokens").iterdir()))
@@ -52,7 +58,8 @@ def measure(tree: Path, config: str, run: Path, steps: int, gradients: Path) -> 
         "actor.optimizer.gradient_clipping=0",
     ]
     for words, count in ((options, 1), ([], steps)):
-        actor_config = load(["--config", str(tree / config), *words]).actor
+        loaded = load(["--config", str(tree / config), *words])
+        actor_config = (loaded[0] if isinstance(loaded, tuple) else loaded).actor
         actor = FSDPPPOActor(actor_config, model)
         actor.create_process_group()
         actor.initialize(max_steps=1000)

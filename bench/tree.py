@@ -1,23 +1,25 @@
-"""Claim: a training pass takes time in proportion to the tokens of the tree, and building a tree takes about 1 ms.
+"""Claim: a training pass takes time in proportion to the tokens of the tree, and building a tree
+takes about 1 ms.
 
     python bench/tree.py [--quick]
 
-**Training.** A random Qwen3 model (4 layers, float32, one thread) makes one forward and one backward pass over 16 rows.
-The rows share a prefix, and the loss covers the tokens after the prefix. The benchmark compares five ways to compute
-the pass, which must all give the same gradients. `padded` computes a batch of 16 equally long rows, with causal
-attention and without a mask. `packed` concatenates the rows, and each token attends only to its own row
-(actor.layout=packed). `hf` concatenates the rows as transformers does: positions restart at each row, and attention has
-an N x N mask. `dense` computes the tree with an N x N mask. `tree` computes the tree with the blocks of
-training/tree_attention.py, and its time includes building the tree.
+**Training.** A random Qwen3 model (4 layers, float32, one thread) makes one forward and one
+backward pass over 16 rows. The rows share a prefix, and the loss covers the tokens after the
+prefix. The benchmark compares four ways to compute the pass, which must all give the same
+gradients. `padded` computes a batch of 16 equally long rows, with causal attention and without a
+mask. `hf` concatenates the rows as transformers does: positions restart at each row, and attention
+has an N x N mask. `dense` computes the tree with an N x N mask. `tree` computes the tree with the
+blocks of training/tree_attention.py, and its time includes building the tree.
 
-The benchmark repeats the five ways in turn and prints the smallest CPU time of each way. The benchmark measures CPU
-time, because other programs on the machine lengthen the wall time. `gain` is the smaller of the times of `packed` and
-`padded`, divided by the time of `tree`. `ratio` is the number of tokens in the tree, divided by the number of tokens in
-the rows. `gain` is at most 1 / `ratio`. The target is a `gain` of 2 at hidden size 384, for rows of 256 tokens that
-share 3/4 of their tokens.
+The benchmark repeats the four ways in turn and prints the smallest CPU time of each way. The
+benchmark measures CPU time, because other programs on the machine lengthen the wall time. `gain` is
+the time of `padded`, divided by the time of `tree`. `ratio` is the number of tokens in the tree,
+divided by the number of tokens in the rows. `gain` is at most 1 / `ratio`. The target is a `gain`
+of 2 at hidden size 384, for rows of 256 tokens that share 3/4 of their tokens.
 
-**Building.** The benchmark measures the time to build the tree of 16 rows of 2,500 tokens. If `areal` can be imported
-(areal 1.0.4, in a separate venv), AReaL's `_greedy_build_tries` builds a tree of the same rows for comparison.
+**Building.** The benchmark measures the time to build the tree of 16 rows of 2,500 tokens. If
+`areal` can be imported (areal 1.0.4, in a separate venv), AReaL's `_greedy_build_tries` builds a
+tree of the same rows for comparison.
 """
 
 import argparse
@@ -43,7 +45,6 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from training import layout  # noqa: F401  # registers the attention of packed rows
 from training.tree_attention import PackedTree, build_trees
 
 ROWS, LAYERS, VOCABULARY = 16, 4, 4096
@@ -62,7 +63,8 @@ CASES = [  # each case is (hidden size, tokens per row, length of the common pre
 
 
 def build(width: int) -> Any:
-    """Make a random Qwen3 with two query heads for each key head. The head size is 64, or 16 in the narrowest model."""
+    """Make a random Qwen3 with two query heads for each key head. The head size is 64, or 16 in the
+    narrowest model."""
     torch.manual_seed(0)
     d = 64 if width >= 256 else 16
     shape = {
@@ -78,20 +80,22 @@ def build(width: int) -> Any:
 
 
 def make_rows(length: int, share: float) -> Tensor:
-    """Make random rows (ROWS, length). The first `share` * `length` tokens are the same in all rows."""
+    """Make random rows (ROWS, length). The first `share` * `length` tokens are the same in all
+    rows."""
     rows = torch.randint(VOCABULARY, (ROWS, length), generator=torch.Generator().manual_seed(0))
     rows[:, : int(share * length)] = rows[0, : int(share * length)]
     return rows
 
 
 def loss_of(model: Any, hidden: Tensor, ids: Tensor) -> Tensor:
-    """Return the mean negative log-probability of the token ids (n,). Row i of `hidden` (n, H) predicts id i."""
+    """Return the mean negative log-probability of the token ids (n,). Row i of `hidden` (n, H)
+    predicts id i."""
     return torch.nn.functional.cross_entropy(model.lm_head(hidden).float(), ids)
 
 
 def ways(model: Any, rows: Tensor, share: float) -> dict[str, Callable[[], Tensor]]:
-    """Return a dict with five functions, one for each way to compute the training pass. Each function computes the loss
-    of the tokens after the shared prefix."""
+    """Return a dict with four functions, one for each way to compute the training pass. Each
+    function computes the loss of the tokens after the shared prefix."""
     length = rows.shape[1]
     own = max(int(share * length), 1)  # the index of the first trained token
     wanted = rows[:, own:].flatten()
@@ -101,20 +105,11 @@ def ways(model: Any, rows: Tensor, share: float) -> dict[str, Callable[[], Tenso
         hidden = model.model(input_ids=rows, use_cache=False).last_hidden_state
         return loss_of(model, hidden[:, own - 1 : -1].flatten(0, 1), wanted)
 
-    def packed() -> Tensor:
-        bounds = torch.arange(0, ROWS * length + 1, length, dtype=torch.int32)
-        return end_to_end("packed", bounds=bounds, longest=length)
-
     def hf() -> Tensor:
-        return end_to_end("sdpa")
-
-    def end_to_end(attention: str, **how: Any) -> Tensor:
-        model.set_attn_implementation(attention)
+        model.set_attn_implementation("sdpa")
         positions = torch.arange(length).repeat(ROWS)[None]
-        hidden = model.model(
-            input_ids=rows.view(1, -1), position_ids=positions, use_cache=False, **how
-        )
-        hidden = hidden.last_hidden_state.view(ROWS, length, -1)
+        inputs = {"input_ids": rows.view(1, -1), "position_ids": positions}
+        hidden = model.model(**inputs, use_cache=False).last_hidden_state.view(ROWS, length, -1)
         return loss_of(model, hidden[:, own - 1 : -1].flatten(0, 1), wanted)
 
     def over(tree: PackedTree, dense: bool) -> Tensor:
@@ -137,11 +132,12 @@ def ways(model: Any, rows: Tensor, share: float) -> dict[str, Callable[[], Tenso
     def dense() -> Tensor:
         return over(build_trees(list(rows), rows.numel())[0], dense=True)
 
-    return {"padded": padded, "packed": packed, "hf": hf, "dense": dense, "tree": tree}
+    return {"padded": padded, "hf": hf, "dense": dense, "tree": tree}
 
 
 def measure(width: int, length: int, share: float, rounds: int) -> str:
-    """Measure the ways to compute the training pass for one case, and return the table row of the case."""
+    """Measure the ways to compute the training pass for one case, and return the table row of the
+    case."""
     model, rows = build(width), make_rows(length, share)
     best: dict[str, float] = {}
     truth: list[Tensor] = []
@@ -160,10 +156,10 @@ def measure(width: int, length: int, share: float, rounds: int) -> str:
                 worst, *(float((g - t).norm() / t.norm()) for g, t in zip(gradients, truth))
             )
     [tree] = build_trees(list(rows), rows.numel())
-    gain = min(best["padded"], best["packed"]) / best["tree"]
+    gain = best["padded"] / best["tree"]
     shown = [
         f"{best[name] * 1e3:.0f}" if name in best else ""
-        for name in ("padded", "packed", "hf", "dense", "tree")
+        for name in ("padded", "hf", "dense", "tree")
     ]
     cells = [
         width,
@@ -178,7 +174,8 @@ def measure(width: int, length: int, share: float, rounds: int) -> str:
 
 
 def measure_building(rounds: int) -> None:
-    """Print the milliseconds that this project and AReaL need to build the tree of 16 rows of 2,500 tokens."""
+    """Print the milliseconds that this project and AReaL need to build the tree of 16 rows of 2,500
+    tokens."""
     print("\n| 16 x 2,500 tokens | ours, ms | AReaL, ms |\n|---|---|---|")
     for share in (0.0, 0.75):
         rows = make_rows(2500, share).int()
@@ -209,7 +206,6 @@ def main() -> None:
         "shared",
         "ratio",
         "padded",
-        "packed",
         "hf",
         "dense",
         "tree",

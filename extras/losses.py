@@ -1,39 +1,36 @@
 """Variants of the loss, as functions that `actor.loss` names: `actor.loss=extras.losses.cispo`.
 
-Each has the arguments of ppo.ppo_actor_loss_fn, and its own parameters as defaults. To change one,
-name a function of your own: `my_loss = functools.partial(icepop, floor=0.3)`.
+Each changes the arguments of the loss in ppo.py and calls it, so a variant is only what is
+different: GSPO gives it another u, truncation another w. `base` is the loss that is called, so
+they combine. In a module of your own:
 
-They answer two problems. Ratios of single tokens are noisy, so GSPO and the weights of rows take
-them over a whole row. And server and trainer never agree exactly, so w is sometimes far too large
-or too small: IcePop, truncation and the rejection of rows bound what such tokens do. VCPO lowers
-the learning rate when few tokens carry all of the weight.
+    my_loss = functools.partial(gspo, base=functools.partial(icepop, floor=0.3))
+
+They answer two problems. The ratio of a single token is noisy, so GSPO and `row_weight` take ratios
+of whole rows. Server and trainer never agree exactly, so w is sometimes far too large or too small:
+`icepop`, `truncate` and `reject` bound what such tokens do. A row of 100 tokens with w = 1.05 each
+passes any bound on tokens, yet pi_prox would generate it 131 times as often as pi_behav.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ppo import clipped_objective, prepare, reduce_loss
+from ppo import log_ratio, ppo_actor_loss_fn
 
 Result = tuple[Tensor, dict[str, Tensor]]
+Loss = Callable[..., Result]
 
 
-def over_rows(x: Tensor, mask: Tensor, sequence_ids: Tensor | None, how: str) -> Tensor:
-    """For each token, the sum, mean, amax or amin of x over the trained tokens of its row; the row
-    of a token is its index on the first axis unless `sequence_ids` says more."""
-    ids = torch.arange(len(mask), device=mask.device)
-    ids = ids.view(-1, *[1] * (mask.dim() - 1)) if sequence_ids is None else sequence_ids
-    ids = ids.expand(x.shape)
-    found = x.new_zeros(int(ids.max()) + 1 if ids.numel() else 0)
-    return found.scatter_reduce(0, ids[mask], x[mask], how, include_self=False)[ids]
-
-
-def capped(w: Tensor, mask: Tensor, cap: float | None, floor: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Return w, 0 outside floor .. cap, and which trained tokens are outside."""
-    outside = ((w < floor) | (w > (math.inf if cap is None else cap))) & mask
-    return w.masked_fill(outside | ~mask, 0.0), outside
+def over_rows(x: Tensor, mask: Tensor, ids: Tensor | None, how: str) -> Tensor:
+    """Give each token the sum, mean, amax or amin of x over the trained tokens of its row."""
+    rows = torch.arange(len(mask), device=mask.device)[:, None] if ids is None else ids
+    rows = rows.expand(x.shape)
+    found = x.new_zeros(int(rows.max()) + 1 if rows.numel() else 0)
+    return found.scatter_reduce(0, rows[mask], x[mask], how, include_self=False)[rows]
 
 
 def gspo(
@@ -43,21 +40,17 @@ def gspo(
     advantages: Tensor,
     loss_mask: Tensor,
     *,
-    eps_clip: float = 3e-4,
-    eps_clip_higher: float | None = 4e-4,
-    c_clip: float | None = None,
-    behave_imp_weight_cap: float | None = None,
     sequence_ids: Tensor | None = None,
-    denominator: float | Tensor | None = None,
+    base: Loss = ppo_actor_loss_fn,
+    **keys: Any,
 ) -> Result:
-    """GSPO (2507.18071): u is the geometric mean over the row, so that a row is clipped as a whole.
-    It is much closer to 1 than a token's u, and so are usual bounds."""
-    mask, log_u, log_w, A = prepare(logp, prox_logp, old_logp, advantages, loss_mask)
+    """GSPO (2507.18071): u is the geometric mean over the row, so a row is clipped as a whole. It
+    is nearer to 1 than a token's u: set actor.eps_clip=3e-4 and actor.eps_clip_higher=4e-4."""
+    mask, prox = loss_mask.bool(), prox_logp.detach()
     # log u = 1/n sum_t log u_t
-    u = over_rows(log_u, mask, sequence_ids, "mean").exp()
-    objective, clipped = clipped_objective(u, A, eps_clip, eps_clip_higher, c_clip)
-    w, dropped = capped(log_w.exp().detach(), mask, behave_imp_weight_cap)
-    return reduce_loss(w, objective, clipped, dropped, mask, logp, old_logp, denominator)
+    log_u = over_rows(log_ratio(logp, prox, mask), mask, sequence_ids, "mean")
+    tensors = (prox + log_u, prox, old_logp, advantages, loss_mask)
+    return base(*tensors, sequence_ids=sequence_ids, **keys)
 
 
 def cispo(
@@ -67,23 +60,38 @@ def cispo(
     advantages: Tensor,
     loss_mask: Tensor,
     *,
-    eps_clip: float = 1.0,
-    eps_clip_higher: float | None = 4.0,
-    c_clip: float | None = None,
-    behave_imp_weight_cap: float | None = None,
-    sequence_ids: Tensor | None = None,
-    denominator: float | Tensor | None = None,
+    eps_clip: float = 0.2,
+    eps_clip_higher: float | None = None,
+    base: Loss = ppo_actor_loss_fn,
+    **keys: Any,
 ) -> Result:
-    """CISPO (2506.13585): the clipped u is a constant factor of log pi_theta, so a clipped token
-    keeps its gradient, and a rare but useful word can become likelier."""
-    mask, log_u, log_w, A = prepare(logp, prox_logp, old_logp, advantages, loss_mask)
+    """CISPO (2506.13585): the clipped u is a constant factor of the gradient of log pi_theta, so a
+    clipped token keeps its gradient, and a rare but useful word can become likelier. The lower
+    bound is usually off: actor.eps_clip=1."""
+    mask, here = loss_mask.bool(), logp.detach()
+    u = log_ratio(here, prox_logp, mask).exp()
     higher = eps_clip if eps_clip_higher is None else eps_clip_higher
-    u = log_u.exp()
-    u_clipped = u.clamp(1 - eps_clip, 1 + higher)
-    # objective = stop_gradient(clip(u)) A log pi_theta
-    objective = u_clipped.detach() * A * torch.where(mask, logp, 0.0)
-    w, dropped = capped(log_w.exp().detach(), mask, behave_imp_weight_cap)
-    return reduce_loss(w, objective, u != u_clipped, dropped, mask, logp, old_logp, denominator)
+    factor = u.clamp(1 - eps_clip, 1 + higher)
+    # With pi_theta itself in the place of pi_prox, u is 1 and has the gradient of log pi_theta.
+    old_logp = here - log_ratio(prox_logp, old_logp, mask)  # so that w stays what it was
+    loss, stats = base(logp, here, old_logp, factor * advantages, loss_mask, **keys)
+    stats["clip_frac"] = share(u != factor, mask, keys)
+    return loss, stats
+
+
+def share(chosen: Tensor, mask: Tensor, keys: dict[str, Any]) -> Tensor:
+    """The share of the trained tokens that are `chosen`."""
+    return torch.count_nonzero(chosen & mask) / (keys.get("denominator") or mask.sum().clamp(min=1))
+
+
+def leave_out(
+    chosen: Tensor, base: Loss, *tensors: Tensor, loss_mask: Tensor, **keys: Any
+) -> Result:
+    """The loss without the `chosen` tokens, which still count in its mean."""
+    mask = loss_mask.bool()
+    keys["denominator"] = keys.get("denominator") or mask.sum().clamp(min=1)
+    loss, stats = base(*tensors, mask & ~chosen, **keys)
+    return loss, stats | {"dropped_share": stats["dropped_share"] + share(chosen, mask, keys)}
 
 
 def icepop(
@@ -93,58 +101,78 @@ def icepop(
     advantages: Tensor,
     loss_mask: Tensor,
     *,
-    eps_clip: float = 0.2,
-    eps_clip_higher: float | None = None,
-    c_clip: float | None = None,
-    behave_imp_weight_cap: float | None = 5.0,
-    sequence_ids: Tensor | None = None,
-    denominator: float | Tensor | None = None,
-    floor: float = 0.2,
-    clamp: bool = False,
-    level: str = "token",
-    max_geometric_mean: float | None = None,
-    max_k2: float | None = None,
-    veto: float | None = None,
+    floor: float = 0.5,
+    base: Loss = ppo_actor_loss_fn,
+    **keys: Any,
 ) -> Result:
-    """IcePop (2510.18855) and its kin: w has a floor as well as a cap, because dropping only large
-    weights makes their mean fall below 1.
-
-    `clamp`: a weight out of bounds becomes the bound (truncated importance sampling).
-    `level`: the weight of a token, of a row ("sequence", the product) or its geometric mean.
-    The tests drop rows (verl, rollout correction): exp |mean log w| > max_geometric_mean; one token
-    with (log w)^2 / 2 > max_k2; one token with w < veto.
-    """
-    mask, log_u, log_w, A = prepare(logp, prox_logp, old_logp, advantages, loss_mask)
-    objective, clipped = clipped_objective(log_u.exp(), A, eps_clip, eps_clip_higher, c_clip)
-    reject = torch.zeros_like(mask)
-    if max_geometric_mean is not None:
-        mean = over_rows(log_w, mask, sequence_ids, "mean")
-        reject |= mean.abs() > math.log(max_geometric_mean)
-    if max_k2 is not None:
-        reject |= over_rows(log_w.square() / 2, mask, sequence_ids, "amax") > max_k2
-    if veto is not None:
-        reject |= over_rows(log_w, mask, sequence_ids, "amin") < math.log(veto)
-    if level != "token":
-        # sequence: log w = sum_t log w_t        geometric: log w = 1/n sum_t log w_t
-        how = "sum" if level == "sequence" else "mean"
-        log_w = over_rows(log_w, mask, sequence_ids, how).clamp(-20, 20)
-    w, outside = capped(log_w.exp().detach(), mask, behave_imp_weight_cap, floor)
-    if clamp:
-        w = log_w.exp().detach().clamp(floor, behave_imp_weight_cap).masked_fill(~mask, 0.0)
-    w, dropped = w.masked_fill(reject, 0.0), outside | (reject & mask)
-    return reduce_loss(w, objective, clipped, dropped, mask, logp, old_logp, denominator)
+    """IcePop (2510.18855): tokens with w < floor are left out like those above the cap. Dropping
+    only large weights makes their mean fall below 1."""
+    low = log_ratio(prox_logp, old_logp, loss_mask.bool()) < math.log(floor)
+    return leave_out(low, base, logp, prox_logp, old_logp, advantages, loss_mask=loss_mask, **keys)
 
 
-class VCPO:
-    """VCPO (2602.17616), a callback: lr <- lr * ESS^power with the effective sample size of w as a
-    share of the tokens, (mean w)^2 / mean w^2. It scales the rate and not the gradient, because
-    AdamW normalises gradients. A step takes the size of the step before it."""
+def reject(
+    logp: Tensor,
+    prox_logp: Tensor,
+    old_logp: Tensor,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    *,
+    geometric_mean: float = math.inf,
+    k2: float = math.inf,
+    veto: float = 1e-4,
+    sequence_ids: Tensor | None = None,
+    base: Loss = ppo_actor_loss_fn,
+    **keys: Any,
+) -> Result:
+    """Leave out rows on which pi_prox and pi_behav differ too much (verl, rollout correction): the
+    geometric mean of w is outside 1/c .. c (c near 1, such as 1.01, because it does not grow with
+    the row), or some token has (log w)^2 / 2 > k2 or w < veto."""
+    mask, keys["sequence_ids"] = loss_mask.bool(), sequence_ids
+    log_w = log_ratio(prox_logp, old_logp, mask)
+    bad = over_rows(log_w, mask, sequence_ids, "mean").abs() > math.log(geometric_mean)
+    bad |= over_rows(log_w.square() / 2, mask, sequence_ids, "amax") > k2
+    bad |= over_rows(log_w, mask, sequence_ids, "amin") < math.log(veto)
+    return leave_out(bad, base, logp, prox_logp, old_logp, advantages, loss_mask=loss_mask, **keys)
 
-    def __init__(self, config: Any, power: float = 0.5) -> None:
-        self.power, self.run = power, None
 
-    def on_start(self, run: Any) -> None:
-        self.run = run
+def truncate(
+    logp: Tensor,
+    prox_logp: Tensor,
+    old_logp: Tensor,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    *,
+    floor: float = 0.0,
+    behave_imp_weight_cap: float | None = None,
+    base: Loss = ppo_actor_loss_fn,
+    **keys: Any,
+) -> Result:
+    """Truncated importance sampling: w outside floor .. cap becomes the bound, not 0. The metric
+    dropped_share counts these tokens."""
+    mask, prox = loss_mask.bool(), prox_logp.detach()
+    w = log_ratio(prox, old_logp, mask).exp()
+    bounded = w.clamp(floor, behave_imp_weight_cap)
+    loss, stats = base(logp, prox, prox - bounded.log(), advantages, loss_mask, **keys)
+    return loss, stats | {"dropped_share": share(w != bounded, mask, keys)}
 
-    def on_step(self, metrics: dict[str, Any]) -> None:
-        self.run.actor.lr_scale = metrics["behave_ess"] ** self.power  # type: ignore[union-attr]
+
+def row_weight(
+    logp: Tensor,
+    prox_logp: Tensor,
+    old_logp: Tensor,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    *,
+    how: str = "mean",
+    sequence_ids: Tensor | None = None,
+    base: Loss = ppo_actor_loss_fn,
+    **keys: Any,
+) -> Result:
+    """Every token has the weight of its row: the geometric mean of its w (how="mean"), which stays
+    near 1, or their product ("sum"), which is exact, but often far from 1 in a long row."""
+    mask, prox = loss_mask.bool(), prox_logp.detach()
+    # log w = 1/n sum_t log w_t, or without the 1/n
+    log_w = over_rows(log_ratio(prox, old_logp, mask), mask, sequence_ids, how).clamp(-20, 20)
+    tensors = (logp, prox, prox - log_w, advantages, loss_mask)
+    return base(*tensors, sequence_ids=sequence_ids, **keys)

@@ -1,22 +1,25 @@
-"""Helpers for tests of the trainer: a batch, a configuration, small models of many families, and gradients."""
+"""Helpers for tests of the trainer: a batch, a configuration, small models of many families."""
 
+import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import cpu_kernel  # noqa: F401  # registers attention of packed rows
+import pytest
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from run.config import NormConfig, OptimizerConfig, PPOActorConfig
 from training.actor import FSDPPPOActor
-from training.config import NormConfig, OptimizerConfig, PPOActorConfig
 
-DEVICE = (
-    "cuda" if torch.cuda.is_available() else "cpu"
-)  # the device that the actor uses on this machine
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where the actor is
+NAN, INF = math.nan, math.inf
 
 
 def make_batch(lengths=(9, 14, 5, 21, 12, 17, 7, 16), seed=0) -> dict[str, Tensor]:
-    """Make random rows in groups of two, with three prompt tokens, rewards of 0 and 1, and different temperatures."""
+    """Random rows in groups of two, with three prompt tokens, rewards 0 and 1, and temperatures."""
     g = torch.Generator().manual_seed(seed)
     B, T = len(lengths), max(lengths)
     real = torch.arange(T) < torch.tensor(lengths)[:, None]  # (B, T)
@@ -34,26 +37,54 @@ def make_batch(lengths=(9, 14, 5, 21, 12, 17, 7, 16), seed=0) -> dict[str, Tenso
     }
 
 
-def make_config(**changes) -> PPOActorConfig:
-    """Make a configuration with one mini-batch. `changes` may contain any key of PPOActorConfig, and the optimizer's
-    key `gradient_clipping`."""
-    # The tests use a larger eps than AdamW's default, so that a rounding error in a gradient near 0 does not move the
-    # weight by a full step.
-    optimizer = OptimizerConfig(
-        lr=1e-3, eps=1e-4, gradient_clipping=changes.pop("gradient_clipping", 1e9)
-    )
-    defaults: dict[str, Any] = {
-        "compile": False,
+def make_config(**changes: Any) -> PPOActorConfig:
+    """One mini-batch, no clip of the gradient, no std. `changes` are keys of PPOActorConfig."""
+    plain: dict[str, Any] = {
         "ppo_n_minibatches": 1,
         "adv_norm": NormConfig(std_level="none"),
-        "optimizer": optimizer,
+        "optimizer": OptimizerConfig(lr=1e-3, gradient_clipping=0.0),
     }
-    return PPOActorConfig(**(defaults | changes))
+    return PPOActorConfig(**(plain | changes))
+
+
+def start_actor(path: Path, **changes: Any) -> FSDPPPOActor:
+    """An initialised actor with `make_config`. Its AdamW has a large eps, so that rounding in a
+    gradient near 0 does not move a weight by a whole step."""
+    actor = FSDPPPOActor(make_config(**changes), path)
+    actor.create_process_group()
+    actor.initialize(max_steps=10)
+    for group in actor.optimizer.param_groups:
+        group["eps"] = 1e-4
+    return actor
+
+
+@pytest.fixture
+def make_actor(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """make_actor(path, layout=NAME, compiled=BOOL, key=value...) starts an actor of one rank; the
+    default path is the tiny model's."""
+    actors: list[FSDPPPOActor] = []
+
+    def make(
+        path: Path = tiny_model_dir, layout: str = "", compiled: bool = False, **changes: Any
+    ) -> FSDPPPOActor:
+        if layout == "packed" and DEVICE == "cuda" and changes.get("dtype") != "bfloat16":
+            pytest.skip("the GPU's kernel takes no float32")
+        with monkeypatch.context() as patch:
+            patch.setattr("training.actor.should_compile", lambda *_: compiled)
+            if layout:
+                changes["enable_tree_training"] = layout == "tree"
+                patch.setattr("training.actor.pick_layout", lambda *_: layout)
+            actors.append(start_actor(path, **changes))
+        return actors[-1]
+
+    yield make
+    for actor in reversed(actors):
+        actor.destroy()
 
 
 SHAPE = {
     "vocab_size": 259,
-    "hidden_size": 64,  # each head has 16 numbers, the fewest that FlexAttention's kernel accepts
+    "hidden_size": 64,  # heads of 16 numbers, the fewest that FlexAttention's kernel accepts
     "intermediate_size": 64,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
@@ -62,30 +93,13 @@ SHAPE = {
     "initializer_range": 0.2,
     "pad_token_id": 0,
 }
-
-
-LINEAR = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-}
-
-
-MAMBA = {
-    "mamba_d_ssm": 64,
-    "mamba_n_heads": 8,
-    "mamba_d_head": 8,
-    "mamba_d_state": 8,
-    "mamba_chunk_size": 8,
-}
-
-
+LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+LINEAR |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
+MAMBA = {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8}
+MAMBA |= {"mamba_d_state": 8, "mamba_chunk_size": 8}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-
-
-# Model families with features that Qwen3 lacks: experts, sliding windows, capped attention, sinks, and layers without
-# attention.
+# Families with what Qwen3 lacks: experts, sliding windows, capped attention, sinks, and layers
+# without attention.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": True},
     "gpt_neox": {},
@@ -102,17 +116,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 8},
     "bloom": {"n_head": 4},
 }
+PLAIN = ("llama", "gpt_neox", "opt", "qwen3_moe", "mixtral")  # plain causal attention
+NEVER = ("gemma2", "gpt_oss", "bloom")  # transformers cannot run them with sdpa attention
 
 
-PLAIN = ("llama", "gpt_neox", "opt", "qwen3_moe", "mixtral")  # families with plain causal attention
-
-
-NEVER = ("gemma2", "gpt_oss", "bloom")  # families that transformers cannot run with sdpa attention
-
-
-def make_family(path: Path, name: str, **changes) -> Path:
-    """Write a model of the family `name` with random weights, in the Hugging Face format and without a tokenizer.
-    Return the directory."""
+def make_family(path: Path, name: str, **changes: Any) -> Path:
+    """Write a random model of the family `name`, without a tokenizer."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(name, **SHAPE | FAMILIES.get(name, {}) | changes)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)
@@ -120,8 +129,7 @@ def make_family(path: Path, name: str, **changes) -> Path:
 
 
 def prepare(actor: FSDPPPOActor, batch: dict[str, Tensor], drift=0.3) -> dict[str, Tensor]:
-    """Compute prox_logp and advantages, and set log pi_behav to log pi_prox plus Gaussian noise with standard deviation
-    `drift`."""
+    """Add prox_logp and advantages; log pi_behav is log pi_prox plus noise of std `drift`."""
     batch["prox_logp"] = actor.compute_logp(batch)
     noise = torch.randn(batch["prox_logp"].shape, generator=torch.Generator().manual_seed(1))
     batch["logprobs"] = (batch["prox_logp"] + drift * noise) * batch["loss_mask"]
@@ -129,10 +137,14 @@ def prepare(actor: FSDPPPOActor, batch: dict[str, Tensor], drift=0.3) -> dict[st
     return batch
 
 
-def gradients(model) -> dict[str, Tensor]:
-    """Return the full gradient of each parameter of a sharded model, on the CPU."""
-    full = {name: p.grad for name, p in model.named_parameters()}
-    return {
-        name: (g.full_tensor() if hasattr(g, "full_tensor") else g).cpu()
-        for name, g in full.items()
-    }
+def whole(x: Any) -> Tensor:
+    """A copy of a tensor, which may be sharded, on the CPU."""
+    return (x.full_tensor() if hasattr(x, "full_tensor") else x).detach().cpu().clone()
+
+
+def parameters(actor: FSDPPPOActor) -> dict[str, Tensor]:
+    return {name: whole(p) for name, p in actor.model.named_parameters()}
+
+
+def gradients(actor: FSDPPPOActor) -> dict[str, Tensor]:
+    return {name: whole(p.grad) for name, p in actor.model.named_parameters()}

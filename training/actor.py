@@ -24,6 +24,7 @@ ranks, results are equal up to rounding, not bit for bit.
 import importlib
 import math
 import os
+import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -45,11 +46,13 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from inference import weights
+from ppo import log_ratio
 from run.config import OptimizerConfig, PPOActorConfig
 from training.layout import (
     LAYOUTS,
     Batch,
     Piece,
+    TokenIndex,
     pick_layout,
     refuse_layers,
     row_lengths,
@@ -60,7 +63,9 @@ from training.proximal import guess_errors, interpolation, loglinear
 from training.ranks import join_ranks, leave_ranks, share
 from training.tree_attention import TREES
 
-COMPILED_PARAMETERS = 100_000_000  # on a GPU, layers of smaller models are not worth compiling
+COMPILED_PARAMETERS = 100_000_000  # smaller models are not compiled
+NOTHING = torch.empty(0, dtype=torch.int64)
+LOSS_KEYS = {"eps_clip", "eps_clip_higher", "c_clip", "behave_imp_weight_cap"}
 LR_FLOOR = 0.1  # where linear and cosine schedules end, as a share of the peak
 
 
@@ -80,6 +85,11 @@ def import_name(path: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
+def should_compile(device: str, parameters: int) -> bool:
+    """Whether compiled layers gain more than compiling costs."""
+    return device == "cuda" and parameters >= COMPILED_PARAMETERS
+
+
 class FSDPEngine:
     """A frozen causal language model, sharded over the ranks."""
 
@@ -91,6 +101,7 @@ class FSDPEngine:
         self.model: Any = None
         self.layout = LAYOUTS["padded"]  # `initialize` picks one
         self.is_compiled = False
+        self.owns_process_group = False
 
     @property
     def rank(self) -> int:
@@ -98,12 +109,12 @@ class FSDPEngine:
 
     def create_process_group(self, *_: Any, **__: Any) -> None:
         """Join the ranks of torchrun, or be the only one. The arguments of AReaL's are ignored."""
-        join_ranks()
+        self.owns_process_group = join_ranks() or self.owns_process_group
 
     def initialize(self, *_: Any, **__: Any) -> None:
         """Make the sharded model. All ranks call this; only rank 0 reads the files."""
         config = AutoConfig.from_pretrained(self.model_path)
-        name, _ = pick_layout(self.config, self.device.type, config.get_text_config())
+        name = pick_layout(self.config, self.device.type, config.get_text_config())
         self.layout = (LAYOUTS | {"tree": TREES})[name]
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(
@@ -115,9 +126,9 @@ class FSDPEngine:
         self.load(model)
         model.eval()  # no dropout
         size = sum(p.numel() for p in model.parameters())
-        self.is_compiled = self.device.type == "cuda" and size >= COMPILED_PARAMETERS
+        self.is_compiled = name != "tree" and should_compile(self.device.type, size)
         for layer in layers:
-            if self.is_compiled and name != "tree":
+            if self.is_compiled:
                 layer.forward = torch.compile(layer.forward, dynamic=True)
             if self.config.gradient_checkpointing:  # transformers' own switch needs training mode
                 layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
@@ -164,17 +175,14 @@ class FSDPEngine:
         logp = torch.zeros(batch["input_ids"].shape)  # (B, T)
         with torch.no_grad():
             for piece in self.passes(batch, range(len(logp))):
-                index, piece_logp, _ = self.forward(batch, piece, batch["loss_mask"])
+                index, piece_logp, _ = self.forward(batch, piece)
                 logp[index] = piece_logp.cpu()
         return self.all_reduce(logp)
 
-    def forward(
-        self, batch: Batch, piece: Piece, mask: Tensor
-    ) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
-        """Run a piece, and return the index of its N tokens with `mask` (B, T), their
-        log-probabilities and the entropies of the distributions that they were sampled from, (N,)
-        each."""
-        index, predicted_by = piece.select(mask)
+    def forward(self, batch: Batch, piece: Piece) -> tuple[TokenIndex, Tensor, Tensor]:
+        """Run a piece, and return the index of its N trained tokens, their log-probabilities (N,)
+        and the entropies (N,) of the distributions that they were sampled from."""
+        index, predicted_by = piece.select(batch["loss_mask"])
         ids = batch["input_ids"][index].to(self.device).long()  # (N,)
         temperatures = batch["temperatures"][index].to(self.device)  # (N,)
 
@@ -182,29 +190,25 @@ class FSDPEngine:
             states = hidden.flatten(0, 1)[predicted_by.to(self.device)]  # (N, D)
             return token_logprobs(states, weight, ids, temperatures, compiled=self.is_compiled)
 
-        inputs = {
-            key: x.to(self.device) if isinstance(x, Tensor) else x
-            for key, x in piece.inputs.items()
-        }
+        inputs = dict(piece.inputs)
+        inputs |= {k: x.to(self.device) for k, x in inputs.items() if isinstance(x, Tensor)}
         return index, *self.model.read_hidden(read, **inputs)
 
     def all_reduce(self, x: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
         """Replace `x` by its sum over the ranks, and return it."""
-        if dist.get_world_size() > 1:
-            dist.all_reduce(x, op)
+        dist.all_reduce(x, op)
         return x
 
     def passes(self, batch: Batch, rows: Sequence[int]) -> list[Piece]:
         """This rank's pieces of `rows`. With FSDP all ranks make the same number of passes, so a
-        rank may get extra ones whose results are not used."""
+        rank may make extra ones, in which no token is looked at."""
         lengths = row_lengths(batch)
         shares = split_minibatches([lengths[row] for row in rows], dist.get_world_size())
         own = [rows[i] for i in shares[self.rank]] if self.rank < len(shares) else []
         pieces = list(self.layout.cut(batch, own or rows[:1], self.config.mb_tokens))
         count = len(pieces) if own else 0
         most = int(self.all_reduce(torch.tensor(count), dist.ReduceOp.MAX))
-        nothing = torch.empty(0, dtype=torch.int64)
-        extra = Piece(pieces[0].inputs, row=nothing, column=nothing, predicted_by=nothing)
+        extra = Piece(pieces[0].inputs, NOTHING, NOTHING, NOTHING)
         return pieces[:count] + [extra] * (most - count)
 
     def save(self, path: str | Path, dtype: torch.dtype = torch.float32) -> None:
@@ -216,9 +220,11 @@ class FSDPEngine:
         dist.barrier()
 
     def destroy(self) -> None:
-        """Release the model, and leave the ranks. A second call does nothing."""
+        """Release the model, and leave the ranks if this object has joined them."""
         self.model = None
-        leave_ranks()
+        if self.owns_process_group:
+            leave_ranks()
+            self.owns_process_group = False
 
 
 class FSDPPPOActor(FSDPEngine):
@@ -227,12 +233,10 @@ class FSDPPPOActor(FSDPEngine):
     def __init__(self, config: PPOActorConfig, model_path: str | Path) -> None:
         super().__init__(config, model_path)
         self.loss_fn, self.advantages_fn = import_name(config.loss), import_name(config.advantages)
-        # Whether pi_prox is guessed from versions, for the loss or only for the metrics.
-        self.guesses = config.use_decoupled_loss and config.prox_logp_method != "recompute"
         # All that changes:
         self.optimizer: Any = None
         self.steps, self.max_steps = 0, 1
-        self.lr_scale = 1.0  # a callback may lower it
+        self.minibatch: dict[str, float] = {}  # metrics of the latest mini-batch
         self.version = 0
         self.rollout: Any = None  # the rollout engine, on rank 0
         self.weight_update_meta = weights.WeightUpdateMeta()
@@ -245,13 +249,13 @@ class FSDPPPOActor(FSDPEngine):
         o = self.config.optimizer
         matrices = [p for p in self.model.parameters() if p.dim() > 1]
         vectors = [p for p in self.model.parameters() if p.dim() <= 1]  # norms and biases: no decay
-        groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+        groups: list[dict[str, Any]] = [
+            {"params": matrices},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
+        betas = (0.9, o.beta2)
         self.optimizer = torch.optim.AdamW(
-            [g for g in groups if g["params"]],
-            o.lr,
-            (0.9, o.beta2),
-            weight_decay=o.weight_decay,
-            fused=True,
+            groups, o.lr, betas, weight_decay=o.weight_decay, fused=True
         )
 
     def connect_engine(self, rollout: Any, meta: weights.WeightUpdateMeta) -> None:
@@ -284,120 +288,110 @@ class FSDPPPOActor(FSDPEngine):
     def ppo_update(self, batch: Batch) -> dict[str, float]:
         """Make ppo_epochs * ppo_n_minibatches optimizer steps, and return their mean metrics.
 
-        Writes batch["theta_logp"] (B, T), log pi_theta of the last pass. Raises ValueError if a key
-        is missing or nothing is trained, and FloatingPointError before the optimizer step of a
-        mini-batch whose loss or gradient is not finite.
+        Writes batch["theta_logp"] (B, T), log pi_theta in the last pass over each row, and
+        batch["step_fraction"] (B,), the share of the step that was done before it. Raises
+        ValueError if a key is missing or nothing is trained, and FloatingPointError before the
+        optimizer step of a mini-batch whose loss or gradient is not finite.
         """
-        needed = {"advantages", *self.policies()}
-        if self.config.kl_ctl > 0:
-            needed.add("ref_logp")
+        c, begin = self.config, time.monotonic()
+        needed = {"advantages", *self.policies(), *["ref_logp"] * (c.kl_ctl > 0)}
         if missing := sorted(needed - batch.keys()):
-            raise ValueError(
-                f"the batch lacks {missing}: compute_logp and compute_advantages first"
-            )
+            raise ValueError(f"the batch lacks {missing}: call compute_logp, compute_advantages")
         lengths = row_lengths(batch)
         batch["theta_logp"] = torch.zeros(batch["input_ids"].shape)  # (B, T)
+        batch["step_fraction"] = torch.zeros(len(lengths))  # (B,)
         # All epochs have the same mini-batches, so each is cut into pieces once.
-        minibatches = split_minibatches(lengths, self.config.ppo_n_minibatches)
+        minibatches = split_minibatches(lengths, c.ppo_n_minibatches)
         cuts = [(rows, self.passes(batch, rows)) for rows in minibatches]
-        steps = len(cuts) * self.config.ppo_epochs
-        parts = [self.minibatch_step(batch, *cuts[k % len(cuts)], k / steps) for k in range(steps)]
-        parts = [part for part in parts if part]
-        self.all_reduce(batch["theta_logp"])
+        steps, parts = len(cuts) * c.ppo_epochs, []
+        for k in range(steps):
+            rows, pieces = cuts[k % len(cuts)]
+            tokens = int((batch["loss_mask"][rows, 1:] > 0).sum())
+            batch["step_fraction"][rows] = k / steps
+            if tokens:
+                parts.append((tokens, self.minibatch_step(batch, pieces, tokens)))
         if not parts:
-            raise ValueError(
-                "no token of the batch is trained (docs/agents.md, Look at one episode)"
-            )
-        tokens = [part.pop("tokens") for part in parts]
-        shares = [count / sum(tokens) for count in tokens]
-        stats = {key: sum(s * part[key] for s, part in zip(shares, parts)) for key in parts[0]}
+            raise ValueError("no token of the batch is trained (docs/agents.md)")
+        self.all_reduce(batch["theta_logp"])
+        total = sum(tokens for tokens, _ in parts)
+        stats = {key: sum(n * part[key] for n, part in parts) / total for key in parts[0][1]}
+        # effective sample size: (sum w)^2 / (M sum w^2) = (mean w)^2 / mean w^2
         square = stats.pop("behave_weight_square")
-        stats["behave_ess"] = stats["behave_weight_mean"] ** 2 / square if square > 0 else 0.0
+        stats["behave_ess"] = stats["behave_weight_mean"] ** 2 / square if square else 0.0
+        if c.enable_tree_training:
+            computed = [p.inputs["input_ids"].numel() for _, ps in cuts for p in ps if len(p.row)]
+            whole = self.all_reduce(torch.tensor(sum(computed)))
+            stats["tree_token_ratio"] = int(whole) / sum(lengths)
+        stats["train_tokens_s"] = sum(lengths) / (time.monotonic() - begin)
         return stats
 
-    def minibatch_step(
-        self, batch: Batch, rows: list[int], pieces: list[Piece], fraction: float
-    ) -> dict[str, float]:
-        """One optimizer step on `rows`, of which this rank computes `pieces`; {} if nothing is
-        trained. `fraction` is the share of the training step that is done."""
-        c = self.config
-        tokens = int((batch["loss_mask"][rows, 1:] > 0).sum())
-        if tokens == 0:
-            return {}
+    def minibatch_step(self, batch: Batch, pieces: list[Piece], tokens: int) -> dict[str, float]:
+        """One optimizer step on a mini-batch with so many trained tokens on all ranks. `pieces` are
+        this rank's."""
+        o = self.config.optimizer
         # 1. Add up the gradients of all pieces. FSDP averages over the ranks, and we want the sum.
         self.optimizer.zero_grad()
-        parts = []
+        sums: dict[str, Any] = {}
         for piece in pieces:
-            loss, part = self.piece_loss(batch, piece, tokens, fraction)
+            loss, stats = self.piece_loss(batch, piece, tokens)
             (loss * dist.get_world_size()).backward()
-            if c.enable_tree_training:
-                computed = piece.inputs["input_ids"].numel() if len(piece.row) else 0
-                whole = int(batch["attention_mask"][rows].sum())
-                part["tree_token_ratio"] = loss.new_tensor(computed / whole)
-            parts.append(part)
+            sums = {key: x + sums.get(key, 0.0) for key, x in stats.items()}
+        found = self.all_reduce(torch.stack([*sums.values()])).tolist()
 
         # 2. Clip the gradient, and check that everything is finite.
-        limit = c.optimizer.gradient_clipping or math.inf
+        limit = o.gradient_clipping or math.inf
         norm: Any = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
         grad_norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-        sums = torch.stack([torch.stack([*part.values()]) for part in parts]).sum(0)
-        stats = dict(zip(parts[0], self.all_reduce(sums).tolist()))
-        if not (math.isfinite(grad_norm) and math.isfinite(stats["loss"])):
+        self.minibatch = {**dict(zip(sums, found)), "grad_norm": grad_norm}
+        if not (math.isfinite(grad_norm) and math.isfinite(self.minibatch["loss"])):
             raise FloatingPointError(
-                f"loss {stats['loss']}, gradient norm {grad_norm} in training step {self.steps + 1}:"
-                " look for logprobs or rewards that are not finite, or lower actor.optimizer.lr"
+                f"loss {self.minibatch['loss']}, gradient norm {grad_norm} in training step"
+                f" {self.steps + 1}: look for logprobs or rewards that are not finite, or lower"
+                " actor.optimizer.lr"
             )
 
-        # 3. The optimizer step.
-        lr = c.optimizer.lr * lr_factor(self.steps, c.optimizer, self.max_steps) * self.lr_scale
+        # 3. The optimizer step, before which a hook of the optimizer may change the rate.
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = o.lr * lr_factor(self.steps, o, self.max_steps)
         self.optimizer.step()
-        return stats | {"grad_norm": grad_norm, "lr": lr, "tokens": tokens}
+        return self.minibatch | {"lr": group["lr"]}
 
     def piece_loss(
-        self, batch: Batch, piece: Piece, tokens: int, fraction: float
+        self, batch: Batch, piece: Piece, tokens: int
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss of a piece, and its metrics, both divided by `tokens`, the trained tokens of the
         whole mini-batch, so that the sums over all pieces are its means."""
         c = self.config
-        # 1. pi_theta
-        index, logp, entropy = self.forward(batch, piece, batch["loss_mask"])
+        # 1. pi_theta, pi_prox and pi_behav
+        index, logp, entropy = self.forward(batch, piece)  # ((N,), (N,)), (N,), (N,)
         theta_logp = logp.detach()  # (N,)
         batch["theta_logp"][index] = theta_logp.cpu()
-        means = {"entropy": entropy}
-
-        # 2. pi_prox and pi_behav
         prox_logp, old_logp = (batch[key][index].to(self.device) for key in self.policies())
-        if self.guesses:
-            alpha = interpolation(batch["versions"][index], self.version, fraction).to(self.device)
+        # k2, an estimate of KL(pi_theta, pi_behav); the clamp keeps it finite
+        kl = log_ratio(theta_logp, old_logp).clamp(-1e4, 1e4).square() / 2  # (N,)
+        means = {"entropy": entropy, "kl": kl}
+        if c.use_decoupled_loss and c.prox_logp_method != "recompute":
+            versions, fraction = batch["versions"][index], batch["step_fraction"][index[0]]
+            alpha = interpolation(versions, self.version, fraction).to(self.device)  # (N,)
             if c.prox_logp_method == "loglinear":
                 prox_logp = loglinear(old_logp, theta_logp, alpha)
             else:
                 means |= guess_errors(prox_logp, old_logp, theta_logp, alpha)
 
-        # 3. loss = -J - entropy_coeff * mean entropy + kl_ctl * mean (log pi_theta / pi_ref)^2 / 2
-        loss, stats = self.loss_fn(
-            logp,
-            prox_logp,
-            old_logp,
-            batch["advantages"][index].to(self.device),
-            torch.ones_like(logp),
-            eps_clip=c.eps_clip,
-            eps_clip_higher=c.eps_clip_higher,
-            c_clip=c.c_clip,
-            behave_imp_weight_cap=c.behave_imp_weight_cap,
-            sequence_ids=index[0].to(self.device),
-            denominator=tokens,
-        )
+        # 2. loss = -J - entropy_coeff * mean entropy + kl_ctl * mean (log pi_theta / pi_ref)^2 / 2
+        A = batch["advantages"][index].to(self.device)  # (N,)
+        keys = c.model_dump(include=LOSS_KEYS)
+        keys |= {"sequence_ids": index[0].to(self.device), "denominator": tokens}
+        mask = torch.ones_like(logp)
+        loss, stats = self.loss_fn(logp, prox_logp, old_logp, A, mask, **keys)
         if c.entropy_coeff:
             loss = loss - self.annealed(c.entropy_coeff) * entropy.sum() / tokens
         if "ref_logp" in batch:
-            k2 = (logp - batch["ref_logp"][index].to(self.device)).square() / 2  # (N,)
-            loss = loss + self.annealed(c.kl_ctl) * k2.sum() / tokens
-            means["ref_kl"] = k2
-        stats = stats | {"loss": loss.detach()}
-        return loss, stats | {key: x.detach().sum() / tokens for key, x in means.items()}
+            ref_logp = batch["ref_logp"][index].to(self.device)  # (N,)
+            means["ref_kl"] = log_ratio(logp, ref_logp).square() / 2  # (N,)
+            loss = loss + self.annealed(c.kl_ctl) * means["ref_kl"].sum() / tokens
+        stats = {"loss": loss, **stats, **{key: x.sum() / tokens for key, x in means.items()}}
+        return loss, {key: x.detach() for key, x in stats.items()}
 
     def annealed(self, coefficient: float) -> float:
         """The coefficient in this step: with `actor.anneal` it falls linearly to 0."""
@@ -409,22 +403,19 @@ class FSDPPPOActor(FSDPEngine):
 
     # ---- checkpoints and weights
 
-    def save_state(self, path: Path) -> None:
-        """Write model, optimizer and step, each rank its shards."""
+    def state(self) -> dict[str, Any]:
         model, optimizer = sharded.get_state_dict(self.model, self.optimizer)
-        state = {"model": model, "optimizer": optimizer, "steps": torch.tensor(self.steps)}
-        dcp.save(state, checkpoint_id=path)
+        moments = optimizer["state"]  # without lr and weight decay, which the keys set
+        return {"model": model, "moments": moments, "steps": torch.tensor(self.steps)}
 
-    def load_state(self, path: Path) -> None:
-        """Read what save_state wrote, perhaps with another number of ranks. Learning rate and
-        weight decay are this run's."""
-        model, optimizer = sharded.get_state_dict(self.model, self.optimizer)
-        steps = torch.tensor(0)
-        state = {"model": model, "optimizer": {"state": optimizer["state"]}, "steps": steps}
-        dcp.load(state, checkpoint_id=path)
-        sharded.set_state_dict(
-            self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer
-        )
+    def save_state(self, folder: Path) -> None:
+        """Write model, optimizer and number of steps. Each rank writes its shards."""
+        dcp.save(self.state(), checkpoint_id=folder)
+
+    def load_state(self, folder: Path) -> None:
+        """Read what save_state wrote, perhaps with another number of ranks."""
+        state = self.state()
+        dcp.load(state, checkpoint_id=folder)  # into the tensors of model and optimizer
         self.steps = int(state["steps"])
 
     def write_weights(self, meta: weights.WeightUpdateMeta) -> None:

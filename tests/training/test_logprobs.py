@@ -1,4 +1,4 @@
-"""Computing log-probabilities in chunks gives the same values and gradients as computing them from all logits."""
+"""Chunks of tokens give the values and gradients that all logits at once give."""
 
 import shutil
 from functools import partial
@@ -14,7 +14,7 @@ from training.logprobs import CHUNK_ELEMENTS, chunk_logits, fuse, token_logprobs
 
 
 def make(n=13, width=8, vocabulary=29, seed=0):
-    """Make hidden (n, width), weight (vocabulary, width), ids (n,) and temperatures (n,). One temperature is 0."""
+    """hidden (n, width), weight (vocabulary, width), ids and temperatures (n,), one of them 0."""
     g = torch.Generator().manual_seed(seed)
     hidden = (2 * torch.randn(n, width, generator=g)).requires_grad_()
     weight = torch.randn(vocabulary, width, generator=g).requires_grad_()
@@ -24,7 +24,7 @@ def make(n=13, width=8, vocabulary=29, seed=0):
 
 
 def plain(hidden, weight, ids, temperatures):
-    """Compute log p and entropy with the whole (N, V) matrix of logits, in float64."""
+    """log p and entropy with the whole (N, V) matrix, in float64."""
     T = torch.where(temperatures > 0, temperatures, 1.0).double()
     log_p = torch.log_softmax(hidden.double() @ weight.double().t() / T[:, None], -1)
     return log_p.gather(1, ids[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
@@ -33,8 +33,7 @@ def plain(hidden, weight, ids, temperatures):
 @pytest.mark.parametrize("chunk", [1, 5, 13, 1000, None])
 @pytest.mark.parametrize("uses", ["logp", "entropy", "both"])
 def test_chunks_change_neither_values_nor_gradients(chunk, uses):
-    """For every chunk size, log p, the entropy, and the gradients of `hidden` and `weight` equal the values that are
-    computed from all logits."""
+    """For every size of the chunks, also where the loss uses one result alone."""
     results = []
     for function in (plain, lambda h, w, i, t: token_logprobs(h, w, i, t, chunk)):
         hidden, weight, ids, temperatures = make()
@@ -50,7 +49,7 @@ def test_chunks_change_neither_values_nor_gradients(chunk, uses):
 
 
 def test_the_backward_pass_is_the_derivative():
-    """The gradient agrees with finite differences of log p and entropy along a random direction."""
+    """It agrees with finite differences along a random direction."""
     hidden, weight, ids, temperatures = make()
     logp, entropy = token_logprobs(hidden, weight, ids, temperatures, 4)
     (logp.sum() + 0.5 * entropy.sum()).backward()
@@ -67,7 +66,7 @@ def test_the_backward_pass_is_the_derivative():
 
 
 def test_no_tokens_are_no_gradient():
-    """If there are no tokens, the results are empty and the gradients are 0."""
+    """Empty results, and gradients of 0."""
     hidden, weight, ids, temperatures = make()
     logp, entropy = token_logprobs(hidden[:0], weight, ids[:0], temperatures[:0])
     (logp.sum() + entropy.sum()).backward()
@@ -76,8 +75,7 @@ def test_no_tokens_are_no_gradient():
 
 
 def test_half_precision_weights_get_gradients_of_their_type():
-    """With bfloat16 weights, log p is float32 and close to the exact value, and the gradient of the weights is
-    bfloat16."""
+    """log p is float32, the gradient of a bfloat16 weight bfloat16."""
     hidden, weight, ids, temperatures = make()
     expected = plain(hidden, weight, ids, temperatures)[0].float()
     half_hidden, half_weight = (
@@ -92,8 +90,7 @@ def test_half_precision_weights_get_gradients_of_their_type():
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.runs)])
 def test_compiled_chunks_change_neither_values_nor_gradients(monkeypatch, backend):
-    """Compiled and uncompiled pointwise operations give the same values and gradients in float32, whether or not the
-    loss contains the entropy. All chunks of more than one token share the same compiled graphs."""
+    """All chunks of more than one token share the compiled graphs."""
     if backend == "inductor" and not shutil.which("g++"):
         pytest.skip("needs a C++ compiler")
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
@@ -114,8 +111,7 @@ def test_compiled_chunks_change_neither_values_nor_gradients(monkeypatch, backen
             results.append((logp, entropy, *(x.grad for x in leaves)))
         for plain_one, compiled_one in zip(*results, strict=True):
             torch.testing.assert_close(compiled_one, plain_one, atol=1e-5, rtol=1e-5)
-    # The four graphs compute the results of one token, the results of several tokens, the gradient with the entropy,
-    # and the gradient without the entropy.
+    # Results of one token and of several, the gradient with the entropy and without.
     assert counters["stats"]["unique_graphs"] == 4
     assert not counters["graph_break"]
     fuse.cache_clear()
@@ -123,7 +119,7 @@ def test_compiled_chunks_change_neither_values_nor_gradients(monkeypatch, backen
 
 
 class Products(TorchDispatchMode):
-    """A dispatch mode that records the data type and the number of rows of each matrix product's result."""
+    """Records type and number of rows of the result of each matrix product."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,8 +134,8 @@ class Products(TorchDispatchMode):
 
 @pytest.mark.parametrize(("device", "logits"), [("cpu", torch.bfloat16), ("cuda", torch.float32)])
 def test_a_gpu_computes_float32_logits(device, logits):
-    """With bfloat16 weights, the matrix product of the logits returns float32 on a GPU. The test needs no GPU, because
-    its tensors have shapes but no values (FakeTensorMode)."""
+    """With bfloat16 weights, a GPU's product returns float32. The tensors have no values, so this
+    needs no GPU."""
     with FakeTensorMode(), Products() as products:
         hidden, weight = (torch.empty(n, 8, device=device, dtype=torch.bfloat16) for n in (5, 29))
         z = chunk_logits(hidden, weight)
@@ -148,8 +144,7 @@ def test_a_gpu_computes_float32_logits(device, logits):
 
 
 def test_a_chunk_has_at_most_the_logits_of_its_device(monkeypatch):
-    """If the caller gives no chunk size, a chunk has as many tokens as fit into CHUNK_ELEMENTS logits. The value of
-    CHUNK_ELEMENTS for a GPU is four times the value for a CPU."""
+    """A chunk of a GPU is four times as large as one of a CPU."""
     assert CHUNK_ELEMENTS["cuda"] == 4 * CHUNK_ELEMENTS["cpu"]
     monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", 5 * 29)
     with Products() as products:
@@ -159,7 +154,7 @@ def test_a_chunk_has_at_most_the_logits_of_its_device(monkeypatch):
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 def test_float32_logits_are_exact():
-    """On a GPU, the log-probabilities of bfloat16 weights and hidden states are exact to float32's rounding."""
+    """On a GPU, up to float32's rounding."""
     hidden, weight, ids, temperatures = (x.detach() for x in make(width=512, vocabulary=1000))
     hidden, weight = hidden.bfloat16(), weight.bfloat16()
     expected = plain(hidden.float(), weight.float(), ids, temperatures)[0]

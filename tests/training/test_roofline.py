@@ -1,5 +1,6 @@
-"""The number of FLOPs that bench/roofline.py computes equals PyTorch's count in a real training step."""
+"""bench/roofline.py counts the FLOPs that PyTorch counts in a real training step."""
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -8,10 +9,8 @@ import pytest
 import torch
 from conftest import ROOT
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
-from trainers import make_batch, make_config
+from trainers import make_batch, start_actor
 from transformers import AutoConfig, AutoModelForCausalLM
-
-from training.actor import FSDPPPOActor
 
 sys.path.append(str(ROOT / "bench"))
 import roofline  # type: ignore[import-not-found]
@@ -38,8 +37,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-# PyTorch counts the FLOPs of its attention kernels for GPUs. With the table ON_A_CPU, PyTorch also counts the
-# FLOPs of its attention kernel for CPUs.
+# PyTorch counts its attention on GPUs; this table counts it on CPUs, too.
 ON_A_CPU = {
     ATTENTION: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda grad, q, k, v, *_, **__: (
@@ -49,14 +47,17 @@ ON_A_CPU = {
 
 
 def test_the_table_on_the_page() -> None:
-    """docs/gpu.md shows the roofline of the recipe gsm8k on one H100, and says that the roofline is not a
-    measurement."""
+    """docs/gpu.md says what it computes for the recipe gsm8k on one H100."""
     peak, bandwidth = roofline.DEVICES["h100"]
     text = roofline.describe(roofline.SHAPES["1.5b"], roofline.Work(), 1e12 * peak, 1e9 * bandwidth)
     page = (ROOT / "docs/gpu.md").read_text()
-    print(text)  # if docs/gpu.md is out of date, copy this text into it
-    assert text.partition("\n\n")[0] in page
-    assert "**This section is a roofline estimate, and not a measurement.**" in page
+    found = re.search(
+        r"generation ([\d.]+) s, training ([\d.]+) s.*?(\d+)% of the peak", text, re.S
+    )
+    assert found
+    generation, training, share = found.groups()
+    said = f"{float(generation):.1f} s of generation and {float(training):.1f} s of training"
+    assert f"{said}, at {share} % of the peak" in " ".join(page.split())
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -64,19 +65,14 @@ def test_the_table_on_the_page() -> None:
 def test_the_flops_of_a_step_are_those_that_pytorch_counts(
     family: str, checkpointing: bool, tmp_path: Path
 ) -> None:
-    """For compute_logp and for ppo_update, bench/roofline.py computes exactly the number of FLOPs that FlopCounterMode
-    counts. The test covers three architectures with two mini-batches."""
+    """For compute_logp and ppo_update, with three architectures and two mini-batches."""
     config = AutoConfig.for_model(
         family, num_hidden_layers=3, vocab_size=300, pad_token_id=0, **SHAPES[family]
     )
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
     rows, length, prompt = 8, 40, 3
-    actor = FSDPPPOActor(
-        make_config(gradient_checkpointing=checkpointing, ppo_n_minibatches=2), tmp_path
-    )
-    actor.create_process_group()
+    actor = start_actor(tmp_path, gradient_checkpointing=checkpointing, ppo_n_minibatches=2)
     try:
-        actor.initialize(max_steps=1)
         batch = make_batch((length,) * rows)
         with FlopCounterMode(display=False, custom_mapping=ON_A_CPU) as prox:
             batch["prox_logp"] = actor.compute_logp(batch)

@@ -1,53 +1,31 @@
-"""Training on a tree gives the same loss and gradients as training on its rows one by one, and computes fewer
-tokens."""
+"""A tree trains as its rows do one by one, and computes fewer tokens."""
 
-import os
 import random
-import subprocess
-import sys
-from collections.abc import Callable, Sequence
-from itertools import pairwise
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, free_port
+import trainers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted import ScriptedEngine
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_mask, flex_attention
 from torch.nn.utils.rnn import pad_sequence
-from trainers import DEVICE
+from trainers import DEVICE, parameters, prepare
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from calls.client import OpenAIProxyClient, sdk_http
-from inference.io_struct import GenerationHyperparameters
-from proxy import create_app
-from rollout.trajectory import complete, concat_padded_tensors
-from tasks import base_model, guess, maze
-from training.actor import FSDPPPOActor
-from training.config import OptimizerConfig, PPOActorConfig
-from training.tree_attention import (
-    BLOCK,
-    PackedTree,
-    block_mask,
-    build_trees,
-    cheapest_runs,
-    tree_attention,
-)
-from workflow import RLVRWorkflow, to_tensors
+from training.tree_attention import BLOCK, PackedTree, block_mask, build_trees, tree_attention
 
+make_actor = trainers.make_actor
 Rows = list[list[int]]
+SEEDS = st.integers(0, 10**6)
 
 
 def make_rows(seed: int, n: int, longest: int = 30, vocabulary: int = 40) -> Rows:
-    """Make n random rows. Most rows begin with a prefix of an earlier row, some are copies, and some have a single
-    token."""
+    """Random rows. Most begin like an earlier one, some are copies, some have a single token."""
     rng = random.Random(seed)
     rows: Rows = []
     for _ in range(n):
@@ -58,12 +36,23 @@ def make_rows(seed: int, n: int, longest: int = 30, vocabulary: int = 40) -> Row
     return rows
 
 
-TREES = given(st.integers(0, 10**6), st.integers(1, 12), st.integers(30, 300))
+def make_conversations(style: str) -> Rows:
+    """36 conversations on six prompts, with one to four short turns, exported as a row per turn
+    (individual) or per conversation (concat)."""
+    rng, rows = random.Random(0), []
+    for game in range(36):
+        row = [game % 6] * 12
+        for _ in range(rng.randint(1, 4)):
+            row = [*row, 30, rng.randrange(6), 31, 32, rng.randrange(10, 12), 33]
+            if style == "individual":
+                rows.append(row[:-3])
+        rows += [row] * (style == "concat")
+    return rows
 
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    """Return a random Qwen3 with two layers and two query heads for each key head, on the GPU if there is one."""
+    """A random Qwen3 with two query heads for each key head."""
     torch.manual_seed(0)
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2}
@@ -73,12 +62,11 @@ def model() -> Any:
 
 
 def logp_of(logits: Tensor, ids: Tensor) -> Tensor:
-    """Return log p of each id, (n,), from logits (n, V) and ids (n,)."""
     return torch.log_softmax(logits.float(), -1).gather(1, ids[:, None])[:, 0]
 
 
 def separate_logp(model: Any, rows: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Return log p of each row's tokens except the first, (length - 1,), with one forward pass per row."""
+    """log p of each row's tokens but the first, by a pass for each row."""
     found = []
     for row in rows:
         ids = torch.tensor(row, device=model.device)
@@ -87,71 +75,57 @@ def separate_logp(model: Any, rows: Sequence[Sequence[int]]) -> list[Tensor]:
 
 
 def dense_mask(tree: PackedTree) -> Tensor:
-    """Return the mask (N, N) bool of a tree: mask[q, k] is True if token q attends to token k."""
-    k = torch.arange(len(tree.subtree_end))  # (N,)
-    q = k[:, None]  # (N, 1)
-    # k <= q < subtree_end[k]
-    return (k <= q) & (q < tree.subtree_end)
+    """mask[q, k] is True if q attends to k, (N, N)."""
+    k = torch.arange(len(tree.subtree_end))
+    return (k <= k[:, None]) & (k[:, None] < tree.subtree_end)
 
 
 def tree_logp(
     model: Any, rows: Sequence[Sequence[int]], max_tokens: int, dense: bool = False
 ) -> list[Tensor]:
-    """Return log p of each row's tokens except the first, with one forward pass per tree. With `dense` the forward
-    pass uses the N x N mask."""
+    """log p of each row's tokens but the first, by a pass for each tree, perhaps with the N x N
+    mask."""
     found: list[Tensor] = [torch.empty(0)] * len(rows)
     for tree in build_trees(rows, max_tokens):
         mask = dense_mask(tree)[None, None].to(model.device)
         how: dict[str, Any] = {"attention_mask": mask} if dense else {"tree": tree}
-        input_ids, position_ids = (
-            tree.input_ids.to(model.device),
-            tree.position_ids.to(model.device),
-        )
+        ids, depths = (x.to(model.device) for x in (tree.input_ids, tree.position_ids))
         model.set_attn_implementation("sdpa" if dense else "tree")
-        logits = model(
-            input_ids=input_ids, position_ids=position_ids, use_cache=False, **how
-        ).logits[0]
+        logits = model(input_ids=ids, position_ids=depths, use_cache=False, **how).logits[0]
         model.set_attn_implementation("sdpa")
         for row, path in zip(tree.rows, tree.paths, strict=True):
-            found[row] = logp_of(logits[path[:-1]], input_ids[0, path[1:]])
+            found[row] = logp_of(logits[path[:-1]], ids[0, path[1:]])
     return found
 
 
-def learn(model: Any, logp: list[Tensor], seed: int = 0) -> tuple[float, dict[str, Tensor]]:
-    """Return a loss with a random advantage for each token of each row, and the gradients of the loss."""
+def learn(model: Any, logp: list[Tensor]) -> tuple[float, dict[str, Tensor]]:
+    """A loss with random advantages of all tokens, and its gradients."""
     flat = torch.cat(logp).cpu()
-    weights = torch.randn(len(flat), generator=torch.Generator().manual_seed(seed))
+    weights = torch.randn(len(flat), generator=torch.Generator().manual_seed(0))
     model.zero_grad()
     loss = (flat * weights).sum() / max(len(flat), 1)
     loss.backward()
-    return loss.item(), {
-        name: p.grad.cpu().clone() for name, p in model.named_parameters() if p.grad is not None
-    }
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return loss.item(), {name: g.cpu().clone() for name, g in found.items()}
 
 
-def assert_same_lesson(
-    ours: tuple[float, dict[str, Tensor]], truth: tuple[float, dict[str, Tensor]]
-) -> None:
-    """Assert that two losses agree to 1e-6, and their gradients to 1e-5 of the gradients' norm."""
-    assert ours[0] == pytest.approx(truth[0], abs=1e-6)
-    assert ours[1].keys() == truth[1].keys()
-    largest = max(g.norm() for g in truth[1].values())
-    for name, gradient in truth[1].items():
-        assert (ours[1][name] - gradient).norm() <= 1e-5 * max(gradient.norm(), 1e-2 * largest), (
-            name
-        )
+def assert_same_lesson(model: Any, ours: list[Tensor], truth: list[Tensor]) -> None:
+    """The losses agree to 1e-6, and the gradients to 1e-5 of their norm."""
+    (loss, gradients), (expected, exact) = learn(model, ours), learn(model, truth)
+    assert loss == pytest.approx(expected, abs=1e-6)
+    assert gradients.keys() == exact.keys()
+    largest = max(g.norm() for g in exact.values())
+    for name, g in exact.items():
+        assert (gradients[name] - g).norm() <= 1e-5 * max(g.norm(), 1e-2 * largest), name
 
 
-# The trees
+# ---- the trees
 
 
-@TREES
-@settings(max_examples=150, deadline=None)
-def test_every_prefix_of_a_tree_stands_in_it_once(seed: int, n: int, max_tokens: int) -> None:
-    """A tree contains each prefix once, a token attends only to its own prefix and itself, and no tree exceeds its
-    token budget."""
-    rows = make_rows(seed, n)
-    rows = [row[:max_tokens] for row in rows]
+@given(SEEDS, st.integers(1, 12), st.integers(30, 300), st.randoms(use_true_random=False))
+def test_every_prefix_of_a_tree_stands_in_it_once(seed, n, max_tokens, rng) -> None:
+    """A token attends to its prefix and itself, and the order of the rows does not matter."""
+    rows = [row[:max_tokens] for row in make_rows(seed, n)]
     trees = build_trees(rows, max_tokens)
     assert sorted(row for tree in trees for row in tree.rows) == list(range(n))
     for tree in trees:
@@ -164,64 +138,14 @@ def test_every_prefix_of_a_tree_stands_in_it_once(seed: int, n: int, max_tokens:
                 sees[q, path[: i + 1]] = True
         assert len(tree.subtree_end) == len(prefixes) <= max_tokens
         assert torch.equal(dense_mask(tree), sees)
-
-
-@given(
-    st.integers(0, 10**6),
-    st.integers(1, 12),
-    st.integers(30, 90),
-    st.randoms(use_true_random=False),
-)
-@settings(max_examples=100, deadline=None)
-def test_the_order_of_the_rows_has_no_say(
-    seed: int, n: int, max_tokens: int, rng: random.Random
-) -> None:
-    """The order of the rows in a batch does not change the tokens of the trees."""
-    rows = [row[:max_tokens] for row in make_rows(seed, n)]
-    shuffled = rng.sample(range(n), n)
-
-    def contents(trees: list[PackedTree]) -> list[list[int]]:
-        return [tree.input_ids[0].tolist() for tree in trees]
-
-    again = build_trees([rows[i] for i in shuffled], max_tokens)
-    assert contents(build_trees(rows, max_tokens)) == contents(again)
-
-
-@given(st.integers(0, 10**6), st.integers(1, 9), st.integers(30, 60))
-@settings(max_examples=100, deadline=None)
-def test_the_cuts_are_the_cheapest(seed: int, n: int, max_tokens: int) -> None:
-    """cheapest_runs divides sorted rows into runs of consecutive rows, so that the runs need the fewest tokens in
-    total. The test compares the runs of cheapest_runs with the best of all possible ways to cut the rows."""
-    rows = sorted(row[:max_tokens] for row in make_rows(seed, n))
-    shared = np.array([0] + [len(prefix(a, b)) for a, b in pairwise(rows)])
-    lengths = np.array([len(row) for row in rows])
-
-    def tokens(i: int, j: int) -> int:
-        return len({tuple(row[: k + 1]) for row in rows[i:j] for k in range(len(row))})
-
-    best = {0: 0.0}
-    for j in range(1, n + 1):
-        best[j] = min(
-            (best[i] + tokens(i, j) for i in range(j) if tokens(i, j) <= max_tokens),
-            default=float("inf"),
-        )
-    runs = cheapest_runs(lengths, shared, max_tokens)
-    assert [size for _, _, size in runs] == [tokens(i, j) for i, j, _ in runs]
-    assert [i for i, _, _ in runs] == [0, *[j for _, j, _ in runs][:-1]]
-    assert sum(size for _, _, size in runs) == best[n]
-
-
-def prefix(a: list[int], b: list[int]) -> list[int]:
-    """Return the longest common prefix of two rows."""
-    n = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-    return a[:n]
+    again = build_trees(rng.sample(rows, n), max_tokens)
+    contents = [[tree.input_ids[0].tolist() for tree in made] for made in (trees, again)]
+    assert contents[0] == contents[1]
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_interleaved_groups_find_each_other(seed: int) -> None:
-    """Four groups of 8 rows become trees of at most 3,200 tokens in total, for any order of the rows. The rows of a
-    group share 200 tokens, and each row has 50 tokens of its own. AReaL's trees of the four groups have 8,000
-    tokens."""
+    """Four groups of 8 rows share 200 of 250 tokens: 3,200 tokens in trees, 8,000 in AReaL's."""
     rng = random.Random(seed)
     prompts = [[rng.randrange(1000) for _ in range(200)] for _ in range(4)]
     rows = [prompts[i % 4] + [rng.randrange(1000) for _ in range(50)] for i in range(32)]
@@ -233,8 +157,7 @@ def test_interleaved_groups_find_each_other(seed: int) -> None:
 
 
 def test_a_conversation_of_5000_turns_with_a_branch_each() -> None:
-    """The function build_trees builds one tree of 10,000 tokens from 5,000 rows, and needs no recursion. Each row
-    branches off one token later than the previous row."""
+    """Deep trees need no recursion."""
     trunk = np.arange(5000) % 1000
     rows = [np.append(trunk[: i + 1], 1000) for i in range(5000)]
     [tree] = build_trees(rows, 10_000)
@@ -243,77 +166,72 @@ def test_a_conversation_of_5000_turns_with_a_branch_each() -> None:
 
 
 def test_small_things_share_a_tree() -> None:
-    """Rows without a common prefix are put into the same tree as long as the tree stays within its token budget."""
+    """Rows without a common prefix fill a tree up, too."""
     rows = [[i] * 30 for i in range(10)]
     assert sorted(len(tree.subtree_end) for tree in build_trees(rows, 100)) == [30, 90, 90, 90]
 
 
 def test_a_row_that_cannot_be_in_any_tree_is_an_error() -> None:
-    """An empty or too long row raises an error that contains the row's number. For a row that is too long, the error
-    names the configuration key to change."""
+    """It is named, with the key to change."""
     with pytest.raises(ValueError, match=r"row 1 has 9 tokens.*actor.mb_tokens=8"):
         build_trees([[1, 2], list(range(9))], 8)
     with pytest.raises(ValueError, match="row 0 has 0 tokens"):
         build_trees([[]], 8)
 
 
-# The attention
+# ---- the attention
 
 
-@TREES
-@settings(max_examples=40, deadline=None)
+@given(SEEDS, st.integers(1, 12), st.integers(30, 300))
+@settings(max_examples=40)
 def test_a_tree_trains_as_its_rows_do(model: Any, seed: int, n: int, max_tokens: int) -> None:
-    """The loss of trees agrees with the loss of the separate rows to 1e-6, and the gradients agree to 1e-5."""
-    rows = [row[:max_tokens] for row in make_rows(seed, n)] + [
-        [1, 2, 3]
-    ]  # at least one row has predictable tokens
-    assert_same_lesson(
-        learn(model, tree_logp(model, rows, max_tokens)), learn(model, separate_logp(model, rows))
-    )
+    """Loss and gradients are those of separate rows."""
+    rows = [row[:max_tokens] for row in make_rows(seed, n)] + [[1, 2, 3]]
+    assert_same_lesson(model, tree_logp(model, rows, max_tokens), separate_logp(model, rows))
+
+
+@pytest.mark.parametrize("style", ["individual", "concat"])
+def test_conversations_train_as_their_rows_do(model: Any, style: str) -> None:
+    """They share prompts and turns, so trees have less than 0.6 of their tokens."""
+    rows = make_conversations(style)
+    trees = build_trees(rows, 1024)
+    assert sum(len(tree.subtree_end) for tree in trees) < 0.6 * sum(map(len, rows))
+    assert_same_lesson(model, tree_logp(model, rows, 1024), separate_logp(model, rows))
 
 
 def test_long_rows_cross_many_blocks(model: Any) -> None:
-    """Rows longer than a block of 128 queries have the same gradients in a tree as in separate passes, with and without
-    the dense mask."""
+    """A block of queries skips keys, and the dense mask gives the same."""
     rows = make_rows(3, 10, longest=3 * BLOCK)
-    trees = build_trees(rows, 8192)
-    assert len(trees) == 1
-    assert len(trees[0].blocks) > 4
-    assert (
-        sum(len(keys) for _, keys, _ in trees[0].blocks)
-        < len(trees[0].subtree_end) * len(trees[0].blocks) / 1.5
-    )
-    truth = learn(model, separate_logp(model, rows))
-    assert_same_lesson(learn(model, tree_logp(model, rows, 8192)), truth)
-    assert_same_lesson(learn(model, tree_logp(model, rows, 8192, dense=True)), truth)
+    [tree] = build_trees(rows, 8192)
+    assert len(tree.blocks) > 4
+    keys = sum(len(keys) for _, keys, _ in tree.blocks)
+    assert keys < len(tree.subtree_end) * len(tree.blocks) / 1.5
+    for dense in (False, True):
+        ours = tree_logp(model, rows, 8192, dense)
+        assert_same_lesson(model, ours, separate_logp(model, rows))
 
 
-@given(st.integers(0, 10**6), st.integers(1, 12))
-@settings(max_examples=60, deadline=None)
+@given(SEEDS, st.integers(1, 12))
+@settings(max_examples=60)
 def test_the_block_mask_is_the_mask(seed: int, n: int) -> None:
-    """The block mask lists a block if and only if at least one query of the block attends to at least one key of the
-    block. In a block that the mask lists as full, every query attends to every key."""
+    """A block is listed if something in it is seen, and as full only if everything is."""
     [tree] = build_trees(make_rows(seed, n, longest=2 * BLOCK), 10**6)
     mask, N = dense_mask(tree), len(tree.subtree_end)
     blocks = -(-N // BLOCK)
     padded = torch.zeros(blocks * BLOCK, blocks * BLOCK, dtype=torch.bool)
     padded[:N, :N] = mask
     tiles = padded.view(blocks, BLOCK, blocks, BLOCK)
-    found = block_mask(tree, torch.device("cpu"))
-    some, full = (
-        listed(found.kv_num_blocks, found.kv_indices),
-        listed(found.full_kv_num_blocks, found.full_kv_indices),
-    )
+    found: Any = block_mask(tree, torch.device("cpu"))
+    some = listed(found.kv_num_blocks, found.kv_indices)
+    full = listed(found.full_kv_num_blocks, found.full_kv_indices)
     assert torch.equal(some | full, tiles.any(3).any(1))
     assert not (some & full).any()
     assert not (full & ~tiles.all(3).all(1)).any()
     assert torch.equal(create_mask(found.mask_mod, None, None, N, N, device="cpu")[0, 0], mask)
 
 
-def listed(counts: Tensor | None, numbers: Tensor | None) -> Tensor:
-    """Convert the lists of key blocks to a bool matrix of shape (query blocks, key blocks)."""
-    assert counts is not None
-    assert numbers is not None
+def listed(counts: Tensor, numbers: Tensor) -> Tensor:
+    """Lists of key blocks as a matrix (query blocks, key blocks)."""
     chosen = torch.zeros(numbers.shape[-2:], dtype=torch.bool)
     for row, (count, order) in enumerate(zip(counts[0, 0], numbers[0, 0], strict=True)):
         chosen[row, order[:count]] = True
@@ -322,229 +240,83 @@ def listed(counts: Tensor | None, numbers: Tensor | None) -> Tensor:
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_attention_sees_what_the_blocks_see() -> None:
-    """On a CPU, FlexAttention runs without its GPU kernel. With the block mask, FlexAttention gives the same output as
-    tree_attention."""
+    """Without its GPU kernel, FlexAttention gives what the blocks give."""
     [tree] = build_trees(make_rows(5, 9, longest=2 * BLOCK), 10**6)
-    N = len(tree.subtree_end)
-    q, k, v = (
-        torch.randn(1, heads, N, 16, generator=torch.Generator().manual_seed(heads))
-        for heads in (4, 2, 2)
-    )
-    flex: Any = flex_attention(
-        q, k, v, block_mask=block_mask(tree, torch.device("cpu")), enable_gqa=True, scale=0.3
-    )
+    N, g = len(tree.subtree_end), torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, heads, N, 16, generator=g) for heads in (4, 2, 2))
+    mask = block_mask(tree, torch.device("cpu"))
+    flex: Any = flex_attention(q, k, v, block_mask=mask, enable_gqa=True, scale=0.3)
     ours, _ = tree_attention(None, q, k, v, None, scaling=0.3, tree=tree)
     torch.testing.assert_close(ours.transpose(1, 2), flex, atol=2e-6, rtol=0)
 
 
-@pytest.mark.parametrize(
-    "heads", [4, 6]
-)  # if the number of heads is not a power of two, transformers repeats the keys
+@pytest.mark.parametrize("heads", [4, 6])  # transformers repeats keys if this is no power of two
 def test_output_and_gradients_are_those_of_the_dense_mask(heads: int) -> None:
-    """tree_attention has the same output and gradients as attention with the N x N mask. On a GPU, tree_attention runs
-    FlexAttention's kernel."""
+    """On a GPU this is FlexAttention's kernel."""
     [tree] = build_trees(make_rows(5, 9, longest=2 * BLOCK), 10**6)
-    made = [
-        torch.randn(1, n, len(tree.subtree_end), 16, generator=torch.Generator().manual_seed(n))
-        for n in (heads, 2)
-    ]
+    N, g = len(tree.subtree_end), torch.Generator().manual_seed(0)
+    made = [torch.randn(1, n, N, 16, generator=g, dtype=torch.float64) for n in (heads, 2, 2)]
     results = []
     for dense in (False, True):
-        q, k = (
-            x.detach().to("cpu" if dense else DEVICE, torch.float64 if dense else torch.float32)
-            for x in made
-        )
-        leaves: list[Any] = [x.requires_grad_() for x in (q, k, k.detach().flip(2))]
-        q, k, v = leaves
+        where = (torch.device("cpu"), torch.float64) if dense else (DEVICE, torch.float32)
+        leaves: list[Any] = [x.to(*where).requires_grad_() for x in made]
         if dense:
-            out = F.scaled_dot_product_attention(
-                q, k, v, dense_mask(tree), scale=0.3, enable_gqa=True
-            ).transpose(1, 2)
+            how: Any = {"attn_mask": dense_mask(tree), "scale": 0.3, "enable_gqa": True}
+            out = F.scaled_dot_product_attention(*leaves, **how).transpose(1, 2)
         else:
-            out, _ = tree_attention(torch.nn.Module().eval(), q, k, v, None, scaling=0.3, tree=tree)
-        (
-            out * torch.linspace(-1, 1, out.numel(), device=out.device).view(out.shape)
-        ).sum().backward()
+            module = torch.nn.Module().eval()
+            q, k, v = leaves
+            out, _ = tree_attention(module, q, k, v, None, scaling=0.3, tree=tree)
+        weights = torch.linspace(-1, 1, out.numel(), device=out.device).view(out.shape)
+        (out * weights).sum().backward()
         results.append([x.detach().cpu().float() for x in (out, *(leaf.grad for leaf in leaves))])
     for ours, exact in zip(*results, strict=True):
         torch.testing.assert_close(ours, exact, atol=2e-5, rtol=1e-5)
 
 
-def test_what_tree_attention_cannot_do_is_refused(model: Any) -> None:
-    """Tree attention raises an error if the forward pass has no tree, or if the layer has a sliding window."""
+def test_a_window_is_refused() -> None:
+    """A layer with a sliding window would see more than it may."""
     q = torch.randn(1, 2, 3, 8)
     [tree] = build_trees([[1, 2, 3]], 8)
-    model.set_attn_implementation("tree")
-    with pytest.raises(ValueError, match="no tree reached Qwen3Attention"):
-        model(input_ids=tree.input_ids.to(DEVICE), use_cache=False)
-    model.set_attn_implementation("sdpa")
     with pytest.raises(ValueError, match="no sliding_window"):
         tree_attention(None, q, q, q, None, tree=tree, sliding_window=2)
 
 
-# Rows from episodes of the tasks `guess` and `maze`
+# ---- the actor
 
 
-async def guess_batch(style: str) -> dict[str, Tensor]:
-    """Play 36 guessing games through the proxy, six for each secret, and export the games as in a training run."""
-    tokenizer, rng = base_model.make_tokenizer(guess.WORDS), random.Random(0)
-    engine = ScriptedEngine(tokenizer, lambda request: str(rng.choice(guess.SECRETS)))
-    app = create_app(engine, tokenizer, "admin")
-    rows = []
-    async with sdk_http.AsyncClient(transport=sdk_http.ASGITransport(app)) as http:
-        for game in range(36):
-            client = OpenAIProxyClient(
-                httpx.ASGITransport(app), "http://proxy/", "admin", f"{game}"
-            )
-            await client.grant_capacity()
-            async with client:
-                data = {"secret": guess.SECRETS[game % 6]}
-                reward = await guess.GuessAgent().run(
-                    data, base_url=client.session_url, http_client=http, api_key=client.api_key
-                )
-                await client.set_last_reward(reward)
-            rows.append(
-                complete(to_tensors(await client.export_interactions(style=style)), game % 6)
-            )
-    return concat_padded_tensors(rows)
-
-
-def begin(walk: list[str], rng: random.Random) -> Callable[[Any], str]:
-    """Return a model whose answer is the beginning of `walk`, cut at a random place."""
-    return lambda request: " ".join(walk[: rng.randint(1, len(walk))])
-
-
-async def maze_batch() -> dict[str, Tensor]:
-    """Make 24 walks through the maze: 6 walks for each of 4 prompts, many of them with a common beginning."""
-    tokenizer, rng = base_model.make_tokenizer(["from", "to", *maze.CELLS]), random.Random(0)
-
-    async def reward(*args: Any, **data: Any) -> float:
-        return maze.reward(*args, **data)
-
-    rows = []
-    for task_id, data in enumerate(maze.dataset()[:4]):
-        walk = [maze.name(cell) for cell in maze.stagger(rng, data["start"], data["home"])]
-        engine = ScriptedEngine(tokenizer, begin(walk, rng))
-        workflow = RLVRWorkflow(reward, GenerationHyperparameters(max_new_tokens=240), tokenizer)
-        for _ in range(6):
-            rows.append(complete(to_tensors(await workflow.arun_episode(engine, data)), task_id))
-    return concat_padded_tensors(rows)
-
-
-@pytest.mark.anyio
-@pytest.mark.parametrize("export", ["guess individual", "guess concat", "maze"])
-async def test_real_exports_train_as_their_rows_do(export: str) -> None:
-    """For rows from episodes of the tasks `guess` and `maze`, trees give the same loss and gradients as the separate
-    rows."""
-    task, _, style = export.partition(" ")
-    batch = await (guess_batch(style) if style else maze_batch())
-    words = guess.WORDS if task == "guess" else ["from", "to", *maze.CELLS]
-    model = base_model.make_qwen3(base_model.make_tokenizer(words), layers=2, context=256, seed=0)
-    rows = [
-        ids[real].tolist()
-        for ids, real in zip(batch["input_ids"], batch["attention_mask"], strict=True)
-    ]
-    trees = build_trees(rows, 1024)
-    assert sum(len(tree.subtree_end) for tree in trees) < 0.6 * sum(map(len, rows))
-    assert_same_lesson(
-        learn(model, tree_logp(model, rows, 1024)), learn(model, separate_logp(model, rows))
-    )
-
-
-# The actor
-
-
-def make_batch(seed: int = 0) -> dict[str, Tensor]:
-    """Make a batch of eight rows that share prefixes. The loss covers the second half of each row."""
-    rows = [row * 2 for row in make_rows(seed, 8)]
+def make_batch() -> dict[str, Tensor]:
+    """Eight rows that share prefixes. The second half of each is trained."""
+    rows = [row * 2 for row in make_rows(0, 8)]
     lengths = torch.tensor([len(row) for row in rows])
     real = torch.arange(int(lengths.max())) < lengths[:, None]  # (B, T)
     trained = real & (torch.arange(int(lengths.max())) >= lengths[:, None] // 2)
-    g = torch.Generator().manual_seed(seed)
-    batch = {
+    g = torch.Generator().manual_seed(0)
+    return {
         "input_ids": pad_sequence([torch.tensor(row) for row in rows], batch_first=True).int(),
         "attention_mask": real,
         "loss_mask": trained.int(),
-        "logprobs": -3 * torch.rand(real.shape, generator=g),
         "turn_ids": trained.int() - 1,
         "turn_rewards": torch.randn(8, 1, generator=g) * trained,
         "temperatures": torch.where(trained, 0.7 + torch.rand(8, 1, generator=g), 1.0),
+        "group_ids": torch.zeros(8, dtype=torch.int32),
     }
-    return complete(batch, 0)
 
 
-def one_update(
-    path: Path, trees: bool, **changes: Any
-) -> tuple[dict[str, float], dict[str, Tensor]]:
-    """Return the metrics and the weights after one training step with pieces of 128 tokens. Only rank 0 returns
-    weights."""
-    optimizer = OptimizerConfig(lr=1e-3, eps=1e-4)
-    config = PPOActorConfig(
-        enable_tree_training=trees,
-        compile=False,
-        mb_tokens=128,
-        ppo_n_minibatches=1,
-        entropy_coeff=0.1,
-        optimizer=optimizer,
-        **changes,
-    )
-    actor = FSDPPPOActor(config, path)
-    actor.create_process_group()
-    actor.initialize(max_steps=10)
-    batch = make_batch()
-    batch["prox_logp"] = actor.compute_logp(batch)
-    batch["logprobs"] = batch["prox_logp"] + 0.1 * batch["logprobs"]
-    actor.compute_advantages(batch)
-    stats = actor.ppo_update(batch)
-    weights = actor.full_state()
-    torch.distributed.barrier()  # all ranks wait for each other, because the first rank to end closes its connections
-    actor.destroy()
-    return stats | {"logp": float(batch["prox_logp"].sum())}, weights
-
-
-def assert_same_update(one: Any, other: Any) -> None:
-    """Assert that two results of one_update agree up to rounding, except for tree_token_ratio."""
-    for key in one[0].keys() - {"tree_token_ratio"}:
-        assert other[0][key] == pytest.approx(one[0][key], rel=1e-4, abs=1e-6), key
-    for name, tensor in one[1].items():
-        torch.testing.assert_close(other[1][name], tensor, atol=1e-5, rtol=0)
-
-
-def test_the_actor_makes_the_same_step_with_trees(model: Any, tmp_path: Path) -> None:
-    """With or without enable_tree_training, a training step has the same logprobs, metrics and weights. The metric
-    tree_token_ratio is below 1, because trees have fewer tokens than their rows."""
+def test_the_actor_makes_the_same_step_with_trees(make_actor: Any, model: Any, tmp_path) -> None:
+    """Metrics and weights agree up to rounding, and tree_token_ratio is below 1."""
     model.save_pretrained(tmp_path)
-    padded, trees = one_update(tmp_path, trees=False), one_update(tmp_path, trees=True)
-    assert_same_update(padded, trees)
-    assert_same_update(padded, one_update(tmp_path, trees=True, gradient_checkpointing=True))
-    assert "tree_token_ratio" not in padded[0]
-    assert trees[0]["tree_token_ratio"] < 0.9
-
-
-@pytest.mark.runs
-def test_two_ranks_train_trees(model: Any, tmp_path: Path) -> None:
-    """Two ranks with different numbers of trees compute the same weights as one rank."""
-    model.save_pretrained(tmp_path / "model")
-    world = {
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
-    }
-    command = [sys.executable, __file__, str(tmp_path)]
-    ranks = [
-        subprocess.Popen(command, env={**os.environ, **world, "RANK": str(r)}) for r in range(2)
-    ]
-    alone = one_update(tmp_path / "model", trees=True)
-    assert [rank.wait(timeout=300) for rank in ranks] == [0, 0]
-    together = torch.load(tmp_path / "step.pt")
-    for name, tensor in alone[1].items():
-        torch.testing.assert_close(together[1][name], tensor, atol=1e-5, rtol=0)
-
-
-if __name__ == "__main__":  # program of each rank in test_two_ranks_train_trees
-    torch.set_num_threads(1)
-    folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
-    step = one_update(folder / "model", trees=True)
-    if rank == 0:
-        torch.save(step, folder / "step.pt")
+    results = []
+    for changes in ({}, {"layout": "tree"}, {"layout": "tree", "gradient_checkpointing": True}):
+        actor = make_actor(tmp_path, mb_tokens=128, entropy_coeff=0.1, **changes)
+        batch = prepare(actor, make_batch())
+        stats = actor.ppo_update(batch) | {"logp": float(batch["prox_logp"].sum())}
+        results.append((stats, parameters(actor)))
+    (expected, exact), *others = results
+    del expected["train_tokens_s"]
+    assert "tree_token_ratio" not in expected
+    for stats, weights in others:
+        assert stats["tree_token_ratio"] < 0.9
+        assert {k: stats[k] for k in expected} == pytest.approx(expected, rel=1e-4, abs=1e-6)
+        for name, tensor in exact.items():
+            torch.testing.assert_close(weights[name], tensor, atol=1e-5, rtol=0)
