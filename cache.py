@@ -1,327 +1,250 @@
-"""`InteractionCache` stores the calls of one session as a tree, and computes the final reward of each call.
+"""The calls of one session as a tree: parents, rewards, and rows to train on.
 
-An interaction is one call of an agent: the messages that the agent sent and the tokens that the model generated. The
-agent sends the whole conversation with every call, so a later call begins with the messages of an earlier call:
+An **interaction** is one call of an agent: the messages that it sent and the tokens of the answer.
+The agent sends the whole conversation with every call, so later calls begin with earlier ones:
 
     system - user - [A] assistant -+- user  - [B] assistant
                                    +- user' - [C] assistant
 
-The messages of the calls B and C begin with the messages and the output of call A, so call A is the parent of both.
+**The tree is a dict.** A finished interaction is stored under the digest of its conversation, which
+is its messages and its output. A new call computes the digests of all prefixes of its messages,
+message by message, and looks up the longest first. What it finds is its parent: here A for B and C.
+Two messages are equal if calls/messages.py says so (`canonical`), because clients rewrite JSON.
 
-The tree. The messages of a session form a prefix tree. An edge of the prefix tree is a message. A node stands for a
-prefix: the messages on the path from the first node to this node. The first node stands for the empty prefix. Each
-finished interaction belongs to the node that stands for its messages and its output. To find the parent of a new
-interaction, the cache follows the interaction's messages through the tree, starting at the first node. The parent of
-the new interaction is the finished interaction whose conversation is the longest prefix of the new interaction's
-messages. An interaction without a parent is a root. A client may change the order of JSON keys or the white space when
-it sends a message a second time. If two messages after the same prefix have the same meaning, they share one edge of
-the tree (calls/messages.py, `canonical`).
+**Rewards.** From the leaves to the roots,
 
-A call usually continues the conversation of the interaction that finished last, so the cache first compares the call's
-messages with this conversation.
+    R(i) = r(i) + gamma * mean of R(c) over the children c of i        (0 without children)
 
-Rewards. Every turn i has an own reward r(i). From the leaves to the roots, the cache computes the final reward R(i):
+For three turns in a row with rewards 0, 0, 1 and gamma = 0.5 that gives 0.25, 0.5, 1.
 
-    R(i) = r(i) + gamma * mean of R(c) over the children c of i        (the mean is 0 if i has no children)
+**Side conversations** are calls that a client makes for itself, such as one for a title. They take
+none of the session's reward and are not trained, unless the agent rewards them by id. The rule: the
+call has no tools, no parent and no child; a pattern matches its first message; and the session has
+other calls, none of which begins with the same message.
 
-AReaL's document OpenAI-Compatible Workflows calls the computation of final rewards the "Reward Backpropagation
-Process". If gamma is 0.5 and three consecutive turns get the rewards 0, 0 and 1, their final rewards are 0.25, 0.5 and
-1 (AReaL's document Agent Workflow, "Reward System"). A side conversation is a call that a client makes for its own
-purposes, for example to get a title for the conversation. A side conversation does not get the session's reward
-(calls/side_conversations.py).
+**Rows.** Style "individual" makes one row a turn, style "concat" one row a leaf:
 
-Export. A row is a sequence of tokens for training. With style "individual" each turn has its own row. With style
-"concat" each leaf has a row, which holds the turns from the root to the leaf. With both styles, each sampled token of a
-trainable turn is trained exactly once, with the final reward of its own turn. The server sampled each trained token
-after exactly those tokens that precede it in the row. The module rollout/rows.py makes the rows.
+    tokens       p  p  p  a  a  t  t  b  b  b      prompt, turn 0, a tool's answer, turn 1
+    loss_mask    0  0  0  1  1  0  0  1  1  1
+    versions    -1 -1 -1  3  3 -1 -1  4  4  4
+    turn_ids    -1 -1 -1  0  0 -1 -1  1  1  1
 
-Not promised. If an agent changes the messages or the output of a turn, the agent's next call is not a child of this
-turn. If two turns have identical messages and outputs, a call that continues their conversation becomes a child of the
-newer turn.
+A turn joins its parent's row only if its prompt begins with exactly the parent's tokens. Every
+sampled token is trained once, with the final reward of its own turn, even if leaves share it.
+
+Not promised: a turn whose messages the agent changed afterwards is no parent of its next call.
 """
 
-from collections import Counter, defaultdict
-from collections.abc import Collection, Hashable, Iterator, Mapping
+import copy
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from math import fsum, isclose
+from hashlib import sha256
 from statistics import fmean
 from typing import Any
 
-from calls.messages import Message, Refusal, canonical
-from calls.side_conversations import PATTERNS, find_side_conversations, make_matcher
+from calls.messages import Message, canonical
+from inference.fields import Refusal
 from inference.io_struct import ModelResponse
-from rollout.interaction import Interaction, InteractionWithTokenLogpReward
-from rollout.rows import is_left_out, join_turns
 
-__all__ = [
-    "Interaction",
-    "InteractionCache",
-    "InteractionWithTokenLogpReward",
-    "check_style",
-    "finite",
-]
-
-LARGEST_REWARD = (
-    1e30  # maximum absolute value of a reward, so that a sum of many rewards fits into a float32
+LARGEST_REWARD = 1e30  # a sum of many still fits into a float32
+PATTERNS = (  # opencode, Claude Code, Open WebUI
+    r"\b(write|generate|create|extract|provide|suggest|output)\b.{0,80}\btitles?\b",
+    r"\bnew conversation topic\b",
+    r"^(quota|warmup)$",
 )
 
 
 def finite(reward: Any) -> float:
-    """Return `reward` as a float. Raises Refusal, a ValueError, if `reward` is not a number or is too large."""
+    """`reward` as a float. Raises Refusal, a ValueError, unless it is a number of a sane size."""
     try:
         if abs(reward) <= LARGEST_REWARD:
             return float(reward)
-    except TypeError:  # not a number
+    except TypeError:
         pass
     raise Refusal(f"reward: a finite number of at most {LARGEST_REWARD:g} is needed")
 
 
 def check_style(style: Any) -> None:
-    """Raise Refusal, a ValueError, if `style` is not the name of an export style."""
     if style not in ("individual", "concat"):
         raise Refusal(f"style: individual or concat is needed, not {style!r}")
 
 
-@dataclass(eq=False)
-class Node:
-    """A node of the prefix tree. The node stands for a prefix: the list of the messages on the path to the node."""
+@dataclass(eq=False, repr=False)
+class InteractionWithTokenLogpReward:
+    """One call of an agent; it is complete when it has its tokens."""
 
-    edges: dict[Hashable, "Node"] = field(
-        default_factory=dict
-    )  # canonical message -> the node after this message
-    ended: list[Interaction] = field(
-        default_factory=list
-    )  # finished interactions of this node, oldest first
+    messages: list[Message]
+    interaction_id: str = ""
+    template_key: bytes = b""  # of the AgentRequest
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    model_response: ModelResponse | None = None
+    output_message_list: list[Message] = field(default_factory=list)
+    reply: dict[str, Any] | None = None  # as the agent received it
+    reward: float | None = None  # its own; after the discount, the final one
+    parent: "InteractionWithTokenLogpReward | None" = None
+    # set by the cache:
+    turn: int = 0  # number of ancestors
+    is_side: bool = False
+    opening: bytes = b""  # digest of the first message
+    digest: bytes = b""  # digest of all messages
+    row_turns: list[tuple["InteractionWithTokenLogpReward", bool]] = field(default_factory=list)
 
+    @property
+    def complete(self) -> bool:
+        return self.model_response is not None
 
-def are_identical(messages: list[Message], others: list[Message]) -> bool:
-    """Return whether two lists of messages are equal. In the arguments of tool calls, True and 1 count as different."""
-    pairs = (
-        (a["tool_calls"], b["tool_calls"]) for a, b in zip(messages, others) if a.get("tool_calls")
-    )
-    return messages == others and all(
-        repr(a) == repr(b) for a, b in pairs
-    )  # `==` treats True and 1 as equal
+    @property
+    def tokens(self) -> ModelResponse:
+        """The tokens. Raises ValueError for an unfinished call."""
+        if self.model_response is None:
+            raise ValueError(f"interaction {self.interaction_id!r} is unfinished: it has no tokens")
+        return self.model_response
 
+    @property
+    def conversation(self) -> list[Message]:
+        return self.messages + self.output_message_list
 
-class PrefixTree:
-    """The finished interactions of a session, each at the node that stands for its whole conversation."""
+    @property
+    def completion(self) -> Any:
+        """The reply as an object of OpenAI's SDK, or None if it is none of OpenAI's."""
+        from openai.types import chat, responses  # slow to import
 
-    def __init__(self) -> None:
-        self.first = Node()  # the node of the empty prefix
-        # The conversation of the interaction that finished last, and the node of this conversation:
-        self.newest: tuple[list[Message], Node] = ([], self.first)
+        kinds: Any = {"chat.completion": chat.ChatCompletion, "response": responses.Response}
+        kind = kinds.get((self.reply or {}).get("object"))
+        return kind and kind.construct(**self.reply or {})
 
-    def follow(self, messages: list[Message]) -> tuple[Interaction | None, Node, int]:
-        """Walk through the tree along the edges of `messages`, until a message has no edge.
+    def to_lists(self) -> dict[str, Any]:
+        """The row as lists of L numbers, and single numbers."""
+        return make_row(self.row_turns or [(self, True)])
 
-        Return the finished interaction nearest to the end of the path, the last node of the path, and the number of
-        edges of the path.
-        """
-        conversation, node = self.newest
-        known = len(conversation)
-        if not are_identical(messages[:known], conversation):
-            node, known = self.first, 0
-        parent = node.ended[-1] if node.ended else None
-        for message in messages[known:]:
-            following = node.edges.get(canonical(message))
-            if following is None:
-                break
-            node, known = following, known + 1
-            parent = node.ended[-1] if node.ended else parent
-        return parent, node, known
+    def to_tensor_dict(self) -> dict[str, Any]:
+        """The row as tensors, (1, L) or (1,)."""
+        return row_to_tensors(self.to_lists())
 
-    def insert(self, interaction: Interaction, node: Node, edges: list[tuple]) -> None:
-        """Add a finished interaction at the end of the path that begins at `node` and has the edges `edges`."""
-        for edge in edges:
-            node = node.edges.setdefault(edge, Node())
-        node.ended.append(interaction)
-        self.newest = interaction.conversation, node
-
-    def remove(self, interaction: Interaction) -> None:
-        """Remove a finished interaction. The nodes stay."""
-        self.follow(interaction.conversation)[1].ended.remove(interaction)
-        self.newest = [], self.first
+    def __repr__(self) -> str:
+        parent = self.parent.interaction_id if self.parent else None
+        name = f"Interaction({self.interaction_id!r}, turn {self.turn}"
+        return f"{name}, reward={self.reward}, parent={parent!r})"
 
 
-class InteractionCache(Mapping[str, Interaction]):
-    """A mapping from the completion ids of one session to its interactions, in the order of the requests.
+Interaction = InteractionWithTokenLogpReward  # the long name is AReaL's
 
-    The proxy adds a call with `enter`. When the call ends, the proxy calls `finish` or, after a failure, `discard`.
-    """
+
+def digests(messages: list[Message], digest: bytes = b"") -> Iterator[bytes]:
+    """The digest of each prefix that ends with one of `messages` and begins with those that have
+    the digest `digest`."""
+    for message in messages:
+        digest = sha256(digest + canonical(message)).digest()
+        yield digest
+
+
+class InteractionCache(dict[str, Interaction]):
+    """{completion id: interaction} of one session, in the order of the requests. `enter` adds a
+    call; `finish` or, after a failure, `discard` ends it."""
 
     def __init__(self, side_patterns: Collection[str] = PATTERNS) -> None:
-        self._matches_side_pattern = make_matcher(side_patterns)
-        # All mutable state:
-        self._interactions: dict[str, Interaction] = {}  # finished and unfinished interactions
-        self._tree = PrefixTree()  # the finished interactions
-        # The place of each unfinished call in the tree, by the call's id: the last existing node on the path of the
-        # call's messages, and one edge for each message after this node.
-        self._unfinished: dict[str, tuple[Node, list[tuple]]] = {}
+        super().__init__()
+        self._is_side = re.compile("|".join(side_patterns) or r"(?!)", re.IGNORECASE | re.DOTALL)
+        self._finished: dict[bytes, Interaction] = {}  # digest of the conversation -> the newest
         self._discounted = False
 
-    def __getitem__(self, interaction_id: str) -> Interaction:
-        return self._interactions[interaction_id]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._interactions)
-
-    def __len__(self) -> int:
-        return len(self._interactions)
-
-    # ---- methods that add, finish or remove a call
-
     def enter(self, interaction_id: str, interaction: Interaction) -> Interaction:
-        """Add an interaction, find its parent, and return the interaction.
-
-        If the interaction already has tokens, mark it as finished. Raises ValueError if the interaction has no messages
-        or if its id is already in the cache. Raises Refusal if a message has no canonical form.
-        """
-        if not interaction.messages:
-            raise ValueError(f"interaction {interaction_id!r} has no messages")
-        if interaction_id in self:
-            raise ValueError(f"interaction {interaction_id!r} is already in the cache")
-        interaction.interaction_id = interaction_id
-        found, node, known = self._tree.follow(interaction.messages)
-        self._unfinished[interaction_id] = (
-            node,
-            [canonical(message) for message in interaction.messages[known:]],
-        )
-        if found:
-            shared = found.conversation  # the parent's message objects are reused to save memory
+        """Add a call, and find its parent unless the client named it. Raises ValueError."""
+        if not interaction.messages or interaction_id in self:
+            raise ValueError(f"interaction {interaction_id!r}: no messages, or already there")
+        prefixes = list(digests(interaction.messages))
+        interaction.opening, interaction.digest = prefixes[0], prefixes[-1]
+        found = self._longest(prefixes)
+        if found:  # keep every message once
+            shared = found.conversation
             interaction.messages = shared + interaction.messages[len(shared) :]
+        interaction.interaction_id = interaction_id
         interaction.parent = parent = interaction.parent or found
-        if parent:
-            parent.children += 1
-            interaction.turn = parent.turn + 1
-        self._interactions[interaction_id] = interaction
+        interaction.turn = parent.turn + 1 if parent else 0
+        self[interaction_id] = interaction
         if interaction.model_response:
             self.finish(interaction_id, interaction.model_response, interaction.output_message_list)
         return interaction
 
     def finish(self, interaction_id: str, response: ModelResponse, output: list[Message]) -> None:
-        """Mark a call as finished, and store its tokens and its output.
-
-        A call can become a parent, get a reward or be exported only after it has finished. Raises Refusal if a message
-        of the output has no canonical form. A call whose output was refused stays unfinished.
-        """
-        interaction, said = self[interaction_id], [canonical(message) for message in output]
-        node, rest = self._unfinished.pop(interaction_id)
+        """Store a call's tokens and output: it may now be a parent, get a reward, be exported."""
+        interaction = self[interaction_id]
         interaction.model_response, interaction.output_message_list = response, output
-        self._tree.insert(interaction, node, rest + said)
+        *_, whole = [interaction.digest, *digests(output, interaction.digest)]
+        self._finished[whole] = interaction
 
     def discard(self, interaction_id: str) -> None:
-        """Remove an unfinished interaction, because its call failed or was cancelled. Leave a finished interaction
-        unchanged."""
-        if self._unfinished.pop(interaction_id, None) is not None:
-            self._remove(interaction_id)
-
-    def drop_orphan(self, interaction_id: str) -> None:
-        """Remove a finished interaction whose reply the client never read, unless the interaction has children."""
-        interaction = self.get(interaction_id)
-        if interaction is not None and interaction.complete and not interaction.children:
-            self._tree.remove(interaction)
-            self._remove(interaction_id)
+        """Remove a call that failed. A finished one stays."""
+        if interaction_id in self and not self[interaction_id].complete:
+            del self[interaction_id]
 
     def find_parent(self, messages: list[Message]) -> Interaction | None:
-        """Return the finished interaction whose conversation is the longest prefix of `messages`, or None."""
-        return self._tree.follow(messages)[0]
+        """The finished interaction whose conversation is the longest prefix of `messages`."""
+        return self._longest(list(digests(messages)))
 
-    def _remove(self, interaction_id: str) -> None:
-        removed = self._interactions.pop(interaction_id)
-        if removed.parent:
-            removed.parent.children -= 1
+    def _longest(self, prefixes: list[bytes]) -> Interaction | None:
+        found = (self._finished[one] for one in reversed(prefixes) if one in self._finished)
+        return next(found, None)
+
+    def finished(self) -> list[Interaction]:
+        return [interaction for interaction in self.values() if interaction.complete]
 
     # ---- rewards
 
     def set_reward(self, interaction_id: str, reward: Any) -> None:
-        """Set the reward of one finished interaction.
-
-        Raises KeyError if the interaction is unknown or unfinished. Raises ValueError if the reward is not a number, or
-        if its absolute value is above LARGEST_REWARD.
-        """
+        """Raises KeyError for an unknown or unfinished call, Refusal for what is no reward."""
         if interaction_id not in self or not self[interaction_id].complete:
-            raise KeyError(
-                f"interaction_id: no finished interaction {interaction_id!r} in this session"
-            )
+            name = f"no finished interaction {interaction_id!r}"
+            raise KeyError(f"interaction_id: {name} in this session")
         self[interaction_id].reward = finite(reward)
 
     def set_last_reward(self, reward: Any) -> None:
-        """Set the reward of one finished call that is not a side conversation: the call whose request came last.
-
-        Raises KeyError if the session has only unfinished calls and side conversations.
-        """
+        """Reward the call that was requested last, among those that finished and are no side
+        conversation. Raises KeyError if there is none."""
         self.mark_side_conversations()
         finished = [interaction for interaction in self.finished() if not interaction.is_side]
         if not finished:
-            raise KeyError(
-                "reward: no call of this session has succeeded (did an agent's framework swallow an error?)"
-            )
-        self.set_reward(finished[-1].interaction_id, reward)
+            hint = "did an agent's framework swallow an error?"
+            raise KeyError(f"reward: no call of this session has succeeded ({hint})")
+        finished[-1].reward = finite(reward)
 
     def apply_reward_discount(self, turn_discount: float = 1.0) -> None:
-        """Replace the reward of each turn i by the final reward, R(i) = r(i) + gamma * mean of R(children).
-
-        A child is always younger than its parent, so a loop in reverse order visits every child before its parent. If
-        the method is called a second time, it raises RuntimeError instead of discounting the rewards twice.
-        """
+        """Replace every reward r(i) by the final R(i). Raises RuntimeError the second time."""
         if self._discounted:
-            raise RuntimeError(
-                "apply_reward_discount was already called; the rewards are the final ones"
-            )
+            raise RuntimeError("apply_reward_discount was already called: the rewards are final")
         gamma = finite(turn_discount)
         if not 0 <= gamma <= 1:
             raise Refusal(f"discount: a number from 0 to 1 is needed, not {gamma}")
         self._discounted = True
         self.mark_side_conversations()
-        own = {turn: turn.reward or 0.0 for turn in self.finished() if not is_left_out(turn)}
-        child_rewards: defaultdict[Any, list[float]] = defaultdict(
-            list
-        )  # parent -> final rewards of its children
-        for turn in reversed(own):
-            turn.reward = own[turn] + gamma * fmean(child_rewards[turn] or [0.0])
-            child_rewards[turn.parent].append(turn.reward)
-        self._check_rewards(own, gamma)
-
-    def _check_rewards(self, own: dict[Interaction, float], gamma: float) -> None:
-        """Check that the final rewards of the roots add up to the weighted sum of the turns' own rewards.
-
-        In the weighted sum, the weight of a root is 1. The weight of a child is gamma * (weight of its parent) /
-        (number of the parent's children). Raises RuntimeError if the sum of final rewards differs from the weighted
-        sum.
-        """
-        siblings, weights = Counter(turn.parent for turn in own), dict[Any, float]()
-        for turn in own:
-            weights[turn] = (
-                gamma * weights[turn.parent] / siblings[turn.parent] if turn.parent in own else 1.0
-            )
-        parts = [weights[turn] * own[turn] for turn in own]
-        total = fsum(turn.reward or 0.0 for turn in own if turn.parent not in own)
-        if not isclose(total, fsum(parts), rel_tol=1e-9, abs_tol=1e-9 * fsum(map(abs, parts))):
-            raise RuntimeError(
-                f"rewards: the final rewards of the roots add up to {total}, not to {fsum(parts)}"
-            )
-
-    # ---- queries
-
-    def finished(self) -> list[Interaction]:
-        """Return the finished interactions, in the order of their requests."""
-        return [interaction for interaction in self.values() if interaction.complete]
+        below: defaultdict[Any, list[float]] = defaultdict(list)  # parent -> R of its children
+        for turn in reversed(self.finished()):  # children before parents
+            if not is_left_out(turn):
+                # R(i) = r(i) + gamma * mean R(children)
+                turn.reward = (turn.reward or 0.0) + gamma * fmean(below[turn] or [0.0])
+                below[turn.parent].append(turn.reward)
 
     def mark_side_conversations(self) -> list[Interaction]:
-        """Set `is_side` of every interaction, and return the finished interactions that are side conversations."""
-        side = find_side_conversations(self.finished(), self._matches_side_pattern)
-        for interaction in self.values():
-            interaction.is_side = interaction in side
-        return side
+        """Set `is_side` everywhere, and return the finished side conversations."""
+        finished, parents = self.finished(), {call.parent for call in self.values()}
+        suspects = {
+            call
+            for call in finished
+            if not (call.tools or call.parent or call in parents)
+            and self._is_side.search(call.messages[0]["content"])
+        }
+        others = {call.opening for call in finished if call not in suspects}
+        for call in finished:
+            call.is_side = bool(others) and call in suspects and call.opening not in others
+        return [call for call in finished if call.is_side]
+
+    # ---- export
 
     def export_interactions(self, style: str = "individual") -> dict[str, Interaction]:
-        """Return a dict {id: interaction} of the interactions that become training rows. Raises Refusal, a ValueError,
-        for an unknown style.
-
-        Style "individual" returns every finished interaction. Style "concat" returns a copy of each leaf. The attribute
-        `row_turns` of the copy lists the turns of the leaf's row (`join_turns`).
-        """
+        """The interactions that become rows: all finished ones, or a copy of each leaf with the
+        turns of its row (`join_turns`). Raises Refusal for another style."""
         check_style(style)
         self.mark_side_conversations()
         rows = self.finished() if style == "individual" else join_turns(self.finished())
@@ -329,4 +252,84 @@ class InteractionCache(Mapping[str, Interaction]):
 
     def __repr__(self) -> str:
         unset = sum(i.reward is None for i in self.values())
-        return f"InteractionCache({len(self)} interactions, {len(self._unfinished)} unfinished, {unset} unrewarded)"
+        counts = f"{len(self)} interactions, {len(self) - len(self.finished())} unfinished"
+        return f"InteractionCache({counts}, {unset} unrewarded)"
+
+
+def is_left_out(turn: Interaction) -> bool:
+    """Whether this is a side conversation that nobody rewarded."""
+    return turn.is_side and turn.reward is None
+
+
+def join_turns(finished: Sequence[Interaction]) -> list[Interaction]:
+    """A copy of each leaf, with `row_turns`: the turns of its row, and whether this row trains
+    them, which of several rows the first does. Its `parent` is the row that trains the parent of
+    the first turn that it trains."""
+    joined = {turn: turn.parent for turn in finished if turn.parent and continues(turn)}
+    inner = set(joined.values())
+    rows: list[Interaction] = []
+    row_of: dict[Any, Interaction] = {}  # turn -> the row that trains it
+    for leaf in (turn for turn in finished if turn not in inner):
+        path = [leaf]  # back to the first turn of the row
+        while path[-1] in joined:
+            path.append(joined[path[-1]])
+        row = copy.copy(leaf)
+        row.row_turns = [(turn, turn not in row_of) for turn in reversed(path)]
+        row_of |= {turn: row for turn, is_new in row.row_turns if is_new}
+        rows.append(row)
+    for row in rows:
+        first = next(turn for turn, is_new in row.row_turns if is_new)
+        row.parent = row_of.get(first.parent)
+    return rows
+
+
+def continues(turn: Interaction) -> bool:
+    """Whether the prompt begins with exactly the tokens of the parent."""
+    assert turn.parent is not None
+    before = turn.parent.tokens.input_tokens + turn.parent.tokens.output_tokens
+    return turn.tokens.input_tokens[: len(before)] == before
+
+
+def make_row(turns: Sequence[tuple[Interaction, bool]]) -> dict[str, Any]:
+    """The row of a conversation: lists of L numbers, and single numbers. The table of
+    rollout/trajectory.py explains the keys.
+
+    `turns` are pairs (turn, whether this row trains it). Not trained, but still context, is also a
+    turn whose sampling the trainer cannot reproduce, and a side conversation.
+    """
+    leaf = turns[-1][0]
+    last = leaf.tokens
+    length = last.input_len + last.output_len
+    row: dict[str, Any] = {
+        "input_ids": last.input_tokens + last.output_tokens,
+        "attention_mask": [True] * length,
+        "loss_mask": [0] * length,
+        "logprobs": [0.0] * length,
+        "versions": [-1] * length,
+        "turn_ids": [-1] * length,
+        "turn_rewards": [0.0] * length,
+        "temperatures": [1.0] * length,
+        "rewards": leaf.reward or 0.0,
+        "truncated": int(last.stop_reason == "length"),
+        "side_conversations": int(is_left_out(leaf)),
+    }
+    for turn, trained in turns:
+        said = turn.tokens
+        span = slice(said.input_len, said.input_len + said.output_len)
+        is_trained = trained and said.trains_exactly and not is_left_out(turn)
+        row["loss_mask"][span] = [int(is_trained)] * said.output_len
+        row["logprobs"][span] = said.output_logprobs
+        row["versions"][span] = said.output_versions
+        row["turn_ids"][span] = [turn.turn] * said.output_len
+        row["turn_rewards"][span] = [turn.reward or 0.0] * said.output_len
+        row["temperatures"][span] = [said.temperature] * said.output_len
+    return row
+
+
+def row_to_tensors(row: dict[str, Any]) -> dict[str, Any]:
+    """A row as tensors (1, L) or (1,): bool, int32 and float32."""
+    import torch  # slow to import, and the proxy does without
+
+    kinds = {bool: torch.bool, int: torch.int32, float: torch.float32}
+    firsts = {key: value[0] if isinstance(value, list) else value for key, value in row.items()}
+    return {key: torch.tensor([row[key]], dtype=kinds[type(firsts[key])]) for key in row}

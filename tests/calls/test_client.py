@@ -13,13 +13,13 @@ import pytest
 import torch
 from harness import ScriptedEngine
 
-from calls.client import ArealOpenAI, OpenAIProxyClient
+from calls.client import OpenAIProxyClient
+from calls.direct import ArealOpenAI
 from engine import EngineError, RemoteInfEngine
 from inference.fields import Refusal
 from inference.io_struct import GenerationHyperparameters, ModelRequest, ModelResponse
 from proxy import create_app
 from rollout.reward import AsyncRewardWrapper
-from rollout.rows import is_trainable
 from workflow import RolloutWorkflow, resolve_workflow
 
 pytestmark = pytest.mark.anyio
@@ -451,25 +451,14 @@ async def test_several_answers_at_once(direct: Any) -> None:
     ]
 
 
-async def test_what_is_not_stored_is_answered_and_not_trained(direct: Any) -> None:
-    """With rollout.openai.store=honour, a turn with store=False stays in the conversation, but its tokens are not
-    trained."""
-    client, _ = direct("aside", "four", store="honour")
-    first = await say(client, "2+2?", store=False)
-    await say(client, "2+2?", first.choices[0].message.content, "well?")
-    client.set_last_reward(1.0)
-    (row,) = client.export_interactions("concat").values()
-    tensors = row.to_tensor_dict()
-    assert set(tensors["turn_ids"][tensors["loss_mask"] == 1].tolist()) == {1}
-
-
 async def test_greedy_and_default_temperatures(direct: Any) -> None:
     """A temperature of None means 1.0. A temperature of 0 means greedy sampling, and a greedy turn is not trained."""
     client, engine = direct()
     await say(client, "a", temperature=None)
     await say(client, "b", temperature=0)
     assert [request.gconfig.is_greedy for request in engine.requests] == [False, True]
-    assert [is_trainable(interaction) for interaction in client.cache.values()] == [True, False]
+    trains = [interaction.tokens.trains_exactly for interaction in client.cache.values()]
+    assert trains == [True, False]
 
 
 async def test_a_siblings_reward_stays_with_it(direct: Any) -> None:

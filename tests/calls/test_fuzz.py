@@ -11,7 +11,7 @@ from harness import ADMIN, HELLO, Harness
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from calls.sessions import Limits
+from calls.sessions import BODY_BYTES
 
 PATHS = ["chat/completions", "responses", "messages", "messages/count_tokens"]
 TOOL = {
@@ -227,8 +227,7 @@ def test_ten_thousand_messages(tiny_tokenizer: Any, path: str) -> None:
 async def test_a_body_has_a_limit(tiny_tokenizer: Any) -> None:
     """A body that is too long gets a 413, and the proxy stops reading the body at the limit."""
     assert (
-        await ask(tiny_tokenizer, "messages", as_json(GOOD | {"system": "x" * Limits().body_bytes}))
-        == 413
+        await ask(tiny_tokenizer, "messages", as_json(GOOD | {"system": "x" * BODY_BYTES})) == 413
     )
 
 

@@ -1,19 +1,15 @@
-"""A prompt consists of the conversation's earlier tokens, exactly as sampled, and the tokens of the new messages. A
-stream never changes text that it has already sent."""
+"""A prompt is the earlier tokens as they were sampled, and the tokens of the new messages."""
 
 import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from cache import InteractionCache, InteractionWithTokenLogpReward
+from cache import Interaction, InteractionCache
 from calls.messages import AgentRequest, Refusal
-from calls.prompts import PromptBuilder, TextReader
+from calls.prompts import PromptBuilder, read_text, token_text
 from inference.io_struct import GenerationHyperparameters, ModelResponse
 from tasks.base_model import make_tokenizer
 
@@ -60,12 +56,9 @@ class Talk:
     """A conversation in which PromptBuilder builds the prompts and the test chooses the tokens that the model
     samples."""
 
-    def __init__(self, tokenizer: Any, **options: Any) -> None:
-        self.tokenizer, self.prompts, self.cache = (
-            tokenizer,
-            PromptBuilder(tokenizer, **options),
-            InteractionCache(),
-        )
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer, self.cache = tokenizer, InteractionCache()
+        self.prompts = PromptBuilder(tokenizer)
         self.messages: list[dict[str, Any]] = []
 
     def say(
@@ -75,9 +68,7 @@ class Talk:
         self.messages.append(question)
         name = str(len(self.cache))
         request = AgentRequest(list(self.messages), **ask)
-        interaction = InteractionWithTokenLogpReward(
-            request.messages, template_key=request.template_key
-        )
+        interaction = Interaction(request.messages, template_key=request.template_key)
         prompt = self.prompts.prompt(request, self.cache.enter(name, interaction).parent)
         output = self.tokenizer.encode(answer) + (
             [self.tokenizer.convert_tokens_to_ids(ends)] if ends else []
@@ -140,11 +131,8 @@ def test_where_rendering_again_is_exact_splicing_is_the_same(
 ) -> None:
     """If a template does not change the model's text, the prompt made from sampled tokens is identical to a prompt that
     the template renders in full."""
-    spliced, whole = (
-        Talk(tokenizer_with(tiny_tokenizer, TEMPLATES[name]), chat_template_type=t)
-        for t in ("concat", "hf")
-    )
-    assert not whole.prompts.splices
+    spliced, whole = (Talk(tokenizer_with(tiny_tokenizer, TEMPLATES[name])) for _ in range(2))
+    whole.prompts.splices = False
     for k in range(3):
         assert spliced.say(user(str(k)), f"answer {k}") == whole.say(user(str(k)), f"answer {k}")
 
@@ -190,7 +178,7 @@ def test_a_template_that_wants_a_call_before_its_result_is_rendered_in_full(
     cache = InteractionCache()
     cache.enter(
         "a",
-        InteractionWithTokenLogpReward(
+        Interaction(
             [user("q")],
             model_response=ModelResponse([1], [2], [-1.0], [0]),
             output_message_list=[said],
@@ -317,177 +305,51 @@ def test_tools_reach_every_turn(tiny_tokenizer: Any) -> None:
         assert prompt.endswith(json.dumps(tools) + f"q{k}<|im_end|><|im_start|>assistant\n")
 
 
-# Text
-
-
-def read_all(reader: TextReader, tokens: list[int]) -> list[str]:
-    """Call `read` with the first token, the first two tokens and so on, and return all returned texts."""
-    return [reader.read(tokens[:n]) for n in range(1, len(tokens) + 1)]
+# ---- text
 
 
 def tokenizer_of(kind: str, of_bytes: Any) -> Any:
-    """Return a tokenizer whose decoder joins tokens in the way that `kind` names.
-
-    With kind "bytes" a token is one byte. With kind "parts" a token is one to three bytes, which may belong to two
-    characters. With kind "words" the decoder puts a space between words. With kind "pieces" the decoder drops the first
-    space of a text. With kind "pieces and bytes" the vocabulary also has a token for each byte, as in Llama 2 and
-    Gemma.
-    """
+    """A tokenizer of bytes; of words, with a blank between them; or of pieces, whose decoder drops
+    the first blank of a text."""
     if kind == "bytes":
         return of_bytes
     if kind == "words":
         return make_tokenizer(["a", "b", ",", "ab"])
-    if kind == "parts":
-        text = "é😀a".encode()
-        parts = sorted({text[at : at + n] for n in (1, 2, 3) for at in range(len(text))})
-        numbers = {
-            "".join(bytes_to_unicode()[byte] for byte in part): k for k, part in enumerate(parts)
-        }
-        raw = Tokenizer(models.BPE(numbers, []))
-        raw.decoder = decoders.ByteLevel()
-        return PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<end>")
     vocab = {"<unk>": 0, "a": 1, "b": 2, "\u2581": 3, "\u2581a": 4, "\u2581b": 5}
-    if kind == "pieces and bytes":
-        vocab |= {f"<0x{byte:02X}>": 6 + byte for byte in range(256)}
-    steps = [
-        decoders.Replace("\u2581", " "),
-        decoders.ByteFallback(),
-        decoders.Fuse(),
-        decoders.Strip(" ", 1, 0),
-    ]
     raw = Tokenizer(models.BPE(vocab, []))
+    steps = [decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     raw.decoder = decoders.Sequence(steps)
     return PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<unk>")
 
 
-@settings(max_examples=600, deadline=None)
-@given(
-    st.data(),
-    st.sampled_from(["bytes", "parts", "words", "pieces", "pieces and bytes"]),
-    st.lists(st.text("ab ", min_size=1, max_size=3), max_size=2),
-)
-def test_a_stream_never_takes_anything_back(
-    tiny_tokenizer: Any, data: Any, kind: str, stop: list[str]
-) -> None:
-    """Each text that `read` returns is a prefix of all texts that it returns later for the same answer, and of the
-    answer's whole text. The tokens, the stop strings and the number of new tokens for each call of `read` are
-    random."""
-    tokenizer = tokenizer_of(kind, tiny_tokenizer)
-    if kind == "bytes":
-        raw = data.draw(st.one_of(st.text(max_size=40).map(str.encode), st.binary(max_size=90)))
-        tokens = [tokenizer.convert_tokens_to_ids(bytes_to_unicode()[b]) for b in raw]
-    elif kind == "pieces and bytes":
-        rare = st.one_of(st.text("é€😀", max_size=40).map(str.encode), st.binary(max_size=3))
-        runs = st.one_of(
-            rare.map(lambda raw: [6 + byte for byte in raw]),
-            st.lists(st.integers(0, 5), max_size=3),
-        )
-        tokens = [token for run in data.draw(st.lists(runs, max_size=5)) for token in run]
-    else:
-        tokens = data.draw(st.lists(st.integers(0, len(tokenizer) - 1), max_size=20))
-    looks = [*sorted(data.draw(st.lists(st.integers(0, len(tokens)), max_size=30))), len(tokens)]
-    gconfig = GenerationHyperparameters(stop=stop, stop_token_ids=[tokenizer.eos_token_id])
-    reader = TextReader(tokenizer, gconfig)
-    texts = [reader.read(tokens[:n]) for n in looks]
-    whole = TextReader(tokenizer, gconfig).whole(tokens)
-    for text, later in zip(texts, [*texts, whole][1:], strict=True):
-        assert later.startswith(text)
-    assert not any(s in whole for s in stop)
-    if not stop and not whole.endswith("\ufffd"):
-        assert texts[-1] == whole
-
-
-def test_a_bad_byte_spoils_no_other(tiny_tokenizer: Any) -> None:
-    """Only bytes that belong to no complete character become U+FFFD. For example, if an answer ends in the middle of
-    its second emoji, the first emoji is kept."""
-    tokenizer = tokenizer_of("pieces and bytes", tiny_tokenizer)
-    tokens = [1, *(6 + byte for byte in "😀😀".encode()[:6]), 4]
-    reader = TextReader(tokenizer, GenerationHyperparameters())
-    assert tokenizer.decode(tokens) == "a" + 6 * "\ufffd" + " a"
-    assert read_all(reader, tokens) == ["a"] * 4 + ["a😀"] * 3 + ["a😀\ufffd a"]
-    assert reader.whole(tokens) == "a😀\ufffd a"
-    assert reader.whole(tokens[:-1]) == "a😀\ufffd"
-
-
-def test_reading_a_stream_is_linear(tiny_tokenizer: Any) -> None:
-    """In a long answer each token is decoded a bounded number of times, even if the answer's bytes are not valid
-    UTF-8."""
-    for tokens in (
-        tiny_tokenizer.encode("abcdefgh" * 500),
-        tiny_tokenizer.encode("é" * 1000)[1::2] * 4,
-    ):
-        own = tokenizer_with(tiny_tokenizer, TEMPLATES["plain"])
-        decode, decoded = own.decode, list[int]()
-
-        def counting(
-            ids: list[int], decode: Any = decode, decoded: list[int] = decoded, **kwargs: Any
-        ) -> Any:
-            decoded.append(len(ids))
-            return decode(ids, **kwargs)
-
-        own.decode = counting
-        read_all(TextReader(own, GenerationHyperparameters(stop=["xyz"])), tokens)
-        assert sum(decoded) < 200 * len(tokens)
-
-
-def test_long_stop_strings_cost_little(tiny_tokenizer: Any) -> None:
-    """For each token, a stream compares the end of its text with each stop string at most twice, however long the stop
-    strings are."""
-    compared = []
-
-    class Mark(str):
-        def startswith(self, *args: Any) -> bool:
-            compared.append(1)
-            return super().startswith(*args)
-
-        def __getitem__(self, index: Any) -> str:
-            compared.append(1)
-            return super().__getitem__(index)
-
-    marks: list[str] = [Mark("ab" * 499 + "a" + chr(0x4E00 + k)) for k in range(8)]
-    tokens = tiny_tokenizer.encode("ab" * 100 + "c" + "ab" * 100)
-    reader = TextReader(tiny_tokenizer, GenerationHyperparameters(stop=marks))
-    texts = read_all(reader, tokens)
-    assert (texts[199], texts[200]) == ("", "ab" * 100 + "c")
-    assert len(tokens) < len(compared) <= 2 * len(tokens) * len(marks)
-
-
-@pytest.mark.parametrize("kind", ["bytes", "words", "pieces", "pieces and bytes"])
+@pytest.mark.parametrize("kind", ["bytes", "words", "pieces"])
 def test_a_tokens_text_has_its_space(tiny_tokenizer: Any, kind: str) -> None:
-    """Joining the texts of the single tokens gives the whole text, even if the decoder removes the first space of a
-    text."""
+    """The texts of single tokens make the whole text, though a decoder drops the first blank."""
     tokenizer = tokenizer_of(kind, tiny_tokenizer)
-    reader = TextReader(tokenizer, GenerationHyperparameters())
-    tokens = {"bytes": tokenizer.encode("ab b a"), "words": tokenizer.encode("a b ab , a")}.get(
-        kind, [4, 5, 1, 3, 2]
+    texts = {"bytes": "ab b a", "words": "a b ab , a"}
+    tokens = tokenizer.encode(texts[kind]) if kind in texts else [4, 5, 1, 3, 2]
+    whole, _ = read_text(tokenizer, tokens, GenerationHyperparameters())
+    joined = "".join(token_text(tokenizer, token) for token in tokens)
+    assert joined.removeprefix(" ") == whole
+
+
+@pytest.mark.parametrize(
+    ("text", "read", "by"),
+    [
+        ("one", "one", ""),
+        ("one<|im_end|>", "one", ""),
+        ("one STOP two", "one", " STOP"),
+        ("two STOP", "", "two"),
+        ("a<|im_start|>b", "ab", ""),
+    ],
+)
+def test_where_a_text_ends(tiny_tokenizer: Any, text: str, read: str, by: str) -> None:
+    """At the end mark or the first stop string; other special tokens are no text."""
+    own = tokenizer_with(tiny_tokenizer, TEMPLATES["plain"])
+    gconfig = GenerationHyperparameters(
+        stop=["two", " STOP"], stop_token_ids=[tiny_tokenizer.eos_token_id]
     )
-    assert "".join(map(reader.token, tokens)).removeprefix(" ") == reader.whole(tokens)
-
-
-def test_tokens_without_text_lose_no_space_and_cost_little(tiny_tokenizer: Any) -> None:
-    """An answer with thousands of special tokens is decoded in linear time. A policy that has collapsed during training
-    may sample thousands of special tokens."""
-    tokenizer: Any = make_tokenizer(["a"])
-    tokens = [
-        tokenizer.convert_tokens_to_ids("a"),
-        *[tokenizer.pad_token_id] * 2000,
-        tokenizer.convert_tokens_to_ids("a"),
-    ]
-    decode, decoded = tokenizer.decode, list[int]()
-
-    def counting(ids: list[int], **kwargs: Any) -> Any:
-        decoded.append(len(ids))
-        return decode(ids, **kwargs)
-
-    tokenizer.decode = counting
-    assert read_all(TextReader(tokenizer, GenerationHyperparameters()), tokens)[-1] == "a a"
-    assert sum(decoded) < 50 * len(tokens)
-
-
-def test_the_end_token_is_no_text(tiny_tokenizer: Any) -> None:
-    """The end-of-turn token adds no text to the answer. A stream holds back text that may be the beginning of a stop
-    string."""
-    a, b = tiny_tokenizer.encode("ab")
-    reader = TextReader(tiny_tokenizer, GenerationHyperparameters(stop_token_ids=[b], stop=["ax"]))
-    assert read_all(reader, [a, a, b]) == ["", "a", "a"]
-    assert reader.whole([a, a, b]) == "aa"
+    tokens = own.encode(text)
+    assert read_text(own, tokens, gconfig) == (read, by)
+    assert read_text(own, tokens, gconfig, "two ") == (f"two {read}", by)  # not in the opening
+    assert read_text(own, own.encode("a<|im_start|>"), gconfig, "", True)[0] == "a<|im_start|>"

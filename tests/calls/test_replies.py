@@ -1,7 +1,6 @@
-"""The reply that an official SDK rebuilds from a stream is equal to the reply without streaming. If a client sends a
-reply back, the proxy converts this reply to the message that the tree has stored."""
+"""What an SDK builds from a stream is the whole reply, and a reply sent back is the message that the
+tree keeps."""
 
-import itertools
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -15,8 +14,8 @@ from hypothesis import strategies as st
 
 from calls.client import sdk_http
 from calls.messages import AgentRequest, canonical, normalise, parse_anthropic, parse_responses
-from calls.replies import PROTOCOLS, Answer, parts_of
-from calls.tools import Call, OutputParser, Parsed
+from calls.replies import PROTOCOLS, Answer, write_event
+from calls.tools import Call, Parsed
 from inference.io_struct import ModelResponse
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
@@ -39,20 +38,20 @@ def answer_of(
 
 def whole(name: str, answer: Answer, ask: AgentRequest = ASKED) -> dict[str, Any]:
     """Return the body of the unstreamed reply. The body has been converted to JSON and back."""
-    return json.loads(json.dumps(PROTOCOLS[name].render(ask, [answer])))
+    return json.loads(json.dumps(form_of(name, answer, ask).render([answer])))
 
 
-def streamed(
-    name: str, answer: Answer, pieces: list[tuple[str, str]], ask: AgentRequest = ASKED
-) -> bytes:
-    """Return the reply as a stream of events. Each element of `pieces` is a pair: the text and the reasoning text that
-    the stream appends."""
-    stream, text, reasoning = PROTOCOLS[name].stream(ask, answer.interaction_id, 0), "", ""
-    frames = stream.start(2)
-    for more_text, more_reasoning in pieces:
-        text, reasoning = text + more_text, reasoning + more_reasoning
-        frames += stream.grow(parts_of(Parsed(text, reasoning)))
-    return frames + stream.finish(answer) + stream.end([answer])
+def form_of(name: str, answer: Answer, ask: AgentRequest = ASKED) -> Any:
+    """What writes the reply. The prompt has two tokens."""
+    return PROTOCOLS[name](ask, answer.interaction_id, 2)
+
+
+def streamed(name: str, *answers: Answer, ask: AgentRequest = ASKED, progress: int = 2) -> bytes:
+    """The reply as a stream, with so many events of progress."""
+    form = form_of(name, answers[0], ask)
+    waited = [form.progress() for _ in range(progress)]
+    events = [*form.opening(), *waited, *form.stream(form.render([*answers]))]
+    return b"".join(write_event(data, n) for n, data in enumerate(events)) + form.end
 
 
 def frames_of(raw: bytes) -> Iterator[tuple[str, Any]]:
@@ -148,22 +147,13 @@ PARSES = st.builds(Parsed, st.text(), st.text(), CALLS)
 
 
 @settings(deadline=None, max_examples=40)
-@given(
-    st.sampled_from(NAMES),
-    PARSES,
-    st.sampled_from(["stop", "length"]),
-    st.lists(st.integers(1, 5), max_size=4),
-)
+@given(st.sampled_from(NAMES), PARSES, st.sampled_from(["stop", "length"]), st.integers(0, 3))
 def test_a_stream_is_the_whole_reply(
-    name: str, parsed: Parsed, stop_reason: str, cuts: list[int]
+    name: str, parsed: Parsed, stop_reason: str, progress: int
 ) -> None:
-    """However a stream divides the text into pieces, the SDKs' helpers rebuild the whole reply from the events."""
+    """The SDKs' helpers build the whole reply, however long it took."""
     answer = answer_of(name, parsed, stop_reason)
-    ends = list(itertools.accumulate(cuts, initial=0))
-    pieces = [("", parsed.reasoning[a:b]) for a, b in itertools.pairwise(ends)]
-    if ends[-1] >= len(parsed.reasoning):
-        pieces += [(parsed.text[a:b], "") for a, b in itertools.pairwise(ends)]
-    raw = streamed(name, answer, pieces)
+    raw = streamed(name, answer, progress=progress)
     assert said(accumulated(name, raw)) == said(whole(name, answer))
     assert nulls([data for _, data in frames_of(raw)]) == []
 
@@ -179,32 +169,12 @@ def test_a_reply_sent_back_is_the_message_that_was_kept(name: str, parsed: Parse
     assert again.get("reasoning_content", "") == parsed.reasoning
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_what_a_parser_is_sure_of_makes_a_stream(name: str) -> None:
-    """Before its last events, a stream sends only text that OutputParser.certain returned. All events of a stream
-    together contain the whole reply."""
-    parser, tools = OutputParser(), [{"type": "function", "function": {"name": "f"}}]
-    text = '<think>\nhm, "<"\n</think>\n\nLet me see: 1 < 2 \n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
-    pieces, before = [], Parsed("")
-    for end in range(len(text)):
-        sure = parser.certain(text[:end], tools)
-        pieces.append((sure.text[len(before.text) :], sure.reasoning[len(before.reasoning) :]))
-        before = sure
-    answer = answer_of(name, parser.parse(text, tools))
-    assert (answer.parsed.text, answer.parsed.reasoning) == ("Let me see: 1 < 2", 'hm, "<"')
-    assert len(answer.tool_calls) == 1
-    raw = streamed(name, answer, pieces)
-    assert said(accumulated(name, raw)) == said(whole(name, answer))
-    assert sum(b"1" in frame or b"2" in frame for frame in raw.split(b"\n\n")) > 1
-    assert PROTOCOLS[name].stream(ASKED, "x", 0).grow([]) == b""
-
-
 # Tests of the keys and events that strict clients read
 
 
 def test_a_chat_completion_has_all_that_strict_clients_read() -> None:
     """A chat completion has `id`, `model`, `object`, `index` and `usage`, and only its `content` may be null."""
-    reply = whole("chat/completions", answer_of("chat/completions", Parsed("hi"), "abort"))
+    reply = whole("chat/completions", answer_of("chat/completions", Parsed("hi"), "length"))
     assert reply.pop("created") > 0
     assert reply == {
         "id": "chatcmpl-ab12",
@@ -250,9 +220,7 @@ def test_a_response_has_all_that_strict_clients_read() -> None:
         "incomplete",
         {"reason": "max_output_tokens"},
     )
-    named = PROTOCOLS["responses"].render(
-        AgentRequest(HELLO, tool_choice="f"), [answer_of("responses")]
-    )
+    named = whole("responses", answer_of("responses"), AgentRequest(HELLO, tool_choice="f"))
     assert named["tool_choice"] == {"type": "function", "name": "f"}
 
 
@@ -284,44 +252,37 @@ def test_a_message_has_all_that_strict_clients_read() -> None:
 def test_the_events_of_a_chat_completion() -> None:
     """The stream of a chat completion begins with the role, and ends with finish_reason and [DONE]. The stream contains
     token usage only if the client asks for it."""
-    frames = list(
-        frames_of(streamed("chat/completions", answer_of("chat/completions"), [("Let", "hm")]))
-    )
+    answer = answer_of("chat/completions")
+    frames = list(frames_of(streamed("chat/completions", answer)))
     assert {event for event, _ in frames} == {""}
     *chunks, usage, done = [data for _, data in frames]
     assert done == "[DONE]"
     assert (usage["choices"], usage["usage"]["total_tokens"]) == ([], 5)
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
-    keys = ["role", "reasoning_content", "content", "content", "tool_calls", "tool_calls"]
+    keys = ["role", None, None, "reasoning_content", "content", "tool_calls", "tool_calls"]
     assert [next(iter(delta), None) for delta in deltas] == [*keys, None]
     assert [call["index"] for delta in deltas for call in delta.get("tool_calls", ())] == [0, 1]
-    assert [chunk["choices"][0].get("finish_reason") for chunk in chunks] == [None] * 6 + [
+    assert [chunk["choices"][0].get("finish_reason") for chunk in chunks] == [None] * 7 + [
         "tool_calls"
     ]
     assert {(chunk["id"], chunk["object"], chunk["choices"][0]["index"]) for chunk in chunks} == {
         ("chatcmpl-ab12", "chat.completion.chunk", 0)
     }
-    plain = list(
-        frames_of(
-            streamed("chat/completions", answer_of("chat/completions"), [], AgentRequest(HELLO))
-        )
-    )
+    plain = frames_of(streamed("chat/completions", answer, ask=AgentRequest(HELLO)))
     assert all(data == "[DONE]" or data["choices"] for _, data in plain)
 
 
 def test_the_events_of_a_response() -> None:
     """In the Responses protocol, the events of a stream are numbered without gaps. The event that adds an item comes
     before the item's deltas."""
-    frames = list(
-        frames_of(streamed("responses", answer_of("responses"), [("", "hm"), ("Let ", "")]))
-    )
+    frames = list(frames_of(streamed("responses", answer_of("responses"))))
     part = ["output_item.added", "content_part.added"]
     end = ["content_part.done", "output_item.done"]
     arguments = ["function_call_arguments.delta", "function_call_arguments.done"]
     assert [event.removeprefix("response.") for event, _ in frames] == [
-        *["created", "in_progress"],
+        *["created", "in_progress", "in_progress", "in_progress"],
         *[*part, "reasoning_text.delta", "reasoning_text.done", *end],
-        *[*part, "output_text.delta", "output_text.delta", "output_text.done", *end],
+        *[*part, "output_text.delta", "output_text.done", *end],
         *["output_item.added", *arguments, "output_item.done"] * 2,
         "completed",
     ]
@@ -334,21 +295,13 @@ def test_the_events_of_a_response() -> None:
 def test_the_events_of_a_message() -> None:
     """Every event has an `event:` line, which Anthropic's client needs, and only one content block is open at a
     time."""
-    frames = list(
-        frames_of(streamed("messages", answer_of("messages"), [("", "hm"), ("Let ", "")]))
-    )
+    frames = list(frames_of(streamed("messages", answer_of("messages"))))
     assert all(data["type"] == event for event, data in frames)
     deltas = [data["delta"].get("type") for event, data in frames if event == "content_block_delta"]
-    assert deltas == [
-        "thinking_delta",
-        "signature_delta",
-        "text_delta",
-        "text_delta",
-        *["input_json_delta"] * 2,
-    ]
+    assert deltas == ["thinking_delta", "signature_delta", "text_delta", *["input_json_delta"] * 2]
     others = [event for event, _ in frames if event != "content_block_delta"]
     blocks = ["content_block_start", "content_block_stop"] * 4
-    assert others == ["message_start", *blocks, "message_delta", "message_stop"]
+    assert others == ["message_start", "ping", "ping", *blocks, "message_delta", "message_stop"]
     assert [data["index"] for event, data in frames if event == "content_block_start"] == [
         0,
         1,
@@ -356,16 +309,6 @@ def test_the_events_of_a_message() -> None:
         3,
     ]
     assert frames[0][1]["message"]["usage"] == {"input_tokens": 2, "output_tokens": 0}
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_what_is_said_after_the_last_token_only(name: str) -> None:
-    """The SDK rebuilds the reply even if a stream sends the whole answer only at its end. The SDK also rebuilds an
-    empty answer, and an answer with only tool calls or only reasoning."""
-    for parsed in (Parsed(""), Parsed("", calls=PARSED.calls), Parsed("", "hm")):
-        answer = answer_of(name, parsed)
-        raw = streamed(name, answer, [])
-        assert said(accumulated(name, raw)) == said(whole(name, answer))
 
 
 # Several answers, logprobs, errors
@@ -379,19 +322,9 @@ def test_several_answers_share_a_chat_completion() -> None:
     two = Answer(
         "chatcmpl-ab12-1", response_of("length"), Parsed("second", calls=[Call("f", "{}")])
     )
-    first, second = (
-        PROTOCOLS["chat/completions"].stream(ask, "chatcmpl-ab12", k) for k in range(2)
-    )
-    raw = (
-        first.start(2)
-        + second.start(2)
-        + second.grow([("text", "sec")])
-        + first.grow([("reasoning", "h")])
-    )
-    raw += second.grow([("text", "second")]) + second.finish(two) + first.finish(one)
-    assert b"[DONE]" not in raw
-    raw += first.end([one, two])
-    both = json.loads(json.dumps(PROTOCOLS["chat/completions"].render(ask, [one, two])))
+    raw = streamed("chat/completions", one, two, ask=ask)
+    assert raw.count(b"[DONE]") == raw.count(b"usage") == 1
+    both = json.loads(json.dumps(form_of("chat/completions", one, ask).render([one, two])))
     assert said(accumulated("chat/completions", raw)) == said(both)
     assert both["usage"] == {"prompt_tokens": 2, "completion_tokens": 6, "total_tokens": 8}
     assert both["choices"][1]["message"]["tool_calls"][0]["id"] == "call_ab12-1_0"
@@ -407,7 +340,7 @@ def test_logprobs_of_the_sampled_tokens() -> None:
         ("<|im_end|>", -1.5),
     ]
     assert content[0] == {"token": "h", "logprob": -0.5, "bytes": [104], "top_logprobs": []}
-    assert said(accumulated("chat/completions", streamed("chat/completions", chat, []))) == said(
+    assert said(accumulated("chat/completions", streamed("chat/completions", chat))) == said(
         whole("chat/completions", chat)
     )
     halves = answer_of("chat/completions", Parsed("é"), token_texts=["\ufffd", "\ufffd"])
@@ -417,7 +350,7 @@ def test_logprobs_of_the_sampled_tokens() -> None:
     ]  # the decoder turns half of é into U+FFFD, so the token's bytes are unknown
     response = answer_of("responses", Parsed("hi"), token_texts=["h", "i", ""])
     assert whole("responses", response)["output"][0]["content"][0]["logprobs"][0] == content[0]
-    assert said(accumulated("responses", streamed("responses", response, []))) == said(
+    assert said(accumulated("responses", streamed("responses", response))) == said(
         whole("responses", response)
     )
 
@@ -431,7 +364,7 @@ def test_an_error_has_the_shape_of_its_protocol(name: str, status: int, error: s
     """For an error status, each protocol's SDK raises the exception class for this status, with the proxy's message."""
     body = PROTOCOLS[name].error(status, "stop: a string is needed")
     assert body["error"]["message"] == "stop: a string is needed"
-    assert ("type" in body) == (name == "messages")
+    assert ("type" in body) == (name != "chat/completions")
     library: Any = anthropic if name == "messages" else openai
     with pytest.raises(getattr(library, error), match="stop: a string is needed"):
         accumulated_error(name, json.dumps(body).encode(), status)
@@ -453,8 +386,9 @@ def accumulated_error(name: str, raw: bytes, status: int) -> None:
 def test_a_stream_that_breaks_off_is_an_error(name: str) -> None:
     """If an error occurs after the first bytes of a stream, the stream sends the error as an event, and the SDK raises
     the error."""
-    stream = PROTOCOLS[name].stream(ASKED, PROTOCOLS[name].id_prefix + "ab", 0)
-    raw = stream.start(2) + stream.grow([("text", "Let")]) + stream.error(503, "no server answers")
+    form = form_of(name, answer_of(name))
+    events = [*form.opening(), form.progress(), form.error(503, "no server answers")]
+    raw = b"".join(write_event(data, n) for n, data in enumerate(events))
     library: Any = anthropic if name == "messages" else openai
     with pytest.raises(library.APIError, match="no server answers"):
         accumulated(name, raw)

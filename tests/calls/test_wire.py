@@ -13,11 +13,10 @@ from anthropic.types import Message, ModelInfo, RawMessageStreamEvent
 from harness import ADMIN, Harness, claude, sdk
 from openai.types import Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from openai.types.responses import Response, ResponseItem, ResponseStreamEvent
+from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from calls.messages import PLACEHOLDER, parse_anthropic, parse_responses
-from calls.prompts import PART
 from calls.replies import PROTOCOLS
 from engine import RemoteInfEngine
 from proxy import create_app
@@ -175,7 +174,6 @@ async def test_a_named_response_beats_its_twin(start: Start) -> None:
     )
     cache = harness.sessions.find(session).cache
     assert cache[child["id"]].parent is cache[older["id"]]
-    assert cache[older["id"]].children == 1
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -200,24 +198,6 @@ async def test_an_echo_without_reasoning_is_spliced(start: Start, name: str) -> 
     assert prompts[1][: len(prompts[0])] == prompts[0]
     assert prompts[2][: len(prompts[1])] == prompts[1]
     assert len(await harness.export(session, style="concat")) == 1
-
-
-# store
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("store", ["ignore", "honour"])
-async def test_store_false_is_trained_unless_a_run_honours_it(
-    start: Start, name: str, store: str
-) -> None:
-    """Codex sends `store: false` with every call. By default a call with `store: false` is trained. The field
-    `unstored` of a row counts the calls with `store: false`."""
-    harness = start("one", store=store)
-    session = await harness.start()
-    await ask(harness, session, name, [user()], store=False)
-    (row,) = [i["tensors"] for i in (await harness.export(session, style="concat")).values()]
-    assert sum(row["loss_mask"]) == (4 if store == "ignore" else 0)
-    assert row["unstored"] == [1]
 
 
 # Images and files
@@ -258,8 +238,7 @@ async def test_an_image_becomes_a_text(
     prompt = tiny_tokenizer.decode(harness.engine.requests[1].input_ids)
     assert f"user\nLook: {PLACEHOLDER}<|im_end|>" in prompt
     assert f"tool\n{PLACEHOLDER}<|im_end|>" in prompt
-    (row,) = [i["tensors"] for i in (await harness.export(session, style="concat")).values()]
-    assert row["placeholders"] == [2]
+    assert len(await harness.export(session, style="concat")) == 1
 
 
 def test_a_message_keeps_its_blocks_beside_tool_results() -> None:
@@ -342,56 +321,6 @@ async def test_a_full_context_is_said_in_each_vendors_way(
             with pytest.raises(openai.BadRequestError) as raised:
                 await other.responses.create(model="m", input="x" * 3000)
             assert raised.value.code == "context_length_exceeded"
-
-
-@pytest.mark.parametrize("name", NAMES)
-async def test_a_huge_tool_output_is_refused_early(
-    limited: Harness, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    """A tool output of 8 MB is refused as soon as its first part has been tokenised. A refused tool output does not
-    remove the earlier turn from the conversation tree."""
-    prompts = limited.app.state.proxy.prompts
-    session, encode, encoded = await limited.start(), prompts._encode, []
-
-    def counting(text: str) -> list[int]:
-        encoded.append(len(text))
-        return encode(text)
-
-    items = [user()]
-    reply = await ask(limited, session, name, items, max_tokens=4)
-    monkeypatch.setattr(prompts, "_encode", counting)
-    items += [*said(name, reply), user("x" * 2**23)]
-    answer = await limited.post(f"/{session}/v1/{name}", body_of(name, items))
-    assert answer.status_code == 400
-    assert "prompt is too long" in answer.json()["error"]["message"]
-    assert 0 < sum(encoded) <= PART
-    assert len(limited.sessions.find(session).cache) == 1
-
-
-def test_a_long_text_that_fits_is_tokenised_as_a_whole(tiny_tokenizer: Any) -> None:
-    """PromptBuilder first tokenises a long text in parts, to find out whether the text is too long for the context. If
-    a long text fits into the context, PromptBuilder returns the tokens of the uncut text."""
-    from calls.prompts import PromptBuilder
-
-    class Wide:
-        """A tokenizer that makes one token from a sequence of identical letters."""
-
-        split_special_tokens = False
-
-        chat_template = "x"
-
-        def encode(self, text: str, **options: Any) -> list[int]:
-            return [
-                ord(letter)
-                for letter, before in zip(text, " " + text, strict=False)
-                if letter != before
-            ]
-
-        def apply_chat_template(self, messages: Items, **options: Any) -> str:
-            return "".join(message["content"] for message in messages)
-
-    text = ("a" * PART + "b" * PART) * 3
-    assert PromptBuilder(Wide(), context_length=64).encode(text) == [97, 98] * 3
 
 
 # Tools that the reply may call
@@ -485,44 +414,6 @@ async def test_a_response_can_be_fetched(start: Start, stream: bool) -> None:
             await client.responses.retrieve("resp_no")
 
 
-async def test_the_input_of_a_response_can_be_listed(start: Start) -> None:
-    """GET /v1/responses/{id}/input_items lists the whole input of a response. A response's input includes instructions,
-    reasoning, tool calls, results, and the earlier turns that the client has named by an id. An SDK that reads the list
-    in pages gets every item."""
-    harness = start(f"<think>hm</think>{CALL}", "21 degrees")
-    session = await harness.start()
-    async with sdk(harness, f"/{session}/v1") as client:
-        asked: Any = {"model": "m", "instructions": "terse", "tools": [offer("responses")]}
-        first: Any = await client.responses.create(input="hi", **asked)
-        back: Any = result("responses", first.model_dump(), "21")
-        second = await client.responses.create(
-            model="m", input=[back], previous_response_id=first.id
-        )
-        items: list[Any] = [
-            item
-            async for item in client.responses.input_items.list(second.id, limit=2, order="asc")
-        ]
-        newest = await client.responses.input_items.list(second.id, limit=1)
-        assert newest.data == items[-1:]
-        with pytest.raises(openai.BadRequestError, match="limit"):
-            await client.responses.input_items.list(second.id, limit=0)
-        with pytest.raises(openai.NotFoundError, match="response_id"):
-            await client.responses.input_items.list("resp_no")
-    kinds = ["message", "message", "reasoning", "message", "function_call", "function_call_output"]
-    assert [item.type for item in items] == kinds
-    texts = [
-        items[0].content[0].text,
-        items[1].content[0].text,
-        items[3].content[0].text,
-        items[5].output,
-    ]
-    assert texts == ["terse", "hi", "Let me see.", "21"]
-    assert (items[4].name, json.loads(items[4].arguments)) == ("f", {"a": 1})
-    assert items[4].call_id == items[5].call_id == back["call_id"]
-    for item in items:
-        TypeAdapter(ResponseItem).validate_python(item.model_dump(exclude_unset=True))
-
-
 async def test_management_names_the_wrong_field(start: Start) -> None:
     """The proxy refuses to start a session if the caller chooses the session's API key. The proxy refuses an export
     without a session id. The error for the API key names the field `api_key`, and the error for the export names the
@@ -571,7 +462,7 @@ async def test_replies_and_events_are_valid_for_the_sdks(start: Start, name: str
             for line in answer.text.splitlines()
             if line.startswith("data: ")
         ]
-        assert len(lines) > 5
+        assert len(lines) >= 5
         for line in lines:
             if line != "[DONE]":
                 TypeAdapter(event).validate_python(json.loads(line))

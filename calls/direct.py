@@ -1,0 +1,62 @@
+"""An OpenAI client whose calls the proxy's code answers in this process.
+
+AReaL's documents call this the direct approach (Agent Workflow, "Direct Approach"). A workflow makes
+one for each episode and needs no proxy process:
+
+    client = ArealOpenAI(engine, tokenizer)
+    reply = await client.chat.completions.create(model="default", messages=messages)
+    client.set_last_reward(1.0)
+    interactions = client.export_completions(turn_discount=0.9)
+"""
+
+import functools
+import secrets
+from typing import Any
+
+import openai
+
+from cache import Interaction
+from calls.client import sdk_http
+from proxy import create_app
+
+
+class ArealOpenAI(openai.AsyncOpenAI):
+    """`engine` has `async agenerate(ModelRequest)`; `options` are those of `create_app`. What sets
+    rewards and exports is that of `cache`, the tree of the client's only session."""
+
+    def __init__(self, engine: Any, tokenizer: Any, task_id: str = "", **options: Any) -> None:
+        app = create_app(engine, tokenizer, secrets.token_urlsafe(), clock=lambda: 0.0, **options)
+        session = app.state.proxy.start_own_session(task_id)
+        self.cache = cache = session.cache
+        self.set_reward, self.set_last_reward = cache.set_reward, cache.set_last_reward
+        self.apply_reward_discount = cache.apply_reward_discount
+        self.export_interactions = cache.export_interactions
+        transport = sdk_http.ASGITransport(app)
+        super().__init__(
+            base_url=f"http://in-process/{session.session_id}/v1",
+            api_key=session.session_id,
+            http_client=openai.DefaultAsyncHttpxClient(transport=transport, timeout=None),
+            max_retries=0,
+        )
+        for endpoint in list[Any]([self.chat.completions, self.responses]):  # model is optional
+            endpoint.create = functools.partial(endpoint.create, model="default")
+
+    def copy(self, **changes: Any) -> openai.AsyncOpenAI:  # type: ignore[override]
+        """A client of the same session with other options, such as a timeout."""
+        plain = openai.AsyncOpenAI(
+            base_url=self.base_url, api_key=self.api_key, http_client=self._client
+        )
+        return plain.copy(**{"max_retries": 0} | changes)
+
+    with_options = copy  # type: ignore[assignment]
+
+    def get_interaction(self, interaction_id: str) -> Interaction:
+        """The interaction of a completion or response. Raises KeyError."""
+        return self.cache[interaction_id]
+
+    def export_completions(self, turn_discount: float = 1.0) -> dict[str, Interaction]:
+        """The discounted rewards and all finished interactions, as AReaL's older API has it."""
+        self.apply_reward_discount(turn_discount)
+        return self.export_interactions("individual")
+
+    get_completions = get_interaction  # the older name
