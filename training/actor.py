@@ -21,13 +21,13 @@ Not here: tensor, pipeline and context parallelism, LoRA, critics. With another 
 ranks, results are equal up to rounding, not bit for bit.
 """
 
-import importlib
 import math
 import os
 import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -77,12 +77,6 @@ def lr_factor(step: int, config: OptimizerConfig, max_steps: int) -> float:
     done = min((step - config.warmup_steps) / max(max_steps - config.warmup_steps, 1), 1.0)
     fallen = {"constant": 0.0, "linear": done, "cosine": (1 - math.cos(math.pi * done)) / 2}
     return 1 - (1 - LR_FLOOR) * fallen[config.lr_scheduler_type]
-
-
-def import_name(path: str) -> Any:
-    """The function that a key names, module.function."""
-    module, _, name = path.rpartition(".")
-    return getattr(importlib.import_module(module), name)
 
 
 def should_compile(device: str, parameters: int) -> bool:
@@ -232,7 +226,8 @@ class FSDPPPOActor(FSDPEngine):
 
     def __init__(self, config: PPOActorConfig, model_path: str | Path) -> None:
         super().__init__(config, model_path)
-        self.loss_fn, self.advantages_fn = import_name(config.loss), import_name(config.advantages)
+        self.loss_fn = resolve_name(config.loss)
+        self.advantages_fn = resolve_name(config.advantages)
         # All that changes:
         self.optimizer: Any = None
         self.steps, self.max_steps = 0, 1
@@ -247,16 +242,14 @@ class FSDPPPOActor(FSDPEngine):
         super().initialize()
         self.max_steps = max_steps
         o = self.config.optimizer
-        matrices = [p for p in self.model.parameters() if p.dim() > 1]
-        vectors = [p for p in self.model.parameters() if p.dim() <= 1]  # norms and biases: no decay
-        groups: list[dict[str, Any]] = [
-            {"params": matrices},
+        matrices, vectors = [], []  # vectors, which are norms and biases, do not decay
+        for p in self.model.parameters():
+            (matrices if p.dim() > 1 else vectors).append(p)
+        groups: Any = [
+            {"params": matrices, "weight_decay": o.weight_decay},
             {"params": vectors, "weight_decay": 0.0},
         ]
-        betas = (0.9, o.beta2)
-        self.optimizer = torch.optim.AdamW(
-            groups, o.lr, betas, weight_decay=o.weight_decay, fused=True
-        )
+        self.optimizer = torch.optim.AdamW(groups, o.lr, (0.9, o.beta2), fused=True)
 
     def connect_engine(self, rollout: Any, meta: weights.WeightUpdateMeta) -> None:
         """Set the engine that makes batches and gets new weights."""

@@ -20,7 +20,7 @@ With N = 4,096 the two passes take 545 MiB instead of 11,740 (`python bench/loss
 matrix products instead of three. Models that scale, cap or shift their logits are refused.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -36,10 +36,6 @@ CHANGES += ["logits_scaling", "logit_scale", "lm_head_multiplier", "output_multi
 CHANGES += ["logits_mup_width_multiplier"]
 
 # Shapes: N tokens, hidden size D, vocabulary V, and c tokens in a chunk.
-
-
-def slices(n: int, size: int) -> Iterator[slice]:
-    return (slice(start, start + size) for start in range(0, n, size))
 
 
 def chunk_logits(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -99,7 +95,8 @@ class TokenLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         results = fuse(chunk_results) if compiled else chunk_results
         logp, entropy = (torch.empty_like(tau) for _ in range(2))  # (N,), (N,)
-        for c in slices(len(ids), chunk):
+        for start in range(0, len(ids), chunk):
+            c = slice(start, start + chunk)
             logp[c], entropy[c] = results(chunk_logits(hidden[c], weight), ids[c], tau[c])
         ctx.save_for_backward(hidden, weight, ids, tau, entropy)
         ctx.set_materialize_grads(False)  # None for a result that the loss does not use
@@ -112,7 +109,8 @@ class TokenLogprobs(torch.autograd.Function):
         g = torch.zeros_like(entropy) if g is None else g  # (N,)
         grad_hidden = torch.empty_like(hidden)  # (N, D)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)  # (V, D)
-        for c in slices(len(ids), ctx.chunk):
+        for start in range(0, len(ids), ctx.chunk):
+            c = slice(start, start + ctx.chunk)
             ends = (entropy[c], g[c], None if e is None else e[c], weight.dtype)
             grad_z = ctx.gradient(chunk_logits(hidden[c], weight), ids[c], tau[c], *ends)  # (c, V)
             grad_hidden[c] = grad_z @ weight  # (c, V) @ (V, D)

@@ -18,8 +18,8 @@ tokens, their tree 6:
 So e (4) attends to a, b and itself, but not to c and d, whose subtrees end at 4. Where several rows
 train a token of the tree, their gradients add up.
 
-No N x N mask is built. On a CPU each block of 128 queries takes only the keys that one of them
-needs; on a GPU FlexAttention skips blocks in which nothing is seen. Loss and gradients are those of
+On a CPU each block of 128 queries takes only the keys that one of them needs; on a GPU
+FlexAttention skips blocks in which nothing is seen. Loss and gradients are those of
 separate rows to 1e-6 and 1e-5, not bit for bit. The metric tree_token_ratio is the tree's tokens
 divided by the rows'; rows of different mini-batches never share a tree.
 """
@@ -33,7 +33,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers import AttentionInterface
 from transformers.integrations.flex_attention import flex_attention_forward
 
@@ -131,28 +131,14 @@ def cut_trees(batch: Batch, rows: Sequence[int], mb_tokens: int) -> Iterator[Pie
 
 @lru_cache(maxsize=1)  # all layers of a pass use the same
 def block_mask(tree: PackedTree, device: torch.device) -> BlockMask:
-    """FlexAttention's mask: which blocks of keys a block of queries sees in part, and which it sees
-    as a whole."""
-    length = len(tree.subtree_end)
-    n = -(-length // BLOCK)  # rounded up
-    end = F.pad(tree.subtree_end.to(device), (0, n * BLOCK - length))  # 0: no query sees padding
-    key = torch.arange(n, device=device)  # (n,) blocks
-    query = key[:, None]  # (n, 1) blocks
-    some = (key <= query) & (end.view(n, BLOCK).amax(1) > query * BLOCK)  # (n, n)
-    full = (key < query) & (end.view(n, BLOCK).amin(1) >= (query + 1) * BLOCK)  # (n, n)
-
-    def listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """For each query block, how many key blocks are chosen, and all, the chosen first."""
-        order = chosen.int().argsort(dim=1, descending=True, stable=True)  # (n, n)
-        return chosen.sum(1).int()[None, None], order.int()[None, None]
+    """FlexAttention's mask: which blocks of queries see which blocks of keys, wholly or in part."""
+    n = len(tree.subtree_end)
+    end = F.pad(tree.subtree_end.to(device), (0, -n % BLOCK))  # no query sees the padding
 
     def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return (k <= q) & (q < end[k])
 
-    lists = (*listed(some & ~full), *listed(full))
-    return BlockMask.from_kv_blocks(
-        *lists, BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=(length, length)
-    )
+    return create_block_mask(visible, None, None, n, n, device=str(device), BLOCK_SIZE=BLOCK)
 
 
 def tree_attention(

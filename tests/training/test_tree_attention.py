@@ -212,30 +212,16 @@ def test_long_rows_cross_many_blocks(model: Any) -> None:
 
 
 @given(SEEDS, st.integers(1, 12))
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_the_block_mask_is_the_mask(seed: int, n: int) -> None:
-    """A block is listed if something in it is seen, and as full only if everything is."""
+    """A block is listed exactly if something in it is seen, also where N is no multiple of 128."""
     [tree] = build_trees(make_rows(seed, n, longest=2 * BLOCK), 10**6)
     mask, N = dense_mask(tree), len(tree.subtree_end)
-    blocks = -(-N // BLOCK)
-    padded = torch.zeros(blocks * BLOCK, blocks * BLOCK, dtype=torch.bool)
-    padded[:N, :N] = mask
-    tiles = padded.view(blocks, BLOCK, blocks, BLOCK)
     found: Any = block_mask(tree, torch.device("cpu"))
-    some = listed(found.kv_num_blocks, found.kv_indices)
-    full = listed(found.full_kv_num_blocks, found.full_kv_indices)
-    assert torch.equal(some | full, tiles.any(3).any(1))
-    assert not (some & full).any()
-    assert not (full & ~tiles.all(3).all(1)).any()
+    padded = F.pad(mask, (0, -N % BLOCK) * 2)
+    tiles = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
+    assert torch.equal(found.to_dense()[0, 0].bool(), tiles.any(3).any(1))
     assert torch.equal(create_mask(found.mask_mod, None, None, N, N, device="cpu")[0, 0], mask)
-
-
-def listed(counts: Tensor, numbers: Tensor) -> Tensor:
-    """Lists of key blocks as a matrix (query blocks, key blocks)."""
-    chosen = torch.zeros(numbers.shape[-2:], dtype=torch.bool)
-    for row, (count, order) in enumerate(zip(counts[0, 0], numbers[0, 0], strict=True)):
-        chosen[row, order[:count]] = True
-    return chosen
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
