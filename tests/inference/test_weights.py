@@ -1,12 +1,7 @@
-"""New weights reach every server completely or not at all, and no version is deleted while a server still reads
-it."""
+"""New weights reach every server wholly or not at all; none goes while a server reads it."""
 
 import asyncio
-import base64
-import inspect
 import os
-import pickle
-import signal
 import subprocess
 import sys
 import threading
@@ -20,20 +15,17 @@ import httpx
 import pytest
 import safetensors.torch
 import torch
-from conftest import ROOT, free_port, make_byte_model, rest_of, wait_until_up
-from runs import SMALL_GUESS, start_and_hold
+from conftest import ROOT, StartServer, make_byte_model
 from safetensors.torch import load_file
-from torch.multiprocessing import reductions
 from trainers import make_family
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
 from engine import RemoteInfEngine
-from inference import group, weights
+from inference import weights
 from inference.io_struct import GenerationHyperparameters, ModelRequest
 from inference.weights import WeightUpdateMeta, named_buckets, send, write_checkpoint
-from train import TrainingLoop
+from run.config import PPOActorConfig
 from training.actor import FSDPEngine, FSDPPPOActor
-from training.config import PPOActorConfig
 
 
 @pytest.fixture
@@ -42,17 +34,14 @@ def state(tiny_model_dir: Path) -> dict[str, torch.Tensor]:
 
 
 class Servers:
-    """A fake of inference/servers.py::Servers. The method `post_all` records each call and the entries of the folder
-    `root` at the time of the call."""
+    """Its `post_all` records each call, and what the folder `root` has at that time."""
 
     def __init__(self, root: Path, error: str | None = None) -> None:
         self.root, self.error = root, error
         self.asked: list[tuple[str, dict[str, Any]]] = []
         self.on_disk: list[set[str]] = []
 
-    def post_all(
-        self, path: str, body: dict[str, Any], timeout: float = 0.0
-    ) -> list[dict[str, Any]]:
+    def post_all(self, path: str, body: dict[str, Any], timeout: float = 0.0) -> list[dict]:
         self.asked.append((path, body))
         self.on_disk.append({entry.name for entry in self.root.iterdir()})
         if self.error:
@@ -60,10 +49,13 @@ class Servers:
         return [{"success": True}]
 
 
+# The folder
+
+
 def test_a_checkpoint_is_a_hugging_face_directory(
     state: dict, tiny_model_dir: Path, tmp_path: Path
 ):
-    """`from_pretrained` loads what write_checkpoint wrote: the same tensors, names and tokenizer."""
+    """`from_pretrained` reads the tensors, names and tokenizer that write_checkpoint wrote."""
     changed = {name: tensor + 1 for name, tensor in state.items()}
     written = write_checkpoint(changed, tiny_model_dir, tmp_path / "deep" / "v3")
     loaded = AutoModelForCausalLM.from_pretrained(written).state_dict()
@@ -76,13 +68,11 @@ def test_a_checkpoint_is_a_hugging_face_directory(
 
 
 def test_own_dtype_and_layout(tiny_model_dir: Path, tmp_path: Path):
-    """A checkpoint file holds each tensor with its dtype and its values, even if the tensor is not contiguous in
-    memory."""
+    """A tensor keeps its dtype and its values, even if it is not contiguous."""
     half = torch.arange(6, dtype=torch.bfloat16).reshape(2, 3)
     tensors = {"half": half, "strided": torch.arange(6.0).reshape(2, 3).T}
-    written = load_file(
-        write_checkpoint(tensors, tiny_model_dir, tmp_path / "v0") / "model.safetensors"
-    )
+    folder = write_checkpoint(tensors, tiny_model_dir, tmp_path / "v0")
+    written = load_file(folder / "model.safetensors")
     assert set(written) == {"half", "strided"}
     assert written["half"].dtype == torch.bfloat16
     assert torch.equal(written["half"], half)
@@ -93,67 +83,54 @@ def test_own_dtype_and_layout(tiny_model_dir: Path, tmp_path: Path):
 def test_a_crash_half_way_is_never_seen(
     state: dict, tiny_model_dir: Path, tmp_path: Path, step: str, monkeypatch: pytest.MonkeyPatch
 ):
-    """If a crash interrupts the writing of version 1, the folder v1 does not exist. The next write deletes the
-    unfinished folder that the crash has left."""
+    """There is no v1 until it is complete, and the next write deletes what the crash left."""
 
     def crash(*args: Any, **kwargs: Any) -> Any:
         raise KeyboardInterrupt
 
+    place = {"tensors": (safetensors.torch, "save_file"), "replace": (os, "replace")}[step]
     with monkeypatch.context() as patch:
-        patch.setattr(
-            *{"tensors": (safetensors.torch, "save_file"), "replace": (os, "replace")}[step], crash
-        )
+        patch.setattr(*place, crash)
         with pytest.raises(KeyboardInterrupt):
             write_checkpoint(state, tiny_model_dir, tmp_path / "v1")
     assert not (tmp_path / "v1").exists()
     assert len(list(tmp_path.iterdir())) == 1
     write_checkpoint(state, tiny_model_dir, tmp_path / "v2")
+    write_checkpoint({n: t * 0 for n, t in state.items()}, tiny_model_dir, tmp_path / "v2")
     assert [entry.name for entry in tmp_path.iterdir()] == ["v2"]
-
-
-def test_the_same_version_may_be_written_again(state: dict, tiny_model_dir: Path, tmp_path: Path):
-    """After a recovery, a run may write its last version a second time, and the new files replace the old files."""
-    write_checkpoint(state, tiny_model_dir, tmp_path / "v1")
-    write_checkpoint({n: t * 0 for n, t in state.items()}, tiny_model_dir, tmp_path / "v1")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "v1")
-    assert not any(parameter.any() for parameter in loaded.parameters())
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "v2")
+    assert not any(parameter.any() for parameter in loaded.parameters())  # the second replaced it
 
 
 def test_the_old_version_outlives_the_loading(tmp_path: Path):
-    """Version 1 is deleted only after every server has loaded version 2. An update deletes nothing in the folder except
-    old versions."""
+    """Version 1 goes only when every server has version 2, and nothing but old versions goes."""
     for name in ("v1", "v2", "vocabulary", "notes"):
         (tmp_path / name).mkdir()
     servers = Servers(tmp_path)
-    meta = WeightUpdateMeta(path=str(tmp_path)).with_version(2)
-    send(meta, servers.post_all)
+    send(WeightUpdateMeta(path=str(tmp_path)).with_version(2), servers.post_all)
     disk = {"model_path": str(tmp_path / "v2"), "abort_all_requests": False, "flush_cache": True}
-    disk["weight_version"] = "2"
-    label = {"abort_all_requests": False}
+    label = {"new_version": "2-incomplete", "abort_all_requests": False}
     assert servers.asked == [
-        ("/update_weight_version", label | {"new_version": "2-incomplete"}),
-        ("/update_weights_from_disk", disk),
+        ("/update_weight_version", label),
+        ("/update_weights_from_disk", disk | {"weight_version": "2"}),
     ]
     assert "v1" in servers.on_disk[1]
     assert {entry.name for entry in tmp_path.iterdir()} == {"v2", "vocabulary", "notes"}
 
 
 def test_nothing_is_deleted_when_a_server_fails(tmp_path: Path):
-    """If a server fails to load the new version, the files of the old and the new version stay on disk, because a
-    server may still read these files."""
+    """A server may still be reading the old or the new version."""
     for name in ("v1", "v2"):
         (tmp_path / name).mkdir()
+    meta = WeightUpdateMeta(path=str(tmp_path), version=2)
     with pytest.raises(RuntimeError, match="b is gone"):
-        send(
-            WeightUpdateMeta(path=str(tmp_path), version=2), Servers(tmp_path, "b is gone").post_all
-        )
+        send(meta, Servers(tmp_path, "b is gone").post_all)
     assert {entry.name for entry in tmp_path.iterdir()} == {"v1", "v2"}
 
 
 @pytest.mark.parametrize("status", [200, 400])
 def test_the_failing_server_is_named(tmp_path: Path, status: int):
-    """If one of two servers cannot load the weights, the error contains the address and the message of the server that
-    failed."""
+    """The error has the address and the words of the server that could not load."""
     (tmp_path / "v1").mkdir()
 
     def serve(request: httpx.Request) -> httpx.Response:
@@ -168,16 +145,47 @@ def test_the_failing_server_is_named(tmp_path: Path, status: int):
 
 
 def test_what_is_missing_is_said(tmp_path: Path):
-    """An unknown mode, missing tensors or a missing directory raises an error before any request is sent to a
-    server."""
+    """Without the folder no server is told anything."""
     servers = Servers(tmp_path)
-    with pytest.raises(ValueError, match=r"'post', but the modes are: disk, distributed, tensor"):
-        send(WeightUpdateMeta(mode="post"), servers.post_all)
-    with pytest.raises(ValueError, match=r"mode=tensor sends tensors, but none were given"):
-        send(WeightUpdateMeta(mode="tensor"), servers.post_all)
     with pytest.raises(FileNotFoundError, match="write_checkpoint comes before"):
         send(WeightUpdateMeta(path=str(tmp_path), version=9), servers.post_all)
     assert servers.asked == []
+
+
+class Watched:
+    """An engine that records which folders exist at each call."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.calls = folder, list[tuple[str, list[str]]]()
+
+    def __getattr__(self, name: str) -> Any:
+        found = sorted(path.name for path in self.folder.glob("*"))
+        return lambda *_: self.calls.append((name, found))
+
+
+def test_files_are_written_in_the_servers_dtype_before_the_pause(
+    tiny_model_dir: Path, tmp_path: Path
+):
+    """In mode disk the servers generate while the trainer writes bfloat16 files."""
+    from train import PPOTrainer
+
+    actor = FSDPPPOActor(PPOActorConfig(dtype="bfloat16"), tiny_model_dir)
+    actor.create_process_group()
+    actor.initialize(max_steps=1)
+    rollout: Any = Watched(tmp_path)
+    meta = WeightUpdateMeta(path=str(tmp_path))
+    actor.connect_engine(rollout, meta)
+    trainer: Any = SimpleNamespace(run=SimpleNamespace(actor=actor, engine=rollout), meta=meta)
+    PPOTrainer.push(trainer, 3)
+    order = ("pause", "update_weights", "set_version", "resume")
+    assert rollout.calls == [(call, ["v3"]) for call in order]
+    assert actor.get_version() == 3
+    source, written = (
+        load_file(folder / "model.safetensors") for folder in (tiny_model_dir, tmp_path / "v3")
+    )
+    assert written.keys() == source.keys()
+    assert all(torch.equal(written[name], source[name].bfloat16()) for name in source)
+    actor.destroy()
 
 
 # Buckets
@@ -185,9 +193,8 @@ def test_what_is_missing_is_said(tmp_path: Path):
 
 @pytest.mark.parametrize("name", ["llama", "gpt_neox", "qwen3_moe", "mixtral", "qwen3_next"])
 def test_names_and_numbers_are_those_of_the_checkpoint(tmp_path: Path, name: str):
-    """Weights are sent and saved under the names that they have inside the checkpoint files, although transformers
-    renames and fuses some weights in memory.
-    """
+    """Weights are sent and saved under the names of the checkpoint files, although transformers
+    renames and fuses some of them in memory."""
     path = make_family(tmp_path / "model", name)
     source = load_file(path / "model.safetensors")
     engine = FSDPEngine(PPOActorConfig(), path)
@@ -207,8 +214,8 @@ def test_names_and_numbers_are_those_of_the_checkpoint(tmp_path: Path, name: str
 
 
 def test_buckets_hold_the_model_once(tmp_path: Path):
-    """Every weight is in exactly one bucket, and a bucket of several tensors never exceeds the size limit. Each bucket
-    is freed before the next bucket is made."""
+    """Every weight is in one bucket, no bucket of several is above the limit, and each is freed
+    before the next."""
     config = Qwen3Config(
         vocab_size=1000,
         hidden_size=32,
@@ -219,13 +226,10 @@ def test_buckets_hold_the_model_once(tmp_path: Path):
     )
     config.tie_word_embeddings = True
     model = AutoModelForCausalLM.from_config(config)
-    limit = (
-        20_000 / 2**20
-    )  # a bucket has at most 20,000 bytes, except the bucket of the embedding (64,000 bytes)
     sent: list[tuple[str, torch.Tensor]] = []
     lent: list[weakref.ref] = []
     buckets = 0
-    for bucket in named_buckets(model, torch.bfloat16, limit):
+    for bucket in named_buckets(model, torch.bfloat16, 20_000 / 2**20):
         assert all(tensor() is None for tensor in lent)
         size = sum(tensor.numel() * tensor.element_size() for _, tensor in bucket)
         assert 0 < size <= 20_000 or len(bucket) == 1
@@ -240,115 +244,23 @@ def test_buckets_hold_the_model_once(tmp_path: Path):
         assert torch.equal(tensor, wanted[name].bfloat16())
 
 
-@pytest.mark.parametrize(
-    ("version", "wanted"), [("0.5.19", False), ("0.5.23.post1", True), ("0.6.0", True)]
-)
-def test_sessions_where_the_version_has_them(version: str, wanted: bool):
-    """An update sends /begin_weight_update and /end_weight_update only to SGLang 0.5.20 and later."""
-    asked: list[str] = []
-
-    def post_all(path: str, body: Any = None, timeout: float = 0.0) -> list[dict[str, Any]]:
-        asked.append(path)
-        return [{"version": version, "tp_size": 2, "device": "cpu"}]
-
-    send(WeightUpdateMeta(mode="tensor", version=4), post_all, iter([[("a", torch.ones(2))]]))
-    session = ["/begin_weight_update", "/update_weights_from_tensor", "/end_weight_update"]
-    inner = session if wanted else session[1:2]
-    assert asked == ["/update_weight_version", "/server_info", *inner, "/update_weight_version"]
-
-
-def test_a_server_that_refuses_the_group_is_named():
-    """If a server refuses to join the process group for weight updates, the error contains the server's message."""
-
-    def post_all(path: str, body: Any = None, timeout: float = 0.0) -> list[dict[str, Any]]:
-        if path == "/init_weights_update_group":
-            raise RuntimeError("http://b answered 400: no group")
-        return [{"version": "0.5.23", "tp_size": 1, "device": "cpu"}]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(group, "BUCKET_TIMEOUT", 1.0)
-        with pytest.raises(RuntimeError, match="http://b answered 400: no group"):
-            send(WeightUpdateMeta(mode="distributed", version=1), post_all, iter(()))
-
-
-class Watched:
-    """A fake of the engine to which train.py sends new weights. Each method records which directories exist when it is
-    called."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.calls = folder, list[tuple[str, list[str]]]()
-
-    def record(self, call: str) -> None:
-        self.calls.append((call, sorted(path.name for path in self.folder.glob("*"))))
-
-    def pause(self) -> None:
-        self.record("pause")
-
-    def update_weights(self, meta: WeightUpdateMeta, buckets: Any) -> None:
-        self.record("update_weights")
-
-    def set_version(self, version: int) -> None: ...
-
-    def resume(self) -> None:
-        self.record("resume")
-
-
-def test_files_are_written_in_the_servers_dtype_before_the_pause(
-    tiny_model_dir: Path, tmp_path: Path
-):
-    """In mode `disk`, `push_weights` writes the new weights as bfloat16 files before it pauses the servers."""
-    actor = FSDPPPOActor(PPOActorConfig(dtype="bfloat16"), tiny_model_dir)
-    actor.create_process_group()
-    actor.initialize(max_steps=1)
-    rollout: Any = Watched(tmp_path)
-    actor.connect_engine(rollout, WeightUpdateMeta(path=str(tmp_path)))
-    run = SimpleNamespace(trace=SimpleNamespace(mark=lambda *_, **__: None))
-    TrainingLoop.push_weights(SimpleNamespace(actor=actor, rollout=rollout, run=run), 3)  # type: ignore[arg-type]
-    assert rollout.calls == [(call, ["v3"]) for call in ("pause", "update_weights", "resume")]
-    assert actor.get_version() == 3
-    source, written = (
-        load_file(folder / "model.safetensors") for folder in (tiny_model_dir, tmp_path / "v3")
-    )
-    assert written.keys() == source.keys()
-    assert all(torch.equal(written[name], source[name].bfloat16()) for name in source)
-    size = sum(2 * tensor.numel() for tensor in source.values())
-    assert size <= (tmp_path / "v3/model.safetensors").stat().st_size < 1.1 * size
-    actor.destroy()
-
-
-@pytest.mark.runs
-def test_the_folder_of_new_weights_can_be_set(tmp_path: Path):
-    """If weight_update.path is set, a run writes its new weights to a folder under this path, and deletes the folder
-    when the run ends."""
-    other = tmp_path / "memory/another-run"
-    other.mkdir(parents=True)
-    words = [*SMALL_GUESS, "max_steps=2", f"weight_update.path={tmp_path / 'memory'}"]
-    held, _ = start_and_hold(tmp_path, *words)
-    assert [path.name for path in (tmp_path / "memory/e/t").iterdir()] == ["v1"]
-    held.send_signal(signal.SIGCONT)
-    output = rest_of(held, 200)
-    assert held.returncode == 0, output
-    assert not (tmp_path / "memory/e/t").exists()
-    assert not (tmp_path / "e/t/weights").exists()
-    assert other.exists()
+# Mode distributed
 
 
 class Meeting:
-    """A process group in which a collective operation waits until the trainer and every server have entered it, as in
-    NCCL."""
+    """A process group in which every collective operation waits, as in NCCL, until the trainer and
+    all servers have entered it."""
 
-    def __init__(self, servers: int) -> None:
-        self.barrier = threading.Barrier(
-            1 + servers, timeout=10
-        )  # wait() raises an error if a group member is missing
+    def __init__(self, servers: int, version: str = "0.5.23") -> None:
+        self.barrier = threading.Barrier(1 + servers, timeout=10)  # wait() raises if one is missing
         self.pool = ThreadPoolExecutor(servers)
+        self.info = {"version": version, "tp_size": 1, "device": "cpu"}
         self.servers = servers
-        self.done: list[
-            str
-        ] = []  # names of the collective operations that all members have entered
+        self.done: list[str] = []  # what all have entered
+        self.asked: list[str] = []
 
     def enter(self, name: str) -> None:
-        if self.barrier.wait() == 0:  # wait() returns 0 in exactly one of the waiting threads
+        if self.barrier.wait() == 0:  # in exactly one of the waiting threads
             self.done.append(name)
 
     # The trainer's side
@@ -367,69 +279,70 @@ class Meeting:
     # The servers' side
 
     def post_all(self, path: str, body: Any = None, timeout: float = 0.0) -> list[dict[str, Any]]:
+        self.asked.append(path)
         collectives = {
             "/init_weights_update_group": ["create"],
-            "/update_weights_from_distributed": ["broadcast"]
-            * len(body["names"] if "names" in (body or {}) else ()),
+            "/update_weights_from_distributed": ["broadcast"] * len((body or {}).get("names", ()))
+            if isinstance(body, dict)
+            else [],
             "/destroy_weights_update_group": ["destroy"],
         }
         for name in collectives.get(path, []):
             list(self.pool.map(self.enter, [name] * self.servers))
-        return [{"version": "0.5.23", "tp_size": 1, "device": "cpu"}] * self.servers
+        return [self.info] * self.servers
 
 
-def test_collectives_that_block_until_every_side_has_entered(monkeypatch: pytest.MonkeyPatch):
-    """The trainer and two servers enter each collective operation together: the creation of the process group, the
-    broadcast of each tensor, and the end of the process group."""
-    meeting = Meeting(servers=2)
+@pytest.mark.parametrize(
+    ("version", "has_sessions"), [("0.5.19", False), ("0.5.23.post1", True), ("0.6.0", True)]
+)
+def test_collectives_that_block_until_every_side_has_entered(
+    monkeypatch: pytest.MonkeyPatch, version: str, has_sessions: bool
+):
+    """Trainer and servers enter each collective together. SGLang since 0.5.20 wants the broadcasts
+    inside a session."""
+    meeting = Meeting(2, version)
     monkeypatch.setattr(weights, "join_group", meeting.join)
     buckets = [[("a", torch.ones(2)), ("b", torch.ones(3))], [("c", torch.ones(1))]]
     send(WeightUpdateMeta(mode="distributed", version=1), meeting.post_all, iter(buckets))
     assert meeting.done == ["create", "broadcast", "broadcast", "broadcast", "destroy"]
+    begin, end = (["/begin_weight_update"], ["/end_weight_update"]) if has_sessions else ([], [])
+    assert meeting.asked == [
+        "/update_weight_version",
+        "/server_info",
+        "/init_weights_update_group",
+        *begin,
+        *["/update_weights_from_distributed"] * 2,
+        *end,
+        "/destroy_weights_update_group",
+        "/update_weight_version",
+    ]
     meeting.pool.shutdown()
 
 
-def test_handles_name_the_gpu_by_its_uuid(monkeypatch: pytest.MonkeyPatch):
-    """A handle of a tensor on a GPU contains the GPU's UUID, because the server may number the GPUs differently than
-    the trainer does.
+def test_a_server_that_refuses_the_group_is_named(monkeypatch: pytest.MonkeyPatch):
+    """Its words are the error, and not the trainer's own time-out."""
 
-    If a server runs on a CPU, the trainer sends the server the bytes of the tensor instead of a handle.
-    """
-    arguments = list(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
-    assert arguments[6] == "storage_device"
-    numbered = [5 if name == "storage_device" else name for name in arguments]
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    monkeypatch.setattr(reductions, "reduce_tensor", lambda tensor: (Rebuilt, tuple(numbered)))
-    names = {5: SimpleNamespace(uuid="GPU-5-uuid")}
-    monkeypatch.setattr(torch.cuda, "get_device_properties", names.__getitem__)
-    [(name, handle)] = pickle.loads(
-        base64.b64decode(weights.serialise([("w", torch.ones(1))], "cuda"))
-    )
-    named = tuple("GPU-5-uuid" if argument == 5 else argument for argument in numbered)
-    assert (name, handle.arguments) == ("w", named)
-    [(name, tensor)] = pickle.loads(
-        base64.b64decode(weights.serialise([("w", torch.ones(1))], "cpu"))
-    )
-    assert torch.equal(tensor, torch.ones(1))
+    def post_all(path: str, body: Any = None, timeout: float = 0.0) -> list[dict[str, Any]]:
+        if path == "/init_weights_update_group":
+            raise RuntimeError("http://b answered 400: no group")
+        return [{"version": "0.5.23", "tp_size": 1, "device": "cpu"}]
 
-
-class Rebuilt:
-    """`test_handles_name_the_gpu_by_its_uuid` unpickles an object of this class in place of a tensor on a GPU."""
-
-    def __init__(self, *arguments: Any) -> None:
-        self.arguments = arguments
+    monkeypatch.setattr(weights, "BUCKET_TIMEOUT", 1.0)
+    with pytest.raises(RuntimeError, match="http://b answered 400: no group"):
+        send(WeightUpdateMeta(mode="distributed", version=1), post_all, iter(()))
 
 
 RANKS = """
 import gc, sys, torch
 from pathlib import Path
-from training.actor import FSDPPPOActor
 from engine import RemoteInfEngine
-from training.config import PPOActorConfig
-from inference.weights import WeightUpdateMeta
+from inference import weights
+from run.config import PPOActorConfig
+from training.actor import FSDPPPOActor
 
-url, model_path, mode, bucket_mb, folder = sys.argv[1:]
+url, model_path, folder = sys.argv[1:]
 torch.set_num_threads(1)
+weights.named_buckets.__defaults__ = (8.0,)
 trainer = FSDPPPOActor(PPOActorConfig(), model_path)
 trainer.create_process_group()
 trainer.initialize(max_steps=1)
@@ -437,11 +350,12 @@ with torch.no_grad():
     for parameter in trainer.model.parameters():
         parameter.mul_(0.5)
 engine = RemoteInfEngine([url]) if trainer.rank == 0 else None
-meta = WeightUpdateMeta(mode=mode, bucket_mb=float(bucket_mb))
+meta = weights.WeightUpdateMeta(mode="distributed")
 trainer.connect_engine(engine, meta)
 
 def memory(key):
-    return next(int(line.split()[1]) / 1024 for line in open("/proc/self/status") if line.startswith(key))
+    lines = open("/proc/self/status")
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(key))
 
 for version in (1, 2):  # the first update also loads libraries and starts threads
     gc.collect()
@@ -459,72 +373,43 @@ trainer.destroy()
 
 @pytest.mark.runs
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
-def test_two_ranks_send_a_model_that_neither_holds(tmp_path: Path):
-    """If two ranks send a model of 100 MiB in buckets of 8 MiB, no rank's memory grows by more than two buckets."""
+def test_two_ranks_send_a_model_that_neither_holds(start_tiny_server: StartServer, tmp_path: Path):
+    """Sending 100 MiB in buckets of 8 MiB costs no rank more than two buckets."""
     path = make_byte_model(tmp_path / "model", layers=16, width=512)
     (tmp_path / "ranks.py").write_text(RANKS)
-    port = str(free_port())
-    command = [
-        sys.executable,
-        "-m",
-        "inference.tiny.server",
-        "--model-path",
-        str(path),
-        "--port",
-        port,
-        "--exit-with-parent",
-    ]
-    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE) as server:
-        url = f"http://127.0.0.1:{port}"
-        wait_until_up(url, server)
-        torchrun = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node=2",
-        ]
-        # With this value of MALLOC_MMAP_THRESHOLD_, glibc returns the memory of freed tensors to the system.
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "MALLOC_MMAP_THRESHOLD_": "65536"}
-        words = [str(tmp_path / "ranks.py"), url, str(path), "distributed", "8", str(tmp_path)]
-        ranks = subprocess.run(
-            [*torchrun, *words],
-            cwd=ROOT,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=200,
-        )
-        assert ranks.returncode == 0, ranks.stderr[-3000:]
-        growth = [float((tmp_path / f"growth-{rank}").read_text()) for rank in range(2)]
-        assert max(growth) < 2 * 8, growth
+    url = start_tiny_server("--model-path", str(path))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += [str(tmp_path / "ranks.py"), url, str(path), str(tmp_path)]
+    # So glibc returns the memory of freed tensors to the system.
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "MALLOC_MMAP_THRESHOLD_": "65536"}
+    pipes: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 200}
+    ranks = subprocess.run(command, cwd=ROOT, env=environment, **pipes)
+    assert ranks.returncode == 0, ranks.stderr[-3000:]
+    growth = [float((tmp_path / f"growth-{rank}").read_text()) for rank in range(2)]
+    assert max(growth) < 2 * 8, growth
 
-        model = AutoModelForCausalLM.from_pretrained(path)
-        size = sum(p.numel() * 4 for p in model.parameters()) / 2**20
-        assert size > 90
-        ids = [5, 6, 7, 8, 9]
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(0.5)
-            scores = torch.log_softmax(model(input_ids=torch.tensor([ids])).logits[0, :-1], -1)
-        expected = scores.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
-        engine = RemoteInfEngine([url])
-        engine.initialize()
-        assert engine.score(ids)[0][1:] == pytest.approx(expected, abs=1e-4)
-        assert httpx.get(url + "/model_info").json()["weight_version"] == "2"
+    model = AutoModelForCausalLM.from_pretrained(path)
+    assert sum(p.numel() * 4 for p in model.parameters()) / 2**20 > 90
+    ids = [5, 6, 7, 8, 9]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+        scores = torch.log_softmax(model(input_ids=torch.tensor([ids])).logits[0, :-1], -1)
+    expected = scores.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+    engine = RemoteInfEngine([url])
+    engine.initialize()
+    assert engine.score(ids)[0][1:] == pytest.approx(expected, abs=1e-4)
+    assert httpx.get(url + "/model_info").json()["weight_version"] == "2"
 
 
 def test_a_real_server_serves_what_was_written(
     tiny_server: str, state: dict, tiny_model_dir: Path, tmp_path: Path
 ):
-    """After an update a real server generates with the new weights and reports the new version."""
+    """After an update a real server generates with the new weights, and says so."""
     before = RemoteInfEngine([tiny_server]).score([5, 6, 7, 8])
     meta = WeightUpdateMeta(path=str(tmp_path))
     tokens = []
-    for version, change in (
-        (1, 0.5),
-        (0, 1.0),
-    ):  # the update to version 0 restores the original weights
+    for version, change in ((1, 0.5), (0, 1.0)):  # version 0 restores the original weights
         scaled = {name: tensor * change for name, tensor in state.items()}
         engine = RemoteInfEngine([tiny_server])  # an engine refuses a version below its own
         engine.initialize()
