@@ -173,10 +173,12 @@ def update_from_distributed(
     if has_sessions:
         post_all("/begin_weight_update", {})
     body = {"group_name": name, "flush_cache": meta.flush_cache}
-    for bucket in buckets:
-        broadcast(group, [(n, tensor.to(device)) for n, tensor in bucket], body, post_all)
-    if has_sessions:
-        post_all("/end_weight_update", {})
+    try:
+        for bucket in buckets:
+            broadcast(group, [(n, tensor.to(device)) for n, tensor in bucket], body, post_all)
+    finally:
+        if has_sessions:
+            post_all("/end_weight_update", {})
     with meanwhile(post_all, "/destroy_weights_update_group", {"group_name": name}):
         group.shutdown()
 

@@ -153,7 +153,7 @@ def test_failing_servers_are_all_named() -> None:
 # Real servers
 
 
-LONG = 1800  # tokens of a completion that is still running when its server is killed
+LONG = 900  # tokens of a completion that is still running when its server is killed
 
 
 @pytest.mark.runs

@@ -374,8 +374,8 @@ trainer.destroy()
 @pytest.mark.runs
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
 def test_two_ranks_send_a_model_that_neither_holds(start_tiny_server: StartServer, tmp_path: Path):
-    """Sending 100 MiB in buckets of 8 MiB costs no rank more than two buckets."""
-    path = make_byte_model(tmp_path / "model", layers=16, width=512)
+    """Sending 50 MiB in buckets of 8 MiB costs no rank more than two buckets."""
+    path = make_byte_model(tmp_path / "model", layers=8, width=512)
     (tmp_path / "ranks.py").write_text(RANKS)
     url = start_tiny_server("--model-path", str(path))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -389,7 +389,7 @@ def test_two_ranks_send_a_model_that_neither_holds(start_tiny_server: StartServe
     assert max(growth) < 2 * 8, growth
 
     model = AutoModelForCausalLM.from_pretrained(path)
-    assert sum(p.numel() * 4 for p in model.parameters()) / 2**20 > 90
+    assert sum(p.numel() * 4 for p in model.parameters()) / 2**20 > 45
     ids = [5, 6, 7, 8, 9]
     with torch.no_grad():
         for parameter in model.parameters():
