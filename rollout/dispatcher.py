@@ -31,10 +31,6 @@ from rollout.loop import RolloutLoop
 from staleness import StalenessManager
 
 
-class Interrupted(Exception):
-    """Carries an exception class out of the loop, which a KeyboardInterrupt itself would end."""
-
-
 @dataclass(eq=False, repr=False)
 class DispatchState:
     """All decisions, and all that they depend on. A task is anything with a `task_id`."""
@@ -104,6 +100,7 @@ class DispatchState:
         """A task has ended: accepted with data, else rejected, and with an error also failed."""
         self.trace("finish", task_id)
         self.errors_in_a_row = self.errors_in_a_row + 1 if error else 0
+        self.first_error = self.first_error if error else None
         if data is not None:
             self.order[task_id] = data
             if self.stale != "wait":
@@ -116,22 +113,19 @@ class DispatchState:
         self.manager.on_rollout_rejected(failed=error is not None)
         if error:
             self.trace("fail", task_id)
-            self._stop_after_errors(task_id, error)
+            self.first_error = self.first_error or (task_id, error)
         self.trace("reject", task_id)
         stat = self.manager.get_stats()
-        accepted = stat.accepted + stat.dropped + stat.withdrawn
-        if stat.rejected >= self.max_failures and not accepted:
-            words = f"{stat.rejected} groups were rejected and none was accepted: look at"
-            hint = "should_accept_fn, and at why the workflow returns None (an agent: no reward)"
-            self.fail(f"{words} {hint}", ValueError("no group was accepted"))
-
-    def _stop_after_errors(self, task_id: int, error: BaseException) -> None:
-        if self.errors_in_a_row == 1:
-            self.first_error = task_id, error
         if self.errors_in_a_row >= self.max_failures:
             first, cause = self.first_error
             words = f"{self.errors_in_a_row} tasks failed one after another"
-            self.fail(f"{words}, first task {first}: {cause!r}", cause)
+            self.failure = f"{words}, first task {first}: {cause!r}", cause
+        elif stat.rejected >= self.max_failures and not (
+            stat.accepted + stat.dropped + stat.withdrawn
+        ):
+            words = f"{stat.rejected} groups were rejected and none was accepted: look at"
+            hint = "should_accept_fn, and at why the workflow returns None (an agent: no reward)"
+            self.failure = f"{words} {hint}", ValueError("no group was accepted")
 
     def take(self, count: int) -> list[Any]:
         """Consume the next `count` groups, or return [] if one of them is not finished.
@@ -167,10 +161,6 @@ class DispatchState:
             return []
         self.manager.on_rollout_withdrawn()
         return [self.order.pop(task_id)]
-
-    def fail(self, message: str, cause: BaseException) -> None:
-        """Stop the run. The first reason stays."""
-        self.failure = self.failure or (message, cause)
 
 
 class BatchTaskDispatcher:
@@ -263,15 +253,10 @@ class BatchTaskDispatcher:
                     if result:
                         return result
                     await self._news.wait()
-                raise Interrupted(self._interrupts.pop())
 
-        try:
-            return self.loop.run(until())
-        except TimeoutError as error:
-            stat = self.state.manager.get_stats()
-            raise TimeoutError(f"not finished within {timeout} s: {stat}") from error
-        except Interrupted as interrupted:
-            raise interrupted.args[0] from None
+        if result := self.loop.run(until()):
+            return result
+        raise self._interrupts.pop()  # not in the loop, which a KeyboardInterrupt would end
 
     def _top_up(self, tasks: Iterator[Any]) -> None:
         """Submit tasks until enough are pending. How many that is is counted once, because a task

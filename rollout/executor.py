@@ -98,10 +98,7 @@ class WorkflowExecutor:
             NO_LIMIT if self.evaluation else 0,
             self._tell,
         )
-        self.dispatcher = dispatcher = BatchTaskDispatcher(self._run_episode, state, self.loop)
-        self.pause, self.resume, self.fail = dispatcher.pause, dispatcher.resume, dispatcher.fail
-        self.on_new_version, self.interrupt = dispatcher.on_new_version, dispatcher.interrupt
-        self.wait_for_task = dispatcher.wait_for_task
+        self.dispatcher = BatchTaskDispatcher(self._run_episode, state, self.loop)
         self._next_id = self._resume_at = 0  # positions below resume_at were drawn before a
         self._reopened = set[int]()  # restart, and run again only if they were open
         self._streams: dict[Any, Iterator[Sample]] = {}  # of each dataloader
@@ -110,6 +107,10 @@ class WorkflowExecutor:
             self.engine.executor = self
             for method in ROLLOUT_METHODS:
                 setattr(self.engine, method, getattr(self, method))
+
+    def __getattr__(self, name: str) -> Any:
+        """wait_for_task, pause, resume, on_new_version, interrupt and fail are the dispatcher's."""
+        return getattr(self.dispatcher, name)
 
     def for_evaluation(self, gconfig: GenerationHyperparameters | None = None) -> Self:
         """A second executor, without a gate and with other sampling. It ends with this one."""
@@ -180,14 +181,10 @@ class WorkflowExecutor:
 
     def _draw(self, dataloader: Any) -> Iterator[tuple[int, Sample]]:
         """The samples to run, epoch after epoch, each with its position."""
-        try:
-            for sample in self._streams.setdefault(dataloader, cycle(dataloader)):
-                task_id = self._new_id()
-                if task_id >= self._resume_at or task_id in self._reopened:
-                    yield task_id, sample
-        except Exception:
-            del self._streams[dataloader]  # it has ended, so the next call begins a new one
-            raise
+        for sample in self._streams.setdefault(dataloader, cycle(dataloader)):
+            task_id = self._new_id()
+            if task_id >= self._resume_at or task_id in self._reopened:
+                yield task_id, sample
 
     def _resolve(
         self, workflow: Any, kwargs: Kwargs, accept: Accept, group_size: int | None, is_eval: bool
@@ -262,20 +259,15 @@ class WorkflowExecutor:
             if self.dump_dir and self.config.dump_to_file:
                 where = self.dump_dir / context.stat_scope(), version, self.tokenizer
                 await asyncio.to_thread(trajectory.dump, group, task.task_id, *where)
-        except asyncio.CancelledError:
-            raise
         except BaseException as error:
-            what = f"{context.stat_scope()} task {task.task_id}"
-            logger.warning("%s failed: %r", what, error, exc_info=error)
+            if not self.loop.failed.done():  # else a stop has cancelled it
+                what = f"{context.stat_scope()} task {task.task_id}"
+                logger.warning("%s failed: %r", what, error, exc_info=error)
             raise
         return group if accepted else None
 
 
 def cycle(dataloader: Iterable[list[Sample]]) -> Iterator[Sample]:
-    """The samples of the batches, epoch after epoch. Raises ValueError if there is none."""
     while True:
-        batch = None
         for batch in dataloader:
             yield from batch
-        if batch is None:
-            raise ValueError("the dataloader has no samples")

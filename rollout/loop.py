@@ -18,23 +18,14 @@ import uvloop
 class RolloutLoop:
     def __init__(self) -> None:
         self.failed: Future = Future()  # its exception ends every wait
-        self._episodes: set[asyncio.Task] = set()
+        self._episodes: set[asyncio.Task] = set()  # the loop itself keeps no task alive
         self._loop, self._stop = uvloop.new_event_loop(), asyncio.Event()
         self.thread = threading.Thread(target=self._main, name="rollout", daemon=True)
         self.thread.start()
 
     def _main(self) -> None:
-        async def live() -> None:
-            await self._stop.wait()
-            for episode in self._episodes:  # before the loop cancels what they need to clean up
-                episode.cancel()
-            await asyncio.gather(*self._episodes, return_exceptions=True)
-
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-            try:
-                runner.run(live())
-            except BaseException as error:  # such as sys.exit() in a callback
-                self.fail(f"the event loop has ended: {error!r}", error)
+            runner.run(self._stop.wait())  # then it cancels the episodes and waits for them
 
     def start(self, episode: Coroutine[Any, Any, None]) -> None:
         """Start an episode. Call this in the loop."""

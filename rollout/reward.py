@@ -30,11 +30,8 @@ def as_number(value: Any, whose: str) -> float:
     """A Python, numpy or torch scalar as a float. Raises TypeError, and ValueError for NaN."""
     scalar = value.item() if getattr(value, "shape", None) == () else value
     if not isinstance(scalar, numbers.Real):
-        hint = "an agent may also return {completion id: number}, or None"
-        raise TypeError(
-            f"{whose} returned {value!r:.80}; a reward is a number, not {type(value).__name__};"
-            f" {hint}"
-        )
+        words = f"{whose} returned {value!r:.80}; a reward is a number, not {type(value).__name__}"
+        raise TypeError(f"{words}; an agent may also return {{completion id: number}}, or None")
     if not math.isfinite(scalar):
         name = "NaN" if math.isnan(scalar) else "infinite"
         raise ValueError(f"a reward of {whose} is {name}; a reward is a finite number")

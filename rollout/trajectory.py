@@ -22,7 +22,7 @@ token t**: versions[b, t] is the version that computed input_ids[b, t]. Nothing 
 | task_ids | int32 [B] | the task that made the row | |
 
 A workflow returns at least input_ids and attention_mask; `complete` adds the rest. Without
-loss_mask nothing trains; without turn_ids every unbroken run of trained tokens is a turn.
+loss_mask nothing trains; without turn_ids a row is one turn.
 """
 
 import json
@@ -88,45 +88,37 @@ def without_older(traj: Trajectory, oldest: int) -> Trajectory | None:
 def check_trajectory_format(traj: Any, expected_keys: frozenset[str] | None = None) -> None:
     """Raise ValueError if a trajectory is malformed, or its keys are not those of the workflow's
     earlier ones. The message names the key."""
-    if not isinstance(traj, dict):
-        raise ValueError(f"a trajectory is a dict of tensors, not {type(traj).__name__}")
+
+    def need(condition: Any, message: str) -> None:
+        if not condition:
+            raise ValueError(message)
+
+    need(isinstance(traj, dict), f"a trajectory is a dict of tensors, not {type(traj).__name__}")
     missing = [key for key in ("input_ids", "attention_mask") if key not in traj]
-    if missing:
-        found = sorted(traj) or "no keys"
-        raise ValueError(f"the trajectory lacks {', '.join(missing)}; it has {found}")
+    need(not missing, f"the trajectory lacks {', '.join(missing)}; it has {sorted(traj)}")
     for key, value in traj.items():
-        if not isinstance(value, Tensor):
-            raise ValueError(f"trajectory[{key!r}] is a {type(value).__name__}; a tensor is needed")
+        kind = type(value).__name__
+        need(isinstance(value, Tensor), f"trajectory[{key!r}] is a {kind}; a tensor is needed")
     shape = traj["input_ids"].shape
-    if len(shape) != 2 or 0 in shape:
-        wrong = f"trajectory['input_ids'] must be [batch, seq_len], but its shape is {list(shape)}"
-        raise ValueError(f"{wrong}; an empty trajectory is not allowed")
+    found = f"its shape is {list(shape)}; an empty trajectory is not allowed"
+    need(len(shape) == 2 and 0 not in shape, f"input_ids must be [batch, seq_len], but {found}")
     for key, value in traj.items():
         needed = shape if key in TOKEN_KEYS else shape[:1]
         got = value.shape if key in PADDING else value.shape[:1]  # a user's key: [B, ...]
-        if got != needed:
-            wrong = f"trajectory[{key!r}] has shape {list(value.shape)}"
-            raise ValueError(f"{wrong}; {list(needed)} is needed")
-        if value.is_floating_point() and not value.isfinite().all():
-            name = "NaN" if value.isnan().any() else "an infinite value"
-            raise ValueError(f"trajectory[{key!r}] holds {name}")
-    if (generated(traj) & ~traj["attention_mask"].bool()).any():
-        raise ValueError("the trajectory trains on padding: attention_mask is False there")
-    if "versions" in traj and (traj["versions"][generated(traj)] < 0).any():
-        raise ValueError("trajectory['versions'] is negative on generated tokens")
-    if expected_keys is not None and traj.keys() != expected_keys:
-        fewer, more = sorted(expected_keys - traj.keys()), sorted(traj.keys() - expected_keys)
-        raise ValueError(
-            f"the keys differ from this workflow's earlier trajectories: lacks {fewer}, adds {more}"
-        )
-
-
-def number_turns(loss_mask: Tensor) -> Tensor:
-    """Number the unbroken runs of trained tokens in each row; -1 elsewhere."""
-    trained = loss_mask > 0  # (B, L)
-    starts = trained.clone()
-    starts[:, 1:] &= ~trained[:, :-1]
-    return torch.where(trained, starts.cumsum(1) - 1, -1)  # (B, L)
+        found = f"has shape {list(value.shape)}"
+        need(got == needed, f"trajectory[{key!r}] {found}; {list(needed)} is needed")
+        need(not value.isnan().any(), f"trajectory[{key!r}] holds NaN")
+        need(not value.isinf().any(), f"trajectory[{key!r}] holds an infinite value")
+    sampled = generated(traj)
+    padding = sampled & ~traj["attention_mask"].bool()
+    need(not padding.any(), "the trajectory trains on padding: attention_mask is False there")
+    old = traj.get("versions", sampled)[sampled] < 0
+    need(not old.any(), "trajectory['versions'] is negative on generated tokens")
+    known = expected_keys or frozenset(traj)
+    fewer, more = sorted(known - traj.keys()), sorted(traj.keys() - known)
+    need(
+        not fewer + more, f"unlike this workflow's earlier trajectories: lacks {fewer}, adds {more}"
+    )
 
 
 def complete(traj: Trajectory, task_id: int, version: int = 0) -> Trajectory:
@@ -139,7 +131,7 @@ def complete(traj: Trajectory, task_id: int, version: int = 0) -> Trajectory:
         full |= {key: torch.full(size, fill, dtype=dtype) for key, (dtype, fill) in keys.items()}
     full |= {key: x.to(full[key].dtype) if key in full else x for key, x in traj.items()}
     if "turn_ids" not in traj:
-        full["turn_ids"] = number_turns(full["loss_mask"]).int()
+        full["turn_ids"] = full["loss_mask"].clamp(max=1) - 1
     sampled = generated(full)  # (B, L)
     if "versions" not in traj:
         full["versions"][sampled] = version
@@ -176,17 +168,17 @@ def dump_lines(traj: Trajectory, task_id: int, tokenizer: Any) -> list[dict[str,
     the first generated token, and contains what stands between the turns."""
     lines = []
     for i, sampled in enumerate(generated(traj)):
-        row = {key: value[i : i + 1] for key, value in traj.items()}
         real = traj["attention_mask"][i]
         ids, own = traj["input_ids"][i][real].tolist(), sampled[real].tolist()
-        prompt_len = own.index(True) if True in own else len(ids)
+        versions = traj["versions"][i][sampled].tolist()
+        prompt_len = own.index(True) if versions else len(ids)
         line = {
             "task_id": task_id,
             "sample_idx": i,
             "seqlen": len(ids),
             "prompt_len": prompt_len,
-            "head_version": head_version(row),
-            "tail_version": tail_version(row),
+            "head_version": min(versions, default=None),
+            "tail_version": max(versions, default=None),
             "reward": traj["rewards"][i].item(),
             "prompt": tokenizer.decode(ids[:prompt_len], skip_special_tokens=False),
             "completion": tokenizer.decode(ids[prompt_len:], skip_special_tokens=False),
@@ -198,7 +190,7 @@ def dump_lines(traj: Trajectory, task_id: int, tokenizer: Any) -> list[dict[str,
 def dump(traj: Trajectory, task_id: int, folder: Path, version: int, tokenizer: Any) -> None:
     """Write the records to {folder}/{newest version}/{task_id}.jsonl; `version` if it has none."""
     newest = tail_version(traj)
-    folder = folder / str(version if newest is None else newest)
-    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / str(version if newest is None else newest) / f"{task_id}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
     lines = (json.dumps(x, ensure_ascii=False) for x in dump_lines(traj, task_id, tokenizer))
-    (folder / f"{task_id}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -74,8 +74,6 @@ def check_importable(thing: Any, name: str, remedy: str) -> None:
         pickle.dumps(thing)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ValueError(f"{name} runs in a process and cannot be pickled: {remedy}") from error
-    if getattr(thing, "__module__", None) == "__main__":
-        raise ValueError(f"{name} is defined in the main script: move it to a module")
 
 
 class Worker:
@@ -86,8 +84,7 @@ class Worker:
 
     @classmethod
     async def start(cls) -> Self:
-        paths = [path for path in sys.path if isinstance(path, str)]
-        code = f"import sys; sys.path[:] = {paths}; from rollout import workers; workers.serve()"
+        code = f"import sys; sys.path[:] = {sys.path}; from rollout import workers; workers.serve()"
         env = {k: v for k, v in os.environ.items() if not k.startswith("POCKET_AREAL_")}
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-u", "-c", code),
@@ -108,10 +105,7 @@ class Worker:
         process: Any = self.process
         # Two pickles, so that one whose module is missing is read to its end.
         process.stdin.write(pickle.dumps(pickle.dumps((function, args, kwargs))))
-        try:
-            answer = await process.stdout.readline()
-        except ValueError as error:
-            raise RuntimeError(f"a result is longer than {MOST_BYTES:,} bytes") from error
+        answer = await process.stdout.readline()  # ValueError beyond MOST_BYTES
         if not answer:
             name = getattr(function, "__qualname__", function)
             raise WorkerDied(f"the process that ran {name} ended with code {await process.wait()}")

@@ -147,13 +147,6 @@ def process_id(data: dict) -> float:
     return float(os.getpid())
 
 
-def returns_twice(data: dict) -> float:
-    """The forked child returns 7.0, and then the parent 1.0."""
-    if child := os.fork():
-        os.waitpid(child, 0)
-    return 1.0 if child else 7.0
-
-
 def is_silent(data: dict) -> None:
     return None
 

@@ -16,7 +16,6 @@ import torch
 from mode_agents import MyAgent
 from openai import AsyncOpenAI, DefaultAioHttpClient
 from scripted import Echo, ScriptedEngine, loader
-from torch.utils.data import DataLoader
 
 from engine import RemoteInfEngine
 from inference.io_struct import GenerationHyperparameters
@@ -115,21 +114,6 @@ def test_every_loader_goes_on_where_it_was(make: Make) -> None:
     assert [n for n in seen if n >= 10] == [10, 11, 12, 13, 14, 10]
 
 
-def test_a_loader_that_raises_says_so_at_every_call(make: Make) -> None:
-    """When it is repaired, it begins again."""
-    samples: list[dict] = [{"n": 0}, {}]
-
-    def collate(batch: list[dict]) -> list[dict]:
-        return [{"n": sample["n"]} for sample in batch]
-
-    executor, data = make(), DataLoader[Any](samples, batch_size=2, collate_fn=collate)  # type: ignore[arg-type]
-    for _ in range(2):
-        with pytest.raises(KeyError, match="n"):
-            executor.prepare_batch(data, Echo())
-    samples[1]["n"] = 1
-    assert executor.prepare_batch(data, Echo())["rewards"].tolist() == [0.0, 1.0]
-
-
 def test_every_sample_is_served_by_the_arguments_that_drew_it(make: Make) -> None:
     """Workflow, its arguments and group size are those of the call that drew the sample."""
     executor, data = make(), loader(SAMPLES)
@@ -219,11 +203,9 @@ def test_the_same_failure_again_and_again_stops_the_run(make: Make) -> None:
 
 
 def test_the_loaders_batch_is_what_the_gate_counts(make: Make) -> None:
-    """Other sizes and an empty dataloader are errors. The gate may be given."""
+    """Another size is an error. The gate may be given."""
     with pytest.raises(ValueError, match="consumer_batch_size=2 must equal 3"):
         make().prepare_batch(loader(SAMPLES, batch_size=3), Echo())
-    with pytest.raises(ValueError, match="no samples"):
-        make().prepare_batch(loader([]), Echo())
     engine = ScriptedEngine(None)
     executor = make(engine, gate=StalenessManager(engine, 3, 3, 0))
     assert train(executor, loader(SAMPLES, batch_size=3), 1) == [0, 1, 2]
@@ -361,7 +343,7 @@ def test_a_malformed_trajectory_is_a_failure_that_is_explained(
     cases: list[tuple[Any, str]] = [
         ({"input_ids": torch.ones(2)}, "lacks attention_mask; it has"),
         (good | {"hint": torch.ones(1)}, r"adds \['hint'\]"),
-        ({}, "it has no keys"),
+        ({}, r"it has \[\]"),
         ({key: value[0] for key, value in good.items()}, "its shape is"),
         (good | {"rewards": torch.tensor([torch.nan])}, r"'rewards'\] holds NaN"),
         (1.0, "not float"),
