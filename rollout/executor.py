@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import workflow as workflows
+from calls.client import ProxyAddress
 from inference.io_struct import GenerationHyperparameters
 from rollout import trajectory
 from rollout.dispatcher import BatchTaskDispatcher, DispatchState
@@ -47,13 +48,6 @@ Sample = dict[str, Any]
 Kwargs = dict[str, Any] | None
 Accept = Callable[[Trajectory], bool] | str | None  # a function, or its path "module.function"
 Listener = Callable[[str, int, dict[str, Any]], None]  # (event, task id, details)
-
-
-class ProxyAddress(NamedTuple):
-    """Where agents reach the policy."""
-
-    proxy_addr: str | tuple[str, ...]
-    admin_key: str
 
 
 class RolloutTask(NamedTuple):

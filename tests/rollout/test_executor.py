@@ -17,9 +17,10 @@ from mode_agents import MyAgent
 from openai import AsyncOpenAI, DefaultAioHttpClient
 from scripted import Echo, ScriptedEngine, loader
 
+from calls.client import ProxyAddress
 from engine import RemoteInfEngine
 from inference.io_struct import GenerationHyperparameters
-from rollout.executor import ProxyAddress, WorkflowExecutor
+from rollout.executor import WorkflowExecutor
 from run.config import OpenAIConfig, RolloutConfig
 from staleness import RolloutStat, StalenessManager
 from workflow import RLVRWorkflow, RolloutWorkflow, workflow_context

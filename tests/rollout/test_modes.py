@@ -20,9 +20,10 @@ import torch
 from conftest import ROOT
 from runs import SMALL_GUESS, assert_gone, check_metrics, start_and_wait_for_step, wait_gone
 
+from calls.client import ProxyAddress
 from engine import RemoteInfEngine
 from rollout import workers
-from rollout.executor import ProxyAddress, WorkflowExecutor
+from rollout.executor import WorkflowExecutor
 from rollout.workers import WorkerDied, WorkerPool, within
 from run.config import OpenAIConfig, RolloutConfig
 from staleness import RolloutStat
