@@ -1,7 +1,7 @@
 r"""The proxy answers agents like OpenAI or Anthropic, and keeps every sampled token for training.
 
-An agent knows one URL, that of its session, and needs to change nothing else. `/v1` may be left out,
-and so may the id in the path if it is the API key. "admin" needs the admin key:
+An agent knows one URL, that of its session, and needs to change nothing else. `/v1` may be left
+out, and so may the id in the path if it is the API key. "admin" needs the admin key:
 
     POST /grant_capacity (admin)                let one more session start
     POST /rl/start_session (admin)              {task_id}: start one; `grant`: grant it first;
@@ -29,8 +29,8 @@ How a call becomes a prompt, after the model has answered "hello" with "Hi!":
 
 The agent's parameters win over the session's, and these over the proxy's. Where top_p or a penalty
 was used, training cannot reproduce the probabilities, so the loss leaves the turn out. The agent's
-mistakes are 4xx, never 409 or 429, after which SDKs try again; 429 says that too many answers of the
-session are under way, and 503 that no server answers. A call during a weight update waits for it.
+mistakes are 4xx, never 409 or 429, after which SDKs try again; 429 says that too many answers of
+the session are under way, and 503 that no server answers. A call during a weight update waits.
 """
 
 import argparse
@@ -149,7 +149,7 @@ class Proxy:
         except BaseException:
             turn.forget()
             raise
-        turn.start(self.generate(turn, requests, opening), len(prompt))
+        turn.start(lambda: self.generate(turn, requests, opening), len(prompt))
         turn.task.add_done_callback(lambda _: self.sessions.touch(session))
         return turn
 

@@ -4,10 +4,11 @@
         reward = await agent.run(data, base_url=client.session_url, api_key=client.api_key)
         interactions = await client.finish(reward, discount=0.9, style="concat")
 
-These are two requests. The five single ones are there too: `grant_capacity`, the start, `set_reward`
-or `set_last_reward`, the end, and `export_interactions` after it. An exception in the block makes
-the proxy forget the session, and the caller gets this exception whatever else goes wrong. Nothing
-is tried again: a lost connection means that the proxy, and with it the session, is gone.
+These are two requests. The five single ones are there too: `grant_capacity`, the start,
+`set_reward` or `set_last_reward`, the end, and `export_interactions` after it. An exception in the
+block makes the proxy forget the session, and the caller gets this exception whatever else goes
+wrong. Nothing is tried again: a lost connection means that the proxy, and with it the session, is
+gone.
 """
 
 import contextlib
@@ -51,9 +52,14 @@ def read_exported(interaction_id: str, exported: dict[str, Any]) -> ExportedInte
     """An interaction from its exported form (`proxy.export`). Its last turn has the tokens."""
     row, turn = exported["tensors"], max(exported["tensors"]["turn_ids"])
     start = len(row["turn_ids"]) - row["turn_ids"].count(turn) * (turn >= 0)
-    output = [row[key][start:] for key in ("input_ids", "logprobs", "versions")]
-    response = ModelResponse(row["input_ids"][:start], *output, exported["stop_reason"])
-    response.temperature = row["temperatures"][-1]
+    response = ModelResponse(
+        row["input_ids"][:start],
+        row["input_ids"][start:],
+        row["logprobs"][start:],
+        row["versions"][start:],
+        exported["stop_reason"],
+        row["temperatures"][-1],
+    )
     return ExportedInteraction(
         exported["messages"],
         interaction_id,

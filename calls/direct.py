@@ -1,7 +1,7 @@
 """An OpenAI client whose calls the proxy's code answers in this process.
 
-AReaL's documents call this the direct approach (Agent Workflow, "Direct Approach"). A workflow makes
-one for each episode and needs no proxy process:
+AReaL's documents call this the direct approach (Agent Workflow, "Direct Approach"). A workflow
+makes one for each episode and needs no proxy process:
 
     client = ArealOpenAI(engine, tokenizer)
     reply = await client.chat.completions.create(model="default", messages=messages)

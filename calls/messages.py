@@ -41,8 +41,7 @@ NOTHING: Find = dict[str, Any]().get
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TEXTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text")
 BLOCKS = ("text", "tool_result", "tool_use", "thinking", "redacted_thinking")
-MEDIA = ("image", "image_url", "input_image", "document", "file", "input_file")
-MEDIA += ("audio", "input_audio")
+MEDIA = ("image", "image_url", "input_image", "document", "file", "input_file", "input_audio")
 PLACEHOLDER = "[an image or a file, which this model cannot read]"
 UNSUPPORTED = (
     "functions function_call mcp_servers top_logprobs min_p min_tokens ignore_eos logit_bias "
@@ -50,7 +49,7 @@ UNSUPPORTED = (
     "audio web_search_options conversation prompt container compaction guided_json guided_regex "
     "guided_choice guided_grammar"
 )
-NEUTRAL = (None, [], {}, "none", "auto", ["text"])  # values that change nothing
+NEUTRAL: Any = (None, [], {}, "none", "auto", ["text"])  # values that change nothing
 SAMPLING = {  # the protocols' names -> fields of CallParameters
     **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_output_tokens"), "max_new_tokens"),
     **dict.fromkeys(("stop", "stop_sequences"), "stop"),
@@ -243,9 +242,9 @@ def _sampling(body: Json) -> Json:
             CallParameters.model_validate({key: value}, strict=True)
         except ValidationError as error:
             raise Refusal(f"{name}: {error.errors()[0]['msg']}") from error
-        if (key == "stop" and "" in value) or (type(value) is int and abs(value) >= 2**31):
-            if key != "seed":  # SGLang counts in 32 bits
-                raise Refusal(f"{name}: no string may be empty, and no number so large")
+        is_large = isinstance(value, int) and key != "seed" and value >= 2**31  # for SGLang
+        if is_large or (key == "stop" and "" in value):
+            raise Refusal(f"{name}: no string may be empty, and no number so large")
         if sampling.setdefault(key, value) != value:
             raise Refusal(f"{name}: another parameter says something else about {key}")
     return sampling

@@ -66,12 +66,10 @@ class PromptBuilder:
         if taken := ask.template_kwargs.keys() & self._reserved:
             raise Refusal(f"chat_template_kwargs: {', '.join(sorted(taken))} cannot be set")
         variables = ask.template_kwargs | ({"tools": ask.tools} if ask.tools else {})
-        if parent and self.splices and parent.template_key == ask.template_key:
-            # A parent that the client named may have other instructions.
-            if canonical(parent.messages[0]) == canonical(ask.messages[0]):
-                with contextlib.suppress(Refusal):  # of the stub
-                    new = ask.messages[len(parent.conversation) :]
-                    return self.extend(parent.tokens, new, variables)
+        if parent and self.splices and is_continued(parent, ask):
+            with contextlib.suppress(Refusal):  # of the stub
+                new = ask.messages[len(parent.conversation) :]
+                return self.extend(parent.tokens, new, variables)
         return self.encode(self._render(ask.messages, variables))
 
     def extend(
@@ -107,6 +105,13 @@ class PromptBuilder:
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)
+
+
+def is_continued(parent: Interaction, ask: AgentRequest) -> bool:
+    """Whether tools and instructions are the parent's; those of a parent that the client named may
+    be others."""
+    has_first = canonical(parent.messages[0]) == canonical(ask.messages[0])
+    return has_first and parent.template_key == ask.template_key
 
 
 def other_forms(messages: list[Message]) -> list[list[Message]]:

@@ -200,7 +200,11 @@ class Responses:
             item = {"id": f"fc_{call['id'][5:]}", "type": "function_call", "call_id": call["id"]}
             output.append(item | call["function"])
         read, written = answer.response.input_len, answer.response.output_len
-        usage = {"input_tokens": read, "output_tokens": written, "total_tokens": read + written}
+        usage: Json = {
+            "input_tokens": read,
+            "output_tokens": written,
+            "total_tokens": read + written,
+        }
         usage |= {"input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0}}
         usage |= {"output_tokens_details": {"reasoning_tokens": 0}}
         done = [item | {"status": "completed"} for item in output]

@@ -29,7 +29,7 @@ import asyncio
 import contextlib
 import itertools
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from enum import Enum
 from typing import Any
 
@@ -62,15 +62,15 @@ class Turn:
         self.listeners = 0  # connections that wait
         self.joined = 0  # retries that were sent here
 
-    def start(self, answers: Coroutine[Any, Any, list[Answer]], input_len: int) -> None:
+    def start(self, answers: Callable[[], Awaitable[list[Answer]]], input_len: int) -> None:
         """Generate the answers. The prompt has `input_len` tokens."""
         self.form = self.protocol(self.ask, self.ids[0], input_len)
         self.task = asyncio.ensure_future(self._run(answers))
         self.session.running.add(self)
         self.task.add_done_callback(self._done)
 
-    async def _run(self, answers: Coroutine[Any, Any, list[Answer]]) -> Json:
-        complete = await answers
+    async def _run(self, answers: Callable[[], Awaitable[list[Answer]]]) -> Json:
+        complete = await answers()
         if self.state is not State.RUNNING:  # the engine answered although it was cancelled
             raise asyncio.CancelledError
         reply = self.form.render(complete)
@@ -168,10 +168,10 @@ def retried_turn(equal: list[Turn]) -> Turn | None:
             return None
     running = [turn for turn in equal if turn.state is State.RUNNING]
     # Retries of several equal turns that run go to them in turn.
-    turn = min(running or equal[-1:], key=lambda turn: turn.joined, default=None)
-    if turn:
-        turn.joined += 1
-    return turn
+    found = min(running or equal[-1:], key=lambda turn: turn.joined, default=None)
+    if found:
+        found.joined += 1
+    return found
 
 
 class EventStream(StreamingResponse):

@@ -7,7 +7,6 @@ import re
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -16,15 +15,13 @@ import httpx
 import openai
 import pytest
 from conftest import ROOT, free_port, wait_until_up
-from harness import ADMIN, HELLO, Clock, Connection, Harness, reply_message, sdk
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from harness import ADMIN, HELLO, Connection, Harness, reply_message, sdk
 
 import proxy
-from calls import tools
-from calls.messages import AgentRequest, Refusal
+from calls import sessions
+from calls.messages import AgentRequest
 from calls.prompts import PromptBuilder
-from calls.sessions import GRANT_SECONDS, Limits, Session, SessionTable
+from calls.sessions import BODY_BYTES
 from engine import EngineError
 from inference.io_struct import ModelRequest, ModelResponse, call_seed
 
@@ -93,7 +90,7 @@ async def test_history_that_tokenises_otherwise_keeps_its_sampled_tokens(
     session = await harness.start()
     odd = [*tiny_tokenizer.encode("a"), tiny_tokenizer.pad_token_id, *tiny_tokenizer.encode("b")]
 
-    async def sample(request: ModelRequest, on_tokens: Any = None) -> ModelResponse:
+    async def sample(request: ModelRequest) -> ModelResponse:
         harness.engine.requests.append(request)
         return ModelResponse(request.input_ids, odd, [-1.0] * 3, [0] * 3, "length")
 
@@ -121,7 +118,6 @@ async def test_a_template_that_looks_back_is_rendered_in_full(tiny_tokenizer: An
     )
     own.chat_template = looks_back
     assert PromptBuilder(tiny_tokenizer).splices
-    assert not PromptBuilder(tiny_tokenizer, "hf").splices
     assert not PromptBuilder(own).splices
     harness = Harness(own, "one", "two")
     session = await harness.start()
@@ -136,53 +132,6 @@ async def test_a_template_that_looks_back_is_rendered_in_full(tiny_tokenizer: An
     # The second prompt does not begin with the tokens of the first turn, so each turn becomes its own row.
     assert len(await harness.export(session, style="concat")) == 2
     await harness.http.aclose()
-
-
-@pytest.mark.parametrize("ends", [False, True])
-async def test_a_long_prompt_lets_others_by(start: Start, ends: bool) -> None:
-    """While a thread tokenises a long prompt, the proxy continues to answer other calls. If a session ends while a
-    thread tokenises the prompt of the session's call, the proxy removes this call."""
-    harness = start()
-    session, other = await harness.start(), await harness.start()
-    prompts, go_on = harness.app.state.proxy.prompts, threading.Event()
-    build = prompts.prompt
-
-    def slow(ask: AgentRequest, parent: Any) -> list[int]:
-        if len(ask.messages[0]["content"]) > 10**5:
-            assert go_on.wait(30)
-        return build(ask, parent)
-
-    prompts.prompt = slow
-    path, long = f"/{session}/v1/chat/completions", [{"role": "user", "content": "x" * 2**19}]
-    call = asyncio.ensure_future(harness.post(path, {"messages": long}))
-    while not harness.sessions.find(session).cache:
-        await asyncio.sleep(0)
-    await harness.chat(other, HELLO)
-    if ends:
-        await harness.post(f"/{session}/rl/end_session")
-    go_on.set()
-    assert (await call).status_code == (410 if ends else 200)
-    assert len(await harness.export(session)) == (not ends)
-
-
-@pytest.mark.parametrize("choice", ["auto", "none"])
-async def test_another_form_is_read_with_its_marks(
-    start: Start, monkeypatch: pytest.MonkeyPatch, choice: str
-) -> None:
-    """If the model may call tools, the parser gets the text with its special tokens, because some of SGLang's parsers
-    search for special tokens."""
-    read: list[str] = []
-
-    def parse(text: str, offered: Any) -> tuple[str, list]:
-        read.append(text)
-        return text, []
-
-    monkeypatch.setattr(tools, "sglang_parser", lambda name: parse)
-    harness = start("ok<|im_start|>[]", tool_call_parser="marks")
-    offered = [{"type": "function", "function": {"name": "f"}}]
-    reply = await harness.chat(await harness.start(), HELLO, tools=offered, tool_choice=choice)
-    assert reply_message(reply)["content"] == ("ok<|im_start|>[]" if choice == "auto" else "ok[]")
-    assert read == (["ok<|im_start|>[]"] if choice == "auto" else [])
 
 
 THINKS = (  # one template is like Qwen's, one is like DeepSeek's, and one adds no <think> after a tool's result
@@ -295,9 +244,7 @@ async def test_a_session_may_have_default_values_of_its_own(start: Start) -> Non
     """A session, for example of an evaluation, may replace the proxy's default sampling parameters. An agent can
     override a parameter of its session, unless `fixed_sampling` contains the parameter. A parameter with an unknown
     name is refused."""
-    harness = start(
-        sampling={"temperature": 1.0, "max_new_tokens": 9}, fixed_sampling=["temperature"]
-    )
+    harness = start(sampling={"temperature": 0.9, "max_new_tokens": 9})
     for sampling in (None, {"temperature": 0.0, "max_new_tokens": 5}):
         await harness.post("/grant_capacity", headers=ADMIN)
         body = {"task_id": "t", "sampling": sampling}
@@ -310,20 +257,11 @@ async def test_a_session_may_have_default_values_of_its_own(start: Start) -> Non
         (request.gconfig.temperature, request.gconfig.max_new_tokens)
         for request in harness.engine.requests
     ]
-    assert seen == [(1.0, 9), (1.0, 3), (0.0, 5), (0.0, 3)]
+    assert seen == [(0.9, 9), (0.5, 3), (0.0, 5), (0.5, 3)]
     await harness.post("/grant_capacity", headers=ADMIN)
     body = {"task_id": "t", "sampling": {"temprature": 0.0}}
     answer = await harness.http.post("/rl/start_session", json=body, headers=ADMIN)
     assert (answer.status_code, "temprature" in answer.text) == (400, True)
-
-
-async def test_a_seed_that_is_fixed_is_the_runs(start: Start) -> None:
-    """If `fixed_sampling` contains "seed", the proxy ignores the agent's seed and derives every call's seed from the
-    option `seed`. If the option `seed` is None, the proxy uses the seed in the option `sampling`."""
-    for seed, expected in ((1, [call_seed(1, "task", 0), call_seed(1, "task", 1)]), (None, [7, 7])):
-        harness = start(seed=seed, sampling={"seed": 7}, fixed_sampling=["seed"])
-        await harness.chat(await harness.start(), HELLO, seed=99, n=2)
-        assert [request.gconfig.seed for request in harness.engine.requests] == expected
 
 
 async def test_the_same_run_asks_for_the_same_noise(start: Start) -> None:
@@ -475,112 +413,35 @@ async def test_a_template_that_refuses_is_a_400(start: Start, tiny_tokenizer: An
     await harness.http.aclose()
 
 
-FLOODS: dict[str, dict[str, Any]] = {
-    "a long stop string": {"stop": "a" * 1001},
-    "many stop strings": {"stop": ["a"] * 65},
-    "many stop token ids": {"stop_token_ids": [7] * 65},
-    "many messages": {"messages": [{"role": "user"}] * 20_001},
-    "a long body": {"messages": [{"role": "user", "content": "a" * 2**24}]},
-}
-
-
-@pytest.mark.parametrize("body", FLOODS.values(), ids=FLOODS.keys())
-async def test_a_request_beyond_the_limits_is_refused(start: Start, body: dict[str, Any]) -> None:
-    """The proxy refuses a request above its size limits before it builds the prompt, and the session continues."""
+async def test_a_body_beyond_the_limit_is_refused(start: Start) -> None:
+    """Before its prompt is made, and the session goes on."""
     harness = start()
     session = await harness.start()
-    answer = await harness.post(f"/{session}/v1/chat/completions", {"messages": HELLO} | body)
-    assert answer.status_code in (400, 413)
-    assert harness.engine.requests == []
+    messages = [{"role": "user", "content": "a" * BODY_BYTES}]
+    answer = await harness.post(f"/{session}/v1/chat/completions", {"messages": messages})
+    assert (answer.status_code, harness.engine.requests) == (413, [])
     assert (await harness.chat(session, HELLO))["choices"]
 
 
-async def test_a_session_that_floods_leaves_room_for_the_others(start: Start) -> None:
-    """Of a session's answers, at most `limits.running` are generated at the same time, and at most `limits.answers` are
-    generated or wait for generation. When a session reaches a limit, the calls of all other sessions continue."""
-    harness = start(limits=Limits(running=3, answers=8))
+async def test_a_session_that_floods_is_told_to_wait(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More answers at once than ANSWERS get a 429; other sessions notice nothing."""
+    monkeypatch.setattr(sessions, "ANSWERS", 8)
+    harness = start()
     flood, other = await harness.start(), await harness.start()
     harness.engine.hold = asyncio.Event()
     calls = [asyncio.create_task(harness.chat(flood, HELLO, n=4, seed=k)) for k in range(2)]
-    async with asyncio.timeout(60):
-        while len(harness.engine.requests) < 3:
-            await asyncio.sleep(0)
-    for _ in range(50):
+    while len(harness.engine.requests) < 8:
         await asyncio.sleep(0)
-    assert len(harness.engine.requests) == 3
-    assert (
-        await harness.post(f"/{flood}/v1/chat/completions", {"messages": HELLO})
-    ).status_code == 429
+    path = f"/{flood}/v1/chat/completions"
+    assert (await harness.post(path, {"messages": HELLO})).status_code == 429
     waiting = asyncio.create_task(harness.chat(other, HELLO))
-    async with asyncio.timeout(60):
-        while harness.engine.requests[-1].session != other:
-            await asyncio.sleep(0)
-    assert len(harness.engine.requests) == 4
+    while harness.engine.requests[-1].session != other:
+        await asyncio.sleep(0)
     harness.engine.hold.set()
     assert [len(call["choices"]) for call in await asyncio.gather(*calls)] == [4, 4]
     assert (await waiting)["choices"]
-
-
-@settings(max_examples=25)
-@given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 9)), max_size=12))
-def test_a_call_waits_for_few_answers_of_other_sessions(
-    tiny_tokenizer: Any, calls: list[tuple[int, int]]
-) -> None:
-    """Three sessions send calls in any order, each call asks for any number n of answers, and no answer ever finishes.
-    The engine generates at most `limits.running` answers for each of the first three sessions. A call of a fourth
-    session still reaches the engine immediately."""
-
-    async def run() -> None:
-        harness = Harness(tiny_tokenizer, limits=Limits(running=3))
-        harness.engine.hold = asyncio.Event()
-        flood, other = [await harness.start() for _ in range(3)], await harness.start()
-        tasks = [
-            asyncio.create_task(harness.chat(flood[who], HELLO, n=n, seed=k))
-            for k, (who, n) in enumerate(calls)
-        ]
-        wanted = {session: sum(n for who, n in calls if flood[who] == session) for session in flood}
-        ahead = sum(min(3, count) for count in wanted.values())
-
-        def open_calls() -> int:
-            return sum(len(session.running) for session in harness.sessions.values())
-
-        async with asyncio.timeout(60):
-            while len(harness.engine.requests) < ahead or open_calls() < len(calls):
-                await asyncio.sleep(0)
-            tasks.append(asyncio.create_task(harness.chat(other, HELLO)))
-            while len(harness.engine.requests) == ahead:
-                await asyncio.sleep(0)
-        assert [request.session for request in harness.engine.requests[ahead:]] == [other]
-        harness.engine.hold.set()
-        assert [len(reply["choices"]) for reply in await asyncio.gather(*tasks)] == [
-            *(n for _, n in calls),
-            1,
-        ]
-        await harness.http.aclose()
-
-    asyncio.run(run())
-
-
-async def test_a_body_that_never_ends_is_a_408(start: Start) -> None:
-    """A client that sends half a request body and then stops sending gets status 408."""
-    harness = start(limits=Limits(seconds=0.01))
-    session = await harness.start()
-
-    async def receive() -> dict[str, Any]:
-        if not sent:
-            sent.append({})
-            return {"type": "http.request", "body": b"{", "more_body": True}
-        return await asyncio.Event().wait()  # type: ignore[return-value]
-
-    sent: list[dict[str, Any]] = []
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    path = f"/{session}/v1/chat/completions"
-    scope = {"type": "http", "method": "POST", "path": path, "headers": [], "query_string": b""}
-    await asyncio.wait_for(harness.app(scope, receive, send), timeout=30)
-    assert sent[1]["status"] == 408
 
 
 @pytest.mark.parametrize("path", ["rl/set_reward", "rl/end_session", "v1/chat/completions"])
@@ -689,9 +550,6 @@ async def test_one_grant_starts_one_session(start: Start) -> None:
     assert min(len(first["session_id"]), len(second["session_id"])) > 20
     assert first["api_key"] == first["session_id"]
     assert (await harness.post(**begin)).status_code == 429
-    await harness.post("/grant_capacity", headers=ADMIN)
-    harness.clock.now += GRANT_SECONDS
-    assert (await harness.post(**begin)).status_code == 429
     assert (await harness.http.get("/health")).json() == {
         "status": "ok",
         "sessions": 2,
@@ -735,7 +593,7 @@ async def test_export_gives_everything_once(start: Start) -> None:
     }
     assert exported[second["id"]]["messages"] == messages
     assert exported[second["id"]]["output"] == [{"role": "assistant", "content": "two"}]
-    assert exported[second["id"]]["tensors"]["rewards"] == [1.0]
+    assert exported[second["id"]]["tensors"]["rewards"] == 1.0
     again = await harness.post("/export_trajectories", {"session_id": session}, headers=ADMIN)
     assert again.status_code == 404
     assert len(harness.sessions) == 0
@@ -797,18 +655,18 @@ async def test_the_end_of_a_session_cancels_its_generations(start: Start, discar
 async def test_idle_sessions_expire_but_never_a_generating_one(start: Start) -> None:
     """A session without requests expires after the timeout. A session does not expire while one of its calls is
     generating."""
-    harness = start(session_timeout_seconds=10)
+    hour, harness = sessions.SESSION_SECONDS, start()
     idle, busy = await harness.start(), await harness.start()
     harness.engine.hold = asyncio.Event()
     call = asyncio.ensure_future(harness.post(f"/{busy}/v1/chat/completions", {"messages": HELLO}))
     await harness.engine.started.wait()
-    harness.clock.now = 9.0
+    harness.clock.now = 0.9 * hour
     # The proxy refuses a reward for a session without a call, but the refused request restarts the session's timeout.
     assert (await harness.post(f"/{idle}/rl/set_reward", {"reward": 1})).status_code == 400
-    harness.clock.now = 18.0
+    harness.clock.now = 1.8 * hour
     harness.sessions.expire()
     assert len(harness.sessions) == 2
-    harness.clock.now = 100.0
+    harness.clock.now = 10 * hour
     harness.sessions.expire()
     [session] = harness.sessions.values()
     assert (len(session.running), harness.sessions.capacity) == (1, 0)
@@ -817,61 +675,11 @@ async def test_idle_sessions_expire_but_never_a_generating_one(start: Start) -> 
     ).status_code == 404
     harness.engine.hold.set()
     assert (await call).status_code == 200
-    harness.clock.now = 109.0
+    harness.clock.now = 10.9 * hour
     assert (await harness.post(f"/{busy}/rl/set_reward", {"reward": 1})).status_code == 200
-    harness.clock.now = 119.0
+    harness.clock.now = 11.9 * hour
     harness.sessions.expire()
     assert len(harness.sessions) == 0
-
-
-def test_use_keeps_a_session_and_not_its_neighbours() -> None:
-    """A request restarts only the timeout of its own session. An expired session cannot be found."""
-    clock = Clock()
-    table = SessionTable(10.0, clock)
-    for _ in range(2):
-        table.grant()
-    used, unused = table.start("a"), table.start("b")
-    clock.now = 9.0
-    table.open(used.session_id)
-    clock.now = 11.0
-    assert table.find(used.session_id) is used
-    with pytest.raises(Refusal, match="expired"):
-        table.find(unused.session_id)
-    assert (len(table), len(used.running), table.capacity) == (1, 0, 0)
-
-
-def test_expiry_looks_only_at_the_session_that_is_idle_longest() -> None:
-    """To handle a request, the proxy does not iterate over all sessions, so the cost of a request does not grow with
-    the number of sessions."""
-    table, looked = SessionTable(10.0, Clock()), []
-
-    class Watched(Session):
-        def __getattribute__(self, name: str) -> Any:
-            if name == "last_used":
-                looked.append(self)
-            return super().__getattribute__(name)
-
-    for k in range(1000):
-        table.grant()
-        table.start(str(k))
-    for session in table.values():
-        session.__class__ = Watched
-    [*_, newest] = table
-    table.find(newest)
-    assert len(looked) == 1
-
-
-async def test_a_session_disturbs_no_other(start: Start) -> None:
-    """Each session has its own tree, even if two sessions contain identical messages."""
-    harness = start("one", "one", "two")
-    left, right = await harness.start(), await harness.start()
-    messages = [
-        *HELLO,
-        reply_message(await harness.chat(left, HELLO)),
-        {"role": "user", "content": "?"},
-    ]
-    await harness.chat(right, messages)
-    assert [i["parent"] for i in (await harness.export(right)).values()] == [None]
 
 
 # The process
@@ -880,10 +688,10 @@ async def test_a_session_disturbs_no_other(start: Start) -> None:
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
-        ("--model-path", "/no/such/folder", "no such folder"),
+        ("--model-path", "/no/such/folder", "no tokenizer there"),
         ("--model-path", str(ROOT / "tests"), "no tokenizer there"),
         ("--port", "taken", "in use"),
-        ("--port", "70000", "port"),
+        ("--hooks", "no.such.Hooks", "no"),
         ("--server", "not a url", "not a url"),
     ],
 )
@@ -921,27 +729,20 @@ def test_only_an_admin_key_that_was_made_up_is_printed(
 ) -> None:
     """If the proxy generates the admin key itself, it prints the key. If the user gives the key, the proxy never prints
     the key, because the output may go to a log file."""
-    command = [
-        sys.executable,
-        "proxy.py",
-        "--server",
-        tiny_server,
-        "--model-path",
-        str(tiny_model_dir),
-        "--port",
-        "0",
-    ]
-    # With --exit-with-parent the proxy ends when its standard input ends. In this test the standard input is empty.
-    command += ["--admin-key", "s3cret"] * (source == "option") + ["--exit-with-parent"]
-    environment = {
-        name: value for name, value in os.environ.items() if name != "POCKET_AREAL_ADMIN_KEY"
-    }
-    environment |= {"POCKET_AREAL_ADMIN_KEY": "s3cret"} if source == "environment" else {}
-    streams: Any = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
-    ended = subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=60, **streams)
+    command = [sys.executable, "proxy.py", "--server", tiny_server, "--port", "0"]
+    command += ["--model-path", str(tiny_model_dir), "--exit-with-parent"]
+    command += ["--admin-key", "s3cret"] * (source == "option")
+    key = "POCKET_AREAL_ADMIN_KEY"
+    environment = {name: value for name, value in os.environ.items() if name != key}
+    environment |= {key: "s3cret"} if source == "environment" else {}
+    streams: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, **streams)
+    line = process.stdout.readline() if process.stdout else ""
+    process.terminate()
+    rest, _ = process.communicate(timeout=60)
     printed = r", admin key \S{20,}" if source == "made up" else ""
-    assert re.fullmatch(rf"proxy at http://127\.0\.0\.1:\d+{printed}\n", ended.stdout)
-    assert "s3cret" not in ended.stdout + ended.stderr
+    assert re.fullmatch(rf"proxy at http://127\.0\.0\.1:\d+{printed}\n", line)
+    assert "s3cret" not in line + rest
 
 
 async def test_a_proxy_started_by_hand_offers_a_session(
@@ -996,8 +797,7 @@ async def test_end_to_end_with_real_servers(tiny_model_dir: Any, tiny_server: st
     ]
     command += ["--port", str(port), "--seed", "1", "--exit-with-parent"]
     environment = {**os.environ, "POCKET_AREAL_ADMIN_KEY": "admin"}  # the admin key of this proxy
-    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)
+    process = subprocess.Popen(command, cwd=ROOT, env=environment)
     url = f"http://127.0.0.1:{port}"
     try:
         wait_until_up(url, process)
@@ -1034,9 +834,5 @@ async def test_end_to_end_with_real_servers(tiny_model_dir: Any, tiny_server: st
         assert all(row["logprobs"][t] < 0 and math.isfinite(row["logprobs"][t]) for t in trained)
         assert sorted({row["turn_rewards"][t] for t in trained}) == [0.25, 0.5, 1.0]
     finally:
-        assert process.stdin is not None
-        process.stdin.close()
-        assert process.wait(timeout=20) == 0
-        assert process.stdout is not None
-        assert process.stdout.read() == f"proxy at {url}\n"
-        process.stdout.close()
+        process.terminate()
+        process.wait(timeout=60)

@@ -1,31 +1,21 @@
-"""These tests check calls, streams and retries. If the connection of a stream breaks, the conversation tree keeps the
-tokens that were already sent."""
+"""Calls, streams and retries: what is in the tree, and who gets which reply."""
 
 import asyncio
-import gc
 import json
 import re
 import subprocess
 import sys
-import threading
-import weakref
 from collections.abc import AsyncIterator, Callable
-from contextlib import closing
-from http.client import HTTPConnection
 from types import SimpleNamespace
 from typing import Any
 
 import anthropic
-import httpx
 import openai
 import pytest
 from conftest import ROOT, idle_connections
-from harness import ADMIN, HELLO, Clock, Connection, Harness, claude, reply_message, sdk
+from harness import HELLO, Connection, Harness, ScriptedEngine, claude, reply_message, sdk
 
-import proxy
-from calls.prompts import TextReader
-from calls.tools import OutputParser
-from calls.turn import PING_SECONDS, State, match_retry
+from calls.turn import State, retried_turn
 from engine import EngineError, RemoteInfEngine
 from proxy import create_app
 from workflow import make_agents_client
@@ -67,149 +57,81 @@ def cache_of(harness: Harness, session: str) -> Any:
     return harness.sessions.find(session).cache
 
 
-# Streaming
+# ---- streams
 
 
-@pytest.mark.parametrize("protocol", ["chat/completions", "responses", "messages"])
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream sends progress without waiting for it."""
+    monkeypatch.setattr("calls.turn.PROGRESS_SECONDS", 0.0)
+
+
+PROGRESS = {
+    "chat/completions": b'"delta": {}',
+    "responses": b"event: response.in_progress",
+    "messages": b"event: ping",
+}
+
+
+@pytest.mark.parametrize("protocol", ENDS)
+@pytest.mark.usefixtures("at_once")
 async def test_a_turn_is_in_the_tree_before_its_first_byte_and_whole_before_its_last(
     start: Start, protocol: str
 ) -> None:
-    """Before the proxy sends the first byte of a reply, the interaction is in the tree. Before the proxy sends the last
-    byte, the interaction has all its tokens."""
+    """While the answer is generated, the client gets events that its SDK counts as progress."""
     harness = start("hello you")
     session = await harness.start()
-    harness.engine.hold, harness.engine.held_tokens = asyncio.Event(), 5
+    harness.engine.hold = asyncio.Event()
     body = {"input": "hi", "stream": True} if protocol == "responses" else STREAM
     call = Connection(harness, f"/{session}/v1/{protocol}", body)
     assert await call.status() == 200
-    first = await call.read()
+    first = await call.read() or await call.read()
     (interaction,) = cache_of(harness, session).values()
     assert interaction.interaction_id.encode() in first
     assert not interaction.complete
+    for _ in range(3):
+        assert PROGRESS[protocol] in await call.read()
     harness.engine.hold.set()
     while not ENDS[protocol](piece := await call.read()):
         assert piece
-    assert interaction.complete
     assert interaction.output_message_list == [{"role": "assistant", "content": "hello you"}]
-    await call.task
     assert interaction.reply is not None
+    await call.task
 
 
-async def test_tokens_are_sent_while_others_are_still_sampled(start: Start) -> None:
-    """A stream sends the first text while the engine is still generating."""
-    harness = start("hello you")
-    session = await harness.start()
-    harness.engine.hold, harness.engine.held_tokens = asyncio.Event(), 5
-    async with sdk(harness, f"/{session}/v1"):
-        call = Connection(harness, f"/{session}/v1/chat/completions", STREAM)
-        await call.status()
-        text = ""
-        while text != "hello":
-            for event in events(await call.read()):
-                text += event["choices"][0]["delta"].get("content") or ""
-        harness.engine.hold.set()
-        text += "".join(
-            e["choices"][0]["delta"].get("content") or "" for e in events(await call.rest())
-        )
-    assert text == "hello you"
-
-
-async def test_only_answers_with_new_tokens_are_read(
-    start: Start, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.usefixtures("at_once")
+@pytest.mark.parametrize("end", ["the engine fails", "the session ends", "we fail"])
+async def test_an_error_in_the_middle_is_an_event(
+    start: Start, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
-    """During a stream with several answers, the proxy decodes an answer's tokens only when the answer has new
-    tokens."""
-    texts = ["word " * 20, *["ok"] * 7]
-    harness, read, lengths = start(*texts), TextReader.read, []
-
-    def counted(reader: TextReader, tokens: list[int]) -> str:
-        lengths.append((reader, len(tokens)))
-        return read(reader, tokens)
-
-    monkeypatch.setattr(TextReader, "read", counted)
-    answer = await harness.post(f"/{await harness.start()}/v1/chat/completions", {**STREAM, "n": 8})
-    assert answer.status_code == 200
-    assert len(lengths) == len({*lengths}) > 20
-
-
-async def test_who_hangs_up_on_a_stream_leaves_what_was_read(
-    start: Start, tiny_tokenizer: Any
-) -> None:
-    """If a client closes a stream early, the engine stops generating. The tree keeps a finished turn with the tokens
-    that the client received, and a later request can continue this turn."""
-    harness = start("hello you", "more")
-    session = await harness.start()
-    harness.engine.hold, harness.engine.held_tokens = asyncio.Event(), 5
-    call = Connection(harness, f"/{session}/v1/chat/completions", STREAM)
-    await call.status()
-    while b'"o"' not in await call.read():
-        pass
-    await call.hang_up()
-    assert harness.engine.cancelled.is_set()
-    (cut,) = cache_of(harness, session).values()
-    assert tiny_tokenizer.decode(cut.tokens.output_tokens) == "hello"
-    harness.engine.hold = None
-    await harness.chat(
-        session,
-        [*HELLO, {"role": "assistant", "content": "hello"}, {"role": "user", "content": "?"}],
-    )
-    (row,) = [i["tensors"] for i in (await harness.export(session, style="concat")).values()]
-    trained = [t for t, mask in zip(row["input_ids"], row["loss_mask"], strict=True) if mask]
-    assert trained == [
-        *tiny_tokenizer.encode("hello"),
-        *tiny_tokenizer.encode("more"),
-        tiny_tokenizer.eos_token_id,
-    ]
-
-
-@pytest.mark.parametrize("pace", [0.0, PING_SECONDS])
-async def test_a_stream_that_holds_back_what_comes_is_not_silent(
-    start: Start, monkeypatch: pytest.MonkeyPatch, pace: float
-) -> None:
-    """A stream does not send a tool call before the call is complete. While the tool call is incomplete, the stream
-    sends a comment as a keep-alive every PING_SECONDS."""
-    harness, clock = start(CALL), Clock()
-    session = await harness.start()
-    monkeypatch.setattr("calls.turn.monotonic", clock)
-    asked = harness.engine.agenerate
-
-    async def at_a_pace(request: Any, on_tokens: Any = None) -> Any:
-        def heard(response: Any) -> None:
-            clock.now += pace
-            on_tokens(response)
-
-        return await asked(request, heard)
-
-    harness.engine.agenerate = at_a_pace  # type: ignore[method-assign]
-    answer = await harness.post(f"/{session}/v1/chat/completions", {**STREAM, "tools": TOOLS})
-    assert answer.content.count(b"look") == 1
-    before, _, after = answer.content.partition(b"look")
-    assert (b"\n: still generating\n\n" in before) == (pace > 0)
-    assert b"still generating" not in after
-
-
-async def test_a_stream_without_tokens_is_not_silent(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A stream sends comments as keep-alives while no token arrives, for example because the server is paused."""
-    monkeypatch.setattr("calls.turn.PING_SECONDS", 0.0)
+    """And the turn leaves the tree. A mistake of ours is raised, too, so that it is logged."""
     harness = start("hello")
     session = await harness.start()
-    harness.engine.hold = asyncio.Event()
+    cache, hold = cache_of(harness, session), asyncio.Event()
+
+    async def fail(request: Any) -> Any:
+        await hold.wait()
+        raise EngineError("no server answered", 503) if end == "the engine fails" else KeyError("?")
+
+    harness.engine.agenerate = fail  # type: ignore[method-assign]
     call = Connection(harness, f"/{session}/v1/chat/completions", STREAM)
     await call.status()
-    for _ in range(3):
-        while not (await call.read()).startswith(b": still generating"):
-            pass
-    harness.engine.hold.set()
-    rest = await call.rest()
-    assert ENDS["chat/completions"](rest)
+    await call.read()
+    if end == "the session ends":
+        assert await harness.export(session) == {}
+    hold.set()
+    await asyncio.wait({call.task}, timeout=30)
+    assert isinstance(call.task.exception(), KeyError if end == "we fail" else type(None))
+    pieces = [call.pieces.get_nowait() for _ in range(call.pieces.qsize())]
+    said = events(b"".join(piece.get("body", b"") for piece in pieces))[-1]["error"]["message"]
+    words = {"the engine fails": "no server", "the session ends": "ended", "we fail": "?"}
+    assert words[end] in said
+    assert len(cache) == 0
 
 
 @pytest.mark.parametrize("streams", [True, False])
 async def test_an_error_before_the_first_token_is_a_status(start: Start, streams: bool) -> None:
-    """A call that fails before its first token gets an HTTP error status, even if the client has asked for a stream.
-    The proxy sends the headers of a stream when the first token arrives, or after PING_SECONDS without a token."""
+    """A call that is refused at once gets an HTTP status, also if it asked for a stream."""
     harness = start()
     session = await harness.start()
     harness.engine.error = EngineError("the prompt is too long", 400)
@@ -220,36 +142,6 @@ async def test_an_error_before_the_first_token_is_a_status(start: Start, streams
     assert len(cache_of(harness, session)) == 0
 
 
-async def test_an_error_in_the_middle_is_an_event(start: Start) -> None:
-    """If the engine fails in the middle of a stream, the stream ends with an error event, and the turn is removed
-    from the tree."""
-    harness = start("hello")
-    session = await harness.start()
-    asked = harness.engine.agenerate
-
-    async def fail(request: Any, on_tokens: Any = None) -> Any:
-        await asked(request, on_tokens)
-        raise EngineError("no server answered", 503)
-
-    harness.engine.agenerate = fail  # type: ignore[method-assign]
-    answer = await harness.post(f"/{session}/v1/chat/completions", STREAM)
-    assert answer.status_code == 200
-    assert events(answer.content)[-1]["error"]["message"] == "no server answered"
-    assert len(cache_of(harness, session)) == 0
-
-
-async def test_the_end_of_a_session_ends_its_streams(start: Start) -> None:
-    """If a session ends while a stream is running, the stream sends an error event, and the turn is not exported."""
-    harness = start("hello you")
-    session = await harness.start()
-    harness.engine.hold, harness.engine.held_tokens = asyncio.Event(), 5
-    call = Connection(harness, f"/{session}/v1/chat/completions", STREAM)
-    await call.status()
-    await call.read()
-    assert await harness.export(session) == {}
-    assert "ended" in events(await call.rest())[-1]["error"]["message"]
-
-
 async def test_a_turn_that_never_ran_leaves_the_tree(start: Start) -> None:
     """If the session ends before the asyncio task of a turn has started, the turn is removed from the tree."""
     harness = start("hello")
@@ -257,8 +149,8 @@ async def test_a_turn_that_never_ran_leaves_the_tree(start: Start) -> None:
     cache, proxy = cache_of(harness, session), harness.app.state.proxy
     begin = proxy.begin
 
-    async def end_at_once(*args: Any) -> Any:
-        turn = await begin(*args)
+    def end_at_once(*args: Any) -> Any:
+        turn = begin(*args)
         assert not turn.session.cache[turn.ids[0]].complete
         harness.sessions.end(turn.session)
         return turn
@@ -296,7 +188,7 @@ async def test_a_tool_call_is_parsed_and_gone_on_from(start: Start, tiny_tokeniz
     assert len(await harness.export(session, style="concat")) == 1
 
 
-@pytest.mark.parametrize("levels", range(193, 203))
+@pytest.mark.parametrize("levels", range(200, 208))
 async def test_a_call_that_is_nested_deeply_has_a_reply(start: Start, levels: int) -> None:
     """However deeply the arguments of a tool call are nested, the proxy sends a reply. The test puts deeply nested tool
     calls into a request's history and into the model's answer."""
@@ -370,90 +262,44 @@ async def test_n_answers_are_n_siblings(start: Start, stream: bool) -> None:
     assert parents == [None, None, None, list(exported)[1]]
 
 
+@pytest.mark.usefixtures("at_once")
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("end", ["the caller hangs up", "an answer fails", "the session ends"])
 async def test_n_answers_are_read_together_or_not_at_all(
     start: Start, streams: bool, end: str
 ) -> None:
-    """If a call for n answers fails or its session ends, all of its answers are removed from the tree. If the client
-    hangs up, the tree keeps only the text that a stream has already sent."""
-    harness = start("my", "hello you")
+    """Whatever ends a call early, none of its answers stays in the tree, and all are stopped."""
+    harness = start()
     session = await harness.start()
-    asked = harness.engine.agenerate
-    first_is_done = asyncio.Event()
-    harness.engine.hold, harness.engine.held_tokens = asyncio.Event(), 5
+    hold, done = asyncio.Event(), []
 
-    async def in_turn(request: Any, on_tokens: Any = None) -> Any:
-        is_second = bool(harness.engine.requests)
-        if is_second:
-            await first_is_done.wait()
-        answer = await asked(request, on_tokens or (lambda _: None))
-        if is_second:
+    async def second_waits(request: Any) -> Any:
+        harness.engine.requests.append(request)
+        if len(harness.engine.requests) == 1:
+            return await ScriptedEngine(harness.engine.tokenizer).agenerate(request)
+        try:
+            await hold.wait()
             raise EngineError("no server answered", 503)
-        first_is_done.set()
-        return answer
+        finally:
+            done.append(request)
 
-    harness.engine.agenerate = in_turn  # type: ignore[method-assign]
+    harness.engine.agenerate = second_waits  # type: ignore[method-assign]
     body: dict[str, Any] = {**CHAT, "n": 2, "stream": streams}
     call = Connection(harness, f"/{session}/v1/chat/completions", body)
-    await first_is_done.wait()
+    while len(harness.engine.requests) < 2:
+        await asyncio.sleep(0)
     if streams:
         await call.status()
-        while b'"o"' not in await call.read():
-            pass
     cache = cache_of(harness, session)
-    assert not cache.finished()
     if end == "the caller hangs up":
-        await call.hang_up()
+        call.gone.set()
     elif end == "an answer fails":
-        harness.engine.hold.set()
-        await call.rest()
+        hold.set()
     else:
         await harness.post(f"/{session}/rl/end_session")
-        await call.rest()
-    left = [i.output_message_list[0]["content"] for i in cache.values()]
-    assert left == (["my", "hello"] if streams and end == "the caller hangs up" else [])
-
-
-@pytest.mark.parametrize("streams", [False, True])
-@pytest.mark.parametrize(
-    "end", ["the answer is read", "the caller hangs up", "the answer fails", "the session ends"]
-)
-async def test_a_forgotten_session_leaves_no_garbage(start: Start, streams: bool, end: str) -> None:
-    """When the proxy forgets a session, Python frees the session and its turns at once. Python's garbage collector runs
-    rarely in the proxy, so the memory would grow if only the garbage collector freed a session."""
-    harness = start("hello you")
-    session = await harness.start()
-    reference = weakref.ref(harness.sessions.find(session))
-    asked = harness.engine.agenerate
-
-    async def fails(request: Any, on_tokens: Any = None) -> Any:
-        await asked(request, on_tokens)
-        raise EngineError("no server answered", 503)
-
-    gc.collect()
-    gc.disable()
-    try:
-        harness.engine.hold, harness.engine.held_tokens = asyncio.Event(), 5
-        if end == "the answer fails":
-            harness.engine.agenerate = fails  # type: ignore[method-assign]
-        call = Connection(harness, f"/{session}/v1/chat/completions", {**CHAT, "stream": streams})
-        await asyncio.wait_for(harness.engine.started.wait(), timeout=30)
-        if streams:
-            await call.status()
-            await call.read()
-        if end == "the caller hangs up":
-            await call.hang_up()
-        elif end == "the session ends":
-            await harness.post(f"/{session}/rl/end_session")
-        else:
-            harness.engine.hold.set()
-        await call.rest()
-        del call
-        await harness.export(session)
-        assert reference() is None
-    finally:
-        gc.enable()
+    await call.rest()
+    assert len(done) == 1
+    assert not cache
 
 
 async def test_an_agents_seed_gives_n_different_answers(start: Start) -> None:
@@ -483,32 +329,6 @@ async def test_a_response_goes_on_from_the_one_it_names(start: Start, tiny_token
     (row,) = (await harness.export(session, style="concat")).values()
     assert row["messages"][0] == {"role": "system", "content": "Be brief."}
     assert second.output_text == "two"
-
-
-async def test_what_is_not_stored_is_answered_and_not_trained(start: Start) -> None:
-    """With rollout.openai.store=honour, a turn with store=false is not trained, but the prompts of later turns contain
-    the turn."""
-    harness = start(store="honour")
-    session = await harness.start()
-    message = reply_message(await harness.chat(session, HELLO, store=False))
-    await harness.chat(session, [*HELLO, message, {"role": "user", "content": "?"}])
-    (row,) = [i["tensors"] for i in (await harness.export(session, style="concat")).values()]
-    assert [
-        sum(m for m, t in zip(row["loss_mask"], row["turn_ids"], strict=True) if t == turn)
-        for turn in (0, 1)
-    ] == [0, 3]
-
-
-async def test_a_recipe_may_fix_the_sampling(start: Start) -> None:
-    """An agent cannot change the sampling fields that fixed_sampling lists, but can change all other sampling
-    fields."""
-    harness = start(
-        sampling={"temperature": 0.7, "top_p": 0.9}, fixed_sampling=["temperature", "stop"]
-    )
-    session = await harness.start()
-    await harness.chat(session, HELLO, temperature=0.1, top_p=0.5, stop=["x"])
-    gconfig = harness.engine.requests[0].gconfig
-    assert (gconfig.temperature, gconfig.top_p, gconfig.stop) == (0.7, 0.5, ["x"])
 
 
 async def test_logprobs_are_those_of_the_sampled_tokens(start: Start) -> None:
@@ -550,37 +370,6 @@ async def test_tokens_can_be_counted_beforehand(start: Start) -> None:
     assert len(await harness.export(session, style="concat")) == 1
 
 
-async def test_one_count_of_a_session_at_a_time(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """If a session sends many count_tokens requests at the same time, the proxy processes them one after the other. The
-    proxy parses each request body of more than 32 KB in a separate thread."""
-    harness, in_thread, open_reads, most, threads = start(), proxy.in_thread, 0, 0, set()
-    build = harness.app.state.proxy.prompts.prompt
-
-    async def counted(raw: bytes, function: Callable[[], Any]) -> Any:
-        nonlocal open_reads, most
-        open_reads += 1
-        most = max(most, open_reads)
-        await asyncio.sleep(0)
-        result = await in_thread(raw, function)
-        open_reads -= 1
-        return result
-
-    def noted(*args: Any) -> list[int]:
-        threads.add(threading.current_thread())
-        return build(*args)
-
-    monkeypatch.setattr(proxy, "in_thread", counted)
-    harness.app.state.proxy.prompts.prompt = noted
-    path = f"/{await harness.start()}/v1/messages/count_tokens"
-    body = {"messages": [{"role": "user", "content": "x" * 2**15}]}
-    answers = await asyncio.gather(*(harness.post(path, body) for _ in range(6)))
-    assert [answer.status_code for answer in answers] == [200] * 6
-    assert most == 1
-    assert threading.main_thread() not in threads
-
-
 async def test_models_are_listed(start: Start) -> None:
     """OpenAI's and Anthropic's SDKs each get a list of exactly one model."""
     harness = start()
@@ -590,35 +379,28 @@ async def test_models_are_listed(start: Start) -> None:
         assert [model.id async for model in other.models.list()] == ["default"]
 
 
-# Retries
+# ---- retries
 
 
 @pytest.mark.parametrize(
-    ("states", "says_so", "match"),
+    ("states", "match", "left"),
     [
-        ("", True, None),
-        ("finished", False, None),
-        ("running", False, None),
-        ("finished finished", True, 1),
-        ("finished read", True, 0),
-        ("read", True, None),
-        ("running finished", True, 0),
-        ("finished unread", False, 1),
-        ("running failed", True, 1),
-        ("running abandoned failed", False, 1),
+        ("", None, 0),
+        ("finished", 0, 1),
+        ("finished finished", 1, 2),
+        ("running finished", 0, 2),
+        ("running failed", None, 1),
+        ("failed finished failed", None, 2),
     ],
 )
-def test_which_turn_a_retry_belongs_to(states: str, says_so: bool, match: int | None) -> None:
-    """A request is a retry if an identical earlier request has a turn in the state UNREAD, FAILED or ABANDONED. A
-    request with a retry header is also a retry of an identical request that is still running. If no identical request
-    is running, a request with a retry header is a retry of the newest identical request whose connection is closed. In
-    this test the state "read" means a finished turn whose connection is open."""
-    turns: list[Any] = []
-    for name in states.split():
-        transport = SimpleNamespace(is_closing=lambda name=name: name != "read")
-        state = State.FINISHED if name == "read" else State[name.upper()]
-        turns.append(SimpleNamespace(state=state, retries=0, transport=transport))
-    assert match_retry(turns, says_so) is (None if match is None else turns[match])
+def test_which_turn_a_retry_belongs_to(states: str, match: int | None, left: int) -> None:
+    """A failed one, which is then forgotten; else a running one; else the last that finished."""
+    turns: list[Any] = [
+        SimpleNamespace(state=State[name.upper()], joined=0) for name in states.split()
+    ]
+    equal = [*turns]
+    assert retried_turn(equal) is (None if match is None else turns[match])
+    assert len(equal) == left
 
 
 async def test_a_retry_is_answered_by_the_turn_in_flight(start: Start) -> None:
@@ -640,22 +422,6 @@ async def test_a_retry_is_answered_by_the_turn_in_flight(start: Start) -> None:
     assert len(await harness.export(session)) == 1
 
 
-async def test_a_retry_of_a_call_that_a_thread_reads_gets_the_same_turn(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The proxy parses a long request body in a second thread. If a retry arrives while the second thread is still
-    parsing the first request, both requests get the same turn."""
-    monkeypatch.setattr(proxy, "LONG_BODY", 0)
-    harness = start("one", "two")
-    session = await harness.start()
-    path = f"/{session}/v1/chat/completions"
-    first, second = await asyncio.gather(
-        harness.post(path, CHAT), harness.post(path, CHAT, headers=RETRY)
-    )
-    assert first.json() == second.json()
-    assert len(await harness.export(session)) == 1
-
-
 async def test_a_retry_whose_reply_was_lost_gets_the_same_reply(start: Start) -> None:
     """If the reply of a finished turn is lost, the retry gets the same reply, and the engine does not generate
     again."""
@@ -668,159 +434,6 @@ async def test_a_retry_whose_reply_was_lost_gets_the_same_reply(start: Start) ->
     assert len(await harness.export(session)) == 1
 
 
-@pytest.mark.parametrize("is_read", [True, False])
-def test_a_retry_whose_first_try_never_arrived_gets_its_own_answer(
-    proxy: Any, is_read: bool
-) -> None:
-    """In this test, a retry arrives after the session has finished an identical call. If the connection of the finished
-    call is still open, the client has read the reply, so the retry counts as a new call. If the connection of the
-    finished call is closed, the reply may have been lost, so the retry gets the reply of the finished call."""
-    admin, body = (
-        {"authorization": f"Bearer {proxy.admin_key}"},
-        json.dumps(CHAT | {"max_tokens": 4}),
-    )
-    started = httpx.post(
-        f"{proxy.proxy_addr}/rl/start_session", headers=admin, json={"task_id": "t", "grant": True}
-    )
-    path, host = (
-        f"/{started.json()['session_id']}/v1/chat/completions",
-        httpx.URL(proxy.proxy_addr).netloc.decode(),
-    )
-    with (
-        closing(HTTPConnection(host, timeout=60)) as first,
-        closing(HTTPConnection(host, timeout=60)) as second,
-    ):
-        first.request("POST", path, body)
-        reply = json.loads(first.getresponse().read())
-        if not is_read:
-            first.close()
-        second.request("POST", path, body, RETRY)
-        again = json.loads(second.getresponse().read())
-    assert (again["id"] != reply["id"]) is is_read
-    httpx.post(proxy.proxy_addr + path.replace("v1/chat/completions", "rl/end_session"))
-
-
-@pytest.mark.parametrize("says_so", [True, False])
-@pytest.mark.parametrize("streams", [True, False])
-async def test_an_orphan_is_dropped(start: Start, says_so: bool, streams: bool) -> None:
-    """If a client hangs up during a generation and then repeats the request, the proxy starts a new turn and removes
-    the abandoned turn."""
-    harness = start("hello you", "hello me")
-    session = await harness.start()
-    harness.engine.hold, harness.engine.held_tokens = asyncio.Event(), 5
-    path, body = f"/{session}/v1/chat/completions", STREAM if streams else CHAT
-    first = Connection(harness, path, body)
-    await harness.engine.started.wait()
-    if streams:
-        await first.status()
-    await first.hang_up()
-    assert len(cache_of(harness, session)) == streams
-    harness.engine.hold = None
-    answer = await harness.post(path, body, headers=RETRY if says_so else {})
-    assert answer.status_code == 200
-    (only,) = (await harness.export(session)).values()
-    assert only["output"] == [{"role": "assistant", "content": "hello me"}]
-
-
-def make_slow_to_abort(harness: Harness) -> asyncio.Event:
-    """Change the harness's engine, so that a cancelled generation ends only after the returned event is set."""
-    asked, aborted = harness.engine.agenerate, asyncio.Event()
-
-    async def slow_to_abort(request: Any, on_tokens: Any = None) -> Any:
-        try:
-            return await asked(request, on_tokens)
-        except asyncio.CancelledError:
-            await aborted.wait()
-            raise
-
-    harness.engine.agenerate = slow_to_abort  # type: ignore[method-assign]
-    return aborted
-
-
-async def test_what_was_read_is_stored_before_the_abort_is_done(
-    start: Start, tiny_tokenizer: Any
-) -> None:
-    """A client closes a stream early, and continues the conversation before the engine has ended the generation. The
-    next turn continues the tokens that the client has received, and the conversation is one row."""
-    harness = start("hello you", "more")
-    session, aborted = await harness.start(), make_slow_to_abort(harness)
-    harness.engine.hold, harness.engine.held_tokens = asyncio.Event(), 5
-    first = Connection(harness, f"/{session}/v1/chat/completions", STREAM)
-    await first.status()
-    while b'"o"' not in await first.read():
-        pass
-    first.gone.set()
-    await harness.engine.cancelled.wait()
-    harness.engine.hold = None
-    await harness.chat(
-        session,
-        [*HELLO, {"role": "assistant", "content": "hello"}, {"role": "user", "content": "?"}],
-    )
-    rewards = [{"reward": 1.0}]
-    answer = await harness.post(
-        "/export_trajectories",
-        {"session_id": session, "style": "concat", "rewards": rewards},
-        headers=ADMIN,
-    )
-    aborted.set()
-    await first.rest()
-    (row,) = answer.json()["interactions"].values()
-    tensors = row["tensors"]
-    trained = [
-        t for t, mask in zip(tensors["input_ids"], tensors["loss_mask"], strict=True) if mask
-    ]
-    assert trained == [
-        *tiny_tokenizer.encode("hello"),
-        *tiny_tokenizer.encode("more"),
-        tiny_tokenizer.eos_token_id,
-    ]
-    assert row["reward"] == 1.0
-
-
-async def test_an_answer_after_a_hangup_is_not_stored(start: Start, tiny_tokenizer: Any) -> None:
-    """A client closes a stream early, and the engine returns the whole answer in spite of the cancellation. The tree
-    keeps only the tokens that the client has received."""
-    harness = start("hello you")
-    session = await harness.start()
-    asked = harness.engine.agenerate
-    harness.engine.hold, harness.engine.held_tokens = asyncio.Event(), 5
-
-    async def ignores_the_cancellation(request: Any, on_tokens: Any = None) -> Any:
-        try:
-            return await asked(request, on_tokens)
-        except asyncio.CancelledError:
-            harness.engine.hold, harness.engine.texts = None, ["hello you"]
-            return await asked(request)
-
-    harness.engine.agenerate = ignores_the_cancellation  # type: ignore[method-assign]
-    call = Connection(harness, f"/{session}/v1/chat/completions", STREAM)
-    await call.status()
-    while b'"o"' not in await call.read():
-        pass
-    await call.hang_up()
-    (cut,) = cache_of(harness, session).values()
-    assert tiny_tokenizer.decode(cut.tokens.output_tokens) == "hello"
-
-
-async def test_an_orphan_is_dropped_while_it_is_aborted(start: Start) -> None:
-    """If a retry arrives while the engine aborts the first try's generation, the turn of the first try is removed from
-    the tree."""
-    harness = start("hello you", "hello me")
-    session, aborted = await harness.start(), make_slow_to_abort(harness)
-    harness.engine.hold, harness.engine.held_tokens = asyncio.Event(), 5
-    path = f"/{session}/v1/chat/completions"
-    first = Connection(harness, path, STREAM)
-    await first.status()
-    first.gone.set()
-    await harness.engine.cancelled.wait()
-    harness.engine.hold = None
-    assert (await harness.post(path, STREAM)).status_code == 200
-    aborted.set()
-    await first.rest()
-    (only,) = (await harness.export(session)).values()
-    assert only["output"] == [{"role": "assistant", "content": "hello me"}]
-
-
 async def test_a_retry_after_a_failure_is_a_new_turn(start: Start) -> None:
     """If a call failed with a 503, its retry starts a new turn, and the failed turn is not in the tree."""
     harness = start("one")
@@ -831,6 +444,47 @@ async def test_a_retry_after_a_failure_is_a_new_turn(start: Start) -> None:
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
     harness.engine.error = None
     assert (await harness.post(path, CHAT, headers=RETRY)).status_code == 200
+    assert len(await harness.export(session)) == 1
+
+
+@pytest.mark.parametrize("says_so", [True, False])
+@pytest.mark.parametrize("streams", [True, False])
+@pytest.mark.parametrize("obeys", [True, False])
+@pytest.mark.usefixtures("at_once")
+async def test_what_nobody_waits_for_leaves_the_tree(
+    start: Start, says_so: bool, streams: bool, obeys: bool
+) -> None:
+    """A client hangs up and asks again while the engine still aborts: only the second call is in the
+    tree, even if the engine answers the first in spite of the cancellation."""
+    harness = start()
+    session, hold, aborted = await harness.start(), asyncio.Event(), asyncio.Event()
+    asked = harness.engine.agenerate
+
+    async def slow_to_abort(request: Any) -> Any:
+        if not harness.engine.requests:
+            harness.engine.requests.append(request)
+            try:
+                await hold.wait()
+            except asyncio.CancelledError:
+                await aborted.wait()
+                if obeys:
+                    raise
+        return await asked(request)
+
+    harness.engine.agenerate = slow_to_abort  # type: ignore[method-assign]
+    path, body = f"/{session}/v1/chat/completions", STREAM if streams else CHAT
+    first = Connection(harness, path, body)
+    while not harness.engine.requests:
+        await asyncio.sleep(0)
+    if streams:
+        await first.status()
+    first.gone.set()
+    while cache_of(harness, session):
+        await asyncio.sleep(0)
+    answer = await harness.post(path, body, headers=RETRY if says_so else {})
+    assert answer.status_code == 200
+    aborted.set()
+    await first.rest()
     assert len(await harness.export(session)) == 1
 
 
@@ -860,20 +514,17 @@ async def test_two_equal_requests_on_purpose_stay_two(start: Start, together: bo
 
 
 async def test_the_sdk_retries_by_itself(start: Start) -> None:
-    """If the first attempt of a request fails, the official SDK retries automatically, and the tree contains a single
-    turn."""
+    """After a 503 the official SDK asks again, and the tree has one turn."""
     harness = start("one")
     session = await harness.start()
-    harness.engine.error = EngineError("no server answered", 503)
-    asked = harness.engine.agenerate
+    asked, failures = harness.engine.agenerate, [EngineError("no server answered", 503)]
 
-    async def mended(request: Any, on_tokens: Any = None) -> Any:
-        try:
-            return await asked(request, on_tokens)
-        finally:
-            harness.engine.error = None
+    async def fails_once(request: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return await asked(request)
 
-    harness.engine.agenerate = mended  # type: ignore[method-assign]
+    harness.engine.agenerate = fails_once  # type: ignore[method-assign]
     async with sdk(harness, f"/{session}/v1") as client:
         completion = await client.with_options(max_retries=1).chat.completions.create(
             model="m", messages=HELLO
@@ -1038,86 +689,42 @@ async def test_a_paused_server_holds_requests(real: Harness, tiny_server: str) -
     assert len(await real.export(session)) == 2
 
 
-async def test_a_hang_up_frees_the_server(real: Harness, tiny_server: str) -> None:
-    """If a client hangs up, the engine sends /abort_request, and the server stops generating."""
+async def test_a_hang_up_frees_the_server(real: Harness) -> None:
+    """The engine tells the server to stop."""
     session = await real.start()
-    body = {**STREAM, "max_tokens": 1500, "seed": 1}
+    body = {**CHAT, "max_tokens": 1500, "seed": 1}
     call = Connection(real, f"/{session}/v1/chat/completions", body)
-    assert await call.status() == 200
-    await call.read()
+    servers = real.app.state.proxy.engine.servers
+    while "running=1" not in (await asyncio.to_thread(servers.post_all, "/model_info"))[0]["state"]:
+        pass
     await call.hang_up()
-    [info] = await asyncio.to_thread(real.app.state.proxy.engine.servers.post_all, "/model_info")
+    [info] = await asyncio.to_thread(servers.post_all, "/model_info")
     assert "running=0" in info["state"]
-    assert (await real.http.get("/health")).json()["sessions"] == 1
-    assert (await real.post("/grant_capacity", headers=ADMIN)).status_code == 200
 
 
 @pytest.mark.parametrize("protocol", ["chat", "messages"])
 async def test_a_stream_through_processes_and_the_agents_own_transport(
     tiny_model_dir: Any, tiny_server: str, protocol: str
 ) -> None:
-    """Tokens stream from a server process through a proxy process to the agent's client. If the agent closes a stream
-    early, the server stops generating. After a finished stream, the client's connection is free for the next
-    request."""
-    command = [
-        sys.executable,
-        "proxy.py",
-        "--server",
-        tiny_server,
-        "--model-path",
-        str(tiny_model_dir),
-        "--port",
-        "0",
-    ]
+    """Events pass through a proxy process to the agent's client, whose connection is free again
+    after them."""
+    command = [sys.executable, "proxy.py", "--server", tiny_server, "--port", "0"]
+    command += ["--model-path", str(tiny_model_dir)]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
         said = process.stdout.readline() + process.stdout.readline()
         found = re.search(r"OPENAI_BASE_URL=(\S+) ANTHROPIC_BASE_URL=(\S+),", said)
         assert found is not None
-        request: Any = {"model": "m", "messages": HELLO, "extra_body": {"seed": 3}}
+        request: Any = {"model": "m", "messages": HELLO, "max_tokens": 30, "stream": True}
         async with make_agents_client() as http:
             chat = openai.AsyncOpenAI(base_url=found[1], api_key="DUMMY", http_client=http)
             other = anthropic.AsyncAnthropic(base_url=found[2], api_key="DUMMY", http_client=http)
             for _ in range(3):
-                if protocol == "chat":
-                    events: Any = await chat.chat.completions.create(
-                        **request, max_tokens=300, stream=True
-                    )
-                else:
-                    events = await other.messages.create(**request, max_tokens=300, stream=True)
-                assert len([event async for event in events]) > 5
+                create: Any = chat.chat.completions if protocol == "chat" else other.messages
+                assert len([event async for event in await create.create(**request)]) >= 3
             assert idle_connections(http._transport) == 1
-            if protocol == "chat":
-                events = await chat.chat.completions.create(**request, max_tokens=1800, stream=True)
-            else:
-                events = await other.messages.create(**request, max_tokens=1800, stream=True)
-            async for _ in events:
-                break
-            await events.close()
-            while "running=0" not in (await http.get(tiny_server + "/model_info")).json()["state"]:
-                pass
     finally:
         process.terminate()
-        process.wait(timeout=20)
+        process.wait(timeout=60)
         process.stdout.close()
-
-
-@pytest.mark.parametrize("where", ["parse", "certain"])
-async def test_a_mistake_of_ours_is_an_event_too(
-    start: Start, monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
-    """If an unexpected error occurs in the middle of a stream, the client gets the error as an event. After the proxy
-    has sent an unexpected error as an event, the proxy raises the error, so that the log shows the error."""
-
-    def broken(*_: Any) -> Any:
-        raise ZeroDivisionError("our mistake")
-
-    harness = start("hello")
-    session = await harness.start()
-    monkeypatch.setattr(OutputParser, where, broken)
-    call = Connection(harness, f"/{session}/v1/chat/completions", STREAM)
-    await asyncio.wait({call.task}, timeout=30)
-    assert isinstance(call.task.exception(), ZeroDivisionError)
-    pieces = [call.pieces.get_nowait() for _ in range(call.pieces.qsize())]
-    assert b"our mistake" in pieces[-1]["body"]
