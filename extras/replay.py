@@ -1,0 +1,355 @@
+"""Record the schedule of a run, and repeat the run token by token and bit by bit.
+
+    python train.py --replay runs/guess/one                       all steps
+    python train.py --replay runs/guess/one --replay-until 7      seven of them
+
+Two runs with one seed differ because a weight update interrupts a completion at token 57 in one
+and at token 61 in the other. All else is fixed: the seed gives the prompts and, with the names of
+calls and the positions of tokens, every random number; the small server computes the same bits
+whatever else it computes, and in two parts as in one; a step is a function of weights and batch. So
+configuration and schedule.jsonl determine a run:
+
+    {"run":{"code":"c0c3d02","torch":"2.13.0","ranks":1},"step":0}     it begins after step 0
+    {"start":7,"version":2}                                            of task 7, at version 2
+    {"call":"7-3.1","prompt":"8da1","spans":[[2,57,"2e9c"],[3,120,"f1c4"]],"stop":"stop"}
+    {"call":"7-3.2","prompt":"51bb","spans":[],"failed":503}
+    {"finish":7,"version":3}                                           its episodes have ended
+    {"consume":7,"version":4}                                          step 5 trains on its group
+    {"pushed":5}                                                       servers have version 5
+
+A **span** ends where its version does. Version 2 computed tokens 1 to 57 of call 1 of member 3 of
+task 7, and version 3 the next 63. A replay takes turns: at version 2 it starts what was started
+then, waits for the first 57 tokens and all others of version 2, trains, pushes version 3, and goes
+on with token 58. It generates only what a step consumed, and stops at the first difference.
+
+Not promised: evaluations are not recorded. An agent must be deterministic, and so must a server.
+"""
+
+import asyncio
+import hashlib
+import importlib.metadata
+import os
+import re
+from pathlib import Path
+from typing import Any, Self
+
+import orjson
+from pydantic import TypeAdapter
+
+import engine
+from inference.io_struct import EngineError, ModelRequest, ModelResponse
+
+Fact = dict[str, Any]
+Spans = list[tuple[int, int, str]]  # (version, end, hash of all tokens before `end`)
+FILE = "schedule.jsonl"
+CALL = re.compile(r"(\d+)(-\d+)?\.\d+")  # of training; an evaluation's is "eval-7-3.1"
+CLOSED = 499  # the status of a call whose agent has hung up
+POLL = 0.02  # seconds between two looks at the schedule
+# No token and no weight depends on these keys, so a replay may change them.
+FREE = {"fileroot", "experiment_name", "trial_name", "callbacks", "saver.interval"}
+
+
+class Differs(RuntimeError):
+    """The replay is not the recorded run. The message names the first difference."""
+
+    is_verdict = True  # the message says everything: no traceback
+
+
+# ---- the schedule
+
+
+def digest(ids: list[int]) -> str:
+    return hashlib.blake2b(str(ids).encode(), digest_size=6).hexdigest()
+
+
+def spans_of(response: ModelResponse) -> Spans:
+    ends = {version: k + 1 for k, version in enumerate(response.output_versions)}  # they never fall
+    return [(version, end, digest(response.output_tokens[:end])) for version, end in ends.items()]
+
+
+def task_of(call: str) -> int | None:
+    """The task of a training call, 7 for "7-3.1"; None for other calls."""
+    match = CALL.fullmatch(call)
+    return int(match[1]) if match else None
+
+
+class Schedule:
+    """The facts of a schedule.jsonl, without those that a restart has cancelled.
+
+    A line "run" cancels the steps after its own, and "start" the earlier calls of its task.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path, self.size = path, 0  # bytes that were read
+        self.runs: list[Fact] = []
+        self.starts: dict[int, int] = {}  # the version at which each task started
+        self.calls: dict[
+            int | None, dict[str, Fact]
+        ] = {}  # the last line of each call, by task and name
+        self.ended: set[int] = set()  # tasks
+        self.steps: dict[int, list[int]] = {}  # the tasks consumed at each version
+        self.version = 0  # the newest one in the servers
+
+    def read(self) -> Self:
+        """Add the complete lines that are new. Raises ValueError for a line that is no fact."""
+        with open(self.path, "rb") as file:
+            file.seek(self.size)
+            lines = file.read().rpartition(b"\n")[0]
+        self.size += len(lines) + bool(lines)
+        for line in lines.splitlines():
+            try:
+                self.add(orjson.loads(line))
+            except (ValueError, KeyError) as error:
+                raise ValueError(f"{self.path} has the wrong line {line[:100]!r}") from error
+        return self
+
+    def add(self, fact: Any) -> None:
+        match fact:
+            case {"run": dict(run), "step": int(step)}:
+                self.runs.append(run)
+                self.steps = {v: tasks for v, tasks in self.steps.items() if v < step}
+                self.version = step
+            case {"start": int(task), "version": int(version)}:
+                self.starts[task], self.calls[task] = version, {}
+            case {"call": str(name), "prompt": str(), "spans": spans}:
+                spans = TypeAdapter(Spans).validate_python(spans)
+                self.calls[task_of(name)][name] = {**fact, "spans": spans}
+            case {"finish": int(task)}:
+                self.ended.add(task)
+            case {"consume": int(task), "version": int(version)}:
+                self.steps.setdefault(version, []).append(task)
+            case {"pushed": int(version)}:
+                self.version = version
+            case _:
+                raise ValueError
+
+    def find(self, call: str) -> Fact:
+        """The line of a call; {} if it has none."""
+        return self.calls.get(task_of(call), {}).get(call, {})
+
+    def check(self, batch_size: int) -> int:
+        """Return how many steps a replay can repeat.
+
+        Raises ValueError for what no run does: a replay would wait for it for ever.
+        """
+        if max(self.starts, default=0) >= max(1, len(self.starts)):  # tasks start in order
+            raise ValueError(f"{self.path} lacks the start of a task")
+        steps = [self.steps.get(v, []) for v in range(min(self.version, len(self.steps) + 1))]
+        seen = set[int]()
+        for version, step in enumerate(steps):
+            seen.update(step)
+            if len(step) != batch_size or len(seen) != batch_size * (version + 1):
+                raise ValueError(f"{self.path} has no {batch_size} groups of step {version + 1}")
+            for task in step:
+                start = self.starts.get(task, version + 1)
+                spans = [
+                    span for call in self.calls.get(task, {}).values() for span in call["spans"]
+                ]
+                if not all(0 <= start <= v <= version for v in (version, *(v for v, *_ in spans))):
+                    raise ValueError(f"{self.path} has impossible versions of task {task}")
+        return len(steps)
+
+
+# ---- the engine's side, in the trainer and in every proxy
+
+
+class Hooks(engine.Hooks):
+    """Records the calls of training. In a replay, makes their tokens under the recorded versions.
+
+    The trainer and all proxies append to one file. A line is one write, so lines never mix.
+    """
+
+    def __init__(self, schedule: str, replay: str = "") -> None:
+        self.file = os.open(schedule, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        self.own = Schedule(schedule)
+        self.recorded = Schedule(Path(replay) / FILE if replay else os.devnull).read()
+
+    def record(self, **fact: Any) -> None:
+        os.write(self.file, orjson.dumps(fact) + b"\n")
+
+    async def before_segment(self, req: ModelRequest, response: ModelResponse) -> int:
+        """Wait for the version of the next recorded span, and return the span's end.
+
+        Raises EngineError if the recorded call failed, with its status.
+        """
+        known = self.recorded.find(req.call)
+        if "failed" in known:
+            raise EngineError(f"call {req.call} failed in the recorded run", known["failed"])
+        for version, end, _ in known.get("spans", ()):
+            if response.output_len < end:
+                while self.own.read().version < version:
+                    await asyncio.sleep(POLL)
+                return end
+        return req.gconfig.max_new_tokens
+
+    def after_segment(
+        self, req: ModelRequest, response: ModelResponse, error: BaseException | None
+    ) -> None:
+        """Record the spans so far. In a replay, ask for the next one by the reason "abort"."""
+        if task_of(req.call) is None:
+            return
+        fact = {"call": req.call, "prompt": digest(req.input_ids)}
+        if error is not None:
+            self.record(**fact, spans=[], failed=getattr(error, "status", None) or CLOSED)
+            return
+        known, made = self.recorded.find(req.call), spans_of(response)
+        if known and made == known["spans"][: len(made)]:
+            response.stop_reason = known["stop"] if made == known["spans"] else "abort"
+        self.record(**fact, spans=made, stop=response.stop_reason)
+
+
+# ---- the trainer's side
+
+
+def facts() -> Fact:
+    """What a run depends on beside its configuration."""
+    from run.start import code_digest
+
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    return {"code": code_digest(), "torch": importlib.metadata.version("torch"), "ranks": ranks}
+
+
+def check(config: Any, folder: str) -> None:
+    """Raise ConfigError if this code cannot repeat the run in `folder` with this configuration."""
+    from run.config import ConfigError, flatten, read_recipe
+
+    try:
+        recorded = Schedule(Path(folder) / FILE).read()
+        steps = recorded.check(config.train_dataset.batch_size)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--replay: {error}") from error
+    if not steps or config.rollout.pause_mode == "in_place":
+        needs = "a finished step and a pause_mode other than in_place"
+        raise ConfigError(f"--replay: {folder} lacks {needs}")
+    keys, now = read_recipe(Path(folder) / "config.yaml"), flatten(config.model_dump(mode="json"))
+    now |= facts()
+    differ = {
+        f"{key}={value} -> {now.get(key)}"
+        for run in recorded.runs
+        for key, value in (keys | run).items()
+        if key not in FREE and value != now.get(key)
+    }
+    if differ:
+        raise ConfigError(f"--replay needs code and keys of {folder}: {', '.join(sorted(differ))}")
+
+
+class Replay:
+    """The callback. In a replay its `prepare_batch` takes the place of the executor's."""
+
+    hooks = "extras.replay.Hooks"
+
+    def __init__(self, config: Any) -> None:
+        self.batch_size = config.train_dataset.batch_size
+
+    def hooks_args(self, run: Any) -> Fact:
+        return {"schedule": str(run.run_dir / FILE), "replay": run.replaying}
+
+    def on_start(self, run: Any) -> None:
+        self.run = run
+        if run.replaying:
+            self.recorded = Schedule(Path(run.replaying) / FILE).read()
+            run.last_step = min(run.last_step, self.recorded.check(self.batch_size))
+        if run.rank > 0:
+            return
+        # A kill may have cut the last line. It is newer than the checkpoint, so nobody needs it.
+        path = run.run_dir / FILE
+        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+        self.record = run.engine.hooks.record
+        self.record(run=facts(), step=run.step)
+        run.executor.listeners.append(self.on_event)
+        if run.replaying:
+            self.own = Schedule(path)
+            steps = [(v + 1, self.recorded.steps[v]) for v in range(run.last_step)]
+            self.step_of = {task: step for step, tasks in steps for task in tasks}
+            self.running: list[int] = []  # started, and not consumed
+            self.samples: list[Any] = []  # of task 0, 1, ...
+            self.stream: Any = None
+            run.engine.prepare_batch = self.prepare_batch
+
+    def on_event(self, name: str, task: int, details: Fact) -> None:
+        if name in ("start", "finish", "consume"):
+            self.record(**{name: task}, version=self.run.engine.get_version())
+
+    def on_step(self, metrics: Fact) -> None:
+        if self.run.rank == 0:
+            self.record(pushed=metrics["step"])
+            if self.run.replaying:
+                compare(self.run, metrics["step"])
+
+    def prepare_batch(self, dataloader: Any, **how: Any) -> Any:
+        """The batch that the recorded run consumed at this version. Raises Differs."""
+        from rollout.executor import cycle
+        from rollout.trajectory import concat_padded_tensors
+
+        executor, version = self.run.executor, self.run.engine.get_version()
+
+        # 1. Start what the recorded run started at this version, in its order.
+        starts = self.recorded.starts.items()
+        due = [task for task, v in starts if v == version and task in self.step_of]
+        self.stream = self.stream or cycle(dataloader)
+        while len(self.samples) <= max(due, default=-1):
+            self.samples.append(next(self.stream))
+        for task in due:
+            executor._next_id = task
+            executor.submit(self.samples[task], **how)
+        self.running += due
+
+        # 2. Wait for all tokens of this version, because the push replaces it.
+        executor.loop.run(self.until_generated(version))
+
+        # 3. Consume the recorded groups in their order.
+        tasks = self.recorded.steps[version]
+        groups = [executor.wait_for_task(task) for task in tasks]
+        executor.loop.run(self.until_generated(version))  # finds what came after the last call
+        for task, group in zip(tasks, groups):
+            if group is None:
+                raise self.differs(task, "its group is rejected")
+            self.running.remove(task)
+            self.on_event("consume", task, {})
+        return concat_padded_tensors([executor.dispatcher.state.trainable(x) for x in groups])
+
+    async def until_generated(self, version: int) -> None:
+        self.own.read()
+        while any(self.lacks_tokens(task, version) for task in self.running):
+            await asyncio.sleep(POLL)
+            self.own.read()
+
+    def lacks_tokens(self, task: int, version: int) -> bool:
+        """Whether a recorded token of `version` or before is not generated yet. Raises Differs."""
+        own = self.own.calls.get(task, {})
+        for name, call in own.items():
+            known = self.recorded.find(name)
+            if call["prompt"] != known.get("prompt"):
+                raise self.differs(task, f"call {name} has another prompt, or is new")
+            if call["spans"] != known["spans"][: len(call["spans"])]:
+                raise self.differs(task, f"call {name} has other tokens")
+        for name, known in self.recorded.calls[task].items():
+            done = len(own[name]["spans"]) if name in own else 0
+            if any(v <= version for v, *_ in known["spans"][done:]):
+                if task in self.own.ended:
+                    raise self.differs(task, f"call {name} was not made")
+                return True
+        return False
+
+    def differs(self, task: int, why: str) -> Differs:
+        whose = f"task {task} of step {self.step_of[task]}"
+        return Differs(f"{whose} differs: {why}; are agent and server deterministic?")
+
+
+def compare(run: Any, step: int) -> None:
+    """Compare a step's batch and model with the recorded ones, where both runs have saved them.
+    Raises Differs."""
+    import torch
+    from safetensors.torch import load_file
+
+    for name in (f"tokens/{step:05d}.safetensors", f"checkpoints/step{step:05d}/model.safetensors"):
+        paths = Path(run.replaying) / name, run.run_dir / name
+        if all(path.exists() for path in paths):
+            before, now = map(load_file, paths)
+            try:
+                torch.testing.assert_close(now, before, rtol=0, atol=0, equal_nan=True)
+            except AssertionError as error:
+                first = f"step {step} is the first that differs, in {name}"
+                raise Differs(f"{first}: {error}") from None
+    if step == run.last_step:
+        print(f"no batch and no model up to step {step} differs from {run.replaying}", flush=True)
