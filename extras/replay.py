@@ -83,9 +83,8 @@ class Schedule:
         self.path, self.size = path, 0  # bytes that were read
         self.runs: list[Fact] = []
         self.starts: dict[int, int] = {}  # the version at which each task started
-        self.calls: dict[
-            int | None, dict[str, Fact]
-        ] = {}  # the last line of each call, by task and name
+        # the last line of each call, by task and name
+        self.calls: dict[int | None, dict[str, Fact]] = {}
         self.ended: set[int] = set()  # tasks
         self.steps: dict[int, list[int]] = {}  # the tasks consumed at each version
         self.version = 0  # the newest one in the servers
