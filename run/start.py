@@ -29,6 +29,7 @@ from typing import Any, Self
 
 import yaml
 
+from inference.serve import raise_open_files
 from run.config import ROOT, ConfigError, TrainConfig, load
 from run.inputs import Inputs, find_model, load_inputs, make_model
 from run.launch import (
@@ -287,6 +288,7 @@ def begin(argv: list[str]) -> Run:
 
     --help and --dry-run end here. An error ends the process with one line and code 2.
     """
+    raise_open_files()
     signal.signal(signal.SIGINT, end_at_once)  # until `main`; the children end with their parent
     try:
         config, options = load(argv)

@@ -1,7 +1,8 @@
-"""Tests of examples/slurm/train.sbatch. Fake `srun` and `scontrol` commands run the whole job on this machine.
+"""Tests of examples/slurm/train.sbatch. Fake `srun` and `scontrol` commands run the whole job on
+this machine.
 
-The two nodes of the job are 127.0.0.1 and localhost. The inference server is inference/tiny/server.py, and the trainer
-trains a tiny model.
+The two nodes of the job are 127.0.0.1 and localhost. The inference server is
+inference/tiny/server.py, and the trainer trains a tiny model.
 """
 
 import json
@@ -18,8 +19,8 @@ import pytest
 from conftest import ROOT, free_port, two_free_ports
 from runs import children
 
-from run.load import load
-from run.plan import plan_servers
+from run.config import load
+from run.launch import plan_servers
 
 pytestmark = pytest.mark.runs
 
@@ -69,26 +70,15 @@ def cluster(tmp_path: Path, tiny_model_dir: Path) -> dict[str, str]:
 
 
 RECIPE = [
-    *(
-        "--config",
-        "configs/gsm8k.yaml",
-        "data=tests/data/gsm8k.jsonl",
-        "max_steps=2",
-        "trial_name=t",
-    ),
-    *(
-        "gconfig.n_samples=2",
-        "gconfig.max_new_tokens=8",
-        "train_dataset.batch_size=2",
-        "actor.dtype=float32",
-    ),
-    "evaluator.interval=0",
+    *("--config", "gsm8k", "data=tests/data/gsm8k.jsonl", "max_steps=2", "trial_name=t"),
+    *("gconfig.n_samples=2", "gconfig.max_new_tokens=8", "train_dataset.batch_size=2"),
+    *("actor.dtype=float32", "evaluator.interval=0", "callbacks=[]"),
 ]
 
 
 def test_two_nodes_train(cluster: dict[str, str], tmp_path: Path) -> None:
-    """In a job with two nodes, the first node generates and the second node trains. When the training ends, the job
-    also ends its inference server."""
+    """In a job with two nodes, the first node generates and the second node trains. When the
+    training ends, the job also ends its inference server."""
     done = subprocess.run(
         [str(SCRIPT), *RECIPE], cwd=ROOT, env=cluster, capture_output=True, text=True, timeout=500
     )
@@ -119,11 +109,11 @@ http.server.HTTPServer(("127.0.0.1", port), Answers).serve_forever()
 def test_steps_get_their_gpus_and_cores_and_a_job_near_its_end_is_requeued(
     cluster: dict[str, str], tmp_path: Path
 ) -> None:
-    """Each server can use only its own GPU and its share of the cores, although srun makes all GPUs of the node
-    visible.
+    """Each server can use only its own GPU and its share of the cores, although srun makes all GPUs
+    of the node visible.
 
-    When Slurm sends the signal USR1 before the job's time limit, the job script ends the run and requeues the job. The
-    requeued job uses the run name of the first job.
+    When Slurm sends the signal USR1 before the job's time limit, the job script ends the run and
+    requeues the job. The requeued job uses the run name of the first job.
     """
     (tmp_path / "server.py").write_text(SERVER)
     (tmp_path / "torchrun").write_text(
@@ -161,34 +151,25 @@ def test_steps_get_their_gpus_and_cores_and_a_job_near_its_end_is_requeued(
     assert "#SBATCH --signal=B:USR1@" in text
 
 
-@pytest.mark.parametrize("file", ["examples/slurm/train.sbatch", "docs/cluster.md"])
-def test_servers_of_a_cluster_get_the_options_of_train_py(file: str) -> None:
-    """The commands for a cluster start SGLang with the same options --enable-fp32-lm-head, --max-running-requests and
-    --mem-fraction-static as train.py. The commands for a cluster need no --max-total-tokens: a server on a cluster
-    shares its GPU with no other process, so its KV cache can fill the GPU."""
-    given = [
-        "--config",
-        "configs/gsm8k.yaml",
-        "model_path=DIR",
-        "server.backend=sglang",
-        "server.command=sglang",
-    ]
-    [server] = plan_servers(load(given), ["0", "1"], 1)
-    own = " ".join(server.command)
-    text = (ROOT / file).read_text().replace("\\\n", "").replace("$SLOTS", "256")
-    commands = re.findall(r"python -m sglang.launch_server\b.*--port.*|SERVE:-python.*", text)
-    assert commands
+def test_servers_of_a_cluster_get_the_options_of_train_py(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But no --max-total-tokens: they share their GPUs with nobody, so the cache may fill them."""
+    monkeypatch.setenv("POCKET_AREAL_SGLANG", "python -m sglang.launch_server")
+    config, _ = load(["--config", "gsm8k", "server.backend=sglang", "callbacks=[]"])
+    [server] = plan_servers(config, ["0", "1"])
+    text = SCRIPT.read_text().replace("$SLOTS", "256")
+    [command] = re.findall(r"SERVE:-python.*", text)
     for option in (
         "--enable-fp32-lm-head",
         "--max-running-requests 256",
         "--mem-fraction-static 0.85",
     ):
-        assert option in own
-        assert all(option in command for command in commands)
+        assert option in " ".join(server.command)
+        assert option in command
 
 
 def test_no_node_left_to_train(cluster: dict[str, str], tmp_path: Path) -> None:
-    """If a job gives all its nodes to the servers, it ends with an error, because no node is left for training."""
+    """If a job gives all its nodes to the servers, it ends with an error, because no node is left
+    for training."""
     done = subprocess.run(
         [str(SCRIPT)], cwd=ROOT, env=cluster | {"GEN_NODES": "2"}, capture_output=True, text=True
     )
@@ -208,7 +189,8 @@ def test_a_server_that_cannot_start_ends_the_job(cluster: dict[str, str]) -> Non
 
 
 def test_a_cancelled_job_leaves_nothing(cluster: dict[str, str], tmp_path: Path) -> None:
-    """If a job is cancelled during the start of a server, the job script ends the server and exits."""
+    """If a job is cancelled during the start of a server, the job script ends the server and
+    exits."""
     (tmp_path / "bin" / "srun").write_text("#!/bin/bash\nexec sleep 1000\n")
     job = subprocess.Popen([str(SCRIPT), *RECIPE], cwd=ROOT, env=cluster, stderr=subprocess.DEVNULL)
     while "sleep 1000" not in (found := children(job.pid)):
