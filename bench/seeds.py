@@ -1,17 +1,13 @@
-"""Train one run for each seed, one after another, and print a table that shows whether each run has
-learnt.
+"""Train one run for each seed, one after another, and print a table that shows what each learnt.
 
     python bench/seeds.py 1 2 3 4 5 31 32 33 34 35
-    python bench/seeds.py --config configs/maze.yaml 101 102 103
+    python bench/seeds.py --config maze 101 102 103
 
-If a run exists already (runs/seeds/<experiment>/seed<k>), the script uses its metrics and does not
-train again. The column `first` shows the success in step 1, before any training. `last five` is the
-mean success in the last five steps. `seconds to .95` is the time of training until the mean success
-of five successive steps reaches .95. The last printed line shows the median and the largest value
-of `seconds to .95` (docs/speedrun.md).
-
-`load` is the machine's one-minute load average at the start of the run. On a machine with two
-cores, a load above 2 means that other programs were running.
+Runs that exist (runs/seeds/<experiment>/seed<k>) are not repeated. `first` is the success in step
+1, before any training, and `last five` the mean of the last five steps. `seconds to .95` is the
+time of training until the mean success of five successive steps reaches .95; the last line has its
+median and its maximum. `load` is the machine's one-minute load average at the start: above 2, a
+machine with two cores was busy with something else.
 """
 
 import argparse
@@ -26,7 +22,7 @@ from statistics import mean, median
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from run.load import load  # noqa: E402
+from run.config import load  # noqa: E402
 
 
 def train(config: str, seed: int, folder: Path, root: Path) -> None:
@@ -36,7 +32,7 @@ def train(config: str, seed: int, folder: Path, root: Path) -> None:
         return
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "load.txt").write_text(f"{os.getloadavg()[0]:.1f}")
-    words = [f"seed={seed}", f"trial_name={folder.name}", f"fileroot={root}", "logger.live=false"]
+    words = [f"seed={seed}", f"trial_name={folder.name}", f"fileroot={root}", "callbacks=[]"]
     command = [sys.executable, "train.py", "--config", config, *words]
     with (folder / "output.txt").open("w") as out:
         subprocess.run(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, check=True)
@@ -76,10 +72,10 @@ def row(seed: int, folder: Path, lines: list[dict], reached: float) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("seeds", nargs="*", type=int, default=[1])
-    parser.add_argument("--config", default="configs/demo.yaml")
+    parser.add_argument("--config", default="demo")
     parser.add_argument("--fileroot", type=Path, default=Path("runs/seeds"))
     args = parser.parse_args()
-    name = load(["--config", args.config]).experiment_name
+    name = load(["--config", args.config])[0].experiment_name
     names = [
         "seed",
         "first",
