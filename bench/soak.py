@@ -176,7 +176,7 @@ def check(run_dir: Path, steps: int) -> None:
     seen: dict[int, int] = {}
     for line in metrics:
         ledger = load_file(run_dir / "tokens" / f"{line['step']:05d}.safetensors")
-        groups = set(ledger["group_ids"].tolist())
+        groups = set(ledger["task_ids"].tolist())
         assert len(groups) == BATCH, f"step {line['step']} trained {len(groups)} groups"
         assert not groups & seen.keys(), f"step {line['step']} trained {groups & seen.keys()} again"
         assert line["staleness_max"] <= ETA, f"step {line['step']} trained a group that is too old"
