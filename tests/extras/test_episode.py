@@ -70,8 +70,9 @@ def test_an_agent_that_fails_is_one_line(tiny_model_dir: Path, tiny_server: str)
 def test_a_missing_agent_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     """A wrong command line starts nothing, and has the exit code 2."""
     assert main(["examples.nowhere.Agent", "--model-path", "DIR"]) == 2
-    error = "error: ImportError: 'examples.nowhere.Agent': there is no module"
-    assert capsys.readouterr().err.startswith(error)
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert "examples.nowhere" in line
 
 
 def test_a_message_with_tool_calls() -> None:
