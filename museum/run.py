@@ -112,6 +112,7 @@ def run_unit_tests() -> dict[str, int]:
                 os.dup2(log.fileno(), 1)
                 sys.path[0], status = str(code), -1
                 quiet = [
+                    "-x",
                     "-p",
                     "no:cacheprovider",
                     "-W",
