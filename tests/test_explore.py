@@ -1,5 +1,4 @@
-"""tests/explore searches every order in which the events of small systems can happen: the sessions, a call and a
-weight update. test_explore_dispatcher.py is about the dispatcher.
+"""tests/explore searches every order in which the events of small systems can happen: here the sessions and a call.
 
 The search finds no broken property in the project's modules. A mutant is a module with a planted error, which is one
 changed piece of code. The search finds every planted error. For each property there are at least two mutants that break
@@ -15,24 +14,18 @@ from typing import Any
 
 import pytest
 from conftest import ROOT
-from explore import sessions, turns, updates
+from explore import sessions, turns
 from explore.planted import find_error, mutant, with_mutant
 from explore.search import explore, walk
 from explore.sessions import SessionBounds, SessionMachine
 from explore.turns import TurnBounds, TurnMachine
-from explore.updates import UpdateBounds, UpdateMachine
 
 import cache
 import calls.sessions
 import calls.turn
-import engine
-import inference.servers
-import inference.weights
 import proxy
 import rollout.interaction
 import rollout.rows
-import run.start as start
-import train
 
 
 @pytest.mark.parametrize("bounds", sessions.SMALL, ids=str)
@@ -53,27 +46,9 @@ def test_every_order_of_a_calls_events_keeps_every_property(bounds: TurnBounds) 
     assert "UNREAD" in reached or bounds != turns.SMALL[0]
 
 
-@pytest.mark.parametrize("bounds", updates.SMALL, ids=str)
-def test_every_order_of_an_updates_events_keeps_every_property(bounds: UpdateBounds) -> None:
-    """Every request is answered in spite of weight updates and faults, and every token is labelled with the version
-    that computed the token. If the trainer is killed, a new trainer uses the same servers."""
-    assert len(explore(UpdateMachine(bounds), keep=False)) > (100 if bounds.deaths else 300)
-
-
-def test_a_server_that_restarts_in_an_update_does_not_claim_the_new_version() -> None:
-    """A server loads version 1 during an update, and restarts with version 0 before the update is over. After the
-    update the server has the weights of version 0 and reports version 0."""
-    on = (("trainer goes on",),)
-    path = on * 5 + (("dies", 0), ("restarts", 0)) + on * 2
-    state = UpdateMachine(UpdateBounds()).run(path)
-    assert state.broken is None
-    assert "0: weights 0, label 0" in state.text
-
-
 WALKS = [
     *((SessionMachine, (bounds,)) for bounds in sessions.FAR),
     *((TurnMachine, (bounds,)) for bounds in turns.FAR),
-    *((UpdateMachine, (bounds,)) for bounds in updates.FAR),
 ]
 
 
@@ -83,7 +58,7 @@ def test_random_walks_far_beyond_the_bounds_keep_every_property(
 ) -> None:
     """Long random series of events break no property. The bounds of the random walks are larger than the bounds of the
     exhaustive search."""
-    length = 100 if machine in (TurnMachine, UpdateMachine) else 300
+    length = 100 if machine is TurnMachine else 300
     assert len(walk(machine(*bounds), 0, length)) > 50
 
 
@@ -179,7 +154,6 @@ TURN_MUTANTS = [
 
 
 PROXY = rollout.rows, rollout.interaction, cache, calls.sessions, calls.turn, proxy
-UPDATE = inference.servers, inference.weights, engine, start, train
 
 
 @pytest.mark.runs
@@ -192,121 +166,7 @@ def test_a_planted_error_of_a_call_is_found_by_name(
     find_error(TurnMachine(bounds, with_mutant(PROXY, module, line, changed)[-1]), name)
 
 
-# Each row holds the property that a mutant breaks, the bounds, the module, the original code, and the changed code
-SEGMENT = "segment = parse_segment(event, self.vocab_size)"
-ONE, TWO, ABORT = (
-    UpdateBounds(),
-    UpdateBounds(servers=2, tokens=1),
-    UpdateBounds(pause_mode="abort"),
-)
-NEVER = "await asyncio.Event().wait()"
-UPDATE_MUTANTS = [
-    (
-        "label",
-        ONE,
-        engine,
-        SEGMENT,
-        f"{SEGMENT}; segment.output_versions = [0] * segment.output_len",
-    ),
-    (
-        "label",
-        ONE,
-        engine,
-        SEGMENT,
-        f"{SEGMENT}; segment.output_versions = [oldest_allowed] * segment.output_len",
-    ),
-    ("falls", ONE, engine, "oldest_allowed = self.servers.newest", "oldest_allowed = 0"),
-    ("falls", ONE, inference.servers, "min(versions) < sent_after", "max(versions) < 0"),
-    (
-        "kept",
-        ONE,
-        engine,
-        SEGMENT,
-        f"{SEGMENT}; segment.output_versions[:-1] = segment.output_versions[1:]",
-    ),
-    (
-        "kept",
-        ABORT,
-        engine,
-        "response.replace_from(start, segment)",
-        "response.replace_from(start, segment); response.output_versions[:start] = segment.output_versions[:1] * start",
-    ),
-    (
-        "lost",
-        ABORT,
-        engine,
-        'interrupted = response.stop_reason == "abort" and',
-        "interrupted = False and",
-    ),
-    (
-        "lost",
-        ABORT,
-        engine,
-        "response.replace_from(start, segment)",
-        "response.replace_from(0, segment)",
-    ),
-    ("lost", ONE, engine, 'self.proxies.post_all("/set_version", {"version": version})', "pass"),
-    ("has", ONE, inference.weights, 'f"{meta.version}-incomplete"', "str(meta.version)"),
-    (
-        "has",
-        ONE,
-        inference.weights,
-        'body["weight_version"] = str(meta.version)',
-        'body["weight_version"] = ""',
-    ),
-    ("has", ONE, train, "        self.actor.update_weights(meta)\n", ""),
-    ("paused", TWO, engine, "{}, lost=True)\n        self._servers", "{})\n        self._servers"),
-    (
-        "paused",
-        ONE,
-        engine,
-        'self.servers.post_all("/continue_generation", {}, timeout=5.0, lost=True)',
-        "pass",
-    ),
-    (
-        "paused",
-        UpdateBounds(tokens=1, deaths=1),
-        start,
-        "    rollout.resume()\n    with suppress",
-        "    with suppress",
-    ),
-    (
-        "deadlock",
-        UpdateBounds(tokens=1, pause_mode="abort"),
-        engine,
-        "await self.sleep(backoff(empty_aborts, *EMPTY_ABORT_WAIT))",
-        NEVER,
-    ),
-    (
-        "deadlock",
-        UpdateBounds(tokens=1),
-        engine,
-        "await self.sleep(backoff(failures, *FAILURE_WAIT) * random.uniform(0.5, 1.0))",
-        NEVER,
-    ),
-]
-
-
-@pytest.mark.runs
-@pytest.mark.parametrize(("name", "bounds", "module", "line", "changed"), UPDATE_MUTANTS)
-def test_a_planted_error_of_an_update_is_found_by_name(
-    name: str, bounds: UpdateBounds, module: ModuleType, line: str, changed: str
-) -> None:
-    """The search finds each error that is planted in the engine, in the list of servers or in the order of the calls of
-    a weight update. For each planted error the search names the broken property."""
-    servers, _, wrong_engine, wrong_start, wrong_train = with_mutant(UPDATE, module, line, changed)
-    modules = {
-        "servers": servers,
-        "engine": wrong_engine,
-        "start": wrong_start,
-        "train": wrong_train,
-    }
-    find_error(UpdateMachine(bounds, modules), name)
-
-
-@pytest.mark.parametrize(
-    ("module", "line"), [error[2:4] for error in TURN_MUTANTS + UPDATE_MUTANTS]
-)
+@pytest.mark.parametrize(("module", "line"), [error[2:4] for error in TURN_MUTANTS])
 def test_a_planted_error_changes_one_place(module: ModuleType, line: str) -> None:
     """The slow tests plant an error by replacing a piece of code. This quick test checks that each piece of code to be
     replaced occurs in its module exactly once."""
@@ -318,7 +178,6 @@ def test_each_property_has_two_mutants() -> None:
     has at least two mutants."""
     mutants = Counter(f"sessions: {name}" for name, *_ in SESSION_MUTANTS)
     mutants += Counter(f"turns: {name}" for name, *_ in TURN_MUTANTS)
-    mutants += Counter(f"updates: {name}" for name, *_ in UPDATE_MUTANTS)
     table = re.findall(
         r"\| (\w+): ([\w, ]+) \|$", (ROOT / "docs/protocol.md").read_text(), re.MULTILINE
     )
@@ -326,11 +185,11 @@ def test_each_property_has_two_mutants() -> None:
         f"{machine}: {name}"
         for machine, names in table
         for name in names.split(", ")
-        if machine != "dispatcher"
+        if machine in ("sessions", "turns")
     }
     assert named == mutants.keys()
     assert min(mutants.values()) >= 2
-    for machine in (sessions, turns, updates):
+    for machine in (sessions, turns):
         kind, source = machine.__name__.rpartition(".")[2], inspect.getsource(machine)
         reported = set(re.findall(r"(?:Broken\(|self\.fail\()\"(\w+)\"", source))
         assert {f"{kind}: {name}" for name in reported} <= named

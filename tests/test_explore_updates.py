@@ -1,0 +1,96 @@
+"""tests/explore runs the shipped engine through every order of events around a weight update.
+
+It finds no broken property, and every error that is planted into the shipped modules.
+"""
+
+import re
+from collections import Counter
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from conftest import ROOT
+from explore import updates
+from explore.planted import find_error, with_mutant
+from explore.search import explore, walk
+from explore.updates import UpdateBounds, UpdateMachine
+
+import engine as ENGINE
+import inference.servers as SERVERS
+import inference.weights as WEIGHTS
+import train as TRAIN
+
+
+@pytest.mark.parametrize("bounds", updates.SMALL, ids=str)
+def test_every_order_of_events_keeps_every_property(bounds: UpdateBounds) -> None:
+    """Whatever fails, also when the trainer is killed and a new one takes the servers over."""
+    assert len(explore(UpdateMachine(bounds), keep=False)) > (80 if bounds.deaths else 250)
+
+
+@pytest.mark.parametrize("bounds", updates.FAR, ids=str)
+def test_random_walks_far_beyond_the_bounds_keep_every_property(bounds: UpdateBounds) -> None:
+    """With three servers and four updates."""
+    assert len(walk(UpdateMachine(bounds), 0, 100)) > 50
+
+
+def test_a_server_that_restarts_in_an_update_does_not_claim_the_new_version() -> None:
+    """It has loaded version 1, and restarts with version 0 before the update is over."""
+    on = (("trainer goes on",),)
+    path = on * 4 + (("dies", 0), ("restarts", 0)) + on * 2
+    state = UpdateMachine(UpdateBounds()).run(path)
+    assert state.broken is None
+    assert "0: weights 0, label 0" in state.text
+
+
+ONE, ABORT = UpdateBounds(tokens=1), UpdateBounds(pause_mode="abort")
+TWO, AGAIN = UpdateBounds(1, 2, 2, 1, "abort"), UpdateBounds(tokens=1, deaths=1)
+SEGMENT = "segment = parse_segment(answer, self.vocab_size)"
+CONTINUE = 'self.servers.post_all("/continue_generation", {})\n        '
+NEVER = "await asyncio.Event().wait()"
+MUTANTS = [  # property, bounds, module, code, changed code
+    (
+        "label",
+        ONE,
+        ENGINE,
+        SEGMENT,
+        f"{SEGMENT}; segment.output_versions = [0] * segment.output_len",
+    ),
+    ("label", ONE, SERVERS, "if newest > self.limit:", "if False:"),
+    ("falls", TWO, ENGINE, "oldest = self.servers.newest", "oldest = 0"),
+    ("falls", TWO, SERVERS, "if oldest < sent_after:", "if False:"),
+    ("lost", ABORT, ENGINE, 'if response.stop_reason != "abort" or', "if True or"),
+    ("lost", ONE, ENGINE, "failures > self.request_retries", "failures >= self.request_retries"),
+    ("lost", ONE, ENGINE, 'proxies.post_all("/set_version", {"version": version})', "pass"),
+    ("has", ONE, WEIGHTS, 'f"{meta.version}-incomplete"', "str(meta.version)"),
+    ("has", ONE, WEIGHTS, '"weight_version": str(meta.version)', '"weight_version": ""'),
+    ("has", ONE, SERVERS, "if failed := [", "if failed := [][:0] and ["),
+    ("has", ONE, TRAIN, "        actor.update_weights(meta)\n", ""),
+    ("paused", ONE, ENGINE, 'post_all("/continue_generation", {}, timeout=5.0)', "addresses"),
+    ("paused", AGAIN, ENGINE, f"{CONTINUE}with contextlib", "with contextlib"),
+    ("deadlock", ABORT, ENGINE, "await self.sleep(backoff(empty_aborts, 0.05, 1.0))", NEVER),
+    ("deadlock", ONE, ENGINE, "await self.sleep(backoff(failures, 0.5, 10.0)", f"{NEVER}, (1.0"),
+]
+
+
+@pytest.mark.parametrize(("name", "bounds", "module", "line", "changed"), MUTANTS)
+def test_a_planted_error_is_found_by_name(
+    name: str, bounds: UpdateBounds, module: ModuleType, line: str, changed: str
+) -> None:
+    """The search names the broken property, and lists the events that break it."""
+    servers, _, engine, train = with_mutant(
+        (SERVERS, WEIGHTS, ENGINE, TRAIN), module, line, changed
+    )
+    modules = {"servers": servers, "engine": engine, "train": train}
+    find_error(UpdateMachine(bounds, modules), name)
+
+
+def test_each_property_has_two_planted_errors() -> None:
+    """And docs/protocol.md names none that is not explored."""
+    planted = Counter(name for name, *_ in MUTANTS)
+    assert min(planted.values()) >= 2
+    page = (ROOT / "docs/protocol.md").read_text()
+    rows = re.findall(r"\| updates: ([\w, ]+) \|$", page, re.MULTILINE)
+    assert {name for names in rows for name in names.split(", ")} <= planted.keys()
+    source = Path(updates.__file__).read_text()
+    reported = set(re.findall(r"self\.fail\(\"(\w+)\"", source))
+    assert reported | {"deadlock"} == planted.keys()
