@@ -186,6 +186,20 @@ def outcome_of(call: bytes) -> bytes:
         return json.dumps({"error": text, "trace": f"in a worker process:\n{trace}"}).encode()
 
 
+# A process has one loop for all its episodes, because clients that an agent leaves open would
+# complain about a closed one.
+_runner = functools.cache(asyncio.Runner)
+
+
+async def _alone(episode: Awaitable[Any]) -> Any:
+    """Await an episode, and cancel the tasks that it leaves behind."""
+    try:
+        return await episode
+    finally:
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+
+
 def run_agent(agent: Any, data: dict[str, Any], base_url: str, api_key: str) -> Any:
     """Run an agent's episode. Clients that it makes without arguments find the session in the
     environment, and pass by an HTTP proxy."""
@@ -197,4 +211,6 @@ def run_agent(agent: Any, data: dict[str, Any], base_url: str, api_key: str) -> 
         "ANTHROPIC_API_KEY": api_key,
         "NO_PROXY": ",".join(known),
     }
-    return asyncio.run(agent.run(data, base_url=base_url, api_key=api_key, http_client=None))
+    return _runner().run(
+        _alone(agent.run(data, base_url=base_url, api_key=api_key, http_client=None))
+    )

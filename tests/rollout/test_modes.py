@@ -143,7 +143,11 @@ def test_an_agent_that_sets_nothing_is_rejected(run_agent: Run, mode: str) -> No
     ],
 )
 def test_a_failing_agent_is_counted_and_the_next_one_runs(
-    run_agent: Run, caplog: pytest.LogCaptureFixture, then: str, says: str
+    run_agent: Run,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture,
+    then: str,
+    says: str,
 ) -> None:
     """The log has the type and the text of its exception, or how its process ended."""
     samples: list[dict] = [{"then": then}, {}, {"then": then}, {}]
@@ -152,6 +156,7 @@ def test_a_failing_agent_is_counted_and_the_next_one_runs(
     assert rewards == [None, [1.0], None, [1.0]]
     assert (stats.failed, stats.rejected) == (2, 2)
     assert re.search(says, caplog.text)
+    assert "Event loop is closed" not in capfd.readouterr().err
 
 
 def test_an_agent_that_exits_inline_ends_no_other_episode(
