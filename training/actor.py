@@ -49,10 +49,11 @@ from inference import weights
 from ppo import log_ratio
 from run.config import OptimizerConfig, PPOActorConfig
 from training.layout import (
-    LAYOUTS,
     Batch,
     Piece,
     TokenIndex,
+    cut_packed,
+    cut_padded,
     pick_layout,
     refuse_layers,
     row_lengths,
@@ -61,7 +62,7 @@ from training.layout import (
 from training.logprobs import add_read_hidden, token_logprobs
 from training.proximal import guess_errors, interpolation, loglinear
 from training.ranks import join_ranks, leave_ranks, share
-from training.tree_attention import TREES
+from training.tree_attention import cut_trees
 
 COMPILED_PARAMETERS = 100_000_000  # smaller models are not compiled
 NOTHING = torch.empty(0, dtype=torch.int64)
@@ -93,7 +94,7 @@ class FSDPEngine:
         has_gpu = torch.cuda.is_available()
         self.device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if has_gpu else "cpu")
         self.model: Any = None
-        self.layout = LAYOUTS["padded"]  # `initialize` picks one
+        self.cut: Any = None  # of the layout
         self.is_compiled = False
         self.owns_process_group = False
 
@@ -108,19 +109,20 @@ class FSDPEngine:
     def initialize(self, *_: Any, **__: Any) -> None:
         """Make the sharded model. All ranks call this; only rank 0 reads the files."""
         config = AutoConfig.from_pretrained(self.model_path)
-        name = pick_layout(self.config, self.device.type, config.get_text_config())
-        self.layout = (LAYOUTS | {"tree": TREES})[name]
+        layout = pick_layout(self.config, self.device.type, config.get_text_config())
+        self.cut = {"padded": cut_padded, "packed": cut_packed, "tree": cut_trees}[layout]
+        attention = "sdpa" if layout == "padded" else layout
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(
-                config, dtype=torch.float32, attn_implementation=self.layout.attention
+                config, dtype=torch.float32, attn_implementation=attention
             )
-        refuse_layers(model, self.layout)
+        refuse_layers(model, layout)
         layers = [m for m in model.modules() if type(m).__name__ in model._no_split_modules]
         self.shard(model, layers)
         self.load(model)
         model.eval()  # no dropout
         size = sum(p.numel() for p in model.parameters())
-        self.is_compiled = name != "tree" and should_compile(self.device.type, size)
+        self.is_compiled = layout != "tree" and should_compile(self.device.type, size)
         for layer in layers:
             if self.is_compiled:
                 layer.forward = torch.compile(layer.forward, dynamic=True)
@@ -199,7 +201,7 @@ class FSDPEngine:
         lengths = row_lengths(batch)
         shares = split_minibatches([lengths[row] for row in rows], dist.get_world_size())
         own = [rows[i] for i in shares[self.rank]] if self.rank < len(shares) else []
-        pieces = list(self.layout.cut(batch, own or rows[:1], self.config.mb_tokens))
+        pieces = list(self.cut(batch, own or rows[:1], self.config.mb_tokens))
         count = len(pieces) if own else 0
         most = int(self.all_reduce(torch.tensor(count), dist.ReduceOp.MAX))
         extra = Piece(pieces[0].inputs, NOTHING, NOTHING, NOTHING)
@@ -242,9 +244,8 @@ class FSDPPPOActor(FSDPEngine):
         super().initialize()
         self.max_steps = max_steps
         o = self.config.optimizer
-        matrices, vectors = [], []  # vectors, which are norms and biases, do not decay
-        for p in self.model.parameters():
-            (matrices if p.dim() > 1 else vectors).append(p)
+        matrices = [p for p in self.model.parameters() if p.dim() > 1]
+        vectors = [p for p in self.model.parameters() if p.dim() <= 1]  # norms and biases
         groups: Any = [
             {"params": matrices, "weight_decay": o.weight_decay},
             {"params": vectors, "weight_decay": 0.0},
@@ -359,29 +360,31 @@ class FSDPPPOActor(FSDPEngine):
         index, logp, entropy = self.forward(batch, piece)  # ((N,), (N,)), (N,), (N,)
         theta_logp = logp.detach()  # (N,)
         batch["theta_logp"][index] = theta_logp.cpu()
-        prox_logp, old_logp = (batch[key][index].to(self.device) for key in self.policies())
+
+        def pick(key: str) -> Tensor:  # (B, T) -> (N,)
+            return batch[key][index].to(self.device)
+
+        prox_logp, old_logp = map(pick, self.policies())
         # k2, an estimate of KL(pi_theta, pi_behav); the clamp keeps it finite
         kl = log_ratio(theta_logp, old_logp).clamp(-1e4, 1e4).square() / 2  # (N,)
         means = {"entropy": entropy, "kl": kl}
         if c.use_decoupled_loss and c.prox_logp_method != "recompute":
-            versions, fraction = batch["versions"][index], batch["step_fraction"][index[0]]
-            alpha = interpolation(versions, self.version, fraction).to(self.device)  # (N,)
+            fraction = batch["step_fraction"][index[0]].to(self.device)
+            alpha = interpolation(pick("versions"), self.version, fraction)  # (N,)
             if c.prox_logp_method == "loglinear":
                 prox_logp = loglinear(old_logp, theta_logp, alpha)
             else:
                 means |= guess_errors(prox_logp, old_logp, theta_logp, alpha)
 
         # 2. loss = -J - entropy_coeff * mean entropy + kl_ctl * mean (log pi_theta / pi_ref)^2 / 2
-        A = batch["advantages"][index].to(self.device)  # (N,)
         keys = c.model_dump(include=LOSS_KEYS)
         keys |= {"sequence_ids": index[0].to(self.device), "denominator": tokens}
         mask = torch.ones_like(logp)
-        loss, stats = self.loss_fn(logp, prox_logp, old_logp, A, mask, **keys)
+        loss, stats = self.loss_fn(logp, prox_logp, old_logp, pick("advantages"), mask, **keys)
         if c.entropy_coeff:
             loss = loss - self.annealed(c.entropy_coeff) * entropy.sum() / tokens
         if "ref_logp" in batch:
-            ref_logp = batch["ref_logp"][index].to(self.device)  # (N,)
-            means["ref_kl"] = log_ratio(logp, ref_logp).square() / 2  # (N,)
+            means["ref_kl"] = log_ratio(logp, pick("ref_logp")).square() / 2  # (N,)
             loss = loss + self.annealed(c.kl_ctl) * means["ref_kl"].sum() / tokens
         stats = {"loss": loss, **stats, **{key: x.sum() / tokens for key, x in means.items()}}
         return loss, {key: x.detach() for key, x in stats.items()}

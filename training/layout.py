@@ -19,7 +19,7 @@ models with sliding windows, convolutions or recurrent states.
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -51,11 +51,6 @@ class Piece(NamedTuple):
         return (self.row[wanted], self.column[wanted]), self.predicted_by[wanted]
 
 
-class Layout(NamedTuple):
-    attention: str  # name in transformers' AttentionInterface
-    cut: Callable[[Batch, Sequence[int], int], Iterable[Piece]]  # (batch, rows, mb_tokens)
-
-
 def row_lengths(batch: Batch) -> list[int]:
     mask = batch["attention_mask"].bool()  # (B, T)
     if bool((mask[:, 1:] & ~mask[:, :-1]).any()):
@@ -63,16 +58,12 @@ def row_lengths(batch: Batch) -> list[int]:
     return mask.sum(1).tolist()
 
 
-def longest_first(rows: Iterable[int], lengths: Sequence[int]) -> list[int]:
-    return sorted(rows, key=lambda row: -lengths[row])
-
-
 def split_minibatches(lengths: Sequence[int], n: int) -> list[list[int]]:
     """Distribute all rows over n mini-batches, the longest first, each to the one with the fewest
     tokens. None is empty, so few rows give few mini-batches."""
     parts: list[list[int]] = [[] for _ in range(min(n, len(lengths)))]
     loads = [0] * len(parts)
-    for row in longest_first(range(len(lengths)), lengths):
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
         lightest = min(range(len(parts)), key=lambda j: (loads[j], len(parts[j])))
         parts[lightest].append(row)
         loads[lightest] += lengths[row]
@@ -86,7 +77,7 @@ def split_microbatches(
     as long as the first of their piece. A row that is too long is a piece of its own."""
     pieces: list[list[int]] = []
     room = 0  # tokens that the last piece still takes
-    for row in longest_first(rows, lengths):
+    for row in sorted(rows, key=lambda row: -lengths[row]):
         size = lengths[pieces[-1][0]] if pieces and is_padded else lengths[row]
         if not pieces or size > room:
             pieces.append([])
@@ -134,13 +125,13 @@ def beyond_full_attention(shape: Any) -> set[str]:
     return {*(getattr(shape, "layer_types", None) or window)} - {"full_attention"}
 
 
-def refuse_layers(model: Any, layout: Layout) -> None:
+def refuse_layers(model: Any, layout: str) -> None:
     """Raise ValueError if the layout cannot compute the model's layers. Some versions of
     transformers compute capped attention (Gemma 2) without its cap."""
     shape = model.config.get_text_config()
     if not model._supports_sdpa or getattr(shape, "attn_logit_softcapping", None):
         raise ValueError(f"{type(model).__name__} has attention of its own: it cannot be trained")
-    refuse(() if layout is LAYOUTS["padded"] else beyond_full_attention(shape))
+    refuse(() if layout == "padded" else beyond_full_attention(shape))
 
 
 def pick_layout(actor: PPOActorConfig, device: str, shape: Any) -> str:
@@ -176,5 +167,3 @@ HAS_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # not in
 AttentionInterface.register("packed", attend_apart)
 # cuDNN prepares a plan for every new shape, and nearly every batch has one.
 torch.backends.cuda.enable_cudnn_sdp(False)
-
-LAYOUTS = {"padded": Layout("sdpa", cut_padded), "packed": Layout("packed", cut_packed)}

@@ -37,7 +37,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers import AttentionInterface
 from transformers.integrations.flex_attention import flex_attention_forward
 
-from training.layout import BEYOND_CAUSAL, Batch, Layout, Piece, refuse, row_lengths
+from training.layout import BEYOND_CAUSAL, Batch, Piece, refuse, row_lengths
 
 BLOCK = 128  # queries, or keys, in a block of attention
 
@@ -168,5 +168,3 @@ def tree_attention(
 
 # A compiled layer would compile this again for every tree.
 AttentionInterface.register("tree", torch.compiler.disable(tree_attention))
-
-TREES = Layout("tree", cut_trees)

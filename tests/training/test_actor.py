@@ -242,14 +242,14 @@ def test_a_single_rank_uses_fsdp_only_if_it_must(make_actor, changes, units):
 def test_every_epoch_uses_the_same_pieces(make_actor, monkeypatch, layout):
     """Each mini-batch is cut once, because cutting takes time."""
     actor = make_actor(ppo_epochs=3, ppo_n_minibatches=2, layout=layout)
-    batch, original = prepare(actor, make_batch()), actor.layout
+    batch, original = prepare(actor, make_batch()), actor.cut
     cut: list[Any] = []
 
     def counted(batch, rows, mb_tokens):
         cut.append(rows)
-        return original.cut(batch, rows, mb_tokens)
+        return original(batch, rows, mb_tokens)
 
-    monkeypatch.setattr(actor, "layout", original._replace(cut=counted))
+    monkeypatch.setattr(actor, "cut", counted)
     actor.ppo_update(batch)
     assert len(cut) == 2
     assert sorted(batch["step_fraction"].tolist()) == pytest.approx([4 / 6] * 4 + [5 / 6] * 4)
