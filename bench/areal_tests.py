@@ -189,7 +189,10 @@ DIFFERENCES = {
     "test_negative_versions_in_prompt": "pi_prox is guessed for trained tokens only",
 }
 # A text in the name of a test that does not run, and why.
-LEFT_OUT = dict.fromkeys(("TestConfigValidation", "test_cispo_config_"), "checks and fields of AReaL's configuration classes")
+LEFT_OUT = dict.fromkeys(
+    ("TestConfigValidation", "test_cispo_config_"),
+    "checks and fields of AReaL's configuration classes",
+)
 
 
 class Results:

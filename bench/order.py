@@ -1,21 +1,24 @@
-"""Claim: if a few episodes are very long, rollout.stale=wait costs time, mask costs tokens, and drop costs groups.
+"""Claim: if a few episodes are very long, rollout.stale=wait costs time, mask costs tokens, and
+drop costs groups.
 
-    python bench/order.py                                  # train three runs, one for each value of rollout.stale
-    python bench/order.py --seeds 1 2 3 --modes wait mask  # train three runs with wait and three with mask
+    python bench/order.py                                  # a run for each value of rollout.stale
+    python bench/order.py --seeds 1 2 3 --modes wait mask  # three with wait, three with mask
 
-The simulation bench/clusters.py estimates the costs of wait, mask and drop in virtual time (docs/simulate.md). The
-benchmark bench/order.py measures the costs of wait, mask and drop in real runs.
+The simulation bench/clusters.py estimates the costs of wait, mask and drop in virtual time
+(docs/simulate.md). The benchmark bench/order.py measures the costs of wait, mask and drop in real
+runs.
 
-Each run trains a model on the maze (configs/maze.yaml) for the same number of steps and on the same number of samples.
-In the maze, the time of an episode depends only on the length of its walk. A real agent also waits for tools and for
-people, so the benchmark adds a pause to each walk. Each walk pauses after its first 12 tokens, and all walks of a group
-pause for the same time. The pause has a lognormal distribution with sigma 1.5 and a mean of --pause seconds. The pause
-depends only on the group's number, so all runs have the same pauses. While a walk pauses, the trainer makes new policy
-versions. After the pause, a newer policy version samples the rest of the walk.
+Each run trains a model on the maze (configs/maze.yaml) for the same number of steps and on the same
+number of samples. In the maze, the time of an episode depends only on the length of its walk. A
+real agent also waits for tools and for people, so the benchmark adds a pause to each walk. Each
+walk pauses after its first 12 tokens, and all walks of a group pause for the same time. The pause
+has a lognormal distribution with sigma 1.5 and a mean of --pause seconds. The pause depends only on
+the group's number, so all runs have the same pauses. While a walk pauses, the trainer makes new
+policy versions. After the pause, a newer policy version samples the rest of the walk.
 
-The table shows the seconds up to the last step, and the seconds that the trainer waited. The table also shows the mean
-reward of the first ten steps and of the last ten steps. Three more columns show the share of masked tokens, the number
-of dropped groups, and the largest age of a group.
+The table shows the seconds up to the last step, and the seconds that the trainer waited. The table
+also shows the mean reward of the first ten steps and of the last ten steps. Three more columns show
+the share of masked tokens, the number of dropped groups, and the largest age of a group.
 """
 
 import argparse
@@ -45,8 +48,8 @@ MODES = ("wait", "mask", "drop")
 
 
 def pause(task_id: int, mean_s: float) -> float:
-    """Return the pause of a group in seconds. Over many groups the mean pause is `mean_s`, and the median pause is a
-    third of the mean."""
+    """Return the pause of a group in seconds. Over many groups the mean pause is `mean_s`, and the
+    median pause is a third of the mean."""
     return random.Random(task_id).lognormvariate(math.log(mean_s) - SIGMA**2 / 2, SIGMA)
 
 

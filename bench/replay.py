@@ -1,14 +1,15 @@
-"""Claim: a replay of an asynchronous run ends with the run's weights, bit for bit, for every seed, even on a busy
-machine.
+"""Claim: a replay of an asynchronous run ends with the run's weights, bit for bit, for every seed,
+even on a busy machine.
 
-    python bench/replay.py        # for each task, ten runs at eta 4 and one run with each other variant
+    python bench/replay.py        # for each task: ten runs at eta 4, one of each other variant
     python bench/replay.py --variants eta=4 --tasks maze --runs 2   # two runs of the maze at eta 4
 
-Each run trains 20 steps, and a replay then repeats the run. The batches are smaller than in the recipes, so that a run
-takes less time. A group whose members have equal rewards is rejected. Each line of the table shows the share of trained
-rows that a weight update has interrupted. Each line also counts the rejected groups, the dropped groups, and the tokens
-that were masked because of their age. The last two columns show the first 12 characters of two SHA-256 hashes: of the
-run's last model, and of the replay's last model. The exit code is 1 if the two hashes of any run differ.
+Each run trains 20 steps, and a replay then repeats the run. The batches are smaller than in the
+recipes, so that a run takes less time. A group whose members have equal rewards is rejected. Each
+line of the table shows the share of trained rows that a weight update has interrupted. Each line
+also counts the rejected groups, the dropped groups, and the tokens that were masked because of
+their age. The last two columns show the first 12 characters of two SHA-256 hashes: of the run's
+last model, and of the replay's last model. The exit code is 1 if the two hashes of any run differ.
 """
 
 import argparse
@@ -34,7 +35,8 @@ FIXED += [
     "actor.ppo_epochs=1",
     "should_accept_fn=bench.replay.has_signal",
 ]
-# With one group in a batch and eta = 1, some slow groups become too old before a step consumes them.
+# With one group in a batch and eta = 1, some slow groups become too old before a step consumes
+# them.
 OVERTAKEN = ["rollout.max_head_offpolicyness=1", "train_dataset.batch_size=1"]
 VARIANTS: dict[
     str, tuple[int, list[str]]
@@ -49,13 +51,14 @@ VARIANTS: dict[
 
 
 def has_signal(group: dict) -> bool:
-    """Return whether the rewards of a group differ. If all rewards of a group are equal, all advantages of the group
-    are 0."""
+    """Return whether the rewards of a group differ. If all rewards of a group are equal, all
+    advantages of the group are 0."""
     return len(set(group["rewards"].tolist())) > 1
 
 
 def train(folder: Path, ranks: int, *words: str) -> str:
-    """Run train.py in mode train or replay. Return the SHA-256 hash of the model after the last step."""
+    """Run train.py in mode train or replay. Return the SHA-256 hash of the model after the last
+    step."""
     named = [
         f"fileroot={folder.parent.parent}",
         f"experiment_name={folder.parent.name}",
@@ -75,8 +78,8 @@ def train(folder: Path, ranks: int, *words: str) -> str:
 
 
 def measure(task: str, variant: str, seed: int, steps: int) -> bool:
-    """Train one run and replay it. Print the run's line of the table. Return whether the last model of the run equals
-    the last model of the replay."""
+    """Train one run and replay it. Print the run's line of the table. Return whether the last model
+    of the run equals the last model of the replay."""
     ranks, keys = VARIANTS[variant]
     with tempfile.TemporaryDirectory() as temporary:
         run = Path(temporary) / task / "run"

@@ -1,30 +1,34 @@
 """Claim: the simulated duration of a run differs from the measured duration by at most 10 %.
 
-    `python bench/simulate.py` compares the simulation with the runs of docs/simulate.json, and writes the table.
-    `python bench/simulate.py --check RUN ...` compares the simulation with other finished runs of train.py.
-    `python bench/simulate.py --record RUN ...` stores the durations of finished runs in docs/simulate.json.
+    `python bench/simulate.py` compares the simulation with the runs of docs/simulate.json, and
+    writes the table. `python bench/simulate.py --check RUN ...` compares the simulation with other
+    finished runs of train.py. `python bench/simulate.py --record RUN ...` stores the durations of
+    finished runs in docs/simulate.json.
 
-The script is a discrete-event simulation in virtual time. A queue holds the next event of each server and of the
-trainer. The clock jumps from event to event. The simulation uses two classes of a real run. StalenessManager
-(staleness.py) limits the number of groups that may start. DispatchState (rollout/dispatcher.py) chooses the groups that
-start, forms the batches, and decides which tokens are too old for the loss. The simulation runs no model: answers,
-training steps and weight updates only take virtual time. The script bench/clusters.py simulates clusters of GPUs, and
-compares the rules by which a training step chooses its groups. The page docs/simulate.md explains the results.
+The script is a discrete-event simulation in virtual time. A queue holds the next event of each
+server and of the trainer. The clock jumps from event to event. The simulation uses two classes of a
+real run. StalenessManager (staleness.py) limits the number of groups that may start. DispatchState
+(rollout/dispatcher.py) chooses the groups that start, forms the batches, and decides which tokens
+are too old for the loss. The simulation runs no model: answers, training steps and weight updates
+only take virtual time. The script bench/clusters.py simulates clusters of GPUs, and compares the
+rules by which a training step chooses its groups. The page docs/simulate.md explains the results.
 
-**Servers.** A server generates one token for each of its n running sequences in `a + b n` seconds. At most `slots`
-sequences run on a server, and all other sequences wait in order of arrival. Each sequence has a length in tokens. A
-group is finished when all its sequences are finished.
+**Servers.** A server generates one token for each of its n running sequences in `a + b n` seconds.
+At most `slots` sequences run on a server, and all other sequences wait in order of arrival. Each
+sequence has a length in tokens. A group is finished when all its sequences are finished.
 
-**Trainer.** A step waits for B groups, trains for some seconds, and updates the weights. With `interrupt`, a weight
-update stops each server for `update` seconds. After the update, the server's running sequences continue. Without
-`interrupt`, each server lets its running sequences finish, starts no new sequences, and then loads the weights. A step
-ends when the last server has loaded the weights.
+**Trainer.** A step waits for B groups, trains for some seconds, and updates the weights. With
+`interrupt`, a weight update stops each server for `update` seconds. After the update, the server's
+running sequences continue. Without `interrupt`, each server lets its running sequences finish,
+starts no new sequences, and then loads the weights. A step ends when the last server has loaded the
+weights.
 
-**A finished run** can supply the lengths of sequences and the times of steps. The simulation of a finished run has one
-sequence per group. The length of a sequence in tokens equals the duration of a group of the finished run in seconds. A
-server generates one token of each sequence per second, for any number of sequences (a = 1, b = 0). The length of group
-k is drawn from the lengths of groups near k, because lengths change during a run. The training time and the update time
-of step k are drawn from the times of steps near k.
+**A finished run** can supply the lengths of sequences and the times of steps. The simulation of a
+finished run has one sequence per group. The length of a sequence in tokens equals the duration of a
+group of the finished run in seconds. A server generates one token of each sequence per second, for
+any number of sequences (a = 1, b = 0). The length of group k is drawn from the lengths of groups
+near k, because lengths change during a run. The training time and the update time of step k are
+drawn from the times of steps near k.
 """
 
 import argparse
@@ -84,15 +88,16 @@ class Setup:
 
 
 class Task:
-    """A simulated group: `left` is the number of unfinished sequences, and `tokens` counts the tokens by version."""
+    """A simulated group: `left` is the number of unfinished sequences, and `tokens` counts the
+    tokens by version."""
 
     def __init__(self, task_id: int, members: int) -> None:
         self.task_id, self.left, self.tokens = task_id, members, Versions()
 
 
 class Server:
-    """A simulated server with a counter `ticks` of its decoding steps. In one tick each running sequence generates one
-    token."""
+    """A simulated server with a counter `ticks` of its decoding steps. In one tick each running
+    sequence generates one token."""
 
     def __init__(self, setup: Setup) -> None:
         self.s = setup
@@ -121,8 +126,8 @@ class Server:
         self.since = now
 
     def admit(self) -> float:
-        """Admit waiting sequences. Return the seconds until the next sequence finishes, or infinity if no sequence
-        runs."""
+        """Admit waiting sequences. Return the seconds until the next sequence finishes, or infinity
+        if no sequence runs."""
         while (
             self.waiting
             and len(self.running) < self.s.slots
@@ -136,8 +141,8 @@ class Server:
         return max(0.0, self.running[0][0] - self.ticks) * (self.s.a + self.s.b * len(self.running))
 
     def finish(self) -> list[Task]:
-        """Finish the sequences that have generated all their tokens, and return the groups whose last sequence has
-        finished."""
+        """Finish the sequences that have generated all their tokens, and return the groups whose
+        last sequence has finished."""
         complete = []
         while self.running and self.running[0][0] <= self.ticks + 1e-6:  # allows for rounding
             last, _, first, task = heapq.heappop(self.running)
@@ -154,12 +159,13 @@ class Server:
 
 @dataclass(eq=False)
 class WindowState(DispatchState):
-    """The dispatcher's state for the order `window`. A step takes the finished groups that started first, and leaves
-    unfinished groups to later steps.
+    """The dispatcher's state for the order `window`. A step takes the finished groups that started
+    first, and leaves unfinished groups to later steps.
 
-    The deadline of a group is the version at its start plus eta. A step at version v takes a batch only if later steps
-    can consume every remaining group by its deadline. For every D >= v, at most (D - v) B remaining groups may have a
-    deadline of D or less, because the steps at versions v + 1 to D consume (D - v) B groups.
+    The deadline of a group is the version at its start plus eta. A step at version v takes a batch
+    only if later steps can consume every remaining group by its deadline. For every D >= v, at most
+    (D - v) B remaining groups may have a deadline of D or less, because the steps at versions v + 1
+    to D consume (D - v) B groups.
     """
 
     slack: int = 0  # number of versions by which eta exceeds the gate's staleness limit
@@ -186,8 +192,8 @@ class WindowState(DispatchState):
 class Result:
     """The measurements of a simulation."""
 
-    # Each step has four points in time: the trainer begins to wait, begins to train, begins the weight update, and
-    # ends the weight update.
+    # Each step has four points in time: the trainer begins to wait, begins to train, begins the
+    # weight update, and ends the weight update.
     steps: list[list[float]] = field(default_factory=list)
     batches: list[Versions] = field(
         default_factory=list
@@ -219,7 +225,8 @@ class Result:
 
 
 class Simulation:
-    """A simulated run in virtual time. The staleness gate reads the current version from the method `get_version`."""
+    """A simulated run in virtual time. The staleness gate reads the current version from the method
+    `get_version`."""
 
     def __init__(self, setup: Setup, seed: int = 0) -> None:
         self.s, self.rng, self.now, self.version = setup, random.Random(seed), 0.0, 0
@@ -235,8 +242,8 @@ class Simulation:
         self.result = Result(steps=[[0.0]])
 
     def make_gate(self, s: Setup) -> tuple[StalenessManager, DispatchState]:
-        """Return the gate (a StalenessManager) and the state of the dispatcher. The state is a DispatchState, or in
-        mode window a WindowState.
+        """Return the gate (a StalenessManager) and the state of the dispatcher. The state is a
+        DispatchState, or in mode window a WindowState.
 
         In mode unbounded, a group may have any age.
         """
@@ -272,7 +279,8 @@ class Simulation:
     # ---- Groups and steps
 
     def start_groups(self) -> None:
-        """Start the groups that the gate admits. The sequences are assigned to the servers in round-robin order."""
+        """Start the groups that the gate admits. The sequences are assigned to the servers in
+        round-robin order."""
         touched = dict[Server, None]()
         for _ in range(self.manager.get_pending_limit() - len(self.state.pending)):
             self.state.enqueue(Task(next(self.task_ids), self.s.members))
@@ -302,7 +310,8 @@ class Simulation:
             self.at(self.s.train(self.rng, self.version, sum(batch.values())), self.end_training)
 
     def end_training(self) -> None:
-        """Begin the weight update: stop all servers, or let the running sequences of each server finish."""
+        """Begin the weight update: stop all servers, or let the running sequences of each server
+        finish."""
         self.result.steps[-1].append(self.now)
         self.outdated = set(self.servers)
         for server in self.servers:
@@ -322,8 +331,8 @@ class Simulation:
         )
 
     def loaded(self, server: Server) -> None:
-        """Let one server continue with the new weights. The step ends when the last server continues, and then more
-        groups may start."""
+        """Let one server continue with the new weights. The step ends when the last server
+        continues, and then more groups may start."""
         server.advance(self.now)
         server.stopped = False
         server.begins.append(server.ticks)
@@ -347,7 +356,8 @@ class Simulation:
         heapq.heappush(self.events, (self.now + seconds, next(self.numbers), action, 0))
 
     def plan(self, server: Server) -> None:
-        """Admit waiting sequences, and schedule the event at which the server's next sequence finishes."""
+        """Admit waiting sequences, and schedule the event at which the server's next sequence
+        finishes."""
         server.advance(self.now)
         server.stamp += 1
         if (seconds := server.admit()) < math.inf:
@@ -394,13 +404,12 @@ def simulate(
 
     The returned dictionary has these keys:
 
-        `step_s` and `total_s` are the seconds of one step and of all steps.
-        `tokens_s` is the number of trained tokens per second.
-        `servers_busy` is the share of the time in which a server generates, averaged over the servers.
-        `trainer_busy` is the share of the time in which the trainer does not wait for a batch.
-        `lag_mean` and `lag_max` are the mean and the largest lag of the trained tokens.
-        `masked` is the share of the tokens that `mask` excludes from the loss.
-        `dropped` is the number of dropped groups.
+        `step_s` and `total_s` are the seconds of one step and of all steps. `tokens_s` is the
+        number of trained tokens per second. `servers_busy` is the share of the time in which a
+        server generates, averaged over the servers. `trainer_busy` is the share of the time in
+        which the trainer does not wait for a batch. `lag_mean` and `lag_max` are the mean and the
+        largest lag of the trained tokens. `masked` is the share of the tokens that `mask` excludes
+        from the loss. `dropped` is the number of dropped groups.
     """
     setup = make(*args)
     results = [Simulation(make(*args), seed).run() for seed in seeds]
@@ -425,11 +434,11 @@ def simulate(
 
 
 def record(folder: Path) -> dict[str, Any]:
-    """Read a finished run. Return the run's settings, and the durations of its groups and of the parts of its steps
-    in seconds."""
+    """Read a finished run. Return the run's settings, and the durations of its groups and of the
+    parts of its steps in seconds."""
     import yaml
 
-    from run.report import read_records
+    from extras import read_records
 
     config = yaml.safe_load((folder / "config.yaml").read_text())
     trace, lines = read_records(folder / "trace.json"), read_records(folder / "metrics.jsonl")
@@ -443,7 +452,8 @@ def record(folder: Path) -> dict[str, Any]:
     pauses = list(zip(begins["sync"], ends["sync"]))
 
     def worked(begin: float, end: float) -> float:
-        """Return the seconds from `begin` to `end`, minus the seconds of the weight updates between them."""
+        """Return the seconds from `begin` to `end`, minus the seconds of the weight updates between
+        them."""
         return end - begin - sum(max(0.0, min(end, b) - max(begin, a)) for a, b in pauses)
 
     return {
@@ -466,10 +476,10 @@ def record(folder: Path) -> dict[str, Any]:
 def blocks(values: list[float], size: int, width: int = 2) -> Draw:
     """Return a function that draws a value for group or step k from `values` by a block bootstrap.
 
-    A block has `size` successive values. The bootstrap replaces each block by a random block that is at most `width`
-    blocks away. The groups of one batch run at the same time on the same machine, so their times are similar.
-    Independent draws would make the longest time of a simulated batch too long. A block bootstrap keeps the times of
-    one block together.
+    A block has `size` successive values. The bootstrap replaces each block by a random block that
+    is at most `width` blocks away. The groups of one batch run at the same time on the same
+    machine, so their times are similar. Independent draws would make the longest time of a
+    simulated batch too long. A block bootstrap keeps the times of one block together.
     """
     shifts: dict[int, int] = {}
     most = max(0, len(values) // size - 1)  # index of the last complete block of values
@@ -483,7 +493,8 @@ def blocks(values: list[float], size: int, width: int = 2) -> Draw:
 
 
 def replay(run: dict[str, Any]) -> Setup:
-    """Return a setup that draws its lengths and times from the recorded durations of a finished run."""
+    """Return a setup that draws its lengths and times from the recorded durations of a finished
+    run."""
     train, update = blocks(run["train"], 1), blocks(run["update"], 1)
     return Setup(
         batch=run["batch"],
@@ -539,8 +550,8 @@ def check(runs: list[dict[str, Any]]) -> list[str]:
 
 
 def write(tables: dict[str, list[str]]) -> None:
-    """Replace the tables of docs/simulate.md. In docs/simulate.md, a comment with a table's name stands before the
-    table."""
+    """Replace the tables of docs/simulate.md. In docs/simulate.md, a comment with a table's name
+    stands before the table."""
     page = PAGE.read_text()
     for name, lines in tables.items():
         before, mark, rest = page.partition(f"<!-- {name} -->\n")

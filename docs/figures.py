@@ -1,22 +1,22 @@
 """Draw the figures of the pages, docs/*.svg, from numbers that the repository keeps.
 
-    `python docs/figures.py` draws every figure again.
-    `python docs/figures.py --run RUN` first reads the times of the first steps of a run.
-    `python docs/figures.py --answers RUN` first reads answers of a run that weight updates interrupted.
+    `python docs/figures.py` draws every figure again. `python docs/figures.py --run RUN` first
+    reads the times of the first steps of a run. `python docs/figures.py --answers RUN` first reads
+    answers of a run that weight updates interrupted.
 
-RUN is the folder of a finished run of configs/maze.yaml. The file docs/figures.json keeps the numbers that were read
-from RUN. The figures show the following:
+RUN is the folder of a finished run of configs/maze.yaml. The file docs/figures.json keeps the
+numbers that were read from RUN. The figures show the following:
 
-    `front.svg` and `straddle.svg` show numbers from docs/figures.json.
-    `timelines.svg` shows two runs that bench/simulate.py simulates with the measured times of a finished run.
-    `rewards.svg` shows rewards that the InteractionCache of cache.py computes.
-    `orders.svg` and `clusters.svg` show numbers from docs/clusters.csv.
+    `front.svg` and `straddle.svg` show numbers from docs/figures.json. `timelines.svg` shows two
+    runs that bench/simulate.py simulates with the measured times of a finished run. `rewards.svg`
+    shows rewards that the InteractionCache of cache.py computes. `orders.svg` and `clusters.svg`
+    show numbers from docs/clusters.csv.
 
-Two other scripts draw more figures: docs/structure.py draws structure.svg, and docs/terminal.py draws terminal.svg and
-terminal-wide.svg.
+Two other scripts draw more figures: docs/structure.py draws structure.svg, and docs/terminal.py
+draws terminal.svg and terminal-wide.svg.
 
-A policy version has the same colour in all figures. Each figure has light and dark colours, and the browser chooses
-between them.
+A policy version has the same colour in all figures. Each figure has light and dark colours, and the
+browser chooses between them.
 """
 
 import csv
@@ -67,13 +67,14 @@ def svg(width: int, height: float, title: str, parts: Iterable[str]) -> str:
 
 
 def text(x: float, y: float, words: str, kind: str = "", anchor: str = "start") -> str:
-    """Return an SVG element that shows the text `words`. `kind` names the CSS classes of the element."""
+    """Return an SVG element that shows the text `words`. `kind` names the CSS classes of the
+    element."""
     return f'<text x="{x:.1f}" y="{y:.1f}" class="{kind}" text-anchor="{anchor}">{escape(words)}</text>'
 
 
 def bar(x: float, y: float, width: float, height: float, look: str, hint: str = "") -> str:
-    """Return a rectangle. `look` holds the rectangle's SVG attributes, and `hint` is the tooltip that a browser
-    shows."""
+    """Return a rectangle. `look` holds the rectangle's SVG attributes, and `hint` is the tooltip
+    that a browser shows."""
     title = f"<title>{escape(hint)}</title>" if hint else ""
     return f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(width, 0.5):.1f}" height="{height:g}" {look}>{title}</rect>'
 
@@ -87,10 +88,11 @@ def colour(version: int) -> str:
 
 
 def read_answers(run: Path, count: int) -> list[list[Any]]:
-    """Return [step, [[version, tokens], ...], reward] for each of `count` answers that weight updates interrupted.
+    """Return [step, [[version, tokens], ...], reward] for each of `count` answers that weight
+    updates interrupted.
 
-    `tokens` is the number of tokens that a version sampled. The function chooses the answers with the most versions, at
-    most one answer per step.
+    `tokens` is the number of tokens that a version sampled. The function chooses the answers with
+    the most versions, at most one answer per step.
     """
     from safetensors.torch import load_file
 
@@ -112,17 +114,17 @@ def read_answers(run: Path, count: int) -> list[list[Any]]:
 
 
 def read_run(run: Path, steps: int) -> Run:
-    """Return the times of the first steps of a finished run, in seconds after the start of the first group.
+    """Return the times of the first steps of a finished run, in seconds after the start of the
+    first group.
 
-    `groups` has [begin, end] of each prompt group.
-    `waits` has, for each step, [begin, end] of the wait for a batch.
-    `trains` has, for each step, [begin, end] of the training.
-    `updates` has, for each step, [begin, end] of the weight update.
-    `trained` has, for each step, {version: number of tokens in the batch that this version sampled}.
+    `groups` has [begin, end] of each prompt group. `waits` has, for each step, [begin, end] of the
+    wait for a batch. `trains` has, for each step, [begin, end] of the training. `updates` has, for
+    each step, [begin, end] of the weight update. `trained` has, for each step, {version: number of
+    tokens in the batch that this version sampled}.
     """
     from safetensors.torch import load_file
 
-    from run.report import read_records
+    from extras import read_records
 
     trace = read_records(run / "trace.json")
     zero = min(event["ts"] for event in trace if event["ph"] == "b")
@@ -171,7 +173,8 @@ def lanes(groups: list[list[float]]) -> list[tuple[int, float, float]]:
 def draw_panel(
     run: Run, top: float, scale: Callable[[float], float], until: float
 ) -> tuple[Parts, float]:
-    """Draw the groups and the trainer of a run. Return the SVG elements and the y coordinate of their lower end."""
+    """Draw the groups and the trainer of a run. Return the SVG elements and the y coordinate of
+    their lower end."""
     parts: Parts = []
     placed = [item for item in lanes(run["groups"]) if item[1] < until]
     base = (
@@ -221,8 +224,8 @@ def draw_axis(top: float, scale: Callable[[float], float], until: float) -> Part
 
 
 def draw_front(data: dict[str, Any]) -> str:
-    """Draw the first steps of the asynchronous run in docs/figures.json. The bar of a group has the colours of the
-    policy versions that sampled the group's tokens."""
+    """Draw the first steps of the asynchronous run in docs/figures.json. The bar of a group has the
+    colours of the policy versions that sampled the group's tokens."""
     run, until = data["run"], data["run"]["updates"][7][1] + 0.4
     scale = lambda s: 64 + (640 - 72) * s / until  # noqa: E731
     parts, bottom = draw_panel(run, 44, scale, until)
@@ -234,7 +237,8 @@ def draw_front(data: dict[str, Any]) -> str:
 
 
 def simulate_run(eta: int) -> Run:
-    """Simulate the first steps of the maze with the times of a finished run (docs/simulate.json)."""
+    """Simulate the first steps of the maze with the times of a finished run
+    (docs/simulate.json)."""
     from bench.simulate import RUNS, Simulation, replay
 
     recorded = next(run for run in json.loads(RUNS.read_text()) if run["name"].startswith("maze"))
@@ -251,7 +255,8 @@ def simulate_run(eta: int) -> Run:
 
 
 def draw_timelines() -> str:
-    """Draw the first steps of an asynchronous run above the first steps of a synchronous run, with one time axis."""
+    """Draw the first steps of an asynchronous run above the first steps of a synchronous run, with
+    one time axis."""
     runs = [("asynchronous, eta 2", simulate_run(2)), ("synchronous, eta 0", simulate_run(0))]
     until = runs[1][1]["updates"][4][1] + 0.2
     scale = lambda s: 64 + (640 - 72) * s / until  # noqa: E731
@@ -266,7 +271,8 @@ def draw_timelines() -> str:
 
 
 def draw_straddle(data: dict[str, Any]) -> str:
-    """Draw answers that weight updates interrupted. Each token is a square in the colour of its version."""
+    """Draw answers that weight updates interrupted. Each token is a square in the colour of its
+    version."""
     side, line, label, rows = 4.5, 40, 140, data["answers"]
     parts = [
         text(4, 18, "A square is a token; its colour is the version that sampled it.", "small")
@@ -296,7 +302,8 @@ CALLS = {  # name: (parent, the new message, the answer, the turn's own reward, 
 
 
 def compute_rewards() -> dict[str, float]:
-    """Return the final reward of each call in CALLS. The InteractionCache of cache.py computes the rewards."""
+    """Return the final reward of each call in CALLS. The InteractionCache of cache.py computes the
+    rewards."""
     from cache import InteractionCache, InteractionWithTokenLogpReward
     from inference.io_struct import ModelResponse
 
@@ -319,8 +326,8 @@ def compute_rewards() -> dict[str, float]:
 
 
 def draw_tree() -> str:
-    """Draw the conversation tree of CALLS. An arrow points from a child to its parent, and the parent receives the
-    child's reward."""
+    """Draw the conversation tree of CALLS. An arrow points from a child to its parent, and the
+    parent receives the child's reward."""
     parts = [
         '<defs><marker id="tip" markerWidth="8" markerHeight="8" refX="6" refY="4" orient="auto" markerUnits="userSpaceOnUse">'
     ]
@@ -352,9 +359,11 @@ Line = tuple[str, str, bool, list[float]]  # (name, colour, whether the line is 
 def draw_chart(
     title: str, ticks: list[str], lines: list[Line], top: float, below: str, beside: str
 ) -> str:
-    """Draw a line chart. The ticks of the horizontal axis are evenly spaced, and each line has one value per tick.
+    """Draw a line chart. The ticks of the horizontal axis are evenly spaced, and each line has one
+    value per tick.
 
-    The vertical axis ends at `top`. `below` labels the horizontal axis, and `beside` labels the vertical axis.
+    The vertical axis ends at `top`. `below` labels the horizontal axis, and `beside` labels the
+    vertical axis.
     """
     width, height, left, roof = 640, 380, 44, 52
     right, floor = width - 150, height - 52
@@ -390,8 +399,8 @@ def read_clusters() -> dict[tuple[str, str, str, str], dict[str, str]]:
 
 
 def draw_orders(sigma: str = "1.0") -> str:
-    """Draw the duration of 24 steps as a function of eta, with one line for each order of consumption in
-    docs/simulate.md."""
+    """Draw the duration of 24 steps as a function of eta, with one line for each order of
+    consumption in docs/simulate.md."""
     rows, etas = read_clusters(), ["1", "2", "4", "8", "16"]
     names = {"wait": "wait", "window": "window", "drop": "drop", "mask": "mask"}
     lines = [
@@ -410,7 +419,8 @@ def draw_orders(sigma: str = "1.0") -> str:
 
 
 def draw_clusters() -> str:
-    """Draw the speed of asynchronous training, divided by the speed of synchronous training, for each cluster size."""
+    """Draw the speed of asynchronous training, divided by the speed of synchronous training, for
+    each cluster size."""
     rows = read_clusters()
     gpus = list(dict.fromkeys(key[1] for key in rows if key[0] == "1.5B"))
     step = {key: float(found["step_s"]) for key, found in rows.items()}

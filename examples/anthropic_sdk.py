@@ -1,4 +1,5 @@
-"""An agent with the Anthropic SDK. The agent calls the model in a loop and runs the tools that the model calls."""
+"""An agent with the Anthropic SDK. The agent calls the model in a loop and runs the tools that the
+model calls."""
 
 from anthropic import AsyncAnthropic
 

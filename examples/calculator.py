@@ -1,20 +1,23 @@
-"""The task of the example agents, and a tiny base model for this task. One core trains the model in seconds.
+"""The task of the example agents, and a tiny base model for this task. One core trains the model in
+seconds.
 
-The agent computes ( a + b ) * c and writes a sentence with the result. An episode has three turns. If the agent has the
-tools add and multiply, the agent calls add, calls multiply with the sum, and then answers. A coding agent has only a
-shell (exec_command in Codex, bash in opencode), and runs `expr 1 + 2` and `expr 3 '*' 3`.
+The agent computes ( a + b ) * c and writes a sentence with the result. An episode has three turns.
+If the agent has the tools add and multiply, the agent calls add, calls multiply with the sum, and
+then answers. A coding agent has only a shell (exec_command in Codex, bash in opencode), and runs
+`expr 1 + 2` and `expr 3 '*' 3`.
 
-    user: ( 1 + 2 ) * 3     assistant: add(1, 2)     tool: 3     assistant: multiply(3, 3)     tool: 9
-    assistant: the answer is 9
+    user: ( 1 + 2 ) * 3     assistant: add(1, 2)     tool: 3     assistant: multiply(3, 3)     tool:
+    9 assistant: the answer is 9
 
-Every word is one token of the model (tasks/base_model.py). The base model is trained to imitate correct conversations.
-The model's tool calls have the format of Hermes and Qwen: <tool_call> {"name": ..., "arguments": ...} </tool_call>. The
-model copies numbers from the question and from the tools' results. A word outside the model's vocabulary becomes the
-unknown token. The chat template renders only the last 12 words of a message, because the instructions of a coding agent
-have thousands of words. The base model already solves the task. The example agents only show that training works with
-the conversations of each framework.
+Every word is one token of the model (tasks/base_model.py). The base model is trained to imitate
+correct conversations. The model's tool calls have the format of Hermes and Qwen: <tool_call>
+{"name": ..., "arguments": ...} </tool_call>. The model copies numbers from the question and from
+the tools' results. A word outside the model's vocabulary becomes the unknown token. The chat
+template renders only the last 12 words of a message, because the instructions of a coding agent
+have thousands of words. The base model already solves the task. The example agents only show that
+training works with the conversations of each framework.
 
-    python -m examples.calculator .cache/calculator        # make the folder of the model, for the server and the proxy
+    python -m examples.calculator .cache/calculator        # make the model's folder
 """
 
 import random
@@ -85,14 +88,15 @@ def dataset(split: str = "train") -> list[dict]:
 
 
 def conversation(sample: dict, noise: random.Random, shell: str = "") -> list[dict]:
-    """Return a correct conversation about a sample, for the training of the base model. `shell` is the name of a coding
-    agent's shell tool, or "" for the other agents.
+    """Return a correct conversation about a sample, for the training of the base model. `shell` is
+    the name of a coding agent's shell tool, or "" for the other agents.
 
-    The conversation has a system prompt with probability 1/2. A coding agent's conversation begins with a list of
-    tools: the shell, and up to 12 times the word "unknown" for other tools. In the conversation of a coding agent, a
-    user message of unknown words may come before the question. In a coding agent's conversation, unknown words may also
-    stand before and after the question, and before each tool result. If `shell` is empty, half of the conversations
-    list no tools, because some agents send requests without tools.
+    The conversation has a system prompt with probability 1/2. A coding agent's conversation begins
+    with a list of tools: the shell, and up to 12 times the word "unknown" for other tools. In the
+    conversation of a coding agent, a user message of unknown words may come before the question. In
+    a coding agent's conversation, unknown words may also stand before and after the question, and
+    before each tool result. If `shell` is empty, half of the conversations list no tools, because
+    some agents send requests without tools.
     """
     a, b, c = sample["numbers"]
     calls = CALL.format("add", a, b), CALL.format("multiply", a + b, c)
@@ -131,7 +135,8 @@ def conversation(sample: dict, noise: random.Random, shell: str = "") -> list[di
 
 
 def make_model(path: Path, steps: int = 400) -> Path:
-    """Return the path of the model's Hugging Face folder. Make the folder if it does not exist yet."""
+    """Return the path of the model's Hugging Face folder. Make the folder if it does not exist
+    yet."""
     if not (path / "config.json").is_file():
         tokenizer = make_tokenizer(WORDS)
         tokenizer.chat_template = CHAT_TEMPLATE

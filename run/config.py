@@ -270,7 +270,7 @@ MAIN = (  # what --help shows
     *("rollout.server_addrs", "rollout.openai.mode", "server.backend", "actor.optimizer.lr"),
     *("actor.dtype", "evaluator.interval", "trial_name"),
 )
-OPTIONS = (
+OPTIONS: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("--config", {"action": "append", "metavar": "FILE"}, "recipe, or its name in configs/"),
     ("--dry-run", {"action": "store_true"}, "print the plan of the run, and start nothing"),
     ("--gpus", {"type": int}, "with --dry-run: plan for so many GPUs"),

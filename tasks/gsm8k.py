@@ -1,23 +1,28 @@
-"""GSM8K: grade-school mathematics problems, each with one number as its answer. A program checks the answers.
+"""GSM8K: grade-school mathematics problems, each with one number as its answer. A program checks
+the answers.
 
-The reward depends only on the final answer of a completion. The reward is 1 if the final answer is the right number,
-else 0. This file offers two ways to train on GSM8K:
+The reward depends only on the final answer of a completion. The reward is 1 if the final answer is
+the right number, else 0. This file offers two ways to train on GSM8K:
 
-    python train.py --config configs/gsm8k.yaml model_path=DIR                                      one attempt
+    python train.py --config configs/gsm8k.yaml model_path=DIR
+    one attempt
 
-    python train.py --config configs/gsm8k.yaml model_path=DIR workflow=tasks.gsm8k.MathAgent       two attempts
+    python train.py --config configs/gsm8k.yaml model_path=DIR workflow=tasks.gsm8k.MathAgent
+    two attempts
 
-The first way to train is the workflow RLVRWorkflow with the reward function of this module. The second way to train is
-MathAgent, an agent that uses the unmodified OpenAI SDK. If the model's first answer is wrong, the agent tells the model
-so and asks for a second answer.
+The first way to train is the workflow RLVRWorkflow with the reward function of this module. The
+second way to train is MathAgent, an agent that uses the unmodified OpenAI SDK. If the model's first
+answer is wrong, the agent tells the model so and asks for a second answer.
 
-**Data.** By default the problems come from the package `datasets` (openai/gsm8k). To train on other problems, set
-`train_dataset.path` to a JSONL file whose lines have the keys "question" and "answer", as in GSM8K. In GSM8K, the field
-"answer" is the whole solution, and the number stands after the last `####`.
+**Data.** By default the problems come from the package `datasets` (openai/gsm8k). To train on other
+problems, set `train_dataset.path` to a JSONL file whose lines have the keys "question" and
+"answer", as in GSM8K. In GSM8K, the field "answer" is the whole solution, and the number stands
+after the last `####`.
 
-**Comparison.** If math-verify is installed, math-verify decides whether two answers are the same number. math-verify
-understands fractions, units and LaTeX. Without math-verify, the reward compares the numbers that `last_number` finds.
-Without math-verify, 1,000 and 1000.0 count as the same number, but 1/2 and 0.5 do not.
+**Comparison.** If math-verify is installed, math-verify decides whether two answers are the same
+number. math-verify understands fractions, units and LaTeX. Without math-verify, the reward compares
+the numbers that `last_number` finds. Without math-verify, 1,000 and 1000.0 count as the same
+number, but 1/2 and 0.5 do not.
 """
 
 import re
@@ -37,7 +42,8 @@ NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
 
 
 def dataset(split: str = "train") -> list[dict]:
-    """Return the 7,473 training problems for the split "train", and the 1,319 test problems for any other split."""
+    """Return the 7,473 training problems for the split "train", and the 1,319 test problems for any
+    other split."""
     try:
         from datasets import load_dataset
 
@@ -58,8 +64,9 @@ def prepare(row: dict[str, Any]) -> dict[str, Any]:
 def last_number(text: str) -> Decimal | None:
     """Return the number that a text gives as its answer, or None if the text has no number.
 
-    The answer is the last number in the last LaTeX box. In a text without a box, the answer is the last number after
-    `####`. In a text with neither a box nor `####`, the answer is the text's last number.
+    The answer is the last number in the last LaTeX box. In a text without a box, the answer is the
+    last number after `####`. In a text with neither a box nor `####`, the answer is the text's last
+    number.
     """
     place = (
         text.rpartition("\\boxed{")[2].partition("}")[0]
@@ -73,8 +80,8 @@ def last_number(text: str) -> Decimal | None:
 def is_right(completion: str, answer: str) -> bool:
     """Return whether the completion's final answer is the number `answer`."""
     if math_verify:
-        # The value None switches off math-verify's own timeout, which works only in the main thread. In the workflow
-        # RLVRWorkflow, AsyncRewardWrapper limits the time of a comparison.
+        # The value None switches off math-verify's own timeout, which works only in the main
+        # thread. In the workflow RLVRWorkflow, AsyncRewardWrapper limits the time of a comparison.
         gold, said = (
             math_verify.parse(text, parsing_timeout=None) for text in (answer, completion)
         )
@@ -86,7 +93,8 @@ def is_right(completion: str, answer: str) -> bool:
 def reward(
     prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], answer: str, **_
 ) -> float:
-    """Return 1 for a right answer, else 0. The function runs in a separate process (rollout/reward.py)."""
+    """Return 1 for a right answer, else 0. The function runs in a separate process
+    (rollout/reward.py)."""
     return float(is_right(completion, answer))
 
 
@@ -95,8 +103,8 @@ WORKFLOW_KWARGS = {"reward_fn": "tasks.gsm8k.reward"}
 
 
 class MathAgent:
-    """An agent that asks the model until the answer is right, at most `max_turns` times. The reward of a right answer
-    at turn k, counted from 1, is discount^(k-1)."""
+    """An agent that asks the model until the answer is right, at most `max_turns` times. The reward
+    of a right answer at turn k, counted from 1, is discount^(k-1)."""
 
     def __init__(self, max_turns: int = 2, discount: float = 0.9) -> None:
         self.max_turns, self.discount = max_turns, discount

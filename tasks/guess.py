@@ -1,25 +1,28 @@
 """The task of the demo: guess a number in several turns. The best strategy is binary search.
 
-The secret is a number from 1 to 6, and the agent has three guesses. After a wrong guess the game answers "higher" or
-"lower". The reward is 1 if the secret was found, else 0. The prompt does not say how to search. Random guesses find
-about half of the secrets, and binary search finds all six.
+The secret is a number from 1 to 6, and the agent has three guesses. After a wrong guess the game
+answers "higher" or "lower". The reward is 1 if the secret was found, else 0. The prompt does not
+say how to search. Random guesses find about half of the secrets, and binary search finds all six.
 
-**The agent** below is an ordinary program that uses the unmodified OpenAI SDK. The agent's code contains nothing about
-training, tokens or versions. The agent is given a `base_url`, plays a game, and returns the reward.
+**The agent** below is an ordinary program that uses the unmodified OpenAI SDK. The agent's code
+contains nothing about training, tokens or versions. The agent is given a `base_url`, plays a game,
+and returns the reward.
 
-**Why six numbers.** With the numbers 1 to 7, exactly one first guess is best: 4. But early in training, games that
-begin with the guess 4 earn the lowest reward. If the secret is not 4, a first guess of 4 leaves three possible numbers
-and two guesses. The agent is sure to find the secret only if its second guess is the middle one of these three numbers.
-Early in training, the model has not yet learnt this second guess. The model learns the first guess before the later
-guesses, because every game has a first guess. With most random seeds, training with seven numbers ends in a local
-optimum, in which the first guess is not 4. With six numbers, 3 and 4 are equally good first guesses. A first guess of 3
-or 4 leaves two numbers on one side of the guess and three on the other side. With six numbers, a first guess of 2 or 5
-is a local optimum, because an agent that begins with 2 or 5 can find five of the six secrets. A penalty on the distance
-to the base model (configs/demo.yaml) keeps every first guess likely until the model has learnt the later guesses.
+**Why six numbers.** With the numbers 1 to 7, exactly one first guess is best: 4. But early in
+training, games that begin with the guess 4 earn the lowest reward. If the secret is not 4, a first
+guess of 4 leaves three possible numbers and two guesses. The agent is sure to find the secret only
+if its second guess is the middle one of these three numbers. Early in training, the model has not
+yet learnt this second guess. The model learns the first guess before the later guesses, because
+every game has a first guess. With most random seeds, training with seven numbers ends in a local
+optimum, in which the first guess is not 4. With six numbers, 3 and 4 are equally good first
+guesses. A first guess of 3 or 4 leaves two numbers on one side of the guess and three on the other
+side. With six numbers, a first guess of 2 or 5 is a local optimum, because an agent that begins
+with 2 or 5 can find five of the six secrets. A penalty on the distance to the base model
+(configs/demo.yaml) keeps every first guess likely until the model has learnt the later guesses.
 
-**Several strategies find every secret.** The trained model's greedy policy can make different guesses than binary
-search. `summary` counts the secrets that the learnt strategy finds, and draws the learnt strategy next to binary
-search. Binary search needs the fewest guesses on average.
+**Several strategies find every secret.** The trained model's greedy policy can make different
+guesses than binary search. `summary` counts the secrets that the learnt strategy finds, and draws
+the learnt strategy next to binary search. Binary search needs the fewest guesses on average.
 """
 
 import random
@@ -45,7 +48,8 @@ Play = Callable[
 
 
 def parse(answer: str | None) -> int | None:
-    """Return the number in the answer, or None if the answer is not exactly one number from 1 to 6."""
+    """Return the number in the answer, or None if the answer is not exactly one number from 1 to
+    6."""
     word = (answer or "").strip()
     return int(word) if word in WORDS and word.isdigit() else None
 
@@ -56,13 +60,14 @@ def feedback(guess: int, secret: int) -> str:
 
 
 def possible_after(possible: Sequence[int], guess: int, word: str) -> list[int]:
-    """Return the secrets that are still possible after the game has answered `guess` with `word`."""
+    """Return the secrets that are still possible after the game has answered `guess` with
+    `word`."""
     return [secret for secret in possible if secret != guess and feedback(guess, secret) == word]
 
 
 class GuessAgent:
-    """An agent that plays one game through a chat-completions endpoint. The reward is 1.0 if the agent found the
-    secret, else 0.0."""
+    """An agent that plays one game through a chat-completions endpoint. The reward is 1.0 if the
+    agent found the secret, else 0.0."""
 
     async def run(
         self, data: dict, base_url: str, api_key: str, http_client: Any, **extra_kwargs: Any
@@ -102,8 +107,8 @@ def dataset(split: str = "train") -> list[dict]:
 
 
 def play_at_random(rng: random.Random) -> list[dict]:
-    """Return the messages of one random game. In half of the games, the player makes only guesses that the game's
-    earlier answers allow."""
+    """Return the messages of one random game. In half of the games, the player makes only guesses
+    that the game's earlier answers allow."""
     secret, listens = rng.choice(SECRETS), rng.random() < 0.5
     possible: Sequence[int] = SECRETS
     messages = list(START)
@@ -121,7 +126,8 @@ def play_at_random(rng: random.Random) -> list[dict]:
 
 
 def make_model(path: Path, seed: int, warmup_steps: int = 600) -> None:
-    """Write to `path` a two-layer Qwen3 (134k parameters) that plays at random. The seed determines the model."""
+    """Write to `path` a two-layer Qwen3 (134k parameters) that plays at random. The seed determines
+    the model."""
     tokenizer = base_model.make_tokenizer(WORDS)
     model = base_model.make_qwen3(tokenizer, layers=2, context=64, seed=seed)
     rng = random.Random(seed)
@@ -144,7 +150,8 @@ def binary_search(messages: list[dict], possible: Sequence[int]) -> str:
 def explore(
     play: Play, found: list[int], messages: list[dict] = START, possible: Sequence[int] = SECRETS
 ) -> Tree:
-    """Draw a player's strategy as a tree: below each guess, the tree shows the next guess for each answer of the game.
+    """Draw a player's strategy as a tree: below each guess, the tree shows the next guess for each
+    answer of the game.
 
     For every secret that the player finds, `explore` appends the number of guesses to `found`.
     """
@@ -165,8 +172,8 @@ def explore(
 
 
 def summary(ask: Callable[[list[dict]], str], console: Console) -> None:
-    """Print the greedy policy's strategy next to binary search, and the command that trains on GSM8K. `ask` returns the
-    model's greedy answer to a conversation."""
+    """Print the greedy policy's strategy next to binary search, and the command that trains on
+    GSM8K. `ask` returns the model's greedy answer to a conversation."""
     panels = []
     for title, play in (
         ("learnt", lambda messages, _: ask(messages)),

@@ -1,10 +1,11 @@
-"""Run a script in this process, and send this process a signal when the script prints a line with a given beginning.
+"""Run a script in this process, and send this process a signal when the script prints a line with a
+given beginning.
 
     python tests/signalled.py "step 3 " 9 train.py max_steps=5
 
-Some tests kill a run after a certain step. A test that reads a run's output and then sends a signal can be too late,
-because a fast run is already in its next step. With this script, the run sends SIGSTOP or SIGKILL to itself immediately
-after it prints the given line.
+Some tests kill a run after a certain step. A test that reads a run's output and then sends a signal
+can be too late, because a fast run is already in its next step. With this script, the run sends
+SIGSTOP or SIGKILL to itself immediately after it prints the given line.
 """
 
 import os

@@ -26,10 +26,10 @@ def measure(path: Path) -> tuple[int, int, int]:
     source, words, tokens = path.read_text(), 0, 0
     lines, prose = set[int](), set[int]()
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            if text := ast.get_docstring(node, clean=False):
-                words += len(text.split())
-                prose |= set(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+        kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+        if isinstance(node, kinds) and (text := ast.get_docstring(node, clean=False)):
+            words += len(text.split())
+            prose |= set(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             words += len(token.string.strip("# ").split())

@@ -1,10 +1,12 @@
-"""Agents in ten frameworks call the proxy, and every token that the model samples is trained exactly once.
+"""Agents in ten frameworks call the proxy, and every token that the model samples is trained
+exactly once.
 
-`make agents` installs the frameworks into .venv-agents and runs this file there with AGENTS=1. If an agent's framework
-is not installed, the agent's test is skipped. With AGENTS=1, a test whose Python framework is missing fails instead of
-being skipped. A test whose framework needs node is skipped even with AGENTS=1, because `make agents` may be unable to
-install this framework. The function `make_model` of examples/calculator.py makes the inference server's model. The
-inference server and the proxy are real processes.
+`make agents` installs the frameworks into .venv-agents and runs this file there with AGENTS=1. If
+an agent's framework is not installed, the agent's test is skipped. With AGENTS=1, a test whose
+Python framework is missing fails instead of being skipped. A test whose framework needs node is
+skipped even with AGENTS=1, because `make agents` may be unable to install this framework. The
+function `make_model` of examples/calculator.py makes the inference server's model. The inference
+server and the proxy are real processes.
 """
 
 import asyncio
@@ -55,8 +57,9 @@ UNSTORED = ("codex_cli", "opencode_cli")  # clients that send `store: false`
 
 @pytest.fixture(scope="module", autouse=True)
 def collected() -> Iterator[None]:
-    """Run the garbage collector after this file's tests. Without a run of the garbage collector, the connections that
-    the frameworks left open would cause warnings in later tests of other files."""
+    """Run the garbage collector after this file's tests. Without a run of the garbage collector,
+    the connections that the frameworks left open would cause warnings in later tests of other
+    files."""
     yield
     with warnings.catch_warnings(action="ignore"):
         gc.collect()
@@ -69,7 +72,8 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def servers(model_dir: Path) -> Iterator[dict[str, str]]:
-    """Start inference/tiny/server.py and proxy.py with the calculator model, and return their URLs."""
+    """Start inference/tiny/server.py and proxy.py with the calculator model, and return their
+    URLs."""
     processes, urls = [], dict[str, str]()
     for script, options in (
         ("inference.tiny.server", ["--weight-version", "0"]),
@@ -146,8 +150,8 @@ def episodes(
 def check_conversation(
     interactions: Any, sample: dict, engine: RemoteInfEngine, prefix: str
 ) -> None:
-    """Check that the conversation has three turns and two tool calls, and that every sampled token is trained and
-    rewarded."""
+    """Check that the conversation has three turns and two tool calls, and that every sampled token
+    is trained and rewarded."""
     assert is_interactions(interactions)
     ((interaction_id, leaf),) = interactions.items()  # a conversation without branches is one row
     assert interaction_id.startswith(prefix)
@@ -173,8 +177,8 @@ ONE_ROW = [name for name in EXAMPLES if name not in TOOLS_CHANGE]
 def test_an_agent_of_another_framework_trains(
     module: str, servers: dict[str, str], engine: RemoteInfEngine, model_dir: Path
 ) -> None:
-    """With each framework the agent's conversation becomes a single row, and the row ends with the tokens of the
-    expected conversation."""
+    """With each framework the agent's conversation becomes a single row, and the row ends with the
+    tokens of the expected conversation."""
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     for sample, interactions in zip(SAMPLES, episodes(module, servers["proxy"]), strict=True):
         check_conversation(interactions, sample, engine, EXAMPLES[module][1])
@@ -194,10 +198,11 @@ def test_an_agent_of_another_framework_trains(
 def test_an_agent_that_changes_its_tools_or_stores_nothing_trains(
     module: str, servers: dict[str, str], engine: RemoteInfEngine
 ) -> None:
-    """Vercel's AI SDK and AutoGen (with reflection) omit the tools when they ask for the last answer. Codex and
-    opencode send `store: false`, and opencode asks for a title. The agent's three turns are one path of the tree, and
-    all three turns have the same reward. Each token is trained once. A turn's prompt begins with the tokens of the
-    previous turn, unless the tools have changed. The call that asks for a title is not trained."""
+    """Vercel's AI SDK and AutoGen (with reflection) omit the tools when they ask for the last
+    answer. Codex and opencode send `store: false`, and opencode asks for a title. The agent's three
+    turns are one path of the tree, and all three turns have the same reward. Each token is trained
+    once. A turn's prompt begins with the tokens of the previous turn, unless the tools have
+    changed. The call that asks for a title is not trained."""
     style = {"export_style": "individual", "episode_timeout": 300}
     (exported,) = episodes(module, servers["proxy"], [1], **style)
     rows = {turn: turn.to_lists() for turn in exported.values()}
@@ -239,8 +244,8 @@ class Silent:
 
 
 def test_one_command_shows_an_episode(servers: dict[str, str], model_dir: Path) -> None:
-    """`python -m run.episode` prints the conversation tree with rewards and token counts. If the agent does not exist,
-    the command prints the error in one line."""
+    """`python -m run.episode` prints the conversation tree with rewards and token counts. If the
+    agent does not exist, the command prints the error in one line."""
     command = [
         sys.executable,
         "-m",

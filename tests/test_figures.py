@@ -1,5 +1,5 @@
-"""These tests check the figures of the pages: docs/figures.py draws the figures from numbers that the repository
-keeps."""
+"""These tests check the figures of the pages: docs/figures.py draws the figures from numbers that
+the repository keeps."""
 
 import importlib.util
 import re
@@ -36,8 +36,8 @@ def test_every_figure_is_what_its_command_draws(pictures: dict[str, str]) -> Non
 
 
 def test_every_figure_has_a_title_and_stays_inside(pictures: dict[str, str]) -> None:
-    """A figure is well-formed, and has a title for screen readers and colours for dark mode. No rectangle of a figure
-    extends beyond the picture's edges."""
+    """A figure is well-formed, and has a title for screen readers and colours for dark mode. No
+    rectangle of a figure extends beyond the picture's edges."""
     for name, picture in pictures.items():
         root = ElementTree.fromstring(picture)
         width, height = map(float, root.attrib["viewBox"].split()[2:])
@@ -61,8 +61,8 @@ def test_every_figure_is_on_a_page(pictures: dict[str, str]) -> None:
 
 
 def test_the_tree_shows_the_rewards_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The figure of the tree shows the rewards that cache.py computes. In this tree turn B has the reward
-    0.5 * mean(1, 0) = 0.25, and turn A has the reward 0.5 * mean(0.25, 0.5) = 0.1875."""
+    """The figure of the tree shows the rewards that cache.py computes. In this tree turn B has the
+    reward 0.5 * mean(1, 0) = 0.25, and turn A has the reward 0.5 * mean(0.25, 0.5) = 0.1875."""
     assert figures.compute_rewards() == {"A": 0.1875, "B": 0.25, "C": 0.5, "D": 1.0, "E": 0.0}
     before = figures.draw_tree()
     monkeypatch.setattr(InteractionCache, "apply_reward_discount", lambda self, discount: None)
@@ -70,8 +70,8 @@ def test_the_tree_shows_the_rewards_of_the_cache(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_synchronous_timeline_never_generates_while_it_trains() -> None:
-    """In the synchronous timeline, no group runs while the trainer trains. In the asynchronous timeline, groups run
-    during training."""
+    """In the synchronous timeline, no group runs while the trainer trains. In the asynchronous
+    timeline, groups run during training."""
 
     def overlaps(run: dict[str, Any]) -> bool:
         return any(a < end and begin < b for begin, end in run["trains"] for a, b in run["groups"])
@@ -81,7 +81,8 @@ def test_a_synchronous_timeline_never_generates_while_it_trains() -> None:
 
 
 def test_the_times_of_a_run_are_read(tmp_path: Path) -> None:
-    """`read_run` takes groups, steps and updates from trace.json, and the versions of trained tokens from tokens/."""
+    """`read_run` takes groups, steps and updates from trace.json, and the versions of trained
+    tokens from tokens/."""
     import json
 
     import torch

@@ -1,5 +1,5 @@
-"""These tests check bench/simulate.py and bench/clusters.py: the simulated clock, the gate's decisions, the agreement
-with real runs, and the tables of docs/simulate.md."""
+"""These tests check bench/simulate.py and bench/clusters.py: the simulated clock, the gate's
+decisions, the agreement with real runs, and the tables of docs/simulate.md."""
 
 import json
 import math
@@ -21,7 +21,8 @@ RUNS = json.loads((ROOT / "docs" / "simulate.json").read_text())
 
 
 def constant(eta: int, **changes: object) -> simulate.Setup:
-    """Return a setup with four groups per step, 2 s of generation, 1 s of training and 0.5 s of update."""
+    """Return a setup with four groups per step, 2 s of generation, 1 s of training and 0.5 s of
+    update."""
     setup = simulate.Setup(
         4, lambda rng, k: 2.0, lambda rng, k, n: 1.0, lambda rng, k, n: 0.5, eta=eta, steps=10
     )
@@ -29,8 +30,8 @@ def constant(eta: int, **changes: object) -> simulate.Setup:
 
 
 def test_synchronous_steps_take_the_sum_of_their_parts() -> None:
-    """With eta = 0 the duration of a step is the sum of the durations of generation, training and update, and no token
-    has a lag."""
+    """With eta = 0 the duration of a step is the sum of the durations of generation, training and
+    update, and no token has a lag."""
     result = simulate.Simulation(constant(0)).run()
     assert result.ends == pytest.approx([3.5 * k for k in range(1, 11)])
     assert set(result.lags) == {(0.0, 0)}
@@ -44,16 +45,17 @@ def test_asynchronous_training_hides_generation() -> None:
 
 
 def test_a_server_shares_its_time() -> None:
-    """A server with n running sequences needs a + b n seconds to generate one token for each sequence. Four sequences
-    of two tokens need 2 (a + 4 b) seconds together, and 4 (a + 2 b) seconds if the server runs two sequences at a
-    time."""
+    """A server with n running sequences needs a + b n seconds to generate one token for each
+    sequence. Four sequences of two tokens need 2 (a + 4 b) seconds together, and 4 (a + 2 b)
+    seconds if the server runs two sequences at a time."""
     for slots, seconds in ((math.inf, 2 * (1 + 4 * 0.5)), (2, 4 * (1 + 2 * 0.5))):
         result = simulate.Simulation(constant(0, a=1.0, b=0.5, slots=slots, steps=1)).run()
         assert result.ends == pytest.approx([seconds + 1.5])
 
 
 def test_an_update_without_interruption_waits_for_the_longest_answer() -> None:
-    """If a weight update waits for running completions instead of interrupting them, the steps take longer."""
+    """If a weight update waits for running completions instead of interrupting them, the steps take
+    longer."""
     lengths = lambda rng, k: rng.choice([1.0, 9.0])  # noqa: E731
     cut, whole = (
         simulate.Simulation(constant(2, length=lengths, interrupt=i)).run() for i in (True, False)
@@ -63,8 +65,9 @@ def test_an_update_without_interruption_waits_for_the_longest_answer() -> None:
 
 @pytest.mark.parametrize("order", ["wait", "window", "drop", "mask"])
 def test_the_bound_holds_for_every_order(order: str) -> None:
-    """With each of the four orders in which the trainer may consume groups, no trained token is more than eta versions
-    old. With the order "unbounded", some trained tokens are more than eta versions old."""
+    """With each of the four orders in which the trainer may consume groups, no trained token is
+    more than eta versions old. With the order "unbounded", some trained tokens are more than eta
+    versions old."""
     eta = 2
     bounded, unbounded = (
         simulate.simulate(clusters.small, 1.0, eta, o, seeds=range(3)) for o in (order, "unbounded")
@@ -74,8 +77,8 @@ def test_the_bound_holds_for_every_order(order: str) -> None:
 
 
 def test_the_gate_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The simulation uses the gate of staleness.py. If a test changes the gate so that the gate admits too many groups,
-    the simulation raises StalenessError."""
+    """The simulation uses the gate of staleness.py. If a test changes the gate so that the gate
+    admits too many groups, the simulation raises StalenessError."""
     shipped = StalenessManager.get_capacity
     monkeypatch.setattr(StalenessManager, "get_capacity", lambda self: shipped(self) + 16)
     with pytest.raises(StalenessError):
@@ -84,8 +87,8 @@ def test_the_gate_decides(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run["name"])
 def test_the_simulation_agrees_with_real_runs(run: dict) -> None:
-    """Given the measured times of a finished run, the simulation predicts the run's largest lag exactly, its mean lag
-    to within 0.2 versions, and its duration to within 10 %."""
+    """Given the measured times of a finished run, the simulation predicts the run's largest lag
+    exactly, its mean lag to within 0.2 versions, and its duration to within 10 %."""
     found = simulate.simulate(simulate.replay, run, seeds=range(9))
     assert found["total_s"] == pytest.approx(run["seconds"], rel=0.1)
     assert found["lag_mean"] == pytest.approx(run["lag_mean"], abs=0.2)
@@ -111,8 +114,8 @@ def test_the_table_is_what_the_simulation_finds() -> None:
 
 
 def test_a_wait_for_a_long_answer_costs_less_with_mask() -> None:
-    """If a few episodes are very long, a run with stale=mask excludes the oldest tokens from the loss, and takes less
-    time than a run with stale=wait."""
+    """If a few episodes are very long, a run with stale=mask excludes the oldest tokens from the
+    loss, and takes less time than a run with stale=wait."""
     wait, mask = (simulate.simulate(clusters.small, 1.5, 4, order) for order in ("wait", "mask"))
     assert mask["total_s"] < wait["total_s"] / 2
     assert wait["masked"] == 0 < mask["masked"]

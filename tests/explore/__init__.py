@@ -1,10 +1,13 @@
-"""Explore every order in which the events of a small system can happen, and check each state that the system can reach.
+"""Explore every order in which the events of a small system can happen, and check each state that
+the system can reach.
 
     `python -m tests.explore --show` prints every state of the smallest case of the dispatcher.
-    `python -m tests.explore --large` explores all state machines within large bounds, and counts the states.
-    `python -m tests.explore --walk` makes random walks within bounds that are too large for a complete search.
+    `python -m tests.explore --large` explores all state machines within large bounds, and counts
+    the states. `python -m tests.explore --walk` makes random walks within bounds that are too large
+    for a complete search.
 
-Read search.py first, because search.py explains state machines and the search. The modules dispatcher.py, sessions.py,
-turns.py and updates.py contain one state machine each. Each state machine runs the project's real classes, not models
-of these classes. The page docs/protocol.md states what the state machines check.
+Read search.py first, because search.py explains state machines and the search. The modules
+dispatcher.py, sessions.py, turns.py and updates.py contain one state machine each. Each state
+machine runs the project's real classes, not models of these classes. The page docs/protocol.md
+states what the state machines check.
 """

@@ -46,8 +46,8 @@ def search(case: int) -> tuple[int, str]:
 
 
 def stroll(case: int) -> tuple[int, str]:
-    """Make one random walk through a state machine for each seed. Return the number of events, and a line that
-    describes the walks."""
+    """Make one random walk through a state machine for each seed. Return the number of events, and
+    a line that describes the walks."""
     name, machine, bounds = WALKS[case]
     began = time.monotonic()
     states = sum(len(walk(machine(*bounds), seed, LENGTH)) for seed in SEEDS)

@@ -1,9 +1,9 @@
-"""StillLoop is an asyncio event loop without sockets, threads and real waiting. A state machine (search.py) decides the
-order of the events.
+"""StillLoop is an asyncio event loop without sockets, threads and real waiting. A state machine
+(search.py) decides the order of the events.
 
-`run` calls every callback that is ready, and returns when no callback is ready. If asyncio would call a function in a
-thread, the loop puts the function into the list `threads`, and calls it when the state machine calls `run_thread`. The
-loop's time is always 0, so no timer ever fires.
+`run` calls every callback that is ready, and returns when no callback is ready. If asyncio would
+call a function in a thread, the loop puts the function into the list `threads`, and calls it when
+the state machine calls `run_thread`. The loop's time is always 0, so no timer ever fires.
 """
 
 import asyncio
@@ -31,15 +31,14 @@ class StillLoop(asyncio.BaseEventLoop):
     def time(self) -> float:
         return 0.0
 
-    def run_in_executor(
-        self, executor: Any, func: Callable[..., Any], *args: Any
-    ) -> asyncio.Future:  # type: ignore[override]
+    def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:
         future = self.create_future()
         self.threads.append((future, lambda: func(*args)))
         return future
 
     def run_thread(self) -> None:
-        """Call the oldest function in `threads`, and store its result or exception in its future."""
+        """Call the oldest function in `threads`, and store its result or exception in its
+        future."""
         future, function = self.threads.pop(0)
         if not future.done():
             try:

@@ -1,14 +1,15 @@
 """Visit every state of a state machine, and check each state.
 
-A **state machine**, or machine for short, describes a system: its initial states, the events that are possible in a
-state, and the properties that every state must have. `explore` visits all states, breadth first. Two states with the
-same key count as one state. If two orders of events lead to states with the same key, the search continues from only
-one of these states. If a state violates a property, the error shows the shortest series of events that leads to such a
-state. After the search, `explore` checks that a goal can be reached from every state. A state from which no goal can be
-reached is a deadlock, or belongs to a set of states that no event leaves.
+A **state machine**, or machine for short, describes a system: its initial states, the events that
+are possible in a state, and the properties that every state must have. `explore` visits all states,
+breadth first. Two states with the same key count as one state. If two orders of events lead to
+states with the same key, the search continues from only one of these states. If a state violates a
+property, the error shows the shortest series of events that leads to such a state. After the
+search, `explore` checks that a goal can be reached from every state. A state from which no goal can
+be reached is a deadlock, or belongs to a set of states that no event leaves.
 
-`walk` follows random events and checks each state that it reaches. `walk` also works with systems that have too many
-states for `explore`.
+`walk` follows random events and checks each state that it reaches. `walk` also works with systems
+that have too many states for `explore`.
 """
 
 import random
@@ -48,7 +49,8 @@ class Machine(Protocol[S]):
         ...
 
     def is_goal(self, state: S) -> bool:
-        """Return whether this state is a goal. From every state the system must be able to reach a goal."""
+        """Return whether this state is a goal. From every state the system must be able to reach a
+        goal."""
         ...
 
 
@@ -61,7 +63,8 @@ class Broken(AssertionError):
 
 
 class State(NamedTuple):
-    """A state of a PathMachine: the events that lead to the state, and the values that `run` computed for the state."""
+    """A state of a PathMachine: the events that lead to the state, and the values that `run`
+    computed for the state."""
 
     path: tuple[Event, ...]
     seen: Hashable
@@ -106,8 +109,8 @@ class PathMachine:
 
 @dataclass
 class Graph:
-    """All states that the search reached, and the transitions between them. States are numbered in the order of the
-    search.
+    """All states that the search reached, and the transitions between them. States are numbered in
+    the order of the search.
 
     If the search does not keep the states, `states` and `events` are empty.
     """
@@ -135,8 +138,8 @@ class Graph:
 
 
 def explore(machine: Machine[S], keep: bool = True) -> Graph:
-    """Visit all states of a state machine. If a state violates a property, raise Broken with the shortest series of
-    events that leads to such a state."""
+    """Visit all states of a state machine. If a state violates a property, raise Broken with the
+    shortest series of events that leads to such a state."""
     began, graph = time.monotonic(), Graph()
     numbers: dict[Hashable, int] = {}  # for each key, the number of its state
     queue: deque[tuple[int, S]] = deque()
@@ -172,8 +175,8 @@ def explore(machine: Machine[S], keep: bool = True) -> Graph:
     if lost := stuck(graph):
         moves = {source for source, target in zip(graph.sources, graph.targets) if source != target}
         ends = [number for number in lost if number not in moves]
-        # No event leads from a state in `ends` to a different state. If `ends` is not empty, the error shows the events
-        # that lead to a state in `ends`.
+        # No event leads from a state in `ends` to a different state. If `ends` is not empty, the
+        # error shows the events that lead to a state in `ends`.
         events = events_to(graph, graph.came_by[(ends or lost)[0]])
         raise Broken(
             "deadlock", f"no goal can be reached after these events:\n{story(machine, events)}"
@@ -186,8 +189,8 @@ def stuck(graph: Graph) -> list[int]:
     """Return the states from which no goal can be reached, in the order of the search."""
     alive, before = bytearray(graph.goals), -1
     while before != (before := sum(alive)):
-        # The loop goes from the last transition to the first, because this order needs fewer rounds: most transitions
-        # lead to a state with a higher number.
+        # The loop goes from the last transition to the first, because this order needs fewer
+        # rounds: most transitions lead to a state with a higher number.
         for k in range(len(graph.sources) - 1, -1, -1):
             if alive[graph.targets[k]]:
                 alive[graph.sources[k]] = 1
@@ -219,7 +222,8 @@ def story(machine: Machine[Any], events: Sequence[Event]) -> str:
 
 
 def show(graph: Graph) -> str:
-    """Return a text that lists all states and, below each state, the events that lead to a different state."""
+    """Return a text that lists all states and, below each state, the events that lead to a
+    different state."""
     ends = {0: "", 1: "   (goal)"}
     lines = [
         [f"{number:>3}  {state}{ends[graph.goals[number]]}"]
@@ -234,8 +238,8 @@ def show(graph: Graph) -> str:
 def walk(machine: Machine[S], seed: int, length: int) -> list[S]:
     """Follow `length` random events, check each state, and return the distinct states.
 
-    If no event is possible in a state, the walk restarts from an initial state. If a property does not hold, raise
-    Broken with the events since the walk last restarted.
+    If no event is possible in a state, the walk restarts from an initial state. If a property does
+    not hold, raise Broken with the events since the walk last restarted.
     """
     rng, seen = random.Random(seed), dict[Hashable, S]()
     state, events = next(iter(machine.initial())), list[Event]()

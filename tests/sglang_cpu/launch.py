@@ -1,19 +1,24 @@
-"""Run the unmodified SGLang server on a machine without a GPU: `python launch.py --model-path DIR --port 30000 ...`.
+"""Run the unmodified SGLang server on a machine without a GPU: `python launch.py --model-path DIR
+--port 30000 ...`.
 
-If attention uses the backend torch_native and sampling the backend pytorch, SGLang computes with torch alone. But even
-then SGLang imports three packages that have no build for a plain CPU: torchvision, triton and sgl_kernel.
+If attention uses the backend torch_native and sampling the backend pytorch, SGLang computes with
+torch alone. But even then SGLang imports three packages that have no build for a plain CPU:
+torchvision, triton and sgl_kernel.
 
-- SGLang's configurations of vision models import torchvision. The wheel of torchvision is compiled for a CUDA build of
+- SGLang's configurations of vision models import torchvision. The wheel of torchvision is compiled
+for a CUDA build of
   torch.
 
 - SGLang declares kernels with the decorator `triton.jit`, but launches no kernel on a CPU.
 
-- The package sgl_kernel is compiled for CUDA only. With SGLANG_USE_CPU_ENGINE=1 SGLang does not call sgl_kernel.
+- The package sgl_kernel is compiled for CUDA only. With SGLANG_USE_CPU_ENGINE=1 SGLang does not
+call sgl_kernel.
 
-An import hook replaces each of the three packages by a stand-in: a module in which every name exists. A capitalised
-name in a stand-in is a class, and any other name is a decorator that returns its function unchanged. If SGLang calls a
-function of sgl_kernel, the stand-in raises an error instead of returning a wrong result. The import hook is installed
-at the top level of this module, because each worker of SGLang is a spawned process that imports this module.
+An import hook replaces each of the three packages by a stand-in: a module in which every name
+exists. A capitalised name in a stand-in is a class, and any other name is a decorator that returns
+its function unchanged. If SGLang calls a function of sgl_kernel, the stand-in raises an error
+instead of returning a wrong result. The import hook is installed at the top level of this module,
+because each worker of SGLang is a spawned process that imports this module.
 """
 
 import importlib.abc
@@ -43,8 +48,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 class Anything(type):
-    """The metaclass of stand-in classes. A stand-in class accepts any arguments, and every attribute of the class is
-    None."""
+    """The metaclass of stand-in classes. A stand-in class accepts any arguments, and every
+    attribute of the class is None."""
 
     def __call__(cls, *_: Any, **__: Any) -> Any:
         return cls.__new__(cls)
@@ -55,7 +60,8 @@ class Anything(type):
 
 
 class StandIn(ModuleType):
-    """A stand-in for a module or for a name in a module. Code can import a stand-in and use it as a decorator."""
+    """A stand-in for a module or for a name in a module. Code can import a stand-in and use it as a
+    decorator."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -85,7 +91,8 @@ class StandIn(ModuleType):
 
 
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """An import hook that makes a stand-in for each package in ABSENT and for each module of these packages."""
+    """An import hook that makes a stand-in for each package in ABSENT and for each module of these
+    packages."""
 
     def find_spec(
         self, name: str, path: Any = None, target: Any = None
