@@ -1,8 +1,9 @@
-"""tests/explore searches every order in which the events of small systems can happen: here the sessions and a call.
+"""tests/explore searches every order in which the events of small systems can happen: here the
+sessions and a call.
 
-The search finds no broken property in the project's modules. A mutant is a module with a planted error, which is one
-changed piece of code. The search finds every planted error. For each property there are at least two mutants that break
-the property.
+The search finds no broken property in the project's modules. A mutant is a module with a planted
+error, which is one changed piece of code. The search finds every planted error. For each property
+there are at least two mutants that break the property.
 """
 
 import inspect
@@ -13,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import rollout.interaction
 from conftest import ROOT
 from explore import sessions, turns
 from explore.planted import find_error, mutant, with_mutant
@@ -24,21 +26,21 @@ import cache
 import calls.sessions
 import calls.turn
 import proxy
-import rollout.interaction
 import rollout.rows
 
 
 @pytest.mark.parametrize("bounds", sessions.SMALL, ids=str)
 def test_every_order_of_the_sessions_events_keeps_every_property(bounds: SessionBounds) -> None:
-    """In every order of events, the session table keeps exactly the sessions that are not exported, discarded or
-    expired. If a session ends, the session's turns are stopped."""
+    """In every order of events, the session table keeps exactly the sessions that are not exported,
+    discarded or expired. If a session ends, the session's turns are stopped."""
     assert len(explore(SessionMachine(bounds), keep=False)) > 1000
 
 
 @pytest.mark.parametrize("bounds", turns.SMALL, ids=str)
 def test_every_order_of_a_calls_events_keeps_every_property(bounds: TurnBounds) -> None:
-    """Each call is trained at most once, in whatever order calls, retries, failures, closed connections and ends of
-    sessions happen. If no client waits for a generation any more, the engine ends the generation."""
+    """Each call is trained at most once, in whatever order calls, retries, failures, closed
+    connections and ends of sessions happen. If no client waits for a generation any more, the
+    engine ends the generation."""
     graph = explore(TurnMachine(bounds))
     assert len(graph) > 300
     reached = {name for state in graph.states for name, *_ in state.seen[2]}
@@ -56,13 +58,14 @@ WALKS = [
 def test_random_walks_far_beyond_the_bounds_keep_every_property(
     machine: Callable[..., Any], bounds: Any
 ) -> None:
-    """Long random series of events break no property. The bounds of the random walks are larger than the bounds of the
-    exhaustive search."""
+    """Long random series of events break no property. The bounds of the random walks are larger
+    than the bounds of the exhaustive search."""
     length = 100 if machine is TurnMachine else 300
     assert len(walk(machine(*bounds), 0, length)) > 50
 
 
-# Each row holds the property that a mutant breaks, the original code of calls/sessions.py, and the changed code
+# Each row holds the property that a mutant breaks, the original code of calls/sessions.py, and the
+# changed code
 SESSION_MUTANTS = [
     ("grants", "self._grants[0] <= self.clock()", "self._grants[0] < self.clock()"),
     (
@@ -96,7 +99,8 @@ def test_a_planted_error_of_the_sessions_is_found_by_name(
     find_error(SessionMachine(SessionBounds(), mutant(calls.sessions, line, changed)), name)
 
 
-# Each row holds the property that a mutant breaks, the bounds, the module, the original code, and the changed code
+# Each row holds the property that a mutant breaks, the bounds, the module, the original code, and
+# the changed code
 X, Y, WX = TurnBounds("x", 2, 0), TurnBounds("y", 2, 0), TurnBounds("wx", 2, 0)
 EXPORT = 'return reply({"interactions"'
 XZ, LONG = TurnBounds("xz", 2, 0, rewards=True), TurnBounds("x", 2, 0, threads=True)
@@ -161,21 +165,21 @@ PROXY = rollout.rows, rollout.interaction, cache, calls.sessions, calls.turn, pr
 def test_a_planted_error_of_a_call_is_found_by_name(
     name: str, bounds: TurnBounds, module: ModuleType, line: str, changed: str
 ) -> None:
-    """The search finds each error that is planted in the proxy, its turns or its conversation tree, and names the
-    broken property."""
+    """The search finds each error that is planted in the proxy, its turns or its conversation tree,
+    and names the broken property."""
     find_error(TurnMachine(bounds, with_mutant(PROXY, module, line, changed)[-1]), name)
 
 
 @pytest.mark.parametrize(("module", "line"), [error[2:4] for error in TURN_MUTANTS])
 def test_a_planted_error_changes_one_place(module: ModuleType, line: str) -> None:
-    """The slow tests plant an error by replacing a piece of code. This quick test checks that each piece of code to be
-    replaced occurs in its module exactly once."""
+    """The slow tests plant an error by replacing a piece of code. This quick test checks that each
+    piece of code to be replaced occurs in its module exactly once."""
     assert inspect.getsource(module).count(line) == 1
 
 
 def test_each_property_has_two_mutants() -> None:
-    """docs/protocol.md names every property that a state machine of tests/explore can report as broken. Each property
-    has at least two mutants."""
+    """docs/protocol.md names every property that a state machine of tests/explore can report as
+    broken. Each property has at least two mutants."""
     mutants = Counter(f"sessions: {name}" for name, *_ in SESSION_MUTANTS)
     mutants += Counter(f"turns: {name}" for name, *_ in TURN_MUTANTS)
     table = re.findall(
