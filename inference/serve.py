@@ -43,7 +43,7 @@ def listen(host: str, port: int, key: str | None = None) -> socket.socket:
         raise OSError(f"--host {host}: others can reach this address, so a key is needed (--help)")
     try:
         return socket.create_server((host, port), backlog=4096)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         raise OSError(f"--port {port}: cannot listen on {host}: {error}") from error
 
 

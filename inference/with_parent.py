@@ -1,8 +1,9 @@
 """`python -m inference.with_parent [--api-key] COMMAND ...` runs a command that ends with us.
 
-SGLang has no option for this. When our parent is gone, the command gets SIGTERM, and three seconds
-later its whole process group SIGKILL, so start this in a session of its own. With --api-key, the
-first line of standard input becomes the command's last word, --api-key=KEY.
+SGLang has no option for this. When our parent is gone, or on SIGTERM, the command gets SIGTERM, and
+when it has ended, or after three seconds, its whole process group SIGKILL. So start this in a
+session of its own. With --api-key, the first line of standard input becomes the command's last
+word, --api-key=KEY.
 """
 
 import os
@@ -18,17 +19,20 @@ def main(words: list[str]) -> int:
     if words[0] == "--api-key":
         words = [*words[1:], f"--api-key={sys.stdin.readline().strip()}"]
     child = subprocess.Popen(words, stdin=subprocess.DEVNULL)
+    ending = threading.Event()
 
     def end(*_: object) -> None:
+        ending.set()
         child.terminate()
         threading.Timer(3.0, os.killpg, (0, signal.SIGKILL)).start()
 
     signal.signal(signal.SIGTERM, end)
     follow_parent(end)
     code = child.wait()
+    if ending.is_set():
+        os.killpg(0, signal.SIGKILL)  # its workers
     return code if code >= 0 else 128 - code
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
-    os._exit(code)
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,151 @@
+"""A server process: who may reach it, what it refuses, and that it ends with its parent."""
+
+import http.client
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT
+from fastapi import Request
+
+from inference.fields import Refusal
+from inference.serve import bearer, check_key, listen, read_object, reply
+
+SERVER = """
+from fastapi import FastAPI, Request, Response
+from inference import serve
+
+async def length(request: Request) -> Response:
+    return Response(str(len(await request.body())))
+
+app = FastAPI()
+app.add_route("/", length, methods=["POST"])
+listener = serve.listen("127.0.0.1", 0)
+print(listener.getsockname()[1], flush=True)
+serve.serve(app, listener, exit_with_parent=True)
+"""
+PARENT = """
+import os, subprocess, sys, time
+if os.fork() == 0:  # as an agent may do; it has all open files
+    time.sleep(60)
+    os._exit(0)
+subprocess.Popen(sys.argv[1:], stdout=sys.stdout)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def parent() -> Iterator[Any]:
+    """A function that starts a command as the child of a process, which it returns."""
+    started: list[subprocess.Popen] = []
+
+    def start(*command: str) -> subprocess.Popen:
+        words = [sys.executable, "-c", PARENT, *command]
+        pipe: Any = {"stdout": subprocess.PIPE, "text": True, "start_new_session": True}
+        started.append(subprocess.Popen(words, cwd=ROOT, **pipe))
+        return started[-1]
+
+    yield start
+    for process in started:
+        os.killpg(process.pid, signal.SIGKILL)
+        with process:
+            pass
+
+
+def test_a_server_serves_long_bodies_and_ends_with_its_parent(parent: Any) -> None:
+    """Also when the parent is killed, and its forked child lives on with every open file."""
+    process = parent(sys.executable, "-c", SERVER)
+    port = int(process.stdout.readline())
+    client = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    client.request("POST", "/", b"x" * 10**7, {"X-Long": "x" * 60_000})
+    assert int(client.getresponse().read()) == 10**7
+    process.kill()
+    client.close()
+    with suppress(ConnectionRefusedError):
+        while True:
+            socket.create_connection(("127.0.0.1", port), timeout=60).close()
+
+
+def test_a_command_ends_with_its_parent(parent: Any) -> None:
+    """with_parent ends a command that knows nothing of this, such as SGLang."""
+    code = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+    process = parent(sys.executable, "-m", "inference.with_parent", sys.executable, "-c", code)
+    child = int(process.stdout.readline())
+    process.kill()
+    with suppress(ProcessLookupError):
+        while True:
+            os.kill(child, 0)
+
+
+@pytest.mark.parametrize("ending", ["exit", "SIGTERM"])
+def test_a_key_reaches_the_command_and_its_code_comes_back(ending: str) -> None:
+    """The key comes by standard input; SIGTERM ends the whole group."""
+    code = "import sys, time; print(sys.argv[-1], flush=True); sys.stdin.read() or sys.exit(3)"
+    if ending == "SIGTERM":
+        code = "import sys, time; print(sys.argv[-1], flush=True); time.sleep(60)"
+    words = [sys.executable, "-m", "inference.with_parent", "--api-key", sys.executable, "-c", code]
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(words, cwd=ROOT, start_new_session=True, **pipes) as process:
+        print("-k3y", file=process.stdin, flush=True)
+        assert process.stdout.readline() == "--api-key=-k3y\n"
+        if ending == "SIGTERM":
+            process.terminate()
+        assert process.wait(60) == (3 if ending == "exit" else -signal.SIGKILL)
+
+
+def test_a_tokenizer_needs_no_torch(tiny_model_dir: Path) -> None:
+    """torch takes seconds to import, and a proxy does not need it."""
+    code = (
+        "import sys; from inference.serve import load_tokenizer;"
+        "print(load_tokenizer(sys.argv[1]).encode('a'), sys.modules.get('torch'))"
+    )
+    words = [sys.executable, "-c", code, str(tiny_model_dir)]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.stdout.endswith("] None\n"), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("host", "port", "why"),
+    [
+        ("0.0.0.0", 0, "--host 0.0.0.0: others can reach this address, so a key is needed"),
+        ("127.0.0.1", None, "in use"),
+    ],
+)
+def test_where_a_server_may_not_listen(host: str, port: int | None, why: str) -> None:
+    """An address that others reach needs a key, and a port must be free."""
+    with listen("127.0.0.1", 0) as taken, pytest.raises(OSError, match=why):
+        listen(host, taken.getsockname()[1] if port is None else port)
+    listen("0.0.0.0", 0, "key").close()
+
+
+def asked(*authorization: str) -> Request:
+    headers = [(b"authorization", word.encode()) for word in authorization]
+    return Request({"type": "http", "headers": headers})
+
+
+def test_a_key_is_asked_for() -> None:
+    """401 says that a key is missing, and 403 that it is wrong."""
+    check_key(asked("Bearer k3y"), "k3y")
+    assert bearer(asked("bearer  k3y ")) == "k3y"
+    for request, status in ((asked(), 401), (asked("Basic k3y"), 401), (asked("Bearer é"), 403)):
+        with pytest.raises(Refusal) as caught:
+            check_key(request, "k3y")
+        assert caught.value.status == status
+
+
+def test_bodies_and_replies() -> None:
+    """A body is a JSON object or nothing; a busy server says when to come again."""
+    assert (read_object(b""), read_object(b'{"a": [1]}')) == ({}, {"a": [1]})
+    for raw in (b"[1]", b"{", b"\xff"):
+        with pytest.raises(Refusal, match="body"):
+            read_object(raw)
+    assert reply({"a": 1}).body == b'{"a":1}'
+    retries = {status: reply({}, status).headers.get("retry-after") for status in (200, 429, 503)}
+    assert retries == {200: None, 429: "1", 503: "1"}
