@@ -8,6 +8,7 @@ up and one validator. YAML recipes and `key=value` words merge first, the later 
 import argparse
 import difflib
 import importlib.util
+import os
 import re
 import sys
 from collections.abc import Collection, Iterator
@@ -385,7 +386,8 @@ def load(argv: list[str]) -> tuple[TrainConfig, argparse.Namespace]:
     Raises ConfigError if anything is wrong with them.
     """
     if {"-h", "--help", "--help-all"} & {*argv}:
-        print_help("--help-all" in argv)
+        if os.environ.get("RANK", "0") == "0":
+            print_help("--help-all" in argv)
         sys.exit()
     parser = Parser(add_help=False, allow_abbrev=False)
     for name, how, _ in OPTIONS:
