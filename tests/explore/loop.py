@@ -3,7 +3,8 @@
 
 `run` calls every callback that is ready, and returns when no callback is ready. If asyncio would
 call a function in a thread, the loop puts the function into the list `threads`, and calls it when
-the state machine calls `run_thread`. The loop's time is always 0, so no timer ever fires.
+the state machine calls `run_thread`. Time stands still until
+`pass_time`, which fires the timers that are due.
 """
 
 import asyncio
@@ -18,6 +19,7 @@ class StillLoop(asyncio.BaseEventLoop):
     def __init__(self) -> None:
         super().__init__()
         self._selector = self
+        self.now = 0.0
         # functions that wait for `run_thread`, and their futures
         self.threads: list[tuple[asyncio.Future, Callable[[], Any]]] = []
 
@@ -29,7 +31,12 @@ class StillLoop(asyncio.BaseEventLoop):
     def _write_to_self(self) -> None: ...
 
     def time(self) -> float:
-        return 0.0
+        return self.now
+
+    def pass_time(self, seconds: float) -> None:
+        """Let time pass. The timers that are due fire in the next `run`."""
+        self.now += seconds
+        self.call_soon(lambda: None)
 
     def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:
         future = self.create_future()

@@ -1,24 +1,22 @@
-"""TurnMachine is the state machine of the proxy's calls.
+"""TurnMachine: the shipped Proxy, Turn, Session and conversation tree under clients, an engine and
+a trainer.
 
-TurnMachine uses the real classes Proxy (proxy.py), Turn (calls/turn.py) and Session (calls/sessions.py), and the real
-conversation tree (cache.py). TurnMachine calls the real endpoints of the proxy in a separate event loop (loop.py).
-Clients connect, hang up and retry. After a client hangs up, some time passes before the proxy detects the hang-up. The
-engine generates tokens, finishes or fails. The engine needs some time to abort a generation. The trainer sets a reward,
-ends the session and exports the session. Only the tokenizer and the engine are stand-ins. In this state machine a token
-is a letter. Each generation has its own letter, version and log-probabilities. The search (search.py) cannot copy a
-running coroutine, so a state is the list of the events that lead to the state. To apply an event, the state machine
-replays all earlier events and then this event. The properties:
+Clients call, hang up and retry; the proxy notices a hang-up some time later. The engine finishes or
+fails, and needs time to abort. The trainer rewards, ends and exports the session. Tokenizer and
+engine are stand-ins: a token is a letter, and every generation has its own letter, version and
+log-probability. A running coroutine cannot be copied, so a state is the list of the events that
+lead to it, and all of them are repeated to apply one more (loop.py). The properties:
 
-    `once`      A call and its retries become at most one exported turn.
-    `read`      If a client reads a whole reply before the session ends, the export contains the reply.
-    `mixed`     Each client gets the reply to its own request. Each exported turn has the tokens of its own generation.
-    `stopped`   If no client waits for a generation or the session has ended, the engine is told to stop the generation.
-    `answered`  No client waits for a generation that is over.
-    `tree`      The unfinished turns of the conversation tree are the running turns of the session.
-    `tokens`    Each sampled token is trained at most once, with its own log-probability and version.
-    `rewards`   The exported rewards are equal to rewards that are recomputed from the leaves to the roots.
-    `deadlock`  From every state, all clients can get an answer, all generations can end, and the session can be
-              removed.
+    once      A call and its retries become at most one exported turn; a retry of a failed call
+              gets a generation of its own.
+    read      A reply that a client has read before the session's end is exported.
+    mixed     A client gets the reply to its own request, and a turn has the tokens of its own.
+    stopped   A generation is told to stop when nobody waits for it, or the session has ended.
+    answered  Nobody waits for a generation that is over.
+    tree      The unfinished turns of the tree are those that run.
+    tokens    Each sampled token is trained at most once, with its own version and log-probability.
+    rewards   The exported rewards are those of the recursive formula.
+    deadlock  From every state, all clients can be answered and the session can leave.
 """
 
 import asyncio
@@ -35,8 +33,8 @@ from starlette.requests import Request
 import proxy
 from calls.messages import Refusal
 from calls.replies import PROTOCOLS
-from inference.io_struct import ModelRequest, ModelResponse
-from inference.wire import EngineError
+from calls.turn import PROGRESS_SECONDS
+from inference.io_struct import EngineError, ModelRequest, ModelResponse
 
 from .loop import StillLoop
 from .search import Broken, Event, PathMachine, State
@@ -65,55 +63,35 @@ class Letters:
 
 @dataclass(eq=False)
 class Generation:
-    """One generation of the stand-in engine. Each token of the generation is the letter `letter`."""
+    """A generation of one token, which is its letter."""
 
     letter: str
     body: str
-    on_tokens: Any
-    response: ModelResponse
     news: asyncio.Future
-    state: str = "runs"  # "runs", "stops" (the engine aborts the generation) or "over"
+    state: str = "runs"  # runs, stops (it is being aborted), over
 
 
 @dataclass(eq=False)
 class Engine:
-    """A stand-in for RemoteInfEngine. The engine generates a token only when an event of the state machine requests the
-    token."""
+    """Generates when an event says so."""
 
-    servers: Any = None
     context_length: int | None = None
     generations: list[Generation] = field(default_factory=list)
 
-    async def agenerate(self, request: ModelRequest, on_tokens: Any = None) -> ModelResponse:
+    async def agenerate(self, request: ModelRequest) -> ModelResponse:
         number, loop = len(self.generations), asyncio.get_running_loop()
         letter = chr(ord("A") + number)
-        body = chr(
-            next(
-                token
-                for token in reversed(request.input_ids)
-                if chr(token).islower() and chr(token) in "wxyz"
-            )
-        )
-        response = ModelResponse(list(request.input_ids), stop_reason="")
-        own = Generation(letter, body, on_tokens, response, loop.create_future())
+        body = next(chr(token) for token in reversed(request.input_ids) if chr(token) in "wxyz")
+        own = Generation(letter, body, loop.create_future())
         self.generations.append(own)
         try:
-            while not response.stop_reason:
-                event = await own.news
-                own.news = loop.create_future()
-                if event == "fails":
-                    raise EngineError("the server died", 503)
-                n = response.output_len
-                response.replace_from(
-                    n, ModelResponse([], [ord(letter)], [-1.0 - n - 100 * number], [number], "")
-                )
-                response.stop_reason = "stop" if event == "finishes" else ""
-                if on_tokens:
-                    on_tokens(response)
-            return response
+            if await own.news == "fails":
+                raise EngineError("the server died", 503)
+            logprob = -1.0 - 100 * number
+            return ModelResponse([*request.input_ids], [ord(letter)], [logprob], [number])
         except asyncio.CancelledError:
             own.state, own.news = "stops", loop.create_future()
-            await own.news  # the abort ends with the event "stopped"
+            await own.news  # until the event "stopped"
             raise
         finally:
             own.state = "over"
@@ -121,30 +99,24 @@ class Engine:
 
 @dataclass(eq=False)
 class Client:
-    """A connection of a client. `body` is the letter of the request (see TurnBounds). `status` is 0 until the client
-    has the answer."""
+    """A connection. Its status is 0 until it has the answer."""
 
     body: str
-    marked: bool  # whether a header marks the request as a retry
+    marked: bool  # whether a header says that this is a retry
     hangup: asyncio.Future
-    gone: bool = False  # whether the client has hung up
+    gone: bool = False
     status: int = 0
-    text: str = ""  # the text of the answer, if the client has read the whole answer
-    in_time: bool = (
-        False  # whether the session was still open when the client finished reading the answer
-    )
+    text: str = ""  # of the answer, if it was read whole
+    begun: bool = False  # whether the first byte of a stream has left
+    in_time: bool = False  # whether the session was open when the answer was read
 
 
 class TurnBounds(NamedTuple):
-    """The bounds within which the search explores the state machine. `bodies` are the requests that clients may send: w
-    and x are plain calls, y is a call with a stream, and z continues the answer to x."""
+    """`bodies` are what clients may send: w and x are plain calls, y asks for a stream, and z
+    continues the answer to x."""
 
     bodies: str = "x"
     connections: int = 3
-    tokens: int = 1  # maximum number of tokens of a generation before its last token
-    threads: bool = (
-        False  # whether the proxy parses every request body in a thread, and not only long ones
-    )
     rewards: bool = False
 
 
@@ -155,28 +127,30 @@ class World:
         self.bounds, self.module, self.loop = bounds, module, StillLoop()
         self.engine, self.proxy = Engine(), copy.copy(shared)
         self.proxy.engine = self.engine
-        self.proxy.sessions = module.SessionTable(3600.0, lambda: 0.0)
+        self.proxy.sessions = module.SessionTable(lambda: 0.0)
         self.session = self.proxy.start_own_session("task")
         self.clients: list[Client] = []
         self.turns: list[Any] = []
+        self.redone: set[Any] = set()  # failed turns whose retry has come
+        self.expected: int | None = None  # generations after the request that came last
         self.exported: dict[str, Any] | None = None
         self.refused = ""  # the error message, if the proxy has refused the export
         self.rewarded = ""  # id of the interaction that got the reward 1
-        module.LONG_BODY = -1 if bounds.threads else 2**15  # type: ignore[attr-defined]
 
     # ---- events
 
     def apply(self, event: Event) -> None:
         name, *args = event
         if name in ("call", "retry"):
+            self.expect_generations(args[0], name == "retry")
             self.connect(args[0], name == "retry")
         elif name == "hangs up":
             self.clients[args[0]].gone = True
         elif name == "noticed":
             self.clients[args[0]].hangup.set_result(None)
-        elif name == "thread":
-            self.loop.run_thread()
-        elif name in ("token", "finishes", "fails", "stopped"):
+        elif name == "time passes":
+            self.loop.pass_time(PROGRESS_SECONDS)
+        elif name in ("finishes", "fails", "stopped"):
             self.engine.generations[args[0]].news.set_result(name)
         elif (
             name == "noticed as it finishes"
@@ -188,6 +162,15 @@ class World:
         self.loop.run()
         for turns in self.session.turns.values():
             self.turns += [turn for turn in turns if turn not in self.turns]
+
+    def expect_generations(self, body: str, marked: bool) -> None:
+        """How many there must be after a request: one more for a new call, for the retry of a
+        failed one, and for the retry of one that never arrived."""
+        equal = [turn for turn in self.turns if turn.ask.messages[-1]["content"] == body]
+        failed = [turn for turn in equal if turn.state.name == "FAILED" and turn not in self.redone]
+        is_new = not marked or bool(failed) or len(equal) == len(self.redone)
+        self.redone |= {*failed[:marked]}
+        self.expected = None if self.session.ended else len(self.engine.generations) + is_new
 
     def messages(self, body: str) -> list[dict[str, str]]:
         start = [{"role": "user", "content": "x" if body == "z" else body}]
@@ -228,11 +211,12 @@ class World:
         return Request(scope | {"headers": headers}, receive)
 
     async def converse(self, client: Client, request: Request) -> None:
-        """Send a client's request to the proxy, and read the answer unless the client has hung up."""
+        """Send a request, and read the answer unless the client has hung up."""
         pieces: list[bytes] = []
 
         async def send(message: Any) -> None:
             pieces.append(message.get("body", b""))
+            client.begun = client.begun or bool(pieces[-1])
 
         try:
             response = await self.proxy.complete(PROTOCOLS["chat/completions"], request)
@@ -259,7 +243,7 @@ class World:
             client.text, client.in_time = text, not self.session.ended
 
     def manage(self, name: str) -> None:
-        """Send one of the trainer's requests to the proxy: a reward, the end of the session, or an export."""
+        """A request of the trainer: a reward, the end of the session, or an export."""
         if name == "reward":
             self.rewarded = self.session.cache.finished()[-1].interaction_id
             self.proxy.reward(self.session, {"reward": 1.0})
@@ -303,12 +287,11 @@ class World:
                 for j, generation in enumerate(self.engine.generations):
                     if generation.state == "runs":
                         yield "noticed as it finishes", k, j
-        if self.loop.threads:
-            yield ("thread",)
+        waits = [c for c in self.clients if c.body == "y" and not c.status and not c.begun]
+        if any(not client.hangup.done() for client in waits):
+            yield ("time passes",)
         for k, generation in enumerate(self.engine.generations):
             if generation.state == "runs":
-                if generation.response.output_len < self.bounds.tokens:
-                    yield "token", k
                 yield "finishes", k
                 yield "fails", k
             elif generation.state == "stops":
@@ -322,7 +305,7 @@ class World:
             yield ("reward",)
         if not self.session.ended:
             yield ("end",)
-        elif self.exported is None and not self.loop.threads:
+        elif self.exported is None:
             yield ("export",)
 
     def turn_of(self, interaction_id: str) -> int:
@@ -333,17 +316,15 @@ class World:
             (
                 self.turn_of(name),
                 interaction.complete and chr(interaction.tokens.output_tokens[0]),
-                interaction.complete and interaction.tokens.output_len,
                 interaction.reply is not None,
                 interaction.parent and self.turn_of(interaction.parent.interaction_id),
-                interaction.children,
                 interaction.reward,
             )
             for name, interaction in self.session.cache.items()
         )
         waiting = {id(turn): k for k, turn in enumerate(self.turns)}
         turns = tuple(
-            (turn.state.name, turn.listeners, turn.retries, turn.task.done()) for turn in self.turns
+            (turn.state.name, turn.listeners, turn.joined, turn.task.done()) for turn in self.turns
         )
         equal = tuple(
             tuple(waiting[id(turn)] for turn in turns) for turns in self.session.turns.values()
@@ -356,18 +337,19 @@ class World:
                 c.hangup.done(),
                 c.status and (c.gone or c.status),
                 c.text,
+                c.begun,
                 c.in_time,
             )
             for c in self.clients
         )
-        jobs = tuple((g.body, g.state, g.response.output_len) for g in self.engine.generations)
+        jobs = tuple((g.body, g.state) for g in self.engine.generations)
         ended = (
             self.session.ended,
             self.exported is not None,
             len(self.proxy.sessions),
             self.turn_of(self.rewarded),
         )
-        return clients, jobs, turns, equal, tree, ended, len(self.loop.threads)
+        return clients, jobs, turns, equal, tree, ended
 
     def text(self) -> str:
         clients = "; ".join(
@@ -389,23 +371,19 @@ class World:
             if client.text and not set(client.text) <= letters:
                 raise Broken("mixed", f"client {k} asked {client.body} and read {client.text}")
         busy = {turn.task: turn for turn in self.turns if not turn.task.done()}
-        if not self.loop.threads:
-            known = {name for turn in busy.values() for name in turn.ids}
-            unfinished = {name for name, one in self.session.cache.items() if not one.complete}
-            if unfinished != known and self.exported is None:
-                raise Broken(
-                    "tree", f"{len(unfinished)} turns are unfinished, and {len(known)} are running"
-                )
-            waiting = [c for c in self.clients if not c.status and not c.hangup.done()]
-            if len(waiting) != sum(turn.listeners for turn in busy.values() if turn.listeners):
-                raise Broken("answered", f"{len(waiting)} clients wait: {self.text()}")
+        known = {name for turn in busy.values() for name in turn.ids if turn.state.name != "FAILED"}
+        unfinished = {name for name, one in self.session.cache.items() if not one.complete}
+        if unfinished != known and self.exported is None:
+            why = f"{len(unfinished)} turns are unfinished, and {len(known)} are running"
+            raise Broken("tree", why)
+        waiting = [c for c in self.clients if not c.status and not c.hangup.done()]
+        if len(waiting) != sum(turn.listeners for turn in busy.values()):
+            raise Broken("answered", f"{len(waiting)} clients wait: {self.text()}")
+        if self.expected is not None and len(self.engine.generations) != self.expected:
+            raise Broken("once", f"{len(self.engine.generations)} generations: {self.text()}")
         for generation in self.engine.generations:
             listeners = sum(t.listeners for t in busy.values())
-            if (
-                generation.state == "runs"
-                and (self.session.ended or not listeners)
-                and not self.loop.threads
-            ):
+            if generation.state == "runs" and (self.session.ended or not listeners):
                 raise Broken("stopped", f"generation {generation.letter} runs on")
         if self.exported is not None:
             self.check_export(self.exported)
@@ -416,7 +394,7 @@ class World:
         tokens = [one for row in rows for mask, *one in zip(*map(row.get, names)) if mask]
         for token, version, logprob in tokens:
             g = self.engine.generations[version]
-            if chr(token) != g.letter or not 1 <= -logprob - 100 * version <= g.response.output_len:
+            if chr(token) != g.letter or -logprob - 100 * version != 1:
                 raise Broken(
                     "tokens",
                     f"token {chr(token)} has version {version} and log-probability {logprob}",
@@ -448,7 +426,7 @@ class World:
                 for g in self.engine.generations
                 if text and set(text) == {g.letter} and g.body == content
             ]
-            if not own or len(text) > own[0].response.output_len:
+            if not own or len(text) != 1:
                 raise Broken("mixed", f"the answer to {content} has the tokens {text!r}")
         for body in self.bounds.bodies:
             count = sum(row["messages"][-1]["content"] == body for row in exported.values())
@@ -483,7 +461,7 @@ class World:
 
 @dataclass
 class TurnMachine(PathMachine):
-    """The state machine of the proxy's endpoints. The events come from clients, an engine and a trainer."""
+    """Repeats a path of events in a new world."""
 
     bounds: TurnBounds
     module: ModuleType = proxy  # module with Proxy, or a copy of the module with a planted error
@@ -511,18 +489,14 @@ class TurnMachine(PathMachine):
 
 
 SMALL = (
-    TurnBounds("x", connections=2, tokens=0),
-    TurnBounds("y", connections=2, tokens=0),
-    TurnBounds("xz", connections=2, tokens=0, rewards=True),
-    TurnBounds("x", connections=2, tokens=0, threads=True),
+    TurnBounds("x", connections=2),
+    TurnBounds("y", connections=2),
+    TurnBounds("xz", connections=2, rewards=True),
 )
 LARGE = (
-    TurnBounds("x", connections=3, tokens=0),
-    TurnBounds("y", connections=3, tokens=0),
-    TurnBounds("y", connections=2, tokens=2, threads=True),
-    TurnBounds("xz", connections=3, tokens=0, rewards=True),
+    TurnBounds("x", connections=3),
+    TurnBounds("y", connections=3),
+    TurnBounds("wx", connections=3),
+    TurnBounds("xz", connections=3, rewards=True),
 )
-FAR = (
-    TurnBounds("xyz", connections=8, tokens=3, rewards=True),
-    TurnBounds("xyz", 6, 3, threads=True, rewards=True),
-)
+FAR = (TurnBounds("xyz", connections=8, rewards=True),)
