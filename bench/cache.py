@@ -1,21 +1,15 @@
-"""Claim: the work for a turn depends only on the turn's new messages, and rows are exported as fast
-as in AReaL.
+"""Claim: a turn renders only its new messages, and rows are exported as fast as in AReaL.
 
     python bench/cache.py            # with the package areal, also its cache
 
-The first part of the benchmark counts operations in a conversation of 100 turns. Each call to the
-model sends the whole conversation, as a real agent does. `read` counts the messages that were
-converted to canonical form. `rendered` counts the messages that the chat template rendered. Both
-counts should depend only on the number of new messages in a turn.
+The first part counts, in a conversation of 100 turns whose calls send all of it. `read` counts the
+messages that were brought to canonical form: all that were sent, whose digests find the parent.
+`rendered` counts those that the chat template rendered, which should not grow.
 
-The second part of the benchmark measures the processor time of this project's cache and of AReaL's
-cache. The two caches run alternately, three times each, and the benchmark prints the smallest time
-of each cache. The second part measures the three operations `chain`, `siblings` and `export`.
-`chain` adds the 400 turns of one conversation to the cache. `chain` should take at most 1.2 times
-as long as in AReaL. `siblings` adds 800 turns to the cache, and each turn has the same 200 input
-messages. `siblings` should take at most a quarter of AReaL's time. `export` discounts the rewards
-of 512 conversations of 4 turns, exports their rows and makes tensors. `export` should take no
-longer than in AReaL.
+The second part measures CPU time of this cache and of AReaL's, three times each, alternately, the
+smallest counts. `chain` adds the 400 turns of one conversation and should take at most 1.2 times as
+long as in AReaL; `siblings` adds 800 turns with the same 200 messages, at most a quarter; `export`
+discounts 512 conversations of 4 turns and makes tensors, no longer than AReaL.
 """
 
 import gc
@@ -187,9 +181,7 @@ def count() -> None:
             row = " | ".join(str(counts[key] - before[key]) for key in counts)
             print(f"| {k + 1} | {len(messages)} | {row} |")
     ours.canonical = canonical  # type: ignore[assignment]
-    print(
-        "\n(read: the new message twice, and the reply; rendered: the new message, and two placeholder messages)\n"
-    )
+    print("\n(rendered: the new message, and two that stand for those before)\n")
 
 
 def main() -> None:

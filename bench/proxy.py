@@ -94,13 +94,9 @@ def serve_proxy(port: int) -> None:
     output = [*words[:23], tokenizer.eos_token_id]
 
     class AtOnce:
-        async def agenerate(self, request: ModelRequest, on_tokens: Any = None) -> ModelResponse:
+        async def agenerate(self, request: ModelRequest) -> ModelResponse:
             n = len(output)
-            response = ModelResponse(request.input_ids, list(output), [-0.5] * n, [0] * n)
-            if on_tokens:
-                on_tokens(response)
-                await asyncio.sleep(0)
-            return response
+            return ModelResponse(request.input_ids, list(output), [-0.5] * n, [0] * n)
 
     app = create_app(AtOnce(), tokenizer, "admin")
 
