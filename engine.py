@@ -198,23 +198,20 @@ class RemoteInfEngine:
             await asyncio.shield(call)
 
     def _budget(self, req: ModelRequest) -> int:
-        """How many tokens `req` may generate. Raises EngineError (400) for a wrong request."""
-        ids, g = req.input_ids, req.gconfig
-        self._check_ids(ids)
-        room = (self.context_length or len(ids) + g.max_new_tokens) - len(ids)
-        if room < 1:
-            message = f"prompt is too long: {len(ids)} tokens > {self.context_length} maximum"
-            raise EngineError(f"{message} context length", 400, "context_length_exceeded")
-        return min(g.max_new_tokens, room)
-
-    def _check_ids(self, ids: list[int]) -> None:
-        """Raise EngineError (400) for an id outside the vocabulary, which would crash SGLang."""
+        """How many tokens `req` may generate. Raises EngineError (400) for a wrong request; an id
+        outside the vocabulary would crash SGLang."""
+        ids, most = req.input_ids, req.gconfig.max_new_tokens
         if not ids:
             raise EngineError("the prompt is empty", 400)
         size = self.vocab_size or 2**31
         for token in (min(ids), max(ids)):
             if not 0 <= token < size:
                 raise EngineError(f"token id {token} is outside the vocabulary of {size}", 400)
+        room = (self.context_length or len(ids) + most) - len(ids)
+        if room < 1:
+            message = f"prompt is too long: {len(ids)} tokens > {self.context_length} maximum"
+            raise EngineError(f"{message} context length", 400, "context_length_exceeded")
+        return min(most, room)
 
     # ---- control, in the trainer's thread
 
@@ -284,7 +281,6 @@ class RemoteInfEngine:
         """For each server, log p(token | earlier tokens) of every token of `ids`, at temperature 1;
         the first counts 0."""
         ids = ids[: self.context_length - 1] if self.context_length else ids  # one is generated
-        self._check_ids(ids)
         body = probe(ids) | {"logprob_start_len": 0}
         answers = self.servers.post_all("/generate", body, self.request_timeout)
         return [parse_scores(answer, ids) for answer in answers]

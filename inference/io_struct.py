@@ -209,7 +209,7 @@ def parse_segment(answer: dict[str, Any], vocab_size: int | None = None) -> Mode
 
 def read_logprobs(tokens: list[int], entries: list[list]) -> list[float]:
     """The log-probabilities of entries [logprob, id, text] for these ids. Raises ValueError."""
-    if [[type(token), token] for token in tokens] != [[int, entry[1]] for entry in entries]:
+    if [entry[1] for entry in entries] != tokens:
         raise ValueError("other ids stand beside the logprobs")
     if min(tokens, default=0) < 0 or not all(-1e30 < entry[0] <= 1e-3 for entry in entries):
         raise ValueError("an id is below 0, or a logprob above it")

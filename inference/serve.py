@@ -70,10 +70,10 @@ def follow_parent(act: Callable[[], None]) -> None:
 def serve(app: FastAPI, listener: socket.socket, exit_with_parent: bool) -> None:
     """Serve until a signal, or until the parent is gone."""
     # Clients drop idle connections before this: a request never meets a closing one.
-    patience: dict[str, Any] = {"timeout_keep_alive": 75, "timeout_graceful_shutdown": 2}
-    server = uvicorn.Server(
-        uvicorn.Config(app, log_level="warning", proxy_headers=False, **patience)
+    config = uvicorn.Config(
+        app, log_level="warning", timeout_keep_alive=75, timeout_graceful_shutdown=2
     )
+    server = uvicorn.Server(config)
     raise_open_files()
     if exit_with_parent:
         follow_parent(lambda: setattr(server, "should_exit", True))

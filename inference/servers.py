@@ -11,8 +11,8 @@ servers before it lets any of them continue. After an update that failed half wa
 version "7-incomplete", which no engine accepts.
 """
 
-import hashlib
 import math
+import zlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -21,11 +21,11 @@ from inference.wire import CALL_TIMEOUT, Wire, run_all
 
 
 def rank_servers(servers: list[str], key: str) -> list[str]:
-    """The servers in order of preference for `key`. Group n prefers server n mod N; the rest is a
-    rendezvous hash."""
-    ranking = sorted(servers, key=lambda s: hashlib.blake2b(f"{key}@{s}".encode()).digest())
-    first = sorted(servers)[int(key) % len(servers)] if key.isdecimal() else ranking[0]
-    return [first, *(server for server in ranking if server != first)]
+    """The servers in order of preference for `key`. Group n prefers server n mod N."""
+    number = int(key) if key.isdecimal() else zlib.crc32(key.encode())
+    first = number % len(servers)
+    ranking = sorted(servers)
+    return ranking[first:] + ranking[:first]
 
 
 class Servers:

@@ -2,7 +2,7 @@
 
 `disk`: the trainer writes a Hugging Face folder and every server reads it. It needs a shared file
 system, and /dev/shm serves one machine at the speed of memory. `distributed`: trainer and servers
-join one NCCL or gloo group, and the trainer broadcasts its tensors.
+join one NCCL or gloo group, and the trainer broadcasts its tensors; SGLang can since 0.5.20.
 
     write_weights              mode disk: while the servers still generate
     pause                      the servers stop generating
@@ -18,7 +18,6 @@ and leaving block every rank until all do the same, so a thread makes the reques
 meanwhile.
 """
 
-import re
 import shutil
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -27,13 +26,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    import torch
+from typing import Any
 
 PostAll = Callable[..., list[dict[str, Any]]]  # Servers.post_all(path, body, timeout)
-Bucket = list[tuple[str, "torch.Tensor"]]  # tensors with their names in the checkpoint files
+Bucket = list[tuple[str, Any]]  # tensors with their names in the checkpoint files
 
 LOAD_TIMEOUT = 3600.0  # seconds for the slowest server to load a folder
 BUCKET_TIMEOUT = 600.0  # seconds to broadcast a bucket, or to wait for all ranks
@@ -62,9 +58,7 @@ class WeightUpdateMeta:
 # ---- the trainer's side: gather the weights of a sharded model, and write them
 
 
-def named_buckets(
-    model: Any, dtype: "torch.dtype", bucket_mb: float = BUCKET_MB
-) -> Iterator[Bucket]:
+def named_buckets(model: Any, dtype: Any, bucket_mb: float = BUCKET_MB) -> Iterator[Bucket]:
     """Yield all weights in buckets of at most `bucket_mb` MiB: no rank holds the whole model.
 
     All ranks ask for all buckets, because they gather each tensor together. A bucket is emptied
@@ -93,16 +87,13 @@ def named_buckets(
     bucket.clear()
 
 
-def write_checkpoint(
-    state: Mapping[str, "torch.Tensor"], source_dir: str | Path, target: str | Path
-) -> Path:
+def write_checkpoint(state: Mapping[str, Any], source_dir: str | Path, target: str | Path) -> Path:
     """Write a Hugging Face folder, with the files of `source_dir` that hold no weights."""
     from safetensors.torch import save_file
 
     target = Path(target).absolute()
-    for left in target.parent.glob("*.partial"):  # by a run that was killed
-        shutil.rmtree(left)
     partial = target.with_name(f"{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
     partial.mkdir(parents=True)
     for file in Path(source_dir).iterdir():
         if file.is_file() and not file.name.endswith(WEIGHT_FILES):
@@ -124,29 +115,22 @@ def send(
 
     Raises EngineError with the errors of all servers that failed.
     """
-    if meta.mode == "disk" and not meta.directory.is_dir():
-        raise FileNotFoundError(f"{meta.directory}: write_checkpoint comes before the update")
     label(post_all, f"{meta.version}-incomplete")
-    if meta.mode == "disk":
-        update_from_disk(meta, post_all)
-    else:
+    if meta.mode == "distributed":
         update_from_distributed(meta, post_all, buckets or ())
         label(post_all, str(meta.version))
+        return
+    body: dict[str, Any] = {"model_path": str(meta.directory), "flush_cache": meta.flush_cache}
+    body |= {"weight_version": str(meta.version), "abort_all_requests": False}
+    post_all("/update_weights_from_disk", body, timeout=LOAD_TIMEOUT)
+    for other in meta.directory.parent.glob("v*"):  # the versions before
+        if other != meta.directory and other.name[1:].isdecimal():
+            shutil.rmtree(other)
 
 
 def label(post_all: PostAll, version: str, abort: bool = False) -> None:
     """Set the version that the servers report from now on; `abort` ends what they generate."""
     post_all("/update_weight_version", {"new_version": version, "abort_all_requests": abort})
-
-
-def update_from_disk(meta: WeightUpdateMeta, post_all: PostAll) -> None:
-    """Let all servers load the folder, then delete the folders of other versions."""
-    body: dict[str, Any] = {"model_path": str(meta.directory), "flush_cache": meta.flush_cache}
-    body |= {"weight_version": str(meta.version), "abort_all_requests": False}
-    post_all("/update_weights_from_disk", body, timeout=LOAD_TIMEOUT)
-    for other in meta.directory.parent.glob("v*"):
-        if other != meta.directory and other.name[1:].isdecimal():
-            shutil.rmtree(other)
 
 
 def update_from_distributed(
@@ -168,17 +152,13 @@ def update_from_distributed(
     with meanwhile(post_all, "/init_weights_update_group", bodies):
         group = join_group(meta.address, port, 0, world, name, backend)
 
-    version = [int(number) for number in re.findall(r"\d+", infos[0]["version"])]
-    has_sessions = version >= [0, 5, 20]  # of SGLang
-    if has_sessions:
-        post_all("/begin_weight_update", {})
     body = {"group_name": name, "flush_cache": meta.flush_cache}
+    post_all("/begin_weight_update", {})
     try:
         for bucket in buckets:
             broadcast(group, [(n, tensor.to(device)) for n, tensor in bucket], body, post_all)
     finally:
-        if has_sessions:
-            post_all("/end_weight_update", {})
+        post_all("/end_weight_update", {})
     with meanwhile(post_all, "/destroy_weights_update_group", {"group_name": name}):
         group.shutdown()
 

@@ -329,7 +329,6 @@ NONSENSE = {
     "ids": generated([1, 2], output_token_logprobs=[[-1.0, 1, None], [-1.0, 3, None]]),
     "an id outside the vocabulary": generated([1, 100]),
     "a negative id": generated([1, -2]),
-    "a float id": generated([1, 2.0]),  # type: ignore[list-item]
     "a positive logprob": generated([1], output_token_logprobs=[[5.0, 1, None]]),
     "falling versions": generated([1, 2], spans=[(3, 1), (2, 1)]),
     "a gap between spans": generated([1, 2, 3], weight_versions=spans((0, 1), (2, 3))),

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 from conftest import server_process
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 from test_engine import generated
 
@@ -24,23 +24,9 @@ from inference.servers import Servers, rank_servers
 from inference.wire import Wire
 
 A, B = "http://a", "http://b"
-KEYS = st.text(min_size=1, max_size=8)
 
 
 # The ranking
-
-
-@given(KEYS, st.sets(KEYS, min_size=2, max_size=8), st.data())
-def test_a_missing_server_moves_only_its_own_conversations(
-    key: str, servers: set[str], data: st.DataObject
-):
-    """Without one server the ranking of the others stays, in whatever order they are listed."""
-    assume(not key.isdecimal())
-    order = rank_servers(sorted(servers), key)
-    lost = data.draw(st.sampled_from(order))
-    rest = [server for server in order if server != lost]
-    assert rank_servers(sorted(servers - {lost}), key) == rest
-    assert rank_servers(sorted(servers, reverse=True), key) == order
 
 
 @given(st.integers(0, 10**6), st.integers(1, 40), st.integers(1, 8))
@@ -51,15 +37,13 @@ def test_groups_are_spread_evenly(first: int, groups: int, count: int):
     counts = Counter(rank_servers(servers, key)[0] for key in keys)
     assert max(counts.values()) - min(counts[server] for server in servers) <= 1
     assert all(sorted(rank_servers(servers, key)) == servers for key in keys)
-    assert rank_servers(servers[::-1], keys[0]) == rank_servers(servers, keys[0])
 
 
-def test_groups_of_a_failed_server_are_spread():
-    """The groups of one of five servers go to the other four in about equal parts."""
-    servers = [f"http://s{k}" for k in range(5)]
-    moved = Counter(rank_servers(servers, str(n))[1] for n in range(2, 5000, 5))
-    assert {*servers} - {*moved} == {rank_servers(servers, "2")[0]}
-    assert 200 <= min(moved.values()) <= max(moved.values()) <= 300
+@given(st.text())
+def test_every_process_ranks_alike(key: str):
+    """The proxies and the trainer know the servers in any order."""
+    servers = [A, B, "http://c"]
+    assert rank_servers(servers, key) == rank_servers(servers[::-1], key)
 
 
 # What is believed
