@@ -1,12 +1,9 @@
-"""These tests run the examples in AReaL's documents (docs/companion.md) with as few changes as possible.
+"""The examples of AReaL's documents run here (docs/companion.md), with as few changes as possible.
 
-The environment variable AREAL_DOCS names a folder with the texts of the four documents. If AREAL_DOCS is not set, the
-tests that read a document are skipped.
-
-The function `block` cuts an example out of a document and makes three changes to the example. `block` replaces imports
-of AReaL by imports of this project. `block` replaces `{...}`, which stands for the reader's own arguments, by `{}`.
-`block` restores indentation that the text of the document has lost. A test executes an example, and supplies only those
-names that the example uses without defining them.
+The environment variable AREAL_DOCS names a folder with the four texts; without it, what reads them
+is skipped. `block` cuts an example out of a text. It renames the imports, writes `{}` for `{...}`,
+the reader's own arguments, and restores an indentation that the text has lost. A test executes the
+example, and brings only the names that the example uses without defining them.
 """
 
 import __future__
@@ -15,46 +12,48 @@ import ast
 import asyncio
 import inspect
 import json
-import multiprocessing
 import os
 import random
 import re
+import signal
+import sys
+import textwrap
 import threading
 import uuid
-from abc import ABC, abstractmethod
 from collections import deque
-from copy import deepcopy
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from operator import attrgetter
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from types import SimpleNamespace, UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 import httpx
 import pytest
 import torch
+import yaml
 from conftest import StartServer
-from openai import AsyncOpenAI
+from harness import ADMIN, HELLO, Harness, ScriptedEngine
 from openai.types.chat import ChatCompletion
 from scripted import loader
-from transformers import AutoTokenizer
 
-from cache import Interaction, InteractionWithTokenLogpReward
-from calls.client import ArealOpenAI, OpenAIProxyClient
+from cache import Interaction, InteractionCache, InteractionWithTokenLogpReward
+from calls.client import OpenAIProxyClient, ProxyAddress
+from calls.direct import ArealOpenAI
 from engine import RemoteInfEngine
 from inference.io_struct import GenerationHyperparameters, ModelRequest, ModelResponse
 from inference.weights import WeightUpdateMeta
-from ppo import describe_mode
-from rollout.executor import ProxyAddress, WorkflowExecutor
+from ppo import describe_mode, ppo_actor_loss_fn
+from rollout.dispatcher import DispatchState
+from rollout.executor import WorkflowExecutor
 from rollout.reward import AsyncRewardWrapper
-from rollout.runner import TaskQueueFullError
 from rollout.trajectory import check_trajectory_format, complete, concat_padded_tensors, dump_lines
-from run.keys import PPOActorConfig, RolloutConfig
-from run.load import load
-from run.recover import save_model
+from run.checkpoint import save_model
+from run.config import ALIASES, PPOActorConfig, RolloutConfig, flatten, load
+from run.evaluate import evaluate
+from run.inputs import Inputs
 from staleness import RolloutStat, StalenessManager
 from train import PPOTrainer
-from training.actor import FSDPPPOActor
+from training.actor import FSDPEngine, FSDPPPOActor
 from workflow import (
     GroupedRolloutWorkflow,
     OpenAIProxyWorkflow,
@@ -63,137 +62,67 @@ from workflow import (
     WorkflowContext,
     is_interactions,
     resolve_workflow,
+    to_row,
     to_tensors,
     workflow_context,
 )
 
 pytestmark = pytest.mark.anyio
 
-AGENT, ROLLOUT, OPENAI, WRITE_UP = (
-    "agent_workflow",
-    "rollout_workflow",
-    "openai_workflows",
-    "offpolicyness_and_partial_rollout",
-)
+AGENT, ROLLOUT, OPENAI = "agent_workflow", "rollout_workflow", "openai_workflows"
+WRITE_UP = "offpolicyness_and_partial_rollout"
 QUESTION = {"messages": [{"role": "user", "content": "2+2?"}], "answer": "4"}
 SHORT = GenerationHyperparameters(max_new_tokens=4)
+GREEDY = SHORT.new(greedy=True)
 
-
-class Block(NamedTuple):
-    """The place of an example: the document, the beginning of the example's first line, the example's last words, and
-    the indentation of the example's lines."""
-
-    document: str
-    first: str
-    last: str
-    indent: str = (
-        ""  # the indentation level of each line as a digit, if the text has lost its indentation
-    )
-
-
-# Every block of code of the documents, in the order of the documents.
-BLOCKS = {
-    "agent": Block(AGENT, "class MyAgent", 'return compute_reward(response, data["answer"])'),
-    "direct": Block(
-        AGENT,
-        "from areal.experimental.openai import ArealOpenAI",
-        'export_interactions(style="individual")',
-    ),
-    "inline": Block(AGENT, "rollout:", "mode: inline"),
-    "subproc": Block(AGENT, "rollout:", "subproc_max_workers: 4"),
-    "sync agent": Block(AGENT, "import os", 'return compute_reward(response, data["answer"])'),
-    "interaction": Block(AGENT, "@dataclass", "completion: ChatCompletion | None"),
-    "tensors": Block(
-        AGENT, '{\n    "input_ids": torch.tensor([...]', "[reward], dtype=torch.float32),\n}"
-    ),
-    "assignment": Block(
-        AGENT, "    client.set_last_reward(1.0)", "client.set_reward(completion_id, 0.5)"
-    ),
-    "backpropagation": Block(AGENT, "C.reward = 1.0", "A.reward = 0 + 0.9 × 0.9 = 0.81"),
-    "discount": Block(
-        AGENT, "client.apply_reward_discount", 'export_interactions(style="individual")'
-    ),
-    "resolution": Block(AGENT, "def _resolve_workflow", "return resolved"),
-    "proxy workflow": Block(
-        AGENT, "class OpenAIProxyWorkflow", "style=self.export_style,\n        )"
-    ),
-    "public": Block(AGENT, "from areal.experimental.openai import (", ")\n"),
-    "interface": Block(ROLLOUT, "from areal.api.workflow_api", 'the workflow."""\n...', "00111122"),
-    "example value": Block(ROLLOUT, "return {", "}"),
-    "context": Block(
-        ROLLOUT, "from areal.infra import", "workflow_context.stat_scope()", "001111221111"
-    ),
-    "dumps": Block(ROLLOUT, "rollout:", "# Required for text decoding", "0111"),
-    "dump line": Block(ROLLOUT, '{\n"task_id"', "\n}"),
-    "submit": Block(ROLLOUT, "engine.submit(", "\n)"),
-    "group size": Block(ROLLOUT, "rollout:", "group_size: 4", "01"),
-    "grouped": Block(
-        ROLLOUT,
-        "class GroupedRolloutWorkflow",
-        "return concat_padded_tensors(valid_results)",
-        "0122222222322323",
-    ),
-    "custom": Block(
-        ROLLOUT,
-        "from areal.api.workflow_api",
-        "return self.build_tensor_dict(resp, reward)",
-        "0012212222222222222232",
-    ),
-    "train": Block(ROLLOUT, "trainer.train(", "\n)"),
-    "client": Block(
-        OPENAI, "from areal.experimental.openai import ArealOpenAI", "max_completion_tokens=100\n)"
-    ),
-    "reward": Block(
-        OPENAI, "client.set_reward(completion.id", "export_completions(turn_discount=0.9)"
-    ),
-    "older workflow": Block(
-        OPENAI, "from areal.api.workflow_api", "return client.export_completions()"
-    ),
-    "multi turn": Block(
-        OPENAI, "async def _run_one_episode", "return client.export_completions(), comp_data"
-    ),
-    "tools": Block(OPENAI, "tools = [{", 'tool_choice="auto"  # or "none" to disable\n)'),
-    "export": Block(
-        OPENAI, "completions = client.export_completions", "# Convert to training format"
-    ),
-    "staleness": Block(WRITE_UP, "rollout:", "max_head_offpolicyness: 4"),
-    "capacity": Block(WRITE_UP, "def get_capacity", "return capacity"),
-    "life cycle": Block(WRITE_UP, "class StalenessManager", "self.rollout_stat.rejected += 1"),
-    "response": Block(WRITE_UP, "@dataclass", '= "stop"'),
-    "generation": Block(WRITE_UP, "async def agenerate", "stop_reason=stop_reason\n    )"),
-    "turns": Block(WRITE_UP, "class MultiTurnWorkflow", "unsqueeze(0),\n        }"),
-    "dispatcher": Block(
-        WRITE_UP, "class BatchTaskDispatcher", "threading.Condition(self._result_lock)"
-    ),
-    "producer": Block(WRITE_UP, "def _commit_loop", "self._input_cv.wait()\n    return None"),
-    "consumer": Block(
-        WRITE_UP, "def _fetch_loop", "self._set_thread_exception(e)\n            break"
-    ),
-    "objective": Block(WRITE_UP, "actor:", 'prox_logp_method: "recompute"'),
-    "mode": Block(WRITE_UP, "class PPOActor", 'FORWARD PASS (current policy)")'),
-    "loss": Block(WRITE_UP, "def ppo_actor_loss_fn", "policy_loss = -torch.min(surr1, surr2)\n```"),
-    "debugging": Block(WRITE_UP, "rollout:", "recompute_logprob: true"),
-    "throughput": Block(WRITE_UP, "rollout:", 'prox_logp_method: "loglinear"'),
-    "stability": Block(WRITE_UP, "rollout:", 'prox_logp_method: "recompute"'),
-    "initialisation": Block(
-        WRITE_UP, "rollout = RemoteSGLangEngine", "connect_engine(rollout, weight_update_meta)"
-    ),
-    "loop": Block(WRITE_UP, "for global_step", "saver.save(actor, global_step)"),
-    "one turn": Block(WRITE_UP, "class CustomWorkflow", "unsqueeze(0),\n        }"),
+# The code of the three pages, in their order: beginning of the first line, last words, and, where
+# the text has lost it, the level of each line as a digit. In the write-up, marks show its code.
+BLOCKS: dict[str, tuple[str, ...]] = {
+    "agent": (AGENT, "class MyAgent", 'return compute_reward(response, data["answer"])'),
+    "direct": (AGENT, "from areal.experimental", 'export_interactions(style="individual")'),
+    "inline": (AGENT, "rollout:", "mode: inline"),
+    "subproc": (AGENT, "rollout:", "subproc_max_workers: 4"),
+    "sync agent": (AGENT, "import os", 'return compute_reward(response, data["answer"])'),
+    "endpoints": (AGENT, "POST /grant_capacity", "/export_trajectories"),
+    "interaction": (AGENT, "@dataclass", "completion: ChatCompletion | None"),
+    "tensors": (AGENT, '{\n    "input_ids"', "[reward], dtype=torch.float32),\n}"),
+    "assignment": (AGENT, "    client.set_last", "client.set_reward(completion_id, 0.5)"),
+    "backpropagation": (AGENT, "C.reward = 1.0", "A.reward = 0 + 0.9 × 0.9 = 0.81"),
+    "discount": (AGENT, "client.apply_reward", 'export_interactions(style="individual")'),
+    "resolution": (AGENT, "def _resolve_workflow", "return resolved"),
+    "proxy workflow": (AGENT, "class OpenAIProxy", "style=self.export_style,\n        )"),
+    "public": (AGENT, "from areal.experimental.openai import (", ")\n"),
+    "interface": (ROLLOUT, "from areal.api", 'the workflow."""\n...', "00111122"),
+    "example value": (ROLLOUT, "return {", "}"),
+    "context": (ROLLOUT, "from areal.infra", "workflow_context.stat_scope()", "001111221111"),
+    "dumps": (ROLLOUT, "rollout:", "# Required for text decoding", "0111"),
+    "dump line": (ROLLOUT, '{\n"task_id"', "\n}"),
+    "submit": (ROLLOUT, "engine.submit(", "\n)"),
+    "group size": (ROLLOUT, "rollout:", "group_size: 4", "01"),
+    "grouped": (ROLLOUT, "class Grouped", "tensors(valid_results)", "0122222222322323"),
+    "custom": (ROLLOUT, "from areal", "tensor_dict(resp, reward)", "0012212222222222222232"),
+    "train": (ROLLOUT, "trainer.train(", "\n)"),
+    "client": (OPENAI, "from areal.experimental.openai", "max_completion_tokens=100\n)"),
+    "reward": (OPENAI, "client.set_reward(", "export_completions(turn_discount=0.9)"),
+    "older workflow": (OPENAI, "from areal.api", "return client.export_completions()"),
+    "multi turn": (OPENAI, "async def _run_one", "export_completions(), comp_data"),
+    "tools": (OPENAI, "tools = [{", 'tool_choice="auto"  # or "none" to disable\n)'),
+    "trees": (OPENAI, "# Example 1", "part of the role sequence)"),
+    "export": (OPENAI, "completions = client.export", "# Convert to training format"),
 }
-
-# Each entry names a code block that no test can run, and says why no test can run the block.
-EXCEPTIONS = {
+WRITE_UP_BLOCKS = (
+    *("staleness", "capacity", "life cycle", "response", "generation", "turns", "dispatcher"),
+    *("producer", "consumer", "objective", "mode", "loss", "debugging", "throughput", "stability"),
+    *("initialisation", "loop", "one turn"),
+)
+EXCEPTIONS = {  # blocks that no test can run, and why
     "resolution": "not Python: an argument `...` follows keyword arguments",
-    "dispatcher": "AReaL's threads and locks; this project decides without threads (rollout/dispatcher.py)",
-    "consumer": "AReaL's thread that polls; here a method runs when a task ends (rollout/dispatcher.py)",
-    "loss": "not Python: the list of parameters is `...`",
-    "initialisation": "the arguments are of AReaL's classes; docs/differences.md goes through the lines",
+    "dispatcher": "locks and queues of threads, which rollout/dispatcher.py does not have",
+    "initialisation": "AReaL's configuration objects; docs/differences.md replaces its lines",
 }
 
 
 def read(document: str) -> str:
-    """Return the text of a document, or skip the test if AREAL_DOCS is not set."""
     folder = os.environ.get("AREAL_DOCS")
     if not folder:
         pytest.skip("AREAL_DOCS does not name a folder with AReaL's documents")
@@ -202,151 +131,143 @@ def read(document: str) -> str:
 
 
 def spans(document: str) -> dict[str, tuple[int, int]]:
-    """Return where each block of a document begins and ends. A block begins after the end of the previous block."""
+    """Where the blocks of a document begin and end, each after the end of the one before."""
     text, end, found = read(document), 0, {}
-    for name, block in BLOCKS.items():
-        if block.document == document:
-            start = text.index("\n" + block.first, end) + 1
-            end = text.index(block.last, start) + len(block.last)
+    if document == WRITE_UP:  # A.1 is one piece of code, and its loop begins with a comment
+        marks = r"(?:```(?:python|yaml)|# 训练循环)\n(.*?)(?=```|# 训练循环)"
+        code = re.finditer(marks, text, re.DOTALL)
+        return dict(zip(WRITE_UP_BLOCKS, [match.span(1) for match in code], strict=True))
+    for name, (where, first, last, *_) in BLOCKS.items():
+        if where == document:
+            start = text.index("\n" + first, end) + 1
+            end = text.index(last, start) + len(last)
             found[name] = start, end
     return found
 
 
-# These flags of `compile` allow `await` outside of a function, and leave annotations unevaluated.
+# What the documents import.
+THINGS: tuple[Any, ...] = (ArealOpenAI, OpenAIProxyClient, InteractionWithTokenLogpReward)
+THINGS += (ModelRequest, ModelResponse, AsyncRewardWrapper, OpenAIProxyWorkflow, RolloutWorkflow)
+NAMES = {thing.__name__: thing for thing in (*THINGS, workflow_context)}
+LIBRARIES = """import asyncio, torch, uuid
+from abc import ABC, abstractmethod
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any, Literal
+from openai import AsyncOpenAI
+"""
+# Allow `await` outside of a function, and leave annotations unevaluated.
 FLAGS = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT | __future__.annotations.compiler_flag
-
-# The names that the documents import, and the modules of this project that define these names.
-PLACES: dict[str, Any] = {
-    "calls.client": (ArealOpenAI, OpenAIProxyClient),
-    "cache": (InteractionWithTokenLogpReward,),
-    "inference.io_struct": (ModelRequest, ModelResponse),
-    "rollout.reward": (AsyncRewardWrapper,),
-    "workflow": (OpenAIProxyWorkflow, RolloutWorkflow, workflow_context),
-}
-NAMES = {thing.__name__: thing for things in PLACES.values() for thing in things}
 
 
 def rename_imports(text: str) -> str:
-    """Replace each import of AReaL by imports of the same names from this project's modules."""
-
     def rename(match: re.Match) -> str:
         names = re.findall(r"^\s*(\w+)", re.sub(r"#.*|[(),]", "\n", match[1]), re.MULTILINE)
-        where = {thing.__name__: module for module, things in PLACES.items() for thing in things}
-        return "\n".join(f"from {where[name]} import {name}" for name in names)
+        return "\n".join(f"from {NAMES[name].__module__} import {name}" for name in names)
 
     return re.sub(r"^from areal[\w.]* import (\([^)]*\)|.*)", rename, text, flags=re.MULTILINE)
 
 
 def block(name: str) -> str:
-    """Return the text of an example after the three changes that make the example executable."""
-    start, end = spans(BLOCKS[name].document)[name]
-    lines = read(BLOCKS[name].document)[start:end].splitlines()
-    if indent := BLOCKS[name].indent:
-        assert len(indent) == len(lines), (name, len(lines))
-        lines = [" " * 4 * int(digit) + line for digit, line in zip(indent, lines)]
+    """The text of an example, ready to be executed."""
+    document, _, _, *indent = BLOCKS.get(name, (WRITE_UP, "", ""))
+    start, end = spans(document)[name]
+    lines = read(document)[start:end].splitlines()
+    for levels in indent:
+        lines = [" " * 4 * int(n) + line for n, line in zip(levels, lines, strict=True)]
     return rename_imports(inspect.cleandoc("\n" + "\n".join(lines))).replace("{...}", "{}")
 
 
-async def execute(name: str, **names: Any) -> dict[str, Any]:
-    """Execute an example, and return the names that the example has defined. The example may contain `await`."""
-    libraries: dict[str, Any] = {
-        "asyncio": asyncio,
-        "torch": torch,
-        "uuid": uuid,
-        "deepcopy": deepcopy,
-    }
-    libraries |= {
-        "dataclass": dataclass,
-        "field": field,
-        "Literal": Literal,
-        "AsyncOpenAI": AsyncOpenAI,
-        "Any": Any,
-    }
-    namespace = {"__name__": __name__, **libraries, **NAMES, **names}
-    code = compile(block(name), f"<{name}>", "exec", flags=FLAGS)
-    result = eval(code, namespace)
-    if inspect.iscoroutine(result):
-        await result
+def execute(name: str, code: Any = None, **names: Any) -> dict[str, Any]:
+    """Execute an example, and return the names that it has defined. "running" is a coroutine if the
+    example contains `await`: it runs when this is awaited."""
+    namespace: dict[str, Any] = {"__name__": __name__, **NAMES}
+    exec(LIBRARIES, namespace)
+    namespace |= names
+    compiled = compile(code or block(name), f"<{name}>", "exec", flags=FLAGS, dont_inherit=True)
+    namespace["running"] = eval(compiled, namespace)
     return namespace
 
 
-# This pattern finds lines of code in a document that does not mark its code.
+def locals_of(function: Callable, *args: Any) -> dict[str, Any]:
+    """Call a function, or a coroutine function that never waits, and return its variables."""
+    found: dict[str, Any] = {}
+
+    def watch(frame: Any, event: str, _: Any) -> None:
+        if event == "return" and frame.f_code is function.__code__:
+            found.update(frame.f_locals)
+
+    sys.setprofile(watch)
+    try:
+        result = function(*args)
+        if inspect.iscoroutine(result):
+            with pytest.raises(StopIteration):
+                result.send(None)
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+def stands_for(listing: type, **attributes: Any) -> Any:
+    """An object of a listing's class, with attributes that the listing leaves out."""
+    made = listing()
+    vars(made).update(attributes)
+    return made
+
+
+# Lines of code, in a text that does not mark its code.
 CODE = re.compile(
-    r"\s*(@\w+$|(async )?def \w|class \w+[:(]|from [\w.]+ import|import \w+$|return .*[\])]|await |[\w.]+ = )"
+    r"\s*(@\w+$|(async )?def \w|class \w+[:(]|from [\w.]+ import|import \w+$|return .*[\])]|await |"
+    r"[\w.]+ = )"
 )
 
 
 @pytest.mark.parametrize("document", [AGENT, ROLLOUT, OPENAI, WRITE_UP])
-def test_every_block_is_listed(document: str) -> None:
-    """Every line of code of a document belongs to a block of BLOCKS. EXCEPTIONS contains at most five blocks."""
+def test_every_block_is_listed(document: str):
+    """Every line of code of a document belongs to a block."""
     text = read(document)
     for start, end in reversed(spans(document).values()):
         text = text[:start] + text[end:]
     assert [line for line in text.splitlines() if CODE.match(line)] == []
-    assert EXCEPTIONS.keys() <= BLOCKS.keys()
-    assert len(EXCEPTIONS) <= 5
 
 
-def test_every_block_runs_somewhere() -> None:
-    """Every block is executed or read by a test of this file, unless EXCEPTIONS contains the block."""
-    calls = [
-        node
-        for node in ast.walk(ast.parse(Path(__file__).read_text()))
-        if isinstance(node, ast.Call)
-    ]
-    used = {
-        ast.literal_eval(call.args[0])
-        for call in calls
-        if ast.unparse(call.func) in ("block", "execute")
-        if isinstance(call.args[0], ast.Constant)
-    }
-    used |= set(CONFIGURATIONS)
-    assert used == BLOCKS.keys() - EXCEPTIONS.keys()
+def test_every_block_runs_somewhere():
+    """Some test of this file executes or reads each block, with three exceptions."""
+    nodes = ast.walk(ast.parse(Path(__file__).read_text()))
+    calls = [node for node in nodes if isinstance(node, ast.Call) and node.args]
+    names = [call.args[0] for call in calls if ast.unparse(call.func) in ("block", "execute")]
+    used = {name.value for name in names if isinstance(name, ast.Constant)} | {*CONFIGURATIONS}
+    assert used == {*BLOCKS, *WRITE_UP_BLOCKS} - EXCEPTIONS.keys()
+    assert len(EXCEPTIONS) == 3
 
 
-# ---------------------------------------------------------------- configurations
+# ---- configurations
 
-CONFIGURATIONS: dict[str, dict[str, Any]] = {
-    "inline": {"rollout.openai.mode": "inline"},
-    "subproc": {"rollout.openai.mode": "subproc", "rollout.openai.subproc_max_workers": 4},
-    "dumps": {
-        "rollout.dump_to_file": True,
-        "fileroot": "/path/to/logs",
-        "tokenizer_path": "model/tokenizer",
-    },
-    "group size": {"rollout.group_size": 4, "gconfig.n_samples": 4},
-    "staleness": {"rollout.max_head_offpolicyness": 4},
-    "objective": {"actor.use_decoupled_loss": True, "actor.recompute_logprob": True},
-    "debugging": {"rollout.max_concurrent_rollouts": 1, "actor.use_decoupled_loss": False},
-    "throughput": {"rollout.max_head_offpolicyness": 6, "actor.prox_logp_method": "loglinear"},
-    "stability": {"rollout.max_concurrent_rollouts": 32, "actor.prox_logp_method": "recompute"},
-}
+CONFIGURATIONS = (
+    *("inline", "subproc", "dumps", "group size", "staleness", "objective", "debugging"),
+    *("throughput", "stability"),
+)
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_a_configuration_is_a_recipe(name: str, tmp_path: Path) -> None:
-    """Each YAML example can be loaded as a preset after the demo's recipe, and sets the expected values."""
-    recipe = tmp_path / "documents.yaml"
-    recipe.write_text(block(name))
-    words = {
-        "throughput": ["train_dataset.batch_size=32"],
-        "group size": ["gconfig.n_samples=1"],
-    }.get(name, [])
-    config = load(["--config", "configs/demo.yaml", "--config", str(recipe), *words])
-    for key, value in CONFIGURATIONS[name].items():
-        assert attrgetter(key)(config) == value
+def test_a_configuration_is_a_recipe(name: str, tmp_path: Path):
+    """A YAML example is a preset that lies over a recipe."""
+    preset = tmp_path / "preset.yaml"
+    preset.write_text(block(name))
+    config, _ = load(["--config", "demo", "--config", str(preset)])
+    for key, value in flatten(yaml.safe_load(preset.read_text())).items():
+        assert attrgetter(ALIASES.get(key, key))(config) == value
 
 
-# ---------------------------------------------------------------- agents
+# ---- agents
 
 
 @pytest.fixture
 def agents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Return the name of a module with the two agents from AReaL's page Agent Workflow. The environment has no vendor's
-    API key."""
-    head = "from openai import AsyncOpenAI\n\n\ndef compute_reward(response, answer):\n    return 0.5\n\n\n"
+    """The name of a module with both agents of the page; no vendor's API key is set."""
+    head = "from openai import AsyncOpenAI\ndef compute_reward(response, answer): return 0.5\n"
     name = f"agents_{uuid.uuid4().hex}"
-    (tmp_path / f"{name}.py").write_text(head + block("agent") + "\n\n\n" + block("sync agent"))
+    (tmp_path / f"{name}.py").write_text(f"{head}{block('agent')}\n{block('sync agent')}\n")
     monkeypatch.syspath_prepend(tmp_path)
     for variable in ("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "OPENAI_BASE_URL"):
         monkeypatch.setenv(variable, "")
@@ -355,344 +276,301 @@ def agents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.parametrize(("agent", "mode"), [("MyAgent", "inline"), ("MySyncAgent", "subproc")])
-async def test_the_agents_run(agents: str, proxy: ProxyAddress, agent: str, mode: str) -> None:
-    """Both agents from AReaL's page Agent Workflow make their clients as the page shows, and each gets an answer. In
-    mode `inline` the environment variable OPENAI_API_KEY is DUMMY, and OPENAI_BASE_URL is not set."""
-    workflow: Any = resolve_workflow(f"{agents}.{agent}", proxy=vars(proxy) | {"mode": mode})
+async def test_the_agents_run(agents: str, proxy: ProxyAddress, agent: str, mode: str):
+    """Both agents make their clients as the page shows. The interaction that comes of it has each
+    field and each tensor of the page, in its type."""
+    workflow: Any = resolve_workflow(f"{agents}.{agent}", proxy=proxy._asdict() | {"mode": mode})
     (turn,) = (await workflow.arun_episode(None, QUESTION)).values()
+    response, row = turn.model_response, turn.to_tensor_dict()
     assert turn.reward == 0.5
-    assert turn.to_tensor_dict()["loss_mask"].sum() == turn.model_response.output_len > 0
+    assert row["loss_mask"].sum() == response.output_len > 0
+    assert row["input_ids"][0].tolist() == response.input_tokens + response.output_tokens
+    assert turn.completion.id == turn.interaction_id
     if mode == "inline":
         assert os.environ["OPENAI_API_KEY"] == "DUMMY"
         assert "OPENAI_BASE_URL" not in os.environ
 
-
-async def test_an_interaction_of_the_proxy_has_the_documents_fields(
-    agents: str, proxy: ProxyAddress
-) -> None:
-    """An exported interaction has each field of the dataclass on AReaL's page Agent Workflow, and each value has the
-    type that the page gives."""
-    workflow: Any = resolve_workflow(f"{agents}.MyAgent", proxy=vars(proxy))
-    (turn,) = (await workflow.arun_episode(None, QUESTION)).values()
-    named = (await execute("interaction"))["InteractionWithTokenLogpReward"]
-    hints = get_type_hints(named, {**NAMES, "ChatCompletion": ChatCompletion})
-    for name, kind in hints.items():
-        options = (
-            [kind] if get_origin(kind) is list else get_args(kind) or [kind]
-        )  # X and None for the type `X | None`
-        assert isinstance(
-            getattr(turn, name), tuple(get_origin(option) or option for option in options)
-        ), name
-    assert turn.completion.id == turn.interaction_id
-    assert (
-        turn.model_response.output_tokens
-        == turn.to_lists()["input_ids"][turn.model_response.input_len :]
-    )
-    spec = SimpleNamespace(
-        **vars(torch) | {name: lambda *_, dtype: dtype for name in ("tensor", "ones")}
-    )
-    given = {
-        "torch": spec,
-        "input_len": 1,
-        "output_len": 1,
-        "output_logprobs": [0.0],
-        "reward": 1.0,
-    }
-    tensors = eval(block("tensors"), given)
-    assert {key: turn.to_tensor_dict()[key].dtype for key in tensors} == tensors
+    named = execute("interaction")["InteractionWithTokenLogpReward"]
+    for name, kind in get_type_hints(named, {**NAMES, "ChatCompletion": ChatCompletion}).items():
+        options = get_args(kind) if isinstance(kind, UnionType) else [kind]
+        plain = tuple(get_origin(option) or option for option in options)
+        assert isinstance(getattr(turn, name), plain), name
+    dtypes = {name: lambda *_, dtype: dtype for name in ("tensor", "ones")}
+    names = {"torch": SimpleNamespace(**vars(torch) | dtypes), "input_len": 1, "output_len": 1}
+    tensors = eval(block("tensors"), names | {"output_logprobs": [0.0], "reward": 1.0})
+    assert {key: row[key].dtype for key in tensors} == tensors
 
 
-async def test_the_listing_of_the_proxy_workflow_runs(proxy: ProxyAddress) -> None:
-    """AReaL's listing of OpenAIProxyWorkflow runs with this project's OpenAIProxyClient."""
+async def test_the_listing_of_the_proxy_workflow(proxy: ProxyAddress):
+    """AReaL's OpenAIProxyWorkflow runs with this project's OpenAIProxyClient."""
     async with httpx.AsyncClient(trust_env=False) as http:
-        client = OpenAIProxyClient(http._transport, proxy.proxy_addr, proxy.admin_key, "task")  # type: ignore[arg-type]
+        client = OpenAIProxyClient(http._transport, *proxy, "task")  # type: ignore[arg-type]
         names = {"OpenAIProxyClient": lambda _: client, "http_session": http}
-        listing: Any = (await execute("proxy workflow", **names))["OpenAIProxyWorkflow"]
+        listing: Any = execute("proxy workflow", **names)["OpenAIProxyWorkflow"]
 
-        class Workflow(listing):
-            discount, export_style = 0.9, "individual"
+        async def run_agent(url: str, data: dict) -> float:
+            body = {"messages": data["messages"], "max_completion_tokens": 4}
+            assert (await http.post(f"{url}/chat/completions", json=body)).status_code == 200
+            return 0.5
 
-            async def _grant_capacity(self, session: Any) -> None:
-                await client.grant_capacity()
-
-            async def _run_agent(self, url: str, data: dict) -> float:
-                body = {"messages": data["messages"], "max_completion_tokens": 4}
-                assert (await http.post(f"{url}/chat/completions", json=body)).status_code == 200
-                return 0.5
-
-        (turn,) = (await Workflow().arun_episode(None, QUESTION)).values()
+        made = {"discount": 0.9, "export_style": "individual", "_run_agent": run_agent}
+        made["_grant_capacity"] = lambda session: client.grant_capacity()
+        (turn,) = (await stands_for(listing, **made).arun_episode(None, QUESTION)).values()
     assert turn.reward == 0.5
 
 
-def test_the_page_names_the_routes_and_the_body_of_an_export() -> None:
-    """On AReaL's page Agent Workflow, the fields in the body of an export request are the arguments of
-    OpenAIProxyClient.export_interactions."""
-    body = re.search(r'Body: (\{"session_id".*\})', read(AGENT))
-    assert body is not None
-    fields = ast.literal_eval(body[1]).keys() - {"session_id"}
-    assert fields == inspect.signature(OpenAIProxyClient.export_interactions).parameters.keys() - {
-        "self"
+async def test_the_table_of_endpoints(start: Callable[..., Harness]):
+    """The rows of the page's table are, in its order, the life of a session, and each works."""
+    found = re.findall(r"Body: (\{.*\})", read(AGENT))
+    last, one, export = map(ast.literal_eval, found)
+    bodies: dict[str, list[dict[str, Any]]] = {
+        "/grant_capacity": [{}],
+        "/rl/start_session": [{"task_id": "task"}],
+        "/{session_id}/v1/chat/completions": [{"messages": HELLO}],
+        "/{session_id}/v1/responses": [{"input": "hello"}],
+        "/{session_id}/v1/messages": [{"messages": HELLO, "max_tokens": 9}],
+        "/{session_id}/rl/set_reward": [last, one],
+        "/{session_id}/rl/end_session": [{}],
+        "/export_trajectories": [export],
     }
+    rows = re.findall(r"^(\w+) (/\S+)$", block("endpoints"), re.MULTILINE)
+    assert rows == [("POST", path) for path in bodies]
+    harness, known, answer = start(), {"session_id": ""}, {}
+    for method, path in rows:
+        for body in bodies[path]:
+            known["interaction_id"] = known.get("id", "")
+            body |= {key: known[key] for key in ("session_id", "interaction_id") if key in body}
+            url = path.format(**known)
+            sent = await harness.http.request(method, url, json=body, headers=ADMIN)
+            assert sent.status_code == 200, (path, sent.text)
+            answer = sent.json()
+            known |= {key: answer[key] for key in ("session_id", "id") if key in answer}
+    assert [turn["reward"] for turn in answer["interactions"].values()] == [0.0, 0.0, 0.5]
 
 
-# ---------------------------------------------------------------- AReaL's examples of the direct approach
+# ---- the direct approach
 
 
-async def test_the_public_names(tiny_tokenizer: Any) -> None:
-    """The four public names on AReaL's page Agent Workflow can be imported from this project."""
-    names = await execute("public")
-    assert names["ArealOpenAI"] is ArealOpenAI
-    assert names["OpenAIProxyWorkflow"] is OpenAIProxyWorkflow
-
-
-async def test_the_direct_approach(real_engine: RemoteInfEngine, tiny_tokenizer: Any) -> None:
-    """The workflow MyWorkflow from AReaL's page Agent Workflow returns one interaction with its reward."""
-    names = await execute(
-        "direct", compute_reward=lambda response, answer: len(response.choices) / 2
-    )
-    workflow = names["MyWorkflow"]()
-    workflow.tokenizer = tiny_tokenizer
+async def test_the_direct_approach(real_engine: RemoteInfEngine, tiny_tokenizer: Any):
+    """The page's workflow with an ArealOpenAI, a public name, returns a turn with its reward."""
+    assert execute("public")["ArealOpenAI"] is ArealOpenAI
+    names = execute("direct", compute_reward=lambda response, answer: len(response.choices) / 2)
+    workflow = stands_for(names["MyWorkflow"], tokenizer=tiny_tokenizer)
     rows = await workflow.arun_episode(real_engine, QUESTION)
     assert [row.reward for row in rows.values()] == [0.5]
     check_trajectory_format(to_tensors(rows))
 
 
-async def test_the_client_and_its_rewards(
-    real_engine: RemoteInfEngine, tiny_tokenizer: Any
-) -> None:
-    """ArealOpenAI answers a call that names no model, accepts rewards, and exports tensors. The answer has the SDK's
-    type ChatCompletion."""
-    names = await execute("client", engine=real_engine, tokenizer=tiny_tokenizer)
-    client, completion = names["client"], names["completion"]
+async def test_the_client_and_its_rewards(real_engine: RemoteInfEngine, tiny_tokenizer: Any):
+    """ArealOpenAI answers as the SDK does, takes rewards and tools, and exports in three ways."""
+
+    async def answered() -> tuple[ArealOpenAI, ChatCompletion]:
+        names = execute("client", engine=real_engine, tokenizer=tiny_tokenizer)
+        await names["running"]
+        return names["client"], names["completion"]
+
+    client, completion = await answered()
     assert isinstance(completion, ChatCompletion)
     turn = client.get_completions(completion.id)
     assert turn.completion == completion
-    await execute("assignment", client=client, completion_id=completion.id)
+    execute("assignment", client=client, completion_id=completion.id)
     assert turn.reward == 0.5
-    names = await execute("reward", client=client, completion=completion, reward_value=2.0)
+    assert [*execute("discount", client=client)["interactions"]] == [completion.id]
+
+    client, completion = await answered()
+    names = execute("reward", client=client, completion=completion, reward_value=2.0)
     assert names["completions_with_rewards"][completion.id].reward == 2.0
-    client.cache._discounted = (
-        False  # the cache discounts the rewards only if `_discounted` is False
-    )
-    names = await execute("export", client=client)
-    assert names["reward"] == 2.0
+
+    client, _ = await answered()
+    client.set_last_reward(3.0)
+    names = execute("export", client=client)
+    assert names["reward"] == 3.0
     check_trajectory_format(names["tensor_dict"])
-    client.cache._discounted = False
-    names = await execute("discount", client=client)
-    assert list(names["interactions"]) == [completion.id]
 
-
-async def test_tools(real_engine: RemoteInfEngine, tiny_tokenizer: Any) -> None:
-    """In AReaL's example of a call with a tool, the client gets an answer from the model."""
     client = ArealOpenAI(real_engine, tiny_tokenizer, sampling={"max_new_tokens": 4})
-    names = await execute("tools", client=client, messages=QUESTION["messages"])
+    names = execute("tools", client=client, messages=HELLO)
+    await names["running"]
     assert names["completion"].choices
 
 
-@pytest.mark.parametrize("name", ["older workflow", "multi turn"])
-async def test_a_workflow_with_the_older_method(
-    name: str, real_engine: RemoteInfEngine, tiny_tokenizer: Any
-) -> None:
-    """A class that has only the method `_run_one_episode` is accepted as a workflow. AReaL's multi-turn example asks
-    the model again until the reward is 1."""
+async def test_the_older_method(real_engine: RemoteInfEngine, tiny_tokenizer: Any):
+    """A class that has only `_run_one_episode` is a workflow. AReaL's multi-turn example asks the
+    model again until the reward is 1."""
+    listing = execute("older workflow")["MyOpenAIWorkflow"]
+    kwargs = {"reward_fn": print, "gconfig": SHORT, "tokenizer": tiny_tokenizer}
+    assert await resolve_workflow(listing, kwargs).arun_episode(real_engine, QUESTION) == {}
+
     stub = {"prompt": "", "response": "", "input_tokens": [], "output_tokens": []}
-    names = await (
-        execute("older workflow") if name == "older workflow" else execute("multi turn", **stub)
-    )
-    namespace = {"_run_one_episode": names["_run_one_episode"]} if name == "multi turn" else {}
-    cls = type("Workflow", (names.get("MyOpenAIWorkflow", RolloutWorkflow),), namespace)
-    if name == "older workflow":
-        workflow: Any = resolve_workflow(
-            cls, {"reward_fn": print, "gconfig": SHORT, "tokenizer": tiny_tokenizer}
-        )
-        assert await workflow.arun_episode(real_engine, QUESTION) == {}
-        return
-    workflow, rewards = cls(), iter([0.0, 0.0, 1.0])
+    method = execute("multi turn", **stub)["_run_one_episode"]
+    rewards = iter([0.0, 0.0, 1.0])
 
     async def reward_fn(*texts: Any, **data: Any) -> float:
         return next(rewards)
 
-    vars(workflow).update(tokenizer=tiny_tokenizer, gconfig=SHORT, max_turns=5, turn_discount=0.5)
-    workflow.async_reward_fn, workflow.reflection_msg = (
-        reward_fn,
-        {"role": "user", "content": "Try again."},
-    )
-    rows = await workflow.arun_episode(real_engine, QUESTION)
-    assert [row.reward for row in rows.values()] == [0.25] * 3
-    assert [row.turn for row in rows.values()] == [0, 1, 2]
+    again = {"role": "user", "content": "Try again."}
+    inside = {"max_turns": 5, "turn_discount": 0.5, "reflection_msg": again}
+    inside |= {"tokenizer": tiny_tokenizer, "gconfig": SHORT, "async_reward_fn": reward_fn}
+    listing = type("Workflow", (RolloutWorkflow,), {"_run_one_episode": method})
+    workflow = stands_for(listing, **inside)
+    rows = (await workflow.arun_episode(real_engine, QUESTION)).values()
+    assert [(row.turn, row.reward) for row in rows] == [(0, 0.25), (1, 0.25), (2, 0.25)]
 
 
-async def test_backpropagation(tiny_tokenizer: Any) -> None:
-    """In a chain of three turns, this project computes the same discounted rewards as AReaL's page Agent Workflow."""
-    from harness import ScriptedEngine
-
+async def test_backpropagation(tiny_tokenizer: Any):
+    """A chain of three turns gets the discounted rewards of the page."""
     client = ArealOpenAI(ScriptedEngine(tiny_tokenizer, "a", "b", "c"), tiny_tokenizer)
     messages: list = list(QUESTION["messages"])
     for _ in range(3):
         reply = await client.chat.completions.create(messages=messages)  # type: ignore[call-overload]
-        messages += [
-            reply.choices[0].message.model_dump(exclude_none=True),
-            {"role": "user", "content": "more"},
-        ]
+        messages.append(reply.choices[0].message.model_dump(exclude_none=True))
+        messages.append({"role": "user", "content": "more"})
     client.set_last_reward(1.0)
     rewards = [row.reward for row in client.export_completions(turn_discount=0.9).values()]
-    computed = re.findall(r"^(\w)\.reward = .*?([\d.]+)$", block("backpropagation"), re.MULTILINE)
-    assert dict(zip("ABC", map(pytest.approx, rewards))) == {
-        name: float(value) for name, value in computed
-    }
+    page = re.findall(r"^(\w)\.reward = .*?([\d.]+)$", block("backpropagation"), re.MULTILINE)
+    assert {name: float(x) for name, x in page} == dict(zip("ABC", map(pytest.approx, rewards)))
 
 
-# ---------------------------------------------------------------- workflows
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_the_examples_of_trees(number: int):
+    """The trees of the page arise, if each completion continues the conversation of its parent.
+    Equal roles alone make no parent."""
+    example = re.split(r"# Example \d", block("trees"))[number]
+    completions = re.findall(r"# Completion (\w): \[(.*?)\]", example)
+    tree = re.search(r"# Tree: ([^(\n]*)", example)
+    assert tree is not None
+    chain = re.findall(r"\w(?!\w)", tree[1])
+    parents = dict(zip(chain, [None, *chain])) | {"C": "A"}  # C hangs on a line of its own
+    cache = InteractionCache()
+    for name, listed in completions:
+        parent, roles = cache.get(parents[name] or ""), listed.split(", ")
+        messages = list(parent.conversation) if parent else []
+        for role in roles[len(messages) :]:
+            messages.append({"role": role, "content": f"{role} of {name}"})
+        assert [message["role"] for message in messages] == roles
+        others = [message | {"content": "another text"} for message in messages]
+        assert cache.find_parent(messages) is parent, name
+        assert cache.find_parent(others) is None
+        output = [{"role": "assistant", "content": f"the answer to {name}"}]
+        answer = ModelResponse([1], [2], [-0.5], [0])
+        call = Interaction(messages, model_response=answer, output_message_list=output)
+        assert cache.enter(name, call).parent is parent
 
 
-async def test_the_interface(tiny_tokenizer: Any) -> None:
-    """RolloutWorkflow.arun_episode has the same parameters as on AReaL's page Rollout Workflow."""
-    names = {"ABC": ABC, "abstractmethod": abstractmethod}
-    theirs = (await execute("interface", **names))["RolloutWorkflow"].arun_episode
-    assert list(inspect.signature(theirs).parameters) == ["self", "engine", "data"]
-    assert (
-        inspect.signature(theirs).parameters.keys()
-        == inspect.signature(RolloutWorkflow.arun_episode).parameters.keys()
-    )
+# ---- workflows
 
 
-def test_the_example_value() -> None:
-    """The trajectory on AReaL's page Rollout Workflow passes check_trajectory_format, and `complete` adds its missing
-    tensors."""
-    namespace: dict[str, Any] = {"torch": torch}
-    exec(
-        "def example():\n"
-        + "\n".join("    " + line for line in block("example value").splitlines()),
-        namespace,
-    )
-    trajectory = namespace["example"]()
+def test_names_and_defaults():
+    """`arun_episode` has the parameters of the page, and ModelResponse the write-up's defaults."""
+    theirs = execute("interface")["RolloutWorkflow"].arun_episode
+    for method in (theirs, RolloutWorkflow.arun_episode):
+        assert [*inspect.signature(method).parameters] == ["self", "engine", "data"]
+    defaults = vars(execute("response")["ModelResponse"]())
+    assert {name: getattr(ModelResponse(), name) for name in defaults} == defaults
+
+
+def test_the_example_value():
+    """The page's trajectory has the right format, and `complete` adds what it lacks."""
+    code = "def example():\n" + textwrap.indent(block("example value"), "    ")
+    trajectory = execute("example value", code)["example"]()
     check_trajectory_format(trajectory)
     assert complete(trajectory, task_id=0)["turn_ids"].tolist() == [[-1, -1, 0, 0, 0]]
 
 
-async def test_the_context(tiny_tokenizer: Any) -> None:
-    """The episode on AReaL's page Rollout Workflow reads the workflow context, both in training and in an
-    evaluation."""
-    episode = (await execute("context"))["arun_episode"]
-    for is_eval in (False, True):
-        workflow_context.set(WorkflowContext(is_eval=is_eval, task_id=3))
-        assert await episode(None, None, {}) is None
+@pytest.mark.parametrize(("is_eval", "scope"), [(False, "rollout"), (True, "eval-rollout")])
+async def test_the_context(is_eval: bool, scope: str):
+    """The page's episode reads where it belongs."""
+    workflow_context.set(WorkflowContext(is_eval=is_eval, task_id=3))
+    found = locals_of(execute("context")["arun_episode"], None, None, {})
+    assert (found["ctx"].is_eval, found["task_id"], found["scope"]) == (is_eval, 3, scope)
 
 
-def test_a_dump_line(tiny_tokenizer: Any) -> None:
-    """A line of a dump has the same keys as the line on AReaL's page Rollout Workflow, in the same order."""
-    trajectory = complete(
-        {"input_ids": torch.tensor([[5, 6]]), "attention_mask": torch.ones(1, 2, dtype=torch.bool)},
-        task_id=42,
-    )
-    (line,) = dump_lines(trajectory, 42, tiny_tokenizer)
-    assert list(line) == list(ast.literal_eval(block("dump line")))
+def test_a_dump_line(tiny_tokenizer: Any):
+    """A line of a dump has the keys of the page, in their order."""
+    row = {"input_ids": torch.tensor([[5, 6]]), "attention_mask": torch.ones(1, 2).bool()}
+    (line,) = dump_lines(complete(row, task_id=42), 42, tiny_tokenizer)
+    assert [*line] == [*ast.literal_eval(block("dump line"))]
 
 
 @pytest.fixture
 def custom() -> type:
-    """Return the custom workflow from AReaL's page Rollout Workflow. The returned class adds the two methods that the
-    page leaves for its reader to write."""
-    exec(block("custom"), names := {"uuid": uuid, **NAMES})
-    page: Any = names["MyWorkflow"]
+    """The page's custom workflow, with the two methods that it leaves to its reader."""
+    page: Any = execute("custom")["MyWorkflow"]
 
     class MyWorkflow(page):
         def compute_reward(self, resp: ModelResponse, data: dict) -> float:
             return data.get("reward", 1.0)
 
         def build_tensor_dict(self, resp: ModelResponse, reward: float) -> dict[str, torch.Tensor]:
-            return to_tensors({"": Interaction([], model_response=resp, reward=reward)})
+            return to_row([resp], reward)
 
     return MyWorkflow
 
 
-async def test_a_custom_workflow_is_submitted_and_trained(
+def test_a_custom_workflow_is_submitted(
     custom: type, real_engine: RemoteInfEngine, tiny_tokenizer: Any
-) -> None:
-    """`engine.submit(data=..., workflow=..., workflow_kwargs=..., group_size=4)` runs the custom workflow from AReaL's
-    page in a group. A negative reward rejects the sample."""
-    executor = WorkflowExecutor(
-        real_engine, RolloutConfig(max_head_offpolicyness=9), tiny_tokenizer, SHORT
-    )
+):
+    """`engine.submit` runs the page's workflow as a group. A negative reward rejects it."""
+    options = RolloutConfig(max_head_offpolicyness=9)
+    executor = WorkflowExecutor(real_engine, options, tiny_tokenizer, SHORT)
     try:
         for reward in (1.0, -1.0):
-            names = {
-                "engine": real_engine,
-                "sample": {"prompt": "hi", "reward": reward},
-                "MyWorkflow": custom,
-            }
-            await execute("submit", **names)
-        first = await asyncio.to_thread(real_engine.wait_for_task, 0, 60)
-        assert first is not None
+            sample = {"prompt": "hi", "reward": reward}
+            execute("submit", engine=real_engine, sample=sample, MyWorkflow=custom)
+        first = executor.wait_for_task(0, timeout=60)
         assert first["rewards"].tolist() == [1.0] * 4
-        assert await asyncio.to_thread(real_engine.wait_for_task, 1, 60) is None
+        assert executor.wait_for_task(1, timeout=60) is None
     finally:
         executor.destroy()
 
 
-def test_a_custom_workflow_is_given_to_the_trainer(
-    custom: type, tiny_model_dir: Path, tmp_path: Path
-) -> None:
-    """`trainer.train(workflow=..., workflow_kwargs=...)` runs a whole training run and ends all its processes."""
-    data = tmp_path / "data.jsonl"
-    data.write_text('{"prompt": "hi"}\n')
-    words = [
-        "task=null",
-        f"model_path={tiny_model_dir}",
-        f"train_dataset.path={data}",
-        "train_dataset.batch_size=2",
-    ]
-    words += [
-        f"fileroot={tmp_path}",
-        "experiment_name=e",
-        "trial_name=t",
-        "logger.live=false",
-        "max_steps=1",
-    ]
-    config = load(
-        [*words, "gconfig.n_samples=2", "gconfig.max_new_tokens=4", "actor.ppo_n_minibatches=1"]
-    )
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
+def test_a_custom_workflow_is_trained(
+    custom: type,
+    tiny_model_dir: Path,
+    tiny_tokenizer: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """`trainer.train` makes a whole run of the page's workflow, and ends all that it started."""
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # pytest keeps its own Ctrl-C
+    (tmp_path / "data.jsonl").write_text('{"prompt": "hi"}\n')
+    words = f"task=null model_path={tiny_model_dir} fileroot={tmp_path} callbacks=[] max_steps=1"
+    words += f" train_dataset.path={tmp_path}/data.jsonl train_dataset.batch_size=2"
+    words += " gconfig.n_samples=2 gconfig.max_new_tokens=4 actor.ppo_n_minibatches=1"
+    config, _ = load(words.split())
     trainer = PPOTrainer(config)
-    assert not config.run_dir.exists(), "the constructor starts nothing"
-    exec(
-        block("train"),
-        {"trainer": trainer, "MyWorkflow": custom, "tokenizer": tokenizer, "config": config},
-    )
+    names = {"trainer": trainer, "tokenizer": tiny_tokenizer, "config": config}
+    execute("train", MyWorkflow=custom, **names)
     (line,) = (config.run_dir / "metrics.jsonl").read_text().splitlines()
     assert json.loads(line)["tokens"] > 0
     assert json.loads(line)["success"] == 1.0
     assert not torch.distributed.is_initialized()
-    assert not multiprocessing.active_children()
-
-
-async def test_the_listing_of_groups_gives_the_same_rows(
-    real_engine: RemoteInfEngine, tiny_tokenizer: Any
-) -> None:
-    """AReaL's listing of GroupedRolloutWorkflow and this project's class return equal tensors."""
-    names = {
-        "all_interaction_dicts": lambda results: all(map(is_interactions, results)),
-        "concat_padded_tensors": concat_padded_tensors,
-    }
-    theirs = (await execute("grouped", **names))["GroupedRolloutWorkflow"]()
-    greedy = SHORT.new(greedy=True)
-    theirs.workflow, theirs.group_size = RLVRWorkflow(reward_of_one, greedy, tiny_tokenizer), 2
-    ours = GroupedRolloutWorkflow(theirs.workflow, 2)
-    one: Any = await theirs.arun_episode(real_engine, QUESTION)
-    two: Any = await ours.arun_episode(real_engine, QUESTION)
-    assert torch.equal(one["input_ids"], two["input_ids"])
-    assert one["input_ids"].shape[0] == 2
+    assert trainer.run.fleet.children
+    assert all(child.process.poll() is not None for child in trainer.run.fleet.children)
 
 
 async def reward_of_one(*texts: Any, **data: Any) -> float:
     return 1.0
 
 
-# ---------------------------------------------------------------- the write-up
+async def test_the_listing_of_groups(real_engine: RemoteInfEngine, tiny_tokenizer: Any):
+    """AReaL's GroupedRolloutWorkflow and this project's make equal rows."""
+    one = RLVRWorkflow(reward_of_one, GREEDY, tiny_tokenizer)
+    names = {"all_interaction_dicts": lambda results: all(map(is_interactions, results))}
+    listing = execute("grouped", **names, concat_padded_tensors=concat_padded_tensors)
+    theirs = stands_for(listing["GroupedRolloutWorkflow"], workflow=one, group_size=2)
+    results: list[Any] = [
+        await workflow.arun_episode(real_engine, QUESTION)
+        for workflow in (theirs, GroupedRolloutWorkflow(one, 2))
+    ]
+    assert torch.equal(*(rows["input_ids"] for rows in results))
+    assert results[0]["input_ids"].shape[0] == 2
+
+
+# ---- the write-up
 
 
 class Version:
-    """An object with the method get_version, which returns the policy version that the test has set."""
+    """What tells the gate the policy version, which a test sets."""
 
     value = 0
 
@@ -700,29 +578,20 @@ class Version:
         return self.value
 
 
-async def test_the_listing_of_the_gate_agrees(tiny_tokenizer: Any) -> None:
-    """After the same events, this project's StalenessManager and the gate in the write-up on AReaL have the same counts
-    and the same capacity."""
+def test_the_listing_of_the_gate():
+    """After the same events, both gates have the same counts and the same capacity."""
     rng, version = random.Random(0), Version()
-    ours = StalenessManager(
-        version, max_concurrent_rollouts=7, consumer_batch_size=3, max_staleness=2
-    )
-    names = await execute("life cycle")
-    listing = type(
-        "Listing",
-        (names["StalenessManager"],),
-        {"get_capacity": (await execute("capacity"))["get_capacity"]},
-    )
-    theirs: Any = listing()
-    vars(theirs).update(lock=threading.Lock(), rollout_stat=RolloutStat(), version_provider=version)
-    vars(theirs).update(max_concurrent_rollouts=7, consumer_batch_size=3, max_staleness=2)
+    limits = {"max_concurrent_rollouts": 7, "consumer_batch_size": 3, "max_staleness": 2}
+    ours = StalenessManager(version, **limits)
+    listing = execute("life cycle")["StalenessManager"]
+    listing.get_capacity = execute("capacity")["get_capacity"]
+    inside = {"lock": threading.Lock(), "rollout_stat": RolloutStat(), "version_provider": version}
+    theirs = stands_for(listing, **limits, **inside)
     for _ in range(300):
         stat = ours.get_stats()
-        events = (
-            ["enqueued"]
-            + ["submitted"] * (stat.enqueued > 0)
-            + ["accepted", "rejected"] * (stat.running > 0)
-        )
+        events = ["enqueued"]
+        events += ["submitted"] * (stat.enqueued > 0 and ours.get_capacity() > 0)
+        events += ["accepted", "rejected"] * (stat.running > 0)
         event = rng.choice(events)
         for gate in (ours, theirs):
             getattr(gate, f"on_rollout_{event}")()
@@ -731,173 +600,219 @@ async def test_the_listing_of_the_gate_agrees(tiny_tokenizer: Any) -> None:
         assert theirs.rollout_stat == ours.get_stats()
 
 
-async def test_a_response_without_arguments() -> None:
-    """`ModelResponse()` has the same default values as in the write-up on AReaL."""
-    theirs, ours = (await execute("response"))["ModelResponse"](), ModelResponse()
-    assert {name: getattr(ours, name) for name in vars(theirs)} == vars(theirs)
+async def test_the_listing_of_generation_is_interrupted(
+    start_tiny_server: StartServer, tiny_model_dir: Path, tmp_path: Path
+):
+    """A weight update interrupts AReaL's agenerate, which goes on under the new version and ends
+    with the tokens of a generation that nothing interrupts. The new weights equal the old ones."""
+    engine = RemoteInfEngine([start_tiny_server()], "abort")
+    await asyncio.to_thread(engine.initialize)
+    (tmp_path / "v1").symlink_to(tiny_model_dir, target_is_directory=True)
+    asked = ModelRequest([5, 6, 7], gconfig=GREEDY.new(max_new_tokens=400))
+    whole = await engine.agenerate(asked)
+    waits: list[float] = []
 
-
-async def test_the_listing_of_generation_gives_the_same_tokens(
-    real_engine: RemoteInfEngine,
-) -> None:
-    """For a greedy request, the function agenerate from the write-up on AReaL and this project's engine return the same
-    tokens and versions."""
-    request = ModelRequest([5, 6, 7], gconfig=SHORT.new(greedy=True))
-    ours = await real_engine.agenerate(request)
-
-    async def arequest_with_retry(
-        addr: str, endpoint: str, payload: dict, method: str
-    ) -> dict[str, Any]:
+    async def arequest_with_retry(addr: str, endpoint: str, payload: dict, method: str) -> dict:
         body = {"input_ids": payload["input_ids"], "return_logprob": True}
         body["sampling_params"] = {"temperature": 0, **payload["sample_params"]}
-        async with httpx.AsyncClient(trust_env=False) as http:
-            answer = (await http.request(method, addr + endpoint, json=body)).json()
-        meta = answer["meta_info"]
-        logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
-        return {
-            "output_ids": answer["output_ids"],
-            "logprobs": logprobs,
-            "stop_reason": meta["finish_reason"]["type"],
-        }
+        request = asyncio.create_task(http.request(method, addr + endpoint, json=body))
+        if not waits:
+            running = False
+            while not (running or request.done()):
+                running = "running=1," in (await http.get(f"{addr}/model_info")).text
+            await asyncio.to_thread(engine.pause)
+        answer = (await request).json()
+        logprobs = [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
+        reason = answer["meta_info"]["finish_reason"]["type"]
+        return {"output_ids": answer["output_ids"], "logprobs": logprobs, "stop_reason": reason}
 
-    payload = {"input_ids": [5, 6, 7], "sample_params": {"max_new_tokens": 4}}
-    names = {
-        "payload": payload,
-        "server_addr": real_engine.addresses[0],
-        "arequest_with_retry": arequest_with_retry,
-    }
-    theirs = await (await execute("generation", **names))["agenerate"](real_engine, request)
-    assert theirs.output_tokens == ours.output_tokens
-    assert theirs.output_versions == ours.output_versions
-    assert theirs.output_logprobs == pytest.approx(ours.output_logprobs, abs=1e-4)
+    async def sleep(seconds: float) -> None:  # where the listing waits for the update
+        waits.append(seconds)
+        meta = WeightUpdateMeta(path=str(tmp_path), version=1)
+        await asyncio.to_thread(engine.update_weights, meta)
+        engine.set_version(1)
+        await asyncio.to_thread(engine.resume)
+
+    sampling = {"max_new_tokens": asked.gconfig.max_new_tokens}
+    names: dict[str, Any] = {"payload": {"input_ids": [5, 6, 7], "sample_params": sampling}}
+    names |= {"server_addr": engine.addresses[0], "arequest_with_retry": arequest_with_retry}
+    names["asyncio"] = SimpleNamespace(sleep=sleep)
+    async with httpx.AsyncClient(trust_env=False) as http:
+        theirs = await execute("generation", **names)["agenerate"](engine, asked)
+    engine.destroy()
+    assert waits == [0.5]
+    assert theirs.output_tokens == whole.output_tokens
+    assert theirs.output_logprobs == pytest.approx(whole.output_logprobs, abs=1e-4)
+    assert theirs.output_versions == sorted(theirs.output_versions)
+    assert {*theirs.output_versions} == {0, 1}
 
 
-async def test_several_turns(real_engine: RemoteInfEngine, tiny_tokenizer: Any) -> None:
-    """The class MultiTurnWorkflow from the write-up on AReaL returns a valid trajectory."""
-    asked = ModelRequest([5, 6, 7], gconfig=SHORT)
-    names = {"ModelRequest": lambda _: asked, "reward": 1.0}
-    workflow = (await execute("turns", **names))["MultiTurnWorkflow"]()
-    workflow.max_turns = 3
-    trajectory = await workflow.arun_episode(real_engine, QUESTION)
+async def test_several_turns(real_engine: RemoteInfEngine):
+    """The listing MultiTurnWorkflow joins three turns into one valid row."""
+    ids = [5, 6, 7]
+
+    async def agenerate(_: Any) -> ModelResponse:
+        response = await real_engine.agenerate(ModelRequest(ids, gconfig=SHORT))
+        ids[:] = response.input_tokens + response.output_tokens + [8]
+        return response
+
+    names = execute("turns", ModelRequest=lambda _: None, reward=0.0)
+    workflow = stands_for(names["MultiTurnWorkflow"], max_turns=3)
+    engine = SimpleNamespace(agenerate=agenerate)
+    trajectory = await workflow.arun_episode(engine, QUESTION)
     check_trajectory_format(trajectory)
-    assert (trajectory["versions"][0] >= 0).sum() == trajectory["loss_mask"].sum() > 0
+    assert trajectory["input_ids"][0].tolist() == ids[:-1]
+    assert (trajectory["loss_mask"][0].diff() > 0).sum() == 3
+    assert torch.equal(trajectory["versions"] >= 0, trajectory["loss_mask"] > 0)
 
 
-async def test_one_turn(real_engine: RemoteInfEngine, tiny_tokenizer: Any) -> None:
-    """The class CustomWorkflow from the write-up on AReaL works with the value that apply_chat_template returns in
-    transformers 5."""
-    workflow = (await execute("one turn"))["CustomWorkflow"]()
-    workflow.tokenizer, workflow.gconfig, workflow.async_reward_fn = (
-        tiny_tokenizer,
-        SHORT,
-        reward_of_one,
-    )
+async def test_one_turn(real_engine: RemoteInfEngine, tiny_tokenizer: Any):
+    """The listing CustomWorkflow takes what apply_chat_template returns in transformers 5."""
+    inside = {"tokenizer": tiny_tokenizer, "gconfig": SHORT, "async_reward_fn": reward_of_one}
+    workflow = stands_for(execute("one turn")["CustomWorkflow"], **inside)
     trajectory = await workflow.arun_episode(real_engine, QUESTION)
     check_trajectory_format(trajectory)
     assert trajectory["rewards"].tolist() == [1.0]
 
 
-async def test_the_listing_of_the_mode_reads_our_configuration() -> None:
-    """The class PPOActor from the write-up on AReaL reads this project's keys, and logs the same mode as
-    `describe_mode`."""
-    for method, word in (
-        ("recompute", "forward pass"),
-        ("loglinear", "no forward pass"),
-        ("metrics", "guesses"),
-    ):
-        for decoupled in (True, False):
-            config, lines = (
-                PPOActorConfig(use_decoupled_loss=decoupled, prox_logp_method=method),
-                [],
-            )  # type: ignore[arg-type, var-annotated]
-            names = await execute("mode", config=config, logger=SimpleNamespace(info=lines.append))
-            actor = names["PPOActor"]()
-            actor.config = config
-            actor._log_configuration()
-            assert lines[0].split()[1].lower() == describe_mode(config).split()[0]
-            assert not decoupled or word in describe_mode(config)
+@pytest.mark.parametrize("decoupled", [True, False])
+@pytest.mark.parametrize("method", ["recompute", "loglinear", "metrics"])
+def test_the_listing_of_the_mode(method: Any, decoupled: bool):
+    """The listing PPOActor reads this project's keys, and names the mode of `describe_mode`."""
+    config = PPOActorConfig(use_decoupled_loss=decoupled, prox_logp_method=method)
+    lines: list[str] = []
+    names = execute("mode", config=config, logger=SimpleNamespace(info=lines.append))
+    stands_for(names["PPOActor"], config=config)._log_configuration()
+    ours = describe_mode(config)
+    assert lines[0].split()[1].lower() == ours.split()[0]
+    for words in ("no forward pass", "metrics"):
+        theirs = decoupled and words in "".join(lines).lower()
+        assert theirs == ({"metrics": "guesses"}.get(words, words) in ours)
 
 
-async def test_the_listing_of_the_producer_starts_tasks(tiny_tokenizer: Any) -> None:
-    """The producer from the write-up on AReaL starts tasks in order, and exactly as many tasks as this project's gate
-    admits."""
-    gate, started = StalenessManager(Version(), 8, 2, 1), list[int]()
-    names = await execute("producer", TaskQueueFullError=TaskQueueFullError)
-    lock, over = threading.Lock(), threading.Event()
-    runner = SimpleNamespace(
-        paused=threading.Event(), submit=lambda task, task_id: started.append(task_id)
+def test_the_loops_of_producer_and_consumer():
+    """AReaL's producer starts the tasks that this project's dispatcher starts, in the same order,
+    also after a full queue; its consumer collects the same results, and ends with an error."""
+    over, broken = threading.Event(), RuntimeError("broken")
+    running, refused, errors = list[int](), [2], list[Exception]()
+    ends = [broken, TimeoutError()]
+
+    def submit(task: Any, task_id: int) -> None:
+        if task_id in refused:
+            refused.remove(task_id)
+            raise asyncio.QueueFull
+        running.append(task_id)
+
+    def wait(count: int, timeout: float, with_timing: bool) -> list[Any]:
+        if not running:
+            raise ends.pop()
+        return [SimpleNamespace(task_id=running.pop(0)) for _ in range(count)]
+
+    class Condition(threading.Condition):
+        def wait(self, timeout: float | None = None) -> bool:
+            over.set()  # nothing is left to do, and no other thread would wake this one
+            return True
+
+    tasks = [SimpleNamespace(task_id=k) for k in range(9)]
+    gate = StalenessManager(Version(), 8, 2, 1)
+    runner = SimpleNamespace(paused=threading.Event(), submit=submit, wait=wait)
+    runner.get_output_queue_size = lambda: len(running)
+    listing = execute("producer", TaskQueueFullError=asyncio.QueueFull)
+    listing |= execute("consumer", _MAX_FETCH_BATCH_SIZE=3)
+    loops = ("_get_next_task_for_submission", "_commit_loop", "_fetch_loop")
+    theirs = stands_for(
+        type("Dispatcher", (), {name: listing[name] for name in loops}),
+        **{"_shutdown_event": over, "_input_cv": Condition(), "_result_cv": Condition()},
+        **{"_pending_inputs": deque(tasks), "_pending_results": {}, "runner": runner},
+        **{"staleness_manager": gate, "task_factory": lambda task: task},
+        **{"_has_runner_capacity": lambda: True, "_set_thread_exception": errors.append},
+        logger=SimpleNamespace(error=lambda *_, exc_info: None),
     )
-    dispatcher = SimpleNamespace(
-        _shutdown_event=over,
-        _input_cv=threading.Condition(lock),
-        _pending_inputs=deque(SimpleNamespace(task_id=k) for k in range(9)),
-        runner=runner,
-        staleness_manager=gate,
-        task_factory=lambda task: task,
-    )
-    for _ in range(9):
+    ours = DispatchState(StalenessManager(Version(), 8, 2, 1), lambda data: 0)
+    for task in tasks:
         gate.on_rollout_enqueued()
-    dispatcher._get_next_task_for_submission = lambda: names["_get_next_task_for_submission"](
-        dispatcher
+        ours.enqueue(task)
+
+    theirs._commit_loop()
+    started = [task.task_id for task in ours.start()]
+    assert running == started == [0, 1, 2, 3]
+    assert gate.get_capacity() == ours.may_start() == 0
+
+    over.clear()
+    theirs._fetch_loop()
+    for task_id in started:
+        ours.finish(task_id, task_id)
+    assert [*theirs._pending_results] == [*ours.order]
+    assert errors == [broken]
+
+
+def test_the_listing_of_the_loss():
+    """The write-up's loss is this project's in standard PPO and for fresh tokens. Its clipped
+    branch lacks the importance weight w, which ours has in both branches."""
+    code = block("loss").replace(
+        "(...)", "(logp_theta, log_p_behave, prox_logp, old_logp, advantages)"
     )
-    producer = threading.Thread(target=names["_commit_loop"], args=(dispatcher,))
-    producer.start()
-    while gate.get_stats().running < 4:
-        await asyncio.sleep(0)
-    with dispatcher._input_cv:
-        over.set()
-        dispatcher._input_cv.notify()
-    producer.join()
-    assert started == [0, 1, 2, 3]
-    assert gate.get_capacity() == 0
+    # four tokens: a fresh one above the clip; with w = 1.5, one within, one above, one with A < 0
+    behave = torch.tensor([0.3, 0.2, 0.2, 0.2]).log()
+    newest = torch.tensor([0.3, 0.3, 0.3, 0.3]).log()
+    theta = torch.tensor([0.45, 0.33, 0.45, 0.45]).log()
+    A = torch.tensor([1.0, 1.0, 1.0, -1.0])
+    for decoupled, prox, wanted, ours in (
+        (True, newest, [-1.2, -1.1, -1.2, 2.25], [-1.2, -1.65, -1.8, 2.25]),
+        (False, behave, [-1.2, -1.2, -1.2, 2.25], [-1.2, -1.2, -1.2, 2.25]),
+    ):
+        listing = execute("loss", code, eps_clip=0.2, use_decoupled_loss=decoupled)
+        found = locals_of(listing["ppo_actor_loss_fn"], theta, behave, prox, behave, A)[
+            "policy_loss"
+        ]
+        assert found.tolist() == pytest.approx(wanted)
+        tokens = zip(theta, prox, behave, A, torch.ones(4))
+        losses = [ppo_actor_loss_fn(*token)[0].item() for token in tokens]
+        assert losses == pytest.approx(ours)
 
 
 def test_the_loop(
     start_tiny_server: StartServer, tiny_model_dir: Path, tiny_tokenizer: Any, tmp_path: Path
-) -> None:
-    """The loop from appendix A.1 of the write-up on AReaL trains two steps with eta = 0, and the server gets the
+):
+    """The loop of A.1 trains two steps with eta = 0, evaluates and saves both, and the server gets
     versions 1 and 2."""
-    server, saved, evaluated = start_tiny_server(), tmp_path / "saved", list[int]()
-    config = load(
-        [
-            "gconfig.n_samples=2",
-            "gconfig.max_new_tokens=4",
-            "actor.ppo_n_minibatches=1",
-            "actor.kl_ctl=0",
-        ]
-    )
-    rollout = RemoteInfEngine([server])
+    words = "gconfig.n_samples=2 gconfig.max_new_tokens=4 actor.ppo_n_minibatches=1 callbacks=[]"
+    config, _ = load(words.split())
+    rollout = RemoteInfEngine([server := start_tiny_server()])
     rollout.initialize()
     options = RolloutConfig(max_head_offpolicyness=0, consumer_batch_size=2)
     executor = WorkflowExecutor(rollout, options, tiny_tokenizer, config.gconfig)
-    actor = FSDPPPOActor(config=config.actor, model_path=tiny_model_dir)
+    evaluation = executor.for_evaluation(config.gconfig.new(n_samples=1))
+    actor = FSDPPPOActor(config.actor, tiny_model_dir)
     actor.create_process_group()
     actor.initialize(max_steps=2)
     meta = WeightUpdateMeta(path=str(tmp_path / "weights"))
     actor.connect_engine(rollout, meta)
+    ref = FSDPEngine(config.actor, tiny_model_dir)
+    ref.initialize()
+    workflow = RLVRWorkflow(reward_of_one, config.gconfig, tiny_tokenizer)
+    history: list[dict[str, Any]] = []
+
+    def evaluate_step(actor: Any, samples: list[dict], step: int) -> None:
+        inputs = Inputs(None, [], samples, tiny_tokenizer, workflow, workflow)
+        history.append({"step": step} | evaluate(evaluation, inputs))
+
+    def save(actor: Any, step: int) -> None:
+        save_model(actor, tmp_path, step, history)
+
+    names: dict[str, Any] = {"config": config, "rollout": rollout, "actor": actor, "ref": ref}
+    names |= {"train_dataloader": loader([QUESTION] * 4), "valid_dataloader": [QUESTION] * 3}
+    names |= {"max_steps": 2, "eval_interval": 1, "workflow": workflow, "weight_update_meta": meta}
+    names["evaluator"] = SimpleNamespace(evaluate=evaluate_step)
+    names["saver"] = SimpleNamespace(save=save)
     try:
-        names: dict[str, Any] = {
-            "config": config,
-            "rollout": rollout,
-            "actor": actor,
-            "ref": None,
-            "weight_update_meta": meta,
-        }
-        names |= {"train_dataloader": loader([QUESTION] * 4), "valid_dataloader": None}
-        names |= {"max_steps": 2, "eval_interval": 1}
-        names["workflow"] = RLVRWorkflow(reward_of_one, config.gconfig, tiny_tokenizer)
-        names["evaluator"] = SimpleNamespace(
-            evaluate=lambda actor, loader, step: evaluated.append(step)
-        )
-        names["saver"] = SimpleNamespace(
-            save=lambda actor, step: save_model(actor, saved, step, keep=1)
-        )
-        exec(block("loop"), names)
+        batch = execute("loop", **names)["batch"]
         assert rollout.get_version() == actor.get_version() == 2
         assert httpx.get(server + "/model_info", trust_env=False).json()["weight_version"] == "2"
-        assert names["batch"]["versions"].max() == 1  # step 2 trains on tokens of version 1
-        assert evaluated == [0, 1]
-        assert [path.name for path in saved.iterdir()] == ["step00001"]
+        assert batch["versions"].max() == 1  # step 2 trains on tokens of version 1
+        assert [(x["step"], x["eval_episodes"]) for x in history] == [(0, 3), (1, 3)]
+        saved = (tmp_path / "checkpoints").iterdir()
+        assert sorted(path.name for path in saved) == ["step00000", "step00001"]
         with pytest.raises(ValueError, match="version 2 is not newer than 2"):
             rollout.update_weights(meta.with_version(2))
     finally:
