@@ -522,8 +522,8 @@ def test_an_update_that_failed_is_never_served(server: Server, other: Other) -> 
 
 def test_weights_come_in_sessions(server: Server) -> None:
     """Weights outside of a session, or for an unknown group, are a 400."""
-    part = {"names": ["model.norm.weight"], "dtypes": ["float32"], "shapes": [[1]]}
-    part["group_name"] = "nobody"  # type: ignore[assignment]
+    part: dict[str, Any] = {"names": ["model.norm.weight"], "dtypes": ["float32"], "shapes": [[1]]}
+    part["group_name"] = "nobody"
     calls: list[tuple[str, dict[str, Any], int]] = [
         ("/end_weight_update", {}, 400),
         ("/update_weights_from_distributed", part, 400),

@@ -94,6 +94,7 @@ def test_a_key_reaches_the_command_and_its_code_comes_back(ending: str) -> None:
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen(words, cwd=ROOT, start_new_session=True, **pipes) as process:
         print("-k3y", file=process.stdin, flush=True)
+        assert process.stdout is not None
         assert process.stdout.readline() == "--api-key=-k3y\n"
         if ending == "SIGTERM":
             process.terminate()
