@@ -55,7 +55,8 @@ from cache import PATTERNS, Interaction, check_style
 from calls.messages import AgentRequest, Refusal, get
 from calls.prompts import PromptBuilder, read_text, token_text
 from calls.replies import PROTOCOLS, Answer, Protocol
-from calls.sessions import BODY_BYTES, ProxyAddress, Session, SessionTable
+from calls.sessions import BODY_BYTES, Session, SessionTable
+from calls.sessions import ProxyAddress as ProxyAddress
 from calls.tools import THINK, OutputParser
 from calls.turn import EventStream, Turn, retried_turn
 from engine import RemoteInfEngine
@@ -71,8 +72,6 @@ from inference.serve import (
     reply,
     serve,
 )
-
-__all__ = ["Proxy", "ProxyAddress", "create_app", "main"]
 
 
 class Proxy:
@@ -329,25 +328,24 @@ def create_app(engine: Any, tokenizer: Any, admin_key: str, **options: Any) -> F
     app.state.proxy = proxy
     # "/v1" comes before "/{session_id}", so that it is never taken for one. A client that appends
     # a path to a URL with a slash at its end makes two of it.
+    reads: Any = {"models": proxy.models, "models/{model_id:path}": proxy.models}
+    reads |= {"responses/{response_id}": proxy.response, "health": proxy.health}
+    writes: Any = {name: functools.partial(proxy.complete, PROTOCOLS[name]) for name in PROTOCOLS}
+    writes |= {
+        "messages/count_tokens": proxy.count_tokens,
+        "rl/set_reward": proxy.set_reward,
+        "rl/end_session": proxy.end_session,
+        "rl/start_session": proxy.start_session,
+        "grant_capacity": proxy.grant_capacity,
+        "set_version": proxy.set_version,
+        "export_trajectories": proxy.export_trajectories,
+    }
     one = "/{session_id}"
-    for session in (f"{one}/v1", "/v1", "", one, f"{one}//v1", "//v1", f"{one}/v1/"):
-        for name, protocol in PROTOCOLS.items():
-            answer = functools.partial(proxy.complete, protocol)
-            app.add_route(f"{session}/{name}", answer, methods=["POST"])
-        app.add_route(f"{session}/messages/count_tokens", proxy.count_tokens, methods=["POST"])
-        app.add_route(f"{session}/models", proxy.models)
-        app.add_route(f"{session}/models/{{model_id:path}}", proxy.models)
-        app.add_route(f"{session}/responses/{{response_id}}", proxy.response)
-        app.add_route(f"{session}/rl/set_reward", proxy.set_reward, methods=["POST"])
-        app.add_route(f"{session}/rl/end_session", proxy.end_session, methods=["POST"])
-    app.add_route("/health", proxy.health)
-    for path, endpoint in (
-        ("/grant_capacity", proxy.grant_capacity),
-        ("/rl/start_session", proxy.start_session),
-        ("/set_version", proxy.set_version),
-        ("/export_trajectories", proxy.export_trajectories),
-    ):
-        app.add_route(path, endpoint, methods=["POST"])
+    for start in (f"{one}/v1", "/v1", "", one, f"{one}//v1", "//v1", f"{one}/v1/"):
+        for path, endpoint in reads.items():
+            app.add_route(f"{start}/{path}", endpoint)
+        for path, endpoint in writes.items():
+            app.add_route(f"{start}/{path}", endpoint, methods=["POST"])
     return app
 
 

@@ -21,11 +21,9 @@ import openai
 import orjson
 
 from cache import Interaction, finite
-from calls.sessions import ProxyAddress
+from calls.sessions import ProxyAddress as ProxyAddress
 from inference.fields import Refusal
 from inference.io_struct import ModelResponse
-
-__all__ = ["OpenAIProxyClient", "ProxyAddress", "sdk_http"]
 
 TIMEOUT = {"timeout": httpx.Timeout(600.0).as_dict()}
 

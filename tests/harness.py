@@ -29,7 +29,7 @@ class ScriptedEngine:
     def __init__(self, tokenizer: Any, *texts: str) -> None:
         self.tokenizer = tokenizer
         self.texts = list(texts)
-        self.requests: list[ModelRequest] = []
+        self.requests: list[Any] = []
         self.error: Exception | None = None
         self.hold: asyncio.Event | None = None
         self.started, self.cancelled = asyncio.Event(), asyncio.Event()

@@ -199,10 +199,7 @@ def test_an_agent_that_changes_its_tools_or_stores_nothing_trains(
     module: str, servers: dict[str, str], engine: RemoteInfEngine
 ) -> None:
     """Vercel's AI SDK and AutoGen (with reflection) omit the tools when they ask for the last
-    answer. Codex and opencode send `store: false`, and opencode asks for a title. The agent's three
-    turns are one path of the tree, and all three turns have the same reward. Each token is trained
-    once. A turn's prompt begins with the tokens of the previous turn, unless the tools have
-    changed. The call that asks for a title is not trained."""
+    answer."""
     style = {"export_style": "individual", "episode_timeout": 300}
     (exported,) = episodes(module, servers["proxy"], [1], **style)
     rows = {turn: turn.to_lists() for turn in exported.values()}
@@ -244,8 +241,7 @@ class Silent:
 
 
 def test_one_command_shows_an_episode(servers: dict[str, str], model_dir: Path) -> None:
-    """`python -m run.episode` prints the conversation tree with rewards and token counts. If the
-    agent does not exist, the command prints the error in one line."""
+    """`python -m run.episode` prints the conversation tree with rewards and token counts."""
     command = [
         sys.executable,
         "-m",

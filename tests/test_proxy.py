@@ -1,4 +1,5 @@
-"""The proxy answers an agent as an OpenAI server does, and exports exactly the sampled tokens to the trainer."""
+"""The proxy answers an agent as an OpenAI server does, and exports exactly the sampled tokens to
+the trainer."""
 
 import asyncio
 import math
@@ -36,8 +37,8 @@ Start = Callable[..., Harness]
 async def test_a_childs_prompt_is_its_parents_tokens_and_a_tail(
     start: Start, tiny_tokenizer: Any
 ) -> None:
-    """A turn's prompt consists of its parent's prompt tokens, its parent's output tokens, and the tokens of the new
-    messages. No sampled token is tokenised again."""
+    """A turn's prompt consists of its parent's prompt tokens, its parent's output tokens, and the
+    tokens of the new messages."""
     harness = start("one", "two", "three")
     session, messages = await harness.start(), list(HELLO)
     for question in ("second", "third", "last"):
@@ -62,8 +63,8 @@ async def test_a_childs_prompt_is_its_parents_tokens_and_a_tail(
 async def test_a_turn_cut_by_length_gets_its_end_token_untrained(
     start: Start, tiny_tokenizer: Any
 ) -> None:
-    """If a length limit cuts off a turn, the next prompt adds the missing end-of-turn token, and this token has loss
-    mask 0."""
+    """If a length limit cuts off a turn, the next prompt adds the missing end-of-turn token, and
+    this token has loss mask 0."""
     harness = start("cut…", "two")
     session = await harness.start()
     completion = await harness.chat(session, HELLO, max_tokens=3)
@@ -83,8 +84,7 @@ async def test_a_turn_cut_by_length_gets_its_end_token_untrained(
 async def test_history_that_tokenises_otherwise_keeps_its_sampled_tokens(
     tiny_tokenizer: Any,
 ) -> None:
-    """The model may sample tokens that differ from the tokenizer's encoding of the same text. The next prompt contains
-    the tokens that the model sampled."""
+    """The model may sample tokens that differ from the tokenizer's encoding of the same text."""
     prompts = PromptBuilder(tiny_tokenizer)
     harness = Harness(tiny_tokenizer)
     session = await harness.start()
@@ -106,8 +106,8 @@ async def test_history_that_tokenises_otherwise_keeps_its_sampled_tokens(
 
 
 async def test_a_template_that_looks_back_is_rendered_in_full(tiny_tokenizer: Any) -> None:
-    """If the rendering of a message depends on the length of the history, as in some chat templates, the proxy renders
-    every prompt in full and reuses no tokens of the parent."""
+    """If the rendering of a message depends on the length of the history, as in some chat
+    templates, the proxy renders every prompt in full and reuses no tokens of the parent."""
     looks_back = tiny_tokenizer.chat_template.replace(
         "{{ m['role'] }}", "{{ m['role'] }}{{ messages | length }}"
     )
@@ -129,7 +129,7 @@ async def test_a_template_that_looks_back_is_rendered_in_full(tiny_tokenizer: An
     await harness.chat(session, messages)
     full = own.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert harness.engine.requests[1].input_ids == full
-    # The second prompt does not begin with the tokens of the first turn, so each turn becomes its own row.
+    # like Qwen, DeepSeek, and one without <think> after a result
     assert len(await harness.export(session, style="concat")) == 2
     await harness.http.aclose()
 
@@ -150,9 +150,7 @@ THINKS = (  # one template is like Qwen's, one is like DeepSeek's, and one adds 
 async def test_each_prompt_says_whether_it_has_begun_the_reasoning(
     tiny_tokenizer: Any, begins: str, switch: str, on: bool | None, forced: bool
 ) -> None:
-    """If a prompt ends with <think>, the proxy treats the beginning of the answer as reasoning. If a tool call is
-    forced, the proxy adds the beginning of the call to the prompt. If the prompt of a forced call ends with <think>,
-    the proxy adds </think> before the beginning of the call."""
+    """If a prompt ends with <think>, the proxy treats the beginning of the answer as reasoning."""
     template = tiny_tokenizer.chat_template.replace(
         "<|im_start|>assistant\n", "<|im_start|>assistant\n" + begins
     )
@@ -202,8 +200,8 @@ async def test_each_prompt_says_whether_it_has_begun_the_reasoning(
 async def test_a_stop_string_ends_the_text_but_not_the_tokens(
     start: Start, tiny_tokenizer: Any
 ) -> None:
-    """The reply's text ends before the stop string, but the next prompt contains all sampled tokens, including the stop
-    string's tokens."""
+    """The reply's text ends before the stop string, but the next prompt contains all sampled
+    tokens, including the stop string's tokens."""
     harness = start("one STOP two", "ok")
     session = await harness.start()
     completion = await harness.chat(session, HELLO, stop=[" STOP", "two"])
@@ -219,8 +217,7 @@ async def test_a_stop_string_ends_the_text_but_not_the_tokens(
 
 
 async def test_the_agents_parameters_win(start: Start, tiny_tokenizer: Any) -> None:
-    """The engine gets each sampling parameter that the agent sets. If the agent sets no sampling parameter, the engine
-    samples from the policy's unchanged distribution."""
+    """The engine gets each sampling parameter that the agent sets."""
     harness = start(sampling={"max_new_tokens": 9})
     session = await harness.start()
     await harness.chat(session, HELLO)
@@ -241,9 +238,8 @@ async def test_the_agents_parameters_win(start: Start, tiny_tokenizer: Any) -> N
 
 
 async def test_a_session_may_have_default_values_of_its_own(start: Start) -> None:
-    """A session, for example of an evaluation, may replace the proxy's default sampling parameters. An agent can
-    override a parameter of its session, unless `fixed_sampling` contains the parameter. A parameter with an unknown
-    name is refused."""
+    """A session, for example of an evaluation, may replace the proxy's default sampling
+    parameters."""
     harness = start(sampling={"temperature": 0.9, "max_new_tokens": 9})
     for sampling in (None, {"temperature": 0.0, "max_new_tokens": 5}):
         await harness.post("/grant_capacity", headers=ADMIN)
@@ -265,10 +261,12 @@ async def test_a_session_may_have_default_values_of_its_own(start: Start) -> Non
 
 
 async def test_the_same_run_asks_for_the_same_noise(start: Start) -> None:
-    """The seed of a call depends only on the proxy's seed, the task's id, and the call's number in the session."""
+    """The seed of a call depends only on the proxy's seed, the task's id, and the call's number in
+    the session."""
 
     async def seeds(task_id: str) -> list[int | None]:
-        """Start a new proxy, make two calls for the task `task_id`, and return the seeds of the calls."""
+        """Start a new proxy, make two calls for the task `task_id`, and return the seeds of the
+        calls."""
         harness = start(seed=1)
         await harness.start("another")
         session = await harness.start(task_id)
@@ -286,8 +284,7 @@ async def test_the_same_run_asks_for_the_same_noise(start: Start) -> None:
 
 @pytest.mark.parametrize("path", ["/{}/v1", "/{}", "/v1", ""])
 async def test_the_official_sdk_is_served_by_url_or_by_key(start: Start, path: str) -> None:
-    """A client names its session in the URL or as the API key. If the URL names the session, the proxy accepts any API
-    key. A client may omit `/v1` in the URL."""
+    """A client names its session in the URL or as the API key."""
     harness = start("hi there")
     session = await harness.start()
     api_key = "DUMMY" if "{}" in path else session
@@ -302,8 +299,7 @@ async def test_the_official_sdk_is_served_by_url_or_by_key(start: Start, path: s
 
 
 async def test_the_sdk_gets_typed_errors(start: Start) -> None:
-    """For a wrong request the SDK raises BadRequestError and does not retry. For an unknown session the SDK raises
-    NotFoundError."""
+    """For a wrong request the SDK raises BadRequestError and does not retry."""
     harness = start()
     async with sdk(harness, f"/{await harness.start()}/v1") as client:
         with pytest.raises(openai.BadRequestError, match="messages"):
@@ -316,7 +312,7 @@ async def test_the_sdk_gets_typed_errors(start: Start) -> None:
 
 
 async def test_x_api_key_serves_too(start: Start) -> None:
-    """The proxy also accepts the API key in the header x-api-key. The proxy ignores a query string."""
+    """The proxy also accepts the API key in the header x-api-key."""
     harness = start()
     session = await harness.start()
     answer = await harness.post(
@@ -348,8 +344,7 @@ async def test_x_api_key_serves_too(start: Start) -> None:
 async def test_a_body_is_json_whatever_it_says_it_is(
     start: Start, content: bytes, status: int, content_type: str
 ) -> None:
-    """The proxy reads every request body as JSON and ignores the content type. The command `curl -d` sends JSON with
-    the content type of a form. A body that is not JSON gets a 400."""
+    """The proxy reads every request body as JSON and ignores the content type."""
     harness = start()
     session = await harness.start()
     path, headers = f"/{session}/v1/chat/completions", {"content-type": content_type}
@@ -375,9 +370,7 @@ async def test_a_body_is_json_whatever_it_says_it_is(
 async def test_an_engines_refusal_is_passed_on(
     start: Start, error: Exception, status: int, kind: str
 ) -> None:
-    """If the engine raises an error, the proxy replies with the status of this error. The reply has status 400 if the
-    prompt is too long for the context, and status 503 if no server answers. The failed call is removed from the
-    tree."""
+    """If the engine raises an error, the proxy replies with the status of this error."""
     harness = start()
     session = await harness.start()
     harness.engine.error = error
@@ -394,8 +387,8 @@ async def test_an_engines_refusal_is_passed_on(
 
 
 async def test_a_template_that_refuses_is_a_400(start: Start, tiny_tokenizer: Any) -> None:
-    """If the chat template raises an error, for example about the order of roles, the reply is a 400 with the
-    template's message."""
+    """If the chat template raises an error, for example about the order of roles, the reply is a
+    400 with the template's message."""
     own = type(tiny_tokenizer)(
         tokenizer_object=tiny_tokenizer.backend_tokenizer, eos_token="<|im_end|>"
     )
@@ -446,7 +439,8 @@ async def test_a_session_that_floods_is_told_to_wait(
 
 @pytest.mark.parametrize("path", ["rl/set_reward", "rl/end_session", "v1/chat/completions"])
 async def test_without_a_session_no_body_is_read(start: Start, path: str) -> None:
-    """If no session has the id in the path, the proxy refuses the request without reading its body."""
+    """If no session has the id in the path, the proxy refuses the request without reading its
+    body."""
     harness, sent, reads = start(), [], []
 
     async def receive() -> dict[str, Any]:
@@ -474,8 +468,8 @@ def nested(levels: int) -> Any:
 
 @pytest.mark.parametrize("path", ["chat/completions", "responses", "messages"])
 async def test_a_model_that_is_no_name_is_a_400(start: Start, path: str) -> None:
-    """A request whose field `model` is a deeply nested list is refused, because no JSON library could serialise a reply
-    that contains this list."""
+    """A request whose field `model` is a deeply nested list is refused, because no JSON library
+    could serialise a reply that contains this list."""
     harness = start()
     body = {"model": nested(900), "messages": HELLO, "input": "hello", "max_tokens": 9}
     assert (await harness.post(f"/{await harness.start()}/v1/{path}", body)).status_code == 400
@@ -495,8 +489,8 @@ async def test_a_model_that_is_no_name_is_a_400(start: Start, path: str) -> None
     ],
 )
 async def test_a_reward_that_makes_no_sense_is_a_400(start: Start, body: Any) -> None:
-    """The proxy refuses a reward with a 400 if the reward is not a finite number, or if the interaction is unknown. The
-    proxy does not store a refused reward."""
+    """The proxy refuses a reward with a 400 if the reward is not a finite number, or if the
+    interaction is unknown."""
     harness = start()
     session = await harness.start()
     await harness.chat(session, HELLO)
@@ -510,7 +504,8 @@ async def test_a_reward_that_makes_no_sense_is_a_400(start: Start, body: Any) ->
 
 
 async def test_a_path_that_is_not_there_is_answered_in_the_same_form(start: Start) -> None:
-    """The replies to an unknown path (404) and to a wrong method (405) have OpenAI's error format."""
+    """The replies to an unknown path (404) and to a wrong method (405) have OpenAI's error
+    format."""
     harness = start()
     assert (await harness.post("/set_env")).json()["error"]["type"] == "not_found_error"
     answer = await harness.http.get("/grant_capacity")
@@ -522,7 +517,8 @@ async def test_a_path_that_is_not_there_is_answered_in_the_same_form(start: Star
 
 @pytest.mark.parametrize("path", ["/grant_capacity", "/rl/start_session", "/export_trajectories"])
 async def test_management_needs_the_admin_key(start: Start, path: str) -> None:
-    """A management route replies 401 without a key, and 403 with a wrong key or with a session's key."""
+    """A management route replies 401 without a key, and 403 with a wrong key or with a session's
+    key."""
     harness = start()
     session = await harness.start()
     assert (await harness.post(path)).status_code == 401
@@ -533,8 +529,7 @@ async def test_management_needs_the_admin_key(start: Start, path: str) -> None:
 
 
 async def test_one_grant_starts_one_session(start: Start) -> None:
-    """If the proxy has no unused grant, a request to start a session gets a 429. If a session fails to start, its grant
-    stays valid for the next attempt. An unused grant expires after a timeout."""
+    """If the proxy has no unused grant, a request to start a session gets a 429."""
     harness = start()
     begin: Any = {"path": "/rl/start_session", "body": {"task_id": "t"}, "headers": ADMIN}
     assert (await harness.post(**begin)).status_code == 429
@@ -558,8 +553,7 @@ async def test_one_grant_starts_one_session(start: Start) -> None:
 
 
 async def test_no_work_after_the_end(start: Start) -> None:
-    """After a session has ended, the proxy answers the session's calls and rewards with 410. Ending a session a second
-    time has no effect."""
+    """After a session has ended, the proxy answers the session's calls and rewards with 410."""
     harness = start()
     session = await harness.start()
     await harness.chat(session, HELLO)
@@ -574,8 +568,7 @@ async def test_no_work_after_the_end(start: Start) -> None:
 
 
 async def test_export_gives_everything_once(start: Start) -> None:
-    """An export contains discounted rewards, parents, messages and tensors. After the export the proxy deletes the
-    session."""
+    """An export contains discounted rewards, parents, messages and tensors."""
     harness = start("one", "two")
     session = await harness.start()
     first = await harness.chat(session, HELLO)
@@ -601,7 +594,7 @@ async def test_export_gives_everything_once(start: Start) -> None:
 
 @pytest.mark.parametrize("body", [{"style": "all"}, {"discount": "much"}, {"discount": None}])
 async def test_a_wrong_export_loses_nothing(start: Start, body: dict[str, Any]) -> None:
-    """The proxy refuses to export an open session. After a refused export the session can still be exported."""
+    """The proxy refuses to export an open session."""
     harness = start()
     session = await harness.start()
     await harness.chat(session, HELLO)
@@ -613,7 +606,8 @@ async def test_a_wrong_export_loses_nothing(start: Start, body: dict[str, Any]) 
 
 
 async def test_discard_frees_a_session_that_nobody_will_export(start: Start) -> None:
-    """If a session ends with `discard`, the proxy deletes the session immediately, without an export."""
+    """If a session ends with `discard`, the proxy deletes the session immediately, without an
+    export."""
     harness = start()
     session = await harness.start()
     await harness.chat(session, HELLO)
@@ -624,7 +618,8 @@ async def test_discard_frees_a_session_that_nobody_will_export(start: Start) -> 
 
 
 async def test_a_caller_that_hangs_up_cancels_its_generation(start: Start) -> None:
-    """If the caller closes the connection, the engine stops generating, and the call is removed from the tree."""
+    """If the caller closes the connection, the engine stops generating, and the call is removed
+    from the tree."""
     harness = start()
     session = await harness.start()
     harness.engine.hold = asyncio.Event()
@@ -653,15 +648,14 @@ async def test_the_end_of_a_session_cancels_its_generations(start: Start, discar
 
 
 async def test_idle_sessions_expire_but_never_a_generating_one(start: Start) -> None:
-    """A session without requests expires after the timeout. A session does not expire while one of its calls is
-    generating."""
+    """A session without requests expires after the timeout."""
     hour, harness = sessions.SESSION_SECONDS, start()
     idle, busy = await harness.start(), await harness.start()
     harness.engine.hold = asyncio.Event()
     call = asyncio.ensure_future(harness.post(f"/{busy}/v1/chat/completions", {"messages": HELLO}))
     await harness.engine.started.wait()
     harness.clock.now = 0.9 * hour
-    # The proxy refuses a reward for a session without a call, but the refused request restarts the session's timeout.
+    # A refused request counts as use, too.
     assert (await harness.post(f"/{idle}/rl/set_reward", {"reward": 1})).status_code == 400
     harness.clock.now = 1.8 * hour
     harness.sessions.expire()
@@ -714,8 +708,8 @@ def test_a_proxy_that_cannot_start_says_why(
 
 
 def test_the_proxy_process_never_imports_torch(tiny_model_dir: Any) -> None:
-    """The proxy loads its tokenizer without torch, because importing torch takes seconds and a gigabyte of address
-    space."""
+    """The proxy loads its tokenizer without torch, because importing torch takes seconds and a
+    gigabyte of address space."""
     code = (
         "import sys, proxy; proxy.load_tokenizer(sys.argv[1]); "
         "sys.exit(any(name == 'torch' and module for name, module in sys.modules.items()))"
@@ -727,8 +721,7 @@ def test_the_proxy_process_never_imports_torch(tiny_model_dir: Any) -> None:
 def test_only_an_admin_key_that_was_made_up_is_printed(
     tiny_model_dir: Any, tiny_server: str, source: str
 ) -> None:
-    """If the proxy generates the admin key itself, it prints the key. If the user gives the key, the proxy never prints
-    the key, because the output may go to a log file."""
+    """If the proxy generates the admin key itself, it prints the key."""
     command = [sys.executable, "proxy.py", "--server", tiny_server, "--port", "0"]
     command += ["--model-path", str(tiny_model_dir), "--exit-with-parent"]
     command += ["--admin-key", "s3cret"] * (source == "option")
@@ -748,8 +741,7 @@ def test_only_an_admin_key_that_was_made_up_is_printed(
 async def test_a_proxy_started_by_hand_offers_a_session(
     tiny_model_dir: Any, tiny_server: str
 ) -> None:
-    """A proxy that is started by hand prints the URL of an open session. An SDK can use the session's URL with any API
-    key."""
+    """A proxy that is started by hand prints the URL of an open session."""
     command = [
         sys.executable,
         "proxy.py",
@@ -784,8 +776,8 @@ async def test_a_proxy_started_by_hand_offers_a_session(
 
 
 async def test_end_to_end_with_real_servers(tiny_model_dir: Any, tiny_server: str) -> None:
-    """An SDK makes three calls to a proxy process, and the proxy uses an inference server in another process. The
-    export is a single row, and every trained token has a version, a log-probability and a reward."""
+    """An SDK makes three calls to a proxy process, and the proxy uses an inference server in
+    another process."""
     port = free_port()
     command = [
         sys.executable,

@@ -1,5 +1,5 @@
-"""These tests check that the clients OpenAIProxyClient and ArealOpenAI export the sampled tokens. The end of a client's
-`async with` block always ends the client's session."""
+"""These tests check that the clients OpenAIProxyClient and ArealOpenAI export the sampled
+tokens."""
 
 import asyncio
 import itertools
@@ -57,7 +57,8 @@ async def client(app: Any) -> OpenAIProxyClient:
 
 
 async def talk(http: httpx.AsyncClient, client: OpenAIProxyClient, turns: int) -> list[str]:
-    """Send the calls of a conversation of `turns` turns to the proxy, and return the ids of the completions."""
+    """Send the calls of a conversation of `turns` turns to the proxy, and return the ids of the
+    completions."""
     messages, ids = list(HELLO), []
     for _ in range(turns):
         answer = await http.post(
@@ -87,7 +88,8 @@ async def test_an_episode(http: httpx.AsyncClient, client: OpenAIProxyClient) ->
 
 
 class CountingTransport(httpx.ASGITransport):
-    """An HTTP transport that sends requests to an application in this process, and records the path of each request."""
+    """An HTTP transport that sends requests to an application in this process, and records the path
+    of each request."""
 
     paths: list[str]
 
@@ -100,8 +102,8 @@ class CountingTransport(httpx.ASGITransport):
 async def test_two_requests_do_what_five_do(
     http: httpx.AsyncClient, app: Any, rewards: Any
 ) -> None:
-    """With `grant` and `finish`, a client sends only two requests for a whole session, from the grant to the export.
-    The exported rewards, parents and rows do not depend on the number of requests."""
+    """With `grant` and `finish`, a client sends only two requests for a whole session, from the
+    grant to the export."""
     transport = CountingTransport(app)
     found = []
     for is_short in (False, True):
@@ -137,8 +139,8 @@ async def test_two_requests_do_what_five_do(
 async def test_a_refused_finish_discards_the_session(
     http: httpx.AsyncClient, app: Any, rewards: Any
 ) -> None:
-    """If a reward given to `finish` is NaN or is for an unknown interaction, the episode fails and the proxy deletes
-    the session."""
+    """If a reward given to `finish` is NaN or is for an unknown interaction, the episode fails and
+    the proxy deletes the session."""
 
     async def episode() -> None:
         async with OpenAIProxyClient(
@@ -155,8 +157,7 @@ async def test_a_refused_finish_discards_the_session(
 async def test_the_tensors_are_the_exported_ones(
     http: httpx.AsyncClient, client: OpenAIProxyClient
 ) -> None:
-    """An exported interaction has the tensors that the proxy sent, with the right dtypes. If an interaction's reward is
-    changed after the export, the tensors contain the new reward."""
+    """An exported interaction has the tensors that the proxy sent, with the right dtypes."""
     async with client:
         _, leaf = await talk(http, client, 2)
         await client.set_last_reward(1.0)
@@ -182,7 +183,8 @@ async def test_the_tensors_are_the_exported_ones(
 async def test_an_agent_that_raises_leaves_nothing_behind(
     http: httpx.AsyncClient, client: OpenAIProxyClient, app: Any
 ) -> None:
-    """If the agent raises an exception, the exception reaches the caller and the proxy deletes the session."""
+    """If the agent raises an exception, the exception reaches the caller and the proxy deletes the
+    session."""
 
     async def episode() -> None:
         async with client:
@@ -197,8 +199,8 @@ async def test_an_agent_that_raises_leaves_nothing_behind(
 async def test_a_failing_farewell_never_hides_the_agents_error(
     client: OpenAIProxyClient, app: Any
 ) -> None:
-    """If the agent raises an exception and the proxy then fails to end the session, the caller gets the agent's
-    exception."""
+    """If the agent raises an exception and the proxy then fails to end the session, the caller gets
+    the agent's exception."""
 
     async def episode() -> None:
         async with client:
@@ -217,8 +219,7 @@ async def test_a_lost_session_is_an_error(client: OpenAIProxyClient, app: Any) -
 
 
 async def test_a_start_without_a_grant_is_refused(app: Any) -> None:
-    """Without a grant the proxy refuses to start a session. With a wrong admin key the proxy refuses to add a grant.
-    When the proxy refuses a request, the client raises Refusal with the proxy's message and status."""
+    """Without a grant the proxy refuses to start a session."""
     transport = httpx.ASGITransport(app)
     with pytest.raises(Refusal, match="grant_capacity") as refused:
         await OpenAIProxyClient(transport, "http://proxy", "admin", "t").__aenter__()
@@ -231,7 +232,8 @@ async def test_a_start_without_a_grant_is_refused(app: Any) -> None:
 async def test_a_wrong_reward_is_an_error_of_the_episode(
     http: httpx.AsyncClient, client: OpenAIProxyClient
 ) -> None:
-    """If a reward is NaN or is for an unknown interaction, the client raises an error and no reward is stored."""
+    """If a reward is NaN or is for an unknown interaction, the client raises an error and no reward
+    is stored."""
     async with client:
         await talk(http, client, 1)
         with pytest.raises(ValueError, match="finite"):
@@ -245,8 +247,8 @@ async def test_a_wrong_reward_is_an_error_of_the_episode(
 
 
 async def say(client: ArealOpenAI, *texts: str, **options: Any) -> Any:
-    """Request a completion for a conversation. The first of `texts` is a message of the user, the second is a message
-    of the assistant, and so on."""
+    """Request a completion for a conversation. The first of `texts` is a message of the user, the
+    second is a message of the assistant, and so on."""
     roles = itertools.cycle(("user", "assistant"))
     messages: Any = [{"role": role, "content": text} for role, text in zip(roles, texts)]
     return await client.chat.completions.create(model="default", messages=messages, **options)
@@ -254,8 +256,8 @@ async def say(client: ArealOpenAI, *texts: str, **options: Any) -> Any:
 
 @pytest.fixture
 def direct(tiny_tokenizer: Any) -> Any:
-    """Return a function make(*texts, **options) that makes an ArealOpenAI client and an engine that answers with these
-    texts."""
+    """Return a function make(*texts, **options) that makes an ArealOpenAI client and an engine that
+    answers with these texts."""
 
     def make(*texts: str, **options: Any) -> tuple[ArealOpenAI, ScriptedEngine]:
         engine = ScriptedEngine(tiny_tokenizer, *texts)
@@ -265,8 +267,8 @@ def direct(tiny_tokenizer: Any) -> Any:
 
 
 async def test_the_direct_approach_of_agent_workflow(direct: Any) -> None:
-    """ArealOpenAI supports the example "Direct Approach" from AReaL's page Agent Workflow: calls, rewards and
-    export."""
+    """ArealOpenAI supports the example "Direct Approach" from AReaL's page Agent Workflow: calls,
+    rewards and export."""
     client, engine = direct("five", "four")
     first = await say(client, "2+2?")
     second = await say(client, "2+2?", first.choices[0].message.content, "wrong")
@@ -281,8 +283,7 @@ async def test_the_direct_approach_of_agent_workflow(direct: Any) -> None:
 
 
 async def test_responses_are_created_the_same_way(direct: Any) -> None:
-    """ArealOpenAI supports responses.create. A request with previous_response_id continues the conversation of the
-    named response."""
+    """ArealOpenAI supports responses.create."""
     client, _ = direct("one", "two")
     first = await client.responses.create(model="default", input="count")
     second = await client.responses.create(
@@ -293,8 +294,8 @@ async def test_responses_are_created_the_same_way(direct: Any) -> None:
 
 
 async def test_a_stream_and_other_options_are_the_same_session(direct: Any) -> None:
-    """A copy of a client (`with_options`, `copy`) stores its calls, also streamed calls, in the conversation tree of
-    the original client."""
+    """A copy of a client (`with_options`, `copy`) stores its calls, also streamed calls, in the
+    conversation tree of the original client."""
     client, _ = direct("one", "two", seed=1)
     messages: Any = [{"role": "user", "content": "count"}]
     stream = await client.with_options(timeout=5).chat.completions.create(
@@ -316,7 +317,8 @@ async def test_clients_do_not_share_a_session(direct: Any) -> None:
 
 
 class DocumentsMultiTurn(RolloutWorkflow):
-    """This workflow is the "Multi-Turn Conversation Example" from AReaL's page OpenAI-Compatible Workflows."""
+    """This workflow is the "Multi-Turn Conversation Example" from AReaL's page OpenAI-Compatible
+    Workflows."""
 
     def __init__(
         self, reward_fn: Any, gconfig: GenerationHyperparameters, tokenizer: Any, **kwargs: Any
@@ -377,8 +379,8 @@ async def third(
 async def test_the_multi_turn_workflow_of_openai_workflows(
     real_engine: RemoteInfEngine, tiny_tokenizer: Any
 ) -> None:
-    """The multi-turn workflow from AReaL's documentation runs three turns on a real server, and each exported row
-    contains the sampled tokens."""
+    """The multi-turn workflow from AReaL's documentation runs three turns on a real server, and
+    each exported row contains the sampled tokens."""
     workflow = resolve_workflow(
         DocumentsMultiTurn,
         {"reward_fn": third, "gconfig": GenerationHyperparameters(max_new_tokens=6)},
@@ -400,7 +402,8 @@ async def test_the_multi_turn_workflow_of_openai_workflows(
 
 
 async def test_a_failed_call_leaves_nothing_in_the_tree(direct: Any) -> None:
-    """A failed call raises an error with an HTTP status and leaves nothing in the conversation tree."""
+    """A failed call raises an error with an HTTP status and leaves nothing in the conversation
+    tree."""
     client, engine = direct()
     with pytest.raises(openai.BadRequestError, match="messages"):
         await client.chat.completions.create(model="m", messages=[])
@@ -419,8 +422,8 @@ async def test_a_failed_call_leaves_nothing_in_the_tree(direct: Any) -> None:
 async def test_a_prompt_that_is_too_long_is_a_400(
     real_engine: RemoteInfEngine, tiny_tokenizer: Any
 ) -> None:
-    """If a prompt is too long, the client raises an error with status 400 and the engine's message. A call that is
-    refused because of its long prompt adds nothing to the conversation tree."""
+    """If a prompt is too long, the client raises an error with status 400 and the engine's
+    message."""
     client = ArealOpenAI(real_engine, tiny_tokenizer)
     with pytest.raises(openai.BadRequestError, match="prompt is too long"):
         await say(client, "x" * 3000)
@@ -439,7 +442,7 @@ async def test_stop_strings_are_a_way_to_end(direct: Any) -> None:
 
 
 async def test_several_answers_at_once(direct: Any) -> None:
-    """A request with n=2 adds two siblings to the tree. Each sibling has its own tokens and its own reward."""
+    """A request with n=2 adds two siblings to the tree."""
     client, _ = direct("five", "four")
     completion = await say(client, "2+2?", n=2)
     ids = list(client.cache)
@@ -452,7 +455,7 @@ async def test_several_answers_at_once(direct: Any) -> None:
 
 
 async def test_greedy_and_default_temperatures(direct: Any) -> None:
-    """A temperature of None means 1.0. A temperature of 0 means greedy sampling, and a greedy turn is not trained."""
+    """A temperature of None means 1.0."""
     client, engine = direct()
     await say(client, "a", temperature=None)
     await say(client, "b", temperature=0)
@@ -462,8 +465,7 @@ async def test_greedy_and_default_temperatures(direct: Any) -> None:
 
 
 async def test_a_siblings_reward_stays_with_it(direct: Any) -> None:
-    """A parent gets the discounted mean of its children's rewards. The reward of one child does not change the reward
-    of its siblings."""
+    """A parent gets the discounted mean of its children's rewards."""
     client, _ = direct("a", "b", "c")
     a = await say(client, "x")
     b, c = await say(client, "x", "a", "left"), await say(client, "x", "a", "right")
@@ -483,7 +485,8 @@ async def test_a_siblings_reward_stays_with_it(direct: Any) -> None:
 
 
 async def test_an_unknown_interaction_or_style_is_an_error(direct: Any) -> None:
-    """An unknown interaction id, a reward of NaN and an unknown export style each raise an error."""
+    """An unknown interaction id, a reward of NaN and an unknown export style each raise an
+    error."""
     client, _ = direct()
     with pytest.raises(KeyError, match="chatcmpl-x"):
         client.set_reward("chatcmpl-x", 1.0)

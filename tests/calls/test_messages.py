@@ -1,5 +1,4 @@
-"""Messages with the same meaning have the same canonical form. The proxy either applies a parameter of a request or
-refuses the request with an error that names the parameter."""
+"""Messages with the same meaning have the same canonical form."""
 
 import copy
 import json
@@ -59,7 +58,8 @@ def read_reply(path: str, reply: Any) -> list[Message]:
 
 
 def read(pair: dict[str, Any]) -> tuple[list[Message], list[Message], list[Message]]:
-    """Return three lists of messages in normal form: the first request, its reply, and the second request."""
+    """Return three lists of messages in normal form: the first request, its reply, and the second
+    request."""
     parse = PROTOCOLS[pair["path"]].parse
     return (
         parse(pair["parent"]).messages,
@@ -69,7 +69,8 @@ def read(pair: dict[str, Any]) -> tuple[list[Message], list[Message], list[Messa
 
 
 def begins_with(messages: list[Message], said: list[Message]) -> bool:
-    """Return whether `messages` begins with the messages in `said`, compared by their canonical forms."""
+    """Return whether `messages` begins with the messages in `said`, compared by their canonical
+    forms."""
     return list(map(canonical, messages[: len(said)])) == list(map(canonical, said))
 
 
@@ -78,16 +79,15 @@ def begins_with(messages: list[Message], said: list[Message]) -> bool:
 
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair["id"])
 def test_an_echoed_history_is_recognised(pair: dict[str, Any]) -> None:
-    """Real clients change whitespace and JSON keys in the conversation history that they send back. A history with
-    changed whitespace or changed JSON keys still counts as a continuation of the conversation."""
+    """Real clients change whitespace and JSON keys in the conversation history that they send
+    back."""
     parent, output, child = read(pair)
     assert len(output) == 1  # a reply is one message, even if it has several items or blocks
     assert begins_with(child, parent + output)
 
 
 def test_every_turn_finds_its_parent_among_all_conversations() -> None:
-    """The 137 recorded pairs of requests are put in one session. For the second request of each pair, the cache finds
-    the first request of the same pair as the parent."""
+    """The 137 recorded pairs of requests are put in one session."""
     cache = InteractionCache()
     children: dict[int, Interaction] = {}
     for k, line in enumerate(LINES):
@@ -118,8 +118,8 @@ SAID = {"text", "content", "name", "arguments", "input", "id", "call_id", "tool_
 
 
 def places(value: Any, path: tuple = ()) -> list[tuple]:
-    """Return the path to each text, name, id and argument in a part of a request. A path is a tuple of keys and
-    indices."""
+    """Return the path to each text, name, id and argument in a part of a request. A path is a tuple
+    of keys and indices."""
     if isinstance(value, list):
         return [place for i, item in enumerate(value) for place in places(item, (*path, i))]
     if not isinstance(value, dict) or value.get("type") in ("thinking", "reasoning"):
@@ -139,8 +139,8 @@ def places(value: Any, path: tuple = ()) -> list[tuple]:
 
 
 def echoed(pair: dict[str, Any]) -> tuple[list, int, int]:
-    """Return the items of the second request in a recorded pair, and the range of indices at which these items repeat
-    the reply to the first request."""
+    """Return the items of the second request in a recorded pair, and the range of indices at which
+    these items repeat the reply to the first request."""
     key = "input" if pair["path"] == "responses" else "messages"
     items, begin = pair["child"][key], len(pair["parent"][key])
     end = begin + 1
@@ -164,8 +164,7 @@ PLACES = [
 @settings(deadline=None)
 @given(st.sampled_from(PLACES), st.text(min_size=1), st.integers(0, 30))
 def test_a_changed_turn_is_not_recognised(mutant: tuple, extra: str, at: int) -> None:
-    """A history with a changed text, name, call id or argument is a different conversation. A history that lacks a turn
-    is also a different conversation."""
+    """A history with a changed text, name, call id or argument is a different conversation."""
     original, place = mutant
     pair = copy.deepcopy(original)
     items, begin, end = echoed(pair)
@@ -189,8 +188,7 @@ def test_a_changed_turn_is_not_recognised(mutant: tuple, extra: str, at: int) ->
 @settings(deadline=None)
 @given(st.text(), st.lists(st.text(), max_size=3))
 def test_null_empty_absent_and_parts_are_one_text(text: str, parts: list[str]) -> None:
-    """A content of null, a content of "" and a missing content have the same canonical form. A list of text parts and
-    the joined text also have the same canonical form."""
+    """A content of null, a content of "" and a missing content have the same canonical form."""
     assert (
         canonical({"role": "user", "content": None})
         == canonical({"role": "user", "content": ""})
@@ -208,8 +206,7 @@ def test_null_empty_absent_and_parts_are_one_text(text: str, parts: list[str]) -
 
 
 def test_a_tools_result_is_the_result_of_its_call() -> None:
-    """Tool results with the same text but different call ids count as different messages. A tool result has its call id
-    in the key `tool_call_id` or `id`."""
+    """Tool results with the same text but different call ids count as different messages."""
     result = {"role": "tool", "content": "2", "tool_call_id": "a"}
     assert canonical(result) == canonical({"role": "tool", "content": "2", "id": "a", "name": "f"})
     assert canonical(result) != canonical(result | {"tool_call_id": "b"})
@@ -226,8 +223,7 @@ def assistant(arguments: Any, call_id: str = "c") -> Message:
     "written", ['{"a": 2.0, "b": [1e3]}', '{"b":[1000],"a":2}', {"a": 2.0, "b": [1000]}]
 )
 def test_arguments_are_equal_as_javascript_has_them(written: Any) -> None:
-    """The numbers 2.0 and 2 in arguments count as equal, because JavaScript writes 2 for both. Two JSON texts also
-    count as equal if only the order of their keys or their whitespace differs."""
+    """The numbers 2.0 and 2 in arguments count as equal, because JavaScript writes 2 for both."""
     assert canonical(normalise(assistant(written))) == canonical(assistant('{"a": 2, "b": [1000]}'))
     assert canonical(assistant('{"a": true}')) != canonical(assistant('{"a": 1}'))
     assert canonical(assistant('{"a": "2"}')) != canonical(assistant('{"a": 2}'))
@@ -238,7 +234,7 @@ def test_arguments_are_equal_as_javascript_has_them(written: Any) -> None:
 def test_plain_is_plain() -> None:
     """If a message is already in normal form, normalise returns an identical message."""
     for pair in PAIRS:
-        for message in [part for messages in read(pair) for part in messages]:
+        for message in [part for talk in read(pair) for part in talk]:
             again = normalise(message)
             assert again == message
             assert canonical(again) == canonical(message)
@@ -264,7 +260,8 @@ TALK: list[Message] = [
 
 
 def test_three_protocols_say_one_conversation() -> None:
-    """One conversation, written in each of the three protocols, becomes the same list of messages in normal form."""
+    """One conversation, written in each of the three protocols, becomes the same list of messages
+    in normal form."""
     text = {"type": "text", "text": "Be terse."}
     called = CALL | {"function": {"name": "f", "arguments": '{"a": 1}'}}
     calls = [called, called | {"id": "call_2"}]
@@ -334,8 +331,7 @@ def test_two_replies_in_a_row_stay_two() -> None:
 
 
 def test_tools_are_one_form() -> None:
-    """Tools from all three protocols are converted to the same form. The converted list of tools contains only
-    functions. A converted function has no hint such as `strict`."""
+    """Tools from all three protocols are converted to the same form."""
     flat = {"name": "f", "description": "", "parameters": {"type": "object"}, "strict": True}
     other = [
         {"type": "web_search"},
@@ -375,8 +371,7 @@ def test_tools_are_one_form() -> None:
     ],
 )
 def test_tool_choice_is_one_word(parse: Any, choice: Any, meaning: str) -> None:
-    """tool_choice becomes auto, none, required or a tool's name. If tool_choice is none, the prompt still lists the
-    tools, but the reply contains no call."""
+    """tool_choice becomes auto, none, required or a tool's name."""
     flat = {"name": "f"}
     tools = {
         parse_chat: [TOOL],
@@ -421,8 +416,7 @@ FLAT = {"type": "json_schema", "name": "s", "schema": SCHEMA}
     ],
 )
 def test_structured_output_is_one_schema(parse: Any, fields: dict[str, Any], schema: Any) -> None:
-    """In each protocol, the parser converts a request for structured output to one JSON schema. The schema's keys keep
-    the caller's order."""
+    """In each protocol, the parser converts a request for structured output to one JSON schema."""
     sampling = parse(body_of(parse, **fields)).sampling
     assert sampling == (
         {} if schema is None else {"json_schema": json.dumps(schema, separators=(",", ":"))}
@@ -516,7 +510,8 @@ REFUSED = [
 
 @pytest.mark.parametrize(("parse", "name", "value"), REFUSED)
 def test_what_cannot_be_honoured_is_refused_by_name(parse: Any, name: str, value: Any) -> None:
-    """The proxy refuses an unsupported parameter that would change the answer, and the refusal names the field."""
+    """The proxy refuses an unsupported parameter that would change the answer, and the refusal
+    names the field."""
     with pytest.raises(Refusal, match=f"^{name}"):
         parse(body_of(parse, **{name: value}))
 
@@ -546,8 +541,7 @@ def test_nothing_but_a_bad_request_is_raised(parse: Any, body: dict[str, Any], i
 
 
 def test_neutral_values_and_unknown_keys_are_accepted() -> None:
-    """Frameworks send unknown keys, and also send the default values of unsupported parameters. The parser ignores
-    unknown keys, and ignores unsupported parameters that have their default values."""
+    """Frameworks send unknown keys, and also send the default values of unsupported parameters."""
     body: dict[str, Any] = {
         "stream": False,
         "n": 1,
@@ -574,8 +568,7 @@ def test_neutral_values_and_unknown_keys_are_accepted() -> None:
 
 
 def test_sampling_parameters_are_translated() -> None:
-    """A parsed request contains only the sampling parameters that the agent set. A request may give the token limit
-    under any of three key names."""
+    """A parsed request contains only the sampling parameters that the agent set."""
     body = {
         "temperature": 0,
         "top_p": 0.9,
@@ -598,8 +591,8 @@ def test_sampling_parameters_are_translated() -> None:
 
 
 def test_half_a_surrogate_pair_stays_text() -> None:
-    """Tool-call arguments with half a surrogate pair are kept as text, because the parsed value cannot be written as
-    JSON."""
+    """Tool-call arguments with half a surrogate pair are kept as text, because the parsed value
+    cannot be written as JSON."""
     text = '{"a": "\\ud800"}'
     call = {"id": "1", "function": {"name": "f", "arguments": text}}
     assert (
@@ -611,8 +604,8 @@ def test_half_a_surrogate_pair_stays_text() -> None:
 
 
 def test_how_the_answer_is_wanted() -> None:
-    """From a request's body, the parser reads `stream`, `n`, `logprobs`, `store` and the variables of the chat
-    template."""
+    """From a request's body, the parser reads `stream`, `n`, `logprobs`, `store` and the variables
+    of the chat template."""
     options = {"include_usage": True}
     ask = parse_chat(body_of(parse_chat, stream=True, stream_options=options, n=3, logprobs=True))
     assert (ask.stream, ask.stream_usage, ask.n, ask.logprobs) == (True, True, 3, True)
@@ -649,8 +642,8 @@ def test_how_the_answer_is_wanted() -> None:
 
 
 def test_arguments_that_are_no_json_stay_text() -> None:
-    """If a model writes invalid JSON as the arguments of a tool call, the arguments are kept as text. A later request
-    whose history contains an invalid tool call still finds its parent."""
+    """If a model writes invalid JSON as the arguments of a tool call, the arguments are kept as
+    text."""
     for arguments in ('{"a": ', "[" * 100_000, '{"a": NaN}', '{"a": 1e999}', "[" * 250 + "]" * 250):
         message = assistant(arguments)
         assert canonical(message) == canonical(copy.deepcopy(message))
@@ -663,7 +656,8 @@ def test_arguments_that_are_no_json_stay_text() -> None:
 
 
 def test_what_is_nested_too_deeply_is_refused_by_name() -> None:
-    """The parser refuses a value that is nested too deeply to be written as JSON, and the refusal names the field."""
+    """The parser refuses a value that is nested too deeply to be written as JSON, and the refusal
+    names the field."""
     deep: Any = {}
     for _ in range(1000):
         deep = {"a": deep}
@@ -683,8 +677,9 @@ def test_what_is_nested_too_deeply_is_refused_by_name() -> None:
 
 
 def finished(prefix: str, messages: list[Message], parsed: Parsed) -> Interaction:
-    """Return a finished interaction. The interaction's id is the prefix followed by "ab". The prefix "resp_" selects
-    the Responses protocol, and any other prefix selects Anthropic's Messages protocol."""
+    """Return a finished interaction. The interaction's id is the prefix followed by "ab". The
+    prefix "resp_" selects the Responses protocol, and any other prefix selects Anthropic's Messages
+    protocol."""
     name = "responses" if prefix == "resp_" else "messages"
     answer = Answer(f"{prefix}ab", ModelResponse([1], [2], [-1.0], [0], "stop"), parsed)
     found = Interaction(messages, tools=[TOOL], output_message_list=[answer.message])
@@ -703,8 +698,8 @@ FINISHED = {
 
 
 def test_a_previous_response_is_put_in() -> None:
-    """For a request with previous_response_id, the parser puts the earlier conversation before the new messages. New
-    instructions replace the earlier instructions."""
+    """For a request with previous_response_id, the parser puts the earlier conversation before the
+    new messages."""
     body = {"input": "And then?", "previous_response_id": "resp_ab"}
     history = [*FINISHED["resp_ab"].conversation, TALK[-1]]
     assert parse_responses(body, FINISHED.get).messages == history
@@ -721,8 +716,8 @@ def test_a_previous_response_is_put_in() -> None:
 
 
 def test_a_thread_keeps_its_tools() -> None:
-    """In a thread of Anthropic's protocol, later requests use the tools of the first request, because Anthropic's tool
-    runner sends tools only once."""
+    """In a thread of Anthropic's protocol, later requests use the tools of the first request,
+    because Anthropic's tool runner sends tools only once."""
     thread = {"type": "continue", "previous_message_id": "msg_ab"}
     other = {"name": "other", "input_schema": {"type": "object"}}
     assert parse_anthropic({"messages": [TALK[-1]], "thread": thread}, FINISHED.get).tools == [TOOL]
@@ -739,8 +734,7 @@ def test_a_thread_keeps_its_tools() -> None:
 
 
 def test_references_to_items_are_put_in() -> None:
-    """A client's next request can contain references to a reply's items instead of the items. The parser replaces each
-    reference with the item that the reference names."""
+    """A client's next request can contain references to a reply's items instead of the items."""
     call = {"type": "function_call", "call_id": "call_ab_0", "name": "f", "arguments": '{"a": 1}'}
     last = {"type": "item_reference", "id": "fc_ab_1"}
     for thought in (
@@ -773,8 +767,8 @@ def test_references_to_items_are_put_in() -> None:
     ],
 )
 def test_what_is_not_there_is_refused_by_name(name: str, ask: dict[str, Any]) -> None:
-    """The parser refuses a reference to an unknown item, because without the item a part of the conversation would be
-    missing."""
+    """The parser refuses a reference to an unknown item, because without the item a part of the
+    conversation would be missing."""
     with pytest.raises(Refusal, match=f"^{name}"):
         parse_responses(ask, FINISHED.get)
     thread = {"type": "continue", "previous_message_id": "msg_no"}

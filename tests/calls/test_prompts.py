@@ -53,8 +53,8 @@ def user(text: str) -> dict[str, Any]:
 
 
 class Talk:
-    """A conversation in which PromptBuilder builds the prompts and the test chooses the tokens that the model
-    samples."""
+    """A conversation in which PromptBuilder builds the prompts and the test chooses the tokens that
+    the model samples."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer, self.cache = tokenizer, InteractionCache()
@@ -64,7 +64,8 @@ class Talk:
     def say(
         self, question: dict[str, Any], answer: str, ends: str = "<|im_end|>", **ask: Any
     ) -> list[int]:
-        """Build and return the prompt of a turn, and store the tokens of `answer` as the turn's answer."""
+        """Build and return the prompt of a turn, and store the tokens of `answer` as the turn's
+        answer."""
         self.messages.append(question)
         name = str(len(self.cache))
         request = AgentRequest(list(self.messages), **ask)
@@ -90,8 +91,8 @@ class Talk:
 def test_a_conversation_is_one_row_under_any_template(
     tiny_tokenizer: Any, name: str, ends: str, last: str
 ) -> None:
-    """With each template of this test, the export style `concat` exports the conversation as one row. Each sampled
-    token is trained once, and each turn has one end marker."""
+    """With each template of this test, the export style `concat` exports the conversation as one
+    row."""
     talk = Talk(tokenizer_with(tiny_tokenizer, TEMPLATES[name]))
     assert talk.prompts.splices
     mark = "<|im_start|>" if name == "nothing at the end" else "<|im_end|>"
@@ -111,8 +112,7 @@ def test_a_conversation_is_one_row_under_any_template(
 
 @pytest.mark.parametrize("sampled", ["<|endoftext|><|im_end|>", "<|endoftext|>", "<|im_end|>", ""])
 def test_a_turn_that_ends_with_several_marks(tiny_tokenizer: Any, sampled: str) -> None:
-    """A template may end a turn with several markers. If the model has sampled some of the markers, the next prompt
-    adds only the missing markers."""
+    """A template may end a turn with several markers."""
     template = (
         HEAD
         + "{{ m.content }}{% if m.role == 'assistant' %}<|endoftext|>{% endif %}<|im_end|>\n"
@@ -129,8 +129,8 @@ def test_a_turn_that_ends_with_several_marks(tiny_tokenizer: Any, sampled: str) 
 def test_where_rendering_again_is_exact_splicing_is_the_same(
     tiny_tokenizer: Any, name: str
 ) -> None:
-    """If a template does not change the model's text, the prompt made from sampled tokens is identical to a prompt that
-    the template renders in full."""
+    """If a template does not change the model's text, the prompt made from sampled tokens is
+    identical to a prompt that the template renders in full."""
     spliced, whole = (Talk(tokenizer_with(tiny_tokenizer, TEMPLATES[name])) for _ in range(2))
     whole.prompts.splices = False
     for k in range(3):
@@ -138,7 +138,8 @@ def test_where_rendering_again_is_exact_splicing_is_the_same(
 
 
 def test_a_hundred_turns_are_rendered_once(tiny_tokenizer: Any) -> None:
-    """In a conversation of 100 turns each question is rendered and tokenised once, and no answer is rendered."""
+    """In a conversation of 100 turns each question is rendered and tokenised once, and no answer is
+    rendered."""
     tokenizer = tokenizer_with(tiny_tokenizer, TEMPLATES["plain"])
     talk = Talk(tokenizer)
     rendered: list[list[dict[str, Any]]] = []
@@ -168,8 +169,8 @@ def test_a_hundred_turns_are_rendered_once(tiny_tokenizer: Any) -> None:
 def test_a_template_that_wants_a_call_before_its_result_is_rendered_in_full(
     tiny_tokenizer: Any,
 ) -> None:
-    """PromptBuilder renders new messages after a short stub conversation, whose answer has no tool call. If the
-    template refuses a tool result after an answer without a tool call, the prompt is rendered in full."""
+    """PromptBuilder renders new messages after a short stub conversation, whose answer has no tool
+    call."""
     wants = "{% if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}{{ raise_exception('no call') }}{% endif %}"
     tokenizer = tokenizer_with(tiny_tokenizer, HEAD + wants + "{{ m.content }}<|im_end|>\n" + TAIL)
     prompts = PromptBuilder(tokenizer)
@@ -195,8 +196,7 @@ def test_a_template_that_wants_a_call_before_its_result_is_rendered_in_full(
 def test_variables_of_the_template_are_no_arguments_of_the_tokenizer(
     tiny_tokenizer: Any, name: str
 ) -> None:
-    """chat_template_kwargs may set only variables of the template. If a key of chat_template_kwargs is a parameter of
-    the tokenizer's method apply_chat_template, the request is refused with an error that contains the key."""
+    """chat_template_kwargs may set only variables of the template."""
     with pytest.raises(Refusal, match=f"chat_template_kwargs: {name}"):
         PromptBuilder(tiny_tokenizer).prompt(
             AgentRequest([user("q")], template_kwargs={name: 1}), None
@@ -214,9 +214,8 @@ def test_variables_of_the_template_are_no_arguments_of_the_tokenizer(
 def test_settings_of_the_tokenizer_do_not_change_a_prompt(
     tiny_tokenizer: Any, settings: dict[str, Any]
 ) -> None:
-    """An agent in the same process may call the proxy's tokenizer with other settings, such as truncation. The Rust
-    object inside the tokenizer keeps the settings of the agent's call, but the settings do not change a prompt. If the
-    owner of the tokenizer sets an attribute such as split_special_tokens, every prompt changes."""
+    """An agent in the same process may call the proxy's tokenizer with other settings, such as
+    truncation."""
     tokenizer = tokenizer_with(tiny_tokenizer, TEMPLATES["plain"])
     prompts, ask = PromptBuilder(tokenizer), AgentRequest([user("Six times seven?")])
     before = prompts.prompt(ask, None)
@@ -257,9 +256,8 @@ IDS = "{% if m.role == 'tool' and m.tool_call_id | length != 9 %}{{ raise_except
 def test_calls_are_given_as_a_template_wants_them(
     tiny_tokenizer: Any, wants: str, says: str | None
 ) -> None:
-    """If a template refuses the tool calls, PromptBuilder tries two other forms of the tool calls. For Mistral's
-    template, the ids of tool calls have nine letters or digits. For DeepSeek's template, the arguments of tool calls
-    are text. A tool call and its result always have the same id."""
+    """If a template refuses the tool calls, PromptBuilder tries two other forms of the tool
+    calls."""
     prompts = PromptBuilder(
         tokenizer_with(tiny_tokenizer, HEAD + wants + "{{ m.content }}<|im_end|>\n" + TAIL)
     )
@@ -290,8 +288,8 @@ def test_calls_are_given_as_a_template_wants_them(
 
 
 def test_tools_reach_every_turn(tiny_tokenizer: Any) -> None:
-    """The template gets the tools in every turn, even if PromptBuilder renders only the new messages. Some templates
-    write the tools before the last question."""
+    """The template gets the tools in every turn, even if PromptBuilder renders only the new
+    messages."""
     tokenizer = tokenizer_with(
         tiny_tokenizer,
         HEAD

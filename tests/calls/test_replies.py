@@ -1,5 +1,5 @@
-"""What an SDK builds from a stream is the whole reply, and a reply sent back is the message that the
-tree keeps."""
+"""What an SDK builds from a stream is the whole reply, and a reply sent back is the message that
+the tree keeps."""
 
 import json
 from collections.abc import Iterator
@@ -67,7 +67,8 @@ def frames_of(raw: bytes) -> Iterator[tuple[str, Any]]:
 
 
 def client_of(name: str, content: bytes, status: int = 200) -> Any:
-    """Return a client of the protocol's official SDK that gets `content` as the reply to any request."""
+    """Return a client of the protocol's official SDK that gets `content` as the reply to any
+    request."""
     kind = "text/event-stream" if status == 200 else "application/json"
     http: Any = httpx2 if name == "messages" else sdk_http
     transport = http.MockTransport(
@@ -100,8 +101,9 @@ def accumulated(name: str, raw: bytes) -> dict[str, Any]:
 
 
 def said(value: Any) -> Any:
-    """Return a reply without the keys in which a streamed and an unstreamed reply may differ. The removed keys are
-    timestamps, keys with null values, and keys for parsed values that an SDK's helper adds."""
+    """Return a reply without the keys in which a streamed and an unstreamed reply may differ. The
+    removed keys are timestamps, keys with null values, and keys for parsed values that an SDK's
+    helper adds."""
     if isinstance(value, dict):
         added = [
             "created",
@@ -161,8 +163,8 @@ def test_a_stream_is_the_whole_reply(
 @settings(deadline=None)
 @given(st.sampled_from(NAMES), PARSES)
 def test_a_reply_sent_back_is_the_message_that_was_kept(name: str, parsed: Parsed) -> None:
-    """In every protocol, the message that a client sends back has the canonical form of the message in the conversation
-    tree."""
+    """In every protocol, the message that a client sends back has the canonical form of the message
+    in the conversation tree."""
     answer = answer_of(name, parsed)
     again = sent_back(name, whole(name, answer))
     assert canonical(again) == canonical(answer.message)
@@ -173,7 +175,8 @@ def test_a_reply_sent_back_is_the_message_that_was_kept(name: str, parsed: Parse
 
 
 def test_a_chat_completion_has_all_that_strict_clients_read() -> None:
-    """A chat completion has `id`, `model`, `object`, `index` and `usage`, and only its `content` may be null."""
+    """A chat completion has `id`, `model`, `object`, `index` and `usage`, and only its `content`
+    may be null."""
     reply = whole("chat/completions", answer_of("chat/completions", Parsed("hi"), "length"))
     assert reply.pop("created") > 0
     assert reply == {
@@ -197,8 +200,7 @@ def test_a_chat_completion_has_all_that_strict_clients_read() -> None:
 
 
 def test_a_response_has_all_that_strict_clients_read() -> None:
-    """A reply in OpenAI's Responses protocol has `created_at`, `status` and `usage`. The ids of the response's items
-    are derived from the response's id."""
+    """A reply in OpenAI's Responses protocol has `created_at`, `status` and `usage`."""
     reply = whole("responses", answer_of("responses"))
     assert reply["created_at"] > 0
     assert [item["id"] for item in reply["output"]] == [
@@ -225,8 +227,8 @@ def test_a_response_has_all_that_strict_clients_read() -> None:
 
 
 def test_a_message_has_all_that_strict_clients_read() -> None:
-    """A reply in Anthropic's Messages protocol has `role`, `type`, `id`, `usage` and `stop_reason`. No text block has
-    `citations` with the value null, because Vercel's client rejects that value."""
+    """A reply in Anthropic's Messages protocol has `role`, `type`, `id`, `usage` and
+    `stop_reason`."""
     reply = whole("messages", answer_of("messages"))
     assert reply == {
         "id": "msg_ab12",
@@ -250,8 +252,8 @@ def test_a_message_has_all_that_strict_clients_read() -> None:
 
 
 def test_the_events_of_a_chat_completion() -> None:
-    """The stream of a chat completion begins with the role, and ends with finish_reason and [DONE]. The stream contains
-    token usage only if the client asks for it."""
+    """The stream of a chat completion begins with the role, and ends with finish_reason and
+    [DONE]."""
     answer = answer_of("chat/completions")
     frames = list(frames_of(streamed("chat/completions", answer)))
     assert {event for event, _ in frames} == {""}
@@ -273,8 +275,7 @@ def test_the_events_of_a_chat_completion() -> None:
 
 
 def test_the_events_of_a_response() -> None:
-    """In the Responses protocol, the events of a stream are numbered without gaps. The event that adds an item comes
-    before the item's deltas."""
+    """In the Responses protocol, the events of a stream are numbered without gaps."""
     frames = list(frames_of(streamed("responses", answer_of("responses"))))
     part = ["output_item.added", "content_part.added"]
     end = ["content_part.done", "output_item.done"]
@@ -293,8 +294,8 @@ def test_the_events_of_a_response() -> None:
 
 
 def test_the_events_of_a_message() -> None:
-    """Every event has an `event:` line, which Anthropic's client needs, and only one content block is open at a
-    time."""
+    """Every event has an `event:` line, which Anthropic's client needs, and only one content block
+    is open at a time."""
     frames = list(frames_of(streamed("messages", answer_of("messages"))))
     assert all(data["type"] == event for event, data in frames)
     deltas = [data["delta"].get("type") for event, data in frames if event == "content_block_delta"]
@@ -315,8 +316,8 @@ def test_the_events_of_a_message() -> None:
 
 
 def test_several_answers_share_a_chat_completion() -> None:
-    """With n = 2 a stream interleaves the chunks of both answers, and each chunk has the index of its answer. The
-    stream sends token usage and [DONE] only once, at its end."""
+    """With n = 2 a stream interleaves the chunks of both answers, and each chunk has the index of
+    its answer."""
     ask = AgentRequest(HELLO, model="m", n=2, stream_usage=True)
     one = Answer("chatcmpl-ab12", response_of(), Parsed("first", "hm"))
     two = Answer(
@@ -331,7 +332,8 @@ def test_several_answers_share_a_chat_completion() -> None:
 
 
 def test_logprobs_of_the_sampled_tokens() -> None:
-    """A reply contains the logprobs of the sampled tokens in OpenAI's format, with and without streaming."""
+    """A reply contains the logprobs of the sampled tokens in OpenAI's format, with and without
+    streaming."""
     chat = answer_of("chat/completions", Parsed("hi"), token_texts=["h", "i", "<|im_end|>"])
     content = whole("chat/completions", chat)["choices"][0]["logprobs"]["content"]
     assert [(entry["token"], entry["logprob"]) for entry in content] == [
@@ -361,7 +363,8 @@ def test_logprobs_of_the_sampled_tokens() -> None:
     [(400, "BadRequestError"), (401, "AuthenticationError"), (404, "NotFoundError")],
 )
 def test_an_error_has_the_shape_of_its_protocol(name: str, status: int, error: str) -> None:
-    """For an error status, each protocol's SDK raises the exception class for this status, with the proxy's message."""
+    """For an error status, each protocol's SDK raises the exception class for this status, with the
+    proxy's message."""
     body = PROTOCOLS[name].error(status, "stop: a string is needed")
     assert body["error"]["message"] == "stop: a string is needed"
     assert ("type" in body) == (name != "chat/completions")
@@ -371,8 +374,8 @@ def test_an_error_has_the_shape_of_its_protocol(name: str, status: int, error: s
 
 
 def accumulated_error(name: str, raw: bytes, status: int) -> None:
-    """Send a request with a client of the SDK. The client gets the reply `raw`, and raises the error that is in the
-    reply."""
+    """Send a request with a client of the SDK. The client gets the reply `raw`, and raises the
+    error that is in the reply."""
     client = client_of(name, raw, status)
     if name == "chat/completions":
         client.chat.completions.create(model="m", messages=HELLO)
@@ -384,8 +387,8 @@ def accumulated_error(name: str, raw: bytes, status: int) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_stream_that_breaks_off_is_an_error(name: str) -> None:
-    """If an error occurs after the first bytes of a stream, the stream sends the error as an event, and the SDK raises
-    the error."""
+    """If an error occurs after the first bytes of a stream, the stream sends the error as an event,
+    and the SDK raises the error."""
     form = form_of(name, answer_of(name))
     events = [*form.opening(), form.progress(), form.error(503, "no server answers")]
     raw = b"".join(write_event(data, n) for n, data in enumerate(events))

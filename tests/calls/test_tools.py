@@ -1,5 +1,4 @@
-"""If the model's text contains a complete and valid tool call, the reply contains this call. All text outside valid
-tool calls stays text. A stream never takes back a part of the reply that it has sent."""
+"""If the model's text contains a complete and valid tool call, the reply contains this call."""
 
 import json
 import subprocess
@@ -53,8 +52,7 @@ def call(name: str = "f", arguments: str = "{}") -> str:
     ],
 )
 def test_a_text_is_taken_apart(text: str, parsed: Parsed) -> None:
-    """The method parse splits the model's output into reasoning, text and calls. Output without reasoning and calls is
-    not changed."""
+    """The method parse splits the model's output into reasoning, text and calls."""
     assert PARSER.parse(text, TOOLS) == parsed
 
 
@@ -81,7 +79,7 @@ BROKEN = [
 
 @pytest.mark.parametrize("text", BROKEN)
 def test_a_malformed_call_stays_text(text: str) -> None:
-    """A malformed call stays text. If a valid call follows a malformed call, the parser finds the valid call."""
+    """A malformed call stays text."""
     assert PARSER.parse(text, TOOLS) == Parsed(text)
     if text.endswith("</tool_call>"):
         assert PARSER.parse(text + call("g"), TOOLS) == Parsed(text, calls=[Call("g", "{}")])
@@ -107,8 +105,8 @@ def test_without_tools_nothing_is_a_call() -> None:
 def test_a_forced_call_is_begun_for_the_model(
     begun: str, choice: str, tools: list, written: str
 ) -> None:
-    """To force a call, the proxy writes the beginning of the call into the prompt, and the model writes the rest. If
-    the prompt ends with <think>, the proxy writes </think> before the beginning of the call."""
+    """To force a call, the proxy writes the beginning of the call into the prompt, and the model
+    writes the rest."""
     opening = PARSER.opening(choice, tools, begun)
     assert (begun + opening).count("</think>") == bool(begun)
     assert PARSER.parse(begun + opening + written, tools) == Parsed(
@@ -128,8 +126,7 @@ def brackets(text: str, tools: Any) -> tuple[str, list[dict[str, Any]]]:
 
 
 def test_a_function_may_read_the_calls() -> None:
-    """`module.function` gets the text after the reasoning. What it cannot read stays text, and its
-    calls cannot be forced."""
+    """`module.function` gets the text after the reasoning."""
     parser = OutputParser(f"{__name__}.brackets")
     whole = parser.parse('<think>hm</think>[f {"a": 1}]', TOOLS)
     assert whole == Parsed("", "hm", [Call("f", '{"a": 1}')])
@@ -172,8 +169,8 @@ for form, text in said:
 
 @pytest.mark.skipif(not SGLANG, reason="needs SGLang: make test-sglang")
 def test_sglangs_parsers_serve_other_forms(tiny_tokenizer: Any, tmp_path: Path) -> None:
-    """If `tool_call_parser` names a parser of SGLang, this parser gets the model's text including the special
-    tokens."""
+    """If `tool_call_parser` names a parser of SGLang, this parser gets the model's text including
+    the special tokens."""
     own = type(tiny_tokenizer)(
         tokenizer_object=tiny_tokenizer.backend_tokenizer,
         eos_token="<|im_end|>",

@@ -104,7 +104,7 @@ async def test_a_turn_is_in_the_tree_before_its_first_byte_and_whole_before_its_
 async def test_an_error_in_the_middle_is_an_event(
     start: Start, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
-    """And the turn leaves the tree. A mistake of ours is raised, too, so that it is logged."""
+    """And the turn leaves the tree."""
     harness = start("hello")
     session = await harness.start()
     cache, hold = cache_of(harness, session), asyncio.Event()
@@ -143,7 +143,8 @@ async def test_an_error_before_the_first_token_is_a_status(start: Start, streams
 
 
 async def test_a_turn_that_never_ran_leaves_the_tree(start: Start) -> None:
-    """If the session ends before the asyncio task of a turn has started, the turn is removed from the tree."""
+    """If the session ends before the asyncio task of a turn has started, the turn is removed from
+    the tree."""
     harness = start("hello")
     session = await harness.start()
     cache, proxy = cache_of(harness, session), harness.app.state.proxy
@@ -168,8 +169,7 @@ CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "sky"}}\n</tool_call>'
 
 
 async def test_a_tool_call_is_parsed_and_gone_on_from(start: Start, tiny_tokenizer: Any) -> None:
-    """The reply contains the parsed tool call. The next prompt begins with the first prompt and the tokens that the
-    model sampled."""
+    """The reply contains the parsed tool call."""
     harness = start(f"so: {CALL}", "blue")
     session = await harness.start()
     completion = await harness.chat(session, HELLO, tools=TOOLS)
@@ -190,8 +190,7 @@ async def test_a_tool_call_is_parsed_and_gone_on_from(start: Start, tiny_tokeniz
 
 @pytest.mark.parametrize("levels", range(200, 208))
 async def test_a_call_that_is_nested_deeply_has_a_reply(start: Start, levels: int) -> None:
-    """However deeply the arguments of a tool call are nested, the proxy sends a reply. The test puts deeply nested tool
-    calls into a request's history and into the model's answer."""
+    """However deeply the arguments of a tool call are nested, the proxy sends a reply."""
     deep = '{"a": ' * levels + "1" + "}" * levels
     call = f'<tool_call>\n{{"name": "look", "arguments": {deep}}}\n</tool_call>'
     harness = start("one", call, "two")
@@ -213,8 +212,7 @@ async def test_a_call_that_is_nested_deeply_has_a_reply(start: Start, levels: in
 async def test_a_call_is_forced_by_its_beginning(
     start: Start, tiny_tokenizer: Any, choice: str, opening: str
 ) -> None:
-    """The beginning of a forced call is part of the prompt and is not trained. The reply contains the whole forced
-    call."""
+    """The beginning of a forced call is part of the prompt and is not trained."""
     rest = '{"at": "sky"}}\n</tool_call>'
     harness = start(('look", "arguments": ' if choice == "required" else "") + rest)
     session = await harness.start()
@@ -236,8 +234,7 @@ async def test_a_call_is_forced_by_its_beginning(
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_n_answers_are_n_siblings(start: Start, stream: bool) -> None:
-    """If a call asks for n answers, each answer is an interaction with its own seed. The parent of the next turn is the
-    answer that the agent continues."""
+    """If a call asks for n answers, each answer is an interaction with its own seed."""
     harness = start("one", "two", "three", "next", seed=3)
     session = await harness.start()
     async with sdk(harness, f"/{session}/v1") as client:
@@ -303,8 +300,7 @@ async def test_n_answers_are_read_together_or_not_at_all(
 
 
 async def test_an_agents_seed_gives_n_different_answers(start: Start) -> None:
-    """With seed=5 and n=2 the two answers have the seeds 5 and 6. If the agent repeats a request with seed=5 and n=2,
-    the second request uses the seeds 5 and 6, like the first request."""
+    """With seed=5 and n=2 the two answers have the seeds 5 and 6."""
     harness = start()
     session = await harness.start()
     for _ in range(2):
@@ -313,8 +309,8 @@ async def test_an_agents_seed_gives_n_different_answers(start: Start) -> None:
 
 
 async def test_a_response_goes_on_from_the_one_it_names(start: Start, tiny_tokenizer: Any) -> None:
-    """If a client sends previous_response_id and only the new messages, the prompt begins with the earlier prompt's
-    tokens."""
+    """If a client sends previous_response_id and only the new messages, the prompt begins with the
+    earlier prompt's tokens."""
     harness = start("one", "two")
     session = await harness.start()
     async with sdk(harness, f"/{session}/v1") as client:
@@ -345,8 +341,8 @@ async def test_logprobs_are_those_of_the_sampled_tokens(start: Start) -> None:
 
 
 async def test_tokens_can_be_counted_beforehand(start: Start) -> None:
-    """Anthropic's count_tokens returns the number of tokens that a turn's prompt would have, for the first turn and for
-    later turns."""
+    """Anthropic's count_tokens returns the number of tokens that a turn's prompt would have, for
+    the first turn and for later turns."""
     harness = start("one")
     session = await harness.start()
     messages: list[Any] = list(HELLO)
@@ -404,8 +400,8 @@ def test_which_turn_a_retry_belongs_to(states: str, match: int | None, left: int
 
 
 async def test_a_retry_is_answered_by_the_turn_in_flight(start: Start) -> None:
-    """If a client repeats its request while the first generation runs, the proxy answers the second request with the
-    result of the first generation."""
+    """If a client repeats its request while the first generation runs, the proxy answers the second
+    request with the result of the first generation."""
     harness = start("one", "two")
     session = await harness.start()
     harness.engine.hold = asyncio.Event()
@@ -423,8 +419,8 @@ async def test_a_retry_is_answered_by_the_turn_in_flight(start: Start) -> None:
 
 
 async def test_a_retry_whose_reply_was_lost_gets_the_same_reply(start: Start) -> None:
-    """If the reply of a finished turn is lost, the retry gets the same reply, and the engine does not generate
-    again."""
+    """If the reply of a finished turn is lost, the retry gets the same reply, and the engine does
+    not generate again."""
     harness = start("one", "two")
     session = await harness.start()
     path = f"/{session}/v1/chat/completions"
@@ -435,7 +431,8 @@ async def test_a_retry_whose_reply_was_lost_gets_the_same_reply(start: Start) ->
 
 
 async def test_a_retry_after_a_failure_is_a_new_turn(start: Start) -> None:
-    """If a call failed with a 503, its retry starts a new turn, and the failed turn is not in the tree."""
+    """If a call failed with a 503, its retry starts a new turn, and the failed turn is not in the
+    tree."""
     harness = start("one")
     session = await harness.start()
     path = f"/{session}/v1/chat/completions"
@@ -454,8 +451,8 @@ async def test_a_retry_after_a_failure_is_a_new_turn(start: Start) -> None:
 async def test_what_nobody_waits_for_leaves_the_tree(
     start: Start, says_so: bool, streams: bool, obeys: bool
 ) -> None:
-    """A client hangs up and asks again while the engine still aborts: only the second call is in the
-    tree, even if the engine answers the first in spite of the cancellation."""
+    """A client hangs up and asks again while the engine still aborts: only the second call is in
+    the tree, even if the engine answers the first in spite of the cancellation."""
     harness = start()
     session, hold, aborted = await harness.start(), asyncio.Event(), asyncio.Event()
     asked = harness.engine.agenerate
@@ -490,8 +487,7 @@ async def test_what_nobody_waits_for_leaves_the_tree(
 
 @pytest.mark.parametrize("together", [True, False])
 async def test_two_equal_requests_on_purpose_stay_two(start: Start, together: bool) -> None:
-    """Two identical requests without a retry header make two turns. If a client retries two identical requests, the two
-    retries get the replies of two different turns."""
+    """Two identical requests without a retry header make two turns."""
     harness = start("one", "two")
     session = await harness.start()
     path = f"/{session}/v1/chat/completions"
@@ -545,7 +541,8 @@ async def test_a_session_frees_its_turns(start: Start) -> None:
 
 
 async def test_a_concurrent_title_call_takes_no_reward(start: Start) -> None:
-    """If opencode requests a title while the agent's turn runs, only the agent's turn gets the reward."""
+    """If opencode requests a title while the agent's turn runs, only the agent's turn gets the
+    reward."""
     harness = start("a title", "done")
     session = await harness.start()
     harness.engine.hold = asyncio.Event()
@@ -591,8 +588,8 @@ async def real(tiny_tokenizer: Any, tiny_server: str) -> AsyncIterator[Harness]:
 
 
 async def assert_equal_rows(harness: Harness, sessions: list[str]) -> None:
-    """Check that two sessions export the same rows. The last bits of the log-probabilities may differ, because rounding
-    depends on the other requests in the server's batch."""
+    """Check that two sessions export the same rows. The last bits of the log-probabilities may
+    differ, because rounding depends on the other requests in the server's batch."""
     one, other = [i["tensors"] for s in sessions for i in (await harness.export(s)).values()]
     assert one.pop("logprobs") == pytest.approx(other.pop("logprobs"), abs=1e-4)
     assert one == other
@@ -665,8 +662,8 @@ async def test_streaming_is_not_streaming_messages(real: Harness, seed: int) -> 
 
 
 async def test_a_paused_server_holds_requests(real: Harness, tiny_server: str) -> None:
-    """If a call arrives while the server is paused for a weight update, the call waits and is answered after the
-    pause."""
+    """If a call arrives while the server is paused for a weight update, the call waits and is
+    answered after the pause."""
     engine = real.app.state.proxy.engine
     session = await real.start()
     await asyncio.to_thread(engine.pause)

@@ -1,5 +1,5 @@
-"""Raw JSON requests in all three protocols get the replies and errors that the vendors' clients expect. The
-conversation tree keeps every turn."""
+"""Raw JSON requests in all three protocols get the replies and errors that the vendors' clients
+expect."""
 
 import base64
 import json
@@ -72,7 +72,8 @@ def said(name: str, reply: dict[str, Any]) -> Items:
 
 
 def result(name: str, reply: dict[str, Any], content: Any) -> dict[str, Any]:
-    """Return `content` as the result of the reply's only tool call, in the form of the protocol `name`."""
+    """Return `content` as the result of the reply's only tool call, in the form of the protocol
+    `name`."""
     if name == "chat/completions":
         return {
             "role": "tool",
@@ -92,7 +93,8 @@ def result(name: str, reply: dict[str, Any], content: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def tool_tokenizer(tiny_tokenizer: Any) -> Any:
-    """A tokenizer whose chat template writes the names of the tools at the beginning of the prompt."""
+    """A tokenizer whose chat template writes the names of the tools at the beginning of the
+    prompt."""
     own = type(tiny_tokenizer)(
         tokenizer_object=tiny_tokenizer.backend_tokenizer, eos_token="<|im_end|>"
     )
@@ -107,9 +109,8 @@ def tool_tokenizer(tiny_tokenizer: Any) -> Any:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("later", ["no tools", "other tools", "other order"])
 async def test_a_client_may_change_its_tools(tool_tokenizer: Any, name: str, later: str) -> None:
-    """If a client changes its tools in the middle of a conversation, the turns of the conversation form a single path
-    of the conversation tree. The reward of the last turn reaches the first turn, and every sampled token is trained
-    once."""
+    """If a client changes its tools in the middle of a conversation, the turns of the conversation
+    form a single path of the conversation tree."""
     harness = Harness(tool_tokenizer, CALL, "21 degrees", "bye")
     session, items = await harness.start(), [user()]
     first, second = offer(name), offer(name, "g")
@@ -137,9 +138,8 @@ async def test_a_client_may_change_its_tools(tool_tokenizer: Any, name: str, lat
     "change", [{"tools": []}, {"instructions": "Be wordy."}, {"reasoning": {"effort": "high"}}]
 )
 async def test_a_named_response_is_the_parent(tool_tokenizer: Any, change: dict[str, Any]) -> None:
-    """The response that previous_response_id names is the parent, even if the next request has other tools,
-    instructions or template arguments. If the tools, instructions or template arguments differ, the prompt of the next
-    request is rendered in full."""
+    """The response that previous_response_id names is the parent, even if the next request has
+    other tools, instructions or template arguments."""
     harness = Harness(tool_tokenizer, "one", "two")
     session = await harness.start()
     fields = {"instructions": "Be terse.", "tools": [offer("responses")]}
@@ -164,8 +164,8 @@ async def test_a_named_response_is_the_parent(tool_tokenizer: Any, change: dict[
 
 
 async def test_a_named_response_beats_its_twin(start: Start) -> None:
-    """If two responses have identical messages and outputs, the next request's parent is the response that the client
-    names."""
+    """If two responses have identical messages and outputs, the next request's parent is the
+    response that the client names."""
     harness = start("one", "one", "two")
     session = await harness.start()
     older, _ = [await ask(harness, session, "responses", [user()], user=str(k)) for k in range(2)]
@@ -178,8 +178,8 @@ async def test_a_named_response_beats_its_twin(start: Start) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 async def test_an_echo_without_reasoning_is_spliced(start: Start, name: str) -> None:
-    """If a client sends a history without the model's reasoning, the next prompt still begins with the sampled
-    tokens."""
+    """If a client sends a history without the model's reasoning, the next prompt still begins with
+    the sampled tokens."""
     harness = start("<think>\nhm\n</think>\n\none", "two", "three")
     session, items = await harness.start(), [user()]
     for k in range(3):
@@ -226,9 +226,7 @@ PARTS: dict[str, Items] = {
 async def test_an_image_becomes_a_text(
     start: Start, tiny_tokenizer: Any, name: str, part: dict[str, Any]
 ) -> None:
-    """An image or a file in a message or in a tool result becomes a placeholder text. For example, Claude Code's tool
-    Read returns a PNG as an image. The field `placeholders` of a row counts the placeholders. Turns with placeholders
-    still form one conversation."""
+    """An image or a file in a message or in a tool result becomes a placeholder text."""
     harness = start(CALL, "a cat")
     text = {"type": "input_text" if name == "responses" else "text", "text": "Look: "}
     session, items = await harness.start(), [user([text, part])]
@@ -287,8 +285,8 @@ async def test_a_stop_sequence_is_named(start: Start, stream: bool) -> None:
 
 @pytest.fixture
 async def limited(real_engine: RemoteInfEngine, tiny_tokenizer: Any) -> Any:
-    """Yield a proxy that runs in the process of the test. The proxy's engine uses a real server whose context has 2,048
-    tokens."""
+    """Yield a proxy that runs in the process of the test. The proxy's engine uses a real server
+    whose context has 2,048 tokens."""
     harness = Harness(tiny_tokenizer)
     harness.app = create_app(real_engine, tiny_tokenizer, "admin")
     harness.http._transport.app = harness.app  # type: ignore[attr-defined]
@@ -301,7 +299,8 @@ async def limited(real_engine: RemoteInfEngine, tiny_tokenizer: Any) -> Any:
 async def test_a_full_context_is_said_in_each_vendors_way(
     limited: Harness, name: str, stream: bool
 ) -> None:
-    """A prompt that fills the context gets status 400 with OpenAI's error code or with Anthropic's error message."""
+    """A prompt that fills the context gets status 400 with OpenAI's error code or with Anthropic's
+    error message."""
     session = await limited.start()
     answer = await limited.post(
         f"/{session}/v1/{name}", body_of(name, [user("x" * 3000)], stream=stream)
@@ -361,8 +360,8 @@ async def test_only_allowed_tools_are_called(tool_tokenizer: Any, name: str, mod
 
 @pytest.mark.parametrize("tools", [[], [{"type": "function", "name": "h"}], [{"name": 3}], "f"])
 def test_allowed_tools_are_offered_tools(tools: Any) -> None:
-    """The parser refuses a request that requires a tool call if the request's `tools` contain none of the allowed
-    tools."""
+    """The parser refuses a request that requires a tool call if the request's `tools` contain none
+    of the allowed tools."""
     choice = {"type": "allowed_tools", "mode": "required", "tools": tools}
     with pytest.raises(ValueError, match="tool"):
         parse_responses({"input": "hello", "tools": [offer("responses")], "tool_choice": choice})
@@ -385,8 +384,7 @@ async def test_a_double_slash_is_a_slash(start: Start, name: str, path: str) -> 
 
 
 async def test_a_model_can_be_asked_for(start: Start) -> None:
-    """Both SDKs can look up the model by any name, even by a name with a slash. The list of models has the form that
-    both SDKs expect."""
+    """Both SDKs can look up the model by any name, even by a name with a slash."""
     harness = start()
     session = await harness.start()
     answer = await harness.http.get(f"/{session}/v1/models/Qwen/Qwen3-0.6B")
@@ -415,9 +413,7 @@ async def test_a_response_can_be_fetched(start: Start, stream: bool) -> None:
 
 
 async def test_management_names_the_wrong_field(start: Start) -> None:
-    """The proxy refuses to start a session if the caller chooses the session's API key. The proxy refuses an export
-    without a session id. The error for the API key names the field `api_key`, and the error for the export names the
-    field `session_id`."""
+    """The proxy refuses to start a session if the caller chooses the session's API key."""
     harness = start()
     await harness.post("/grant_capacity", headers=ADMIN)
     answer = await harness.post(
@@ -444,8 +440,8 @@ MODELS: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", NAMES)
 async def test_replies_and_events_are_valid_for_the_sdks(start: Start, name: str) -> None:
-    """Every reply and every event of a stream is valid for the installed SDKs' types, and has all fields that the types
-    require."""
+    """Every reply and every event of a stream is valid for the installed SDKs' types, and has all
+    fields that the types require."""
     text = f"<think>hm</think>{CALL}"
     harness = start(text, text, "cut…")
     session = await harness.start()
