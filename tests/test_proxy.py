@@ -129,7 +129,7 @@ async def test_a_template_that_looks_back_is_rendered_in_full(tiny_tokenizer: An
     await harness.chat(session, messages)
     full = own.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert harness.engine.requests[1].input_ids == full
-    # like Qwen, DeepSeek, and one without <think> after a result
+    # The second prompt begins otherwise, so each turn is a row.
     assert len(await harness.export(session, style="concat")) == 2
     await harness.http.aclose()
 
