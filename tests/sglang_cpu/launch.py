@@ -1,24 +1,12 @@
-"""Run the unmodified SGLang server on a machine without a GPU: `python launch.py --model-path DIR
---port 30000 ...`.
+"""Run the unmodified SGLang server without a GPU: `python launch.py --model-path DIR --port 30000`.
 
-If attention uses the backend torch_native and sampling the backend pytorch, SGLang computes with
-torch alone. But even then SGLang imports three packages that have no build for a plain CPU:
-torchvision, triton and sgl_kernel.
-
-- SGLang's configurations of vision models import torchvision. The wheel of torchvision is compiled
-for a CUDA build of
-  torch.
-
-- SGLang declares kernels with the decorator `triton.jit`, but launches no kernel on a CPU.
-
-- The package sgl_kernel is compiled for CUDA only. With SGLANG_USE_CPU_ENGINE=1 SGLang does not
-call sgl_kernel.
-
-An import hook replaces each of the three packages by a stand-in: a module in which every name
-exists. A capitalised name in a stand-in is a class, and any other name is a decorator that returns
-its function unchanged. If SGLang calls a function of sgl_kernel, the stand-in raises an error
-instead of returning a wrong result. The import hook is installed at the top level of this module,
-because each worker of SGLang is a spawned process that imports this module.
+With attention by torch_native and sampling by pytorch, SGLang computes with torch alone. But even
+then it imports three packages that have no build for a plain CPU: torchvision (for vision models),
+triton (it declares kernels, and launches none) and sgl_kernel (with SGLANG_USE_CPU_ENGINE=1 it
+calls none). An import hook replaces each by a stand-in, in which every name exists: a capitalised
+one is a class, any other a decorator that returns its function. A call of sgl_kernel is an error,
+and never a wrong result. The hook is set at the top level, because each worker of SGLang is a
+spawned process that imports this module.
 """
 
 import importlib.abc
