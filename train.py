@@ -40,6 +40,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
+from cache import InteractionWithTokenLogpReward
 from engine import RemoteInfEngine
 from inference.weights import WeightUpdateMeta
 from ppo import describe_mode
@@ -54,6 +57,12 @@ from run.start import Run, main
 from staleness import StalenessManager
 from training.actor import FSDPEngine, FSDPPPOActor
 from training.ranks import share
+from workflow import RolloutWorkflow
+
+# What an episode gives: tensors; or the turns that cache.py has kept of an agent, by completion id;
+# or None, which rejects the prompt.
+Episode = dict[str, Tensor] | dict[str, InteractionWithTokenLogpReward] | None
+Workflow = RolloutWorkflow | type | str  # or an agent: any object with an async method `run`
 
 
 def start_rollout(run: Run) -> None:
@@ -114,7 +123,9 @@ class PPOTrainer:
         self.run = run or Run(config)
         self.config = config
 
-    def train(self, workflow: Any = None, workflow_kwargs: dict[str, Any] | None = None) -> None:
+    def train(
+        self, workflow: Workflow | Any = None, workflow_kwargs: dict[str, Any] | None = None
+    ) -> None:
         """Train to the last step. All ranks call this.
 
         `workflow` is an agent or a workflow in any form that `resolve_workflow` takes; it replaces

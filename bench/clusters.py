@@ -1,13 +1,11 @@
 """Two claims: consuming groups in order of start costs time if a few answers are very long, and the
 speedup by asynchronous training is largest on large clusters.
 
-    python bench/clusters.py             # simulate all, write the CSV and tables
+    python bench/clusters.py             # simulate all, write the CSV, print the tables
     python bench/clusters.py --tables    # the tables, from docs/clusters.csv
 
 The simulation of bench/simulate.py runs the project's own staleness gate and dispatcher in virtual
-time. The lengths of sequences and the times of steps are assumptions, not measurements. The page
-docs/simulate.md derives the assumed lengths and times, shows the tables, and says what the
-simulation cannot show. The script docs/figures.py draws the figures from docs/clusters.csv.
+time. The lengths of sequences and the times of steps are assumptions, not measurements.
 
 **Orders.** The first simulation compares the orders in which training steps can consume groups.
 Each step trains on 8 groups of one sequence. The time to generate a group is lognormal with a mean
@@ -30,7 +28,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from simulate import ROOT, Draw, Setup, head, row, simulate, write
+from simulate import ROOT, Draw, Setup, head, row, simulate
 
 TABLE = ROOT / "docs" / "clusters.csv"
 GPUS, ETAS, SIGMAS = (1, 8, 32, 128, 512, 1024), (0, 1, 2, 4, 8, 16), (0.5, 1.0, 1.5)
@@ -60,8 +58,7 @@ def small(sigma: float, eta: int, stale: str) -> Setup:
 
 @dataclass(frozen=True)
 class Model:
-    """The speed of a model on a GPU with 80 GB of memory and a memory bandwidth of 3.35 TB/s. The
-    page docs/simulate.md derives the numbers."""
+    """The speed of a model on a GPU with 80 GB of memory and a memory bandwidth of 3.35 TB/s."""
 
     parameters: float
     a: float  # seconds that a decoding step takes to read the weights, with overhead
@@ -304,7 +301,6 @@ def main() -> None:
             writer.writeheader()
             writer.writerows(found)
     tables = make_tables(read_rows())
-    write(tables)
     print("\n\n".join("\n".join(lines) for lines in tables.values()))
 
 

@@ -4,9 +4,8 @@ drop costs groups.
     python bench/order.py                                  # a run for each value of rollout.stale
     python bench/order.py --seeds 1 2 3 --modes wait mask  # three with wait, three with mask
 
-The simulation bench/clusters.py estimates the costs of wait, mask and drop in virtual time
-(docs/simulate.md). The benchmark bench/order.py measures the costs of wait, mask and drop in real
-runs.
+The simulation bench/clusters.py estimates the costs of wait, mask and drop in virtual time. The
+benchmark bench/order.py measures the costs of wait, mask and drop in real runs.
 
 Each run trains a model on the maze (configs/maze.yaml) for the same number of steps and on the same
 number of samples. In the maze, the time of an episode depends only on the length of its walk. A

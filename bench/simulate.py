@@ -11,7 +11,7 @@ real run. StalenessManager (staleness.py) limits the number of groups that may s
 (rollout/dispatcher.py) chooses the groups that start, forms the batches, and decides which tokens
 are too old for the loss. The simulation runs no model: answers, training steps and weight updates
 only take virtual time. The script bench/clusters.py simulates clusters of GPUs, and compares the
-rules by which a training step chooses its groups. The page docs/simulate.md explains the results.
+rules by which a training step chooses its groups.
 
 **Servers.** A server generates one token for each of its n running sequences in `a + b n` seconds.
 At most `slots` sequences run on a server, and all other sequences wait in order of arrival. Each
@@ -52,7 +52,7 @@ sys.path.insert(0, str(ROOT))
 from rollout.dispatcher import DispatchState  # noqa: E402
 from staleness import StalenessManager  # noqa: E402
 
-PAGE, RUNS = ROOT / "docs" / "simulate.md", ROOT / "docs" / "simulate.json"
+RUNS = ROOT / "docs" / "simulate.json"
 Versions = Counter[int]  # for each version, the number of tokens of this version in a group
 Draw = Callable[
     [random.Random, int], float
@@ -78,9 +78,7 @@ class Setup:
     slots: float = math.inf  # largest number of sequences that run on a server at once
     a: float = 1.0  # n running sequences generate one token each in a + b n seconds
     b: float = 0.0
-    stale: str = (
-        "wait"  # wait, window, drop, mask or unbounded; docs/simulate.md explains the five values
-    )
+    stale: str = "wait"  # wait, window, drop, mask or unbounded
     interrupt: bool = True
     concurrent: int | None = None  # max_concurrent_rollouts, or None for (eta + 1) B
     steps: int = 24
@@ -549,18 +547,6 @@ def check(runs: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def write(tables: dict[str, list[str]]) -> None:
-    """Replace the tables of docs/simulate.md. In docs/simulate.md, a comment with a table's name
-    stands before the table."""
-    page = PAGE.read_text()
-    for name, lines in tables.items():
-        before, mark, rest = page.partition(f"<!-- {name} -->\n")
-        if not mark:  # skip a table that docs/simulate.md does not contain
-            continue
-        page = before + mark + "\n".join(lines) + "\n\n" + rest.partition("\n\n")[2]
-    PAGE.write_text(page.rstrip() + "\n")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -582,8 +568,6 @@ def main() -> None:
         )
     runs = [record(folder) for folder in args.check] if args.check else json.loads(RUNS.read_text())
     table = check(runs)
-    if not args.check:
-        write({"check": table})
     print("\n".join(table))
 
 

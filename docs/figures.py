@@ -9,14 +9,7 @@ numbers that were read from RUN. The figures show the following:
 
     `front.svg` and `straddle.svg` show numbers from docs/figures.json. `timelines.svg` shows two
     runs that bench/simulate.py simulates with the measured times of a finished run. `rewards.svg`
-    shows rewards that the InteractionCache of cache.py computes. `orders.svg` and `clusters.svg`
-    show numbers from docs/clusters.csv.
-
-Two other scripts draw more figures: docs/structure.py draws structure.svg, and docs/terminal.py
-draws terminal.svg and terminal-wide.svg.
-
-A policy version has the same colour in all figures. Each figure has light and dark colours, and the
-browser chooses between them.
+    shows rewards that the InteractionCache of cache.py computes.
 """
 
 import csv
@@ -398,44 +391,6 @@ def read_clusters() -> dict[tuple[str, str, str, str], dict[str, str]]:
     return {(r["what"], r["gpus"] or r["sigma"], r["eta"], r["order"]): r for r in lines}
 
 
-def draw_orders(sigma: str = "1.0") -> str:
-    """Draw the duration of 24 steps as a function of eta, with one line for each order of
-    consumption in docs/simulate.md."""
-    rows, etas = read_clusters(), ["1", "2", "4", "8", "16"]
-    names = {"wait": "wait", "window": "window", "drop": "drop", "mask": "mask"}
-    lines = [
-        (
-            name,
-            COLOURS[k],
-            False,
-            [float(rows["order", sigma, eta, order]["total_s"]) for eta in etas],
-        )
-        for k, (order, name) in enumerate(names.items())
-    ]
-    lines.append(("trainer never waits", "#808080", True, [24 * 0.82] * len(etas)))
-    return draw_chart(
-        f"Time with each order, sigma {sigma}", etas, lines, 100, "eta", "seconds of 24 steps"
-    )
-
-
-def draw_clusters() -> str:
-    """Draw the speed of asynchronous training, divided by the speed of synchronous training, for
-    each cluster size."""
-    rows = read_clusters()
-    gpus = list(dict.fromkeys(key[1] for key in rows if key[0] == "1.5B"))
-    step = {key: float(found["step_s"]) for key, found in rows.items()}
-    lines = []
-    for k, eta in enumerate(("1", "4", "16")):
-        for order in ("wait", "mask"):
-            speed = [step["1.5B", g, "sync", "wait"] / step["1.5B", g, eta, order] for g in gpus]
-            lines.append((f"eta {eta}, {order}", COLOURS[k], order == "mask", speed))
-    title = "Asynchronous over synchronous speed, 1.5 B parameters"
-    top = math.ceil(max(max(values) for _, _, _, values in lines))
-    return draw_chart(
-        title, [f"{int(g):,}" for g in gpus], lines, top, "GPUs", "times as fast as synchronous"
-    )
-
-
 # ---------------------------------------------------------------- the command
 
 
@@ -447,8 +402,6 @@ def draw_all() -> dict[str, str]:
         "timelines.svg": draw_timelines(),
         "straddle.svg": draw_straddle(data),
         "rewards.svg": draw_tree(),
-        "orders.svg": draw_orders(),
-        "clusters.svg": draw_clusters(),
     }
 
 

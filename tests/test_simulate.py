@@ -1,5 +1,5 @@
 """These tests check bench/simulate.py and bench/clusters.py: the simulated clock, the gate's
-decisions, the agreement with real runs, and the tables of docs/simulate.md."""
+decisions, the agreement with real runs, and its table."""
 
 import json
 import math
@@ -93,18 +93,6 @@ def test_the_simulation_agrees_with_real_runs(run: dict) -> None:
     assert found["total_s"] == pytest.approx(run["seconds"], rel=0.1)
     assert found["lag_mean"] == pytest.approx(run["lag_mean"], abs=0.2)
     assert found["lag_max"] == run["lag_max"]
-
-
-def test_the_page_shows_the_comparison() -> None:
-    """docs/simulate.md contains the table that the simulation computes from docs/simulate.json."""
-    assert "\n".join(simulate.check(RUNS)) in Path(simulate.PAGE).read_text()
-
-
-def test_the_page_shows_the_tables_of_the_simulation() -> None:
-    """docs/simulate.md contains every table that bench/clusters.py makes from docs/clusters.csv."""
-    page, tables = Path(simulate.PAGE).read_text(), clusters.make_tables(clusters.read_rows())
-    assert [name for name, lines in tables.items() if "\n".join(lines) not in page] == []
-    assert tables.keys() == {"order", "speed", "use", "paper"}
 
 
 def test_the_table_is_what_the_simulation_finds() -> None:
