@@ -76,6 +76,7 @@ def test_named_files_exist(page: Path) -> None:
     for name in re.findall(r"\b((?:[\w.]+/)*\w+\.(?:py|yaml|md|sh|toml))\b", text):
         theirs = (
             name == "config.yaml"
+            or "NAME" in name
             or "NAME/" + name in text
             or name.startswith(("areal/", "runs/", "my_", "own/"))
         )
