@@ -73,7 +73,7 @@ def test_essay(path: Path) -> None:
 def test_named_files_exist(page: Path) -> None:
     """Every file that a page names exists, and every `module.py::name` is in that module."""
     text = re.sub(r"https?://\S+", "", page.read_text())
-    for name in re.findall(r"\b((?:[\w.]+/)*\w+\.(?:py|yaml|md|sh|toml))\b", text):
+    for name in re.findall(r"\b((?:[\w.-]+/)*\w+\.(?:py|yaml|md|sh|toml))\b", text):
         theirs = (
             name == "config.yaml"
             or "NAME" in name

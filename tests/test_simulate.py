@@ -5,7 +5,6 @@ import json
 import math
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from conftest import ROOT
