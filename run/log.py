@@ -93,8 +93,11 @@ class Log:
         with self.path.open("a") as file:
             file.write(json.dumps(metrics) + "\n")
         run.history.append(metrics)
-        shown = [text.format(metrics[key]) for key, text in SHOWN]
-        print(f"step {metrics['step']} of {run.last_step}", *shown, sep="  ", flush=True)
+        if not any(
+            getattr(callback, "live", None) for callback in run.callbacks
+        ):  # a table shows it
+            shown = [text.format(metrics[key]) for key, text in SHOWN]
+            print(f"step {metrics['step']} of {run.last_step}", *shown, sep="  ", flush=True)
         if "eval_episodes" in metrics:
             found = {k: v for k, v in metrics.items() if k.startswith("eval_") and v is not None}
             print("evaluation:", *(f"{k[5:]} {v:.4g}" for k, v in found.items()), flush=True)
