@@ -1,15 +1,14 @@
 """Claim: a replay of an asynchronous run ends with the run's weights, bit for bit, for every seed,
-even on a busy machine.
+after a kill and a restart, and on a busy machine.
 
-    python bench/replay.py        # for each task: ten runs at eta 4, one of each other variant
-    python bench/replay.py --variants eta=4 --tasks maze --runs 2   # two runs of the maze at eta 4
+    python bench/replay.py        # each task: ten runs at eta 4, and one run of each other variant
+    python bench/replay.py --variants eta=4 --tasks maze --runs 2
 
-Each run trains 20 steps, and a replay then repeats the run. The batches are smaller than in the
-recipes, so that a run takes less time. A group whose members have equal rewards is rejected. Each
-line of the table shows the share of trained rows that a weight update has interrupted. Each line
-also counts the rejected groups, the dropped groups, and the tokens that were masked because of
-their age. The last two columns show the first 12 characters of two SHA-256 hashes: of the run's
-last model, and of the replay's last model. The exit code is 1 if the two hashes of any run differ.
+Each run trains 20 steps in small batches. It is killed after the tenth and goes on from the
+checkpoint of the eighth. A group whose members have equal rewards is rejected. A line of the table
+shows the share of rows that an update interrupted, how many groups were rejected and dropped and
+how many tokens were masked for their age, and the beginnings of two SHA-256 hashes: of the run's
+last model and of the replay's. The exit code is 1 if any two differ.
 """
 
 import argparse
@@ -22,25 +21,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = {
-    "guess": ["--config", "configs/demo.yaml", "gconfig.n_samples=4"],
-    "maze": ["--config", "configs/maze.yaml", "gconfig.n_samples=2", "gconfig.max_new_tokens=150"],
+    "guess": ["--config", "demo", "gconfig.n_samples=4"],
+    "maze": ["--config", "maze", "gconfig.n_samples=2", "gconfig.max_new_tokens=150"],
 }
-FIXED = [
-    "rollout.max_concurrent_rollouts=5",
-    "logger.report_interval=0",
-    "train_dataset.batch_size=3",
-]
-FIXED += [
-    "actor.ppo_n_minibatches=2",
-    "actor.ppo_epochs=1",
-    "should_accept_fn=bench.replay.has_signal",
-]
-# With one group in a batch and eta = 1, some slow groups become too old before a step consumes
-# them.
+FIXED = ["callbacks=[extras.replay.Replay]", "should_accept_fn=bench.replay.has_signal"]
+FIXED += ["rollout.max_concurrent_rollouts=5", "train_dataset.batch_size=3", "recover_interval=4"]
+FIXED += ["actor.ppo_n_minibatches=2", "actor.ppo_epochs=1", "experiment_name=e", "trial_name=run"]
+# With one group in a batch and eta = 1, slow groups become too old before a step consumes them.
 OVERTAKEN = ["rollout.max_head_offpolicyness=1", "train_dataset.batch_size=1"]
-VARIANTS: dict[
-    str, tuple[int, list[str]]
-] = {  # maps a name to (number of ranks, configuration keys)
+VARIANTS: dict[str, tuple[int, list[str]]] = {  # number of ranks, keys
     "eta=4": (1, ["rollout.max_head_offpolicyness=4"]),
     "eta=0": (1, ["rollout.max_head_offpolicyness=0"]),
     "eta=2": (1, ["rollout.max_head_offpolicyness=2"]),
@@ -51,51 +40,49 @@ VARIANTS: dict[
 
 
 def has_signal(group: dict) -> bool:
-    """Return whether the rewards of a group differ. If all rewards of a group are equal, all
-    advantages of the group are 0."""
+    """Whether the rewards of a group differ: equal ones teach nothing."""
     return len(set(group["rewards"].tolist())) > 1
 
 
-def train(folder: Path, ranks: int, *words: str) -> str:
-    """Run train.py in mode train or replay. Return the SHA-256 hash of the model after the last
-    step."""
-    named = [
-        f"fileroot={folder.parent.parent}",
-        f"experiment_name={folder.parent.name}",
-        f"trial_name={folder.name}",
-    ]
-    torchrun = (
-        ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        if ranks > 1
-        else []
-    )
-    command = [sys.executable, *torchrun, "train.py", *words, *named, "logger.live=false"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(f"{' '.join(command)}\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+def train(ranks: int, *words: str, kill_at: str = "") -> None:
+    """Run train.py to its end, or kill it when it prints a line that begins with `kill_at`."""
+    torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    start = ["-m", *torchrun] if ranks > 1 else ["-u"]
+    command = [sys.executable, *start, "train.py", *words]
+    seen = []
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as process:
+        for line in process.stdout:
+            seen.append(line)
+            if kill_at and line.startswith(kill_at):
+                process.kill() if ranks == 1 else process.terminate()  # torchrun ends its ranks
+    if process.returncode and not kill_at:
+        sys.exit(f"{' '.join(command)}\n{''.join(seen[-40:])}")
+
+
+def hash_of_last_model(folder: Path) -> str:
     newest = max(folder.glob("checkpoints/step*/model.safetensors"))
     return hashlib.sha256(newest.read_bytes()).hexdigest()
 
 
 def measure(task: str, variant: str, seed: int, steps: int) -> bool:
-    """Train one run and replay it. Print the run's line of the table. Return whether the last model
-    of the run equals the last model of the replay."""
+    """Train one run, replay it and print a line. Return whether both end with the same model."""
     ranks, keys = VARIANTS[variant]
     with tempfile.TemporaryDirectory() as temporary:
-        run = Path(temporary) / task / "run"
-        made = train(
-            run, ranks, *RECIPES[task], *FIXED, *keys, f"seed={seed}", f"max_steps={steps}"
-        )
-        again = train(run.with_name("replay"), ranks, "--replay", str(run))
+        run, copies = Path(temporary) / "e" / "run", Path(temporary) / "copies"
+        words = [*RECIPES[task], *FIXED, *keys, f"seed={seed}", f"max_steps={steps}"]
+        words.append(f"fileroot={temporary}")
+        train(ranks, *words, kill_at=f"step {steps // 2} ")
+        train(ranks, *words)
+        train(ranks, "--replay", str(run), f"fileroot={copies}")
+        [copy] = copies.glob("e/*")
+        made, again = hash_of_last_model(run), hash_of_last_model(copy)
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     mixed = sum(line["mixed_version_share"] for line in lines) / len(lines)
-    lost = " | ".join(
-        str(sum(line[name] for line in lines)) for name in ("rejected", "dropped", "masked")
-    )
-    print(
-        f"| {task} | {variant} | {seed} | {mixed:.0%} | {lost} | {made[:12]} | {again[:12]} |",
-        flush=True,
-    )
+    names = "rejected", "dropped", "masked"
+    lost = " | ".join(str(sum(line[name] for line in lines)) for name in names)
+    models = f"{made[:12]} | {again[:12]}"
+    print(f"| {task} | {variant} | {seed} | {mixed:.0%} | {lost} | {models} |", flush=True)
     return made == again
 
 
@@ -105,15 +92,11 @@ def main() -> int:
     )
     parser.add_argument("--tasks", nargs="+", choices=list(RECIPES), default=list(RECIPES))
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
-    parser.add_argument(
-        "--runs", type=int, default=10, help="runs of each task at eta 4; other variants: 1 run"
-    )
+    parser.add_argument("--runs", type=int, default=10, help="of each task at eta 4; others: one")
     parser.add_argument("--first", type=int, default=1, help="seed of the first run")
     parser.add_argument("--steps", type=int, default=20)
     args = parser.parse_args()
-    print(
-        "| task | variant | seed | interrupted | rejected | dropped | masked | model of the run | model of the replay |"
-    )
+    print("| task | variant | seed | interrupted | rejected | dropped | masked | run | replay |")
     print("|---|---|---|---|---|---|---|---|---|", flush=True)
     cases = [
         (task, variant, seed)
