@@ -30,6 +30,7 @@ import hashlib
 import importlib.metadata
 import os
 import re
+from itertools import islice
 from pathlib import Path
 from typing import Any, Self
 
@@ -129,23 +130,20 @@ class Schedule:
     def check(self, batch_size: int) -> int:
         """Return how many steps a replay can repeat.
 
-        Raises ValueError for what no run does: a replay would wait for it for ever.
+        Raises ValueError for what no run writes: a replay would wait for it for ever.
         """
-        if max(self.starts, default=0) >= max(1, len(self.starts)):  # tasks start in order
-            raise ValueError(f"{self.path} lacks the start of a task")
         steps = [self.steps.get(v, []) for v in range(min(self.version, len(self.steps) + 1))]
         seen = set[int]()
         for version, step in enumerate(steps):
             seen.update(step)
-            if len(step) != batch_size or len(seen) != batch_size * (version + 1):
-                raise ValueError(f"{self.path} has no {batch_size} groups of step {version + 1}")
+            sound = len(step) == batch_size and len(seen) == batch_size * (version + 1)
             for task in step:
-                start = self.starts.get(task, version + 1)
-                spans = [
-                    span for call in self.calls.get(task, {}).values() for span in call["spans"]
-                ]
-                if not all(0 <= start <= v <= version for v in (version, *(v for v, *_ in spans))):
-                    raise ValueError(f"{self.path} has impossible versions of task {task}")
+                start, calls = self.starts.get(task, version + 1), self.calls.get(task, {})
+                spans = [span for call in calls.values() for span in call["spans"]]
+                sound &= task < len(self.starts)  # tasks start in order
+                sound &= all(0 <= start <= v <= version for v in [version, *(v for v, *_ in spans)])
+            if not sound:
+                raise ValueError(f"{self.path} has an impossible step {version + 1}")
         return len(steps)
 
 
@@ -258,11 +256,10 @@ class Replay:
         run.executor.listeners.append(self.on_event)
         if run.replaying:
             self.own = Schedule(path)
-            steps = [(v + 1, self.recorded.steps[v]) for v in range(run.last_step)]
-            self.step_of = {task: step for step, tasks in steps for task in tasks}
+            steps = self.recorded.steps
+            self.step_of = {task: v + 1 for v in range(run.last_step) for task in steps[v]}
             self.running: list[int] = []  # started, and not consumed
             self.samples: list[Any] = []  # of task 0, 1, ...
-            self.stream: Any = None
             run.engine.prepare_batch = self.prepare_batch
 
     def on_event(self, name: str, task: int, details: Fact) -> None:
@@ -285,9 +282,7 @@ class Replay:
         # 1. Start what the recorded run started at this version, in its order.
         starts = self.recorded.starts.items()
         due = [task for task, v in starts if v == version and task in self.step_of]
-        self.stream = self.stream or cycle(dataloader)
-        while len(self.samples) <= max(due, default=-1):
-            self.samples.append(next(self.stream))
+        self.samples = self.samples or [*islice(cycle(dataloader), max(self.step_of) + 1)]
         for task in due:
             executor._next_id = task
             executor.submit(self.samples[task], **how)
@@ -315,20 +310,21 @@ class Replay:
 
     def lacks_tokens(self, task: int, version: int) -> bool:
         """Whether a recorded token of `version` or before is not generated yet. Raises Differs."""
-        own = self.own.calls.get(task, {})
-        for name, call in own.items():
-            known = self.recorded.find(name)
-            if call["prompt"] != known.get("prompt"):
+        recorded, own = self.recorded.calls[task], self.own.calls.get(task, {})
+        lacking = False
+        for name in recorded | own:
+            known = recorded.get(name, {"prompt": "", "spans": []})
+            made = own.get(name, known | {"spans": []})
+            done = len(made["spans"])
+            todo = any(v <= version for v, *_ in known["spans"][done:])
+            if made["prompt"] != known["prompt"]:
                 raise self.differs(task, f"call {name} has another prompt, or is new")
-            if call["spans"] != known["spans"][: len(call["spans"])]:
+            if made["spans"] != known["spans"][:done]:
                 raise self.differs(task, f"call {name} has other tokens")
-        for name, known in self.recorded.calls[task].items():
-            done = len(own[name]["spans"]) if name in own else 0
-            if any(v <= version for v, *_ in known["spans"][done:]):
-                if task in self.own.ended:
-                    raise self.differs(task, f"call {name} was not made")
-                return True
-        return False
+            if todo and task in self.own.ended:
+                raise self.differs(task, f"call {name} was not made")
+            lacking |= todo
+        return lacking
 
     def differs(self, task: int, why: str) -> Differs:
         whose = f"task {task} of step {self.step_of[task]}"
