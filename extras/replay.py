@@ -42,6 +42,7 @@ from inference.io_struct import EngineError, ModelRequest, ModelResponse
 
 Fact = dict[str, Any]
 Spans = list[tuple[int, int, str]]  # (version, end, hash of all tokens before `end`)
+SPANS = TypeAdapter(Spans)
 FILE = "schedule.jsonl"
 CALL = re.compile(r"(\d+)(-\d+)?\.\d+")  # of training; an evaluation's is "eval-7-3.1"
 CLOSED = 499  # the status of a call whose agent has hung up
@@ -112,7 +113,7 @@ class Schedule:
             case {"start": int(task), "version": int(version)}:
                 self.starts[task], self.calls[task] = version, {}
             case {"call": str(name), "prompt": str(), "spans": spans}:
-                spans = TypeAdapter(Spans).validate_python(spans)
+                spans = SPANS.validate_python(spans)
                 self.calls[task_of(name)][name] = {**fact, "spans": spans}
             case {"finish": int(task)}:
                 self.ended.add(task)

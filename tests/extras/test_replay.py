@@ -165,7 +165,7 @@ class Servers:
         start, n = len(body["input_ids"]), body["sampling_params"]["max_new_tokens"]
         self.asked.append((self.version, n))
         ids = [10 * self.version + position for position in range(start, start + n)]
-        meta = {"finish_reason": {"type": "length"}, "weight_version": str(self.version)}
+        meta: Fact = {"finish_reason": {"type": "length"}, "weight_version": str(self.version)}
         meta["output_token_logprobs"] = [[-1.0, token, None] for token in ids]
         return httpx.Response(200, json={"output_ids": ids, "meta_info": meta})
 
@@ -248,7 +248,8 @@ def make_run(folder: Path, engine: Any = None, executor: Any = None, **more: Any
     """What the callback needs of a run that repeats the schedule in `folder`."""
     own = folder / "own"
     own.mkdir(exist_ok=True)
-    parts = {"rank": 0, "step": 0, "last_step": 9, "replaying": str(folder), "run_dir": own} | more
+    parts: Fact = {"rank": 0, "step": 0, "last_step": 9, "replaying": str(folder), "run_dir": own}
+    parts |= more
     engine = engine or SimpleNamespace()
     engine.hooks = Hooks(str(own / FILE), parts["replaying"])
     executor = executor or SimpleNamespace(listeners=[])
