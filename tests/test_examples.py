@@ -241,11 +241,11 @@ class Silent:
 
 
 def test_one_command_shows_an_episode(servers: dict[str, str], model_dir: Path) -> None:
-    """`python -m run.episode` prints the conversation tree with rewards and token counts."""
+    """`python -m extras.episode` prints the conversation tree with rewards and token counts."""
     command = [
         sys.executable,
         "-m",
-        "run.episode",
+        "extras.episode",
         "--model-path",
         str(model_dir),
         "--discount",
@@ -276,6 +276,6 @@ def test_one_command_shows_an_episode(servers: dict[str, str], model_dir: Path) 
     assert "Traceback" not in silent.stderr
     wrong = run("examples.nowhere.Agent")
     assert (wrong.returncode, wrong.stdout) == (2, "")
-    assert wrong.stderr.startswith(
-        "error: ImportError: 'examples.nowhere.Agent': there is no module"
-    )
+    assert wrong.stderr.startswith("error: ")
+    assert "nowhere" in wrong.stderr
+    assert "Traceback" not in wrong.stderr
