@@ -412,7 +412,7 @@ def test_another_code_or_configuration_is_refused(
 
 MAZE = ["--config", "maze", "gconfig.n_samples=4", "train_dataset.batch_size=4"]
 MAZE += ["rollout.max_head_offpolicyness=4", "rollout.max_concurrent_rollouts=5"]
-MAZE += ["callbacks=[extras.replay.Replay]"]
+MAZE += ["callbacks=[extras.replay.Replay]", "actor.optimizer.warmup_steps=0"]
 
 
 def repeat_run(folder: Path, name: str, *words: str, code: int = 0) -> tuple[Path, Any]:
