@@ -110,7 +110,7 @@ def start_trainer(run: Run) -> None:
     run.actor = FSDPPPOActor(config.actor, config.model_path)
     run.stack.callback(run.actor.destroy)
     run.actor.create_process_group()
-    run.actor.initialize(max_steps=run.last_step)
+    run.actor.initialize(max_steps=config.max_steps)
     if config.ref.path is not None:
         run.ref = FSDPEngine(config.actor, config.ref.path)
         run.ref.initialize()

@@ -75,6 +75,7 @@ def load_checkpoint(run_dir: Path, actor: Any, executor: Any) -> int:
             raise
         except Exception as error:  # anything may be wrong with a damaged file
             print(f"{folder} cannot be read ({error!r:.200}): trying the checkpoint before it")
+    cut_metrics(run_dir / "metrics.jsonl", 0)
     return 0
 
 
@@ -87,7 +88,7 @@ def cut_metrics(path: Path, step: int) -> None:
         steps = []
     if steps != list(range(1, step + 1)):
         raise ConfigError(f"{path} does not hold steps 1 to {step}: give another trial_name")
-    if dist.get_rank() == 0:
+    if dist.get_rank() == 0 and path.exists():
         partial = path.with_suffix(".partial")
         partial.write_text("".join(lines))
         os.replace(partial, path)

@@ -214,6 +214,7 @@ class Run:
             self.start_servers()
             self.start_proxies()
             share(None)  # the other ranks wait for the model
+        self.config.weight_update.mode = share(self.config.weight_update.mode)
         return self
 
     def load(self, workflow: Any = None, workflow_kwargs: dict[str, Any] | None = None) -> Inputs:
