@@ -85,7 +85,7 @@ def start_rollout(run: Run) -> None:
 
     # 3. The gate says how many prompt groups may start at the engine's version.
     batch, eta = config.train_dataset.batch_size, rollout.max_head_offpolicyness
-    gate = StalenessManager(engine, rollout.max_concurrent_rollouts, batch, eta)
+    gate = StalenessManager(engine, rollout.max_concurrent_rollouts or batch, batch, eta)
 
     # 4. The executor runs the workflow or agent on each prompt that the gate admits.
     run.executor = WorkflowExecutor(
@@ -107,7 +107,7 @@ def start_rollout(run: Run) -> None:
 def start_trainer(run: Run) -> None:
     """Load the policy and the reference model. All ranks call this."""
     config = run.config
-    run.actor = FSDPPPOActor(config.actor, config.model_path)
+    run.actor = FSDPPPOActor(config.actor, str(config.model_path))
     run.stack.callback(run.actor.destroy)
     run.actor.create_process_group()
     run.actor.initialize(max_steps=config.max_steps)

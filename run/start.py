@@ -88,7 +88,7 @@ class Run:
         if options.quiet:
             self.stack.enter_context(redirect_stdout(open(os.devnull, "w")))  # noqa: SIM115
         # What train.py fills in:
-        self.inputs: Inputs | None = None
+        self.inputs: Any = None  # Inputs
         self.tokenizer: Any = None
         self.actor: Any = None
         self.ref: Any = None

@@ -27,28 +27,28 @@ class NoneAgent:
 class NaNAgent(GuessAgent):
     """Its rewards are NaN."""
 
-    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
-        return await super().run(data, **extra_kwargs) * float("nan")
+    async def run(self, *args: Any, **extra_kwargs: Any) -> float:
+        return await super().run(*args, **extra_kwargs) * float("nan")
 
 
 class RaisingAgent(GuessAgent):
     """Raises after its game, each time with other digits in the message."""
 
-    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
-        await super().run(data, **extra_kwargs)
-        raise OSError(f"no board {id(data)}")
+    async def run(self, *args: Any, **extra_kwargs: Any) -> float:
+        await super().run(*args, **extra_kwargs)
+        raise OSError(f"no board {id(args)}")
 
 
 class ExitingAgent(GuessAgent):
     """Calls sys.exit."""
 
-    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
+    async def run(self, *args: Any, **extra_kwargs: Any) -> float:
         sys.exit("enough")
 
 
 class ForkingAgent(GuessAgent):
     """Leaves a process behind, which ends with the run's folder lock in nobody's hand."""
 
-    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
+    async def run(self, *args: Any, **extra_kwargs: Any) -> float:
         subprocess.Popen(["sleep", "20"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        return await super().run(data, **extra_kwargs)
+        return await super().run(*args, **extra_kwargs)

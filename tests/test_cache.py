@@ -115,7 +115,7 @@ def play(session: list[Call]) -> InteractionCache:
     for k, call in enumerate(session):
         names = [name for name in cache if cache[name].complete]
         goes_on = names and call.goes_on_from is not None
-        before = cache[names[call.goes_on_from % len(names)]] if goes_on else None
+        before = cache[names[(call.goes_on_from or 0) % len(names)]] if goes_on else None
         history = before.conversation if before else []
         interaction = cache.enter(str(k), Interaction([*history, user(call.question)]))
         if not call.finishes:

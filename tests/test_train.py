@@ -5,6 +5,7 @@ Each test starts the command as a user does and reads the run's folder.
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from runs import SMALL_GUESS, STRADDLING_MAZE, check_metrics, command, finish, metrics_of, run
@@ -86,7 +87,7 @@ def test_decoupled_is_standard_where_the_data_is_fresh(guess_run) -> None:
     So the losses differ by at most |log pi_prox - log pi_behav| * (1 + eps) * |A| per token.
     """
     folder, metrics = guess_run(0)
-    clip = {"eps_clip": 0.2, "eps_clip_higher": 0.28, "c_clip": 2.0}
+    clip: dict[str, Any] = {"eps_clip": 0.2, "eps_clip_higher": 0.28, "c_clip": 2.0}
     for line in metrics:
         t = load_file(folder / "e/t/tokens" / f"{line['step']:05d}.safetensors")
         theta, prox, old = t["theta_logp"], t["prox_logp"], t["logprobs"]

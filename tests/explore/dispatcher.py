@@ -264,7 +264,8 @@ class DispatchMachine:
         if not self.bounds.kills:
             return now, spent
         # Where positions matter, they count from the next one.
-        version, _, saved = world.saved or (0, None, {"next_id": 0, "open": []})
+        first: Any = (0, None, {"next_id": 0, "open": []})
+        version, _, saved = world.saved or first
         numbers = tuple(i - cursor._next_id for i in world.state.order)
         left = tuple(i - cursor._next_id for i in sorted(cursor._reopened))
         opened = tuple(i - saved["next_id"] for i in saved["open"])

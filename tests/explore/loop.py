@@ -38,7 +38,9 @@ class StillLoop(asyncio.BaseEventLoop):
         self.now += seconds
         self.call_soon(lambda: None)
 
-    def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:
+    def run_in_executor(  # type: ignore[override]
+        self, executor: Any, func: Any, *args: Any
+    ) -> Any:
         future = self.create_future()
         self.threads.append((future, lambda: func(*args)))
         return future

@@ -417,6 +417,6 @@ def test_dry_run_starts_nothing(tmp_path: Path, tiny_model_dir: Path) -> None:
     command = [sys.executable, "train.py", "--config", "gsm8k", *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
-    names = [line.split()[0] for line in done.stdout.splitlines() if line]
+    names = [line.split()[0] for line in done.stdout.splitlines() if line.strip()]
     assert names[:4] == ["process", "rank", "server-0", "proxy-0"]
     assert list(tmp_path.iterdir()) == []

@@ -291,7 +291,7 @@ async def test_only_the_call_that_died_fails() -> None:
             return await worker.call(function, *args)
 
     async with aclosing(WorkerPool(2)) as pool:
-        calls = [(abs, -1), (os._exit, 7), (abs, -3), (abs, -4)]
+        calls: list[Any] = [(abs, -1), (os._exit, 7), (abs, -3), (abs, -4)]
         work = (call(pool, *each) for each in calls)
         results = await asyncio.gather(*work, return_exceptions=True)
     assert [results[0], *results[2:]] == [1, 3, 4]

@@ -116,7 +116,7 @@ def test_help_shows_what_matters(capsys: pytest.CaptureFixture[str]) -> None:
         said[option] = capsys.readouterr().out
     for name, _, declared in list_keys(TrainConfig()):
         assert f"  {name}=" in said["--help-all"]
-        assert declared.description in said["--help-all"]
+        assert str(declared.description) in said["--help-all"]
         assert (f"\n  {name}=" in said["--help"]) == (name in MAIN)
     assert 15 <= len(MAIN) <= 20
     assert max(map(len, said["--help"].splitlines())) <= 120

@@ -81,7 +81,12 @@ def test_a_process_that_ends_early_is_told(tmp_path: Path) -> None:
     with pytest.raises(ProcessDied, match="server-0 ended with code 3"):
         child.wait_ready()
     deaths: list[ProcessDied] = []
-    fleet.watch(lambda death: (deaths.append(death), told.set()))
+
+    def on_death(death: ProcessDied) -> None:
+        deaths.append(death)
+        told.set()
+
+    fleet.watch(on_death)
     assert told.wait(30)
     assert "no memory" in str(deaths[0])
     fleet.close()

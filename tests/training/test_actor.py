@@ -514,7 +514,7 @@ def test_the_learning_rate_schedule():
         "cosine": [0.25, 0.5, 0.75, 1, 1, 0.868198, 0.55, 0.231802, 0.1, 0.1],
     }
     for kind, expected in table.items():
-        o = OptimizerConfig(lr_scheduler_type=kind, warmup_steps=4)  # type: ignore[arg-type]
+        o = OptimizerConfig(lr_scheduler_type=kind, warmup_steps=4)
         assert [lr_factor(step, o, 8) for step in range(10)] == pytest.approx(expected, abs=1e-6)
 
 

@@ -489,7 +489,7 @@ BAD: list[dict[str, Any]] = [
     {"input_ids": [1], "return_logprob": True, "logprob_start_len": 5},
     {"input_ids": [1], "stream": True},
     {"input_ids": [1] * 2049, "sampling_params": {"max_new_tokens": 1}},
-    *(
+    *(  # type: ignore[var-annotated]
         {"input_ids": [1], "sampling_params": params}
         for params in (
             3,
