@@ -157,7 +157,7 @@ def test_a_run_that_loses_a_process_ends_at_once(tmp_path: Path, victim: str) ->
 @pytest.mark.parametrize(
     ("agent", "reason"),
     [
-        ("NaNAgent", "nan"),
+        ("NaNAgent", "is NaN"),
         ("RaisingAgent", "OSError: no board"),
         ("NoneAgent", "none was accepted"),
         ("ExitingAgent", "sys.exit"),
