@@ -15,6 +15,7 @@ is sent, because SGLang ignores it.
 import asyncio
 import json
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -44,9 +45,9 @@ LONG = 1000  # tokens of a request that is still running when a test interrupts 
 class Server:
     """The server under test, and a model that knows the right logprobs."""
 
-    def __init__(self, url: str, model_path: str) -> None:
+    def __init__(self, url: str, model_path: str, streams: bool = False) -> None:
         self.url, self.model_path = url, model_path
-        self.http = httpx.Client(base_url=url, timeout=120)
+        self.http, self.streams = httpx.Client(base_url=url, timeout=120), streams
         self.pool = ThreadPoolExecutor(8)
         config = json.loads((Path(model_path) / "config.json").read_text())
         bf16 = "bfloat16" in (config.get("dtype"), config.get("torch_dtype"))
@@ -89,10 +90,30 @@ class Server:
         return self.pool.submit(answer)
 
     def start(self, rid: str, max_new_tokens: int = LONG) -> Future:
-        """Send a long request, and return when it has its first token: a later short one has been
-        answered."""
-        future = self.send(rid, max_new_tokens)
-        self.generate(1, PROMPT[:3])
+        """Send a long request, and return when it has its first token. SGLang streams it; of the
+        small server, a later short request has been answered."""
+        if not self.streams:
+            future = self.send(rid, max_new_tokens)
+            self.generate(1, PROMPT[:3])
+            return future
+        begun = threading.Event()
+
+        def run() -> dict[str, Any]:
+            body, last, rest = self.body(max_new_tokens), dict[str, Any](), b""
+            del body["logprob_start_len"]  # with it, SGLang begins a retracted answer anew
+            with self.http.stream(
+                "POST", "/generate", json=body | {"rid": rid, "stream": True}
+            ) as response:
+                for part in response.iter_bytes():
+                    *events, rest = (rest + part).split(b"\n\n")
+                    for event in events:
+                        if event.startswith(b"data: {"):
+                            last = json.loads(event[6:])
+                            begun.set()
+            return last
+
+        future = self.pool.submit(run)
+        assert begun.wait(60)
         return future
 
     def logits(self, ids: list[int], model: Any = None) -> torch.Tensor:
@@ -147,7 +168,7 @@ def server(
                 url = stack.enter_context(run_sglang(model_dir, log, *small))
             else:
                 url = request.getfixturevalue("start_tiny_server")(*slots)
-            server = Server(url, str(model_dir))
+            server = Server(url, str(model_dir), streams=request.param == "sglang")
         version = server.version()
         yield server
         server.done("/continue_generation")
