@@ -95,14 +95,14 @@ def test_a_process_that_ends_early_is_told(tmp_path: Path) -> None:
 def test_the_end_of_a_fleet_is_no_death(tmp_path: Path) -> None:
     """close() ends also what a child has started, and reports nothing."""
     fleet = Fleet(tmp_path)
-    code = "import subprocess; print(subprocess.Popen(['sleep', '1000']).pid, flush=True); input()"
+    code = "import subprocess; print(subprocess.Popen(['sleep', '1000']).pid, flush=True); import time; time.sleep(99)"
     child = fleet.start(Planned("server-0", python(code)))
     deaths: list[ProcessDied] = []
     fleet.watch(deaths.append)
     while not child.log.read_text():
         pass
     fleet.close()
-    wait_gone(int(child.log.read_text()))
+    wait_gone(int(child.log.read_text().split()[0]))
     assert deaths == []
 
 
