@@ -39,7 +39,6 @@ import contextlib
 import functools
 import hashlib
 import os
-import pkgutil
 import secrets
 import sys
 import time
@@ -60,7 +59,7 @@ from calls.sessions import ProxyAddress as ProxyAddress
 from calls.tools import THINK, OutputParser
 from calls.turn import EventStream, Turn, retried_turn
 from engine import RemoteInfEngine
-from inference.fields import as_object
+from inference.fields import as_object, import_name
 from inference.io_struct import CallParameters, EngineError, ModelRequest, call_seed
 from inference.serve import (
     bearer,
@@ -377,7 +376,7 @@ def main(argv: list[str] | None = None) -> int:
         try:
             listener = stack.enter_context(listen(args.host, args.port, args.admin_key))
             tokenizer = load_tokenizer(args.model_path)
-            hooks = args.hooks and pkgutil.resolve_name(args.hooks)(**args.hooks_args)
+            hooks = args.hooks and import_name(args.hooks)(**args.hooks_args)
             timeout = args.request_timeout
             engine = RemoteInfEngine(
                 args.server, request_timeout=timeout, key=args.server_key, hooks=hooks

@@ -29,7 +29,6 @@ raise, so does the group.
 import asyncio
 import copy
 import functools
-import importlib
 import inspect
 import logging
 import math
@@ -45,6 +44,7 @@ import torch
 from cache import Interaction
 from calls.client import OpenAIProxyClient, sdk_http
 from calls.prompts import PromptBuilder
+from inference.fields import import_name
 from inference.io_struct import GenerationHyperparameters, ModelRequest, ModelResponse, call_seed
 from inference.wire import PerLoop, make_transport, many_connections
 from rollout.reward import AsyncRewardWrapper, parse_rewards
@@ -291,15 +291,9 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
         return side | interactions if client.rewarded_count else None
 
 
-def import_string(path: str) -> Any:
-    """The object "module.Name"."""
-    module, _, name = path.rpartition(".")
-    return getattr(importlib.import_module(module), name)
-
-
 def import_named(thing: Any) -> Any:
     """What a path names; anything else stays."""
-    return import_string(thing) if isinstance(thing, str) else thing
+    return import_name(thing) if isinstance(thing, str) else thing
 
 
 def resolve_workflow(

@@ -18,13 +18,12 @@ these no call can be forced.
 """
 
 import json
-import pkgutil
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from inference.fields import Refusal, read_json
+from inference.fields import Refusal, import_name, read_json
 
 PAIR = re.compile("<tool_call>(.*?)</tool_call>", re.DOTALL)
 THINK, END_OF_THINK = "<think>", "</think>"
@@ -128,7 +127,7 @@ def find_parser(name: str | None) -> Parser | None:
         return None
     if "." in str(name):
         try:
-            return pkgutil.resolve_name(str(name))
+            return import_name(str(name))
         except (ImportError, AttributeError) as error:
             raise ValueError(f"tool_call_parser: {name}: {error}") from error
     try:

@@ -15,9 +15,9 @@ from typing import Any
 
 from safetensors.torch import load_file
 
+from inference.fields import import_name
 from ppo import ppo_actor_loss_fn
 from run.config import load
-from run.start import import_name
 from train import PPOTrainer
 from workflow import workflow_context
 

@@ -12,6 +12,7 @@ nesting) is refused where it is read.
 """
 
 import functools
+import importlib
 import json
 import math
 from typing import Any
@@ -74,3 +75,10 @@ def get(body: dict[str, Any], path: str, kind: type, default: Any = None, where:
         noun = NOUN.get(kind, "a number")
         raise Refusal(f"{where}.{path}: {noun} is needed".removeprefix("."))
     return default if value is None else value
+
+
+def import_name(path: str) -> Any:
+    """The function or class that a key names, module.name. Raises what the import raises:
+    pkgutil.resolve_name would hide an ImportError inside the module."""
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from inference.fields import import_name
 from run.config import ConfigError, TrainConfig
 
 
@@ -152,8 +153,7 @@ def load_dataset(path: str | None, task: Any, split: str) -> list[dict]:
             lines = Path(path).read_text(encoding="utf-8").splitlines()
             samples = [json.loads(line) for line in lines if line.strip()]
         elif path:
-            module, _, name = path.rpartition(".")
-            samples = list(getattr(importlib.import_module(module), name)())
+            samples = list(import_name(path)())
         else:
             samples = list(task.dataset(split))
         prepare = getattr(task, "prepare", dict)

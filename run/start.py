@@ -12,8 +12,8 @@ The first Ctrl-C lets the running step end and writes a checkpoint, the second e
 
 import fcntl
 import hashlib
-import importlib
 import os
+import secrets
 import shlex
 import shutil
 import signal
@@ -29,6 +29,7 @@ from typing import Any, Self
 
 import yaml
 
+from inference.fields import import_name
 from inference.serve import raise_open_files
 from run.config import ROOT, ConfigError, TrainConfig, load
 from run.inputs import Inputs, find_model, load_inputs, make_model
@@ -38,7 +39,6 @@ from run.launch import (
     Planned,
     ProcessDied,
     choose_update_mode,
-    new_key,
     plan_proxies,
     plan_servers,
     visible_gpus,
@@ -63,12 +63,6 @@ def code_digest() -> str:
     return hashlib.blake2b(content, digest_size=6).hexdigest()
 
 
-def import_name(path: str) -> Any:
-    """The function or class with the path module.name."""
-    module, _, name = path.rpartition(".")
-    return getattr(importlib.import_module(module), name)
-
-
 class Run:
     """One run. All ranks make one; only rank 0 has processes, an engine and executors."""
 
@@ -81,7 +75,10 @@ class Run:
         self.config, self.rank = config, int(os.environ.get("RANK", 0))
         self.replaying: str = options.replay or ""  # the folder of the run that is repeated
         self.last_step: int = options.replay_until or config.max_steps
-        self.key, self.admin_key = new_key(), new_key()  # of the servers, and of the proxies
+        self.key, self.admin_key = (
+            secrets.token_urlsafe(16),
+            secrets.token_urlsafe(16),
+        )  # of the servers, and of the proxies
         if config.rollout.server_addrs:
             self.key = os.environ.get("POCKET_AREAL_SERVER_KEY", "")
         self.stack = ExitStack()

@@ -601,6 +601,7 @@ def test_destroy_leaves_no_server_paused():
 
 
 def test_an_engine_needs_a_server():
+    """Without an address there is nobody to ask."""
     with pytest.raises(ValueError, match="needs the address"):
         RemoteInfEngine([])
 

@@ -27,7 +27,6 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -46,6 +45,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from inference import weights
+from inference.fields import import_name
 from ppo import log_ratio
 from run.config import OptimizerConfig, PPOActorConfig
 from training.layout import (
@@ -228,8 +228,8 @@ class FSDPPPOActor(FSDPEngine):
 
     def __init__(self, config: PPOActorConfig, model_path: str | Path) -> None:
         super().__init__(config, model_path)
-        self.loss_fn = resolve_name(config.loss)
-        self.advantages_fn = resolve_name(config.advantages)
+        self.loss_fn = import_name(config.loss)
+        self.advantages_fn = import_name(config.advantages)
         # All that changes:
         self.optimizer: Any = None
         self.steps, self.max_steps = 0, 1
