@@ -39,6 +39,11 @@ def log_ratio(logp: Tensor, other_logp: Tensor, mask: Tensor | bool = True) -> T
     return torch.where(mask & ~both_zero, logp - other_logp, 0.0)
 
 
+def clip(u: Tensor, eps_clip: float, eps_clip_higher: float | None) -> Tensor:
+    """clip(u, 1 - eps_clip, 1 + eps_clip_higher), by default as far up as down."""
+    return u.clamp(1 - eps_clip, 1 + (eps_clip if eps_clip_higher is None else eps_clip_higher))
+
+
 def ppo_actor_loss_fn(
     logp: Tensor,
     prox_logp: Tensor,
@@ -66,8 +71,7 @@ def ppo_actor_loss_fn(
     w = log_ratio(prox_logp, old_logp, mask).detach().exp()
 
     # min(u A, clip(u, 1 - eps, 1 + eps_higher) A), and for A < 0 at least c A
-    higher = eps_clip if eps_clip_higher is None else eps_clip_higher
-    objective = torch.minimum(u * A, u.clamp(1 - eps_clip, 1 + higher) * A)
+    objective = torch.minimum(u * A, clip(u, eps_clip, eps_clip_higher) * A)
     if c_clip is not None:
         objective = torch.where(A < 0, torch.maximum(objective, c_clip * A), objective)
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ppo import log_ratio, ppo_actor_loss_fn
+from ppo import clip, log_ratio, ppo_actor_loss_fn
 
 Result = tuple[Tensor, dict[str, Tensor]]
 Loss = Callable[..., Result]
@@ -70,8 +70,7 @@ def cispo(
     bound is usually off: actor.eps_clip=1."""
     mask, here = loss_mask.bool(), logp.detach()
     u = log_ratio(here, prox_logp, mask).exp()
-    higher = eps_clip if eps_clip_higher is None else eps_clip_higher
-    factor = u.clamp(1 - eps_clip, 1 + higher)
+    factor = clip(u, eps_clip, eps_clip_higher)
     # With pi_theta itself in the place of pi_prox, u is 1 and has the gradient of log pi_theta.
     old_logp = here - log_ratio(prox_logp, old_logp, mask)  # so that w stays what it was
     loss, stats = base(logp, here, old_logp, factor * advantages, loss_mask, **keys)

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from extras import Record, read_config, read_records
 from extras.trace import Trace
+from ppo import clip
 from run.config import PPOActorConfig
 from training.proximal import interpolation, loglinear
 
@@ -136,14 +137,9 @@ def token_states(batch: dict[str, Tensor], keys: PPOActorConfig) -> Tensor:
 
     This is the default loss (ppo.py) in the last optimizer step on the batch.
     """
-    prox, A, eps, higher = (
-        batch["prox_logp"],
-        batch["advantages"],
-        keys.eps_clip,
-        keys.eps_clip_higher,
-    )
+    prox, A = batch["prox_logp"], batch["advantages"]
     u = (batch["theta_logp"] - prox).exp()  # pi_theta / pi_prox, (B, T)
-    bounded = u.clamp(1 - eps, 1 + (eps if higher is None else higher))
+    bounded = clip(u, keys.eps_clip, keys.eps_clip_higher)
     clipped = torch.minimum(u * A, bounded * A) != u * A
     if keys.c_clip is not None:
         clipped |= (A < 0) & (u > keys.c_clip)

@@ -16,7 +16,6 @@ import importlib.util
 import json
 import os
 import re
-import secrets
 import shlex
 import signal
 import subprocess
@@ -277,7 +276,3 @@ def choose_update_mode(config: TrainConfig, planned: list[Planned], gpus: list[s
         return config.weight_update.mode
     apart = used and len({gpus[0], *used}) == 1 + len(used)
     return "distributed" if apart and not os.environ.get("POCKET_AREAL_SGLANG") else "disk"
-
-
-def new_key() -> str:
-    return secrets.token_urlsafe(16)
