@@ -31,8 +31,9 @@ import threading
 import time
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
-from typing import Any, Self
+from typing import Any
 from urllib.parse import urlsplit
 
 logger = logging.getLogger("pocket_areal.workers")
@@ -79,22 +80,13 @@ def check_importable(thing: Any, name: str, remedy: str) -> None:
 class Worker:
     """A process that runs one call after another."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self.process, self.busy = process, False
-
-    @classmethod
-    async def start(cls) -> Self:
+    def __init__(self) -> None:
         code = f"import sys; sys.path[:] = {sys.path}; from rollout import workers; workers.serve()"
         env = {k: v for k, v in os.environ.items() if not k.startswith("POCKET_AREAL_")}
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-u", "-c", code),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            limit=MOST_BYTES,
-            start_new_session=True,
-            env=env,
-        )
-        return cls(process)
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        command = sys.executable, "-u", "-c", code
+        self.process: Any = subprocess.Popen(command, start_new_session=True, env=env, **pipes)
+        self._thread, self.busy = ThreadPoolExecutor(1), False
 
     async def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """The result of `function(*args, **kwargs)`.
@@ -102,24 +94,34 @@ class Worker:
         Raises RuntimeError with the type and the text of its exception, and WorkerDied.
         """
         self.busy = True
-        process: Any = self.process
         # Two pickles, so that one whose module is missing is read to its end.
-        process.stdin.write(pickle.dumps(pickle.dumps((function, args, kwargs))))
-        answer = await process.stdout.readline()  # ValueError beyond MOST_BYTES
+        call = pickle.dumps(pickle.dumps((function, args, kwargs)))
+        loop = asyncio.get_running_loop()
+        answer = await loop.run_in_executor(self._thread, self._exchange, call)
+        if len(answer) == MOST_BYTES:
+            raise ValueError(f"a result is longer than the limit of {MOST_BYTES} bytes")
         if not answer:
             name = getattr(function, "__qualname__", function)
-            raise WorkerDied(f"the process that ran {name} ended with code {await process.wait()}")
+            raise WorkerDied(f"the process that ran {name} ended with code {self.process.wait()}")
         self.busy = False
         outcome = json.loads(answer)
         if "error" in outcome:
             raise RuntimeError(outcome["error"]) from RuntimeError(outcome["trace"])
         return outcome["value"]
 
-    async def kill(self) -> None:
+    def _exchange(self, call: bytes) -> bytes:
+        """Blocks its thread until the process answers, or is gone."""
+        with suppress(BrokenPipeError):
+            self.process.stdin.write(call)
+            self.process.stdin.flush()
+        return self.process.stdout.readline(MOST_BYTES)
+
+    def kill(self) -> None:
         """End the process and its group."""
         with suppress(ProcessLookupError, PermissionError):  # an empty group, on Linux and macOS
             os.killpg(self.process.pid, signal.SIGKILL)
-        await self.process.wait()
+        with suppress(BrokenPipeError), self.process:  # closes its pipes, and waits for its end
+            self._thread.shutdown()
 
 
 class WorkerPool:
@@ -133,20 +135,21 @@ class WorkerPool:
     async def worker(self) -> AsyncIterator[Worker]:
         """A process for the `with` block alone."""
         async with self._places:
-            worker = self._idle.pop() if self._idle else await Worker.start()
-            if worker.process.returncode is not None:  # it died while it was idle
-                worker = await Worker.start()
+            worker = self._idle.pop() if self._idle else Worker()
+            if worker.process.poll() is not None:  # it died while it was idle
+                worker.kill()
+                worker = Worker()
             try:
                 yield worker
             finally:
                 if worker.busy:
-                    await worker.kill()
+                    worker.kill()
                 else:
                     self._idle.append(worker)
 
     async def aclose(self) -> None:
         while self._idle:
-            await self._idle.pop().kill()
+            self._idle.pop().kill()
 
 
 # ---- in the process

@@ -277,7 +277,7 @@ async def test_a_worker_that_dies_while_idle_is_replaced() -> None:
         async with pool.worker() as worker:
             first = await worker.call(os.getpid)
             os.kill(first, signal.SIGKILL)
-            await worker.process.wait()
+            worker.process.wait()
         async with pool.worker() as worker:
             assert await worker.call(os.getpid) != first
 
