@@ -2,5 +2,5 @@
 
 messages.py reads it, turn.py answers it, prompts.py makes its tokens, tools.py finds calls in what
 the model wrote, and replies.py writes the answer. sessions.py has the table of sessions, and
-client.py and direct.py are the workflow's two ways to a session.
+client.py is the workflow's way to one; extras/direct.py is another, without a process.
 """

@@ -12,9 +12,9 @@ is dropped, and a text without calls is not changed, because the next request re
 **Forced calls.** Where tool_choice demands a call, the prompt ends with its first words
 (`opening`), which are not trained, and the model writes the rest. It may still write broken JSON.
 
-**Other forms.** `tool_call_parser` names a parser of SGLang, or a "module.function" of
-(text, tools) that returns the text beside the calls, and the calls as {"name", "arguments"}. With
-these no call can be forced.
+**Other forms.** `tool_call_parser` names a "module.function" of (text, tools) that returns the text
+beside the calls, and the calls as {"name", "arguments"}; a name without a dot is a parser of SGLang
+(extras/parsers.py). With these no call can be forced.
 """
 
 import json
@@ -125,23 +125,7 @@ def find_parser(name: str | None) -> Parser | None:
     """The function of this name, or None for the form of Hermes. Raises ValueError."""
     if name in HERMES:
         return None
-    if "." in str(name):
-        try:
-            return import_name(str(name))
-        except (ImportError, AttributeError) as error:
-            raise ValueError(f"tool_call_parser: {name}: {error}") from error
     try:
-        from sglang.srt.entrypoints.openai.protocol import Tool
-        from sglang.srt.function_call.function_call_parser import FunctionCallParser
-    except ImportError as error:
-        ours = ", ".join(filter(None, HERMES))
-        raise ValueError(f"tool_call_parser: {name} needs SGLang; without it: {ours}") from error
-    FunctionCallParser([], name)  # an unknown name raises now
-
-    def parse(text: str, tools: Tools) -> tuple[str, list[dict[str, Any]]]:
-        parser = FunctionCallParser([Tool.model_validate(tool) for tool in tools], name)
-        rest, calls = parser.parse_non_stream(text)
-        found = [{"name": c.name, "arguments": json.loads(c.parameters)} for c in calls]
-        return rest if calls else text, found
-
-    return parse
+        return import_name(name) if "." in name else import_name("extras.parsers.sglang")(name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"tool_call_parser: {name}: {error}") from error

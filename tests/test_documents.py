@@ -38,8 +38,8 @@ from scripted import loader
 
 from cache import Interaction, InteractionCache, InteractionWithTokenLogpReward
 from calls.client import OpenAIProxyClient, ProxyAddress
-from calls.direct import ArealOpenAI
 from engine import RemoteInfEngine
+from extras.direct import ArealOpenAI
 from inference.io_struct import GenerationHyperparameters, ModelRequest, ModelResponse
 from inference.weights import WeightUpdateMeta
 from ppo import describe_mode, ppo_actor_loss_fn

@@ -14,8 +14,8 @@ import torch
 from harness import ScriptedEngine
 
 from calls.client import OpenAIProxyClient
-from calls.direct import ArealOpenAI
 from engine import EngineError, RemoteInfEngine
+from extras.direct import ArealOpenAI
 from inference.fields import Refusal
 from inference.io_struct import GenerationHyperparameters, ModelRequest, ModelResponse
 from proxy import create_app
