@@ -91,16 +91,13 @@ def servers(model_dir: Path) -> Iterator[dict[str, str]]:
             str(port),
             *options,
         ]
-        process = subprocess.Popen(
-            [*command, "--exit-with-parent"], cwd=ROOT, stdin=subprocess.PIPE
-        )
+        process = subprocess.Popen([*command, "--exit-with-parent"], cwd=ROOT)
         processes.append(process)
         urls[script] = f"http://127.0.0.1:{port}"
         wait_until_up(urls[script], process)
     yield urls
     for process in reversed(processes):
-        assert process.stdin is not None
-        process.stdin.close()
+        process.terminate()
         process.wait(timeout=20)
 
 
