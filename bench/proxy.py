@@ -336,9 +336,7 @@ def main() -> None:
         serve_proxy(args.serve)
         return
     port, (sessions, turns) = free_port(), (200, 4 if args.quick else 10)
-    process = subprocess.Popen(
-        [sys.executable, __file__, "--serve", str(port)], stdin=subprocess.PIPE
-    )
+    process = subprocess.Popen([sys.executable, __file__, "--serve", str(port)])
     try:
         wait_for(port, process)
         pin(1)
@@ -348,8 +346,7 @@ def main() -> None:
         call, nothing = asyncio.run(one_by_one(port, 10))
         megabytes, (first, *later) = asyncio.run(long_history(port))
     finally:
-        assert process.stdin is not None
-        process.stdin.close()
+        process.terminate()
         process.wait(timeout=20)
     print(f"{sessions} sessions at once, {turns} turns each")
     print("| | calls/s | CPU ms a call | calls/s of one core |\n|---|---|---|---|")
