@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT))
 import ppo  # noqa: E402
 import staleness  # noqa: E402
 from extras import losses  # noqa: E402
-from training.proximal import interpolation, linear, loglinear, rollout  # noqa: E402
+from training.proximal import interpolation  # noqa: E402
 
 
 @dataclass
@@ -75,10 +75,16 @@ def statistics(
 ) -> dict[str, Tensor]:
     """What AReaL's losses return beside the loss, under its names."""
     logp, prox, old, _ = policies
-    mask, log_u, log_w, A = ppo.prepare(*policies, mask)
+    mask = mask.bool()
+    A = torch.where(mask, policies[3], 0.0)
+    log_u, log_w = ppo.log_ratio(logp, prox, mask), ppo.log_ratio(prox, old, mask)
     if by_rows:
         log_u = losses.over_rows(log_u, mask, ids, "mean")
-    objective, clipped = ppo.clipped_objective(log_u.exp(), A, **clip)
+    u = log_u.exp()
+    objective = torch.minimum(u * A, ppo.clip(u, clip["eps_clip"], clip["eps_clip_higher"]) * A)
+    if clip["c_clip"]:
+        objective = torch.where(A < 0, torch.maximum(objective, clip["c_clip"] * A), objective)
+    clipped = objective != u * A
     w = log_w.exp().masked_fill(~mask, 0.0)
     dropped = w > (torch.inf if cap is None else cap)
     dual = objective == clip["c_clip"] * A if clip["c_clip"] else torch.zeros_like(mask)
@@ -163,9 +169,7 @@ def compute_prox_logp_approximations(
     `interpolation` gets 1.0 as the share of mini-batches that are done.
     """
     alpha = interpolation(versions, current_version - 1, 1.0)
-    guesses = {
-        guess.__name__: guess(old_logp, logprobs, alpha) for guess in (loglinear, linear, rollout)
-    }
+    guesses = losses.guesses(old_logp, logprobs, alpha)
     return guesses if method is None else {method: guesses[method]}
 
 

@@ -127,10 +127,10 @@ def ways(model: Any, rows: Tensor, share: float) -> dict[str, Callable[[], Tenso
         return loss_of(model, hidden[before], torch.cat([rows[row, own:] for row in tree.rows]))
 
     def tree() -> Tensor:
-        return over(build_trees(list(rows), rows.numel())[0], dense=False)
+        return over(build_trees(rows.tolist(), rows.numel())[0], dense=False)
 
     def dense() -> Tensor:
-        return over(build_trees(list(rows), rows.numel())[0], dense=True)
+        return over(build_trees(rows.tolist(), rows.numel())[0], dense=True)
 
     return {"padded": padded, "hf": hf, "dense": dense, "tree": tree}
 
@@ -155,7 +155,7 @@ def measure(width: int, length: int, share: float, rounds: int) -> str:
             worst = max(
                 worst, *(float((g - t).norm() / t.norm()) for g, t in zip(gradients, truth))
             )
-    [tree] = build_trees(list(rows), rows.numel())
+    [tree] = build_trees(rows.tolist(), rows.numel())
     gain = best["padded"] / best["tree"]
     shown = [
         f"{best[name] * 1e3:.0f}" if name in best else ""
@@ -183,9 +183,7 @@ def measure_building(rounds: int) -> None:
         best = {"ours": float("inf"), "theirs": float("inf")}
         for _ in range(rounds):
             began = time.process_time()
-            build_trees(
-                [ids[real] for ids, real in zip(rows, data["attention_mask"])], rows.numel()
-            )
+            build_trees(rows.tolist(), rows.numel())
             best["ours"] = min(best["ours"], time.process_time() - began)
             if _greedy_build_tries:
                 began = time.process_time()

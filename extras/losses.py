@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ppo import clip, log_ratio, ppo_actor_loss_fn
+from training.proximal import loglinear
 
 Result = tuple[Tensor, dict[str, Tensor]]
 Loss = Callable[..., Result]
@@ -175,3 +176,31 @@ def row_weight(
     log_w = over_rows(log_ratio(prox, old_logp, mask), mask, sequence_ids, how).clamp(-20, 20)
     tensors = (logp, prox, prox - log_w, advantages, loss_mask)
     return base(*tensors, sequence_ids=sequence_ids, **keys)
+
+
+def guesses(old_logp: Tensor, theta_logp: Tensor, alpha: Tensor) -> dict[str, Tensor]:
+    """Three guesses of log pi_prox (N,): between the two policies in log space (loglinear) or in
+    probabilities (linear), and pi_behav itself (rollout)."""
+    # linear: pi_prox = (1 - alpha) pi_behav + alpha pi_theta
+    linear = torch.logaddexp(torch.log1p(-alpha) + old_logp, alpha.log() + theta_logp)
+    between = loglinear(old_logp, theta_logp, alpha)
+    return {"loglinear": between, "linear": linear, "rollout": old_logp}
+
+
+def guess_errors(
+    prox_logp: Tensor, old_logp: Tensor, theta_logp: Tensor, alpha: Tensor
+) -> dict[str, Tensor]:
+    """The errors (N,) of the guesses, of w and of u, absolute and relative
+    (actor.prox_logp_method=metrics)."""
+
+    def quantities(prox: Tensor) -> dict[str, Tensor]:
+        w, u = (x.clamp(-20, 20).exp() for x in (prox - old_logp, theta_logp - prox))
+        return {"logp": prox, "behave_weight": w, "ratio": u}
+
+    truth, errors = quantities(prox_logp), {}
+    for name, guess in guesses(old_logp, theta_logp, alpha).items():
+        for key, value in quantities(guess).items():
+            error = (value - truth[key]).abs()
+            errors[f"{name}_{key}_abs_error"] = error
+            errors[f"{name}_{key}_rel_error"] = error / truth[key].abs().clamp(min=1e-8)
+    return errors

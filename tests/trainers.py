@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from run.config import NormConfig, OptimizerConfig, PPOActorConfig
 from training.actor import FSDPPPOActor
+from training.layout import pick_layout
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where the actor is
 NAN, INF = math.nan, math.inf
@@ -60,20 +61,18 @@ def start_actor(path: Path, **changes: Any) -> FSDPPPOActor:
 
 @pytest.fixture
 def make_actor(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """make_actor(path, layout=NAME, compiled=BOOL, key=value...) starts an actor of one rank; the
-    default path is the tiny model's."""
+    """make_actor(path, layout=NAME, key=value...) starts an actor of one rank; the default path is
+    the tiny model's."""
     actors: list[FSDPPPOActor] = []
 
-    def make(
-        path: Path = tiny_model_dir, layout: str = "", compiled: bool = False, **changes: Any
-    ) -> FSDPPPOActor:
+    def make(path: Path = tiny_model_dir, layout: str = "", **changes: Any) -> FSDPPPOActor:
         if layout == "packed" and DEVICE == "cuda" and changes.get("dtype") != "bfloat16":
             pytest.skip("the GPU's kernel takes no float32")
         with monkeypatch.context() as patch:
-            patch.setattr("training.actor.should_compile", lambda *_: compiled)
             if layout:
                 changes["enable_tree_training"] = layout == "tree"
-                patch.setattr("training.actor.pick_layout", lambda *_: layout)
+                picked = "training.actor.pick_layout"
+                patch.setattr(picked, lambda *model: pick_layout(*model) and layout)
             actors.append(start_actor(path, **changes))
         return actors[-1]
 

@@ -23,7 +23,6 @@ ranks, results are equal up to rounding, not bit for bit.
 
 import math
 import os
-import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -42,30 +41,18 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from inference import weights
 from inference.fields import import_name
 from ppo import log_ratio
 from run.config import OptimizerConfig, PPOActorConfig
-from training.layout import (
-    Batch,
-    Piece,
-    TokenIndex,
-    cut_packed,
-    cut_padded,
-    pick_layout,
-    refuse_layers,
-    row_lengths,
-    split_minibatches,
-)
+from training.layout import Batch, Piece, cut_rows, pick_layout, row_lengths, split_minibatches
 from training.logprobs import add_read_hidden, token_logprobs
-from training.proximal import guess_errors, interpolation, loglinear
+from training.proximal import interpolation, loglinear
 from training.ranks import join_ranks, leave_ranks, share
 from training.tree_attention import cut_trees
 
-COMPILED_PARAMETERS = 100_000_000  # smaller models are not compiled
-NOTHING = torch.empty(0, dtype=torch.int64)
 LOSS_KEYS = {"eps_clip", "eps_clip_higher", "c_clip", "behave_imp_weight_cap"}
 LR_FLOOR = 0.1  # where linear and cosine schedules end, as a share of the peak
 
@@ -80,9 +67,10 @@ def lr_factor(step: int, config: OptimizerConfig, max_steps: int) -> float:
     return 1 - (1 - LR_FLOOR) * fallen[config.lr_scheduler_type]
 
 
-def should_compile(device: str, parameters: int) -> bool:
-    """Whether compiled layers gain more than compiling costs."""
-    return device == "cuda" and parameters >= COMPILED_PARAMETERS
+def sum_over_ranks(x: Tensor) -> Tensor:
+    """Replace `x` by its sum over the ranks, and return it."""
+    dist.all_reduce(x)
+    return x
 
 
 class FSDPEngine:
@@ -95,7 +83,6 @@ class FSDPEngine:
         self.device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if has_gpu else "cpu")
         self.model: Any = None
         self.cut: Any = None  # of the layout
-        self.is_compiled = False
         self.owns_process_group = False
 
     @property
@@ -104,29 +91,20 @@ class FSDPEngine:
 
     def create_process_group(self, *_: Any, **__: Any) -> None:
         """Join the ranks of torchrun, or be the only one. The arguments of AReaL's are ignored."""
-        self.owns_process_group = join_ranks() or self.owns_process_group
+        self.owns_process_group |= join_ranks()
 
     def initialize(self, *_: Any, **__: Any) -> None:
-        """Make the sharded model. All ranks call this; only rank 0 reads the files."""
-        config = AutoConfig.from_pretrained(self.model_path)
-        layout = pick_layout(self.config, self.device.type, config.get_text_config())
-        self.cut = {"padded": cut_padded, "packed": cut_packed, "tree": cut_trees}[layout]
-        attention = "sdpa" if layout == "padded" else layout
-        with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(
-                config, dtype=torch.float32, attn_implementation=attention
-            )
-        refuse_layers(model, layout)
+        """Load the model, and keep this rank's shards of it. All ranks call this."""
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            self.model_path, dtype=torch.float32, attn_implementation="sdpa"
+        )
+        name = pick_layout(self.config, self.device.type, model)
+        model.set_attn_implementation("sdpa" if name == "padded" else name)
+        self.cut = cut_trees if name == "tree" else partial(cut_rows, is_packed=name == "packed")
         layers = [m for m in model.modules() if type(m).__name__ in model._no_split_modules]
         self.shard(model, layers)
-        self.load(model)
-        model.eval()  # no dropout
-        size = sum(p.numel() for p in model.parameters())
-        self.is_compiled = layout != "tree" and should_compile(self.device.type, size)
-        for layer in layers:
-            if self.is_compiled:
-                layer.forward = torch.compile(layer.forward, dynamic=True)
-            if self.config.gradient_checkpointing:  # transformers' own switch needs training mode
+        if self.config.gradient_checkpointing:  # transformers' own switch needs training mode
+            for layer in layers:
                 layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
         add_read_hidden(model)
         self.model = model
@@ -136,6 +114,7 @@ class FSDPEngine:
         a sixth of a small model's step."""
         c = self.config
         if dist.get_world_size() == 1 and c.dtype == "float32" and not c.offload:
+            model.to(self.device)
             return
         mesh = init_device_mesh(self.device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))
         precision = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
@@ -144,68 +123,42 @@ class FSDPEngine:
         for module in [*layers, model]:
             fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=policy)
 
-    def load(self, model: Any) -> None:
-        """Read the weights on rank 0, and send every rank its shards."""
-        state, buffers = {}, {}
-        if self.rank == 0:
-            whole: Any = AutoModelForCausalLM.from_pretrained(self.model_path, dtype=torch.float32)
-            state, buffers = whole.state_dict(), dict(whole.named_buffers())
-            # A weight update undoes what transformers has done to a tensor of the files, one at a
-            # time.
-            model._weight_conversions = whole._weight_conversions
-            if any(len(conversion.target_patterns) > 1 for conversion in whole._weight_conversions):
-                raise ValueError(f"{type(model).__name__} splits tensors of its files")
-        offload = self.config.offload
-        model.to_empty(device="cpu" if offload else self.device).tie_weights()
-        options = sharded.StateDictOptions(
-            full_state_dict=True, broadcast_from_rank0=True, cpu_offload=offload
-        )
-        sharded.set_model_state_dict(model, state, options=options)
-        buffers = share(buffers)  # some, such as rotary frequencies, are in no file
-        for name, buffer in model.named_buffers():
-            buffer.data = buffers[name].to(self.device)
-
     def compute_logp(self, batch: Batch) -> Tensor:
         """log p(token | tokens before it), (B, T) float32, of the trained tokens; 0 elsewhere. All
         ranks call this with the same batch, and get the same result."""
         logp = torch.zeros(batch["input_ids"].shape)  # (B, T)
         with torch.no_grad():
             for piece in self.passes(batch, range(len(logp))):
-                index, piece_logp, _ = self.forward(batch, piece)
-                logp[index] = piece_logp.cpu()
-        return self.all_reduce(logp)
+                logp[piece.index] = self.forward(batch, piece)[0].cpu()
+        return sum_over_ranks(logp)
 
-    def forward(self, batch: Batch, piece: Piece) -> tuple[TokenIndex, Tensor, Tensor]:
-        """Run a piece, and return the index of its N trained tokens, their log-probabilities (N,)
-        and the entropies (N,) of the distributions that they were sampled from."""
-        index, predicted_by = piece.select(batch["loss_mask"])
-        ids = batch["input_ids"][index].to(self.device).long()  # (N,)
-        temperatures = batch["temperatures"][index].to(self.device)  # (N,)
+    def forward(self, batch: Batch, piece: Piece) -> tuple[Tensor, Tensor]:
+        """Run a piece, and return the log-probabilities (N,) of its trained tokens and the
+        entropies (N,) of the distributions that they were sampled from."""
+        ids = batch["input_ids"][piece.index].to(self.device).long()  # (N,)
+        temperatures = batch["temperatures"][piece.index].to(self.device)  # (N,)
 
         def read(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-            states = hidden.flatten(0, 1)[predicted_by.to(self.device)]  # (N, D)
-            return token_logprobs(states, weight, ids, temperatures, compiled=self.is_compiled)
+            states = hidden.flatten(0, 1)[piece.predicted_by.to(self.device)]  # (N, D)
+            return token_logprobs(states, weight, ids, temperatures)
 
-        inputs = dict(piece.inputs)
-        inputs |= {k: x.to(self.device) for k, x in inputs.items() if isinstance(x, Tensor)}
-        return index, *self.model.read_hidden(read, **inputs)
-
-    def all_reduce(self, x: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
-        """Replace `x` by its sum over the ranks, and return it."""
-        dist.all_reduce(x, op)
-        return x
+        inputs = piece.inputs.items()
+        on_device = {k: x.to(self.device) if isinstance(x, Tensor) else x for k, x in inputs}
+        return self.model.read_hidden(read, **on_device)
 
     def passes(self, batch: Batch, rows: Sequence[int]) -> list[Piece]:
         """This rank's pieces of `rows`. With FSDP all ranks make the same number of passes, so a
-        rank may make extra ones, in which no token is looked at."""
+        rank may make extra ones, in which no token is trained."""
         lengths = row_lengths(batch)
         shares = split_minibatches([lengths[row] for row in rows], dist.get_world_size())
-        own = [rows[i] for i in shares[self.rank]] if self.rank < len(shares) else []
-        pieces = list(self.cut(batch, own or rows[:1], self.config.mb_tokens))
-        count = len(pieces) if own else 0
-        most = int(self.all_reduce(torch.tensor(count), dist.ReduceOp.MAX))
-        extra = Piece(pieces[0].inputs, NOTHING, NOTHING, NOTHING)
-        return pieces[:count] + [extra] * (most - count)
+        cuts = [
+            list(self.cut(batch, [rows[i] for i in share], self.config.mb_tokens))
+            for share in shares
+        ]
+        own = cuts[self.rank] if self.rank < len(cuts) else []
+        nothing = torch.empty(0, dtype=torch.int64)
+        extra = Piece(cuts[0][0].inputs, (nothing, nothing), nothing)
+        return own + [extra] * (max(map(len, cuts)) - len(own))
 
     def save(self, path: str | Path, dtype: torch.dtype = torch.float32) -> None:
         """Write a Hugging Face folder. All ranks call this."""
@@ -220,7 +173,6 @@ class FSDPEngine:
         self.model = None
         if self.owns_process_group:
             leave_ranks()
-            self.owns_process_group = False
 
 
 class FSDPPPOActor(FSDPEngine):
@@ -284,39 +236,29 @@ class FSDPPPOActor(FSDPEngine):
 
         Writes batch["theta_logp"] (B, T), log pi_theta in the last pass over each row, and
         batch["step_fraction"] (B,), the share of the step that was done before it. Raises
-        ValueError if a key is missing or nothing is trained, and FloatingPointError before the
-        optimizer step of a mini-batch whose loss or gradient is not finite.
+        ValueError if nothing is trained, and FloatingPointError before the optimizer step of a
+        mini-batch whose loss or gradient is not finite.
         """
-        c, begin = self.config, time.monotonic()
-        needed = {"advantages", *self.policies(), *["ref_logp"] * (c.kl_ctl > 0)}
-        if missing := sorted(needed - batch.keys()):
-            raise ValueError(f"the batch lacks {missing}: call compute_logp, compute_advantages")
-        lengths = row_lengths(batch)
+        c = self.config
         batch["theta_logp"] = torch.zeros(batch["input_ids"].shape)  # (B, T)
-        batch["step_fraction"] = torch.zeros(len(lengths))  # (B,)
+        batch["step_fraction"] = torch.zeros(len(batch["input_ids"]))  # (B,)
         # All epochs have the same mini-batches, so each is cut into pieces once.
-        minibatches = split_minibatches(lengths, c.ppo_n_minibatches)
+        minibatches = split_minibatches(row_lengths(batch), c.ppo_n_minibatches)
         cuts = [(rows, self.passes(batch, rows)) for rows in minibatches]
         steps, parts = len(cuts) * c.ppo_epochs, []
         for k in range(steps):
             rows, pieces = cuts[k % len(cuts)]
-            tokens = int((batch["loss_mask"][rows, 1:] > 0).sum())
             batch["step_fraction"][rows] = k / steps
-            if tokens:
+            if tokens := int((batch["loss_mask"][rows, 1:] > 0).sum()):
                 parts.append((tokens, self.minibatch_step(batch, pieces, tokens)))
         if not parts:
             raise ValueError("no token of the batch is trained (docs/agents.md)")
-        self.all_reduce(batch["theta_logp"])
+        sum_over_ranks(batch["theta_logp"])
         total = sum(tokens for tokens, _ in parts)
         stats = {key: sum(n * part[key] for n, part in parts) / total for key in parts[0][1]}
         # effective sample size: (sum w)^2 / (M sum w^2) = (mean w)^2 / mean w^2
         square = stats.pop("behave_weight_square")
         stats["behave_ess"] = stats["behave_weight_mean"] ** 2 / square if square else 0.0
-        if c.enable_tree_training:
-            computed = [p.inputs["input_ids"].numel() for _, ps in cuts for p in ps if len(p.row)]
-            whole = self.all_reduce(torch.tensor(sum(computed)))
-            stats["tree_token_ratio"] = int(whole) / sum(lengths)
-        stats["train_tokens_s"] = sum(lengths) / (time.monotonic() - begin)
         return stats
 
     def minibatch_step(self, batch: Batch, pieces: list[Piece], tokens: int) -> dict[str, float]:
@@ -330,14 +272,14 @@ class FSDPPPOActor(FSDPEngine):
             loss, stats = self.piece_loss(batch, piece, tokens)
             (loss * dist.get_world_size()).backward()
             sums = {key: x + sums.get(key, 0.0) for key, x in stats.items()}
-        found = self.all_reduce(torch.stack([*sums.values()])).tolist()
+        found = sum_over_ranks(torch.stack([*sums.values()])).tolist()
 
         # 2. Clip the gradient, and check that everything is finite.
         limit = o.gradient_clipping or math.inf
         norm: Any = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
         grad_norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
         self.minibatch = {**dict(zip(sums, found)), "grad_norm": grad_norm}
-        if not (math.isfinite(grad_norm) and math.isfinite(self.minibatch["loss"])):
+        if not math.isfinite(grad_norm + self.minibatch["loss"]):
             raise FloatingPointError(
                 f"loss {self.minibatch['loss']}, gradient norm {grad_norm} in training step"
                 f" {self.steps + 1}: look for logprobs or rewards that are not finite, or lower"
@@ -356,34 +298,36 @@ class FSDPPPOActor(FSDPEngine):
         """The loss of a piece, and its metrics, both divided by `tokens`, the trained tokens of the
         whole mini-batch, so that the sums over all pieces are its means."""
         c = self.config
-        # 1. pi_theta, pi_prox and pi_behav
-        index, logp, entropy = self.forward(batch, piece)  # ((N,), (N,)), (N,), (N,)
-        theta_logp = logp.detach()  # (N,)
-        batch["theta_logp"][index] = theta_logp.cpu()
 
         def pick(key: str) -> Tensor:  # (B, T) -> (N,)
-            return batch[key][index].to(self.device)
+            return batch[key][piece.index].to(self.device)
 
+        # 1. pi_theta, pi_prox and pi_behav
+        logp, entropy = self.forward(batch, piece)  # (N,), (N,)
+        theta_logp = logp.detach()  # (N,)
+        batch["theta_logp"][piece.index] = theta_logp.cpu()
         prox_logp, old_logp = map(pick, self.policies())
         # k2, an estimate of KL(pi_theta, pi_behav); the clamp keeps it finite
         kl = log_ratio(theta_logp, old_logp).clamp(-1e4, 1e4).square() / 2  # (N,)
         means = {"entropy": entropy, "kl": kl}
+        rows = piece.index[0]  # (N,)
         if c.use_decoupled_loss and c.prox_logp_method != "recompute":
-            fraction = batch["step_fraction"][index[0]].to(self.device)
+            fraction = batch["step_fraction"][rows].to(self.device)
             alpha = interpolation(pick("versions"), self.version, fraction)  # (N,)
             if c.prox_logp_method == "loglinear":
                 prox_logp = loglinear(old_logp, theta_logp, alpha)
             else:
+                guess_errors = import_name("extras.losses.guess_errors")
                 means |= guess_errors(prox_logp, old_logp, theta_logp, alpha)
 
         # 2. loss = -J - entropy_coeff * mean entropy + kl_ctl * mean (log pi_theta / pi_ref)^2 / 2
         keys = c.model_dump(include=LOSS_KEYS)
-        keys |= {"sequence_ids": index[0].to(self.device), "denominator": tokens}
+        keys |= {"sequence_ids": rows.to(self.device), "denominator": tokens}
         mask = torch.ones_like(logp)
         loss, stats = self.loss_fn(logp, prox_logp, old_logp, pick("advantages"), mask, **keys)
         if c.entropy_coeff:
             loss = loss - self.annealed(c.entropy_coeff) * entropy.sum() / tokens
-        if "ref_logp" in batch:
+        if c.kl_ctl or "ref_logp" in batch:
             means["ref_kl"] = log_ratio(logp, pick("ref_logp")).square() / 2  # (N,)
             loss = loss + self.annealed(c.kl_ctl) * means["ref_kl"].sum() / tokens
         stats = {"loss": loss, **stats, **{key: x.sum() / tokens for key, x in means.items()}}

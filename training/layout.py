@@ -1,8 +1,8 @@
 """A layout turns rows of a batch into the inputs of forward passes.
 
-It cuts rows into pieces. A piece is the input of one pass, and says for each token which hidden
-state predicts it. In every layout a token gets the log-probability that it would get if its row
-went through the model alone; they differ in time and memory.
+It cuts rows into pieces. A piece is the input of one pass, and says for each trained token which
+hidden state predicts it. In every layout a token gets the log-probability that it would get if its
+row went through the model alone; they differ in time and memory.
 
     padded    rows of similar length are stacked, the shorter ones padded on the right. No token
               attends to the padding after it, so no mask is needed.
@@ -14,12 +14,11 @@ states, packed only the first 5; in both, hidden states 0, 1 and 3 predict b, c 
 
 Packed rows need an attention function of their own. position_ids start again in every row, but
 kernels that ignore them let rows see each other and raise no error, and a dense mask would need t^2
-numbers. In packed rows and trees this function is all that separates rows, so these layouts refuse
-models with sliding windows, convolutions or recurrent states.
+numbers. In packed rows and trees this function is all that separates rows, so models with sliding
+windows, convolutions or recurrent states are padded.
 """
 
-import inspect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -31,24 +30,26 @@ from transformers import AttentionInterface
 from run.config import PPOActorConfig
 
 Batch = dict[str, Tensor]
-TokenIndex = tuple[Tensor, Tensor]  # rows (N,) and columns (N,) of a batch
 
-# Arguments of transformers' attention functions that ask for more than causal attention.
-BEYOND_CAUSAL = ("sliding_window", "softcap", "s_aux")
+# Keys of transformers' configurations that cap or scale the logits.
+BENT_LOGITS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+BENT_LOGITS += ("logits_scaling", "logit_scale", "lm_head_multiplier", "output_multiplier")
+BENT_LOGITS += ("logits_mup_width_multiplier",)
 
 
 class Piece(NamedTuple):
-    """The input of one forward pass, and its n predictable tokens: all but the first of a row."""
+    """The input of one forward pass, and the N trained tokens that it predicts."""
 
     inputs: dict[str, Any]  # of the model: input_ids (b, t), and what the attention needs
-    row: Tensor  # (n,) in the batch
-    column: Tensor  # (n,) in the batch
-    predicted_by: Tensor  # (n,) hidden state, from 0 to b * t - 1
+    index: tuple[Tensor, Tensor]  # rows (N,) and columns (N,) in the batch
+    predicted_by: Tensor  # (N,) hidden state, from 0 to b * t - 1
 
-    def select(self, mask: Tensor) -> tuple[TokenIndex, Tensor]:
-        """The index of the N tokens whose `mask` (B, T) is set, and what predicts them, (N,)."""
-        wanted = mask[self.row, self.column] > 0  # (n,)
-        return (self.row[wanted], self.column[wanted]), self.predicted_by[wanted]
+
+def make_piece(batch: Batch, rows: list[int], states: Tensor, inputs: dict[str, Any]) -> Piece:
+    """A piece of R rows, whose tokens have the hidden states `states` (R, t). A token is predicted
+    by the state of the one before it."""
+    row, before = (batch["loss_mask"][rows, 1:] > 0).nonzero(as_tuple=True)  # (N,), (N,)
+    return Piece(inputs, (torch.tensor(rows)[row], before + 1), states[row, before])
 
 
 def row_lengths(batch: Batch) -> list[int]:
@@ -70,100 +71,89 @@ def split_minibatches(lengths: Sequence[int], n: int) -> list[list[int]]:
     return parts
 
 
-def split_microbatches(
-    rows: Sequence[int], lengths: Sequence[int], mb_tokens: int, is_padded: bool
+def fill_pieces(
+    rows: Sequence[int], cost: Callable[[int, list[int]], int], most: int
 ) -> list[list[int]]:
-    """Cut rows into pieces of at most `mb_tokens` tokens, the longest row first. Padded rows count
-    as long as the first of their piece. A row that is too long is a piece of its own."""
+    """Cut rows, in their order, into pieces that cost at most `most` tokens; cost(row, piece) is
+    what a row adds to a piece. A row that is too long is a piece of its own."""
     pieces: list[list[int]] = []
-    room = 0  # tokens that the last piece still takes
-    for row in sorted(rows, key=lambda row: -lengths[row]):
-        size = lengths[pieces[-1][0]] if pieces and is_padded else lengths[row]
-        if not pieces or size > room:
+    room = 0  # what the last piece still takes
+    for row in rows:
+        if not pieces or cost(row, pieces[-1]) > room:
             pieces.append([])
-            room, size = mb_tokens, lengths[row]
+            room = most
+        room -= cost(row, pieces[-1])
         pieces[-1].append(row)
-        room -= size
     return pieces
 
 
-def cut_padded(batch: Batch, rows: Sequence[int], mb_tokens: int) -> Iterator[Piece]:
-    for part in split_microbatches(rows, row_lengths(batch), mb_tokens, True):
-        real = batch["attention_mask"][part].bool()  # (b, T)
-        t = int(real.sum(1).max())
-        row, previous = real[:, 1:t].nonzero(as_tuple=True)  # (n,), (n,)
-        inputs = {"input_ids": batch["input_ids"][part, :t].long()}  # (b, t)
-        yield Piece(inputs, torch.tensor(part)[row], previous + 1, predicted_by=row * t + previous)
+def cut_rows(batch: Batch, rows: Sequence[int], mb_tokens: int, is_packed: bool) -> Iterator[Piece]:
+    """Pieces of packed or padded rows. A padded row costs as much as the first of its piece."""
+    lengths = row_lengths(batch)
+
+    def cost(row: int, part: list[int]) -> int:
+        return lengths[row if is_packed else [*part, row][0]]
+
+    for part in fill_pieces(sorted(rows, key=lambda row: -lengths[row]), cost, mb_tokens):
+        t = lengths[part[0]]
+        ids, real = (batch[key][part, :t] for key in ("input_ids", "attention_mask"))  # (b, t)
+        states, inputs = torch.arange(ids.numel()).view(ids.shape), {"input_ids": ids.long()}
+        if is_packed:
+            real = real.bool()
+            states = real.flatten().cumsum(0).view(real.shape) - 1  # (b, t)
+            inputs = {
+                "input_ids": ids[real].long()[None],  # (1, n)
+                "position_ids": real.nonzero()[None, :, 1],  # (1, n)
+                "bounds": F.pad(real.sum(1).cumsum(0), (1, 0)).int(),  # (b + 1,) starts, and n
+                "longest": t,
+            }
+        yield make_piece(batch, part, states, inputs)
 
 
-def cut_packed(batch: Batch, rows: Sequence[int], mb_tokens: int) -> Iterator[Piece]:
-    for part in split_microbatches(rows, row_lengths(batch), mb_tokens, False):
-        real = batch["attention_mask"][part].bool()  # (b, T)
-        row, column = real.nonzero().T.contiguous()  # (t,), (t,)
-        lengths = real.sum(1)  # (b,)
-        inputs = {
-            "input_ids": batch["input_ids"][part][real].long()[None],  # (1, t)
-            "position_ids": column[None],
-            "bounds": F.pad(lengths.cumsum(0), (1, 0)).int(),  # (b + 1,) starts of the rows, and t
-            "longest": int(lengths.max()),
-        }
-        later = column.nonzero()[:, 0]  # (n,)
-        yield Piece(inputs, torch.tensor(part)[row[later]], column[later], predicted_by=later - 1)
-
-
-def refuse(features: Iterable[str]) -> None:
-    if names := ", ".join(sorted(features)):
-        raise ValueError(
-            f"packed rows and trees allow no {names}: set actor.enable_tree_training=false"
-        )
-
-
-def beyond_full_attention(shape: Any) -> set[str]:
-    """The kinds of layers that are more than causal attention, given a model's text
-    configuration."""
-    window = ["sliding_window"] if getattr(shape, "sliding_window", None) else []
-    return {*(getattr(shape, "layer_types", None) or window)} - {"full_attention"}
-
-
-def refuse_layers(model: Any, layout: str) -> None:
-    """Raise ValueError if the layout cannot compute the model's layers. Some versions of
-    transformers compute capped attention (Gemma 2) without its cap."""
-    shape = model.config.get_text_config()
-    if not model._supports_sdpa or getattr(shape, "attn_logit_softcapping", None):
-        raise ValueError(f"{type(model).__name__} has attention of its own: it cannot be trained")
-    refuse(() if layout == "padded" else beyond_full_attention(shape))
-
-
-def pick_layout(actor: PPOActorConfig, device: str, shape: Any) -> str:
-    """The layout for a model with the text configuration `shape`. The kernel for packed rows takes
-    16-bit numbers, and heads of 8 to 256 numbers."""
+def pick_layout(actor: PPOActorConfig, device: str, model: Any) -> str:
+    """The layout for a model; the kernel for packed rows takes 16-bit numbers. Raises ValueError
+    for a model that would be trained wrongly without any other error."""
+    shape, head = model.config.get_text_config(), model.get_output_embeddings()
+    kinds = getattr(shape, "layer_types", None) or [getattr(shape, "sliding_window", None)]
+    is_plain = {*kinds} <= {"full_attention", None}  # causal attention in every layer
+    bent = [key for key in BENT_LOGITS if getattr(shape, key, None) not in (None, 1)]
+    reasons = {
+        # Some versions of transformers compute capped attention (Gemma 2) without its cap.
+        "attention of its own": getattr(shape, "attn_logit_softcapping", None),
+        "logits that are not hidden @ weight.T": bent or getattr(head, "bias", None) is not None,
+        "layers that no tree computes": actor.enable_tree_training and not is_plain,
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise ValueError(f"{type(model).__name__} has {reason}: it cannot be trained")
     if actor.enable_tree_training:
         return "tree"
-    d = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
-    has_kernel = device == "cuda" and actor.dtype == "bfloat16" and d % 8 == 0 and d <= 256
-    return "packed" if has_kernel and not beyond_full_attention(shape) else "padded"
+    has_kernel = device == "cuda" and actor.dtype == "bfloat16"
+    return "packed" if has_kernel and is_plain else "padded"
 
 
 def attend_apart(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **kwargs: Any
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    scaling: float,
+    *,
+    bounds: Tensor,
+    longest: int,
+    **_: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention within each row of a packed piece. `query` is (1, heads, t, d), `key` and
     `value` (1, groups, t, d), the output (1, t, heads, d)."""
-    refuse(name for name in BEYOND_CAUSAL if kwargs.get(name) is not None)
-    # torch.compile knows the strides of the output only if these are contiguous.
-    q, k, v = (x.transpose(1, 2).squeeze(0).contiguous() for x in (query, key, value))
-    causal: dict[str, Any] = {"scale": scaling, "window_size": (-1, 0)}  # all before, none after
-    if (copies := q.shape[1] // k.shape[1]) > 1:
-        if HAS_GROUPS:
-            causal["enable_gqa"] = True
-        else:
-            k, v = (x.repeat_interleave(copies, 1) for x in (k, v))
-    bounds, longest = kwargs["bounds"], kwargs["longest"]
+    q, k, v = (x.transpose(1, 2).squeeze(0) for x in (query, key, value))
+    copies = q.shape[1] // k.shape[1]  # the kernel of torch 2.11 needs a key for each head
+    k, v = (x.repeat_interleave(copies, 1) for x in (k, v))  # (t, heads, d)
+    causal: Any = {"scale": scaling, "window_size": (-1, 0)}  # all before, none after
     out: Any = varlen_attn(q, k, v, bounds, bounds, longest, longest, **causal)  # (t, heads, d)
     return out.unsqueeze(0), None
 
 
-HAS_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # not in torch 2.11
 AttentionInterface.register("packed", attend_apart)
 # cuDNN prepares a plan for every new shape, and nearly every batch has one.
 torch.backends.cuda.enable_cudnn_sdp(False)

@@ -29,32 +29,3 @@ def interpolation(versions: Tensor, version: int, fraction: float | Tensor) -> T
 def loglinear(old_logp: Tensor, theta_logp: Tensor, alpha: Tensor) -> Tensor:
     # log pi_prox = log pi_behav + alpha (log pi_theta - log pi_behav)
     return old_logp + alpha * (theta_logp - old_logp)
-
-
-def linear(old_logp: Tensor, theta_logp: Tensor, alpha: Tensor) -> Tensor:
-    # pi_prox = (1 - alpha) pi_behav + alpha pi_theta
-    return torch.logaddexp(torch.log1p(-alpha) + old_logp, alpha.log() + theta_logp)
-
-
-def rollout(old_logp: Tensor, theta_logp: Tensor, alpha: Tensor) -> Tensor:
-    # pi_prox = pi_behav
-    return old_logp
-
-
-def guess_errors(
-    prox_logp: Tensor, old_logp: Tensor, theta_logp: Tensor, alpha: Tensor
-) -> dict[str, Tensor]:
-    """The errors (N,) of the three guesses of log pi_prox, of w and of u, absolute and relative
-    (prox_logp_method=metrics)."""
-
-    def quantities(prox: Tensor) -> dict[str, Tensor]:
-        w, u = (x.clamp(-20, 20).exp() for x in (prox - old_logp, theta_logp - prox))
-        return {"logp": prox, "behave_weight": w, "ratio": u}
-
-    truth, errors = quantities(prox_logp), {}
-    for guess in (loglinear, linear, rollout):
-        for key, value in quantities(guess(old_logp, theta_logp, alpha)).items():
-            error = (value - truth[key]).abs()
-            errors[f"{guess.__name__}_{key}_abs_error"] = error
-            errors[f"{guess.__name__}_{key}_rel_error"] = error / truth[key].abs().clamp(min=1e-8)
-    return errors

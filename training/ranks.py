@@ -6,8 +6,6 @@ waits for all others; if one dies, torchrun ends the rest.
 
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -21,30 +19,18 @@ def join_ranks() -> bool:
     """Make torch's default process group, of one rank without torchrun. False if there is one."""
     if dist.is_initialized():
         return False
-    backend = "gloo"
+    backend, alone = "gloo", {}
     if torch.cuda.is_available():
         backend = "cpu:gloo,cuda:nccl"
         # SGLang sets this to 0, and all members of an NCCL group need the same value.
         os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        dist.init_process_group(backend, timeout=PATIENCE)
-    else:
-        with on_loopback():
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    if "RANK" not in os.environ:
+        alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        # Gloo would listen on the address of the hostname.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    dist.init_process_group(backend, timeout=PATIENCE, **alone)
     return True
-
-
-@contextmanager
-def on_loopback() -> Iterator[None]:
-    """Let gloo listen on the loopback address, not on the one of the hostname."""
-    name = "GLOO_SOCKET_IFNAME"
-    before = os.environ.get(name)
-    os.environ[name] = "lo0" if sys.platform == "darwin" else "lo"
-    yield
-    del os.environ[name]
-    if before is not None:
-        os.environ[name] = before
 
 
 def leave_ranks() -> None:

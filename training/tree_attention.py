@@ -19,9 +19,8 @@ So e (4) attends to a, b and itself, but not to c and d, whose subtrees end at 4
 train a token of the tree, their gradients add up.
 
 On a CPU each block of 128 queries takes only the keys that one of them needs; on a GPU
-FlexAttention skips blocks in which nothing is seen. Loss and gradients are those of
-separate rows to 1e-6 and 1e-5, not bit for bit. The metric tree_token_ratio is the tree's tokens
-divided by the rows'; rows of different mini-batches never share a tree.
+FlexAttention skips blocks in which nothing is seen. Loss and gradients are those of separate rows
+to 1e-6 and 1e-5, not bit for bit. Rows of different mini-batches never share a tree.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,15 +28,15 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface
 from transformers.integrations.flex_attention import flex_attention_forward
 
-from training.layout import BEYOND_CAUSAL, Batch, Piece, refuse, row_lengths
+from training.layout import Batch, Piece, fill_pieces, make_piece, row_lengths
 
 BLOCK = 128  # queries, or keys, in a block of attention
 
@@ -66,67 +65,57 @@ class PackedTree:
         return found
 
 
-def count_shared(one: np.ndarray, other: np.ndarray) -> int:
+def count_shared(one: list[int], other: list[int]) -> int:
     """How many tokens two rows share at their beginning."""
-    n = min(len(one), len(other))
-    return int(np.append(one[:n] != other[:n], True).argmax())  # the first difference, or n
+    for i, (a, b) in enumerate(zip(one, other)):
+        if a != b:
+            return i
+    return min(len(one), len(other))
 
 
-def lay_out(rows: list[int], arrays: list[np.ndarray]) -> PackedTree:
-    """Build the tree of sorted rows."""
-    size = 0
-    before = path = np.empty(0, dtype=np.int64)
-    paths, ids, depths, ended = [], [], [], []
-    for row in rows:
-        common = count_shared(before, arrays[row])
-        before = arrays[row]
-        ended.append((path[common:], size))  # no later row has these tokens
-        fresh = np.arange(common, len(before))  # depths of what the row adds
-        path = np.concatenate([path[:common], size + fresh - common])
-        paths.append(torch.from_numpy(path))
-        ids.append(before[common:])
-        depths.append(fresh)
-        size += len(fresh)
-    subtree_end = np.full(size, size)
+def build_trees(rows: Sequence[list[int]], max_tokens: int) -> list[PackedTree]:
+    """Lay out rows of token ids as trees of at most `max_tokens` tokens; each row is in one tree.
+    Raises ValueError for a row that is too long."""
+    if (longest := max(map(len, rows))) > max_tokens:
+        raise ValueError(
+            f"a row has {longest} tokens, and actor.mb_tokens is {max_tokens}: raise it, or keep"
+            " rows short (gconfig.max_new_tokens, fewer turns)"
+        )
+
+    def added(row: int, part: list[int]) -> int:
+        return len(rows[row]) - (count_shared(rows[part[-1]], rows[row]) if part else 0)
+
+    order = sorted(range(len(rows)), key=rows.__getitem__)  # neighbours share most
+    return [lay_out(part, rows) for part in fill_pieces(order, added, max_tokens)]
+
+
+def lay_out(part: list[int], rows: Sequence[list[int]]) -> PackedTree:
+    """Build the tree of the rows `part`, which are sorted."""
+    ids: list[int] = []
+    depths: list[int] = []
+    paths, ended = [], []
+    before, path = list[int](), torch.empty(0, dtype=torch.int64)
+    for row in part:
+        common, start = count_shared(before, rows[row]), len(ids)
+        before = rows[row]
+        ids += before[common:]
+        depths += range(common, len(before))
+        ended.append((path[common:], start))  # no later row has these tokens
+        path = torch.cat([path[:common], torch.arange(start, len(ids))])
+        paths.append(path)
+    subtree_end = torch.full((len(ids),), len(ids))
     for tokens, end in ended:
         subtree_end[tokens] = end
-    input_ids, position_ids = (torch.from_numpy(np.concatenate(x))[None] for x in (ids, depths))
-    return PackedTree(rows, paths, input_ids, position_ids, torch.from_numpy(subtree_end))
-
-
-def build_trees(sequences: Sequence[Any], max_tokens: int) -> list[PackedTree]:
-    """Lay out rows of token ids as trees of at most `max_tokens` tokens; each row is in one tree.
-    Raises ValueError for a row that is empty or too long."""
-    arrays = [np.asarray(sequence, dtype=np.int64) for sequence in sequences]
-    for row, array in enumerate(arrays):
-        if not 0 < len(array) <= max_tokens:
-            raise ValueError(
-                f"row {row} has {len(array)} tokens, not 1 to actor.mb_tokens={max_tokens}:"
-                " raise it, or keep rows short (gconfig.max_new_tokens, fewer turns)"
-            )
-    # Big-endian bytes sort like the numbers, so rows with a common beginning are neighbours.
-    order = sorted(range(len(arrays)), key=lambda row: arrays[row].astype(">u4").tobytes())
-    parts: list[list[int]] = []
-    room = 0  # what the last tree still takes
-    before = np.empty(0, dtype=np.int64)  # its last row
-    for row in order:
-        added = len(arrays[row]) - count_shared(before, arrays[row])
-        if not parts or added > room:
-            parts.append([])
-            room, added = max_tokens, len(arrays[row])
-        parts[-1].append(row)
-        room, before = room - added, arrays[row]
-    return [lay_out(part, arrays) for part in parts]
+    return PackedTree(part, paths, torch.tensor([ids]), torch.tensor([depths]), subtree_end)
 
 
 def cut_trees(batch: Batch, rows: Sequence[int], mb_tokens: int) -> Iterator[Piece]:
-    lengths, ids = row_lengths(batch), batch["input_ids"].numpy()  # (B,), (B, T)
-    for tree in build_trees([ids[row, : lengths[row]] for row in rows], mb_tokens):
+    lengths = row_lengths(batch)
+    tokens = [batch["input_ids"][row, : lengths[row]].tolist() for row in rows]
+    for tree in build_trees(tokens, mb_tokens):
         inputs = {"input_ids": tree.input_ids, "position_ids": tree.position_ids, "tree": tree}
-        counts = torch.tensor([len(path) - 1 for path in tree.paths])
-        row = torch.tensor([rows[i] for i in tree.rows]).repeat_interleave(counts)  # (n,)
-        column = tree.position_ids[0, torch.cat([path[1:] for path in tree.paths])]  # (n,)
-        yield Piece(inputs, row, column, predicted_by=torch.cat([path[:-1] for path in tree.paths]))
+        states = pad_sequence(tree.paths, batch_first=True)  # (R, t)
+        yield make_piece(batch, [rows[i] for i in tree.rows], states, inputs)
 
 
 @lru_cache(maxsize=1)  # all layers of a pass use the same
@@ -154,7 +143,6 @@ def tree_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """softmax(q k' * scaling) v, where each token attends to its ancestors and itself. `query` is
     (1, heads, N, d), `key` and `value` (1, groups, N, d), the output (1, N, heads, d)."""
-    refuse(name for name in BEYOND_CAUSAL if kwargs.get(name) is not None)
     if query.is_cuda:
         blocks = block_mask(tree, query.device)
         return flex_attention_forward(module, query, key, value, blocks, scaling=scaling)
@@ -166,5 +154,4 @@ def tree_attention(
     return torch.cat(out, dim=2).transpose(1, 2).contiguous(), None
 
 
-# A compiled layer would compile this again for every tree.
-AttentionInterface.register("tree", torch.compiler.disable(tree_attention))
+AttentionInterface.register("tree", tree_attention)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from test_ppo import random_tokens
 
-from extras.losses import cispo, gspo, icepop, reject, row_weight, truncate
+from extras.losses import cispo, gspo, guess_errors, icepop, reject, row_weight, truncate
 from ppo import ppo_actor_loss_fn
 
 
@@ -197,3 +197,29 @@ def test_untrained_tokens_change_no_variant(variant, poison):
     ids = torch.arange(6)[:, None].expand(mask.shape)[on]
     flat, _ = variant(*(x[on] for x in (*clean, mask)), sequence_ids=ids, denominator=int(on.sum()))
     torch.testing.assert_close(flat, results[0][0][0])
+
+
+def test_the_reported_errors_are_those_of_the_definition():
+    """Absolute and relative, of log pi_prox, w and u, by a loop."""
+    g = torch.Generator().manual_seed(2)
+    tensors = [-3 * torch.rand(20, generator=g, dtype=torch.float64) - 0.1 for _ in range(3)]
+    alpha = torch.rand(20, generator=g, dtype=torch.float64)
+    prox, old, theta = tensors
+    errors = guess_errors(prox, old, theta, alpha)
+    assert len(errors) == 18
+    for i, (p, b, t, a) in enumerate(zip(*(x.tolist() for x in (*tensors, alpha)))):
+        guesses = {
+            "loglinear": b + a * (t - b),
+            "linear": math.log((1 - a) * math.exp(b) + a * math.exp(t)),
+            "rollout": b,
+        }
+        for name, guess in guesses.items():
+            pairs = {
+                "logp": (guess, p),
+                "behave_weight": (math.exp(guess - b), math.exp(p - b)),
+                "ratio": (math.exp(t - guess), math.exp(t - p)),
+            }
+            for key, (mine, truth) in pairs.items():
+                found = [errors[f"{name}_{key}_{kind}_error"][i].item() for kind in ("abs", "rel")]
+                expected = [abs(mine - truth), abs((mine - truth) / truth)]
+                assert found == pytest.approx(expected, abs=1e-9)

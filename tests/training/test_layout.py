@@ -1,6 +1,5 @@
 """One kernel computes the attention of a packed row. Here it is one for CPUs (cpu_kernel.py)."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,12 +9,10 @@ import trainers
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from trainers import DEVICE, FAMILIES, NEVER, PLAIN, gradients, make_batch, make_family, prepare
-from transformers import AutoConfig
+from trainers import DEVICE, gradients, make_batch, prepare
 
-from run.config import PPOActorConfig
 from training import layout
-from training.layout import attend_apart, cut_packed, pick_layout
+from training.layout import attend_apart, cut_rows
 
 make_actor = trainers.make_actor
 
@@ -44,13 +41,9 @@ def one_by_one(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scaling: float) 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="the GPU's kernel takes no float32")
 @pytest.mark.parametrize("groups", [1, 2, 4])
-@pytest.mark.parametrize("has_groups", [True, False])
-def test_one_kernel_computes_what_the_rows_alone_give(
-    calls: list[int], groups: int, has_groups: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Output and gradients, also where heads share keys and the kernel of torch 2.11 cannot."""
-    monkeypatch.setattr(layout, "HAS_GROUPS", has_groups)
-    [piece] = cut_packed(make_batch((3, 1, 7)), range(3), 100)
+def test_one_kernel_computes_what_the_rows_alone_give(calls: list[int], groups: int) -> None:
+    """Output and gradients, also where heads share keys."""
+    [piece] = cut_rows(make_batch((3, 1, 7)), range(3), 100, is_packed=True)
     g = torch.Generator().manual_seed(0)
     leaves = [torch.randn(1, 11, heads, 16, generator=g) for heads in (4, groups, groups)]
     results = []
@@ -101,33 +94,6 @@ def test_the_kernel_of_a_gpu_takes_what_it_gets() -> None:
         bounds = torch.empty(3, device="cuda", dtype=torch.int32)
         out, _ = attend_apart(None, q, k, v, None, 0.3, bounds=bounds, longest=7)
         assert (out.shape, out.dtype, out.device) == ((1, 10, 4, 128), torch.bfloat16, q.device)
-
-
-CASES: list[tuple[dict[str, Any], str, int, str]] = [
-    ({}, "cuda", 64, "packed"),
-    ({}, "cpu", 64, "padded"),
-    ({"dtype": "float32"}, "cuda", 64, "padded"),
-    ({}, "cuda", 80, "padded"),  # heads of 20 numbers
-    ({}, "cuda", 2048, "padded"),  # heads of 512 numbers
-    ({"enable_tree_training": True}, "cuda", 64, "tree"),
-    ({"enable_tree_training": True}, "cpu", 64, "tree"),
-]
-
-
-@pytest.mark.parametrize(("changes", "device", "width", "expected"), CASES, ids=str)
-def test_the_layout_depends_on_device_and_model(changes, device, width, expected) -> None:
-    """Rows are packed only where the kernel computes them."""
-    config = PPOActorConfig(**{"dtype": "bfloat16"} | changes)
-    shape = AutoConfig.for_model("qwen2", hidden_size=width, num_attention_heads=4)
-    assert pick_layout(config, device, shape) == expected
-
-
-@pytest.mark.parametrize("name", sorted({*FAMILIES} - {*NEVER}))
-def test_the_layout_refuses_no_model(tmp_path: Path, name: str) -> None:
-    """On a GPU, what cannot be packed is padded."""
-    shape = AutoConfig.from_pretrained(make_family(tmp_path, name)).get_text_config()
-    found = pick_layout(PPOActorConfig(dtype="bfloat16"), "cuda", shape)
-    assert found == ("packed" if name in PLAIN else "padded")
 
 
 def test_cudnn_computes_no_attention(make_actor: Any) -> None:

@@ -4,7 +4,6 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -158,8 +157,8 @@ def test_interleaved_groups_find_each_other(seed: int) -> None:
 
 def test_a_conversation_of_5000_turns_with_a_branch_each() -> None:
     """Deep trees need no recursion."""
-    trunk = np.arange(5000) % 1000
-    rows = [np.append(trunk[: i + 1], 1000) for i in range(5000)]
+    trunk = [i % 1000 for i in range(5000)]
+    rows = [[*trunk[: i + 1], 1000] for i in range(5000)]
     [tree] = build_trees(rows, 10_000)
     assert len(tree.subtree_end) == 10_000
     assert [len(path) for path in tree.paths] == [len(rows[row]) for row in tree.rows]
@@ -172,11 +171,9 @@ def test_small_things_share_a_tree() -> None:
 
 
 def test_a_row_that_cannot_be_in_any_tree_is_an_error() -> None:
-    """It is named, with the key to change."""
-    with pytest.raises(ValueError, match=r"row 1 has 9 tokens.*actor.mb_tokens=8"):
+    """The error names the key to change."""
+    with pytest.raises(ValueError, match=r"9 tokens, and actor.mb_tokens is 8"):
         build_trees([[1, 2], list(range(9))], 8)
-    with pytest.raises(ValueError, match="row 0 has 0 tokens"):
-        build_trees([[]], 8)
 
 
 # ---- the attention
@@ -260,14 +257,6 @@ def test_output_and_gradients_are_those_of_the_dense_mask(heads: int) -> None:
         torch.testing.assert_close(ours, exact, atol=2e-5, rtol=1e-5)
 
 
-def test_a_window_is_refused() -> None:
-    """A layer with a sliding window would see more than it may."""
-    q = torch.randn(1, 2, 3, 8)
-    [tree] = build_trees([[1, 2, 3]], 8)
-    with pytest.raises(ValueError, match="no sliding_window"):
-        tree_attention(None, q, q, q, None, tree=tree, sliding_window=2)
-
-
 # ---- the actor
 
 
@@ -290,7 +279,7 @@ def make_batch() -> dict[str, Tensor]:
 
 
 def test_the_actor_makes_the_same_step_with_trees(make_actor: Any, model: Any, tmp_path) -> None:
-    """Metrics and weights agree up to rounding, and tree_token_ratio is below 1."""
+    """Metrics and weights agree up to rounding."""
     model.save_pretrained(tmp_path)
     results = []
     for changes in ({}, {"layout": "tree"}, {"layout": "tree", "gradient_checkpointing": True}):
@@ -299,10 +288,7 @@ def test_the_actor_makes_the_same_step_with_trees(make_actor: Any, model: Any, t
         stats = actor.ppo_update(batch) | {"logp": float(batch["prox_logp"].sum())}
         results.append((stats, parameters(actor)))
     (expected, exact), *others = results
-    del expected["train_tokens_s"]
-    assert "tree_token_ratio" not in expected
     for stats, weights in others:
-        assert stats["tree_token_ratio"] < 0.9
-        assert {k: stats[k] for k in expected} == pytest.approx(expected, rel=1e-4, abs=1e-6)
+        assert stats == pytest.approx(expected, rel=1e-4, abs=1e-6)
         for name, tensor in exact.items():
             torch.testing.assert_close(weights[name], tensor, atol=1e-5, rtol=0)
