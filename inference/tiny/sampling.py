@@ -71,13 +71,3 @@ def sample(logits: Tensor, sequences: list[Sequence]) -> tuple[list[int], list[f
     if greedy is not None:
         token = torch.where(greedy, logprobs.argmax(-1, keepdim=True), token)
     return token[:, 0].tolist(), logprobs.gather(1, token)[:, 0].tolist()
-
-
-def score_prompt(sequence: Sequence, logits: Tensor) -> None:
-    """Note log p(token | tokens before it) of the prompt's next tokens; the first has None. The
-    rows of `logits` (k, vocab) are those of the tokens that are fed now."""
-    done = sequence.cached + 1
-    ids = torch.tensor(sequence.prompt[done : done + len(logits)])
-    logprobs = torch.log_softmax(logits[: len(ids)], dim=-1).gather(1, ids[:, None])[:, 0]
-    known = sequence.prompt_logprobs[:done] or [None]
-    sequence.prompt_logprobs = known + logprobs.tolist()

@@ -22,6 +22,7 @@ one go on with its own. Not promised: fairness. A long request at the head delay
 """
 
 import asyncio
+import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -39,12 +40,12 @@ class SamplingParams(BaseModel, frozen=True, strict=True, extra="forbid"):
     max_new_tokens: int = Field(default=128, ge=1, lt=2**31)
     temperature: float = Field(default=1.0, ge=0, lt=2**31)  # 0: the most likely token
     top_p: float = Field(default=1.0, gt=0, le=1)
-    top_k: Literal[-1] | Annotated[int, Field(ge=1, lt=2**31)] = -1  # -1: all tokens
+    top_k: int = Field(default=-1, ge=-1, lt=2**31)  # -1 and 0: all tokens
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
     stop: list[Annotated[str, Field(min_length=1)]] = []
     stop_token_ids: list[int] = []
     ignore_eos: bool = False  # no token ends the output, not even one of stop_token_ids
-    sampling_seed: int = 0
+    sampling_seed: int = Field(default_factory=lambda: random.getrandbits(64))
     min_p: float = Field(default=0.0, ge=0, le=0)
     presence_penalty: float = Field(default=0.0, ge=0, le=0)
     repetition_penalty: float = Field(default=1.0, ge=1, le=1)
@@ -58,13 +59,10 @@ class Sequence:
     rid: str  # the request's id, for /abort_request
     prompt: list[int]
     params: SamplingParams
-    stop_ids: frozenset[int] = frozenset()  # tokens that end the output
-    wants_prompt_logprobs: bool = False
 
     tokens: list[int] = field(init=False)  # prompt and output
     logprobs: list[float] = field(default_factory=list)  # one for each output token
     versions: list[str] = field(default_factory=list)  # one for each output token
-    prompt_logprobs: list[float | None] = field(default_factory=list)
     finish: dict[str, Any] | None = None  # SGLang's finish_reason, once it has ended
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     retractions: int = 0  # how often a pause took it out of its slot
@@ -114,14 +112,13 @@ class Scheduler:
         self.version = version
         self.decode = decode  # tokens to text, in which stop strings are searched
         self.paused = False
-        self.updates = 0  # updates of the weights that wait for the running sequences
         self.waiting: deque[Sequence] = deque()
         self.slots = [NOBODY] * model.slots  # who used each slot last
         self.n = 0  # the first n slots belong to running sequences
         self.steps = 0
 
     def __repr__(self) -> str:
-        queues = f"running={self.n}, waiting={len(self.waiting)}, updates={self.updates}"
+        queues = f"running={self.n}, waiting={len(self.waiting)}"
         return f"Scheduler(version={self.version!r}, paused={self.paused}, {queues})"
 
     @property
@@ -146,10 +143,10 @@ class Scheduler:
         if mode == "abort":
             self.abort()
         elif mode == "retract":
-            for i, sequence in enumerate(self.running):
+            for sequence in self.running:
                 sequence.retractions += 1
-                self.waiting.append(sequence)
-                self.slots[i] = NOBODY
+            self.waiting += self.running
+            self.slots[: self.n] = [NOBODY] * self.n
             self.n = 0
 
     def renew(self, version: str) -> None:
@@ -164,7 +161,7 @@ class Scheduler:
         """Compute one step. Return False if there is nothing to compute."""
         if self.paused:
             return False
-        if not self.updates and not self._behind():
+        if not self._behind():
             self._admit()
         feeding = self._behind() or range(self.n)
         if not feeding:
@@ -192,35 +189,36 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Start waiting sequences, until one does not fit."""
-        started, longest = 0, 0
+        started = longest = 0
         while self.waiting and self.n < len(self.slots):
             sequence = self.waiting[0]
-            together = (*self.running, sequence)
-            needed = sum(len(one.prompt) + one.params.max_new_tokens for one in together)
-            if needed > self.max_total_tokens:
-                break
             slot, reused = self._best_slot(sequence)
             started += 1
             longest = max(longest, len(sequence.tokens) - reused)  # rows are padded to the longest
-            if started > 1 and started * longest > PREFILL_TOKENS:
+            together = (*self.running, sequence)
+            needed = sum(len(one.prompt) + one.params.max_new_tokens for one in together)
+            is_long = started > 1 and started * longest > PREFILL_TOKENS
+            if is_long or needed > self.max_total_tokens:
                 break
             self._exchange(slot, self.n)
             self.slots[self.n] = self.waiting.popleft()
             self.n += 1
-            sequence.cached, sequence.stale = reused, False
-            sequence.reused = max(sequence.reused, reused)
+            sequence.cached = sequence.reused = reused
+            sequence.stale = False
 
     def _best_slot(self, sequence: Sequence) -> tuple[int, int]:
         """Return the idle slot that shares the longest prefix with the sequence (of equals, the one
         that was idle longest), and how many tokens they share."""
-        # The last token is always fed: its logits give the next one. Prompt logprobs need them all.
-        reusable = 0 if sequence.wants_prompt_logprobs else len(sequence.tokens) - 1
-        ranked = []
-        for i, last in enumerate(self.slots[self.n :], self.n):
-            shared = 0 if last.stale else common_prefix(last.tokens, sequence.tokens)
-            ranked.append((min(shared, last.cached, reusable), -last.used, -i))
-        reused, _, best = max(ranked)
-        return -best, reused
+
+        def shared(slot: int) -> int:
+            last = self.slots[slot]
+            known = 0 if last.stale else common_prefix(last.tokens, sequence.tokens)
+            # The last token is always fed: its logits give the next one.
+            return min(known, last.cached, len(sequence.tokens) - 1)
+
+        idle = range(self.n, len(self.slots))
+        best = max(idle, key=lambda slot: (shared(slot), -self.slots[slot].used))
+        return best, shared(best)
 
     def _release(self) -> None:
         """Take ended sequences out of their slots; the one in the highest slot fills each gap."""
@@ -237,7 +235,8 @@ class Scheduler:
     def _finish_reason(self, sequence: Sequence) -> dict[str, Any] | None:
         """Return SGLang's finish_reason if the last token ends the sequence."""
         token, params = sequence.tokens[-1], sequence.params
-        if token in sequence.stop_ids:
+        is_stop = token in self.model.eos or token in params.stop_token_ids
+        if is_stop and not params.ignore_eos:
             return {"type": "stop", "matched": token}
         if params.stop:
             # A stop string of n bytes spans at most n tokens. Eight more, because the text of the
