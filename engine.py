@@ -52,7 +52,6 @@ from inference.io_struct import (
     ModelRequest,
     ModelResponse,
     generate_body,
-    parse_scores,
     parse_segment,
     probe,
 )
@@ -247,8 +246,7 @@ class RemoteInfEngine:
     def update_weights(
         self, meta: weights.WeightUpdateMeta, buckets: Iterable[weights.Bucket] | None = None
     ) -> None:
-        """Send version `meta.version`, which is newer than every one before. Call `pause` first, or
-        the servers finish all requests before they load."""
+        """Send version `meta.version`, which is newer than every one before. Call `pause` first."""
         version = meta.version
         if version is None or version <= self._sent:
             raise ValueError(f"version {version} is not newer than {self._sent}")
@@ -276,14 +274,6 @@ class RemoteInfEngine:
         self._paused = False
         if self.executor is not None:
             self.executor.resume()
-
-    def score(self, ids: list[int]) -> list[list[float]]:
-        """For each server, log p(token | earlier tokens) of every token of `ids`, at temperature 1;
-        the first counts 0."""
-        ids = ids[: self.context_length - 1] if self.context_length else ids  # one is generated
-        body = probe(ids) | {"logprob_start_len": 0}
-        answers = self.servers.post_all("/generate", body, self.request_timeout)
-        return [parse_scores(answer, ids) for answer in answers]
 
     def destroy(self) -> None:
         """Leave no server paused, and end the executor."""

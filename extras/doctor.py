@@ -6,9 +6,10 @@ metrics.jsonl, and a limit. It fires above its limit, and also at NaN. For examp
 text is printed: the cause and the remedy. Each rule speaks once a run.
 
 The doctor adds four metrics. Two tell whether the advantages teach anything and belong to their
-groups. Two tell whether a server has missed an update: the trainer and every server score the
-canary, two short sequences, after each one. And since a step may never end, a thread looks every
-second for a function that blocks the event loop, and for groups that are all rejected.
+groups. Two tell whether a server has missed an update: after each one every server completes the
+canary, a fixed prompt, and the trainer scores what it answers. And since a step may never end, a
+thread looks every second for a function that blocks the event loop, and for groups that are all
+rejected.
 
 `callbacks=[extras.doctor.Doctor]` warns. `extras.doctor.Strict` ends the run, except for `waiting`:
 a run that waits is slow and correct. `python -m extras.doctor runs/guess/one` checks a run
@@ -23,7 +24,9 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict
+from itertools import takewhile
 from pathlib import Path
 from statistics import fmean, median
 from types import FrameType
@@ -31,9 +34,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from engine import EngineError
 from extras import Record, append_record, printable, read_config, read_records
+from inference.io_struct import (
+    GenerationHyperparameters,
+    ModelResponse,
+    generate_body,
+    parse_segment,
+)
+from training.ranks import share as share_with_ranks
 
 # The largest rounding error of a log-probability, in nats.
 ROUNDING = {"float32": 1e-3, "bfloat16": 0.5}
@@ -42,7 +53,7 @@ BLOCKED_SECONDS = 5.0  # the limit of `blocked_loop`
 TICK = 0.05  # seconds between two looks at a loop that does not answer
 # A step that has rejected so many batches of groups is looked at before it ends.
 REJECTED_BATCHES = 10
-CANARY_ROWS, CANARY_TOKENS = 2, 16  # two rows, so that a server that swaps rows is noticed
+CANARY_TOKENS = 16  # of its prompt, and of an answer
 CANARY_MOVE = 1e-4  # an update that moves a score of the trainer so far must move each server's
 LIBRARY = sysconfig.get_path("stdlib")
 
@@ -117,17 +128,17 @@ RULES = (
         lambda m, c: m[0]["canary_mismatch"] / ROUNDING[c.actor.dtype],
         1,
         "A server does not have the trainer's weights: after a weight update, the two computed "
-        "different log-probabilities of fixed test tokens. Compare the version that each server "
-        "reports at GET /model_info with the step, and read the servers' logs.",
+        "different log-probabilities of the same test tokens. Compare the version that each server "
+        "reports at GET /server_info with the step, and read the servers' logs.",
     ),
     Rule(
         "unchanged_weights",
         2,
         lambda m, c: min(x["canary_unchanged"] for x in m),
         0,
-        "After a weight update, a server's scores of fixed test tokens are bit for bit the same as "
-        "before, although the trainer's have changed, so the update did not reach the server. Read "
-        "the server's log, and try another weight_update.mode.",
+        "After a weight update, a server's answer to a test prompt is bit for bit the same as "
+        "before, although the trainer scores it differently, so the update did not reach the "
+        "server. Read the server's log, and try another weight_update.mode.",
     ),
     Rule(
         "logp_mismatch",
@@ -316,61 +327,94 @@ def baseline_bias(batch: dict[str, Tensor]) -> float:
 # ---- the canary
 
 
-class Canary:
-    """Two short sequences that the trainer and every server score after each update.
+Tokens = tuple[int, ...]
 
-    The programs differ, so equal weights give scores that differ by rounding, about 1e-6 nats in
-    float32. Larger differences mean other weights. Scores with the same bits as before the update
-    reveal a missed one even where an update moves them by less than bfloat16 rounds. A request
-    waits behind all others at a busy server; the trainer reads the answer one step later, so it
-    does not wait.
+
+class Canary:
+    """A fixed prompt, which every server completes greedily after each update.
+
+    With its tokens a server reports their log-probabilities at temperature 1, which the trainer can
+    compute, too. The programs differ, so equal weights give numbers that differ by rounding, about
+    1e-6 nats in float32. Larger differences mean other weights. An answer with the same bits as
+    before the update reveals a missed one even where an update moves the numbers by less than
+    bfloat16 rounds.
+
+    A request waits behind all others at a busy server, and the trainer does not wait for it: with
+    the new weights it scores the tokens of the answer before. When the new answer has come, one
+    step later, they are compared up to the first token that differs.
     """
 
     def __init__(self, actor: Any, engine: Any) -> None:
         self.actor, self.engine = actor, engine  # no engine on ranks above 0
-        self.threads = ThreadPoolExecutor(CANARY_ROWS, "canary")
-        self.rows: dict[str, Tensor] = {}  # from the first batch of the run
-        self.asked: list[Future[list[list[float]]]] = []  # one request for each row
-        self.trainer = self.before = torch.empty(0)  # scores: the trainer's; all, one update ago
+        self.thread = ThreadPoolExecutor(1, "canary")
+        self.prompt: list[int] = []  # from the first batch of the run
+        self.asked: Future[list[Any]] | None = None
+        self.answers: list[ModelResponse] = []  # the newest of each server
+        # The trainer's scores of these, and of the answers before them: (tokens,) each.
+        self.scores: dict[Tokens, Tensor] = {}
+        self.before: dict[Tokens, Tensor] = {}
 
-    def start(self, batch: dict[str, Tensor]) -> None:
-        """Score with the trainer, and ask the servers. All ranks call this."""
-        if not self.rows:
-            first = {key: x[:CANARY_ROWS] for key, x in batch.items()}
-            cut = {k: x[:, :CANARY_TOKENS] if x.dim() > 1 else x for k, x in first.items()}
-            cut["temperatures"] = torch.ones_like(cut["temperatures"])
-            self.rows = cut | {"loss_mask": cut["attention_mask"]}  # every token has a score
-        ids, mask = self.rows["input_ids"], self.rows["attention_mask"]
-        self.trainer = self.actor.compute_logp(self.rows)[mask]  # (L,)
+    def choose(self, batch: dict[str, Tensor]) -> None:
+        """Take the prompt from a batch, and ask for the first answer."""
+        self.prompt = batch["input_ids"][0][batch["attention_mask"][0] > 0][:CANARY_TOKENS].tolist()
+        self.ask()
+
+    def ask(self) -> None:
         if self.engine is not None:
-            rows = [row[real].tolist() for row, real in zip(ids, mask)]
-            self.asked = [self.threads.submit(self.engine.score, row) for row in rows]
+            greedy = GenerationHyperparameters(greedy=True)
+            body = generate_body(self.prompt, greedy, CANARY_TOKENS)
+            post, timeout = self.engine.servers.post_all, self.engine.request_timeout
+            self.asked = self.thread.submit(post, "/generate", body, timeout)
+
+    def start(self) -> None:
+        """Score the newest answers with new weights, and ask again. All ranks call this."""
+        self.before, self.scores = self.scores, {}
+        if self.answers:
+            self.scores = self.score(sorted({tuple(a.output_tokens) for a in self.answers}))
+        self.ask()
+
+    def score(self, outputs: list[Tokens]) -> dict[Tokens, Tensor]:
+        n = len(self.prompt)
+        rows = [torch.tensor([*self.prompt, *tokens]) for tokens in outputs]
+        ids = pad_sequence(rows, batch_first=True)  # (B, T)
+        real = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+        batch = {"input_ids": ids, "attention_mask": real, "loss_mask": real}
+        logp = self.actor.compute_logp(batch | {"temperatures": torch.ones(ids.shape)})
+        return {tokens: row[n : n + len(tokens)] for tokens, row in zip(outputs, logp)}
 
     def finish(self) -> dict[str, float]:
-        """The verdict on the last update: {} if none was asked for, or a server did not answer."""
-        asked, self.asked = self.asked, []
-        try:
-            rows = [answer.result() for answer in asked]
-        except EngineError:
-            rows = []
-        if not rows:
+        """The verdict on the last update: {} for the first answer, and if a server gave none. All
+        ranks call this."""
+        now: list[ModelResponse] = []
+        if self.asked is not None:
+            with suppress(EngineError):
+                now = [parse_segment(answer) for answer in self.asked.result()]
+        now = share_with_ranks(now)
+        last, self.answers = self.answers, now or self.answers
+        if not (now and self.scores):
             return {}
-        servers = [torch.cat([*map(torch.tensor, scores)]) for scores in zip(*rows)]  # (L,) each
-        before, self.before = self.before, torch.stack([self.trainer, *servers])
-        return compare_scores(before, self.before)
+        found = [compare(*pair, self.scores, self.before) for pair in zip(last, now)]
+        errors = torch.cat([errors for errors, _ in found])
+        mismatch = errors.max().item() if len(errors) else 0.0
+        return {"canary_mismatch": mismatch, "canary_unchanged": sum(same for _, same in found)}
 
 
-def compare_scores(before: Tensor, now: Tensor) -> dict[str, float]:
-    """Scores before and after an update, (1 + servers, L): the trainer's are row 0.
-
-    canary_mismatch is in nats; canary_unchanged counts servers whose scores kept every bit although
-    the trainer's moved.
-    """
-    mismatch = (now[1:] - now[0]).abs().nan_to_num(torch.inf).max().item()
-    unchanged = 0
-    if before.shape == now.shape and (now[0] - before[0]).abs().max() > CANARY_MOVE:
-        unchanged = int((now[1:] == before[1:]).all(1).sum())
-    return {"canary_mismatch": mismatch, "canary_unchanged": unchanged}
+def compare(
+    last: ModelResponse,
+    now: ModelResponse,
+    scores: dict[Tokens, Tensor],
+    before: dict[Tokens, Tensor],
+) -> tuple[Tensor, bool]:
+    """Two answers of a server, and the trainer's scores of the first one under the weights of the
+    second, and of the first. Returns the differences in nats (n,) of the n tokens that both begin
+    with, and whether the server kept every bit although the trainer has moved."""
+    tokens = tuple(last.output_tokens)
+    pairs = zip(last.output_tokens, now.output_tokens)
+    n = len([*takewhile(lambda pair: pair[0] == pair[1], pairs)])
+    errors = (scores[tokens][:n] - torch.tensor(now.output_logprobs[:n])).abs()
+    moved = tokens in before and (scores[tokens] - before[tokens]).abs().max() > CANARY_MOVE
+    same = now.output_tokens == last.output_tokens and now.output_logprobs == last.output_logprobs
+    return errors, bool(moved and same)
 
 
 # ---- a blocked event loop
@@ -440,18 +484,21 @@ class Doctor:
             threading.Thread(target=self.watch, name="doctor", daemon=True).start()
 
     def on_batch(self, batch: dict[str, Tensor]) -> dict[str, float]:
-        self.batch = batch
         found = {"no_signal_share": no_signal_share(batch), "baseline_bias": baseline_bias(batch)}
+        if not self.canary.prompt:
+            self.canary.choose(batch)
         return found | self.canary.finish()  # on the update of the step before
 
     def on_step(self, metrics: Record) -> None:
         self.step = metrics["step"]
-        self.canary.start(self.batch)
+        self.canary.start()
+        # No later step will read the last answer.
+        verdict = self.canary.finish() if self.step == self.run.last_step else {}
         if self.run.rank == 0:
             lines = self.run.history[-max(rule.steps for rule in RULES) :]
             self.report(examine(lines, self.config))
-            if self.step == self.run.last_step:  # no later step will read the answer
-                self.report(examine([*lines[:-1], metrics | self.canary.finish()], self.config))
+            if verdict:
+                self.report(examine([*lines[:-1], metrics | verdict], self.config))
 
     def on_end(self, error: BaseException | None) -> None:
         self.over.set()

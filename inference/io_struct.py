@@ -193,34 +193,20 @@ def parse_segment(answer: dict[str, Any], vocab_size: int | None = None) -> Mode
         if status := finish.get("status_code"):
             message = f"the server answered {status}: {finish['message']}"
             raise EngineError(message, 400 if status < 500 else 503)
-        logprobs = read_logprobs(tokens, meta["output_token_logprobs"] if tokens else [])
+        entries = meta["output_token_logprobs"] if tokens else []  # [logprob, id, text]
+        logprobs = [entry[0] for entry in entries]
+        if [entry[1] for entry in entries] != tokens:
+            raise ValueError("other ids stand beside the logprobs")
+        if not all(-1e30 < logprob <= 1e-3 for logprob in logprobs):
+            raise ValueError("a logprob is above 0, or no number")
         whole = {"version": meta["weight_version"], "start": 0, "end": len(tokens)}
         spans = meta.get("weight_versions") or [whole]
         versions = [int(s["version"]) for s in spans for _ in tokens[s["start"] : s["end"]]]
         if len(versions) != len(tokens) or versions != sorted(versions):
             raise ValueError("the versions have gaps, or fall")
-        if max(tokens, default=0) >= (vocab_size or 2**31):
+        if tokens and not 0 <= min(tokens) <= max(tokens) < (vocab_size or 2**31):
             raise ValueError("an id is outside the vocabulary")
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         hint = "start SGLang with --weight-version 0, and check its last weight update"
         raise EngineError(f"the answer cannot be read ({error!r}): {hint}", 502) from error
     return ModelResponse([], tokens, logprobs, versions, stop_reason=finish.get("type", ""))
-
-
-def read_logprobs(tokens: list[int], entries: list[list]) -> list[float]:
-    """The log-probabilities of entries [logprob, id, text] for these ids. Raises ValueError."""
-    if [entry[1] for entry in entries] != tokens:
-        raise ValueError("other ids stand beside the logprobs")
-    if min(tokens, default=0) < 0 or not all(-1e30 < entry[0] <= 1e-3 for entry in entries):
-        raise ValueError("an id is below 0, or a logprob above it")
-    return [entry[0] for entry in entries]
-
-
-def parse_scores(answer: dict[str, Any], ids: list[int]) -> list[float]:
-    """Read log p(token | earlier tokens) of a prompt; the first token counts 0. Raises EngineError
-    (502)."""
-    try:
-        entries = answer["meta_info"]["input_token_logprobs"]
-        return read_logprobs(ids, [[0.0, ids[0]], *entries[1:]])
-    except (LookupError, TypeError, ValueError) as error:
-        raise EngineError(f"the scores cannot be read ({error!r})", 502) from error

@@ -103,6 +103,18 @@ def other_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_byte_model(tmp_path_factory.mktemp("other_model"), seed=1)
 
 
+def forward_logprobs(model_dir: Path, ids: list[int], temperature: float = 1.0) -> list[float]:
+    """log p(ids[t] | ids[:t]) by transformers in float32; 0 for the first."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(torch.tensor([ids]), use_cache=False).logits[0, :-1]  # (T - 1, V)
+    logp = torch.log_softmax(logits / temperature, -1)
+    return [0.0, *logp.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()]
+
+
 @pytest.fixture(scope="session")
 def tiny_tokenizer(tiny_model_dir: Path):
     from transformers import AutoTokenizer

@@ -19,7 +19,7 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import idle_connections
+from conftest import forward_logprobs, idle_connections
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -680,17 +680,6 @@ def test_idle_connections_are_closed(monkeypatch: pytest.MonkeyPatch):
 # A real server
 
 
-def forward_logprobs(model_dir: Path, ids: list[int]) -> list[float]:
-    """log p(ids[t] | ids[:t]) by transformers in float32; 0 for the first."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
-    with torch.no_grad():
-        logp = model(torch.tensor([ids])).logits[0].log_softmax(-1)  # (T, V)
-    return [0.0, *logp[:-1].gather(-1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()]
-
-
 @pytest.mark.parametrize("pause_mode", ["retract", "abort"])
 def test_every_logprob_is_that_of_the_weights_it_names(
     real_engine: RemoteInfEngine,
@@ -738,13 +727,6 @@ def test_every_logprob_is_that_of_the_weights_it_names(
             for t, version in enumerate(response.output_versions)
         ]
         assert response.output_logprobs == pytest.approx(expected, abs=1e-4)
-
-
-def test_score_is_the_forward_pass(real_engine: RemoteInfEngine, tiny_model_dir: Path):
-    """`score` returns what a forward pass of transformers computes."""
-    for ids in [5, 6, 7], list(range(1, 40)), [3, 1]:
-        [scores] = real_engine.score(ids)
-        assert scores == pytest.approx(forward_logprobs(tiny_model_dir, ids), abs=1e-4)
 
 
 def test_one_seed_one_answer(real_engine: RemoteInfEngine):

@@ -23,10 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, free_port, wait_until_up
+from conftest import ROOT, forward_logprobs, free_port, wait_until_up
 from transformers import AutoTokenizer
 
-from engine import RemoteInfEngine
 from examples.calculator import conversation, dataset, make_model
 from workflow import WorkflowContext, is_interactions, resolve_workflow, workflow_context
 
@@ -101,14 +100,6 @@ def servers(model_dir: Path) -> Iterator[dict[str, str]]:
         process.wait(timeout=20)
 
 
-@pytest.fixture(scope="module")
-def engine(servers: dict[str, str]) -> Iterator[RemoteInfEngine]:
-    engine = RemoteInfEngine([servers["inference.tiny.server"]])
-    engine.initialize()
-    yield engine
-    engine.destroy()
-
-
 def needs(module: str) -> Any:
     """Return a pytest mark that skips a test if the example's framework is not installed."""
     if module in IN_NODE:
@@ -144,9 +135,7 @@ def episodes(
     return asyncio.run(run())
 
 
-def check_conversation(
-    interactions: Any, sample: dict, engine: RemoteInfEngine, prefix: str
-) -> None:
+def check_conversation(interactions: Any, sample: dict, model_dir: Path, prefix: str) -> None:
     """Check that the conversation has three turns and two tool calls, and that every sampled token
     is trained and rewarded."""
     assert is_interactions(interactions)
@@ -162,7 +151,7 @@ def check_conversation(
     assert sorted(set(trained)) == [0, 1, 2]
     assert trained == [turn for turn in row["turn_ids"] if turn >= 0]
     assert {reward for reward, mask in zip(row["turn_rewards"], row["loss_mask"]) if mask} == {1.0}
-    (scored,) = engine.score(row["input_ids"])
+    scored = forward_logprobs(model_dir, row["input_ids"])
     for logprob, score, mask in zip(row["logprobs"], scored, row["loss_mask"]):
         assert not mask or logprob == pytest.approx(score, abs=1e-4)
 
@@ -172,13 +161,13 @@ ONE_ROW = [name for name in EXAMPLES if name not in TOOLS_CHANGE]
 
 @pytest.mark.parametrize("module", [pytest.param(name, marks=needs(name)) for name in ONE_ROW])
 def test_an_agent_of_another_framework_trains(
-    module: str, servers: dict[str, str], engine: RemoteInfEngine, model_dir: Path
+    module: str, servers: dict[str, str], model_dir: Path
 ) -> None:
     """With each framework the agent's conversation becomes a single row, and the row ends with the
     tokens of the expected conversation."""
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     for sample, interactions in zip(SAMPLES, episodes(module, servers["proxy"]), strict=True):
-        check_conversation(interactions, sample, engine, EXAMPLES[module][1])
+        check_conversation(interactions, sample, model_dir, EXAMPLES[module][1])
         (leaf,) = interactions.values()
         talk = [
             message
@@ -193,7 +182,7 @@ def test_an_agent_of_another_framework_trains(
     "module", [pytest.param(n, marks=needs(n)) for n in (*IN_NODE, "autogen_agent")]
 )
 def test_an_agent_that_changes_its_tools_or_stores_nothing_trains(
-    module: str, servers: dict[str, str], engine: RemoteInfEngine
+    module: str, servers: dict[str, str], model_dir: Path
 ) -> None:
     """Vercel's AI SDK and AutoGen (with reflection) omit the tools when they ask for the last
     answer."""
@@ -211,7 +200,7 @@ def test_an_agent_that_changes_its_tools_or_stores_nothing_trains(
         row = rows[turn]
         assert row["loss_mask"] == [0] * turn.tokens.input_len + [1] * turn.tokens.output_len
         assert (turn.reward, row["unstored"]) == (1.0, [int(module in UNSTORED)])
-        (scored,) = engine.score(row["input_ids"])
+        scored = forward_logprobs(model_dir, row["input_ids"])
         assert row["logprobs"][turn.tokens.input_len :] == pytest.approx(
             scored[turn.tokens.input_len :], abs=1e-4
         )
@@ -222,12 +211,12 @@ def test_an_agent_that_changes_its_tools_or_stores_nothing_trains(
     "module", [pytest.param(n, marks=needs(n)) for n in ("openai_sdk", "anthropic_sdk")]
 )
 def test_an_example_in_a_process_of_its_own(
-    module: str, servers: dict[str, str], engine: RemoteInfEngine
+    module: str, servers: dict[str, str], model_dir: Path
 ) -> None:
     """An agent also works in mode `subproc`, in which a worker process runs the agent."""
     results = episodes(module, servers["proxy"], mode="subproc", subproc_max_workers=2)
     for sample, interactions in zip(SAMPLES, results, strict=True):
-        check_conversation(interactions, sample, engine, EXAMPLES[module][1])
+        check_conversation(interactions, sample, model_dir, EXAMPLES[module][1])
 
 
 class Silent:

@@ -1,16 +1,17 @@
 """These tests check that the clients OpenAIProxyClient and ArealOpenAI export the sampled
 tokens."""
 
-import asyncio
 import itertools
 from collections.abc import AsyncIterator
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
 import torch
+from conftest import forward_logprobs
 from harness import ScriptedEngine
 
 from calls.client import OpenAIProxyClient
@@ -377,7 +378,7 @@ async def third(
 
 
 async def test_the_multi_turn_workflow_of_openai_workflows(
-    real_engine: RemoteInfEngine, tiny_tokenizer: Any
+    real_engine: RemoteInfEngine, tiny_tokenizer: Any, tiny_model_dir: Path
 ) -> None:
     """The multi-turn workflow from AReaL's documentation runs three turns on a real server, and
     each exported row contains the sampled tokens."""
@@ -394,7 +395,7 @@ async def test_the_multi_turn_workflow_of_openai_workflows(
         assert after.input_tokens[: len(whole)] == whole
     for row in rows.values():
         ids = row.tokens.input_tokens + row.tokens.output_tokens
-        (scored,) = await asyncio.to_thread(real_engine.score, ids)
+        scored = forward_logprobs(tiny_model_dir, ids)
         assert row.tokens.output_logprobs == pytest.approx(scored[row.tokens.input_len :], abs=1e-4)
 
 

@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,10 +23,12 @@ from conftest import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 from runs import SMALL_GUESS, WITH_TEST_MODULES, command
+from test_engine import generated
 
 from engine import EngineError
 from extras import doctor as room
 from extras.doctor import RULES, TEXTS, Canary, Doctor, Strict, Unhealthy, examine
+from inference.io_struct import ModelResponse, parse_segment
 from run.config import TrainConfig
 from staleness import RolloutStat
 
@@ -169,13 +171,23 @@ def start(
     config = TrainConfig.model_validate(CONFIG.model_dump() | keys)
     config.run_dir.mkdir(parents=True, exist_ok=True)
     actor = SimpleNamespace(compute_logp=lambda rows: torch.zeros(rows["input_ids"].shape))
-    engine = SimpleNamespace(score=lambda ids: [[0.0] * len(ids)]) if rank == 0 else None
+    engine = servers_that(lambda: [answer([7, 8])]) if rank == 0 else None
     run = SimpleNamespace(rank=rank, step=0, last_step=last, history=[], actor=actor, engine=engine)
     run.executor = SimpleNamespace(stats=RolloutStat(), loop=LOOP, **executor)
     doctor = kind(config)
     doctor.over.set()
     doctor.on_start(run)
     return doctor, run
+
+
+def answer(tokens: list[int], logprob: float = 0.0) -> dict[str, Any]:
+    return generated(tokens, output_token_logprobs=[[logprob, t, None] for t in tokens]).json()
+
+
+def servers_that(answer_all: Callable[[], list[Any]]) -> Any:
+    """An engine whose servers answer so."""
+    servers = SimpleNamespace(post_all=lambda *_: answer_all())
+    return SimpleNamespace(servers=servers, request_timeout=1.0)
 
 
 LOOP = SimpleNamespace(thread=threading.main_thread())
@@ -226,7 +238,7 @@ def test_the_doctors_facts_become_metrics(tmp_path: Path) -> None:
         del line["canary_mismatch"], line["canary_unchanged"]
     assert go(doctor, run, lines) == [first, fine]
     assert not (tmp_path / "e/t/doctor.jsonl").exists()
-    run.engine.score = lambda ids: [[-1.0] * len(ids)]
+    run.engine.servers.post_all = lambda *_: [answer([7, 8], -1.0)]
     assert go(doctor, run, [HEALTHY | {"step": 3}]) == [fine]
     [finding] = map(json.loads, (tmp_path / "e/t/doctor.jsonl").read_text().splitlines())
     assert (finding["step"], finding["rule"]) == (3, "stale_weights")
@@ -347,55 +359,61 @@ def test_baseline_bias() -> None:
     assert room.baseline_bias(batch) == pytest.approx(0.3)
 
 
-def test_scores_of_the_canary() -> None:
-    """A server without the new weights differs from the trainer, or keeps all of its bits."""
-    old, new = torch.tensor([0.0, -1.0]), torch.tensor([0.0, -1.5])
-    before = torch.stack([old, old, old])  # the trainer and two servers
+def test_answers_to_the_canary() -> None:
+    """A server without the new weights differs from the trainer, or keeps all of its bits. After
+    the first token that the new weights have changed there is nothing to compare."""
+    old, new = torch.tensor([-1.0, -1.0]), torch.tensor([-1.0, -1.5])
+    last = parse_segment(answer([7, 8], -1.0))
 
-    def verdict(*now: torch.Tensor) -> tuple[float, float]:
-        found = room.compare_scores(before, torch.stack(now))
-        return found["canary_mismatch"], found["canary_unchanged"]
+    def verdict(tokens: list[int], logprobs: list[float], score: torch.Tensor) -> Any:
+        now = ModelResponse([], tokens, logprobs)
+        errors, unchanged = room.compare(last, now, {(7, 8): score}, {(7, 8): old})
+        return errors.tolist(), unchanged
 
-    assert verdict(new, new, new) == (0.0, 0)
-    assert verdict(new, new, old) == (0.5, 1)
-    assert verdict(old, old, old) == (0.0, 0), "the trainer has not moved"
-    assert verdict(new, new, torch.tensor([0.0, float("nan")])) == (float("inf"), 0)
-    assert room.compare_scores(torch.empty(0), before)["canary_unchanged"] == 0, "the first update"
+    assert verdict([7, 8], [-1.0, -1.5], new) == ([0.0, 0.0], False)
+    assert verdict([7, 8], [-1.0, -1.0], new) == ([0.0, 0.5], True)
+    assert verdict([7, 8], [-1.0, -1.0], old) == ([0.0, 0.0], False), "the trainer has not moved"
+    assert verdict([7, 9], [-1.0, -0.1], new) == ([0.0], False)
+    assert verdict([6], [-1.0], new) == ([], False)
+    assert not room.compare(last, last, {(7, 8): new}, {})[1], "the first update"
 
 
 def test_the_trainer_does_not_wait_for_the_canary() -> None:
     """A busy server delays nothing but its own verdict; one that does not answer gives none. Any
     other error is a bug, and is raised."""
     answers, seen = threading.Event(), list[dict[str, torch.Tensor]]()
+    answers.set()
 
     def compute_logp(rows: dict[str, torch.Tensor]) -> torch.Tensor:
         seen.append(rows)
         return torch.zeros(rows["input_ids"].shape)
 
-    def score(ids: list[int]) -> list[list[float]]:
+    def answer_all() -> list[Any]:
         answers.wait()
-        return [[0.0] * len(ids), [0.5] * len(ids)]
+        return [answer([7, 8]), answer([9], -0.5)]
 
-    engine = SimpleNamespace(score=score)
+    engine = servers_that(answer_all)
     canary = Canary(SimpleNamespace(compute_logp=compute_logp), engine)
-    assert canary.finish() == {}
-    long = {k: x.repeat(2, 9) if x.dim() > 1 else x.repeat(2) for k, x in BATCH.items()}
-    canary.start(long)
-    assert [answer.done() for answer in canary.asked] == [False, False]
-    assert {x.shape for x in seen[0].values()} == {(2, 16), (2,)}
-    assert (seen[0]["temperatures"] == 1).all()
+    canary.choose({k: x.repeat(1, 9) if x.dim() > 1 else x for k, x in BATCH.items()})
+    assert (len(canary.prompt), canary.finish()) == (16, {})
+    answers.clear()
+    canary.start()
+    assert canary.asked is not None
+    assert not canary.asked.done()
+    assert seen[0]["input_ids"].tolist() == [[*canary.prompt, 7, 8], [*canary.prompt, 9, 0]]
+    assert seen[0]["loss_mask"].sum() == 18 + 17
     answers.set()
     assert canary.finish() == {"canary_mismatch": 0.5, "canary_unchanged": 0}
-    assert canary.before.shape == (3, 16 + 12)
 
     def fail(error: Exception) -> Any:
         raise error
 
-    engine.score = lambda ids: fail(EngineError("gone", 503))
-    canary.start(long)
+    engine.servers.post_all = lambda *_: fail(EngineError("gone", 503))
+    canary.start()
     assert canary.finish() == {}
-    engine.score = lambda ids: fail(AttributeError())
-    canary.start(long)
+    assert [len(one.output_tokens) for one in canary.answers] == [2, 1]
+    engine.servers.post_all = lambda *_: fail(AttributeError())
+    canary.start()
     with pytest.raises(AttributeError):
         canary.finish()
 

@@ -1,21 +1,23 @@
 """New weights reach every server wholly or not at all; none goes while a server reads it."""
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import pytest
 import safetensors.torch
 import torch
-from conftest import ROOT, StartServer, make_byte_model
+from conftest import ROOT, forward_logprobs, make_byte_model
 from safetensors.torch import load_file
 from trainers import make_family
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
@@ -23,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 from engine import RemoteInfEngine
 from inference import weights
 from inference.io_struct import GenerationHyperparameters, ModelRequest
-from inference.weights import WeightUpdateMeta, named_buckets, send, write_checkpoint
+from inference.weights import WeightUpdateMeta, join_group, named_buckets, send, write_checkpoint
 from run.config import PPOActorConfig
 from training.actor import FSDPEngine, FSDPPPOActor
 
@@ -316,6 +318,38 @@ def test_a_server_that_refuses_the_group_is_named(monkeypatch: pytest.MonkeyPatc
         send(WeightUpdateMeta(mode="distributed", version=1), post_all, iter(()))
 
 
+class Receiver(BaseHTTPRequestHandler):
+    """A server that joins the trainer's group and keeps what is broadcast, as SGLang does."""
+
+    group: Any = None
+    received: ClassVar[dict[str, torch.Tensor]] = {}
+    labels: ClassVar[list[str]] = []
+
+    def do_GET(self) -> None:
+        self.reply({"tp_size": 1, "device": "cpu"})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        if self.path == "/init_weights_update_group":
+            where = [body[key] for key in ("master_address", "master_port", "rank_offset")]
+            names = [body[key] for key in ("world_size", "group_name", "backend")]
+            type(self).group = join_group(*where, *names)
+        elif self.path == "/update_weights_from_distributed":
+            for name, dtype, shape in zip(body["names"], body["dtypes"], body["shapes"]):
+                self.received[name] = torch.empty(shape, dtype=getattr(torch, dtype))
+                self.group.broadcast(self.received[name], 0).wait()
+        elif self.path == "/update_weight_version":
+            self.labels.append(body["new_version"])
+        self.reply({"success": True})
+
+    def reply(self, body: dict[str, Any]) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(body).encode())
+
+    def log_message(self, *_: Any) -> None: ...
+
+
 RANKS = """
 import gc, sys, torch
 from pathlib import Path
@@ -333,9 +367,8 @@ trainer.initialize(max_steps=1)
 with torch.no_grad():
     for parameter in trainer.model.parameters():
         parameter.mul_(0.5)
-engine = RemoteInfEngine([url]) if trainer.rank == 0 else None
 meta = weights.WeightUpdateMeta(mode="distributed")
-trainer.connect_engine(engine, meta)
+trainer.connect_engine(RemoteInfEngine([url]) if trainer.rank == 0 else None, meta)
 
 def memory(key):
     lines = open("/proc/self/status")
@@ -345,11 +378,7 @@ for version in (1, 2):  # the first update also loads libraries and starts threa
     gc.collect()
     open("/proc/self/clear_refs", "w").write("5")  # reset the peak of memory use
     before = memory("VmRSS")
-    if engine:
-        engine.pause()
     trainer.update_weights(meta.with_version(version))
-    if engine:
-        engine.resume()
 Path(folder, f"growth-{trainer.rank}").write_text(str(memory("VmHWM") - before))
 trainer.destroy()
 """
@@ -357,53 +386,51 @@ trainer.destroy()
 
 @pytest.mark.runs
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
-def test_two_ranks_send_a_model_that_neither_holds(start_tiny_server: StartServer, tmp_path: Path):
+def test_two_ranks_send_a_model_that_neither_holds(tmp_path: Path):
     """Sending 50 MiB in buckets of 8 MiB costs no rank more than two buckets."""
     path = make_byte_model(tmp_path / "model", layers=8, width=512)
     (tmp_path / "ranks.py").write_text(RANKS)
-    url = start_tiny_server("--model-path", str(path))
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Receiver)
+    serving = threading.Thread(target=server.serve_forever)
+    serving.start()
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += [str(tmp_path / "ranks.py"), url, str(path), str(tmp_path)]
+    command += [str(tmp_path / "ranks.py"), f"http://127.0.0.1:{server.server_port}"]
+    command += [str(path), str(tmp_path)]
     # So glibc returns the memory of freed tensors to the system.
     environment = os.environ | {"PYTHONPATH": str(ROOT), "MALLOC_MMAP_THRESHOLD_": "65536"}
     pipes: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 200}
     ranks = subprocess.run(command, cwd=ROOT, env=environment, **pipes)
+    server.shutdown()
+    serving.join()
+    server.server_close()
     assert ranks.returncode == 0, ranks.stderr[-3000:]
     growth = [float((tmp_path / f"growth-{rank}").read_text()) for rank in range(2)]
     assert max(growth) < 2 * 8, growth
-
-    model = AutoModelForCausalLM.from_pretrained(path)
-    assert sum(p.numel() * 4 for p in model.parameters()) / 2**20 > 45
-    ids = [5, 6, 7, 8, 9]
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(0.5)
-        scores = torch.log_softmax(model(input_ids=torch.tensor([ids])).logits[0, :-1], -1)
-    expected = scores.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
-    engine = RemoteInfEngine([url])
-    engine.initialize()
-    assert engine.score(ids)[0][1:] == pytest.approx(expected, abs=1e-4)
-    assert httpx.get(url + "/model_info").json()["weight_version"] == "2"
+    source = load_file(path / "model.safetensors")
+    assert sum(tensor.numel() * 4 for tensor in source.values()) / 2**20 > 45
+    assert Receiver.received.keys() == source.keys()
+    assert all(torch.equal(Receiver.received[name], source[name] * 0.5) for name in source)
+    assert Receiver.labels == ["1-incomplete", "1", "2-incomplete", "2"]
 
 
 def test_a_real_server_serves_what_was_written(
     tiny_server: str, state: dict, tiny_model_dir: Path, tmp_path: Path
 ):
     """After an update a real server generates with the new weights, and says so."""
-    before = RemoteInfEngine([tiny_server]).score([5, 6, 7, 8])
     meta = WeightUpdateMeta(path=str(tmp_path))
-    tokens = []
     for version, change in ((1, 0.5), (0, 1.0)):  # version 0 restores the original weights
         scaled = {name: tensor * change for name, tensor in state.items()}
         engine = RemoteInfEngine([tiny_server])  # an engine refuses a version below its own
         engine.initialize()
         engine.pause()
-        write_checkpoint(scaled, tiny_model_dir, meta.with_version(version).directory)
+        folder = meta.with_version(version).directory
+        write_checkpoint(scaled, tiny_model_dir, folder)
         engine.update_weights(meta.with_version(version))
         engine.set_version(version)
         engine.resume()
-        request = ModelRequest([5, 6], gconfig=GenerationHyperparameters(max_new_tokens=2))
+        request = ModelRequest([5, 6], gconfig=GenerationHyperparameters(max_new_tokens=3))
         response = asyncio.run(engine.agenerate(request))
-        tokens.append((response.output_versions[0], engine.score([5, 6, 7, 8]) == before))
+        assert set(response.output_versions) == {version}
+        expected = forward_logprobs(folder, [5, 6, *response.output_tokens])[2:]
+        assert response.output_logprobs == pytest.approx(expected, abs=1e-4)
         engine.destroy()
-    assert tokens == [(1, False), (0, True)]

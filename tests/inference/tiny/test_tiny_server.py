@@ -15,11 +15,10 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from conftest import ROOT, StartServer, free_port, wait_until_up
+from conftest import ROOT, StartServer, forward_logprobs, free_port, wait_until_up
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM
 
 from engine import EngineError, RemoteInfEngine
 from inference.tiny import server
@@ -49,18 +48,9 @@ def run(model: Model, *sequences: Sequence, scheduler: Scheduler | None = None) 
     return scheduler
 
 
-def by_forward(path: Path, ids: list[int], temperature: float = 1.0) -> list[float]:
-    """log p(ids[t] | ids[:t]) for t >= 1, by transformers."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    with torch.no_grad():
-        logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, :-1]
-    logprobs = torch.log_softmax(logits / temperature, -1)
-    return logprobs.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
-
-
 def by_versions(one: Sequence, *paths: Path) -> list[float]:
     """The logprob of each output token under the weights of its version."""
-    scores = [by_forward(path, one.tokens)[len(one.prompt) - 1 :] for path in paths]
+    scores = [forward_logprobs(path, one.tokens)[len(one.prompt) :] for path in paths]
     return [scores[int(version)][t] for t, version in enumerate(one.versions)]
 
 
@@ -137,7 +127,7 @@ def test_keys_of_old_weights_are_not_reused(tiny: Model, other_model_dir: Path) 
     again = sequence("again", PROMPT, 4)
     run(tiny, again, scheduler=scheduler)
     assert again.reused == 0
-    expected = by_forward(other_model_dir, again.tokens)[len(PROMPT) - 1 :]
+    expected = forward_logprobs(other_model_dir, again.tokens)[len(PROMPT) :]
     assert again.logprobs == pytest.approx(expected, abs=1e-4)
 
 
@@ -157,7 +147,8 @@ def test_weights_that_are_not_finite_leave_nothing_behind(
     update(scheduler, tiny_model_dir, "2")
     short = sequence("short", PROMPT[:3], 4)
     run(model, short, scheduler=scheduler)
-    assert short.logprobs == pytest.approx(by_forward(tiny_model_dir, short.tokens)[2:], abs=1e-4)
+    expected = forward_logprobs(tiny_model_dir, short.tokens)[3:]
+    assert short.logprobs == pytest.approx(expected, abs=1e-4)
 
 
 # Seeds and batches
@@ -173,7 +164,7 @@ def test_every_kind_of_request_gets_a_forward_pass(tiny: Model, tiny_model_dir: 
     ]
     run(tiny, *requests)
     for one in requests:
-        expected = by_forward(tiny_model_dir, one.tokens, 0.8)[len(one.prompt) - 1 :]
+        expected = forward_logprobs(tiny_model_dir, one.tokens, 0.8)[len(one.prompt) :]
         assert one.logprobs == pytest.approx(expected, abs=1e-4)
 
 
