@@ -34,7 +34,6 @@ if __name__ == "__main__":  # servers and proxies load their models while we imp
 
     this_run = begin(sys.argv[1:])
 
-import json
 import shutil
 import time
 from pathlib import Path
@@ -44,14 +43,15 @@ from torch import Tensor
 
 from cache import InteractionWithTokenLogpReward
 from engine import RemoteInfEngine
+from inference.fields import import_name
 from inference.weights import WeightUpdateMeta
 from ppo import describe_mode
 from proxy import ProxyAddress
 from rollout.executor import WorkflowExecutor
 from run.checkpoint import load_checkpoint, save_checkpoint, save_model
 from run.config import TrainConfig
-from run.evaluate import evaluate, evaluate_endpoint
-from run.inputs import make_dataloader
+from run.evaluate import conclude, evaluate
+from run.inputs import load_inputs, make_dataloader
 from run.log import Log, describe_batch, logp_mismatch
 from run.start import Run, main
 from staleness import StalenessManager
@@ -67,13 +67,11 @@ Workflow = RolloutWorkflow | type | str  # or an agent: any object with an async
 
 def start_rollout(run: Run) -> None:
     """Wire everything that generates. Only rank 0 has it."""
-    config, inputs = run.config, run.inputs
-    rollout = config.rollout
+    config, rollout = run.config, run.config.rollout
 
     # 1. The engine asks the inference servers for tokens, and tells them the new weights.
-    engine = RemoteInfEngine(
-        run.server_urls(), rollout.pause_mode, key=run.key, hooks=run.make_hooks()
-    )
+    hooks = next((import_name(name)(**kwargs) for name, kwargs in run.hooks.items()), None)
+    engine = RemoteInfEngine(run.server_urls(), rollout.pause_mode, key=run.key, hooks=hooks)
     run.stack.callback(engine.destroy)
     if rollout.server_addrs and config.mode == "train":
         engine.take_over()
@@ -92,7 +90,7 @@ def start_rollout(run: Run) -> None:
         engine,
         rollout,
         gate=gate,
-        tokenizer=inputs.tokenizer,
+        tokenizer=run.inputs.tokenizer,
         gconfig=config.gconfig,
         seed=config.seed,
         proxy=proxy,
@@ -144,12 +142,11 @@ class PPOTrainer:
     def start(self, workflow: Any, workflow_kwargs: dict[str, Any] | None) -> None:
         """Start every part, and restore the newest checkpoint if there is one."""
         run, config = self.run, self.config
-        inputs = run.load(workflow, workflow_kwargs)
+        run.inputs = load_inputs(config, workflow, workflow_kwargs)
+        self.dataloader = make_dataloader(config, run.inputs.dataset)
         start_trainer(run)
         if run.rank == 0:
             start_rollout(run)
-        self.workflow = inputs.workflow
-        self.dataloader = make_dataloader(config, inputs.dataset)
         keys = config.weight_update
         folder = Path(keys.path or run.run_dir) / f"weights-{config.trial_name}"
         run.stack.callback(shutil.rmtree, folder, ignore_errors=True)
@@ -176,7 +173,7 @@ class PPOTrainer:
         #        rewards, group_ids                            (N,)
         batch = actor.prepare_batch(
             self.dataloader,
-            workflow=self.workflow,
+            workflow=run.inputs.workflow,
             group_size=config.gconfig.n_samples,
             should_accept_fn=config.should_accept_fn,
         )
@@ -254,17 +251,10 @@ class Clock:
 def evaluate_only(run: Run) -> None:
     """mode=eval: run the validation prompts, and write eval.json."""
     with run:
-        inputs = run.load()
+        run.inputs = load_inputs(run.config)
         run.record()
-        if run.config.evaluator.base_url:
-            found = evaluate_endpoint(run.config, inputs)
-        else:
-            start_rollout(run)
-            found = evaluate(run.evaluation, inputs)
-        (run.run_dir / "eval.json").write_text(json.dumps(found))
-        if found["eval_episodes"] == found["eval_rejected"]:
-            raise RuntimeError("no episode of the evaluation has a reward")
-        print("  ".join(f"{k} {v:.4g}" for k, v in found.items() if v is not None))
+        start_rollout(run)
+        conclude(run.run_dir, evaluate(run.evaluation, run.inputs))
 
 
 def train_or_evaluate(run: Run) -> None:

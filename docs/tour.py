@@ -76,7 +76,7 @@ def take_tour() -> dict[str, Any]:
             for step in (1, 2):
                 trainer.train_step(step)
                 gates.append(read_gate(run.executor))
-            tokenizer = run.tokenizer
+            tokenizer = run.inputs.tokenizer
             # tensors (4, T) or (4,)
             group = load_file(config.run_dir / "tokens" / "00002.safetensors")
     turns = group["turn_ids"]

@@ -26,8 +26,8 @@ from rich.markup import escape
 from rich.tree import Tree
 
 from cache import InteractionWithTokenLogpReward
-from run.launch import Fleet, Planned, command
-from run.log import describe
+from extras.failures import describe
+from run.launch import Child, Fleet, command
 from workflow import resolve_workflow
 
 
@@ -63,7 +63,7 @@ def text_of(message: dict[str, Any]) -> str:
 def start_server(fleet: Fleet, model: str, key: str) -> str:
     """Start a small server with a model, and return its URL when it answers."""
     words = command("inference.tiny.server", {"--model-path": model, "--api-key": "-"})
-    return fleet.start(Planned("server", words, keys=(key,))).wait_ready()
+    return fleet.start(Child("server", words), key).wait_ready()
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -92,7 +92,7 @@ def main(argv: list[str] | None = None) -> int:
                 "--admin-key": "-",
                 "--server-key": None if args.server else "-",
             }
-            front = fleet.start(Planned("proxy", command("proxy", options), keys=(key, key)))
+            front = fleet.start(Child("proxy", command("proxy", options)), key, key)
             workflow.proxy_addr = front.wait_ready()
             interactions = asyncio.run(workflow.arun_episode(None, sample))
         except Exception as error:  # an agent may raise any

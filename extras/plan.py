@@ -33,7 +33,7 @@ from inference.serve import free_port
 from run.checkpoint import KEPT
 from run.config import ROOT, ConfigError, PPOActorConfig, TrainConfig
 from run.inputs import base_model_path
-from run.launch import Planned, choose_update_mode, plan_proxies, plan_servers, visible_gpus
+from run.launch import Child, choose_update_mode, plan_proxies, plan_servers, visible_gpus
 from training import logprobs
 
 GIB = 2**30
@@ -155,7 +155,7 @@ def estimate_server(config: TrainConfig, shape: Any, n: int, on_gpu: bool) -> fl
 
 
 def check_memory(
-    config: TrainConfig, needs: list[tuple[Planned, float]], gpus: list[str], have: float
+    config: TrainConfig, needs: list[tuple[Child, float]], gpus: list[str], have: float
 ) -> None:
     """Raise ConfigError if the processes of a GPU need more than the `have` GiB that each GPU has.
 
@@ -189,7 +189,7 @@ def check_memory(
         )
 
 
-def check_update_mode(config: TrainConfig, servers: list[Planned], gpus: list[str]) -> None:
+def check_update_mode(config: TrainConfig, servers: list[Child], gpus: list[str]) -> None:
     """Raise ConfigError if weight_update.mode=distributed cannot work."""
     update, urls = config.weight_update, config.rollout.server_addrs
     if update.mode != "distributed":
@@ -261,7 +261,7 @@ def machine_with_sglang(is_elsewhere: bool) -> Iterator[None]:
         del os.environ[key]
 
 
-def paste(planned: Planned, port: int) -> str:
+def paste(planned: Child, port: int) -> str:
     """A command that starts this process by hand, with KEY for each of its keys."""
     variables = {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ",".join(planned.gpus)}
     pairs = [f"{k}={v}" for k, v in (variables | planned.variables).items()]
@@ -296,20 +296,20 @@ def print_plan(config: TrainConfig, gpus: int | None, gpu_memory: float | None) 
     task = importlib.import_module(config.task) if config.task else None
     if not (config.model_path or hasattr(task, "make_model")):
         raise ConfigError("no model: set model_path to a Hugging Face folder or a hub name")
-    config.model_path = config.model_path or str(base_model_path(config))
+    config.model_path = config.model_path or base_model_path(config)
     config.tokenizer_path = config.tokenizer_path or config.model_path
     if gpus and config.server.backend == "auto":
         config.server.backend = "sglang"
     with machine_with_sglang(gpus is not None):
-        servers = plan_servers(config, names, "KEY")
+        servers = plan_servers(config, names)
     mode = choose_update_mode(config, servers, names)
     check_update_mode(config, servers, names)
     check_open_files(config, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
     here, ranks = (int(os.environ.get(key, 1)) for key in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
-    trainers = [Planned(f"rank {k}", [], names[k : k + 1]) for k in range(here)]
+    trainers = [Child(f"rank {k}", [], names[k : k + 1]) for k in range(here)]
     ports = [free_port() for _ in servers]
     urls = [f"http://127.0.0.1:{port}" for port in ports] or config.rollout.server_addrs
-    proxies = plan_proxies(config, urls, None)
+    proxies = plan_proxies(config, urls, {})
     needs = [(each, PROXY_GIB) for each in proxies]
     if shape := find_shape(config.model_path):
         n, has_head_norms = count_parameters(shape)

@@ -209,7 +209,7 @@ def facts() -> Fact:
 
 def check(config: Any, folder: str) -> None:
     """Raise ConfigError if this code cannot repeat the run in `folder` with this configuration."""
-    from run.config import ConfigError, flatten, read_recipe
+    from run.config import ConfigError, list_keys, load
 
     try:
         recorded = Schedule(Path(folder) / FILE).read()
@@ -219,7 +219,10 @@ def check(config: Any, folder: str) -> None:
     if not steps or config.rollout.pause_mode == "in_place":
         needs = "a finished step and a pause_mode other than in_place"
         raise ConfigError(f"--replay: {folder} lacks {needs}")
-    keys, now = read_recipe(Path(folder) / "config.yaml"), flatten(config.model_dump(mode="json"))
+    keys, now = (
+        {name: value for name, value, _ in list_keys(each)}
+        for each in (load(["--replay", folder])[0], config)
+    )
     now |= facts()
     differ = {
         f"{key}={value} -> {now.get(key)}"
@@ -234,13 +237,13 @@ def check(config: Any, folder: str) -> None:
 class Replay:
     """The callback. In a replay its `prepare_batch` takes the place of the executor's."""
 
-    hooks = "extras.replay.Hooks"
-
     def __init__(self, config: Any) -> None:
         self.batch_size = config.train_dataset.batch_size
 
-    def hooks_args(self, run: Any) -> Fact:
-        return {"schedule": str(run.run_dir / FILE), "replay": run.replaying}
+    def hooks(self, run: Any) -> Fact:
+        """Hooks of the engine, here and in the proxies: {class: its arguments}."""
+        arguments = {"schedule": str(run.run_dir / FILE), "replay": run.replaying or ""}
+        return {"extras.replay.Hooks": arguments}
 
     def on_start(self, run: Any) -> None:
         self.run = run

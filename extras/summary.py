@@ -45,7 +45,7 @@ class Summary:
         print(f"evaluate it:\n  {run.command('mode=eval', f'model_path={model}')}", flush=True)
 
     def ask(self, messages: list[dict]) -> str:
-        run, tokenizer = self.run, self.run.tokenizer
+        run, tokenizer = self.run, self.run.inputs.tokenizer
         ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         gconfig = run.config.gconfig.new(n_samples=1, greedy=True)
         response = asyncio.run(run.engine.agenerate(ModelRequest(ids, gconfig=gconfig)))

@@ -87,6 +87,7 @@ class Table:
         self.run = run
         if run.rank == 0 and self.terminal.is_terminal and not self.terminal.is_dumb_terminal:
             run.executor.listeners.append(self.on_event)
+            run.prints_steps = False
             self.live = self.terminal.show(self.screen)
             self.live.start()
 
@@ -122,7 +123,7 @@ class Table:
     def text(self, row: int) -> str:
         """A row of the batch on one line."""
         ids = self.batch["input_ids"][row][self.batch["attention_mask"][row]]
-        return " ".join(self.run.tokenizer.decode(ids, skip_special_tokens=False).split())
+        return " ".join(self.run.inputs.tokenizer.decode(ids, skip_special_tokens=False).split())
 
     def screen(self) -> Group:
         """What the terminal shows now."""

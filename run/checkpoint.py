@@ -1,25 +1,21 @@
 """Checkpoints, from which a run goes on that was killed.
 
-recover/step00040 holds model, optimizer, the state of the random numbers, and the position in the
-data: which prompts steps 1 to 40 have consumed. What was generated and not yet consumed is
-generated again, so no prompt is skipped and none is trained on twice. state.json is written last
-and makes the checkpoint valid. The newest two are kept: where one cannot be read, the run goes on
-from the one before.
+recover/step00040 holds model, optimizer and the position in the data: which prompts steps 1 to 40
+have consumed. What was generated and not yet consumed is generated again, so no prompt is skipped
+and none is trained on twice. state.json is written last and makes the checkpoint valid. The newest
+two are kept: where one cannot be read, the run goes on from the one before.
 
 metrics.jsonl is cut to the step of the checkpoint, and the steps after it are trained again.
 """
 
 import json
 import os
-import random
 import shutil
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from run.config import ConfigError
 from training.ranks import share
 
 KEPT = 2
@@ -49,7 +45,6 @@ def save_checkpoint(run_dir: Path, step: int, actor: Any, executor: Any) -> None
     actor.save_state(target)
     if dist.get_rank() > 0:
         return
-    torch.save((random.getstate(), torch.get_rng_state()), target / "random.pt")
     partial = target / "state.partial"
     partial.write_text(json.dumps({"step": step, "rollout": executor.state_dict()}))
     os.replace(partial, target / "state.json")
@@ -60,37 +55,27 @@ def save_checkpoint(run_dir: Path, step: int, actor: Any, executor: Any) -> None
 def load_checkpoint(run_dir: Path, actor: Any, executor: Any) -> int:
     """Restore the newest checkpoint that can be read, and return its step, or 0. All ranks call
     this. The caller pushes the weights."""
+    found = 0
     for step, folder in sorted(share(checkpoints(run_dir)).items(), reverse=True):
         try:
             state = json.loads((folder / "state.json").read_text())
-            cut_metrics(run_dir / "metrics.jsonl", step)
             actor.load_state(folder)
-            python, torchs = torch.load(folder / "random.pt", weights_only=False)
-            random.setstate(python)
-            torch.set_rng_state(torchs)
-            if executor is not None:
-                executor.load_state_dict(state["rollout"], step)
-            return step
-        except ConfigError:
-            raise
+            found = step
+            break
         except Exception as error:  # anything may be wrong with a damaged file
             print(f"{folder} cannot be read ({error!r:.200}): trying the checkpoint before it")
-    cut_metrics(run_dir / "metrics.jsonl", 0)
-    return 0
+    if executor is not None:
+        if found:
+            executor.load_state_dict(state["rollout"], found)
+        cut_metrics(run_dir / "metrics.jsonl", found)
+    return found
 
 
 def cut_metrics(path: Path, step: int) -> None:
-    """Keep the lines of steps 1 to `step` of metrics.jsonl. Raises ConfigError if one lacks."""
-    lines = path.read_text().splitlines(keepends=True)[:step] if path.exists() else []
-    try:
-        steps = [json.loads(line)["step"] for line in lines]
-    except (ValueError, KeyError):
-        steps = []
-    if steps != list(range(1, step + 1)):
-        raise ConfigError(f"{path} does not hold steps 1 to {step}: give another trial_name")
-    if dist.get_rank() == 0 and path.exists():
+    """Keep the lines of steps 1 to `step` of metrics.jsonl."""
+    if path.exists():
         partial = path.with_suffix(".partial")
-        partial.write_text("".join(lines))
+        partial.write_text("".join(path.read_text().splitlines(keepends=True)[:step]))
         os.replace(partial, path)
 
 

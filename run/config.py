@@ -8,25 +8,53 @@ up and one validator. YAML recipes and `key=value` words merge first, the later 
 import argparse
 import difflib
 import importlib.util
-import os
 import re
 import sys
-from collections.abc import Collection, Iterator
-from operator import attrgetter
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
 from inference.io_struct import GenerationHyperparameters
 
+
+def check_module(module: str) -> str:
+    """Importing torch takes seconds, so a misspelt name is said before: nothing is imported here."""
+    find_source(module)
+    return module
+
+
+def check_name(path: str) -> str:
+    module, _, name = path.rpartition(".")
+    if name == "jsonl":
+        if not Path(path).is_file():
+            raise ValueError("there is no such file")
+    elif not re.search(rf"\b{name}\b", find_source(module).read_text()):
+        raise ValueError(f"{module} has no {name}")
+    return path
+
+
+def find_source(module: str) -> Path:
+    try:
+        spec = importlib.util.find_spec(module)
+    except ModuleNotFoundError:  # its package
+        spec = None
+    if spec is None or spec.origin is None:
+        raise ValueError(f"there is no module {module!r}")
+    return Path(spec.origin)
+
+
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
+FolderName = Annotated[str, Field(pattern=r"^\w[^/]*$")]
+Module = Annotated[str, AfterValidator(check_module)]
+Named = Annotated[str, AfterValidator(check_name)]  # module.function, module.Class or FILE.jsonl
 
 
 def key(default: Any, meaning: str) -> Any:
@@ -145,8 +173,8 @@ class PPOActorConfig(Keys):
     behave_imp_weight_cap: Annotated[float, Field(ge=1)] | None = key(
         5.0, "tokens with a larger pi_prox / pi_behav are left out; null: none"
     )
-    loss: str = key("ppo.ppo_actor_loss_fn", "module.function of the loss (extras/losses.py)")
-    advantages: str = key(
+    loss: Named = key("ppo.ppo_actor_loss_fn", "module.function of the loss (extras/losses.py)")
+    advantages: Named = key(
         "ppo.compute_advantages", "module.function of the advantages (extras/advantages.py)"
     )
     entropy_coeff: NonNegative = key(0.0, "weight of the entropy bonus")
@@ -172,7 +200,7 @@ class RefConfig(Keys):
 class DatasetConfig(Keys):
     """The prompts to train on."""
 
-    path: str | None = key(None, "FILE.jsonl or module.function; default: the task's")
+    path: Named | None = key(None, "FILE.jsonl or module.function; default: the task's")
     batch_size: Count = key(8, "prompt groups in a step (B)")
     shuffle: bool = key(True, "a new order in every epoch")
 
@@ -180,7 +208,7 @@ class DatasetConfig(Keys):
 class ValidDatasetConfig(Keys):
     """The prompts to evaluate on."""
 
-    path: str | None = key(None, "FILE.jsonl or module.function; default: the task's")
+    path: Named | None = key(None, "FILE.jsonl or module.function; default: the task's")
 
 
 class EvaluatorConfig(Keys):
@@ -210,18 +238,20 @@ class TrainConfig(Keys):
     """A run."""
 
     mode: Literal["train", "eval"] = key("train", "train, or only evaluate")
-    task: str | None = key("tasks.guess", "module with data, agent and model; null: keys say it")
-    experiment_name: str = key("guess", "the run's folder is fileroot/experiment_name/trial_name")
-    trial_name: str = key("auto", "an existing one continues; auto: date and time")
+    task: Module | None = key("tasks.guess", "module with data, agent and model; null: keys say it")
+    experiment_name: FolderName = key(
+        "guess", "the run's folder is fileroot/experiment_name/trial_name"
+    )
+    trial_name: FolderName = key("auto", "an existing one continues; auto: date and time")
     fileroot: str = key("runs", "folder of all runs")
     seed: Annotated[int, Field(ge=0, lt=2**31)] = key(1, "order of the data, and sampling")
     max_steps: Count = key(80, "training steps")
     model_path: str | None = key(None, "folder or hub name of the model; default: the task's")
     tokenizer_path: str | None = key(None, "folder of the tokenizer; default: model_path")
-    workflow: str | None = key(None, "module.Class of an agent or workflow; default: the task's")
+    workflow: Named | None = key(None, "module.Class of an agent or workflow; default: the task's")
     workflow_kwargs: dict[str, Any] = key({}, "arguments of that class")
-    should_accept_fn: str | None = key(None, "module.function that accepts or rejects a group")
-    callbacks: list[str] = key([], "classes that observe the run, such as extras.doctor.Doctor")
+    should_accept_fn: Named | None = key(None, "module.function that accepts or rejects a group")
+    callbacks: list[Named] = key([], "classes that observe the run, such as extras.doctor.Doctor")
     recover_interval: CountOrZero = key(10, "steps between two checkpoints; 0: none")
     gconfig: GenerationHyperparameters = key(GenerationHyperparameters(), "sampling")
     eval_gconfig: dict[str, Any] = key({}, "fields of gconfig that differ in evaluations")
@@ -251,18 +281,15 @@ class TrainConfig(Keys):
 # ---- from the command line to a configuration
 
 ROOT = Path(__file__).resolve().parent.parent
-DEMO = ROOT / "configs" / "demo.yaml"
 
-ALIASES = {  # names of AReaL's documents, and the keys that they set here
+ALIASES = {  # other names of a key: those of AReaL's documents
     "model": "model_path",
     "data": "train_dataset.path",
     "actor.recompute_logprobs": "actor.recompute_logprob",
     "eval_interval": "evaluator.interval",
-    **{f"rollout.{x}": x for x in ("fileroot", "experiment_name", "trial_name", "tokenizer_path")},
-}
-LINKED = {  # two names of one number: AReaL's documents use both
     "rollout.consumer_batch_size": "train_dataset.batch_size",
     "rollout.group_size": "gconfig.n_samples",
+    **{f"rollout.{x}": x for x in ("fileroot", "experiment_name", "trial_name", "tokenizer_path")},
 }
 MAIN = (  # what --help shows
     *("task", "model_path", "workflow", "train_dataset.path", "train_dataset.batch_size"),
@@ -271,28 +298,13 @@ MAIN = (  # what --help shows
     *("rollout.server_addrs", "rollout.openai.mode", "server.backend", "actor.optimizer.lr"),
     *("actor.dtype", "evaluator.interval", "trial_name"),
 )
-OPTIONS: tuple[tuple[str, dict[str, Any], str], ...] = (
-    ("--config", {"action": "append", "metavar": "FILE"}, "recipe, or its name in configs/"),
-    ("--dry-run", {"action": "store_true"}, "print the plan of the run, and start nothing"),
-    ("--gpus", {"type": int}, "with --dry-run: plan for so many GPUs"),
-    ("--gpu-memory", {"type": float}, "with --dry-run: GiB of each of them"),
-    ("--quiet", {"action": "store_true"}, "print only warnings, errors and the result"),
-    ("--force", {"action": "store_true"}, "continue a run that was started with other code"),
-    ("--replay", {"metavar": "RUN"}, "repeat the run in this folder, bit by bit"),
-    ("--replay-until", {"type": int, "metavar": "N"}, "with --replay: stop after step N"),
-)
 
 
 class ConfigError(ValueError):
     """The configuration is wrong. The message is one line that says what to change."""
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; keys have no dashes: write key=value (--help lists both)")
-
-
-def list_keys(group: Keys | BaseModel, prefix: str = "") -> Iterator[tuple[str, Any, FieldInfo]]:
+def list_keys(group: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any, FieldInfo]]:
     """Yield the full name, the value and the declaration of every key."""
     for name, declared in type(group).model_fields.items():
         value = getattr(group, name)
@@ -302,187 +314,132 @@ def list_keys(group: Keys | BaseModel, prefix: str = "") -> Iterator[tuple[str, 
             yield f"{prefix}{name}", value, declared
 
 
-def print_help(every: bool) -> None:
-    """Print the options and the keys: those that matter, or all of them."""
-    print("usage: python train.py [options] [key=value ...]\n\noptions:")
-    for name, how, meaning in OPTIONS:
-        print(f"  {' '.join([name, how.get('metavar', '')]):20}{meaning}")
+def make_parser() -> argparse.ArgumentParser:
+    usage = "python train.py [options] [key=value ...]"
+    parser = argparse.ArgumentParser(usage=usage, add_help=False, allow_abbrev=False)
+    add = parser.add_argument
+    add("--help", action="store_true", help="show the options and the keys that matter most")
+    add("--help-all", action="store_true", help="show the options and all keys")
+    add("--config", action="append", metavar="FILE", help="a recipe, or its name in configs/")
+    add("--dry-run", action="store_true", help="print the plan of the run, and start nothing")
+    add("--gpus", type=int, metavar="N", help="with --dry-run: plan for so many GPUs")
+    add("--gpu-memory", type=float, metavar="GIB", help="with --dry-run: the memory of each")
+    add("--quiet", action="store_true", help="print only warnings and errors")
+    add("--force", action="store_true", help="continue a run that was started with other code")
+    add("--replay", metavar="RUN", help="repeat the run in this folder, bit by bit")
+    add("--replay-until", type=int, metavar="N", help="with --replay: stop after step N")
+    add("words", nargs="*", metavar="key=value", help="a key, without dashes")
+    return parser
+
+
+def print_keys(every: bool) -> None:
     print("\nkeys:" if every else "\nthe keys that matter most (--help-all shows all):")
     for name, value, declared in list_keys(TrainConfig()):
         if every or name in MAIN:
             choices = [x for x in get_args(declared.annotation) if isinstance(x, str)]
-            print(f"  {name}={value}\n      {declared.description}", *choices, *declared.metadata)
+            print(f"  {name}={value}\n      {declared.description}", *choices)
 
 
-def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Turn {"actor": {"eps_clip": 0.2}} into {"actor.eps_clip": 0.2}. Dictionaries that are values
-    of a key, such as workflow_kwargs, stay as they are."""
-    if not isinstance(tree, dict) or prefix.rstrip(".") in ("workflow_kwargs", "eval_gconfig"):
-        return {prefix.rstrip("."): tree}
-    return {k: v for name, x in tree.items() for k, v in flatten(x, f"{prefix}{name}.").items()}
+def nest(name: str, value: Any) -> dict[str, Any]:
+    """Turn actor.eps_clip and 0.2 into {"actor": {"eps_clip": 0.2}}."""
+    for part in reversed(name.split(".")):
+        value = {part: value}
+    return value
 
 
-def did_you_mean(name: str, known: Collection[str]) -> str:
-    last = name.rpartition(".")[2]
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.9)
-    near += [key for key in known if last in (key.rpartition(".")[2], key.partition(".")[0])]
-    near += difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"did you mean {near[0]!r}?" if near else "python train.py --help-all lists the keys"
+def merge(below: Any, above: Any) -> Any:
+    """Lay the settings `above` over those `below`, group by group."""
+    if not (isinstance(below, dict) and isinstance(above, dict)):
+        return above
+    return below | {name: merge(below.get(name), value) for name, value in above.items()}
 
 
-def merge(sources: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
-    """Merge flat settings, the later ones win, and nest them for pydantic.
-
-    `sources` are pairs of a name, for error messages, and the settings. Raises ConfigError for an
-    unknown key, and suggests the nearest one.
-    """
-    known = {name: value for name, value, _ in list_keys(TrainConfig())}
-    flat: dict[str, Any] = {}
-    for source, settings in sources:
-        settings = {ALIASES.get(name, name): value for name, value in settings.items()}
-        for name, value in settings.items():
-            free = name.startswith(("workflow_kwargs.", "eval_gconfig."))
-            if name not in known and not free:
-                raise ConfigError(f"unknown key {name!r} in {source}; {did_you_mean(name, known)}")
-            if isinstance(known.get(name), list) and not isinstance(value, list):
-                settings[name] = [value]  # a list of one item needs no brackets
-        for one, other in LINKED.items():
-            if {one, other} <= settings.keys() and settings[one] != settings[other]:
-                raise ConfigError(f"{one} and {other} are one number: give one of them")
-            if {one, other} & settings.keys():
-                flat = {name: value for name, value in flat.items() if name not in (one, other)}
-        flat |= settings
-    nested: dict[str, Any] = {}
-    for name, value in flat.items():
-        *path, last = name.split(".")
-        group = nested
-        for part in path:
-            group = group.setdefault(part, {})
-        group[last] = value
-    return nested
+def rename(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings of one source without aliases. Raises ConfigError for two values of a key."""
+    for alias, name in ALIASES.items():
+        group, _, last = alias.rpartition(".")
+        place = settings.get(group) if group else settings
+        if isinstance(place, dict) and last in place:
+            found = nest(name, place.pop(last))
+            if merge(found, settings) != merge(settings, found):
+                raise ConfigError(f"{alias} and {name} are one key: give one of them")
+            settings = merge(settings, found)
+    return settings
 
 
-def read_recipe(path: Path) -> dict[str, Any]:
+def parse(text: str, where: Any) -> Any:
     try:
-        tree = yaml.safe_load(path.read_text()) or {}
-    except (OSError, UnicodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path}: {' '.join(str(error).split())}") from error
-    if not isinstance(tree, dict):
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{where}: {' '.join(str(error).split())}") from error
+
+
+def read_recipe(name: str) -> dict[str, Any]:
+    """The settings of a recipe: a file, or its name in configs/. Raises ConfigError."""
+    path = next((p for p in (Path(name), ROOT / "configs" / f"{name}.yaml") if p.is_file()), None)
+    if path is None:
+        names = ", ".join(sorted(path.stem for path in (ROOT / "configs").glob("*.yaml")))
+        raise ConfigError(f"no recipe at {name}; configs/ has {names}")
+    settings = parse(path.read_text(), path) or {}
+    if not isinstance(settings, dict):
         raise ConfigError(f"{path}: lines of the form `key: value` are needed")
-    return {k: v for k, v in flatten(tree).items() if k not in ("revision", "code")}
-
-
-def find_recipe(name: str) -> Path:
-    paths = [Path(name), ROOT / "configs" / name, ROOT / "configs" / f"{name}.yaml"]
-    if found := [path for path in paths if path.is_file()]:
-        return found[0]
-    names = ", ".join(sorted(path.stem for path in (ROOT / "configs").glob("*.yaml")))
-    raise ConfigError(f"no recipe at {name}; configs/ has {names}")
+    return rename(settings)
 
 
 def load(argv: list[str]) -> tuple[TrainConfig, argparse.Namespace]:
     """Return the configuration and the options of a command line. --help prints and exits.
 
-    Raises ConfigError if anything is wrong with them.
+    Raises ConfigError if a key is wrong.
     """
-    if {"-h", "--help", "--help-all"} & {*argv}:
-        if os.environ.get("RANK", "0") == "0":
-            print_help("--help-all" in argv)
+    options = (parser := make_parser()).parse_intermixed_args(argv)
+    if options.help or options.help_all:
+        parser.print_help()
+        print_keys(options.help_all)
         sys.exit()
-    parser = Parser(add_help=False, allow_abbrev=False)
-    for name, how, _ in OPTIONS:
-        parser.add_argument(name, **how)
-    parser.add_argument("words", nargs="*")
-    options = parser.parse_intermixed_args(argv)
-    sources = []
-    if options.replay:
-        sources.append(("the recorded run", read_recipe(Path(options.replay) / "config.yaml")))
-    for name in options.config or ([] if options.replay else [str(DEMO)]):
-        sources.append((name, read_recipe(find_recipe(name))))
-    given = {}
+    recipes = [f"{options.replay}/config.yaml"] if options.replay else []
+    recipes += options.config or ([] if options.replay else ["demo"])
+    settings: dict[str, Any] = {}
+    for recipe in recipes:
+        settings = merge(settings, read_recipe(recipe))
+    given: dict[str, Any] = {}
     for word in options.words:
-        name, equals, value = word.partition("=")
-        if not equals:
-            raise ConfigError(f"cannot read {word!r}: write key=value")
-        try:
-            given[name] = yaml.safe_load(value)
-        except yaml.YAMLError as error:
-            raise ConfigError(f"{name}: {value!r} is no YAML value") from error
-    sources.append(("the command line", given))
+        name, _, value = word.partition("=")
+        given = merge(given, nest(name, parse(value, name)))
     try:
-        config = TrainConfig.model_validate(merge(sources))
+        config = TrainConfig.model_validate(merge(settings, rename(given)))
+        resolve(config)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ConfigError(f"{where}={first['input']!r}: {first['msg']}") from error
-    resolve(config)
+        name = ".".join(map(str, first["loc"]))
+        if first["type"] == "extra_forbidden":
+            raise ConfigError(f"unknown key {name!r}; {did_you_mean(name)}") from error
+        raise ConfigError(f"{name}={first['input']!r}: {first['msg']}") from error
     return config, options
 
 
-def split_key(config: TrainConfig, name: str) -> tuple[Any, str]:
-    """The group that a key is in, and its last name."""
-    group, _, last = name.rpartition(".")
-    return attrgetter(group)(config), last
+def did_you_mean(name: str) -> str:
+    known = [key for key, _, _ in list_keys(TrainConfig())]
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+    near += [key for key in known if key.endswith("." + name.rpartition(".")[2])]
+    return f"did you mean {near[0]!r}?" if near else "python train.py --help-all lists the keys"
 
 
 def resolve(config: TrainConfig) -> None:
     """Set the defaults that depend on other keys, and refuse keys that contradict each other."""
     rollout, gconfig, data = config.rollout, config.gconfig, config.train_dataset
-    for one, other in LINKED.items():
-        (group, name), (partner, last) = split_key(config, one), split_key(config, other)
-        value = getattr(partner, last) if getattr(group, name) is None else getattr(group, name)
-        setattr(group, name, value)
-        setattr(partner, last, value)
+    rollout.consumer_batch_size, rollout.group_size = data.batch_size, gconfig.n_samples
     waves = rollout.max_head_offpolicyness + 1
     rollout.max_concurrent_rollouts = rollout.max_concurrent_rollouts or data.batch_size * waves
-    try:
-        _ = config.evaluation_gconfig
-    except ValueError as error:
-        raise ConfigError(f"eval_gconfig: {config.eval_gconfig} do not fit gconfig") from error
-    if (
-        config.mode == "train"
-        and gconfig.n_samples == 1
-        and config.actor.adv_norm.mean_level == "group"
-    ):
+    _ = config.evaluation_gconfig
+    if config.mode == "eval":
+        return
+    if gconfig.n_samples == 1 and config.actor.adv_norm.mean_level == "group":
         raise ConfigError(
             "a group of one is its own baseline: raise gconfig.n_samples, or set"
             " actor.adv_norm.mean_level to batch or none"
         )
-    if config.mode == "train" and not gconfig.trains_exactly:
+    if not gconfig.trains_exactly:
         raise ConfigError(
             "gconfig: training cannot reproduce samples of top_p, top_k, penalties, greedy or"
             " temperature 0: omit them, or set mode=eval"
         )
-    if {".", ".."} & {config.experiment_name, config.trial_name} or "/" in config.trial_name:
-        raise ConfigError(f"trial_name={config.trial_name}: a name without slashes is needed")
-    for name in NAMES:
-        if path := attrgetter(name)(config):
-            for each in path if isinstance(path, list) else [path]:
-                check_name(name, each)
-
-
-NAMES = (  # keys that name a function or a class
-    *("task", "workflow", "should_accept_fn", "callbacks", "actor.loss", "actor.advantages"),
-    *("train_dataset.path", "valid_dataset.path"),
-)
-
-
-def check_name(key: str, path: str) -> None:
-    """Raise ConfigError if the file, module or name does not exist, without running the module.
-
-    Importing torch takes seconds; a misspelt name is said before.
-    """
-    if key.endswith("dataset.path") and path.endswith(".jsonl"):
-        if not Path(path).is_file():
-            raise ConfigError(f"{key}={path}: there is no such file")
-        return
-    module, _, name = (path, "", "") if key == "task" else path.rpartition(".")
-    try:
-        spec = importlib.util.find_spec(module) if module else None
-    except ModuleNotFoundError:
-        spec = None
-    if spec is None:
-        raise ConfigError(f"{key}={path}: there is no module {module or path!r}")
-    source = Path(spec.origin or "")
-    if name and source.suffix == ".py" and not re.search(rf"\b{name}\b", source.read_text()):
-        raise ConfigError(f"{key}={path}: {module} has no {name}")

@@ -9,7 +9,7 @@ import hashlib
 import importlib
 import importlib.util
 import json
-import re
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,46 +30,40 @@ def one_line(what: str) -> Iterator[None]:
         raise ConfigError(f"{what}: {type(error).__name__}: {text}") from error
 
 
-# ---- the model; these functions need no torch
+# ---- the model; torch is imported only if one must be made
 
 
-def base_model_path(config: TrainConfig) -> Path:
+def base_model_path(config: TrainConfig) -> str:
     """Where the task's base model is kept. The name changes with the sources that make it."""
     modules = (importlib.util.find_spec(name) for name in (str(config.task), "tasks.base_model"))
     sources = b"".join(Path(spec.origin).read_bytes() for spec in modules if spec and spec.origin)
     digest = hashlib.blake2b(sources, digest_size=4).hexdigest()
-    return Path(".cache") / f"{config.task}-{config.seed}-{digest}"
+    return f".cache/{config.task}-{config.seed}-{digest}"
 
 
-def find_model(config: TrainConfig) -> bool:
-    """Set the folders of model, tokenizer and reference model. Return False if the task must make
-    its base model first. Raises ConfigError."""
-    if config.model_path is None:
-        if config.task is None:
-            raise ConfigError("no model: set model_path to a Hugging Face folder or a hub name")
-        config.model_path = str(base_model_path(config))
-        found = Path(config.model_path).is_dir()
+def find_model(config: TrainConfig) -> None:
+    """Set the folders of model, tokenizer and reference model. Raises ConfigError."""
+    if config.task and config.model_path in (None, base_model_path(config)):
+        config.model_path = base_model_path(config)
+        if not Path(config.model_path).is_dir() and os.environ.get("RANK", "0") == "0":
+            make_model(config)
+    elif config.model_path:
+        config.model_path = fetch(config.model_path)
     else:
-        config.model_path, found = fetch(config.model_path), True
+        raise ConfigError("no model: set model_path to a Hugging Face folder or a hub name")
     config.tokenizer_path = config.tokenizer_path or config.model_path
     if config.actor.kl_ctl > 0:
-        config.ref.path = fetch(config.ref.path or config.model_path)
-    return found
+        config.ref.path = fetch(config.ref.path) if config.ref.path else config.model_path
 
 
 def fetch(name: str) -> str:
     """The folder of a model. A hub name is downloaded, unless it was before."""
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not Path(name).exists():
-        if name.startswith(".cache/"):  # a base model that is not made yet
-            return name
-        from huggingface_hub import snapshot_download
+    if Path(name).is_dir():
+        return name
+    from huggingface_hub import snapshot_download
 
-        with one_line(f"model_path={name} is no folder, and the hub does not give it"):
-            return snapshot_download(name, ignore_patterns=["*.pth", "*.gguf", "*.onnx", "*.h5"])
-    folder = Path(name)
-    if not (folder / "config.json").is_file() or not [*folder.glob("*.safetensors")]:
-        raise ConfigError(f"no model at {folder}: config.json and *.safetensors are needed there")
-    return name
+    with one_line(f"no model at {name}, and the hub does not give it"):
+        return snapshot_download(name, ignore_patterns=["*.pth", "*.gguf", "*.onnx", "*.h5"])
 
 
 def make_model(config: TrainConfig) -> None:
@@ -122,17 +116,25 @@ def load_inputs(config: TrainConfig, workflow: Any = None, kwargs: dict | None =
 
 
 def load_workflow(
-    config: TrainConfig, task: Any, defaults: dict, workflow: Any, kwargs: dict | None
+    config: TrainConfig,
+    task: Any,
+    defaults: dict[str, Any],
+    workflow: Any = None,
+    kwargs: dict | None = None,
 ) -> Any:
-    """Make the workflow or agent: the given one, else the configured one, else the task's."""
+    """Make the workflow or agent: the given one, else the configured one, else the task's.
+
+    `defaults` are arguments that a workflow may take. Raises ConfigError.
+    """
     from workflow import OpenAIProxyWorkflow, resolve_workflow
 
     given = dict(kwargs or {})
-    if workflow is None and config.workflow is not None:
-        workflow, given = config.workflow, config.workflow_kwargs | given
-    elif workflow is None:
+    if workflow is None:
+        given = config.workflow_kwargs | given
+        workflow = config.workflow
+    if workflow is None:
+        given = getattr(task, "WORKFLOW_KWARGS", {}) | given
         workflow = getattr(task, "WORKFLOW", None)
-        given = getattr(task, "WORKFLOW_KWARGS", {}) | config.workflow_kwargs | given
     if workflow is None:
         raise ConfigError("no workflow: set workflow=module.Class, an agent or a RolloutWorkflow")
     proxy = {"proxy_addr": "", "admin_key": ""}  # the executor has the real ones
@@ -143,24 +145,22 @@ def load_workflow(
 
 def load_dataset(path: str | None, task: Any, split: str) -> list[dict]:
     """The samples of a JSONL file, of a function, or of the task; not empty, as `prepare` reads
-    them."""
+    them. Raises ConfigError."""
     key = f"{split}_dataset.path"
     if path is None and not hasattr(task, "dataset"):
         raise ConfigError(f"no data: set {key} to FILE.jsonl or module.function")
-    where = path or task.__name__
-    with one_line(f"{key}={where}"):
-        if path and path.endswith(".jsonl"):
+    with one_line(f"{key}={path}"):
+        if path is None:
+            samples = task.dataset(split)
+        elif path.endswith(".jsonl"):
             lines = Path(path).read_text(encoding="utf-8").splitlines()
             samples = [json.loads(line) for line in lines if line.strip()]
-        elif path:
-            samples = list(import_name(path)())
         else:
-            samples = list(task.dataset(split))
-        prepare = getattr(task, "prepare", dict)
-        samples = [prepare(sample) for sample in samples]
-    if not samples:
-        raise ConfigError(f"{key}={where}: the dataset is empty")
-    return samples
+            samples = import_name(path)()
+        prepared = list(map(getattr(task, "prepare", dict), samples))
+    if not prepared:
+        raise ConfigError(f"{key}={path}: the dataset is empty")
+    return prepared
 
 
 def make_dataloader(config: TrainConfig, dataset: list[dict]) -> Any:

@@ -33,7 +33,6 @@ import httpx
 from inference.serve import free_port
 from run.config import ROOT, ConfigError, TrainConfig
 
-START_SECONDS = 1800.0  # loading a large model takes minutes
 GRACE_SECONDS = 5.0  # from SIGTERM to SIGKILL
 
 # A child of torchrun's rank 0 must not take itself for a rank. SGLang's memory pools refuse the
@@ -47,47 +46,54 @@ DROPPED = re.compile(
 class ProcessDied(RuntimeError):
     """A process that the run needs has ended. The message has the last lines of its log."""
 
+    is_verdict = True  # the message says everything: no traceback
 
-@dataclass(frozen=True)
-class Planned:
-    """A process to start. `--port` is added to its command."""
+
+@dataclass(eq=False)
+class Child:
+    """A process of the run, planned or started. `--port` is added to its command."""
 
     name: str
     command: list[str]
     gpus: list[str] = field(default_factory=list)  # as in CUDA_VISIBLE_DEVICES
-    keys: tuple[str, ...] = ()  # secrets for its standard input, which other users cannot read
     variables: dict[str, str] = field(default_factory=dict)
 
+    def start(self, log_dir: Path) -> None:
+        """Start the process, and return at once."""
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        self.log = log_dir / f"{self.name}.log"
+        log_dir.mkdir(parents=True, exist_ok=True)
+        with self.log.open("w") as out:
+            self.process = subprocess.Popen(
+                [*self.command, "--port", str(port)],
+                stdin=subprocess.PIPE,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=environment(self.gpus) | self.variables,
+                text=True,
+            )
 
-@dataclass
-class Child:
-    name: str
-    url: str
-    log: Path
-    process: subprocess.Popen[str]
-
-    def send(self, keys: tuple[str, ...]) -> None:
-        """Write secrets to the standard input of the process, one a line, and close it."""
-        with suppress(BrokenPipeError, ValueError):  # it has ended, or has its keys already
-            self.process.stdin.write("".join(f"{key}\n" for key in keys))  # type: ignore[union-attr]
-            self.process.stdin.close()  # type: ignore[union-attr]
-
-    def last_words(self, lines: int = 5) -> str:
-        text = self.log.read_text(errors="replace").strip().splitlines()[-lines:]
-        code = self.process.returncode
-        return "\n".join([f"{self.name} ended with code {code}; the end of {self.log}:", *text])
+    def send(self, *keys: str) -> None:
+        """Write secrets to its standard input, which other users cannot read, and close it."""
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError), self.process.stdin as pipe:  # it may have ended
+            pipe.writelines(f"{key}\n" for key in keys)
 
     def wait_ready(self) -> str:
-        """Wait until the process answers; return its URL. Raises ProcessDied or TimeoutError."""
-        deadline = time.monotonic() + START_SECONDS
+        """Wait until the process answers, and return its URL. Raises ProcessDied."""
         while self.process.poll() is None:
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"{self.name} did not answer; see {self.log}")
             with suppress(httpx.TransportError):
                 if httpx.get(f"{self.url}/health", timeout=5, trust_env=False).is_success:
                     return self.url
             time.sleep(0.05)
-        raise ProcessDied(self.last_words())
+        raise self.death()
+
+    def death(self) -> ProcessDied:
+        last = self.log.read_text(errors="replace").strip().splitlines()[-5:]
+        said = f"{self.name} ended with code {self.process.wait()}; the end of {self.log}:"
+        return ProcessDied("\n".join([said, *last]))
 
 
 class Fleet:
@@ -96,25 +102,13 @@ class Fleet:
     def __init__(self, log_dir: Path) -> None:
         self.log_dir, self.children, self.ending = log_dir, list[Child](), False
 
-    def start(self, planned: Planned) -> Child:
-        """Start a process and return at once."""
-        port = free_port()
-        self.log_dir.mkdir(parents=True, exist_ok=True)
-        log = self.log_dir / f"{planned.name}.log"
-        with log.open("w") as out:
-            process = subprocess.Popen(
-                [*planned.command, "--port", str(port)],
-                stdin=subprocess.PIPE,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                env=environment(planned.gpus) | planned.variables,
-                text=True,
-            )
-        self.children.append(Child(planned.name, f"http://127.0.0.1:{port}", log, process))
-        if planned.keys:
-            self.children[-1].send(planned.keys)
-        return self.children[-1]
+    def start(self, child: Child, *keys: str) -> Child:
+        """Start a process, and send it its keys if they are known already."""
+        child.start(self.log_dir)
+        self.children.append(child)
+        if keys:
+            child.send(*keys)
+        return child
 
     def watch(self, on_death: Callable[[ProcessDied], None]) -> None:
         """Call `on_death` in a thread if a child ends before `close`."""
@@ -122,24 +116,22 @@ class Fleet:
         def wait_for(child: Child) -> None:
             child.process.wait()
             if not self.ending:
-                on_death(ProcessDied(child.last_words()))
+                on_death(child.death())
 
         for child in self.children:
             threading.Thread(target=wait_for, args=(child,), daemon=True).start()
 
     def close(self) -> None:
-        """End the children, the last one first: SIGTERM, then SIGKILL for its whole session."""
+        """End the children: SIGTERM, and then SIGKILL for their whole sessions."""
         self.ending = True
-        for child in reversed(self.children):
-            child.send(())  # closes its standard input
+        for child in self.children:
             child.process.terminate()
-        deadline = time.monotonic() + GRACE_SECONDS
-        for child in reversed(self.children):
+        for child in self.children:
             with suppress(subprocess.TimeoutExpired):
-                child.process.wait(max(0.0, deadline - time.monotonic()))
+                child.process.wait(GRACE_SECONDS)
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(child.process.pid, signal.SIGKILL)
-            child.process.wait()
+            child.process.communicate()  # waits, and closes its standard input
 
 
 def environment(gpus: list[str]) -> dict[str, str]:
@@ -188,14 +180,12 @@ def uses_sglang(config: TrainConfig, gpus: list[str]) -> bool:
     return bool(gpus) and importlib.util.find_spec("sglang") is not None
 
 
-def plan_servers(config: TrainConfig, gpus: list[str], key: str = "") -> list[Planned]:
+def plan_servers(config: TrainConfig, gpus: list[str]) -> list[Child]:
     """The inference servers to start; none if rollout.server_addrs names running ones.
 
-    Raises ConfigError if there are too few GPUs, or no SGLang.
+    Raises ConfigError if SGLang is needed and not installed.
     """
     server, ranks = config.server, int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if gpus and ranks > len(gpus):
-        raise ConfigError(f"{ranks} ranks need a GPU each: torchrun --nproc-per-node={len(gpus)}")
     if config.rollout.server_addrs:
         return []
     options: dict[str, Any] = {
@@ -207,11 +197,9 @@ def plan_servers(config: TrainConfig, gpus: list[str], key: str = "") -> list[Pl
     if not uses_sglang(config, gpus):
         options |= {"--seed": config.seed, "--api-key": "-"}
         words = [*command("inference.tiny.server", options), *server.args]
-        return [Planned(f"server-{k}", words, keys=(key,)) for k in range(server.count)]
+        return [Child(f"server-{k}", words) for k in range(server.count)]
 
     size, wanted, spare = server.tp_size, server.count * server.tp_size, gpus[ranks:]
-    if gpus and size > len(gpus):
-        raise ConfigError(f"server.tp_size={size}, but there are {len(gpus)} GPUs")
     is_shared = len(spare) < wanted
     pool = gpus * server.count if is_shared else spare[-wanted:]
     options |= {"--random-seed": config.seed, "--tp-size": size}
@@ -221,7 +209,7 @@ def plan_servers(config: TrainConfig, gpus: list[str], key: str = "") -> list[Pl
         flags = ["--enable-fp32-lm-head"]
     words = [*sglang(), *to_words(options), *flags, *server.args]
     return [
-        Planned(f"server-{k}", words, pool[k * size : (k + 1) * size], (key,), SGLANG_VARIABLES)
+        Child(f"server-{k}", words, pool[k * size : (k + 1) * size], SGLANG_VARIABLES)
         for k in range(server.count)
     ]
 
@@ -247,11 +235,9 @@ def sglang() -> list[str]:
     return [*with_parent, *shlex.split(words or f"{sys.executable} -m sglang.launch_server")]
 
 
-def plan_proxies(
-    config: TrainConfig, servers: list[str], hooks: tuple[str, dict] | None
-) -> list[Planned]:
-    """The proxies. Each waits for its admin key and the servers' key (`Child.send`), which it gets
-    when the servers answer. `hooks` are the engine's: the class' path and its arguments."""
+def plan_proxies(config: TrainConfig, servers: list[str], hooks: dict[str, Any]) -> list[Child]:
+    """The proxies. Each waits for its admin key and the servers' key, which it gets when the
+    servers answer. `hooks` are the engine's: {class path: its arguments}, or {}."""
     openai, patterns = config.rollout.openai, config.rollout.openai.side_conversations
     options = {
         "--server": servers,
@@ -262,16 +248,15 @@ def plan_proxies(
         "--sampling": json.dumps(config.gconfig.new(n_samples=1).model_dump()),
         "--tool-call-parser": openai.tool_call_parser,
         "--side-conversations": None if patterns is None else json.dumps(patterns),
-        "--hooks": hooks and hooks[0],
-        "--hooks-args": hooks and json.dumps(hooks[1]),
+        "--hooks": [*hooks],
+        "--hooks-args": [json.dumps(arguments) for arguments in hooks.values()],
     }
-    words = command("proxy", options)
-    return [Planned(f"proxy-{k}", words) for k in range(config.proxy.workers)]
+    return [Child(f"proxy-{k}", command("proxy", options)) for k in range(config.proxy.workers)]
 
 
-def choose_update_mode(config: TrainConfig, planned: list[Planned], gpus: list[str]) -> str:
+def choose_update_mode(config: TrainConfig, servers: list[Child], gpus: list[str]) -> str:
     """`distributed` where SGLang has GPUs of its own, else `disk`: NCCL refuses shared GPUs."""
-    used = [gpu for process in planned for gpu in process.gpus]
+    used = [gpu for server in servers for gpu in server.gpus]
     if config.weight_update.mode != "auto":
         return config.weight_update.mode
     apart = used and len({gpus[0], *used}) == 1 + len(used)

@@ -1,20 +1,14 @@
-"""What a run writes and prints: metrics.jsonl, tokens/, a line a step, failures and a summary.
+"""What a run writes and prints: metrics.jsonl, tokens/ and a line a step.
 
-metrics.jsonl has one line a step (docs/metrics.md). tokens/{step}.safetensors holds the batch of a
+metrics.jsonl has one line a step (docs/observe.md). tokens/{step}.safetensors holds the batch of a
 step: every token with its version, its log-probabilities under three policies and its advantage.
-Tables, reports and traces are callbacks (extras/).
+Tables, reports, traces and counts of failures are callbacks (extras/).
 """
 
 import json
 import logging
-import sys
-import sysconfig
 import time
-import traceback
-from collections import Counter
-from contextlib import suppress
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -80,7 +74,6 @@ class Log:
         run.history[:] = map(json.loads, lines)
         self.start = time.monotonic() - (run.history[-1]["wall_s"] if run.history else 0.0)
         self.counts = asdict(run.executor.stats)
-        self.words: dict[int, str] = {}  # the text of every token that was in a batch
 
     def write(self, batch: dict[str, Tensor], metrics: dict[str, Any]) -> None:
         """Complete a step's metrics and write them, with the batch."""
@@ -93,9 +86,7 @@ class Log:
         with self.path.open("a") as file:
             file.write(json.dumps(metrics) + "\n")
         run.history.append(metrics)
-        if not any(
-            getattr(callback, "live", None) for callback in run.callbacks
-        ):  # a table shows it
+        if run.prints_steps:
             shown = [text.format(metrics[key]) for key, text in SHOWN]
             print(f"step {metrics['step']} of {run.last_step}", *shown, sep="  ", flush=True)
         if "eval_episodes" in metrics:
@@ -107,58 +98,5 @@ class Log:
         path = self.run.run_dir / "tokens" / f"{step:05d}.safetensors"
         path.parent.mkdir(exist_ok=True)
         ids = batch["input_ids"].unique().tolist()
-        self.words |= {i: self.run.tokenizer.decode([i]) for i in ids if i not in self.words}
-        words = json.dumps({i: self.words[i] for i in ids})
+        words = json.dumps({i: self.run.inputs.tokenizer.decode([i]) for i in ids})
         save_file({k: v.contiguous() for k, v in batch.items()}, path, {"words": words})
-
-
-# ---- failures
-
-LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<")
-
-
-def place_of(error: BaseException) -> str:
-    """The innermost line of the traceback that belongs to no library."""
-    frames = traceback.extract_tb(error.__traceback__)
-    ours = [f for f in frames if not f.filename.startswith(LIBRARIES)]
-    return "".join(f", in {f.name} ({Path(f.filename).name}:{f.lineno})" for f in ours[-1:])
-
-
-def describe(error: BaseException) -> str:
-    """An exception in one line: type, text and place."""
-    text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-    return text.encode(errors="backslashreplace").decode() + place_of(error)
-
-
-class Failures(logging.Handler):
-    """Prints the first failure of each kind as it is, writes its traceback to failures.log, and
-    counts the rest. Failures of one type at one place are of one kind."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(logging.WARNING)
-        folder.mkdir(parents=True, exist_ok=True)
-        self.path, self.counts = folder / "failures.log", Counter[Any]()
-        self.first: dict[Any, str] = {}
-        logger.addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        error = record.exc_info[1] if record.exc_info else None
-        if error is None:
-            print(record.getMessage(), file=sys.stderr, flush=True)
-            return
-        kind = type(error), place_of(error)
-        self.counts[kind] += 1
-        if self.counts[kind] == 1:
-            self.first[kind] = text = f"{record.getMessage()}{place_of(error)}"
-            print(f"{text}; traceback: {self.path}", file=sys.stderr, flush=True)
-            with suppress(OSError), self.path.open("ab") as file:  # a full disk hides no failure
-                lines = "".join(traceback.format_exception(error)) + "\n"
-                file.write(lines.encode(errors="backslashreplace"))
-
-    def close(self) -> None:
-        """Print how often each failure occurred."""
-        logger.removeHandler(self)
-        for kind, count in self.counts.most_common(5):
-            if count > 1:
-                print(f"failed {count} times: {self.first[kind]}", file=sys.stderr, flush=True)
-        super().close()

@@ -89,14 +89,6 @@ class CountsSessions:
         return httpx.get(data["proxy"] + "/health").json()["sessions"]
 
 
-class Endpoint:
-    """Runs what data["then"] names; "tells" says whether OPENAI_BASE_URL is base_url."""
-
-    async def run(self, data: dict, base_url: str, **extra_kwargs: Any) -> float:
-        alone = os.environ.get("OPENAI_BASE_URL") == base_url
-        return float(alone) if data["then"] == "tells" else globals()[data["then"]](data)
-
-
 class Unpicklable:
     """It holds an SDK client, so it cannot be pickled."""
 

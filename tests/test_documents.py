@@ -48,7 +48,7 @@ from rollout.executor import WorkflowExecutor
 from rollout.reward import AsyncRewardWrapper
 from rollout.trajectory import check_trajectory_format, complete, concat_padded_tensors, dump_lines
 from run.checkpoint import save_model
-from run.config import ALIASES, PPOActorConfig, RolloutConfig, flatten, load
+from run.config import ALIASES, PPOActorConfig, RolloutConfig, load
 from run.evaluate import evaluate
 from run.inputs import Inputs
 from staleness import RolloutStat, StalenessManager
@@ -255,8 +255,12 @@ def test_a_configuration_is_a_recipe(name: str, tmp_path: Path):
     preset = tmp_path / "preset.yaml"
     preset.write_text(block(name))
     config, _ = load(["--config", "demo", "--config", str(preset)])
-    for key, value in flatten(yaml.safe_load(preset.read_text())).items():
-        assert attrgetter(ALIASES.get(key, key))(config) == value
+    todo: list[tuple[str, Any]] = [*yaml.safe_load(preset.read_text()).items()]
+    for key, value in todo:
+        if isinstance(value, dict):
+            todo += [(f"{key}.{name}", inner) for name, inner in value.items()]
+        else:
+            assert attrgetter(ALIASES.get(key, key))(config) == value
 
 
 # ---- agents

@@ -11,7 +11,7 @@ import pytest
 from conftest import ROOT
 
 from extras.doctor import RULES
-from run.config import read_recipe
+from run.config import load
 from tasks import maze
 
 MUSEUM: dict[str, Any] = runpy.run_path(str(ROOT / "museum" / "run.py"))
@@ -65,7 +65,7 @@ def test_every_bug_breaks_its_unit_test() -> None:
 
 def test_the_longest_way_of_the_maze_fits_into_an_answer() -> None:
     """An answer names every cell of a walk; the limit leaves twice as many as the longest way."""
-    limit = read_recipe(ROOT / "configs/maze.yaml")["gconfig.max_new_tokens"]
+    limit = load(["--config", "maze"])[0].gconfig.max_new_tokens
     ways = [maze.distances(row["home"])[maze.CELLS[row["start"]]] for row in maze.dataset()]
     assert limit >= 2 * (max(ways) + 1)
 

@@ -35,7 +35,7 @@ from extras.plan import (
     step_bytes,
 )
 from run.config import ConfigError, TrainConfig, load
-from run.launch import Planned, choose_update_mode, plan_servers
+from run.launch import Child, choose_update_mode, plan_servers
 from training import logprobs
 from training.actor import FSDPPPOActor
 
@@ -344,7 +344,7 @@ def test_the_plan_on_the_page(
 def test_too_little_memory_names_what_is_not_done_yet(qwen: Path) -> None:
     """The error names every key that can help, and none that is set already or is not at fault."""
     given = recipe(qwen)
-    needs = [(Planned("rank 0", [], ["0"]), 30.0), (Planned("server-0", [], ["0", "1"]), 20.0)]
+    needs = [(Child("rank 0", [], ["0"]), 30.0), (Child("server-0", [], ["0", "1"]), 20.0)]
     check_memory(given, needs, ["0", "1"], 50.0)
     with pytest.raises(ConfigError, match=r"50 GiB .*\(rank 0 30.0, server-0 20.0\) and GPU 0 has"):
         check_memory(given, needs, ["0", "1"], 49.0)

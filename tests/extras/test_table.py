@@ -115,7 +115,8 @@ def test_texts_are_printed_once_and_do_not_steer_the_terminal(
     }
     table = make_table(Terminal(file=io.StringIO(), force_terminal=False))
     decode = lambda ids, **_: "".join(texts[i] for i in ids.tolist())  # noqa: E731
-    table.run.tokenizer, table.run.history = SimpleNamespace(decode=decode), []
+    tokenizer = SimpleNamespace(decode=decode)
+    table.run.inputs, table.run.history = SimpleNamespace(tokenizer=tokenizer), []
     for step in range(20, 42):
         table.on_batch(batch)
         table.run.history.append({"step": step, "side_conversations": 1})

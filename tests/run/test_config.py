@@ -14,7 +14,7 @@ import yaml
 from conftest import ROOT
 from test_structure import MODULES
 
-from run.config import MAIN, ConfigError, NormConfig, TrainConfig, list_keys, load
+from run.config import ALIASES, MAIN, ConfigError, NormConfig, TrainConfig, list_keys, load
 
 
 def config_of(*words: str) -> TrainConfig:
@@ -26,31 +26,26 @@ def config_of(*words: str) -> TrainConfig:
     [
         (["actor.eps_clp=0.1"], "did you mean 'actor.eps_clip'"),
         (["train_datset.path=x"], "did you mean 'train_dataset.path'"),
-        (["saver=3"], "did you mean 'saver.interval'"),
+        (["saver=3"], "saver=3: Input should be a valid dictionary"),
         (["lr=0.1"], "did you mean 'actor.optimizer.lr'"),
         (["qwertyuiop=1"], "--help-all lists the keys"),
-        (["--max_steps", "5"], "write key=value"),
-        (["--max_steps=5"], "unrecognized arguments: --max_steps=5; keys have no dashes"),
         (["--config", "nowhere.yaml"], "no recipe at nowhere.yaml"),
-        (["--dry"], "unrecognized arguments: --dry"),
-        (["--fast"], "unrecognized arguments: --fast"),
-        (["train"], "write key=value"),
+        (["train"], "unknown key 'train'"),
+        (["max_steps"], "max_steps=None"),
+        (["max_steps=["], "max_steps: while parsing"),
         (["max_steps=many"], "max_steps='many'"),
         (["max_steps=0"], "greater than or equal to 1"),
         (["rollout.pause_mode=now"], "'retract', 'abort' or 'in_place'"),
-        (["rollout.group_size=2", "gconfig.n_samples=3"], "are one number"),
-        (["rollout.consumer_batch_size=5", "train_dataset.batch_size=6"], "are one number"),
+        (["rollout.group_size=2", "gconfig.n_samples=3"], "are one key"),
+        (["rollout.consumer_batch_size=5", "train_dataset.batch_size=6"], "are one key"),
         (["rollout.max_head_offpolicyness=-1"], "greater than or equal to 0"),
         (["actor.c_clip=0.5"], "greater than 1"),
         (["actor.eps_clip_higher=-.5"], "greater than or equal to 0"),
         (["gconfig.n_samples=1"], "raise gconfig.n_samples"),
         (["--config", "gsm8k", "gconfig.top_p=0.9"], "cannot reproduce samples"),
-        (["gconfig.top_k=5"], "or set mode=eval"),
-        (["gconfig.frequency_penalty=0.5"], "or set mode=eval"),
         (["gconfig.greedy=true"], "or set mode=eval"),
-        (["gconfig.temperature=0"], "or set mode=eval"),
-        (["eval_gconfig.temprature=0"], "do not fit gconfig"),
-        (["trial_name=../../escape"], "a name without slashes"),
+        (["eval_gconfig.temprature=0"], "unknown key 'temprature'"),
+        (["trial_name=../../escape"], "trial_name="),
         (["task=tasks.gues"], "there is no module 'tasks.gues'"),
         (["workflow=nowhere.Agent"], "there is no module 'nowhere'"),
         (["workflow=tasks.guess.Agend"], "tasks.guess has no Agend"),
@@ -72,7 +67,7 @@ def test_a_mistake_is_said_before_torch_is_imported() -> None:
     words = ["-X", "importtime", "-c", code, "workflow=nowhere.Agent"]
     done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith("error: workflow=nowhere.Agent")
+    assert done.stderr.splitlines()[-1].startswith("error: workflow='nowhere.Agent'")
     assert not re.search(r"\| +(torch|transformers)$", done.stderr, re.MULTILINE)
 
 
@@ -102,7 +97,7 @@ def test_no_number_is_absurd(value: str) -> None:
         if re.search(r"\b(int|float)\b", str(declared.annotation)) and "list" not in str(
             declared.annotation
         ):
-            with pytest.raises(ConfigError, match=re.escape(name.split(".")[0])):
+            with pytest.raises(ConfigError, match=re.escape(ALIASES.get(name, name))):
                 load([f"{name}={value}", *words])
 
 
@@ -127,7 +122,7 @@ def test_later_words_win(tmp_path: Path) -> None:
     recipe, second = tmp_path / "recipe.yaml", tmp_path / "second.yaml"
     recipe.write_text("max_steps: 3\nseed: 5\ngconfig: {n_samples: 2}\nactor: {eps_clip: 0.3}\n")
     second.write_text("seed: 6\nworkflow_kwargs: {any: {thing: 1}}\n")
-    words = ["max_steps=4", "workflow_kwargs.other=x", "rollout.server_addrs=http://127.0.0.1:9"]
+    words = ["max_steps=4", "workflow_kwargs.other=x", "rollout.server_addrs=[http://127.0.0.1:9]"]
     config = config_of("seed=7", "--config", str(recipe), "--config", str(second), *words)
     assert (config.max_steps, config.seed, config.actor.eps_clip) == (4, 7, 0.3)
     assert config.workflow_kwargs == {"any": {"thing": 1}, "other": "x"}
@@ -135,7 +130,7 @@ def test_later_words_win(tmp_path: Path) -> None:
 
 
 def test_two_names_of_one_number() -> None:
-    """rollout.consumer_batch_size and train_dataset.batch_size are one number, and the later source
+    """rollout.consumer_batch_size and train_dataset.batch_size are one key, and the later source
     wins; group_size and n_samples, too."""
     config = config_of("--config", "gsm8k", "--config", "throughput")
     assert config.train_dataset.batch_size == config.rollout.consumer_batch_size == 32
@@ -151,6 +146,14 @@ def test_a_recipe_that_cannot_be_read(tmp_path: Path, text: str) -> None:
     with pytest.raises(ConfigError, match=r"own\.yaml: ") as error:
         load(["--config", str(recipe)])
     assert len(str(error.value).splitlines()) == 1
+
+
+def test_an_unknown_option_is_pythons_own_error(capsys: pytest.CaptureFixture[str]) -> None:
+    """Options are not abbreviated, and a key with dashes is no option."""
+    for word in ("--dry", "--max_steps=5"):
+        with pytest.raises(SystemExit, match="2"):
+            load([word])
+        assert f"unrecognized arguments: {word}" in capsys.readouterr().err
 
 
 def test_recipes_are_found_by_name() -> None:
@@ -199,8 +202,3 @@ def test_aliases_of_the_documents() -> None:
         for name in ("model_path", "evaluator.interval", "fileroot", "actor.recompute_logprob")
     ]
     assert found == ["m", 3, "r", False]
-
-
-def test_agents_run_inline_by_default() -> None:
-    """rollout.openai.mode is inline."""
-    assert TrainConfig().rollout.openai.mode == "inline"

@@ -1,12 +1,9 @@
-"""metrics.jsonl, and the first failure of each kind, as it is."""
-
-import logging
-from pathlib import Path
+"""The metrics of a batch: how old its tokens are, and whether server and trainer agree."""
 
 import pytest
 import torch
 
-from run.log import Failures, describe, describe_batch, logp_mismatch
+from run.log import describe_batch, logp_mismatch
 
 BATCH = {
     "loss_mask": torch.tensor([[0, 1, 1, 0], [0, 1, 1, 1], [0, 0, 0, 0]]),
@@ -37,37 +34,3 @@ def test_only_fresh_tokens_are_compared() -> None:
     assert logp_mismatch(BATCH, 4) == 0.0
     batch["prox_logp"] = batch["prox_logp"] * torch.nan
     assert logp_mismatch(batch, 4) == float("inf")
-
-
-def raised(error: Exception) -> Exception:
-    try:
-        raise error
-    except Exception as caught:
-        return caught
-
-
-def test_the_first_failure_is_shown_as_it_is(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Failures of one type at one place are one kind: the first is printed word for word, with its
-    numbers, the others are counted, and one traceback is kept."""
-    monkeypatch.setattr(logging.getLogger("pocket_areal"), "propagate", False)
-    logger, path = logging.getLogger("pocket_areal.test"), tmp_path / "logs/failures.log"
-    failures = Failures(path.parent)
-    for k in range(38):
-        error = raised(OSError(f"no board {k} \ud800"))
-        logger.warning("task %d failed: %r", k, error, exc_info=error)
-    logger.warning("a server is slow")
-    failures.close()
-    first, slow, counted = capsys.readouterr().err.splitlines()
-    assert first.startswith("task 0 failed: OSError('no board 0")
-    assert f"in raised (test_log.py:{raised.__code__.co_firstlineno + 2})" in first
-    assert slow == "a server is slow"
-    assert counted.startswith("failed 38 times: task 0 failed: OSError('no board 0")
-    assert path.read_text().count("Traceback") == 1
-
-
-def test_an_exception_in_one_line() -> None:
-    """Type, text and place, without line breaks."""
-    text = describe(raised(ValueError("two\nlines")))
-    assert text.startswith("ValueError: two lines, in raised (test_log.py:")

@@ -1,101 +1,69 @@
 """A run owns its folder, says early what is wrong, and always ends all that it has started."""
 
-import json
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from conftest import ROOT, rest_of
-from runs import SMALL_GUESS, assert_gone, command, start_and_wait_for_step, wait_gone
+from runs import SMALL_GUESS, assert_gone, command, finish, start_and_wait_for_step, wait_gone
 
-from run.config import ConfigError, TrainConfig, load
+from run.config import ConfigError, load
 from run.start import Run, code_digest
 
 
-def config_in(folder: Path, **keys: Any) -> TrainConfig:
-    """A configuration whose run needs no process: its servers and proxies are never started."""
-    config, _ = load([f"fileroot={folder}", "experiment_name=e", "trial_name=t"])
-    config.model_path = "."  # claim() looks at the folder only
-    return config.model_copy(update=keys)
-
-
 @pytest.fixture
-def claims(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs that claim their folder and stop there."""
-    monkeypatch.setattr("run.start.find_model", lambda config: False)
+def claim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Run]]:
+    """A function that makes a Run in {tmp_path}/e/t, which claims its folder and starts nothing."""
+    monkeypatch.setattr("run.start.find_model", lambda config: None)
+    monkeypatch.setattr(Run, "start", lambda self, child, *keys: setattr(child, "url", ""))
+
+    words = [f"fileroot={tmp_path}", "experiment_name=e", "trial_name=t", "callbacks=[]"]
+    runs = list[Run]()
+
+    def make(**options: Any) -> Run:
+        runs.append(Run(load(words)[0], **options))
+        return runs[-1]
+
+    yield make
+    for run in runs:
+        run.stack.close()
 
 
-def test_a_folder_belongs_to_one_process(tmp_path: Path, claims: None) -> None:
-    """A second run with the same folder is refused, until the first has ended."""
-    run = Run(config_in(tmp_path))
-    with pytest.raises(ConfigError, match="belongs to a running process"):
-        Run(config_in(tmp_path))
-    run.stack.close()
-    Run(config_in(tmp_path)).stack.close()
-
-
-def test_what_a_run_forked_does_not_hold_its_folder(tmp_path: Path, claims: None) -> None:
-    """An agent may leave a process behind; the run can be started again all the same."""
-    run = Run(config_in(tmp_path))
-    told, tell = os.pipe()
+def test_a_folder_belongs_to_one_process(tmp_path: Path, claim: Callable[..., Run]) -> None:
+    """A second process with the same folder is refused, also one that an agent has forked."""
+    claim()
     if not (child := os.fork()):
-        os.read(told, 1)
-        os._exit(0)
-    run.stack.close()
-    Run(config_in(tmp_path)).stack.close()
-    os.write(tell, b".")
-    os.waitpid(child, 0)
+        try:
+            claim()
+        except ConfigError as error:
+            os._exit("belongs to a running process" in str(error))
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
 
 
-@pytest.mark.parametrize(
-    ("keys", "recorded", "force", "refusal"),
-    [
-        ({}, code_digest(), False, None),
-        ({}, "0123", False, "was started with other code"),
-        ({}, "0123", True, None),
-        ({"recover_interval": 0}, code_digest(), False, "without checkpoints"),
-    ],
-)
-def test_what_may_go_on(
-    tmp_path: Path, claims: None, keys: dict, recorded: str, force: bool, refusal: str | None
-) -> None:
-    """A run goes on under the code that it began with, unless told otherwise, and not without
-    checkpoints."""
-    config = config_in(tmp_path, **keys)
-    config.run_dir.mkdir(parents=True)
-    (config.run_dir / "metrics.jsonl").write_text("{}\n")
-    (config.run_dir / "config.yaml").write_text(
-        yaml.safe_dump({"code": recorded, "revision": "abc"})
-    )
-    options = load(["--force"] if force else [])[1]
-    if refusal is None:
-        Run(config, options)
-    else:
-        with pytest.raises(ConfigError, match=refusal):
-            Run(config, options)
+def test_a_run_goes_on_under_its_own_code(tmp_path: Path, claim: Callable[..., Run]) -> None:
+    """Other code is refused unless --force is given. Each run writes the record anew."""
+    claim().record()
+    record, metrics = (tmp_path / "e/t" / name for name in ("config.yaml", "metrics.jsonl"))
+    record.write_text(record.read_text().replace(code_digest(), "0123"))
+    claim()  # it has no step that other code could have made
+    metrics.write_text("{}\n")
+    with pytest.raises(ConfigError, match=r"was started with other code \(revision .*0123\)"):
+        claim()
+    claim(force=True).record()
+    claim()
 
 
-def test_a_folder_that_cannot_be_made(tmp_path: Path, claims: None) -> None:
-    """The line names fileroot."""
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="fileroot: cannot write"):
-        Run(config_in(tmp_path / "file"))
-
-
-@pytest.mark.parametrize("damage", ["", "[", "\x00", "- 1"])
-def test_a_damaged_record_does_not_end_a_resume(tmp_path: Path, claims: None, damage: str) -> None:
-    """config.yaml is for display: a broken one is written anew."""
-    config = config_in(tmp_path)
-    config.run_dir.mkdir(parents=True)
-    (config.run_dir / "metrics.jsonl").write_text("{}\n")
-    (config.run_dir / "config.yaml").write_text(damage)
-    Run(config).record()
-    assert yaml.safe_load((config.run_dir / "config.yaml").read_text())["seed"] == 1
+def test_a_folder_that_cannot_be_made(tmp_path: Path, claim: Callable[..., Run]) -> None:
+    """It is one line."""
+    (tmp_path / "e").write_text("")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        claim()
 
 
 def test_help_needs_no_torch() -> None:
@@ -164,27 +132,12 @@ def test_a_run_that_loses_a_process_ends_at_once(tmp_path: Path, victim: str) ->
     ],
 )
 def test_an_agent_that_never_works_ends_the_run(tmp_path: Path, agent: str, reason: str) -> None:
-    """The first failure is shown as it is, with its place, and counted."""
-    words = command(tmp_path, *SMALL_GUESS, f"workflow=sick_agents.{agent}", "max_steps=3")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests")}
-    done = subprocess.run(
-        words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200
-    )
-    assert done.returncode == 1, done.stderr
+    """The run ends with the first failure as its cause, and with the command that goes on."""
+    words = [*SMALL_GUESS, f"workflow=sick_agents.{agent}", "max_steps=3"]
+    done = finish(command(tmp_path, *words, "callbacks=[extras.failures.Failures]"), code=1)
     assert reason in done.stderr
-    assert done.stderr.count("Traceback") == 0
+    assert "to go on from the beginning: " in done.stderr
     assert (tmp_path / "e/t/logs/failures.log").exists() or agent == "NoneAgent"
-
-
-def test_evaluation_by_itself(tmp_path: Path) -> None:
-    """mode=eval runs the validation prompts and writes eval.json."""
-    words = command(tmp_path, "mode=eval")
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "e/t/eval.json").read_text())
-    assert (found["eval_episodes"], found["eval_rejected"]) == (6, 0)
-    assert f"eval_reward {found['eval_reward']:.4g}" in done.stdout
-    assert list((tmp_path / "e/t").glob("eval-rollout/0/*.jsonl"))
 
 
 def test_the_core_runs_without_extras(tmp_path: Path) -> None:

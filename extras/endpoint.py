@@ -1,0 +1,65 @@
+"""Evaluate an agent on any OpenAI endpoint, without a model of our own.
+
+    OPENAI_API_KEY=KEY python train.py mode=eval evaluator.base_url=https://api.openai.com/v1
+
+The agent runs on every validation prompt as in training, except that base_url is that endpoint and
+nobody records tokens: the reward is the number that the agent returns. An agent that raises or
+returns nothing counts as rejected. No server, no proxy and no tokenizer are needed.
+"""
+
+import asyncio
+import importlib
+import os
+import time
+from typing import Any
+
+from extras.failures import Failures
+from rollout.reward import parse_rewards
+from run.config import ConfigError, TrainConfig
+from run.evaluate import Evaluation, conclude, describe
+from run.inputs import Inputs, load_dataset, load_workflow
+from run.log import logger
+from workflow import RolloutWorkflow, WorkflowContext, workflow_context
+
+
+def evaluate_endpoint(config: TrainConfig, inputs: Inputs) -> Evaluation:
+    """Run the agent on every validation prompt against evaluator.base_url."""
+    agent, url = inputs.evaluated, config.evaluator.base_url
+    if isinstance(agent, RolloutWorkflow):
+        raise ConfigError("evaluator.base_url is for agents, and this is a RolloutWorkflow")
+    key = os.environ.setdefault("OPENAI_API_KEY", "DUMMY")
+    limit = config.rollout.openai.episode_timeout_seconds
+
+    async def play(i: int, sample: dict[str, Any], places: asyncio.Semaphore) -> float | None:
+        workflow_context.set(WorkflowContext(is_eval=True, task_id=i))
+        try:
+            async with places, asyncio.timeout(limit):
+                result = await agent.run(sample, base_url=url, api_key=key, http_client=None)
+            reward = parse_rewards(result)
+            return [*reward.values()][-1] if isinstance(reward, dict) else reward
+        except Exception as error:  # the episode counts as rejected
+            logger.warning("eval-rollout task %d failed: %r", i, error, exc_info=error)
+            return None
+
+    async def play_all() -> list[float | None]:
+        places = asyncio.Semaphore(config.rollout.max_concurrent_rollouts or 1)
+        plays = (play(i, sample, places) for i, sample in enumerate(inputs.validation))
+        return await asyncio.gather(*plays)
+
+    return describe(asyncio.run(play_all()), inputs)
+
+
+def main(config: TrainConfig) -> int:
+    """Evaluate, print the result, and write it to eval.json in the run's folder. Raises
+    ConfigError."""
+    if config.trial_name == "auto":
+        config.trial_name = time.strftime("%Y%m%d-%H%M%S")
+    task = importlib.import_module(config.task) if config.task else None
+    data = load_dataset(config.valid_dataset.path, task, "valid")
+    agent = load_workflow(config, task, {})
+    failures = Failures(config)
+    found = evaluate_endpoint(config, Inputs(task, [], data, None, agent, agent))
+    failures.on_end(None)
+    config.run_dir.mkdir(parents=True, exist_ok=True)
+    conclude(config.run_dir, found)
+    return 0

@@ -1,0 +1,57 @@
+"""An agent is evaluated on any OpenAI endpoint: mode=eval evaluator.base_url=URL."""
+
+import json
+from pathlib import Path
+
+import httpx
+import pytest
+from runs import command, finish
+
+from extras.endpoint import evaluate_endpoint
+from run.config import load
+from run.inputs import Inputs
+
+
+class Agent:
+    async def run(self, data, **where):
+        assert where["base_url"] == "http://nowhere/v1"
+        if data["returns"] == "raises":
+            raise ValueError("of an agent")
+        return data["returns"]
+
+
+def test_statistics_of_an_evaluation() -> None:
+    """An agent's last reward counts. An exception or no reward counts as rejected."""
+    returned = (1.0, {"first": 1.0, "last": 0.0}, "raises", None)
+    config, _ = load(["mode=eval", "evaluator.base_url=http://nowhere/v1"])
+    inputs = Inputs(None, [], [{"returns": x} for x in returned], None, None, Agent())
+    assert evaluate_endpoint(config, inputs) == {
+        "eval_reward": 0.5,
+        "eval_reward_sem": 0.5,
+        "eval_success": 0.25,
+        "eval_episodes": 4,
+        "eval_rejected": 2,
+    }
+
+
+@pytest.mark.runs
+def test_agents_are_evaluated_on_any_endpoint(tmp_path: Path, proxy) -> None:
+    """Here the endpoint is a session of a proxy."""
+    key = {"Authorization": f"Bearer {proxy.admin_key}"}
+    httpx.post(f"{proxy.proxy_addr}/grant_capacity", headers=key)
+    started = httpx.post(
+        f"{proxy.proxy_addr}/rl/start_session", headers=key, json={"task_id": "t"}
+    ).json()
+    url = f"evaluator.base_url={proxy.proxy_addr}/{started['session_id']}/v1"
+    finish(command(tmp_path, "mode=eval", url))
+    found = json.loads((tmp_path / "e/t/eval.json").read_text())
+    assert (found["eval_episodes"], found["eval_rejected"]) == (6, 0)
+
+
+def test_an_evaluation_that_nobody_answers_has_failed(tmp_path: Path) -> None:
+    """The exit code says so, eval.json counts the rejected episodes, and the failure is shown."""
+    words = ["mode=eval", "evaluator.base_url=http://127.0.0.1:9/v1"]
+    done = finish(command(tmp_path, *words), code=1)
+    assert "failed 6 times: eval-rollout task 0 failed: APIConnectionError" in done.stderr
+    assert done.stderr.splitlines()[-1] == "error: no episode of the evaluation has a reward"
+    assert json.loads((tmp_path / "e/t/eval.json").read_text())["eval_rejected"] == 6
