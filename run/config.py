@@ -22,7 +22,7 @@ from inference.io_struct import GenerationHyperparameters
 
 
 def check_module(module: str) -> str:
-    """Importing torch takes seconds, so a misspelt name is said before: nothing is imported here."""
+    """A misspelt name is said early: nothing is imported here, since torch takes seconds."""
     find_source(module)
     return module
 

@@ -110,6 +110,13 @@ class Run:
         config = self.config
         if config.trial_name == "auto" or self.replaying:
             config.trial_name = time.strftime("%Y%m%d-%H%M%S")
+        if config.mode == "train" and (config.run_dir / "metrics.jsonl").exists() and not force:
+            about = (config.run_dir / "config.yaml").read_text().partition("\n")[0]
+            if not about.endswith(f"code {code_digest()}"):
+                raise ConfigError(
+                    f"{config.run_dir} was started with other code ({about.strip('# ')}): go back"
+                    " to it, or add --force"
+                )
         try:
             config.run_dir.mkdir(parents=True, exist_ok=True)
             lock = self.stack.enter_context((config.run_dir / "lock").open("w"))
@@ -117,14 +124,6 @@ class Run:
         except OSError as error:
             reason = "cannot be written, or belongs to a running process"
             raise ConfigError(f"{config.run_dir} {reason}: {error}") from error
-        if config.mode == "eval" or force or not (config.run_dir / "metrics.jsonl").exists():
-            return
-        about = (config.run_dir / "config.yaml").read_text().partition("\n")[0]
-        if not about.endswith(f"code {code_digest()}"):
-            raise ConfigError(
-                f"{config.run_dir} was started with other code ({about.strip('# ')}): go back to"
-                " it, or add --force"
-            )
 
     def record(self) -> None:
         """Write the configuration, and what the files of the folder are."""
