@@ -36,11 +36,11 @@ Not promised: a turn whose messages the agent changed afterwards is no parent of
 """
 
 import copy
+import functools
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from hashlib import sha256
 from statistics import fmean
 from typing import Any
 
@@ -87,9 +87,9 @@ class InteractionWithTokenLogpReward:
     # set by the cache:
     turn: int = 0  # number of ancestors
     is_side: bool = False
-    opening: bytes = b""  # digest of the first message
-    digest: bytes = b""  # digest of all messages
+    digest: int = 0  # of all messages
     row_turns: list[tuple["InteractionWithTokenLogpReward", bool]] = field(default_factory=list)
+    row: dict[str, Any] = field(default_factory=dict)  # as the proxy has exported it
 
     @property
     def complete(self) -> bool:
@@ -117,7 +117,7 @@ class InteractionWithTokenLogpReward:
 
     def to_lists(self) -> dict[str, Any]:
         """The row as lists of L numbers, and single numbers."""
-        return make_row(self.row_turns or [(self, True)])
+        return self.row or make_row(self.row_turns or [(self, True)])
 
     def to_tensor_dict(self) -> dict[str, Any]:
         """The row as tensors, (1, L) or (1,)."""
@@ -132,12 +132,10 @@ class InteractionWithTokenLogpReward:
 Interaction = InteractionWithTokenLogpReward  # the long name is AReaL's
 
 
-def digests(messages: list[Message], digest: bytes = b"") -> Iterator[bytes]:
-    """The digest of each prefix that ends with one of `messages` and begins with those that have
-    the digest `digest`."""
-    for message in messages:
-        digest = sha256(digest + canonical(message)).digest()
-        yield digest
+def extend(digest: int, message: Message) -> int:
+    """The digest of a conversation that goes on with `message`; that of none is 0. It is made of
+    Python's hash of bytes, with 64 bits and a key for each process."""
+    return hash((digest, canonical(message)))
 
 
 class InteractionCache(dict[str, Interaction]):
@@ -147,16 +145,14 @@ class InteractionCache(dict[str, Interaction]):
     def __init__(self, side_patterns: Collection[str] = PATTERNS) -> None:
         super().__init__()
         self._is_side = re.compile("|".join(side_patterns) or r"(?!)", re.IGNORECASE | re.DOTALL)
-        self._finished: dict[bytes, Interaction] = {}  # digest of the conversation -> the newest
+        self._finished: dict[int, Interaction] = {}  # digest of the conversation -> the newest
         self._discounted = False
 
     def enter(self, interaction_id: str, interaction: Interaction) -> Interaction:
         """Add a call, and find its parent unless the client named it. Raises ValueError."""
         if not interaction.messages or interaction_id in self:
             raise ValueError(f"interaction {interaction_id!r}: no messages, or already there")
-        prefixes = list(digests(interaction.messages))
-        interaction.opening, interaction.digest = prefixes[0], prefixes[-1]
-        found = self._longest(prefixes)
+        found, interaction.digest = self.find_parent(interaction.messages)
         if found:  # keep every message once
             shared = found.conversation
             interaction.messages = shared + interaction.messages[len(shared) :]
@@ -168,25 +164,25 @@ class InteractionCache(dict[str, Interaction]):
             self.finish(interaction_id, interaction.model_response, interaction.output_message_list)
         return interaction
 
+    def find_parent(self, messages: list[Message]) -> tuple[Interaction | None, int]:
+        """The finished interaction whose conversation is the longest prefix of `messages`, and
+        the digest of `messages`."""
+        parent, digest = None, 0
+        for message in messages:
+            digest = extend(digest, message)
+            parent = self._finished.get(digest, parent)
+        return parent, digest
+
     def finish(self, interaction_id: str, response: ModelResponse, output: list[Message]) -> None:
         """Store a call's tokens and output: it may now be a parent, get a reward, be exported."""
         interaction = self[interaction_id]
         interaction.model_response, interaction.output_message_list = response, output
-        *_, whole = [interaction.digest, *digests(output, interaction.digest)]
-        self._finished[whole] = interaction
+        self._finished[functools.reduce(extend, output, interaction.digest)] = interaction
 
     def discard(self, interaction_id: str) -> None:
         """Remove a call that failed. A finished one stays."""
         if interaction_id in self and not self[interaction_id].complete:
             del self[interaction_id]
-
-    def find_parent(self, messages: list[Message]) -> Interaction | None:
-        """The finished interaction whose conversation is the longest prefix of `messages`."""
-        return self._longest(list(digests(messages)))
-
-    def _longest(self, prefixes: list[bytes]) -> Interaction | None:
-        found = (self._finished[one] for one in reversed(prefixes) if one in self._finished)
-        return next(found, None)
 
     def finished(self) -> list[Interaction]:
         return [interaction for interaction in self.values() if interaction.complete]
@@ -235,9 +231,10 @@ class InteractionCache(dict[str, Interaction]):
             if not (call.tools or call.parent or call in parents)
             and self._is_side.search(call.messages[0]["content"])
         }
-        others = {call.opening for call in finished if call not in suspects}
+        openings = [call.messages[0] for call in finished if call not in suspects]
         for call in finished:
-            call.is_side = bool(others) and call in suspects and call.opening not in others
+            is_known = not openings or call.messages[0] in openings
+            call.is_side = call in suspects and not is_known
         return [call for call in finished if call.is_side]
 
     # ---- export
@@ -249,11 +246,6 @@ class InteractionCache(dict[str, Interaction]):
         self.mark_side_conversations()
         rows = self.finished() if style == "individual" else join_turns(self.finished())
         return {row.interaction_id: row for row in rows}
-
-    def __repr__(self) -> str:
-        unset = sum(i.reward is None for i in self.values())
-        counts = f"{len(self)} interactions, {len(self) - len(self.finished())} unfinished"
-        return f"InteractionCache({counts}, {unset} unrewarded)"
 
 
 def is_left_out(turn: Interaction) -> bool:

@@ -8,7 +8,7 @@ out, and so may the id in the path if it is the API key. "admin" needs the admin
                                                 `sampling`: defaults of this session
     POST /{id}/v1/chat/completions, /v1/responses, /v1/messages     answer one call
     POST /{id}/v1/messages/count_tokens         how long its prompt would be
-    GET  /{id}/v1/models, /v1/responses/{id}    the only model; a finished response
+    GET  /{id}/v1/models                        the only model, which answers to any name
     POST /{id}/rl/set_reward                    {reward}: of the last call, or of `interaction_id`
     POST /{id}/rl/end_session                   no more calls; `discard`: forget it at once
     POST /export_trajectories (admin)           {session_id, discount, style}, then forget it;
@@ -29,20 +29,17 @@ How a call becomes a prompt, after the model has answered "hello" with "Hi!":
 
 The agent's parameters win over the session's, and these over the proxy's. Where top_p or a penalty
 was used, training cannot reproduce the probabilities, so the loss leaves the turn out. The agent's
-mistakes are 4xx, never 409 or 429, after which SDKs try again; 429 says that too many answers of
-the session are under way, and 503 that no server answers. A call during a weight update waits.
+mistakes are 4xx, never 409 or 429, after which SDKs try again; 503 says that no server answers. A
+call during a weight update waits.
 """
 
 import argparse
-import asyncio
 import contextlib
 import functools
 import hashlib
 import os
 import secrets
 import sys
-import time
-from collections.abc import Callable
 from typing import Any
 
 import orjson
@@ -52,12 +49,12 @@ from starlette.requests import ClientDisconnect
 
 from cache import PATTERNS, Interaction, check_style
 from calls.messages import AgentRequest, Refusal, get
-from calls.prompts import PromptBuilder, read_text, token_text
+from calls.prompts import PromptBuilder, read_text
 from calls.replies import PROTOCOLS, Answer, Protocol
-from calls.sessions import BODY_BYTES, Session, SessionTable
 from calls.sessions import ProxyAddress as ProxyAddress
+from calls.sessions import Session, SessionTable
 from calls.tools import THINK, OutputParser
-from calls.turn import EventStream, Turn, retried_turn
+from calls.turn import EventStream, Turn
 from engine import RemoteInfEngine
 from inference.fields import as_object, import_name
 from inference.io_struct import CallParameters, EngineError, ModelRequest, call_seed
@@ -86,7 +83,6 @@ class Proxy:
         sampling: dict[str, Any] | None = None,  # defaults of CallParameters
         tool_call_parser: str | None = None,
         side_conversations: list[str] | None = None,  # patterns; None: those of cache.py
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.engine, self.tokenizer, self.admin_key = engine, tokenizer, admin_key
         self.seed, self.sampling = seed, sampling or {}
@@ -94,7 +90,7 @@ class Proxy:
         self.prompts = PromptBuilder(tokenizer)
         self.parser = OutputParser(tool_call_parser)
         patterns = PATTERNS if side_conversations is None else side_conversations
-        self.sessions = SessionTable(clock, patterns)
+        self.sessions = SessionTable(patterns)
 
     # ---- start a session
 
@@ -121,71 +117,45 @@ class Proxy:
 
     async def complete(self, protocol: Protocol, request: Request) -> Response:
         """Answer one call, or a retry of one."""
-        session = self.sessions.open(session_id_of(request))
-        raw = await read_body(request)
+        session = self.sessions.find(session_id_of(request))
+        raw = await request.body()
+        session.check_open()
         key = hashlib.sha256(raw + protocol.id_prefix.encode()).digest()
         is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
-        equal = session.turns.setdefault(key, [])
-        turn = retried_turn(equal) if is_retry else None
-        if turn is None:
-            turn = self.begin(protocol, session, raw)
-            equal.append(turn)
+        turn = session.turns.get(key) if is_retry else None
+        if turn is None or turn.failed:
+            ask = protocol.parse(read_object(raw), session.finished)
+            turn = session.turns[key] = Turn(session, protocol, ask)
+            turn.start(self.answer)
         if not turn.ask.stream:
             return reply(await turn.reply(request))
         frames = turn.events(request)
         await anext(frames)  # raises what is wrong with the call
         return EventStream(frames, headers={"cache-control": "no-store"})
 
-    def begin(self, protocol: Protocol, session: Session, raw: bytes) -> Turn:
-        """Read a call, enter it in the tree, make its prompt and start its answers."""
-        ask = protocol.parse(read_object(raw), session.finished)
-        session.check(ask)
-        turn = Turn(session, protocol, ask)
-        try:
-            prompt, opening = self.prompt(ask, turn.parent)
-            requests = [self.request(session, ask, prompt, k) for k in range(ask.n)]
-        except BaseException:
-            turn.forget()
-            raise
-        turn.start(lambda: self.generate(turn, requests, opening), len(prompt))
-        turn.task.add_done_callback(lambda _: self.sessions.touch(session))
-        return turn
+    async def answer(self, turn: Turn) -> Answer:
+        """Make the prompt of a call, generate, and read what the model wrote."""
+        ask, tools = turn.ask, turn.ask.callable_tools
+        prompt, opening = self.prompt(ask, turn.interaction.parent)
+        turn.form = turn.protocol(ask, turn.suffix, len(prompt))
+        request = self.request(turn.session, ask, prompt)
+        response = await self.engine.agenerate(request)
+        tokens, foreign = response.output_tokens, self.parser.foreign(tools)
+        text, stop = read_text(self.tokenizer, tokens, request.gconfig, opening, foreign)
+        message = self.parser.parse(text, tools, turn.suffix)
+        if "tool_calls" in message and response.stop_reason == "stop":
+            response.stop_reason = "tool_calls"
+        return Answer(response, message, stop)
 
-    def request(self, session: Session, ask: AgentRequest, ids: list[int], k: int) -> ModelRequest:
-        """The request for the k-th answer of a call."""
+    def request(self, session: Session, ask: AgentRequest, ids: list[int]) -> ModelRequest:
         number, session.calls = session.calls, session.calls + 1
         chosen = self.sampling | session.sampling | ask.sampling
         ends = [self.tokenizer.eos_token_id, *chosen.get("stop_token_ids", [])]
         chosen["stop_token_ids"] = [token for token in ends if token is not None]
-        if "seed" in ask.sampling:
-            chosen["seed"] += k
-        elif self.seed is not None:
+        if self.seed is not None and "seed" not in ask.sampling:
             chosen["seed"] = call_seed(self.seed, session.task_id, number)
-        call = f"{session.task_id}.{number}"
-        gconfig = CallParameters(**chosen)
+        gconfig, call = CallParameters(**chosen), f"{session.task_id}.{number}"
         return ModelRequest(ids, gconfig=gconfig, session=session.session_id, call=call)
-
-    async def generate(
-        self, turn: Turn, requests: list[ModelRequest], opening: str
-    ) -> list[Answer]:
-        """All answers of a call. If one fails, so does the call."""
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self.engine.agenerate(one)) for one in requests]
-        except ExceptionGroup as failed:
-            raise failed.exceptions[0] from None
-        tools, answers = turn.ask.callable_tools, []
-        for name, request, task in zip(turn.ids, requests, tasks):
-            response = task.result()
-            tokens, foreign = response.output_tokens, self.parser.foreign(tools)
-            text, stop = read_text(self.tokenizer, tokens, request.gconfig, opening, foreign)
-            parsed = self.parser.parse(text, tools)
-            if parsed.calls and response.stop_reason == "stop":
-                response.stop_reason = "tool_calls"
-            shown = tokens if turn.ask.logprobs else []
-            texts = [token_text(self.tokenizer, token) for token in shown]
-            answers.append(Answer(name, response, parsed, texts, stop))
-        return answers
 
     def prompt(self, ask: AgentRequest, parent: Interaction | None) -> tuple[list[int], str]:
         """The prompt, and the part of the answer that it contains: a <think> at its end, and the
@@ -197,35 +167,22 @@ class Proxy:
         return ids + self.prompts.encode(opening) if opening else ids, begun + opening
 
     async def count_tokens(self, request: Request) -> Response:
-        session = self.sessions.open(session_id_of(request))
-        body = await read_json(request)
-        ask = PROTOCOLS["messages"].parse(body, session.finished)
-        ids, _ = self.prompt(ask, session.cache.find_parent(ask.messages))
+        session = self.sessions.find(session_id_of(request))
+        ask = PROTOCOLS["messages"].parse(await read_json(request), session.finished)
+        ids, _ = self.prompt(ask, ask.parent or session.cache.find_parent(ask.messages)[0])
         return reply({"input_tokens": len(ids)})
 
     async def models(self, request: Request) -> Response:
-        """The model under any name, or a list with it, for the SDKs of both vendors."""
-        name = request.path_params.get("model_id", "default")
-        model = {"id": name, "object": "model", "created": 0, "owned_by": "pocket-areal"}
-        model |= {"type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
-        model |= {"lifecycle": "active"}
-        listed = {"object": "list", "data": [model], "has_more": False}
-        listed |= {"first_id": name, "last_id": name}
-        return reply(model if "model_id" in request.path_params else listed)
-
-    async def response(self, request: Request) -> Response:
-        session = self.sessions.open(session_id_of(request))
-        found = session.finished(request.path_params["response_id"])
-        if not found:
-            raise Refusal("response_id: this session has no finished response with this id", 404)
-        return reply(found.reply)
+        model = {"id": "default", "object": "model", "created": 0, "owned_by": "pocket-areal"}
+        return reply({"object": "list", "data": [model]})
 
     # ---- reward, end and export a session
 
     async def set_reward(self, request: Request) -> Response:
-        self.sessions.open(session_id_of(request))  # a stranger's body is not read
+        session = self.sessions.find(session_id_of(request))
         body = await read_json(request)
-        self.reward(self.sessions.open(session_id_of(request)), body)
+        session.check_open()
+        self.reward(session, body)
         return reply({"message": "ok"})
 
     def reward(self, session: Session, body: dict[str, Any]) -> None:
@@ -241,7 +198,9 @@ class Proxy:
     async def end_session(self, request: Request) -> Response:
         session = self.sessions.find(session_id_of(request))
         body = await read_json(request)
-        (self.sessions.forget if body.get("discard") else self.sessions.end)(session)
+        session.end()
+        if body.get("discard"):
+            self.sessions.forget(session)
         counts = {"interaction_count": len(session.cache.finished())}
         return reply(counts | {"rewarded_count": session.rewarded_count})
 
@@ -253,7 +212,7 @@ class Proxy:
         if (rewards := get(body, "rewards", list)) is not None:
             for one in rewards:
                 self.reward(session, as_object(one, "rewards"))
-            self.sessions.end(session)
+            session.end()
         if not session.ended:
             raise Refusal("session_id: it is open; POST /{session_id}/rl/end_session first")
         rewarded = session.rewarded_count  # before the discount rewards the others
@@ -264,7 +223,6 @@ class Proxy:
         return reply({"interactions": interactions, "rewarded_count": rewarded})
 
     async def health(self, request: Request) -> Response:
-        self.sessions.expire()
         counts = {"sessions": len(self.sessions), "capacity": self.sessions.capacity}
         return reply({"status": "ok"} | counts)
 
@@ -278,27 +236,21 @@ class Proxy:
 def export(interaction: Interaction) -> dict[str, Any]:
     """An interaction as calls/client.py reads it."""
     return {
+        "id": interaction.interaction_id,
         "tensors": interaction.to_lists(),
         "reward": interaction.reward,
         "parent": interaction.parent and interaction.parent.interaction_id,
+        "turn": interaction.turn,
         "messages": interaction.messages,
         "output": interaction.output_message_list,
         "reply": interaction.reply,
+        "input_len": interaction.tokens.input_len,
         "stop_reason": interaction.tokens.stop_reason,
     }
 
 
-async def read_body(request: Request) -> bytes:
-    raw = bytearray()
-    async for chunk in request.stream():
-        raw += chunk
-        if len(raw) > BODY_BYTES:
-            raise Refusal(f"body: it is longer than {BODY_BYTES} bytes", 413)
-    return bytes(raw)
-
-
 async def read_json(request: Request) -> dict[str, Any]:
-    return read_object(await read_body(request))
+    return read_object(await request.body())
 
 
 def session_id_of(request: Request) -> str:
@@ -325,12 +277,8 @@ def create_app(engine: Any, tokenizer: Any, admin_key: str, **options: Any) -> F
     handlers: Any = dict.fromkeys(errors, error_reply)
     app = FastAPI(openapi_url=None, exception_handlers=handlers)
     app.state.proxy = proxy
-    # "/v1" comes before "/{session_id}", so that it is never taken for one. A client that appends
-    # a path to a URL with a slash at its end makes two of it.
-    reads: Any = {"models": proxy.models, "models/{model_id:path}": proxy.models}
-    reads |= {"responses/{response_id}": proxy.response, "health": proxy.health}
-    writes: Any = {name: functools.partial(proxy.complete, PROTOCOLS[name]) for name in PROTOCOLS}
-    writes |= {
+    routes: Any = {name: functools.partial(proxy.complete, PROTOCOLS[name]) for name in PROTOCOLS}
+    routes |= {
         "messages/count_tokens": proxy.count_tokens,
         "rl/set_reward": proxy.set_reward,
         "rl/end_session": proxy.end_session,
@@ -339,11 +287,11 @@ def create_app(engine: Any, tokenizer: Any, admin_key: str, **options: Any) -> F
         "set_version": proxy.set_version,
         "export_trajectories": proxy.export_trajectories,
     }
-    one = "/{session_id}"
-    for start in (f"{one}/v1", "/v1", "", one, f"{one}//v1", "//v1", f"{one}/v1/"):
-        for path, endpoint in reads.items():
-            app.add_route(f"{start}/{path}", endpoint)
-        for path, endpoint in writes.items():
+    # "/v1" comes before "/{session_id}", so that it is never taken for one.
+    for start in ("/{session_id}/v1", "/v1", "", "/{session_id}"):
+        app.add_route(f"{start}/models", proxy.models)
+        app.add_route(f"{start}/health", proxy.health)
+        for path, endpoint in routes.items():
             app.add_route(f"{start}/{path}", endpoint, methods=["POST"])
     return app
 

@@ -63,12 +63,7 @@ HONEST: dict[
             {"role": "assistant", "content": None, "tool_calls": [CALL]},
             {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "21"}]},
         ],
-        **{
-            "tools": [{"type": "function", "function": TOOL}],
-            "tool_choice": "auto",
-            "n": 1,
-            "logprobs": True,
-        },
+        **{"tools": [{"type": "function", "function": TOOL}], "tool_choice": "auto", "n": 1},
         **{
             "seed": 1,
             "response_format": {"type": "text"},

@@ -13,7 +13,6 @@ gone.
 
 import contextlib
 import sys
-from dataclasses import dataclass, field
 from typing import Any, Self
 
 import httpx
@@ -32,24 +31,9 @@ _sdk_client: Any = openai.DefaultAsyncHttpxClient.__base__
 sdk_http: Any = sys.modules[_sdk_client.__module__.partition(".")[0]]
 
 
-@dataclass(eq=False, repr=False)
-class ExportedInteraction(Interaction):
-    """An interaction with the row that the proxy has made."""
-
-    row: dict[str, Any] = field(default_factory=dict)
-
-    def to_lists(self) -> dict[str, Any]:
-        """The row, with the reward that the turn has now."""
-        reward, row = self.reward or 0.0, self.row
-        turns = zip(row["turn_ids"], row["turn_rewards"])
-        rewards = [reward if turn == self.turn else other for turn, other in turns]
-        return row | {"rewards": reward, "turn_rewards": rewards}
-
-
-def read_exported(interaction_id: str, exported: dict[str, Any]) -> ExportedInteraction:
-    """An interaction from its exported form (`proxy.export`). Its last turn has the tokens."""
-    row, turn = exported["tensors"], max(exported["tensors"]["turn_ids"])
-    start = len(row["turn_ids"]) - row["turn_ids"].count(turn) * (turn >= 0)
+def read_exported(exported: dict[str, Any]) -> Interaction:
+    """An interaction from its exported form (`proxy.export`). Its reward and its row are final."""
+    row, start = exported["tensors"], exported["input_len"]
     response = ModelResponse(
         row["input_ids"][:start],
         row["input_ids"][start:],
@@ -58,14 +42,14 @@ def read_exported(interaction_id: str, exported: dict[str, Any]) -> ExportedInte
         exported["stop_reason"],
         row["temperatures"][-1],
     )
-    return ExportedInteraction(
+    return Interaction(
         exported["messages"],
-        interaction_id,
+        exported["id"],
         model_response=response,
         output_message_list=exported["output"],
         reply=exported["reply"],
         reward=exported["reward"],
-        turn=max(turn, 0),
+        turn=exported["turn"],
         row=row,
     )
 
@@ -143,7 +127,7 @@ class OpenAIProxyClient:
         answer = await self._post("/export_trajectories", **more)
         self.rewarded_count = answer["rewarded_count"]
         exported = answer["interactions"]
-        rows: dict[str, Interaction] = {key: read_exported(key, exported[key]) for key in exported}
+        rows: dict[str, Interaction] = {key: read_exported(exported[key]) for key in exported}
         for key, row in rows.items():
             row.parent = rows.get(exported[key]["parent"])
         return rows

@@ -39,23 +39,23 @@ Message = Json
 Find = Callable[[str], Any]  # the finished interaction with this id, or None
 NOTHING: Find = dict[str, Any]().get
 ROLES = ("system", "developer", "user", "assistant", "tool")
-TEXTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text")
-BLOCKS = ("text", "tool_result", "tool_use", "thinking", "redacted_thinking")
 MEDIA = ("image", "image_url", "input_image", "document", "file", "input_file", "input_audio")
 PLACEHOLDER = "[an image or a file, which this model cannot read]"
 UNSUPPORTED = (
-    "functions function_call mcp_servers top_logprobs min_p min_tokens ignore_eos logit_bias "
-    "continue_final_message background repetition_penalty modalities chat_template "
+    "functions function_call mcp_servers logprobs top_logprobs min_p min_tokens ignore_eos "
+    "logit_bias continue_final_message background repetition_penalty modalities chat_template "
     "audio web_search_options conversation prompt container compaction guided_json guided_regex "
     "guided_choice guided_grammar"
 )
-NEUTRAL: Any = (None, [], {}, "none", "auto", ["text"])  # values that change nothing
+NEUTRAL: Any = ("none", "auto", ["text"])  # values that change nothing, beside null and empty ones
 SAMPLING = {  # the protocols' names -> fields of CallParameters
     **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_output_tokens"), "max_new_tokens"),
     **dict.fromkeys(("stop", "stop_sequences"), "stop"),
     **{name: name for name in ("temperature", "top_p", "top_k", "seed", "stop_token_ids")},
     **{name: name for name in ("frequency_penalty", "presence_penalty")},
 }
+FORMS = ("response_format", "text.format", "output_config.format", "output_format")
+EFFORTS = ("reasoning_effort", "reasoning.effort", "output_config.effort")
 
 
 @dataclass(frozen=True)
@@ -67,13 +67,14 @@ class AgentRequest:
     sampling: Json = field(default_factory=dict)  # the fields of CallParameters that it set
     tools: list[Json] = field(default_factory=list)  # functions, in the form of chat completions
     tool_choice: str = "auto"  # auto, none, required, or the name of a tool
-    callable_tools: list[Json] = field(default_factory=list)  # those that the reply may call
     parent: Any = None  # the interaction that the client named
     template_kwargs: Json = field(default_factory=dict)  # more variables of the chat template
-    n: int = 1
-    logprobs: bool = False
     stream: bool = False
     stream_usage: bool = False  # whether a stream of chat completions ends with token counts
+
+    @property
+    def callable_tools(self) -> list[Json]:
+        return [] if self.tool_choice == "none" else self.tools
 
     @cached_property
     def template_key(self) -> bytes:
@@ -91,17 +92,16 @@ def normalise(raw: Any, where: str = "message") -> Message:
     role = as_object(raw, where).get("role")
     if role not in ROLES:
         raise Refusal(f"{where}.role: one of {', '.join(ROLES)} is needed")
-    text = _text(raw, "content", where)
+    text = _text(raw.get("content"), f"{where}.content")
     plain: Message = {"role": "system" if role == "developer" else role, "content": text}
-    if raw.get("tool_calls"):
-        calls = get(raw, "tool_calls", list, where=where)
+    if calls := get(raw, "tool_calls", list, where=where):
         plain["tool_calls"] = [_tool_call(call, f"{where}.tool_calls") for call in calls]
     call_id = raw.get("tool_call_id") or raw.get("id")  # some clients say id
     if role == "tool" and call_id:
         plain["tool_call_id"] = str(call_id)
-    name = "reasoning_content" if raw.get("reasoning_content") else "reasoning"
-    if role == "assistant" and (reasoning := _text(raw, name, where)):
-        plain["reasoning_content"] = reasoning
+    reasoning = raw.get("reasoning_content") or raw.get("reasoning")
+    if role == "assistant" and (thought := _text(reasoning, f"{where}.reasoning_content")):
+        plain["reasoning_content"] = thought
     return plain
 
 
@@ -117,37 +117,55 @@ def _tool_call(raw: Any, where: str) -> Json:
     call_id, name, arguments = raw.get("id"), function.get("name"), function.get("arguments")
     if not isinstance(name, str) or not isinstance(call_id, str | None):
         raise Refusal(f"{where}: a call has an id and the name of a function, both strings")
-    if arguments is None or arguments == "":
-        arguments = "{}"
-    elif not isinstance(arguments, str):  # as text, so that `read_json` turns 2.0 into 2
+    if not isinstance(arguments, str | None):  # as text, so that `read_json` turns 2.0 into 2
         arguments = write_json(arguments, where).decode()
     with contextlib.suppress(ValueError):
-        arguments = read_json(arguments)
+        arguments = read_json(arguments or "{}")
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def _text(raw: Json, name: str, where: str = "") -> str:
-    """A field that is a string, a list of parts, null or absent, as one text."""
-    content = raw.get(name)
-    if isinstance(content, str | None):
-        return content or ""
-    texts = [_text_of(part) for part in content] if isinstance(content, list) else [None]
-    if None in texts:
-        what = "a string, a list of texts and images, or null is needed"
-        raise Refusal(f"{where}.{name}: {what}".removeprefix("."))
-    return "".join(filter(None, texts))
+def _text(content: Any, where: str) -> str:
+    """A string, a list of parts, or null, as one text."""
+    if isinstance(content, list):
+        return "".join(_text_of(part, where) for part in content)
+    if not isinstance(content, str | None):
+        raise Refusal(f"{where}: a string, a list of texts and images, or null is needed")
+    return content or ""
 
 
-def _text_of(part: Any) -> str | None:
-    kind = part.get("type", "text") if isinstance(part, dict) else ""
-    text = PLACEHOLDER if kind in MEDIA else part.get("text") if kind in TEXTS else None
-    return text if isinstance(text, str) else None
+def _text_of(part: Any, where: str) -> str:
+    is_media = as_object(part, where).get("type") in MEDIA
+    text = PLACEHOLDER if is_media else part.get("text")
+    if not isinstance(text, str):
+        raise Refusal(f"{where}: a part is a text, an image or a file")
+    return text
 
 
-def _objects(body: Json, name: str) -> list[tuple[Json, str]]:
-    """The objects of a list, each with its path."""
-    listed = enumerate(get(body, name, list, []))
-    return [(as_object(raw, f"{name}[{i}]"), f"{name}[{i}]") for i, raw in listed]
+def _as_message(part: Json, role: Any = None) -> Json:
+    """An item of the Responses protocol, or a block of Anthropic's in a message of this role, as a
+    message of chat completions."""
+    kind = part.get("type")
+    if kind in ("function_call", "tool_use"):
+        function = part | {"arguments": part.get("arguments", part.get("input"))}
+        call = {"id": part.get("call_id", part.get("id")), "function": function}
+        return {"role": "assistant", "tool_calls": [call]}
+    if kind in ("function_call_output", "tool_result"):
+        call_id, result = part.get("call_id", part.get("tool_use_id")), part.get("output")
+        return {"role": "tool", "content": result or part.get("content"), "tool_call_id": call_id}
+    if kind in ("reasoning", "thinking", "redacted_thinking"):
+        thought = part.get("content") or part.get("summary") or part.get("thinking")
+        return {"role": "assistant", "reasoning_content": thought}
+    return {"role": role, "content": [part]} if role else part
+
+
+def _append(messages: list[Message], piece: Message, may_join: bool) -> None:
+    """Append a piece of a conversation, or join it to the last message if both have one role."""
+    last = messages[-1] if messages else {"role": ""}
+    if may_join and last["role"] == piece["role"] != "tool":
+        for key in piece.keys() - {"role"}:  # texts, or lists of calls
+            last[key] = last[key] + piece[key] if key in last else piece[key]
+    else:
+        messages.append(piece)
 
 
 # ---- the three protocols; each raises Refusal
@@ -155,79 +173,77 @@ def _objects(body: Json, name: str) -> list[tuple[Json, str]]:
 
 def parse_chat(body: Json, find: Find = NOTHING) -> AgentRequest:
     """Read the body of POST /v1/chat/completions."""
-    messages = [normalise(raw, where) for raw, where in _objects(body, "messages")]
-    form, effort = get(body, "response_format", dict, {}), get(body, "reasoning_effort", str)
-    shared = _shared(body, _tools(body, "function"), form, effort, most_answers=128)
-    logprobs = get(body, "logprobs", bool, False)
-    return AgentRequest(_conversation("messages", messages), logprobs=logprobs, **shared)
+    messages = [normalise(raw, where) for raw, where in _objects(body, "messages", least=1)]
+    return _request(body, messages, _tools(body))
 
 
 def parse_responses(body: Json, find: Find = NOTHING) -> AgentRequest:
     """Read the body of POST /v1/responses."""
     if isinstance(body.get("input"), str):
         body = body | {"input": [{"role": "user", "content": body["input"]}]}
-    new = _join_items([_item(raw, where, find) for raw, where in _objects(body, "input")])
-    parent = _look_up(get(body, "previous_response_id", str), "previous_response_id", find)
-    messages = _conversation("input", new, _text(body, "instructions"), parent)
-    form, effort = get(body, "text.format", dict, {}), get(body, "reasoning.effort", str)
-    logprobs = "message.output_text.logprobs" in get(body, "include", list, [])
-    shared = _shared(body, _tools(body, "function"), form, effort)
-    return AgentRequest(messages, logprobs=logprobs, parent=parent, **shared)
+    new: list[Message] = []
+    for raw, where in _objects(body, "input", least=1):
+        item = _referred(raw, find) if raw.get("type") == "item_reference" else raw
+        piece, last = normalise(_as_message(item), where), new[-1] if new else {}
+        # The items of one reply are reasoning, then a text, then calls.
+        fits = "tool_calls" in piece or not (last.get("content") or "tool_calls" in last)
+        _append(new, piece, may_join=fits and piece["role"] == "assistant")
+    parent = _look_up(body, "previous_response_id", find)
+    instructions = _text(body.get("instructions"), "instructions")
+    return _request(body, new, _tools(body), instructions, parent)
 
 
 def parse_anthropic(body: Json, find: Find = NOTHING) -> AgentRequest:
     """Read the body of POST /v1/messages."""
-    raws = _objects(body, "messages")
-    new = [message for raw, where in raws for message in _split_blocks(raw, where)]
-    if new and new[-1]["role"] == "assistant":
+    new: list[Message] = []
+    for raw, where in _objects(body, "messages", least=1):
+        content, pieces = raw.get("content"), [raw]
+        if isinstance(content, list) and content:
+            blocks = [as_object(block, f"{where}.content") for block in content]
+            pieces = [_as_message(block, raw.get("role")) for block in blocks]
+        for k, piece in enumerate(pieces):
+            _append(new, normalise(piece, where), may_join=k > 0)
+    if new[-1]["role"] == "assistant":
         raise Refusal("messages: the last one is the assistant's; prefilling is not supported")
-    thread, previous = get(body, "thread.type", str), get(body, "thread.previous_message_id", str)
-    if thread not in (None, "create", "continue") or (thread == "continue") != bool(previous):
+    parent = _look_up(body, "thread.previous_message_id", find)
+    thread = get(body, "thread.type", str)
+    if thread not in (None, "create", "continue") or (thread == "continue") != bool(parent):
         raise Refusal("thread: type create, or continue with a previous_message_id, is needed")
-    parent = _look_up(previous, "thread.previous_message_id", find)
-    messages = _conversation("messages", new, _text(body, "system"), parent)
-    form = get(body, "output_config.format", dict) or get(body, "output_format", dict, {})
-    tools = _tools(body, "custom") or getattr(parent, "tools", [])
-    effort = get(body, "output_config.effort", str)
-    return AgentRequest(messages, parent=parent, **_shared(body, tools, form, effort))
+    tools = _tools(body) or getattr(parent, "tools", [])  # those of a thread come only once
+    return _request(body, new, tools, _text(body.get("system"), "system"), parent)
 
 
-def _conversation(
-    name: str, new: list[Message], system: str = "", parent: Any = None
-) -> list[Message]:
-    """The instructions, the parent's conversation without its own, and the new messages."""
-    if not new:
-        raise Refusal(f"{name}: a list of at least one message is needed")
-    messages = [*parent.conversation, *new] if parent else new
-    if system and messages[0]["role"] == "system" and parent:
-        messages = messages[1:]
-    return [{"role": "system", "content": system}, *messages] if system else messages
-
-
-def _shared(
-    body: Json, tools: list[Json], form: Json, effort: str | None, most_answers: int = 1
-) -> Json:
-    """The fields of AgentRequest that all protocols spell alike. `form` asks for structured output,
-    `effort` is that of reasoning."""
+def _request(
+    body: Json, new: list[Message], tools: list[Json], system: str = "", parent: Any = None
+) -> AgentRequest:
+    """The new messages behind those of the parent, and the fields that need no protocol. `system`
+    replaces the parent's."""
     for name in UNSUPPORTED.split():
         if body.get(name) and body[name] not in NEUTRAL:
             raise Refusal(f"{name}: this server does not support it; leave it out")
-    n = get(body, "n", int, 1)
-    if type(n) is not int or not 1 <= n <= most_answers:
-        raise Refusal(f"n: a number from 1 to {most_answers} is needed in this protocol")
-    tool_choice, callable_tools = _tool_choice(body.get("tool_choice"), tools)
-    effort_kwargs = {"reasoning_effort": effort} if effort else {}
-    return {
-        "model": get(body, "model", str) or "default",
-        "sampling": _sampling(body) | _schema(form),
-        "tools": tools,
-        "tool_choice": tool_choice,
-        "callable_tools": callable_tools,
-        "template_kwargs": get(body, "chat_template_kwargs", dict, {}) | effort_kwargs,
-        "n": n,
-        "stream": get(body, "stream", bool, False),
-        "stream_usage": get(body, "stream_options.include_usage", bool, False),
-    }
+    if body.get("n") not in (None, 1):
+        raise Refusal("n: a call has one answer; make several calls")
+    messages = [*parent.conversation, *new] if parent else new
+    if system and parent and messages[0]["role"] == "system":
+        messages = messages[1:]
+    form, effort = _first(body, FORMS, dict), _first(body, EFFORTS, str)
+    return AgentRequest(
+        [{"role": "system", "content": system}, *messages] if system else messages,
+        model=get(body, "model", str) or "default",
+        sampling=_sampling(body) | _schema(form or {}),
+        tools=tools,
+        tool_choice=_tool_choice(body.get("tool_choice"), tools),
+        parent=parent,
+        template_kwargs=get(body, "chat_template_kwargs", dict, {})
+        | ({"reasoning_effort": effort} if effort else {}),
+        stream=get(body, "stream", bool, False),
+        stream_usage=get(body, "stream_options.include_usage", bool, False),
+    )
+
+
+def _first(body: Json, paths: tuple[str, ...], kind: type) -> Any:
+    """The field that the protocols spell differently, or None."""
+    return next(filter(None, (get(body, path, kind) for path in paths)), None)
 
 
 def _sampling(body: Json) -> Json:
@@ -253,23 +269,23 @@ def _sampling(body: Json) -> Json:
 def _schema(form: Json) -> Json:
     """The requested structured output as {"json_schema": text}."""
     kind = form.get("type", "text")
+    schema = get(form, "json_schema", dict, form).get("schema")  # chat completions wrap it
     if kind == "text":
         return {}
-    holder = get(form, "json_schema", dict, form)  # chat completions wrap it
-    schema = {"type": "object"} if kind == "json_object" else holder.get("schema")
-    if kind not in ("json_object", "json_schema") or not isinstance(schema, dict):
+    if kind == "json_object":
+        schema = {"type": "object"}
+    elif kind != "json_schema" or not isinstance(schema, dict):
         what = "type text, json_object, or json_schema with a schema is needed"
         raise Refusal(f"response_format: {what}")
     write_json(schema, "response_format.schema")
     return {"json_schema": orjson.dumps(schema).decode()}  # not sorted: the answer has its order
 
 
-def _tools(body: Json, tool_type: str) -> list[Json]:
-    """The body's functions. Their type is `tool_type` or absent; others, like web_search, are
-    ignored."""
+def _tools(body: Json) -> list[Json]:
+    """The body's functions. Tools of other types, like web_search, are ignored."""
     tools = []
     for raw, where in _objects(body, "tools"):
-        if raw.get("type") not in (None, tool_type):
+        if raw.get("type") not in (None, "function") and "input_schema" not in raw:
             continue
         given = as_object(raw.get("function", raw), where)  # chat completions wrap it
         name = get(given, "name", str, where=where)
@@ -285,103 +301,42 @@ def _tools(body: Json, tool_type: str) -> list[Json]:
     return tools
 
 
-def _tool_choice(raw: Any, tools: list[Json]) -> tuple[str, list[Json]]:
-    """The choice, and the tools that the reply may call. `raw` is one of
-
-    "auto"   {"type": "any"}   {"type": "tool", "name": "f"}
-    {"type": "function", "function": {"name": "f"}}
-    {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]}
-    """
+def _tool_choice(raw: Any, tools: list[Json]) -> str:
+    """The choice in one word. `raw` is a word, {"type": "any"}, {"type": "tool", "name": "f"}, or
+    {"type": "function", "function": {"name": "f"}}."""
     choice = "auto" if raw is None else raw
-    if isinstance(raw, dict) and raw.get("type") in ("auto", "none", "any"):
-        choice = raw["type"]
-    elif isinstance(raw, dict) and raw.get("type") == "allowed_tools":
-        raw = get(raw, "allowed_tools", dict, raw, "tool_choice")  # chat completions wrap it
-        allowed = [tool["function"]["name"] for tool in _tools(raw, "function")]
-        choice = raw.get("mode")
-        tools = [tool for tool in tools if tool["function"]["name"] in allowed]
-    elif isinstance(raw, dict):
-        choice = get(raw, "function", dict, raw, "tool_choice").get("name")
+    if isinstance(raw, dict):
+        choice = get(raw, "function", dict, raw, "tool_choice").get("name") or raw.get("type")
     choice = "required" if choice == "any" else choice  # Anthropic's word
     names = [tool["function"]["name"] for tool in tools]
     if choice not in ("auto", "none", *names) and not (choice == "required" and names):
         raise Refusal("tool_choice: auto, none or, with tools, required or a tool's name is needed")
-    return choice, tools if choice != "none" else []
+    return choice
 
 
-# ---- items of the Responses protocol
-
-
-def _item(raw: Json, where: str, find: Find) -> Message:
-    """One item of the input as a message."""
-    kind = raw.get("type") or "message"
-    if kind == "function_call":
-        raw = {"role": "assistant", "tool_calls": [{"id": raw.get("call_id"), "function": raw}]}
-    elif kind == "function_call_output":
-        raw = {"role": "tool", "content": raw.get("output"), "tool_call_id": raw.get("call_id")}
-    elif kind == "reasoning":
-        raw = {"role": "assistant", "reasoning_content": raw.get("content") or raw.get("summary")}
-    elif kind == "item_reference":
-        return _item(_referred(str(raw.get("id")), find), where, find)
-    elif kind != "message":
-        kinds = "message, function_call, function_call_output, reasoning or item_reference"
-        raise Refusal(f"{where}.type: {kinds} is needed")
-    return normalise(raw, where)
-
-
-def _join_items(pieces: list[Message]) -> list[Message]:
-    """Join the items of one reply: reasoning, then text, then calls."""
-    messages: list[Message] = []
-    for piece in pieces:
-        last = messages[-1] if messages else {"role": ""}
-        only_calls = piece.keys() == {"role", "content", "tool_calls"} and not piece["content"]
-        only_reasoning = not last.get("content") and "tool_calls" not in last
-        if last["role"] == piece["role"] == "assistant" and (only_calls or only_reasoning):
-            for key in piece.keys() - {"role"}:  # texts, or lists of calls
-                last[key] = last[key] + piece[key] if key in last else piece[key]
-        else:
-            messages.append(piece)
-    return messages
-
-
-# ---- blocks of Anthropic's protocol
-
-
-def _split_blocks(raw: Json, where: str) -> list[Message]:
-    """One message for each tool result, and one for all other blocks."""
-    if not isinstance(raw.get("content"), list):
-        return [normalise(raw, where)]
-    blocks: dict[Any, list[Json]] = {kind: [] for kind in BLOCKS}
-    for i, block in enumerate(raw["content"]):
-        kind = as_object(block, f"{where}.content[{i}]").get("type")
-        if kind not in BLOCKS + MEDIA:
-            kinds = ", ".join(BLOCKS + MEDIA)
-            raise Refusal(f"{where}.content[{i}].type: one of {kinds} is needed")
-        blocks["text" if kind in MEDIA else kind].append(block)
-    results = [
-        b | {"role": "tool", "tool_call_id": b.get("tool_use_id")} for b in blocks["tool_result"]
-    ]
-    uses = blocks["tool_use"]
-    calls = [{"id": b.get("id"), "function": b | {"arguments": b.get("input")}} for b in uses]
-    thoughts = [{"text": block.get("thinking")} for block in blocks["thinking"]]
-    said = {"role": raw.get("role"), "content": blocks["text"]}
-    said |= {"tool_calls": calls, "reasoning_content": thoughts}
-    is_empty = results and not (blocks["text"] or calls or thoughts)
-    return [normalise(m, where) for m in (results if is_empty else [*results, said])]
+def _objects(body: Json, name: str, least: int = 0) -> list[tuple[Json, str]]:
+    """The objects of a list, each with its path."""
+    listed = get(body, name, list, [])
+    if len(listed) < least:
+        raise Refusal(f"{name}: a list of at least one message is needed")
+    return [(as_object(raw, f"{name}[{i}]"), f"{name}[{i}]") for i, raw in enumerate(listed)]
 
 
 # ---- references
 
 
-def _look_up(previous: str | None, name: str, find: Find) -> Any:
+def _look_up(body: Json, path: str, find: Find) -> Any:
+    """The interaction whose id stands at this path, if there is one."""
+    previous = get(body, path, str)
     found = find(previous) if previous else None
     if previous and not found:
-        raise Refusal(f"{name}: this session has no finished response {previous!r}")
+        raise Refusal(f"{path}: this session has no finished response {previous!r}")
     return found
 
 
-def _referred(item_id: str, find: Find) -> Json:
+def _referred(reference: Json, find: Find) -> Json:
     """The item of an earlier reply. resp_<x> has the items rs_<x>, msg_<x> and fc_<x>_<k>."""
+    item_id = str(reference.get("id"))
     found = find("resp_" + item_id.partition("_")[2].partition("_")[0])
     items = found.reply["output"] if found else []
     for item in items:

@@ -144,8 +144,3 @@ def read_text(
     found = [(at, s) for s in gconfig.stop if (at := text.find(s, len(opening))) >= 0]
     end, stopped_by = min(found, default=(len(text), ""), key=lambda pair: pair[0])
     return text[:end], stopped_by
-
-
-def token_text(tokenizer: Any, token: int) -> str:
-    """The text of one token, with a blank that the decoder drops where a text begins."""
-    return tokenizer.decode([token, token])[len(tokenizer.decode([token])) :]

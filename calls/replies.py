@@ -1,4 +1,4 @@
-"""Write answers as a reply in one of three protocols, whole or as a stream.
+"""Write an answer as a reply in one of three protocols, whole or as a stream.
 
 `render` makes the body of the whole reply, and `stream` makes events from this body, so what an SDK
 builds from the events equals the body. Nothing is streamed while the model writes. A reply that
@@ -9,30 +9,22 @@ out on silence and on comments alone:
     Responses         created, in_progress | in_progress | items with their deltas, completed
     Messages          message_start | ping | blocks with their deltas, message_delta, message_stop
 
-Ids of parts are made from that of the interaction: chatcmpl-<x> has the calls call_<x>_0 and so on,
-resp_<x> has the items rs_<x> (reasoning), msg_<x> (text) and fc_<x>_0.
+All ids of a reply have one suffix: chatcmpl-<x> has the calls call_<x>_0 and so on, resp_<x> has
+the items rs_<x> (reasoning), msg_<x> (text) and fc_<x>_0.
 
 Clients are strict: role, index, usage and created_at must be there; a key that is null must not,
 except `content` beside tool calls; Anthropic's events need an `event:` line. Annotations and counts
-of cached tokens are empty or 0, and the signature of reasoning is the interaction's id.
+of cached tokens are empty or 0, and the signature of reasoning is the reply's id.
 """
 
+import copy
 import json
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from calls.messages import (
-    AgentRequest,
-    Json,
-    Message,
-    normalise,
-    parse_anthropic,
-    parse_chat,
-    parse_responses,
-)
-from calls.tools import Parsed
+from calls.messages import AgentRequest, Json, Message, parse_anthropic, parse_chat, parse_responses
 from inference.io_struct import ModelResponse
 
 ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
@@ -42,183 +34,131 @@ STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_
 
 @dataclass(frozen=True)
 class Answer:
-    """One complete answer: the sampled tokens, and what they say."""
+    """A complete answer: the sampled tokens, and the message that they are."""
 
-    interaction_id: str
     response: ModelResponse
-    parsed: Parsed
-    token_texts: list[str] = field(default_factory=list)  # if the agent wants logprobs
+    message: Message
     stopped_by: str = ""  # the stop string that ended it
 
     @property
-    def suffix(self) -> str:
-        return self.interaction_id.replace("-", "_", 1).partition("_")[2]
-
-    @property
-    def tool_calls(self) -> list[Json]:
-        """The calls in the form of chat completions."""
-        calls = enumerate(self.parsed.calls)
-        return [
-            {"id": f"call_{self.suffix}_{k}", "type": "function", "function": call._asdict()}
-            for k, call in calls
-        ]
-
-    @property
-    def message(self) -> Message:
-        """The message that the conversation tree keeps."""
-        said = {"content": self.parsed.text, "reasoning_content": self.parsed.reasoning}
-        return normalise({"role": "assistant", "tool_calls": self.tool_calls} | said)
-
-    @property
-    def finish_reason(self) -> str:
-        if self.response.stop_reason == "length":
-            return "length"
-        return "tool_calls" if self.parsed.calls else "stop"
-
-    @property
-    def logprobs(self) -> list[Json]:
-        """In OpenAI's form; a token that is a part of a character has no bytes."""
-        pairs = zip(self.token_texts, self.response.output_logprobs)
-        return [
-            {
-                "token": text,
-                "logprob": logprob,
-                "bytes": [] if "\ufffd" in text else list(text.encode()),
-                "top_logprobs": [],
-            }
-            for text, logprob in pairs
-        ]
-
-
-def without_empty(**fields: Any) -> Json:
-    return {name: value for name, value in fields.items() if value}
+    def calls(self) -> list[Json]:
+        """The tool calls as OpenAI writes them, with arguments as text."""
+        calls = copy.deepcopy(self.message.get("tool_calls", []))
+        for function in (call["function"] for call in calls):
+            function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+        return calls
 
 
 def openai_error(status: int, message: str, code: str = "") -> Json:
     kind = ERRORS.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    return {"error": {"message": message, "type": kind} | without_empty(code=code)}
+    return {"error": {"message": message, "type": kind} | ({"code": code} if code else {})}
 
 
-class Chat:
-    """`head` begins a reply, `render` makes its body; `opening`, `progress` and `stream` make the
+class Reply:
+    """What writes a reply: `render` makes its body, and `opening`, `progress` and `stream` make the
     events of a stream."""
 
+    id_prefix, end = "", b""
     error = staticmethod(openai_error)
 
-    id_prefix = "chatcmpl-"
-    end = b"data: [DONE]\n\n"
+    def __init__(self, ask: AgentRequest, suffix: str, input_len: int) -> None:
+        self.ask, self.suffix, self.input_len = ask, suffix, input_len
+        self.id, self.created = self.id_prefix + suffix, int(time.time())
+
+
+class Chat(Reply):
+    id_prefix, end = "chatcmpl-", b"data: [DONE]\n\n"
     parse = staticmethod(parse_chat)
 
-    def __init__(self, ask: AgentRequest, interaction_id: str, input_len: int) -> None:
-        self.ask = ask
-        head = {"id": interaction_id, "created": int(time.time()), "model": ask.model}
-        self.head = head | {"object": "chat.completion"}
+    def head(self, kind: str, **fields: Any) -> Json:
+        head = {"id": self.id, "object": kind, "created": self.created, "model": self.ask.model}
+        return head | fields
 
-    def render(self, answers: list[Answer]) -> Json:
-        choices = []
-        for index, answer in enumerate(answers):
-            parsed, calls = answer.parsed, answer.tool_calls
-            content = None if calls and not parsed.text else parsed.text
-            message = {"role": "assistant", "content": content}
-            message |= without_empty(reasoning_content=parsed.reasoning, tool_calls=calls)
-            choice = {"index": index, "message": message, "finish_reason": answer.finish_reason}
-            choices.append(choice | without_empty(logprobs=without_empty(content=answer.logprobs)))
-        read = answers[0].response.input_len  # all share the prompt
-        written = sum(answer.response.output_len for answer in answers)
+    def render(self, answer: Answer) -> Json:
+        message, written = answer.message, answer.response.output_len
+        if calls := answer.calls:
+            message = message | {"content": message["content"] or None, "tool_calls": calls}
+        choice = {"index": 0, "message": message, "finish_reason": answer.response.stop_reason}
         usage = {
-            "prompt_tokens": read,
+            "prompt_tokens": self.input_len,
             "completion_tokens": written,
-            "total_tokens": read + written,
+            "total_tokens": self.input_len + written,
         }
-        return self.head | {"choices": choices, "usage": usage}
+        return self.head("chat.completion", choices=[choice], usage=usage)
 
-    def chunk(self, *choices: Json, **more: Any) -> Json:
-        return self.head | {"object": "chat.completion.chunk", "choices": [*choices]} | more
-
-    def delta(self, index: int, **delta: Any) -> Json:
-        return self.chunk({"index": index, "delta": delta})
+    def delta(self, delta: Json, **end: Any) -> Json:
+        choice = {"index": 0, "delta": delta} | end
+        return self.head("chat.completion.chunk", choices=[choice])
 
     def opening(self) -> Iterator[Json]:
-        for index in range(self.ask.n):
-            yield self.delta(index, role="assistant")
+        yield self.delta({"role": "assistant"})
 
     def progress(self) -> Json:
-        return self.delta(0)
+        return self.delta({})
 
     def stream(self, body: Json) -> Iterator[Json]:
-        for choice in body["choices"]:
-            message, index = choice["message"], choice["index"]
-            for key in ("reasoning_content", "content"):
-                if message.get(key) is not None:
-                    yield self.delta(index, **{key: message[key]})
-            for k, call in enumerate(message.get("tool_calls", [])):
-                yield self.delta(index, tool_calls=[{"index": k} | call])
-            end = {key: choice[key] for key in choice if key != "message"}
-            yield self.chunk({"delta": {}} | end)
+        (choice,) = body["choices"]
+        message = choice["message"]
+        for key in ("reasoning_content", "content"):
+            if message.get(key) is not None:
+                yield self.delta({key: message[key]})
+        for k, call in enumerate(message.get("tool_calls", [])):
+            yield self.delta({"tool_calls": [{"index": k} | call]})
+        yield self.delta({}, finish_reason=choice["finish_reason"])
         if self.ask.stream_usage:
-            yield self.chunk(usage=body["usage"])
+            yield self.head("chat.completion.chunk", choices=[], usage=body["usage"])
 
 
-class Responses:
+class Responses(Reply):
     id_prefix = "resp_"
-    end = b""
     parse = staticmethod(parse_responses)
 
-    def __init__(self, ask: AgentRequest, interaction_id: str, input_len: int) -> None:
-        self.ask = ask
-        choice: Any = ask.tool_choice
-        if choice not in ("auto", "none", "required"):
-            choice = {"type": "function", "name": choice}
-        self.head: Json = {
-            "id": interaction_id,
+    def body(self, status: str, output: list[Json], **fields: Any) -> Json:
+        return {
+            "id": self.id,
             "object": "response",
-            "created_at": int(time.time()),
-            "status": "in_progress",
-            "model": ask.model,
-            "tool_choice": choice,
+            "created_at": self.created,
+            "status": status,
+            "model": self.ask.model,
+            "tool_choice": "auto",
             "tools": [],
             "parallel_tool_calls": True,
-            "metadata": {},
-            "output": [],
-        }
+            "output": output,
+        } | fields
 
-    def render(self, answers: list[Answer]) -> Json:
-        (answer,) = answers
-        parsed, output = answer.parsed, list[Json]()
-        if parsed.reasoning:
-            content: Json = {"type": "reasoning_text", "text": parsed.reasoning}
-            output.append({"id": "rs_", "type": "reasoning", "summary": [], "content": [content]})
-        if parsed.text or not parsed.calls:
-            content = {"type": "output_text", "text": parsed.text, "annotations": []}
-            content |= without_empty(logprobs=answer.logprobs)
-            output.append(
-                {"id": "msg_", "type": "message", "role": "assistant", "content": [content]}
-            )
-        for item in output:
-            item["id"] += answer.suffix
-        for call in answer.tool_calls:
-            item = {"id": f"fc_{call['id'][5:]}", "type": "function_call", "call_id": call["id"]}
-            output.append(item | call["function"])
-        read, written = answer.response.input_len, answer.response.output_len
+    def render(self, answer: Answer) -> Json:
+        said, calls, output = answer.message, answer.calls, list[Json]()
+        if thought := said.get("reasoning_content"):
+            part: Json = {"type": "reasoning_text", "text": thought}
+            item: Json = {"type": "reasoning", "summary": [], "content": [part]}
+            output.append({"id": f"rs_{self.suffix}"} | item)
+        if said["content"] or not calls:
+            part = {"type": "output_text", "text": said["content"], "annotations": []}
+            item = {"type": "message", "role": "assistant", "content": [part]}
+            output.append({"id": f"msg_{self.suffix}"} | item)
+        for k, call in enumerate(calls):
+            item = {"type": "function_call", "call_id": call["id"]} | call["function"]
+            output.append({"id": f"fc_{self.suffix}_{k}"} | item)
+        written = answer.response.output_len
         usage: Json = {
-            "input_tokens": read,
+            "input_tokens": self.input_len,
             "output_tokens": written,
-            "total_tokens": read + written,
+            "total_tokens": self.input_len + written,
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": 0},
         }
-        usage |= {"input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0}}
-        usage |= {"output_tokens_details": {"reasoning_tokens": 0}}
         done = [item | {"status": "completed"} for item in output]
-        body = self.head | {"status": "completed", "output": done, "usage": usage}
-        if answer.finish_reason == "length":
-            body |= {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
-        return body
+        if answer.response.stop_reason == "length":
+            why = {"reason": "max_output_tokens"}
+            return self.body("incomplete", done, usage=usage, incomplete_details=why)
+        return self.body("completed", done, usage=usage)
 
     def opening(self) -> Iterator[Json]:
-        yield {"type": "response.created", "response": self.head}
+        yield {"type": "response.created", "response": self.body("in_progress", [])}
         yield self.progress()
 
     def progress(self) -> Json:
-        return {"type": "response.in_progress", "response": self.head}
+        return {"type": "response.in_progress", "response": self.body("in_progress", [])}
 
     def stream(self, body: Json) -> Iterator[Json]:
         for index, item in enumerate(body["output"]):
@@ -232,13 +172,12 @@ class Responses:
                 yield {"type": f"{kind}.done", "arguments": arguments, "name": item["name"]} | at
             else:
                 (part,) = item["content"]
-                at["content_index"] = 0
-                kind, logprobs = f"response.{part['type']}", part.get("logprobs", [])
-                empty = {key: part[key] for key in part if key != "logprobs"} | {"text": ""}
+                at |= {"content_index": 0}
+                kind, text = f"response.{part['type']}", part["text"]
                 yield added | {"item": begun | {"content": []}}
-                yield {"type": "response.content_part.added", "part": empty} | at
-                yield {"type": f"{kind}.delta", "delta": part["text"], "logprobs": []} | at
-                yield {"type": f"{kind}.done", "text": part["text"], "logprobs": logprobs} | at
+                yield {"type": "response.content_part.added", "part": part | {"text": ""}} | at
+                yield {"type": f"{kind}.delta", "delta": text, "logprobs": []} | at
+                yield {"type": f"{kind}.done", "text": text, "logprobs": []} | at
                 yield {"type": "response.content_part.done", "part": part} | at
             yield {"type": "response.output_item.done", "output_index": index, "item": item}
         yield {"type": f"response.{body['status']}", "response": body}
@@ -249,43 +188,37 @@ class Responses:
         return event | openai_error(status, message, code)
 
 
-def anthropic_error(status: int, message: str, code: str = "") -> Json:
-    error = openai_error(status, message)["error"]
-    kind = error["type"].replace("server_error", "api_error")
-    return {"type": "error", "error": error | {"type": kind}}
-
-
-class Messages:
+class Messages(Reply):
     id_prefix = "msg_"
-    end = b""
     parse = staticmethod(parse_anthropic)
-    error = staticmethod(anthropic_error)
 
-    def __init__(self, ask: AgentRequest, interaction_id: str, input_len: int) -> None:
-        self.ask = ask
-        self.head: Json = {"id": interaction_id, "type": "message", "role": "assistant"}
-        usage = {"input_tokens": input_len, "output_tokens": 0}
-        self.head |= {"content": [], "model": ask.model, "usage": usage}
+    def body(self, content: list[Json], output_len: int, **fields: Any) -> Json:
+        return {
+            "id": self.id,
+            "type": "message",
+            "role": "assistant",
+            "content": content,
+            "model": self.ask.model,
+            "usage": {"input_tokens": self.input_len, "output_tokens": output_len},
+        } | fields
 
-    def render(self, answers: list[Answer]) -> Json:
-        (answer,) = answers
-        parsed, content = answer.parsed, list[Json]()
-        if parsed.reasoning:
-            thought = {"type": "thinking", "thinking": parsed.reasoning}
-            content.append(thought | {"signature": answer.interaction_id})
-        if parsed.text or not parsed.calls:
-            content.append({"type": "text", "text": parsed.text})
-        for call in answer.tool_calls:
-            name, arguments = call["function"]["name"], json.loads(call["function"]["arguments"])
+    def render(self, answer: Answer) -> Json:
+        said, response, content = answer.message, answer.response, list[Json]()
+        calls = said.get("tool_calls", [])
+        if thought := said.get("reasoning_content"):
+            content.append({"type": "thinking", "thinking": thought, "signature": self.id})
+        if said["content"] or not calls:
+            content.append({"type": "text", "text": said["content"]})
+        for call in calls:
+            name, arguments = call["function"]["name"], call["function"]["arguments"]
             content.append({"type": "tool_use", "id": call["id"], "name": name, "input": arguments})
-        stop = answer.stopped_by if answer.finish_reason == "stop" else ""
-        reason = "stop_sequence" if stop else STOP_REASONS[answer.finish_reason]
-        usage = self.head["usage"] | {"output_tokens": answer.response.output_len}
-        end = {"stop_reason": reason} | without_empty(stop_sequence=stop)
-        return self.head | {"content": content, "usage": usage} | end
+        end = {"stop_reason": STOP_REASONS[response.stop_reason]}
+        if answer.stopped_by and response.stop_reason == "stop":
+            end = {"stop_reason": "stop_sequence", "stop_sequence": answer.stopped_by}
+        return self.body(content, response.output_len, **end)
 
     def opening(self) -> Iterator[Json]:
-        yield {"type": "message_start", "message": self.head}
+        yield {"type": "message_start", "message": self.body([], 0)}
 
     def progress(self) -> Json:
         return {"type": "ping"}
@@ -309,8 +242,14 @@ class Messages:
         yield {"type": "message_delta", "delta": end, "usage": body["usage"]}
         yield {"type": "message_stop"}
 
+    @staticmethod
+    def error(status: int, message: str, code: str = "") -> Json:
+        error = openai_error(status, message)["error"]
+        kind = error["type"].replace("server_error", "api_error")
+        return {"type": "error", "error": error | {"type": kind}}
 
-Protocol = type[Chat] | type[Responses] | type[Messages]
+
+Protocol = type[Chat | Responses | Messages]
 # path after /v1/ -> protocol
 PROTOCOLS: dict[str, Protocol] = {
     "chat/completions": Chat,

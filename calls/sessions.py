@@ -4,29 +4,22 @@ The trainer sends a grant when the dispatcher lets an episode start. A start tha
 grant for the next.
 
     state      | meaning
-    -----------+-------------------------------------------------------------------
+    -----------+--------------------------------------------------------
     open       | takes calls
     ended      | takes no more calls, and waits for its export
-    forgotten  | exported, discarded at its end, or idle for SESSION_SECONDS
+    forgotten  | exported, or discarded because its episode has failed
 
-A session is idle while it generates nothing and no request names it. The table looks for idle ones
-when a session starts, at every request, and at GET /health; the longest idle one comes first, so it
-looks at no other. No method does input or output, and the time comes from `clock`.
+A session whose trainer is gone stays: the proxy ends with the trainer.
 """
 
 import secrets
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from cache import PATTERNS, Interaction, InteractionCache
-from calls.messages import AgentRequest, Refusal
+from calls.messages import Refusal
 from inference.io_struct import SAMPLING_KEYS
-
-# The limits of a session. An agent that behaves meets none of them.
-BODY_BYTES = 2**24
-ANSWERS = 512  # generated at once
-SESSION_SECONDS = 3600.0  # idle
 
 
 class ProxyAddress(NamedTuple):
@@ -42,12 +35,11 @@ class Session:
 
     session_id: str
     task_id: str
-    last_used: float
     cache: InteractionCache
-    sampling: dict[str, Any] = field(default_factory=dict)  # defaults of this session
-    calls: int = 0  # answers that were asked for
+    sampling: dict[str, Any]  # its defaults for CallParameters
+    calls: int = 0  # how many the engine got
     running: set[Any] = field(default_factory=set)  # turns (calls/turn.py)
-    turns: dict[bytes, list[Any]] = field(default_factory=dict)  # hash of a body -> its turns
+    turns: dict[bytes, Any] = field(default_factory=dict)  # hash of a body -> its newest turn
     ended: bool = False
 
     @property
@@ -59,70 +51,42 @@ class Session:
         found = self.cache.get(interaction_id)
         return found if found and found.reply else None
 
-    def check(self, ask: AgentRequest) -> None:
-        """Raise Refusal 429 if these would be too many answers at once."""
-        if ask.n + sum(len(turn.ids) for turn in self.running) > ANSWERS:
-            raise Refusal(f"n: {ANSWERS} answers of this session are being generated; wait", 429)
+    def check_open(self) -> None:
+        if self.ended:
+            raise Refusal("session: it has ended and takes no more work; start a new one", 410)
+
+    def end(self) -> None:
+        """Refuse new calls, and stop the running ones."""
+        self.ended = True
+        for turn in self.running:
+            turn.fail()
 
 
 class SessionTable(dict[str, Session]):
-    """The open and ended sessions, the longest idle one first, and the grants for new ones."""
+    """The open and ended sessions, and the grants for new ones."""
 
-    def __init__(
-        self, clock: Callable[[], float], side_patterns: Collection[str] = PATTERNS
-    ) -> None:
+    def __init__(self, side_patterns: Collection[str] = PATTERNS) -> None:
         super().__init__()
-        self.clock = clock
         self._side_patterns = side_patterns
         self.capacity = 0  # unused grants
 
     def start(self, task_id: str, sampling: dict[str, Any] | None = None) -> Session:
-        """Use a grant. `sampling` are defaults for CallParameters. Raises Refusal."""
+        """Use a grant. Raises Refusal."""
         if strange := (sampling or {}).keys() - SAMPLING_KEYS:
             raise Refusal(f"sampling: there is no parameter {', '.join(sorted(strange))}")
         if not self.capacity:
             raise Refusal("session: none may start; POST /grant_capacity first", 429)
         self.capacity -= 1
-        self.expire()
         name, cache = secrets.token_urlsafe(16), InteractionCache(self._side_patterns)
-        self[name] = session = Session(name, task_id, self.clock(), cache, sampling or {})
+        self[name] = session = Session(name, task_id, cache, sampling or {})
         return session
 
     def find(self, session_id: str) -> Session:
-        """A session, which is idle no longer. Raises Refusal 404."""
-        self.expire()
         if session_id not in self:
-            why = "unknown, already exported, or expired; start a new session"
+            why = "unknown, or already exported; start a new session"
             raise Refusal(f"session_id: {why}", 404)
-        self.touch(self[session_id])
         return self[session_id]
 
-    def open(self, session_id: str) -> Session:
-        """A session that takes calls. Raises Refusal 404 or 410."""
-        session = self.find(session_id)
-        if session.ended:
-            raise Refusal("session: it has ended and takes no more work; start a new one", 410)
-        return session
-
-    def touch(self, session: Session) -> None:
-        """The session's idle time starts again."""
-        session.last_used = self.clock()
-        if self.pop(session.session_id, None):
-            self[session.session_id] = session
-
-    def end(self, session: Session) -> None:
-        """Refuse new calls, and stop the running ones."""
-        session.ended = True
-        for turn in session.running:
-            turn.fail()
-
     def forget(self, session: Session) -> None:
-        self.end(session)
+        session.end()
         self.pop(session.session_id, None)
-
-    def expire(self) -> None:
-        """Forget the sessions that have been idle for too long."""
-        while self and self.clock() - (oldest := next(iter(self.values()))).last_used >= (
-            SESSION_SECONDS
-        ):
-            (self.touch if oldest.running else self.forget)(oldest)

@@ -20,28 +20,16 @@ beside the calls, and the calls as {"name", "arguments"}; a name without a dot i
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
+from calls.messages import Json, Message
 from inference.fields import Refusal, import_name, read_json
 
 PAIR = re.compile("<tool_call>(.*?)</tool_call>", re.DOTALL)
 THINK, END_OF_THINK = "<think>", "</think>"
 HERMES = (None, "hermes", "qwen", "qwen25", "qwen3")
-Tools = list[dict[str, Any]]  # in the form of chat completions
-Parser = Callable[[str, Tools], tuple[str, list[dict[str, Any]]]]
-
-
-class Call(NamedTuple):
-    name: str
-    arguments: str  # a JSON object
-
-
-@dataclass(frozen=True)
-class Parsed:
-    text: str
-    reasoning: str = ""
-    calls: list[Call] = field(default_factory=list)
+Tools = list[Json]  # in the form of chat completions
+Parser = Callable[[str, Tools], tuple[str, list[Json]]]
 
 
 def names_of(tools: Tools) -> list[str]:
@@ -57,7 +45,7 @@ def split_thinking(text: str) -> tuple[str, str]:
     return reasoning.strip(), rest.lstrip()
 
 
-def split_calls(text: str, tools: Tools) -> tuple[str, list[Call]]:
+def split_calls(text: str, tools: Tools) -> tuple[str, list[Json]]:
     """The text beside the calls, and the calls."""
     pieces, calls, begin = [], [], 0
     # Without its end mark nothing is a call, so the search ends at the last one.
@@ -70,16 +58,16 @@ def split_calls(text: str, tools: Tools) -> tuple[str, list[Call]]:
     return "".join(pieces), calls
 
 
-def read_call(body: str, tools: Tools) -> Call | None:
-    """The call that the JSON `body` is, or None if it is none of an offered tool."""
+def read_call(body: str, tools: Tools) -> Json | None:
+    """The call {"name", "arguments"} that the JSON `body` is, or None if no offered tool takes
+    it."""
     try:
         call = read_json(body)
         name, arguments = call["name"], call["arguments"]
     except (ValueError, TypeError, KeyError):
         return None
-    if name not in names_of(tools) or not isinstance(arguments, dict):
-        return None
-    return Call(name, json.dumps(arguments, ensure_ascii=False))
+    is_call = name in names_of(tools) and isinstance(arguments, dict)
+    return {"name": name, "arguments": arguments} if is_call else None
 
 
 class OutputParser:
@@ -92,20 +80,29 @@ class OutputParser:
         """Whether the text has another form, whose marks may be special tokens."""
         return self._parser is not None and bool(tools)
 
-    def parse(self, text: str, tools: Tools) -> Parsed:
-        """The parts of a whole text, whatever it is. What calls a tool that is not in `tools` is
-        text."""
+    def parse(self, text: str, tools: Tools, suffix: str) -> Message:
+        """The message that a whole text is, in the form of calls/messages.py. What calls a tool
+        that is not in `tools` is text. The ids of the calls have this suffix and a number."""
         reasoning, rest = split_thinking(text)
-        if not (self._parser and tools):
+        if self._parser and tools:
+            try:
+                rest, functions = self._parser(rest, tools)
+                calls: list[Any] = [read_call(json.dumps(one), tools) for one in functions]
+            except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+                calls = [None]
+            if None in calls:
+                reasoning, rest, calls = "", text, []
+        else:
             rest, calls = split_calls(rest, tools)
-            return Parsed(rest, reasoning, calls)
-        try:
-            rest, functions = self._parser(rest, tools)
-            found = [read_call(json.dumps(function), tools) for function in functions]
-        except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
-            return Parsed(text)
-        calls = [call for call in found if call]
-        return Parsed(rest, reasoning, calls) if len(calls) == len(found) else Parsed(text)
+        message: Message = {"role": "assistant", "content": rest}
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        if calls:
+            message["tool_calls"] = [
+                {"id": f"call_{suffix}_{k}", "type": "function", "function": call}
+                for k, call in enumerate(calls)
+            ]
+        return message
 
     def opening(self, tool_choice: str, tools: Tools, begun: str) -> str:
         """The first words of a forced call, such as '<tool_call>\\n{"name": "f", "arguments": ', or

@@ -25,7 +25,7 @@ class ArealOpenAI(openai.AsyncOpenAI):
     rewards and exports is that of `cache`, the tree of the client's only session."""
 
     def __init__(self, engine: Any, tokenizer: Any, task_id: str = "", **options: Any) -> None:
-        app = create_app(engine, tokenizer, secrets.token_urlsafe(), clock=lambda: 0.0, **options)
+        app = create_app(engine, tokenizer, secrets.token_urlsafe(), **options)
         session = app.state.proxy.start_own_session(task_id)
         self.cache = cache = session.cache
         self.set_reward, self.set_last_reward = cache.set_reward, cache.set_last_reward

@@ -61,23 +61,12 @@ class ScriptedEngine:
         )
 
 
-class Clock:
-    """A clock whose time changes only when a test sets `now`."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 class Harness:
     """A proxy in this process, its ScriptedEngine, and an HTTP client of it."""
 
     def __init__(self, tokenizer: Any, *texts: str, **options: Any) -> None:
         self.engine = ScriptedEngine(tokenizer, *texts)
-        self.clock = Clock()
-        self.app = create_app(self.engine, tokenizer, "admin", clock=self.clock, **options)
+        self.app = create_app(self.engine, tokenizer, "admin", **options)
         transport = httpx.ASGITransport(self.app)
         self.http = httpx.AsyncClient(transport=transport, base_url="http://proxy")
 
@@ -106,9 +95,8 @@ class Harness:
     async def export(self, session: str, **body: Any) -> dict[str, Any]:
         """End the session and return its exported interactions."""
         assert (await self.post(f"/{session}/rl/end_session")).status_code == 200
-        answer = await self.post(
-            "/export_trajectories", {"session_id": session, **body}, headers=ADMIN
-        )
+        body |= {"session_id": session}
+        answer = await self.post("/export_trajectories", body, headers=ADMIN)
         assert answer.status_code == 200, answer.text
         return answer.json()["interactions"]
 
@@ -124,14 +112,9 @@ class Connection:
         self.gone = asyncio.Event()
         self._inbox = [{"type": "http.request", "body": orjson.dumps(body), "more_body": False}]
         raw = [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
-        scope = {
-            "type": "http",
-            "method": "POST",
-            "path": path,
-            "headers": raw,
-            "query_string": b"",
-        }
-        self.task = asyncio.ensure_future(harness.app(scope, self._receive, self.pieces.put))  # type: ignore[arg-type]
+        scope = {"type": "http", "method": "POST", "path": path, "query_string": b""}
+        call = harness.app(scope | {"headers": raw}, self._receive, self.pieces.put)  # type: ignore[arg-type]
+        self.task = asyncio.ensure_future(call)
 
     async def _receive(self) -> dict[str, Any]:
         if self._inbox:
@@ -161,13 +144,8 @@ class Connection:
 
 def client_options(path: str, api_key: str) -> dict[str, Any]:
     """Options with which an SDK never retries, and refuses a reply of an undeclared type."""
-    base_url = f"http://proxy{path}"
-    return {
-        "base_url": base_url,
-        "api_key": api_key,
-        "max_retries": 0,
-        "_strict_response_validation": True,
-    }
+    options = {"max_retries": 0, "_strict_response_validation": True}
+    return {"base_url": f"http://proxy{path}", "api_key": api_key} | options
 
 
 @asynccontextmanager
@@ -193,3 +171,31 @@ async def claude(
 def reply_message(completion: dict[str, Any]) -> dict[str, Any]:
     """Return the message of a chat completion."""
     return completion["choices"][0]["message"]
+
+
+def said(
+    text: str, *calls: tuple[str, dict[str, Any]], reasoning: str = "", suffix: str = "ab12"
+) -> dict[str, Any]:
+    """An assistant's message as the tree keeps it. A call is the name and the arguments."""
+    message: dict[str, Any] = {"role": "assistant", "content": text}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    for k, (name, arguments) in enumerate(calls):
+        function = {"name": name, "arguments": arguments}
+        call = {"id": f"call_{suffix}_{k}", "type": "function", "function": function}
+        message.setdefault("tool_calls", []).append(call)
+    return message
+
+
+def tool(name: str) -> dict[str, Any]:
+    """A tool in the form of chat completions."""
+    function = {"name": name, "description": "", "parameters": {"type": "object"}}
+    return {"type": "function", "function": function}
+
+
+def with_template(tokenizer: Any, template: str) -> Any:
+    """A tokenizer with the same tokens and another chat template."""
+    ends = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    own = type(tokenizer)(tokenizer_object=tokenizer.backend_tokenizer, **ends)
+    own.chat_template = template
+    return own

@@ -452,8 +452,8 @@ def test_the_examples_of_trees(number: int):
             messages.append({"role": role, "content": f"{role} of {name}"})
         assert [message["role"] for message in messages] == roles
         others = [message | {"content": "another text"} for message in messages]
-        assert cache.find_parent(messages) is parent, name
-        assert cache.find_parent(others) is None
+        assert cache.find_parent(messages)[0] is parent, name
+        assert cache.find_parent(others)[0] is None
         output = [{"role": "assistant", "content": f"the answer to {name}"}]
         answer = ModelResponse([1], [2], [-0.5], [0])
         call = Interaction(messages, model_response=answer, output_message_list=output)

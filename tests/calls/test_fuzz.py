@@ -6,113 +6,31 @@ from typing import Any
 
 import orjson
 import pytest
-from harness import ADMIN, HELLO, Harness
+from harness import ADMIN, HELLO, Harness, tool
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from calls.sessions import BODY_BYTES
-
 PATHS = ["chat/completions", "responses", "messages", "messages/count_tokens"]
-TOOL = {
-    "type": "function",
-    "name": "f",
-    "function": {"name": "f", "parameters": {}},
-    "input_schema": {},
-}
+TOOL = tool("f") | {"name": "f", "input_schema": {}}
 GOOD: dict[str, Any] = {"messages": HELLO, "input": "hello", "max_tokens": 5, "tools": [TOOL]}
 
 STREAMS = st.sampled_from([{}, {"stream": True}])
 scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
-words = st.sampled_from(
-    [
-        "user",
-        "assistant",
-        "tool",
-        "system",
-        "text",
-        "function",
-        "function_call",
-        "function_call_output",
-        "tool_use",
-        "tool_result",
-        "thinking",
-        "item_reference",
-        "message",
-        "reasoning",
-        "required",
-        "json_schema",
-        "f",
-        "continue",
-    ]
-)
-keys = st.sampled_from(
-    [
-        "role",
-        "content",
-        "type",
-        "text",
-        "id",
-        "call_id",
-        "tool_calls",
-        "function",
-        "name",
-        "arguments",
-        "output",
-        "input",
-        "tool_use_id",
-        "tool_call_id",
-        "thinking",
-        "summary",
-        "schema",
-        "parameters",
-        "previous_message_id",
-        "format",
-    ]
-)
+WORDS = """user assistant tool system text function function_call function_call_output tool_use
+tool_result thinking item_reference message reasoning required json_schema f continue"""
+KEYS = """role content type text id call_id tool_calls function name arguments output input tool_use_id
+tool_call_id thinking summary schema parameters previous_message_id format"""
+FIELDS = """messages input model stream stream_options n tools tool_choice response_format text
+temperature top_p top_k max_tokens stop stop_sequences stop_token_ids seed store system instructions
+previous_response_id thread logprobs include reasoning chat_template_kwargs thinking output_config
+frequency_penalty presence_penalty logit_bias metadata user"""
+words, keys, fields = (st.sampled_from(names.split()) for names in (WORDS, KEYS, FIELDS))
 values: Any = st.recursive(
     scalars | words,
     lambda inner: (
         st.lists(inner, max_size=4) | st.dictionaries(keys | st.text(max_size=4), inner, max_size=5)
     ),
     max_leaves=20,
-)
-fields = st.sampled_from(
-    [
-        "messages",
-        "input",
-        "model",
-        "stream",
-        "stream_options",
-        "n",
-        "tools",
-        "tool_choice",
-        "response_format",
-        "text",
-        "temperature",
-        "top_p",
-        "top_k",
-        "max_tokens",
-        "stop",
-        "stop_sequences",
-        "stop_token_ids",
-        "seed",
-        "store",
-        "system",
-        "instructions",
-        "previous_response_id",
-        "thread",
-        "logprobs",
-        "include",
-        "reasoning",
-        "chat_template_kwargs",
-        "thinking",
-        "output_config",
-        "frequency_penalty",
-        "presence_penalty",
-        "logit_bias",
-        "metadata",
-        "user",
-    ]
 )
 bodies = st.builds(
     lambda stream, body: GOOD | stream | body, STREAMS, st.dictionaries(fields, values, max_size=6)
@@ -165,7 +83,6 @@ async def ask(tokenizer: Any, path: str, raw: bytes) -> int:
         answer = await harness.http.post(f"/{session}/v1/{path}", content=raw)
         cache = harness.sessions.find(session).cache
         assert all(interaction.complete for interaction in cache.values())
-        assert "0 unfinished" in repr(cache)
         await harness.chat(session, HELLO)
         await harness.export(session)
         assert len(harness.sessions) == 0
@@ -202,17 +119,19 @@ def test_depth_is_no_danger(
 ) -> None:
     """A body that is nested deeper than Python's recursion limit never causes a server error."""
     deep = nested(depth, wrap)
-    inside = {
-        "content": b'{"messages":[{"role":"user","content":%s}],"input":[{"role":"user","content":%s}],"max_tokens":5}',
-        "arguments": b'{"messages":[{"role":"assistant","tool_calls":[{"id":"c","function":{"name":"f","arguments":%s}}]}],'
-        b'"input":[{"type":"function_call","call_id":"c","name":"f","arguments":%s}],"max_tokens":5}',
-        "tools": b'{"messages":[{"role":"user","content":"x"}],"input":"x","max_tokens":5,"tools":[{"type":"function",'
-        b'"name":"f","function":{"name":"f","parameters":{"p":%s}},"input_schema":{"p":%s}}]}',
-        "metadata": b'{"messages":[{"role":"user","content":"x"}],"input":"x","max_tokens":5,"metadata":%s,"user":%s}',
-        "chat_template_kwargs": b'{"messages":[{"role":"user","content":"x"}],"input":"x","max_tokens":5,'
-        b'"chat_template_kwargs":{"a":%s,"b":%s}}',
-    }[field]
-    assert asyncio.run(ask(tiny_tokenizer, path, inside % (deep, deep))) in (200, 400)
+    call = b'"call_id":"c","function":{"name":"f","arguments":%s},"name":"f","arguments":%s'
+    parts = {
+        "content": b'"messages":[{"role":"user","content":%s}],"input":[{"role":"user","content":%s}]',
+        "arguments": b'"messages":[{"role":"assistant","tool_calls":[{%s}]}],'
+        b'"input":[{"type":"function_call",%s}]' % (call, call),
+        "tools": b'"tools":[{"type":"function","name":"f",'
+        b'"function":{"name":"f","parameters":{"p":%s}},"input_schema":{"p":%s}}]',
+        "metadata": b'"metadata":%s,"user":%s',
+        "chat_template_kwargs": b'"chat_template_kwargs":{"a":%s,"b":%s}',
+    }
+    plain = b'{"messages":[{"role":"user","content":"x"}],"input":"x","max_tokens":5,%s}'
+    raw = plain % parts[field].replace(b"%s", deep)
+    assert asyncio.run(ask(tiny_tokenizer, path, raw)) in (200, 400)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -221,14 +140,6 @@ def test_ten_thousand_messages(tiny_tokenizer: Any, path: str) -> None:
     talk = [{"role": ("user", "assistant")[k % 2], "content": str(k)} for k in range(10_001)]
     body = {"messages": talk, "input": talk, "max_tokens": 5}
     assert asyncio.run(ask(tiny_tokenizer, path, as_json(body))) == 200
-
-
-@pytest.mark.anyio
-async def test_a_body_has_a_limit(tiny_tokenizer: Any) -> None:
-    """A body that is too long gets a 413, and the proxy stops reading the body at the limit."""
-    assert (
-        await ask(tiny_tokenizer, "messages", as_json(GOOD | {"system": "x" * BODY_BYTES})) == 413
-    )
 
 
 @settings(max_examples=100, deadline=None)

@@ -4,14 +4,12 @@ import json
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, decoders, models
-from transformers import PreTrainedTokenizerFast
+from harness import said, with_template
 
 from cache import Interaction, InteractionCache
 from calls.messages import AgentRequest, Refusal
-from calls.prompts import PromptBuilder, read_text, token_text
+from calls.prompts import PromptBuilder, read_text
 from inference.io_struct import GenerationHyperparameters, ModelResponse
-from tasks.base_model import make_tokenizer
 
 HEAD = "{% for m in messages %}<|im_start|>{{ m.role }}\n"
 TAIL = "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -38,16 +36,6 @@ TEMPLATES = {
 }
 
 
-def tokenizer_with(tokenizer: Any, template: str) -> Any:
-    own = type(tokenizer)(
-        tokenizer_object=tokenizer.backend_tokenizer,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-    )
-    own.chat_template = template
-    return own
-
-
 def user(text: str) -> dict[str, Any]:
     return {"role": "user", "content": text}
 
@@ -71,17 +59,12 @@ class Talk:
         request = AgentRequest(list(self.messages), **ask)
         interaction = Interaction(request.messages, template_key=request.template_key)
         prompt = self.prompts.prompt(request, self.cache.enter(name, interaction).parent)
-        output = self.tokenizer.encode(answer) + (
-            [self.tokenizer.convert_tokens_to_ids(ends)] if ends else []
-        )
-        n = len(output)
-        said = {"role": "assistant", "content": answer}
-        self.cache.finish(
-            name,
-            ModelResponse(prompt, output, [-1.0] * n, [0] * n, "stop" if ends else "length"),
-            [said],
-        )
-        self.messages.append(said)
+        end = [self.tokenizer.convert_tokens_to_ids(ends)] if ends else []
+        output = self.tokenizer.encode(answer) + end
+        reason, n = "stop" if ends else "length", len(output)
+        response = ModelResponse(prompt, output, [-1.0] * n, [0] * n, reason)
+        self.cache.finish(name, response, [said(answer)])
+        self.messages.append(said(answer))
         return prompt
 
 
@@ -93,20 +76,20 @@ def test_a_conversation_is_one_row_under_any_template(
 ) -> None:
     """With each template of this test, the export style `concat` exports the conversation as one
     row."""
-    talk = Talk(tokenizer_with(tiny_tokenizer, TEMPLATES[name]))
+    talk = Talk(with_template(tiny_tokenizer, TEMPLATES[name]))
     assert talk.prompts.splices
     mark = "<|im_start|>" if name == "nothing at the end" else "<|im_end|>"
     ends = mark if ends == "the mark" else ends
-    said = [f"<think>\nhm {k}\n</think>\n\nanswer {k}{last}" for k in range(4)]
-    for k, text in enumerate(said):
+    texts = [f"<think>\nhm {k}\n</think>\n\nanswer {k}{last}" for k in range(4)]
+    for k, text in enumerate(texts):
         talk.say(user(f"question {k}"), text, ends)
     [row] = [leaf.to_lists() for leaf in talk.cache.export_interactions("concat").values()]
     trained = [t for t, mask in zip(row["input_ids"], row["loss_mask"], strict=True) if mask]
     end = [tiny_tokenizer.convert_tokens_to_ids(ends)] if ends else []
-    assert trained == [t for text in said for t in [*tiny_tokenizer.encode(text), *end]]
+    assert trained == [t for text in texts for t in [*tiny_tokenizer.encode(text), *end]]
     whole = tiny_tokenizer.decode(row["input_ids"])
     assert whole.count("<|im_start|>assistant") == 4
-    closed = [whole.split(text)[1].split("user\n")[0] for text in said[:-1]]
+    closed = [whole.split(text)[1].split("user\n")[0] for text in texts[:-1]]
     assert [end.count(mark) for end in closed] == [1, 1, 1]
 
 
@@ -118,7 +101,7 @@ def test_a_turn_that_ends_with_several_marks(tiny_tokenizer: Any, sampled: str) 
         + "{{ m.content }}{% if m.role == 'assistant' %}<|endoftext|>{% endif %}<|im_end|>\n"
         + TAIL
     )
-    talk = Talk(tokenizer_with(tiny_tokenizer, template))
+    talk = Talk(with_template(tiny_tokenizer, template))
     talk.say(user("one"), f"answer{sampled}", ends="")
     prompt = tiny_tokenizer.decode(talk.say(user("two"), "answer"))
     own = sampled if sampled == "<|im_end|>" else ""
@@ -131,7 +114,7 @@ def test_where_rendering_again_is_exact_splicing_is_the_same(
 ) -> None:
     """If a template does not change the model's text, the prompt made from sampled tokens is
     identical to a prompt that the template renders in full."""
-    spliced, whole = (Talk(tokenizer_with(tiny_tokenizer, TEMPLATES[name])) for _ in range(2))
+    spliced, whole = (Talk(with_template(tiny_tokenizer, TEMPLATES[name])) for _ in range(2))
     whole.prompts.splices = False
     for k in range(3):
         assert spliced.say(user(str(k)), f"answer {k}") == whole.say(user(str(k)), f"answer {k}")
@@ -140,7 +123,7 @@ def test_where_rendering_again_is_exact_splicing_is_the_same(
 def test_a_hundred_turns_are_rendered_once(tiny_tokenizer: Any) -> None:
     """In a conversation of 100 turns each question is rendered and tokenised once, and no answer is
     rendered."""
-    tokenizer = tokenizer_with(tiny_tokenizer, TEMPLATES["plain"])
+    tokenizer = with_template(tiny_tokenizer, TEMPLATES["plain"])
     talk = Talk(tokenizer)
     rendered: list[list[dict[str, Any]]] = []
     encoded: list[str] = []
@@ -157,11 +140,10 @@ def test_a_hundred_turns_are_rendered_once(tiny_tokenizer: Any) -> None:
     tokenizer.apply_chat_template, talk.prompts.encode = counting_render, counting_encode  # type: ignore[method-assign]
     for k in range(100):
         talk.say(user(f"question {k}"), f"answer {k}")
-    said = [message["content"] for messages in rendered for message in messages]
-    assert sorted(text for text in said if text.startswith("question")) == sorted(
-        f"question {k}" for k in range(100)
-    )
-    assert not any(text.startswith("answer") for text in said)
+    texts = [message["content"] for messages in rendered for message in messages]
+    questions = [text for text in texts if text.startswith("question")]
+    assert questions == [f"question {k}" for k in range(100)]
+    assert not any(text.startswith("answer") for text in texts)
     assert max(map(len, encoded)) < 100
     assert len(encoded) == len(rendered) == 100
 
@@ -169,27 +151,33 @@ def test_a_hundred_turns_are_rendered_once(tiny_tokenizer: Any) -> None:
 def test_a_template_that_wants_a_call_before_its_result_is_rendered_in_full(
     tiny_tokenizer: Any,
 ) -> None:
-    """PromptBuilder renders new messages after a short stub conversation, whose answer has no tool
-    call."""
-    wants = "{% if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}{{ raise_exception('no call') }}{% endif %}"
-    tokenizer = tokenizer_with(tiny_tokenizer, HEAD + wants + "{{ m.content }}<|im_end|>\n" + TAIL)
-    prompts = PromptBuilder(tokenizer)
-    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {}}}
-    said = {"role": "assistant", "content": "", "tool_calls": [call]}
-    cache = InteractionCache()
-    cache.enter(
-        "a",
-        Interaction(
-            [user("q")],
-            model_response=ModelResponse([1], [2], [-1.0], [0]),
-            output_message_list=[said],
-        ),
-    )
-    messages = [user("q"), said, {"role": "tool", "content": "r", "tool_call_id": "c"}]
+    """The stub before the new messages has no call."""
+    wants = "{% if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}"
+    wants += "{{ raise_exception('no call') }}{% endif %}"
+    tokenizer = with_template(tiny_tokenizer, HEAD + wants + "{{ m.content }}<|im_end|>\n" + TAIL)
+    prompts, cache = PromptBuilder(tokenizer), InteractionCache()
+    called = said("", ("f", {}))
+    tokens = {"model_response": ModelResponse([1], [2], [-1.0], [0])}
+    cache.enter("a", Interaction([user("q")], output_message_list=[called], **tokens))
+    result = {"role": "tool", "content": "r", "tool_call_id": "call_ab12_0"}
+    messages = [user("q"), called, result]
     full = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert prompts.prompt(AgentRequest(messages), cache["a"]) == full
     with pytest.raises(Refusal, match="no call"):
-        prompts.prompt(AgentRequest([user("q"), *messages[2:]]), None)
+        prompts.prompt(AgentRequest([user("q"), result]), None)
+
+
+def test_a_template_that_looks_back_is_rendered_in_full(tiny_tokenizer: Any) -> None:
+    """Here a message's text depends on how many there are, so each turn is a row."""
+    looks_back = "{{ m.content }}{{ messages | length }}<|im_end|>\n"
+    tokenizer = with_template(tiny_tokenizer, HEAD + looks_back + TAIL)
+    talk = Talk(tokenizer)
+    assert not talk.prompts.splices
+    talk.say(user("one"), "a")
+    prompt = talk.say(user("two"), "b")
+    options = {"add_generation_prompt": True, "return_dict": False}
+    assert prompt == tokenizer.apply_chat_template(talk.messages[:3], **options)
+    assert len(talk.cache.export_interactions("concat")) == 2
 
 
 @pytest.mark.parametrize("name", ["tokenize", "tools", "conversation", "return_tensors"])
@@ -216,23 +204,11 @@ def test_settings_of_the_tokenizer_do_not_change_a_prompt(
 ) -> None:
     """An agent in the same process may call the proxy's tokenizer with other settings, such as
     truncation."""
-    tokenizer = tokenizer_with(tiny_tokenizer, TEMPLATES["plain"])
+    tokenizer = with_template(tiny_tokenizer, TEMPLATES["plain"])
     prompts, ask = PromptBuilder(tokenizer), AgentRequest([user("Six times seven?")])
     before = prompts.prompt(ask, None)
     tokenizer(["a longer text of an agent"], **settings)
     assert prompts.prompt(ask, None) == before
-    if "split_special_tokens" in settings:
-        tokenizer.split_special_tokens = (
-            True  # this setting of the tokenizer's owner changes prompts
-        )
-        text = tokenizer.apply_chat_template(
-            ask.messages, tokenize=False, add_generation_prompt=True
-        )
-        assert (
-            PromptBuilder(tokenizer).prompt(ask, None)
-            == tokenizer.encode(text, add_special_tokens=False)
-            != before
-        )
 
 
 CALL = (
@@ -258,39 +234,27 @@ def test_calls_are_given_as_a_template_wants_them(
 ) -> None:
     """If a template refuses the tool calls, PromptBuilder tries two other forms of the tool
     calls."""
-    prompts = PromptBuilder(
-        tokenizer_with(tiny_tokenizer, HEAD + wants + "{{ m.content }}<|im_end|>\n" + TAIL)
-    )
-    call = {
-        "id": "call_ab12_0",
-        "type": "function",
-        "function": {"name": "f", "arguments": {"a": 1}},
-    }
-    messages = [
-        user("q"),
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "content": "r", "tool_call_id": "call_ab12_0"},
-    ]
+    template = HEAD + wants + "{{ m.content }}<|im_end|>\n" + TAIL
+    prompts = PromptBuilder(with_template(tiny_tokenizer, template))
+    result = {"role": "tool", "content": "r", "tool_call_id": "call_ab12_0"}
+    messages = [user("q"), said("", ("f", {"a": 1})), result]
     before = json.dumps(messages)
     if says is None:
         with pytest.raises(Refusal, match="concatenate"):
             prompts.prompt(AgentRequest(messages), None)
     else:
         whole = tiny_tokenizer.decode(prompts.prompt(AgentRequest(messages), None))
-        said, result = [
-            turn.partition("<|im_end|>")[0].split("\n")[-1]
-            for turn in whole.split("<|im_start|>")[2:4]
-        ]
-        short = said[:9]
-        assert f"{said}/{result}" == says.format("call_ab12_0", short) + "r"
-        assert "{1}" not in says or short.isalnum()
+        turns = [turn.partition("<|im_end|>")[0] for turn in whole.split("<|im_start|>")]
+        call, answer = (turn.split("\n")[-1] for turn in turns[2:4])
+        assert f"{call}/{answer}" == says.format("call_ab12_0", call[:9]) + "r"
+        assert "{1}" not in says or call[:9].isalnum()
     assert json.dumps(messages) == before
 
 
 def test_tools_reach_every_turn(tiny_tokenizer: Any) -> None:
     """The template gets the tools in every turn, even if PromptBuilder renders only the new
     messages."""
-    tokenizer = tokenizer_with(
+    tokenizer = with_template(
         tiny_tokenizer,
         HEAD
         + "{% if tools and loop.last %}{{ tools | tojson }}{% endif %}{{ m.content }}<|im_end|>"
@@ -306,31 +270,6 @@ def test_tools_reach_every_turn(tiny_tokenizer: Any) -> None:
 # ---- text
 
 
-def tokenizer_of(kind: str, of_bytes: Any) -> Any:
-    """A tokenizer of bytes; of words, with a blank between them; or of pieces, whose decoder drops
-    the first blank of a text."""
-    if kind == "bytes":
-        return of_bytes
-    if kind == "words":
-        return make_tokenizer(["a", "b", ",", "ab"])
-    vocab = {"<unk>": 0, "a": 1, "b": 2, "\u2581": 3, "\u2581a": 4, "\u2581b": 5}
-    raw = Tokenizer(models.BPE(vocab, []))
-    steps = [decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    raw.decoder = decoders.Sequence(steps)
-    return PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<unk>")
-
-
-@pytest.mark.parametrize("kind", ["bytes", "words", "pieces"])
-def test_a_tokens_text_has_its_space(tiny_tokenizer: Any, kind: str) -> None:
-    """The texts of single tokens make the whole text, though a decoder drops the first blank."""
-    tokenizer = tokenizer_of(kind, tiny_tokenizer)
-    texts = {"bytes": "ab b a", "words": "a b ab , a"}
-    tokens = tokenizer.encode(texts[kind]) if kind in texts else [4, 5, 1, 3, 2]
-    whole, _ = read_text(tokenizer, tokens, GenerationHyperparameters())
-    joined = "".join(token_text(tokenizer, token) for token in tokens)
-    assert joined.removeprefix(" ") == whole
-
-
 @pytest.mark.parametrize(
     ("text", "read", "by"),
     [
@@ -343,7 +282,7 @@ def test_a_tokens_text_has_its_space(tiny_tokenizer: Any, kind: str) -> None:
 )
 def test_where_a_text_ends(tiny_tokenizer: Any, text: str, read: str, by: str) -> None:
     """At the end mark or the first stop string; other special tokens are no text."""
-    own = tokenizer_with(tiny_tokenizer, TEMPLATES["plain"])
+    own = with_template(tiny_tokenizer, TEMPLATES["plain"])
     gconfig = GenerationHyperparameters(
         stop=["two", " STOP"], stop_token_ids=[tiny_tokenizer.eos_token_id]
     )

@@ -7,21 +7,18 @@ from typing import Any
 
 import pytest
 from conftest import ROOT, SGLANG
+from harness import said, tool
 
-from calls.tools import Call, OutputParser, Parsed
+from calls.messages import normalise
+from calls.tools import OutputParser
 from inference.fields import Refusal
-
-
-def tool(name: str) -> dict[str, Any]:
-    """Return the definition of a tool in the format of OpenAI's chat completions."""
-    return {
-        "type": "function",
-        "function": {"name": name, "description": "", "parameters": {"type": "object"}},
-    }
-
 
 TOOLS = [tool("f"), tool("g")]
 PARSER = OutputParser()
+
+
+def parse(text: str, tools: list = TOOLS, parser: OutputParser = PARSER) -> dict[str, Any]:
+    return parser.parse(text, tools, "ab12")
 
 
 def call(name: str = "f", arguments: str = "{}") -> str:
@@ -29,31 +26,30 @@ def call(name: str = "f", arguments: str = "{}") -> str:
     return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
 
 
+F, G = ("f", {}), ("g", {})
+NESTED = {"a": "</think>", "b": [1, 2]}
+
+
 @pytest.mark.parametrize(
-    ("text", "parsed"),
+    ("text", "message"),
     [
-        ("", Parsed("")),
-        (" It is  sunny in Zürich.\n", Parsed(" It is  sunny in Zürich.\n")),
-        (call(), Parsed("", calls=[Call("f", "{}")])),
-        (
-            "Let me see.\n" + call() + "\n" + call("g"),
-            Parsed("Let me see.", calls=[Call("f", "{}"), Call("g", "{}")]),
-        ),
-        (call() + "\nDone. ", Parsed("\nDone.", calls=[Call("f", "{}")])),
-        ("<think>\nhm\n</think>\n\nYes.\n", Parsed("Yes.\n", "hm")),
-        ("\n<think>hm</think>" + call(), Parsed("", "hm", [Call("f", "{}")])),
-        ("<think>cut of", Parsed("", "cut of")),
-        ("So <think>hm</think>", Parsed("So <think>hm</think>")),
-        (
-            call(arguments='{"a": "</think>", "b": [1, 2.0]}'),
-            Parsed("", calls=[Call("f", '{"a": "</think>", "b": [1, 2]}')]),
-        ),
-        ("<think>" + call() + "</think>ok", Parsed("ok", call())),
+        ("", said("")),
+        (" It is  sunny in Zürich.\n", said(" It is  sunny in Zürich.\n")),
+        (call(), said("", F)),
+        ("Let me see.\n" + call() + "\n" + call("g"), said("Let me see.", F, G)),
+        (call() + "\nDone. ", said("\nDone.", F)),
+        ("<think>\nhm\n</think>\n\nYes.\n", said("Yes.\n", reasoning="hm")),
+        ("\n<think>hm</think>" + call(), said("", F, reasoning="hm")),
+        ("<think>cut of", said("", reasoning="cut of")),
+        ("So <think>hm</think>", said("So <think>hm</think>")),
+        (call(arguments='{"a": "</think>", "b": [1, 2.0]}'), said("", ("f", NESTED))),
+        ("<think>" + call() + "</think>ok", said("ok", reasoning=call())),
     ],
 )
-def test_a_text_is_taken_apart(text: str, parsed: Parsed) -> None:
-    """The method parse splits the model's output into reasoning, text and calls."""
-    assert PARSER.parse(text, TOOLS) == parsed
+def test_a_text_is_taken_apart(text: str, message: dict[str, Any]) -> None:
+    """Into reasoning, text and calls."""
+    assert parse(text) == message
+    assert normalise(message) == message
 
 
 BROKEN = [
@@ -79,18 +75,18 @@ BROKEN = [
 
 @pytest.mark.parametrize("text", BROKEN)
 def test_a_malformed_call_stays_text(text: str) -> None:
-    """A malformed call stays text."""
-    assert PARSER.parse(text, TOOLS) == Parsed(text)
+    """Nothing is repaired."""
+    assert parse(text) == said(text)
     if text.endswith("</tool_call>"):
-        assert PARSER.parse(text + call("g"), TOOLS) == Parsed(text, calls=[Call("g", "{}")])
+        assert parse(text + call("g")) == said(text, G)
 
 
 def test_without_tools_nothing_is_a_call() -> None:
-    """If the agent offers no tools or forbids calls, a call in the model's text stays text."""
-    assert PARSER.parse(call(), []) == Parsed(call())
+    """The agent offers no tools, or forbids calls."""
+    assert parse(call(), []) == said(call())
 
 
-# Forced calls
+# ---- forced calls
 
 
 @pytest.mark.parametrize("begun", ["", "<think>"])
@@ -109,10 +105,8 @@ def test_a_forced_call_is_begun_for_the_model(
     writes the rest."""
     opening = PARSER.opening(choice, tools, begun)
     assert (begun + opening).count("</think>") == bool(begun)
-    assert PARSER.parse(begun + opening + written, tools) == Parsed(
-        "", calls=[Call("f", '{"a": 1}')]
-    )
-    assert PARSER.parse(begun + opening + "nonsense", tools).calls == []
+    assert parse(begun + opening + written, tools) == said("", ("f", {"a": 1}))
+    assert "tool_calls" not in parse(begun + opening + "nonsense", tools)
     assert [PARSER.opening(word, tools, begun) for word in ("auto", "none")] == ["", ""]
 
 
@@ -128,11 +122,11 @@ def brackets(text: str, tools: Any) -> tuple[str, list[dict[str, Any]]]:
 def test_a_function_may_read_the_calls() -> None:
     """`module.function` gets the text after the reasoning."""
     parser = OutputParser(f"{__name__}.brackets")
-    whole = parser.parse('<think>hm</think>[f {"a": 1}]', TOOLS)
-    assert whole == Parsed("", "hm", [Call("f", '{"a": 1}')])
+    whole = parse('<think>hm</think>[f {"a": 1}]', TOOLS, parser)
+    assert whole == said("", ("f", {"a": 1}), reasoning="hm")
     for broken in ("[f 1]", "[unknown {}]", "f"):
-        assert parser.parse(broken, TOOLS) == Parsed(broken)
-    assert parser.parse("[f {}]", []) == Parsed("[f {}]")
+        assert parse(broken, TOOLS, parser) == said(broken)
+    assert parse("[f {}]", [], parser) == said("[f {}]")
     with pytest.raises(Refusal, match=r"^tool_choice"):
         parser.opening("required", TOOLS, "")
 
@@ -151,6 +145,7 @@ import launch  # replaces modules that SGLang imports but does not need on a CPU
 from transformers import AutoTokenizer
 from inference.io_struct import GenerationHyperparameters
 from calls.prompts import read_text
+from calls.messages import normalise
 from calls.tools import OutputParser
 tokenizer, tools, said = AutoTokenizer.from_pretrained(sys.argv[3]), json.loads(sys.argv[4]), json.loads(sys.argv[5])
 for form, text in said:
@@ -158,8 +153,7 @@ for form, text in said:
     tokens = [*tokenizer.encode(text), tokenizer.eos_token_id]
     gconfig = GenerationHyperparameters(stop_token_ids=[tokenizer.eos_token_id])
     read, _ = read_text(tokenizer, tokens, gconfig, special_tokens=parser.foreign(tools))
-    parsed = parser.parse(read, tools)
-    print(json.dumps([parsed.text, parsed.calls]))
+    print(json.dumps(parser.parse(read, tools, "ab12")))
     try:
         parser.opening("f", tools, "")
     except ValueError as error:
@@ -177,26 +171,19 @@ def test_sglangs_parsers_serve_other_forms(tiny_tokenizer: Any, tmp_path: Path) 
         additional_special_tokens=["[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"],
     )
     own.save_pretrained(tmp_path)
-    said = [
+    texts = [
         ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}]'),
         ("mistral", '[TOOL_CALLS]f[ARGS]{"a": 1}'),
         ("llama3", '<|python_tag|>{"name": "f", "parameters": {"a": 1}}'),
         ("llama3", "<|python_tag|>nonsense"),
         ("llama3", "Hello"),
     ]
-    words = [
-        str(ROOT),
-        str(ROOT / "tests/sglang_cpu"),
-        str(tmp_path),
-        json.dumps(TOOLS),
-        json.dumps(said),
-    ]
-    ended = subprocess.run(
-        [SGLANG, "-c", READ_BY_SGLANG, *words], capture_output=True, text=True, timeout=300
-    )
+    words = [ROOT, ROOT / "tests/sglang_cpu", tmp_path, json.dumps(TOOLS), json.dumps(texts)]
+    command = [SGLANG, "-c", READ_BY_SGLANG, *map(str, words)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr[-3000:]
-    lines = ended.stdout.splitlines()[-2 * len(said) :]
-    call = ["", [["f", '{"a": 1}']]]
+    lines = ended.stdout.splitlines()[-2 * len(texts) :]
+    one = said("", ("f", {"a": 1}))
     read = [json.loads(line) for line in lines[::2]]
-    assert read == [call, call, call, ["<|python_tag|>nonsense", []], ["Hello", []]]
+    assert read == [one, one, one, said("<|python_tag|>nonsense"), said("Hello")]
     assert all(line.startswith("tool_choice: ") for line in lines[1::2])

@@ -6,8 +6,7 @@ the system can reach.
     the states. `python -m tests.explore --walk` makes random walks within bounds that are too large
     for a complete search.
 
-Read search.py first, because search.py explains state machines and the search. The modules
-dispatcher.py, sessions.py, turns.py and updates.py contain one state machine each. Each state
-machine runs the project's real classes, not models of these classes. The page docs/protocol.md
-states what the state machines check.
+Read search.py first: it explains state machines and the search. dispatcher.py, turns.py and
+updates.py have one state machine each, which runs the project's real classes, not models of these
+classes. docs/protocol.md says what they check.
 """

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
-from . import dispatcher, sessions, turns, updates
+from . import dispatcher, turns, updates
 from .search import explore, show, walk
 
 MODES = dispatcher.MODES
@@ -20,7 +20,6 @@ CASES: list[
     ),
     *(("turns", turns.TurnMachine, (b,)) for b in turns.LARGE),
     *(("updates", updates.UpdateMachine, (b,)) for b in updates.LARGE),
-    *(("sessions", sessions.SessionMachine, (b,)) for b in sessions.LARGE),
 ]
 WALKS: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = [
     *(
@@ -28,7 +27,6 @@ WALKS: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = [
         for b in dispatcher.FAR
         for mode in MODES
     ),
-    *(("sessions", sessions.SessionMachine, (b,)) for b in sessions.FAR),
     *(("turns", turns.TurnMachine, (b,)) for b in turns.FAR),
     *(("updates", updates.UpdateMachine, (b,)) for b in updates.FAR),
 ]

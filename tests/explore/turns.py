@@ -9,6 +9,7 @@ lead to it, and all of them are repeated to apply one more (loop.py). The proper
 
     once      A call and its retries become at most one exported turn; a retry of a failed call
               gets a generation of its own.
+    ended     A session that has ended starts no generation.
     read      A reply that a client has read before the session's end is exported.
     mixed     A client gets the reply to its own request, and a turn has the tokens of its own.
     stopped   A generation is told to stop when nobody waits for it, or the session has ended.
@@ -111,6 +112,10 @@ class Client:
     in_time: bool = False  # whether the session was open when the answer was read
 
 
+def state_of(turn: Any) -> str:
+    return "failed" if turn.failed else "finished" if turn.interaction.complete else "running"
+
+
 class TurnBounds(NamedTuple):
     """`bodies` are what clients may send: w and x are plain calls, y asks for a stream, and z
     continues the answer to x."""
@@ -127,12 +132,11 @@ class World:
         self.bounds, self.module, self.loop = bounds, module, StillLoop()
         self.engine, self.proxy = Engine(), copy.copy(shared)
         self.proxy.engine = self.engine
-        self.proxy.sessions = module.SessionTable(lambda: 0.0)
+        self.proxy.sessions = module.SessionTable()
         self.session = self.proxy.start_own_session("task")
         self.clients: list[Client] = []
         self.turns: list[Any] = []
-        self.redone: set[Any] = set()  # failed turns whose retry has come
-        self.expected: int | None = None  # generations after the request that came last
+        self.expected = 0  # generations, after the request that came last
         self.exported: dict[str, Any] | None = None
         self.refused = ""  # the error message, if the proxy has refused the export
         self.rewarded = ""  # id of the interaction that got the reward 1
@@ -152,25 +156,20 @@ class World:
             self.loop.pass_time(PROGRESS_SECONDS)
         elif name in ("finishes", "fails", "stopped"):
             self.engine.generations[args[0]].news.set_result(name)
-        elif (
-            name == "noticed as it finishes"
-        ):  # the hang-up and the last token reach the proxy at the same time
+        elif name == "noticed as it finishes":  # both reach the proxy at the same time
             self.clients[args[0]].hangup.set_result(None)
             self.engine.generations[args[1]].news.set_result("finishes")
         else:
             self.manage(name)
         self.loop.run()
-        for turns in self.session.turns.values():
-            self.turns += [turn for turn in turns if turn not in self.turns]
+        self.turns += [turn for turn in self.session.turns.values() if turn not in self.turns]
 
     def expect_generations(self, body: str, marked: bool) -> None:
         """How many there must be after a request: one more for a new call, for the retry of a
         failed one, and for the retry of one that never arrived."""
         equal = [turn for turn in self.turns if turn.ask.messages[-1]["content"] == body]
-        failed = [turn for turn in equal if turn.state.name == "FAILED" and turn not in self.redone]
-        is_new = not marked or bool(failed) or len(equal) == len(self.redone)
-        self.redone |= {*failed[:marked]}
-        self.expected = None if self.session.ended else len(self.engine.generations) + is_new
+        is_new = not marked or not equal or equal[-1].failed
+        self.expected = len(self.engine.generations) + (is_new and not self.session.ended)
 
     def messages(self, body: str) -> list[dict[str, str]]:
         start = [{"role": "user", "content": "x" if body == "z" else body}]
@@ -200,13 +199,8 @@ class World:
             await asyncio.shield(hangup)
             return {"type": "http.disconnect"}
 
-        scope = {
-            "type": "http",
-            "method": "POST",
-            "path": "/",
-            "query_string": b"",
-            "path_params": path,
-        }
+        scope = {"type": "http", "method": "POST", "path": "/", "query_string": b""}
+        scope |= {"path_params": path}
         headers = [(key.encode(), value.encode()) for key, value in ADMIN.items()]
         return Request(scope | {"headers": headers}, receive)
 
@@ -223,16 +217,11 @@ class World:
             await response(request.scope, request.receive, send)
             raw, status = b"".join(pieces), response.status_code
             if client.body == "y":
-                events = [
-                    orjson.loads(line[6:])
-                    for line in raw.split(b"\n\n")
-                    if line.startswith(b"data: {")
+                frames = [line[6:] for line in raw.split(b"\n\n") if line.startswith(b"data: {")]
+                choices = [
+                    one for frame in frames for one in orjson.loads(frame).get("choices", ())
                 ]
-                text = "".join(
-                    e["choices"][0]["delta"].get("content") or ""
-                    for e in events
-                    if e.get("choices")
-                )
+                text = "".join(choice["delta"].get("content", "") for choice in choices)
                 status = 200 if raw.endswith(b"[DONE]\n\n") else 500
             else:
                 text = orjson.loads(raw)["choices"][0]["message"]["content"]
@@ -267,17 +256,12 @@ class World:
     # ---- the state
 
     def possible(self) -> Iterable[Event]:
-        bodies = self.bounds.bodies
         if len(self.clients) < self.bounds.connections and self.exported is None:
-            for body in bodies:
-                if body != "z" or any(
-                    client.body == "x" and client.text for client in self.clients
-                ):
+            for body in self.bounds.bodies:
+                if body != "z" or any(one.body == "x" and one.text for one in self.clients):
                     yield "call", body
-                    if any(
-                        client.body == body and (client.gone or client.status >= 500)
-                        for client in self.clients
-                    ):
+                    equal = [one for one in self.clients if one.body == body]
+                    if any(one.gone or one.status >= 500 for one in equal):
                         yield "retry", body
         for k, client in enumerate(self.clients):
             if not client.status and not client.gone:
@@ -296,12 +280,8 @@ class World:
                 yield "fails", k
             elif generation.state == "stops":
                 yield "stopped", k
-        if (
-            self.bounds.rewards
-            and not self.rewarded
-            and not self.session.ended
-            and self.session.cache.finished()
-        ):
+        may_reward = self.bounds.rewards and not self.rewarded and not self.session.ended
+        if may_reward and self.session.cache.finished():
             yield ("reward",)
         if not self.session.ended:
             yield ("end",)
@@ -309,7 +289,7 @@ class World:
             yield ("export",)
 
     def turn_of(self, interaction_id: str) -> int:
-        return next((k for k, turn in enumerate(self.turns) if interaction_id in turn.ids), -1)
+        return next((k for k, turn in enumerate(self.turns) if interaction_id == turn.id), -1)
 
     def key(self) -> Hashable:
         tree = tuple(
@@ -322,46 +302,21 @@ class World:
             )
             for name, interaction in self.session.cache.items()
         )
-        waiting = {id(turn): k for k, turn in enumerate(self.turns)}
-        turns = tuple(
-            (turn.state.name, turn.listeners, turn.joined, turn.task.done()) for turn in self.turns
-        )
-        equal = tuple(
-            tuple(waiting[id(turn)] for turn in turns) for turns in self.session.turns.values()
-        )
-        clients = tuple(
-            (
-                c.body,
-                c.marked,
-                c.gone,
-                c.hangup.done(),
-                c.status and (c.gone or c.status),
-                c.text,
-                c.begun,
-                c.in_time,
-            )
-            for c in self.clients
-        )
+        turns = tuple((state_of(turn), turn.listeners, turn.task.done()) for turn in self.turns)
+        newest = tuple(self.turns.index(turn) for turn in self.session.turns.values())
+        told = tuple((c.status and (c.gone or c.status), c.text, c.begun) for c in self.clients)
+        sent = tuple((c.body, c.marked, c.gone, c.hangup.done()) for c in self.clients)
+        in_time = tuple(c.in_time for c in self.clients)
         jobs = tuple((g.body, g.state) for g in self.engine.generations)
-        ended = (
-            self.session.ended,
-            self.exported is not None,
-            len(self.proxy.sessions),
-            self.turn_of(self.rewarded),
-        )
-        return clients, jobs, turns, equal, tree, ended
+        ended = self.session.ended, self.exported is not None, len(self.proxy.sessions)
+        return (sent, told, in_time), jobs, turns, newest, tree, ended, self.turn_of(self.rewarded)
 
     def text(self) -> str:
-        clients = "; ".join(
-            f"{k}: {c.body}{' retry' * c.marked}, {c.status or ('gone' if c.gone else 'waits')} {c.text}".rstrip()
-            for k, c in enumerate(self.clients)
-        )
-        turns = " ".join(f"{turn.state.name.lower()}/{turn.listeners}" for turn in self.turns)
+        words = [(c.body + " retry" * c.marked, c.status or "waits", c.text) for c in self.clients]
+        turns = " ".join(f"{state_of(turn)}/{turn.listeners}" for turn in self.turns)
         jobs = " ".join(f"{g.letter}:{g.state}" for g in self.engine.generations)
-        state = (
-            "exported" if self.exported is not None else "ended" if self.session.ended else "open"
-        )
-        return f"session {state}; clients [{clients}]; turns [{turns}]; generations [{jobs}]"
+        state = "open" if not self.session.ended else "ended" if not self.exported else "exported"
+        return f"session {state}; clients {words}; turns [{turns}]; generations [{jobs}]"
 
     def check(self) -> None:
         if self.refused:
@@ -371,7 +326,7 @@ class World:
             if client.text and not set(client.text) <= letters:
                 raise Broken("mixed", f"client {k} asked {client.body} and read {client.text}")
         busy = {turn.task: turn for turn in self.turns if not turn.task.done()}
-        known = {name for turn in busy.values() for name in turn.ids if turn.state.name != "FAILED"}
+        known = {turn.id for turn in busy.values() if not turn.failed}
         unfinished = {name for name, one in self.session.cache.items() if not one.complete}
         if unfinished != known and self.exported is None:
             why = f"{len(unfinished)} turns are unfinished, and {len(known)} are running"
@@ -379,8 +334,10 @@ class World:
         waiting = [c for c in self.clients if not c.status and not c.hangup.done()]
         if len(waiting) != sum(turn.listeners for turn in busy.values()):
             raise Broken("answered", f"{len(waiting)} clients wait: {self.text()}")
-        if self.expected is not None and len(self.engine.generations) != self.expected:
-            raise Broken("once", f"{len(self.engine.generations)} generations: {self.text()}")
+        if (count := len(self.engine.generations)) != self.expected and self.clients:
+            if self.session.ended:
+                raise Broken("ended", f"{count} generations: {self.text()}")
+            raise Broken("once", f"{count} generations: {self.text()}")
         for generation in self.engine.generations:
             listeners = sum(t.listeners for t in busy.values())
             if generation.state == "runs" and (self.session.ended or not listeners):
@@ -395,54 +352,37 @@ class World:
         for token, version, logprob in tokens:
             g = self.engine.generations[version]
             if chr(token) != g.letter or -logprob - 100 * version != 1:
-                raise Broken(
-                    "tokens",
-                    f"token {chr(token)} has version {version} and log-probability {logprob}",
-                )
+                why = f"token {chr(token)} has version {version} and log-probability {logprob}"
+                raise Broken("tokens", why)
         if len({logprob for *_, logprob in tokens}) < len(tokens):
             raise Broken("tokens", f"a token is trained twice: {tokens}")
 
     def check_export(self, exported: dict[str, Any]) -> None:
         self.check_tokens([row["tensors"] for row in exported.values()])
-        self.check_tokens(
-            [row.to_lists() for row in self.session.cache.export_interactions("concat").values()]
-        )
+        joined = self.session.cache.export_interactions("concat").values()
+        self.check_tokens([row.to_lists() for row in joined])
         texts: dict[str, str] = {}
         for name, row in exported.items():
-            mask, ids = row["tensors"]["loss_mask"], row["tensors"]["input_ids"]
-            texts[name] = "".join(
-                chr(token) for token, trained in zip(ids, mask) if trained and token
-            )
+            tokens = zip(row["tensors"]["input_ids"], row["tensors"]["loss_mask"])
+            texts[name] = "".join(chr(token) for token, trained in tokens if trained and token)
         for client in self.clients:
             if client.text and client.in_time and client.text not in texts.values():
-                raise Broken(
-                    "read",
-                    f"a client has read {client.text}, and the export has {[*texts.values()]}",
-                )
+                raise Broken("read", f"a client has read {client.text}, exported are {texts}")
+        asked = {name: row["messages"][-1]["content"] for name, row in exported.items()}
         for name, text in texts.items():
-            content = exported[name]["messages"][-1]["content"]
-            own = [
-                g
-                for g in self.engine.generations
-                if text and set(text) == {g.letter} and g.body == content
-            ]
-            if not own or len(text) != 1:
-                raise Broken("mixed", f"the answer to {content} has the tokens {text!r}")
+            bodies = [g.body for g in self.engine.generations if g.letter == text]
+            if bodies != [asked[name]]:
+                raise Broken("mixed", f"the answer to {asked[name]} has the tokens {text!r}")
         for body in self.bounds.bodies:
-            count = sum(row["messages"][-1]["content"] == body for row in exported.values())
-            if count > (calls := sum(c.body == body and not c.marked for c in self.clients)):
-                raise Broken(
-                    "once",
-                    f"{calls} calls of {body} became {count} exported turns: {[*texts.values()]}",
-                )
+            calls = sum(c.body == body and not c.marked for c in self.clients)
+            if (count := [*asked.values()].count(body)) > calls:
+                raise Broken("once", f"{calls} calls of {body} became {count} turns: {texts}")
         self.check_rewards(exported)
 
     def check_rewards(self, exported: dict[str, Any]) -> None:
         def final(name: str) -> float:
-            children = [final(other) for other in exported if exported[other]["parent"] == name]
-            return (name == self.rewarded) + DISCOUNT * (
-                sum(children) / len(children) if children else 0.0
-            )
+            below = [final(child) for child in exported if exported[child]["parent"] == name]
+            return (name == self.rewarded) + DISCOUNT * (sum(below) / len(below) if below else 0.0)
 
         for name, row in exported.items():
             if abs(row["reward"] - final(name)) > 1e-6:
@@ -450,13 +390,9 @@ class World:
 
     @property
     def is_goal(self) -> bool:
-        ended = all(client.status or client.hangup.done() for client in self.clients)
-        return (
-            ended
-            and self.exported is not None
-            and not self.proxy.sessions
-            and all(g.state == "over" for g in self.engine.generations)
-        )
+        answered = all(client.status or client.hangup.done() for client in self.clients)
+        is_gone = self.exported is not None and not self.proxy.sessions
+        return answered and is_gone and all(g.state == "over" for g in self.engine.generations)
 
 
 @dataclass
@@ -481,9 +417,8 @@ class TurnMachine(PathMachine):
                 world.check()
             except Broken as error:
                 broken = error
-            return State(
-                path, world.key(), tuple(world.possible()), broken, world.is_goal, world.text()
-            )
+            events = tuple(world.possible())
+            return State(path, world.key(), events, broken, world.is_goal, world.text())
         finally:
             world.loop.end()
 
