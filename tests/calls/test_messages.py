@@ -79,14 +79,14 @@ def test_every_turn_finds_its_parent_among_all_conversations() -> None:
     """The recorded requests are put in one session."""
     cache = InteractionCache()
     children: dict[str, Interaction] = {}
-    for k, line in enumerate(LINES):
+    for k, line in zip(map(str, range(len(LINES))), LINES):
         name = json.loads(line)["id"].rpartition("#")[0]
         line = line.replace("Zürich", f"Zürich {name}").replace('"hi"', f'"hi {name}"')
         parent, output, child = read(json.loads(line))
         response = ModelResponse([1], [2], [-1.0], [0], "stop")
         finished = Interaction(parent, model_response=response, output_message_list=output)
-        cache.enter(f"{k}", finished)
-        children[f"{k}"] = Interaction(child)
+        cache.enter(k, finished)
+        children[k] = Interaction(child)
     for k, call in children.items():
         assert cache.enter(f"child of {k}", call).parent is cache[k]
 
@@ -152,7 +152,11 @@ def test_a_changed_turn_is_not_recognised(mutant: tuple, extra: str, at: int) ->
 @given(st.text(), st.lists(st.text(), max_size=3))
 def test_null_empty_absent_and_parts_are_one_text(text: str, parts: list[str]) -> None:
     """A name and the marks of a cache count for nothing."""
-    empty = [{"role": "user", "content": None}, {"role": "user", "content": ""}, {"role": "user"}]
+    empty: list[Any] = [
+        {"role": "user", "content": None},
+        {"role": "user", "content": ""},
+        {"role": "user"},
+    ]
     assert len({*map(canonical, empty)}) == 1
     mark = {"type": "text", "cache_control": {"type": "ephemeral"}}
     split = {"role": "user", "content": [mark | {"text": part} for part in parts]}
@@ -333,7 +337,11 @@ def test_tool_choice_is_one_word(parse: Any, choice: Any, meaning: str) -> None:
     ask = parse(body_of(parse, tools=tools, tool_choice=choice))
     assert ask.tool_choice == meaning
     assert ask.callable_tools == ([] if meaning == "none" else ask.tools)
-    wrong = ["g", {"type": "function", "function": {"name": "g"}}, {"type": "web_search"}]
+    wrong: list[Any] = [
+        "g",
+        {"type": "function", "function": {"name": "g"}},
+        {"type": "web_search"},
+    ]
     wrong += [{"type": "allowed_tools", "mode": "auto", "tools": []}, {"type": []}, [], 3]
     for other in wrong:
         with pytest.raises(Refusal, match=r"^tool_choice"):
@@ -621,7 +629,7 @@ def test_a_thread_keeps_its_tools() -> None:
     assert parse_responses(body, FINISHED.get).tools == []
 
 
-REFERENCES = {
+REFERENCES: dict[str, dict[str, Any]] = {
     "rs_ab": {"type": "reasoning", "summary": []},
     "msg_ab": {"role": "assistant", "content": "Let me see."},
     "fc_ab_0": {
@@ -636,7 +644,7 @@ REFERENCES = {
 @pytest.mark.parametrize("named", [{*REFERENCES}, *({name} for name in REFERENCES), set()])
 def test_references_to_items_are_put_in(named: set[str]) -> None:
     """A client may send the id of an item of a reply instead of the item."""
-    items: list[dict[str, Any]] = [
+    items = [
         {"type": "item_reference", "id": name} if name in named else item
         for name, item in REFERENCES.items()
     ]

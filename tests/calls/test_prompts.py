@@ -157,7 +157,7 @@ def test_a_template_that_wants_a_call_before_its_result_is_rendered_in_full(
     tokenizer = with_template(tiny_tokenizer, HEAD + wants + "{{ m.content }}<|im_end|>\n" + TAIL)
     prompts, cache = PromptBuilder(tokenizer), InteractionCache()
     called = said("", ("f", {}))
-    tokens = {"model_response": ModelResponse([1], [2], [-1.0], [0])}
+    tokens: Any = {"model_response": ModelResponse([1], [2], [-1.0], [0])}
     cache.enter("a", Interaction([user("q")], output_message_list=[called], **tokens))
     result = {"role": "tool", "content": "r", "tool_call_id": "call_ab12_0"}
     messages = [user("q"), called, result]

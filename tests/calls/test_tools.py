@@ -26,7 +26,8 @@ def call(name: str = "f", arguments: str = "{}") -> str:
     return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
 
 
-F, G = ("f", {}), ("g", {})
+F: Any = ("f", {})
+G: Any = ("g", {})
 NESTED = {"a": "</think>", "b": [1, 2]}
 
 

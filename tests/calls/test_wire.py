@@ -208,15 +208,16 @@ async def test_a_stop_sequence_is_named(start: Start, stream: bool) -> None:
     harness = start("four. And five", "four")
     session = await harness.start()
     options: Any = {"model": "m", "max_tokens": 9, "stop_sequences": ["x", "And"]}
-    messages, ends = [user()], []
+    messages: list[Any] = [user()]
+    ends = []
     async with claude(harness, f"/{session}") as client:
         for _ in range(2):
             if stream:
                 async with client.messages.stream(messages=messages, **options) as events:
-                    message = await events.get_final_message()
+                    message: Any = await events.get_final_message()
             else:
                 message = await client.messages.create(messages=messages, **options)
-            block: Any = message.content[0]
+            block = message.content[0]
             ends.append((block.text, message.stop_reason, message.stop_sequence))
             messages += [{"role": "assistant", "content": block.text}, user("more")]
     assert ends == [("four. ", "stop_sequence", "And"), ("four", "end_turn", None)]

@@ -199,7 +199,7 @@ class World:
             await asyncio.shield(hangup)
             return {"type": "http.disconnect"}
 
-        scope = {"type": "http", "method": "POST", "path": "/", "query_string": b""}
+        scope: Any = {"type": "http", "method": "POST", "path": "/", "query_string": b""}
         scope |= {"path_params": path}
         headers = [(key.encode(), value.encode()) for key, value in ADMIN.items()]
         return Request(scope | {"headers": headers}, receive)
