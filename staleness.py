@@ -2,7 +2,7 @@
 
 A rollout starts under one policy version, and a later step trains on it. The **lag** of a token is
 the version of that step minus the version that generated the token. The **age** of a group is the
-lag of its oldest token. eta (`max_head_offpolicyness`) bounds the age; eta = 0 is synchronous.
+lag of its oldest trained token. eta (`max_head_offpolicyness`) bounds it; eta = 0 is synchronous.
 
 **The gate** (write-up, 1.2). A step consumes B groups. At version v there are (eta + v + 1) B
 places. Every running group and every group accepted since the run began holds one:
@@ -38,7 +38,7 @@ class VersionProvider(Protocol):
 
 
 class StalenessError(AssertionError):
-    """A group starts through a closed gate, or is consumed too old or newer than the policy."""
+    """A group is consumed too old, or is newer than the policy."""
 
 
 @dataclass
@@ -65,13 +65,6 @@ class StalenessManager:
     max_staleness: int  # eta
     _stat: RolloutStat = field(default_factory=RolloutStat, init=False)
 
-    def __post_init__(self) -> None:
-        if self.max_staleness < 0:
-            raise ValueError(f"max_staleness (eta) must be 0 or more, not {self.max_staleness}")
-
-    def __repr__(self) -> str:
-        return f"StalenessManager(version={self.version_provider.get_version()}, {self._stat})"
-
     def get_capacity(self) -> int:
         """How many groups may start now; none if it is 0 or less.
 
@@ -79,9 +72,8 @@ class StalenessManager:
         """
         version, stat = self.version_provider.get_version(), self._stat
         places = (self.max_staleness + version + 1) * self.consumer_batch_size
-        return min(
-            self.max_concurrent_rollouts - stat.running, places - (stat.accepted + stat.running)
-        )
+        free = places - (stat.accepted + stat.running)
+        return min(self.max_concurrent_rollouts - stat.running, free)
 
     def get_pending_limit(self) -> int:
         """(eta + 1) B: how many prompts wait ready to start."""
@@ -121,12 +113,7 @@ class StalenessManager:
         self._stat.enqueued += 1
 
     def on_rollout_submitted(self) -> None:
-        """An enqueued group starts. Raises StalenessError if no place is free."""
-        version, stat = self.version_provider.get_version(), self._stat
-        if (
-            stat.accepted + stat.running
-        ) // self.consumer_batch_size > self.max_staleness + version:
-            raise StalenessError(f"a group starts at version {version}, but the gate is closed")
+        """An enqueued group starts. The caller has asked get_capacity."""
         self._move("enqueued", "running")
 
     def on_rollout_accepted(self) -> None:

@@ -89,16 +89,15 @@ def start_rollout(run: Run) -> None:
     run.executor = WorkflowExecutor(
         engine,
         rollout,
-        gate=gate,
+        gate,
         tokenizer=run.inputs.tokenizer,
         gconfig=config.gconfig,
+        eval_gconfig=config.evaluation_gconfig,
         seed=config.seed,
         proxy=proxy,
         dump_dir=run.run_dir,
     )
-    run.stack.callback(run.executor.destroy)
-    run.evaluation = run.executor.for_evaluation(config.evaluation_gconfig)
-    run.fleet.watch(run.executor.fail)
+    run.fleet.watch(run.executor.dispatcher.fail)
     run.engine = engine
 
 
@@ -203,7 +202,7 @@ class PPOTrainer:
         # 7. Evaluate, and save the model as a Hugging Face folder.
         is_last = step == run.last_step
         if is_due(step, config.evaluator.interval):
-            metrics |= share(evaluate(run.evaluation, run.inputs) if run.evaluation else None)
+            metrics |= share(evaluate(run.executor, run.inputs) if run.executor else None)
         if is_last or is_due(step, config.saver.interval):
             save_model(actor, run.run_dir, step, [*run.history, metrics])
 
@@ -254,7 +253,7 @@ def evaluate_only(run: Run) -> None:
         run.inputs = load_inputs(run.config)
         run.record()
         start_rollout(run)
-        conclude(run.run_dir, evaluate(run.evaluation, run.inputs))
+        conclude(run.run_dir, evaluate(run.executor, run.inputs))
 
 
 def train_or_evaluate(run: Run) -> None:

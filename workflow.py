@@ -33,6 +33,7 @@ import inspect
 import logging
 import math
 import os
+import pickle
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -49,7 +50,7 @@ from inference.io_struct import GenerationHyperparameters, ModelRequest, ModelRe
 from inference.wire import PerLoop, make_transport, many_connections
 from rollout.reward import AsyncRewardWrapper, parse_rewards
 from rollout.trajectory import Trajectory, check_trajectory_format, concat_padded_tensors
-from rollout.workers import WorkerPool, check_importable, run_agent, within, without_exit
+from rollout.workers import pools, run_agent, within
 
 logger = logging.getLogger("pocket_areal.workflow")
 
@@ -199,30 +200,30 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> EpisodeResult:
         members = (self._run_member(i, engine, data) for i in range(self.group_size))
-        results = await asyncio.gather(*members, return_exceptions=True)
+        results = await asyncio.gather(*members)
         failures = [result for result in results if isinstance(result, BaseException)]
         if len(failures) == self.group_size:
             raise failures[0]
-        for failure in failures:
-            where = f"task {_context.get().task_id}"
-            logger.warning("%s: a member of the group failed", where, exc_info=failure)
         if failures:
             self.on_failures(len(failures))
-        episodes: list[Any] = [x for x in results if x is not None and x not in failures]
+        episodes = [x for x in results if x is not None and x not in failures]
         if not episodes:
             return None
-        if not all(map(is_interactions, episodes)):
-            # `parents` counts the rows of one member, so it has no meaning in the group.
-            rows = [{k: x for k, x in to_tensors(e).items() if k != "parents"} for e in episodes]
-            return concat_padded_tensors(rows)
-        return {key: value for episode in episodes for key, value in episode.items()}
+        if is_interactions(episodes[0]):
+            return {key: value for episode in episodes for key, value in episode.items()}
+        return concat_padded_tensors(episodes)
 
-    async def _run_member(self, i: int, engine: Any, data: dict[str, Any]) -> EpisodeResult:
+    async def _run_member(self, i: int, engine: Any, data: dict[str, Any]) -> Any:
+        """A member's result, or its exception: a SystemExit in a task would end the event loop."""
         workflow_context.set(_context.get()._replace(sample_idx=i))
-        result = await without_exit(self.workflow.arun_episode(engine, copy.deepcopy(data)))
-        if result is not None and not is_interactions(result):
-            check_trajectory_format(result)
-        return result
+        try:
+            result = await self.workflow.arun_episode(engine, copy.deepcopy(data))
+            if result is not None and not is_interactions(result):
+                check_trajectory_format(result)
+            return result
+        except BaseException as error:
+            logger.warning("member %s of a group failed", _context.get().name, exc_info=error)
+            return error
 
 
 async def keep_open() -> None:
@@ -239,7 +240,6 @@ def make_agents_client() -> Any:
 # What the episodes of one event loop share.
 _rl_transport = PerLoop(make_transport)
 _agents_client = PerLoop(make_agents_client, openai.DefaultAioHttpClient.aclose)
-_agents_pool = functools.cache(lambda size: PerLoop(lambda: WorkerPool(size)))
 
 
 @dataclass(eq=False)
@@ -257,19 +257,16 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
     sampling: dict[str, Any] = field(default_factory=dict)  # the session's defaults
 
     def __post_init__(self) -> None:
-        self.name = f"agent {type(self.agent).__name__}"
         if self.mode == "subproc":
-            remedy = "define its class at the top of a module and make clients in `run`"
-            check_importable(self.agent, self.name, f"{remedy}, or set rollout.openai.mode=inline")
+            pickle.dumps(self.agent)  # fails now rather than in every episode
         # OpenAI's SDK wants some key. The proxy knows a session by its URL.
         os.environ.setdefault("OPENAI_API_KEY", "DUMMY")
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> EpisodeResult:
         if self.mode == "inline":
-            http_client = await _agents_client.get()
-            run = functools.partial(self.agent.run, data, http_client=http_client)
-            return await self._episode(run)
-        pool = await _agents_pool(self.subproc_max_workers).get()
+            client = await _agents_client.get()
+            return await self._episode(functools.partial(self.agent.run, data, http_client=client))
+        pool = await pools(self.subproc_max_workers).get()
         async with pool.worker() as worker:  # a session starts only when a process is free
             return await self._episode(functools.partial(worker.call, run_agent, self.agent, data))
 
@@ -278,14 +275,13 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
         urls = [self.proxy_addr] if isinstance(self.proxy_addr, str) else self.proxy_addr
         url = urls[((context.task_id or 0) + context.sample_idx) % len(urls)]
         where = await _rl_transport.get(), url, self.admin_key, context.name
-        whose = f"{self.name} in task {context.name}"
+        whose = f"agent {type(self.agent).__name__} in task {context.name}"
         limit = f"{self.episode_timeout:g} s (rollout.openai.episode_timeout_seconds)"
-        words = f"{whose} took longer than {limit} and was cancelled"
         async with OpenAIProxyClient(*where, grant=True, sampling=self.sampling) as client:
             work = run(base_url=client.session_url, api_key=client.api_key)
-            rewards = parse_rewards(await within(self.episode_timeout, work, words), whose)
+            found = await within(self.episode_timeout, work, f"{whose} took longer than {limit}")
             options = {"discount": self.discount, "style": self.export_style}
-            interactions = await client.finish(rewards, **options)
+            interactions = await client.finish(parse_rewards(found, whose), **options)
         # Side conversations have no reward. They come first: the last row has the episode's.
         side = {key: value for key, value in interactions.items() if value.reward is None}
         return side | interactions if client.rewarded_count else None
@@ -309,20 +305,15 @@ def resolve_workflow(
     `proxy`: arguments of OpenAIProxyWorkflow, for agents. `defaults`: gconfig and tokenizer, for a
     workflow class that takes them.
     """
-    resolved = import_named(workflow)
-    cls = resolved if inspect.isclass(resolved) else type(resolved)
-    is_workflow = issubclass(cls, RolloutWorkflow)
-    if not is_workflow and not inspect.iscoroutinefunction(getattr(resolved, "run", None)):
-        agent = "an agent, which has `async def run(self, data, **extra_kwargs)`"
-        raise TypeError(f"{workflow!r} is neither a RolloutWorkflow nor {agent}")
-    if resolved is cls:
-        takes = inspect.signature(cls).parameters if is_workflow else ()
-        known = {key: value for key, value in (defaults or {}).items() if key in takes}
-        resolved = cls(**known | (workflow_kwargs or {}))
-    elif workflow_kwargs:
-        raise ValueError(f"workflow_kwargs: {workflow!r} is an object already; give its class")
-    if not is_workflow:
-        if proxy is None:
-            raise ValueError(f"{cls.__name__} is an agent, and agents need a proxy")
-        resolved = OpenAIProxyWorkflow(resolved, **proxy)
+    resolved, kwargs = import_named(workflow), workflow_kwargs or {}
+    if inspect.isclass(resolved) and issubclass(resolved, RolloutWorkflow):
+        takes = inspect.signature(resolved).parameters
+        kwargs = {k: x for k, x in (defaults or {}).items() if k in takes} | kwargs
+    if inspect.isclass(resolved) or kwargs:
+        resolved = resolved(**kwargs)
+    if not isinstance(resolved, RolloutWorkflow):
+        if not inspect.iscoroutinefunction(getattr(resolved, "run", None)):
+            agent = "an agent, which has `async def run(self, data, **extra_kwargs)`"
+            raise TypeError(f"{workflow!r} is neither a RolloutWorkflow nor {agent}")
+        resolved = OpenAIProxyWorkflow(resolved, **(proxy or {}))
     return GroupedRolloutWorkflow(resolved, group_size) if group_size > 1 else resolved

@@ -119,11 +119,11 @@ def train(update: str, words: list[str]) -> int:
 
         def push(self, version: int) -> None:
             executor = self.run.executor
-            executor.pause()
+            executor.dispatcher.pause()
             while executor.stats.running:
                 time.sleep(0.001)
             super().push(version)
-            executor.resume()
+            executor.dispatcher.resume()
 
     kind = {"interrupt": PPOTrainer, "drain": Drained}[update]
     return main(begun, lambda run: kind(run.config, run).train())

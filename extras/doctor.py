@@ -516,9 +516,9 @@ class Doctor:
         """Look at the running step every second, until the run ends or a strict doctor ends it."""
         executor = self.run.executor
         step, before = self.step, asdict(executor.stats)
-        while not self.over.wait(1.0) and executor.loop.thread.is_alive():
+        while not self.over.wait(1.0) and executor.dispatcher.thread.is_alive():
             found = []
-            if where := find_blocker(executor.loop, BLOCKED_SECONDS, self.over):
+            if where := find_blocker(executor.dispatcher, BLOCKED_SECONDS, self.over):
                 measured = f"{BLOCKED_SECONDS:g} s in {where}"
                 found = [describe(self.step + 1, "blocked_loop", measured)]
             now = asdict(executor.stats)
@@ -530,7 +530,7 @@ class Doctor:
             try:
                 self.report(found)
             except Unhealthy as error:
-                return executor.fail(error)
+                return executor.dispatcher.fail(error)
 
 
 class Strict(Doctor):

@@ -293,12 +293,14 @@ class Replay:
         self.running += due
 
         # 2. Wait for all tokens of this version, because the push replaces it.
-        executor.loop.run(self.until_generated(version))
+        executor.dispatcher.run(self.until_generated(version))
 
         # 3. Consume the recorded groups in their order.
         tasks = self.recorded.steps[version]
         groups = [executor.wait_for_task(task) for task in tasks]
-        executor.loop.run(self.until_generated(version))  # finds what came after the last call
+        executor.dispatcher.run(
+            self.until_generated(version)
+        )  # finds what came after the last call
         for task, group in zip(tasks, groups):
             if group is None:
                 raise self.differs(task, "its group is rejected")

@@ -3,7 +3,9 @@
 A training step needs B finished groups, and an episode takes seconds to minutes, so as many groups
 run as the staleness gate allows. `DispatchState` makes all decisions, in methods without clock,
 thread or lock: the simulator runs them in virtual time, and the exploration runs through every
-order of events (docs/protocol.md). `BatchTaskDispatcher` carries them out in the event loop.
+order of events (docs/protocol.md). `BatchTaskDispatcher` carries them out in one event loop, where
+hundreds of episodes wait for tokens at the same time. The state changes in this loop alone, so
+nothing guards it; the trainer's thread hands work in, and waits.
 
 The write-up has a producer and a consumer thread that poll. Here they are what happens at an event:
 when the gate may have opened, `_produce` starts tasks; when a task ends, `_run` records how.
@@ -15,19 +17,23 @@ than eta versions old: staleness.py has the proof, and `take` checks it.
 
 A task that returns None is rejected and another one is drawn; one that raises has also failed. The
 run stops after `max_failures` failures in a row, or when as many were rejected and none was ever
-accepted. Every call raises RuntimeError then, from the first error.
+accepted: from then on, every call raises the reason.
 
 Not promised: what wait_for_task returns belongs to no batch, and its age is not checked.
 """
 
 import asyncio
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextvars import Context
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from rollout.loop import RolloutLoop
+import uvloop
+
 from staleness import StalenessManager
 
 
@@ -47,12 +53,8 @@ class DispatchState:
     order: OrderedDict[int, Any] = field(default_factory=OrderedDict)  # results; None: running
     rejected: set[int] = field(default_factory=set)
     paused: bool = False
-    failure: tuple[str, BaseException] | None = None  # why the run stops
-    errors_in_a_row: int = 0
-    first_error: Any = None  # of those in a row: (task id, exception)
-
-    def __post_init__(self) -> None:
-        self.max_failures = self.max_failures or max(8, 2 * self.manager.consumer_batch_size)
+    errors: list[tuple[int, BaseException]] = field(default_factory=list)  # those in a row
+    failure: BaseException | None = None  # why the run stops
 
     # ---- questions
 
@@ -99,8 +101,7 @@ class DispatchState:
     def finish(self, task_id: int, data: Any, error: BaseException | None = None) -> None:
         """A task has ended: accepted with data, else rejected, and with an error also failed."""
         self.trace("finish", task_id)
-        self.errors_in_a_row = self.errors_in_a_row + 1 if error else 0
-        self.first_error = self.first_error if error else None
+        self.errors = [*self.errors, (task_id, error)] if error else []
         if data is not None:
             self.order[task_id] = data
             if self.stale != "wait":
@@ -113,19 +114,20 @@ class DispatchState:
         self.manager.on_rollout_rejected(failed=error is not None)
         if error:
             self.trace("fail", task_id)
-            self.first_error = self.first_error or (task_id, error)
         self.trace("reject", task_id)
-        stat = self.manager.get_stats()
-        if self.errors_in_a_row >= self.max_failures:
-            first, cause = self.first_error
-            words = f"{self.errors_in_a_row} tasks failed one after another"
-            self.failure = f"{words}, first task {first}: {cause!r}", cause
-        elif stat.rejected >= self.max_failures and not (
-            stat.accepted + stat.dropped + stat.withdrawn
-        ):
-            words = f"{stat.rejected} groups were rejected and none was accepted: look at"
-            hint = "should_accept_fn, and at why the workflow returns None (an agent: no reward)"
-            self.failure = f"{words} {hint}", ValueError("no group was accepted")
+        stat, words = self.manager.get_stats(), ""
+        most = self.max_failures or max(8, 2 * self.manager.consumer_batch_size)
+        if len(self.errors) >= most:
+            first, error = self.errors[0]
+            words = f"{most} tasks failed one after another, first task {first}: {error!r}"
+        elif stat.rejected >= most and not stat.accepted + stat.dropped + stat.withdrawn:
+            words = (
+                f"{stat.rejected} groups were rejected and none was accepted: look at "
+                "should_accept_fn, and at why the workflow returns None (an agent: no reward)"
+            )
+        if words:
+            self.failure = RuntimeError(words)
+            self.failure.__cause__ = error
 
     def take(self, count: int) -> list[Any]:
         """Consume the next `count` groups, or return [] if one of them is not finished.
@@ -155,7 +157,7 @@ class DispatchState:
         if task_id in self.rejected:
             self.rejected.remove(task_id)
             return [None]
-        if task_id not in self.pending and task_id not in self.order:
+        if task_id not in self.in_flight():
             raise ValueError(f"task {task_id} was never submitted, or its result was taken")
         if self.order.get(task_id) is None:
             return []
@@ -164,32 +166,34 @@ class DispatchState:
 
 
 class BatchTaskDispatcher:
-    """Runs submitted tasks in the loop, and returns results that are not too old.
+    """Runs submitted tasks in its loop, and returns results that are not too old.
 
     `task_factory(task)` makes the coroutine of a task, whose result is a prompt group, or None to
     reject it. The methods are for the trainer's thread.
     """
 
     def __init__(
-        self,
-        task_factory: Callable[[Any], Coroutine[Any, Any, Any]],
-        state: DispatchState,
-        loop: RolloutLoop,
+        self, task_factory: Callable[[Any], Coroutine[Any, Any, Any]], state: DispatchState
     ) -> None:
-        self.task_factory, self.state, self.loop = task_factory, state, loop
+        self.task_factory, self.state = task_factory, state
+        self.stopped: Future = Future()  # its exception ends every call
+        self.interrupted = False
         self._news = asyncio.Event()  # set for a moment at every event
-        self._interrupts: list[type[BaseException]] = []
+        self._running: set[asyncio.Task] = set()  # the loop itself keeps no task alive
+        self._loop, self._end = uvloop.new_event_loop(), asyncio.Event()
+        self.thread = threading.Thread(target=self._main, name="rollout", daemon=True)
+        self.thread.start()
 
     def submit_task_input(self, task: Any) -> None:
         """Enqueue a task, which starts as soon as the gate admits it."""
-        self._do(self.state.enqueue, task)
+        self.run(self._event(self.state.enqueue, task))
 
     def wait_results(self, count: int, timeout: float | None = None) -> list[Any]:
         """Wait for the next `count` results, in the order of `next_groups`.
 
         Raises TimeoutError or StalenessError, and then consumes nothing.
         """
-        return self._wait(self.state.take, count, timeout)
+        return self._wait(lambda: self.state.take(count), timeout)
 
     def wait_for_task(self, task_id: int, timeout: float | None = None) -> Any:
         """Wait for one task: its result, or None if it was rejected.
@@ -197,89 +201,115 @@ class BatchTaskDispatcher:
         It is in no batch then, and its place at the gate is free. Raises TimeoutError, and
         ValueError for an unknown id.
         """
-        return self._wait(self.state.take_task, task_id, timeout)[0]
+        return self._wait(lambda: self.state.take_task(task_id), timeout)[0]
 
     def active_submit_and_wait(self, tasks: Iterator[Any], batch_size: int) -> list[Any]:
         """Return a batch. Tasks are drawn from an endless iterator, so that enough are ready to
         start, also while the trainer trains on this batch."""
 
-        def take(count: int) -> Any:
-            return self.state.take(count) or not self.state.pending
+        def take() -> list[Any]:
+            batch = self.state.take(batch_size)
+            missing = self.state.manager.get_pending_limit() - len(self.state.pending)
+            for task in islice(tasks, max(0, missing)):
+                self.state.enqueue(task)
+            return batch
 
-        batch: Any = True
-        while batch is True:  # nothing is pending
-            self._top_up(tasks)
-            batch = self._wait(take, batch_size)
-        self._top_up(tasks)
-        return batch
+        return self._wait(take)
 
     def in_flight(self) -> set[int]:
         """The tasks that a later step may consume."""
-        return self._do(self.state.in_flight)
+        return self.run(self._event(self.state.in_flight))
 
     def pause(self) -> None:
         """Start nothing until `resume`. What runs goes on."""
-        self._do(setattr, self.state, "paused", True)
+        self.run(self._event(setattr, self.state, "paused", True))
 
     def resume(self) -> None:
-        self._do(setattr, self.state, "paused", False)
+        self.run(self._event(setattr, self.state, "paused", False))
 
     def on_new_version(self) -> None:
         """The version has grown, so the gate may admit more."""
-        self._do(self.state.may_start)
+        self.run(self._event(self.state.may_start))
 
-    def interrupt(self, error: type[BaseException]) -> None:
-        """Raise `error` in the call that waits now, or in the next one."""
-        self.loop.call_soon(self._event, self._interrupts.append, error)
+    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """Run `work` in the loop and wait for its result; Ctrl-C ends the wait.
 
-    def fail(self, error: BaseException, message: str = "") -> None:
-        """Stop the run: from now on, every call raises RuntimeError(message) from `error`."""
-        self.loop.fail(message or f"the rollout cannot go on: {error!r}", error)
+        After `fail` it raises the reason, even if an episode blocks the loop.
+        """
+        if self.stopped.done():
+            work.close()
+            return self.stopped.result()
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            wait([future, self.stopped], return_when=FIRST_COMPLETED)
+            return (self.stopped if self.stopped.done() else future).result()
+        finally:
+            future.cancel()
 
-    def _do(self, change: Callable[..., Any], *args: Any) -> Any:
-        async def act() -> Any:
-            return self._event(change, *args)
+    # ---- for any thread
 
-        return self.loop.run(act())
+    def call_soon(self, function: Callable[[], Any]) -> None:
+        """Call a function in the loop, and do not wait for it."""
+        self._loop.call_soon_threadsafe(function)
 
-    def _wait(self, attempt: Callable[[int], Any], arg: int, timeout: float | None = None) -> Any:
-        """Call `attempt(arg)` in the loop after every event, until its result is true."""
+    def interrupt(self) -> None:
+        """Raise KeyboardInterrupt in the call that waits for results now, and in later ones."""
+        self.interrupted = True
+        self.call_soon(self._wake)
+
+    def fail(self, error: BaseException) -> None:
+        """Stop the run: from now on, every call raises `error`. The first reason stays."""
+        if not self.stopped.done():
+            self.stopped.set_exception(error)
+
+    def destroy(self) -> None:
+        """Cancel the episodes, let them clean up, and end the thread. May be repeated."""
+        self.fail(RuntimeError("the rollout is destroyed"))
+        if self.thread.is_alive():
+            self.call_soon(self._end.set)
+            self.thread.join(timeout=10)
+
+    # ---- in the loop
+
+    def _main(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._end.wait())  # then it cancels the episodes and waits for them
+
+    def _wait(self, attempt: Callable[[], Any], timeout: float | None = None) -> Any:
+        """Call `attempt` in the loop after every event, until its result is true."""
 
         async def until() -> Any:
             async with asyncio.timeout(timeout):
-                while not self._interrupts:
-                    result = attempt(arg)
-                    self._produce()  # what was dropped or withdrawn has freed places
+                while not self.interrupted:
+                    result = attempt()
+                    self._produce()  # a dropped or withdrawn group has freed its place
                     if result:
                         return result
                     await self._news.wait()
 
-        if result := self.loop.run(until()):
+        if result := self.run(until()):
             return result
-        raise self._interrupts.pop()  # not in the loop, which a KeyboardInterrupt would end
+        raise KeyboardInterrupt  # not in the loop, which it would end
 
-    def _top_up(self, tasks: Iterator[Any]) -> None:
-        """Submit tasks until enough are pending. How many that is is counted once, because a task
-        may start at once."""
-        missing = self.state.manager.get_pending_limit() - len(self.state.pending)
-        for task in islice(tasks, max(0, missing)):
-            self.submit_task_input(task)
-
-    # ---- in the loop
-
-    def _event(self, change: Callable[..., Any], *args: Any) -> Any:
+    async def _event(self, change: Callable[..., Any], *args: Any) -> Any:
         """Change the state, start what may start now, and wake who waits."""
         result = change(*args)
         self._produce()
-        self._news.set()
-        self._news.clear()
+        self._wake()
         return result
 
     def _produce(self) -> None:
         for task in self.state.start():
-            self.loop.start(self._run(task))
+            # Its context is empty, not that of whoever opened the gate.
+            running = asyncio.create_task(self._run(task), context=Context())
+            self._running.add(running)
+            running.add_done_callback(self._running.discard)
         if self.state.failure:
-            self.loop.fail(*self.state.failure)
+            self.fail(self.state.failure)
+
+    def _wake(self) -> None:
+        self._news.set()
+        self._news.clear()
 
     async def _run(self, task: Any) -> None:
         data, error = None, None
@@ -287,8 +317,8 @@ class BatchTaskDispatcher:
             data = await self.task_factory(task)
         except BaseException as raised:  # also the SystemExit of an agent
             error = raised
-        if not self.loop.failed.done():  # else this task was cancelled, and stays open
-            try:
-                self._event(self.state.finish, task.task_id, data, error)
-            except Exception as broken:  # in a listener
-                self.fail(broken)
+        try:
+            if not self.stopped.done():  # else this task was cancelled, and stays open
+                await self._event(self.state.finish, task.task_id, data, error)
+        except Exception as broken:  # in a listener
+            self.fail(broken)

@@ -18,31 +18,29 @@ means consumed or rejected. With the positions 0 to 7 drawn and 0 to 3 trained o
 holds {"next_id": 8, "open": [4, 5, 6, 7]}: four episodes run again, and then comes position 8.
 
 **Not promised**: a restart with a second dataloader, or after `submit`, which also takes an id; and
-an end of rollout_batch on an executor whose gate other groups fill. An evaluation has its own
-executor, `for_evaluation()`, without a gate.
+an end of rollout_batch on an executor whose gate other groups fill.
 """
 
 import asyncio
 import copy
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import workflow as workflows
 from calls.client import ProxyAddress
 from inference.io_struct import GenerationHyperparameters
 from rollout import trajectory
 from rollout.dispatcher import BatchTaskDispatcher, DispatchState
-from rollout.loop import RolloutLoop
 from rollout.trajectory import Trajectory
 from run.config import RolloutConfig
-from staleness import RolloutStat, StalenessError, StalenessManager
+from staleness import RolloutStat, StalenessManager
 
 logger = logging.getLogger("pocket_areal.executor")
 
-NO_LIMIT = 10**12  # an evaluation's largest age, and its most failures
 ROLLOUT_METHODS = "submit", "wait", "wait_for_task", "rollout_batch", "prepare_batch"
 Sample = dict[str, Any]
 Kwargs = dict[str, Any] | None
@@ -55,7 +53,7 @@ class RolloutTask(NamedTuple):
     data: Sample
     workflow: workflows.RolloutWorkflow
     should_accept: Any
-    is_eval: bool
+    is_eval: bool = False
 
 
 @dataclass(eq=False, repr=False)
@@ -63,52 +61,36 @@ class WorkflowExecutor:
     """The rollout methods of an engine, which it attaches to the engine.
 
     They take a workflow or agent in any form that `resolve_workflow` reads. `group_size` is the
-    number of episodes per prompt.
+    number of episodes per prompt; without it, that of the configuration.
     """
 
     engine: Any
     config: RolloutConfig
+    gate: StalenessManager
     tokenizer: Any = None
     gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
+    eval_gconfig: GenerationHyperparameters | None = None
     seed: int | None = None
     proxy: ProxyAddress | None = None  # for agents
     dump_dir: Path | None = None
-    gate: Any = None  # a StalenessManager; None: make one
-    loop: RolloutLoop = field(default_factory=RolloutLoop)
-    evaluation: bool = False
 
     def __post_init__(self) -> None:
-        config, size = self.config, self.config.consumer_batch_size or 1
-        eta = NO_LIMIT if self.evaluation else config.max_head_offpolicyness
-        concurrent = config.max_concurrent_rollouts or (config.max_head_offpolicyness + 1) * size
-        self.gate = self.gate or StalenessManager(self.engine, concurrent, size, eta)
         self.listeners: list[Listener] = []
-        mask = config.stale == "mask"
         state = DispatchState(
             self.gate,
-            trajectory.oldest_trained if mask else trajectory.head_version,
-            config.stale,
+            trajectory.head_version,
+            self.config.stale,
             trajectory.without_older,
-            NO_LIMIT if self.evaluation else 0,
-            self._tell,
+            trace=self._tell,
         )
-        self.dispatcher = BatchTaskDispatcher(self._run_episode, state, self.loop)
+        self.dispatcher = BatchTaskDispatcher(self._run_episode, state)
         self._next_id = self._resume_at = 0  # positions below resume_at were drawn before a
         self._reopened = set[int]()  # restart, and run again only if they were open
         self._streams: dict[Any, Iterator[Sample]] = {}  # of each dataloader
         self._keys: dict[type, frozenset[str]] = {}  # of each workflow's first trajectory
-        if not self.evaluation:
-            self.engine.executor = self
-            for method in ROLLOUT_METHODS:
-                setattr(self.engine, method, getattr(self, method))
-
-    def __getattr__(self, name: str) -> Any:
-        """wait_for_task, pause, resume, on_new_version, interrupt and fail are the dispatcher's."""
-        return getattr(self.dispatcher, name)
-
-    def for_evaluation(self, gconfig: GenerationHyperparameters | None = None) -> Self:
-        """A second executor, without a gate and with other sampling. It ends with this one."""
-        return replace(self, gconfig=gconfig or self.gconfig, gate=None, evaluation=True)
+        self.engine.executor = self.dispatcher
+        for method in ROLLOUT_METHODS:
+            setattr(self.engine, method, getattr(self, method))
 
     @property
     def stats(self) -> RolloutStat:
@@ -126,7 +108,7 @@ class WorkflowExecutor:
         is_eval: bool = False,
     ) -> int:
         """Enqueue one prompt, and return its task id for wait_for_task."""
-        how = self._resolve(workflow, workflow_kwargs, should_accept_fn, group_size, is_eval)
+        how = self._resolve(workflow, workflow_kwargs, should_accept_fn, group_size)
         task = RolloutTask(self._new_id(), data, *how, is_eval)
         self.dispatcher.submit_task_input(task)
         return task.task_id
@@ -134,6 +116,10 @@ class WorkflowExecutor:
     def wait(self, count: int, timeout: float | None = None) -> Trajectory:
         """The next `count` accepted groups as one batch. Raises TimeoutError."""
         return trajectory.concat_padded_tensors(self.dispatcher.wait_results(count, timeout))
+
+    def wait_for_task(self, task_id: int, timeout: float | None = None) -> Trajectory | None:
+        """The group of one task, or None if it was rejected. Raises TimeoutError."""
+        return self.dispatcher.wait_for_task(task_id, timeout)
 
     def rollout_batch(
         self,
@@ -147,10 +133,7 @@ class WorkflowExecutor:
         """Run all prompts, and return the accepted groups as one batch, in the prompts' order."""
         how = workflow, workflow_kwargs, should_accept_fn, group_size, is_eval
         groups = [self.wait_for_task(i) for i in [self.submit(sample, *how) for sample in data]]
-        accepted = [group for group in groups if group is not None]
-        if not accepted:
-            raise RuntimeError(f"none of {len(groups)} rollouts was accepted: {self.stats}")
-        return trajectory.concat_padded_tensors(accepted)
+        return trajectory.concat_padded_tensors([x for x in groups if x is not None])
 
     def prepare_batch(
         self,
@@ -164,10 +147,31 @@ class WorkflowExecutor:
         size, expected = dataloader.batch_size, self.gate.consumer_batch_size
         if size != expected:
             raise ValueError(f"consumer_batch_size={expected} must equal {size}, the dataloader's")
-        how = self._resolve(workflow, workflow_kwargs, should_accept_fn, group_size, False)
-        tasks = (RolloutTask(i, sample, *how, False) for i, sample in self._draw(dataloader))
+        how = self._resolve(workflow, workflow_kwargs, should_accept_fn, group_size)
+        tasks = (RolloutTask(i, sample, *how) for i, sample in self._draw(dataloader))
         groups = self.dispatcher.active_submit_and_wait(tasks, size)
         return trajectory.concat_padded_tensors(groups)
+
+    def evaluate(self, samples: Iterable[Sample], workflow: Any) -> list[Trajectory | None]:
+        """Run one episode per sample, and return its result, or None if it is rejected or fails.
+
+        No step trains on them, so they run beside the gate. Agents are sampled by `eval_gconfig`.
+        """
+        sampling = (self.eval_gconfig or self.gconfig).new(n_samples=1).model_dump()
+        how = self._resolve(workflow, None, None, 1, sampling)
+        places = asyncio.Semaphore(self.gate.max_concurrent_rollouts)
+
+        async def play(task_id: int, sample: Sample) -> Trajectory | None:
+            async with places:
+                try:
+                    return await self._run_episode(RolloutTask(task_id, sample, *how, True))
+                except BaseException:  # it is in the log
+                    return None
+
+        async def play_all() -> list[Trajectory | None]:
+            return await asyncio.gather(*map(play, count(), samples))
+
+        return self.dispatcher.run(play_all())
 
     def _new_id(self) -> int:
         self._next_id += 1
@@ -181,26 +185,26 @@ class WorkflowExecutor:
                 yield task_id, sample
 
     def _resolve(
-        self, workflow: Any, kwargs: Kwargs, accept: Accept, group_size: int | None, is_eval: bool
+        self,
+        workflow: Any,
+        kwargs: Kwargs,
+        accept: Accept,
+        group_size: int | None,
+        sampling: dict[str, Any] | None = None,
     ) -> tuple[workflows.RolloutWorkflow, Any]:
-        n_samples, openai = self.gconfig.n_samples, self.config.openai
-        group_size = group_size or self.config.group_size or n_samples
-        if not is_eval and n_samples not in (1, group_size):
-            raise ValueError(f"{group_size=} and gconfig.n_samples={n_samples} are one number")
+        openai = self.config.openai
         proxy = self.proxy and {
-            "proxy_addr": self.proxy.proxy_addr,
-            "admin_key": self.proxy.admin_key,
+            **self.proxy._asdict(),
             "mode": openai.mode,
             "subproc_max_workers": openai.subproc_max_workers,
             "discount": openai.turn_discount,
             "export_style": openai.export_style,
             "episode_timeout": openai.episode_timeout_seconds,
-            "sampling": self.gconfig.new(n_samples=1).model_dump() if self.evaluation else {},
+            "sampling": sampling or {},
         }
         defaults = {"gconfig": self.gconfig, "tokenizer": self.tokenizer}
-        run = workflows.resolve_workflow(
-            workflow, kwargs, group_size, proxy=proxy, defaults=defaults
-        )
+        size = group_size or self.config.group_size or self.gconfig.n_samples
+        run = workflows.resolve_workflow(workflow, kwargs, size, proxy=proxy, defaults=defaults)
         if isinstance(run, workflows.GroupedRolloutWorkflow):
             run.on_failures = self.gate.on_members_failed
         return run, workflows.import_named(accept)
@@ -217,12 +221,6 @@ class WorkflowExecutor:
         """Go on from a `state_dict` that was made at `version`. Call this before anything runs."""
         self._resume_at, self._reopened = state["next_id"], set(state["open"])
         self.gate.on_version_recovered(version)
-
-    def destroy(self) -> None:
-        """Cancel what runs, and detach from the engine. May be repeated."""
-        if not self.evaluation:
-            self.loop.destroy()
-            self.engine.executor = None
 
     # ---- in the loop
 
@@ -244,17 +242,17 @@ class WorkflowExecutor:
                 trajectory.check_trajectory_format(group, self._keys.get(kind))
                 self._keys.setdefault(kind, frozenset(group))
             group = trajectory.complete(group, task.task_id, version)
-            versions = [trajectory.head_version(group), trajectory.tail_version(group)]
-            if not self.evaluation and (versions[1] or 0) > self.engine.get_version():
-                raise StalenessError(f"a token has version {versions[1]}, which nobody has made")
-            rewards = group["rewards"].tolist()
-            self._tell("reward", task.task_id, versions=versions, rewards=rewards)
+            versions = trajectory.version_span(group, trajectory.generated(group))
+            if not task.is_eval:
+                rewards = group["rewards"].tolist()
+                self._tell("reward", task.task_id, versions=[*versions], rewards=rewards)
             accepted = task.should_accept is None or task.should_accept(group)
             if self.dump_dir and self.config.dump_to_file:
-                where = self.dump_dir / context.stat_scope(), version, self.tokenizer
+                newest = version if versions[1] is None else versions[1]
+                where = self.dump_dir / context.stat_scope(), newest, self.tokenizer
                 await asyncio.to_thread(trajectory.dump, group, task.task_id, *where)
         except BaseException as error:
-            if not self.loop.failed.done():  # else a stop has cancelled it
+            if not self.dispatcher.stopped.done():  # else a stop has cancelled it
                 what = f"{context.stat_scope()} task {task.task_id}"
                 logger.warning("%s failed: %r", what, error, exc_info=error)
             raise
@@ -262,6 +260,10 @@ class WorkflowExecutor:
 
 
 def cycle(dataloader: Iterable[list[Sample]]) -> Iterator[Sample]:
+    """The samples, epoch after epoch. Raises ValueError for an epoch without any."""
     while True:
+        batch = None
         for batch in dataloader:
             yield from batch
+        if not batch:
+            raise ValueError("the dataloader is empty")

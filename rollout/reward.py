@@ -10,35 +10,28 @@ would learn.
 
 import inspect
 import math
-import numbers
-import os
+import pickle
 from collections.abc import Callable
 from typing import Any
 
-from inference.wire import PerLoop
-from rollout.workers import WorkerPool, check_importable, within
+from rollout.workers import pools, within
+
+PROCESSES = 4
 
 
 def parse_rewards(value: Any, whose: str = "an agent") -> dict[str, float] | float | None:
-    """What an agent returned, as floats. Raises TypeError and ValueError, which name `whose`."""
+    """What an agent returned, as floats. Raises ValueError, which names `whose`."""
     if isinstance(value, dict):
         return {name: as_number(reward, whose) for name, reward in value.items()}
     return None if value is None else as_number(value, whose)
 
 
 def as_number(value: Any, whose: str) -> float:
-    """A Python, numpy or torch scalar as a float. Raises TypeError, and ValueError for NaN."""
+    """A Python, numpy or torch scalar as a float. Raises ValueError."""
     scalar = value.item() if getattr(value, "shape", None) == () else value
-    if not isinstance(scalar, numbers.Real):
-        words = f"{whose} returned {value!r:.80}; a reward is a number, not {type(value).__name__}"
-        raise TypeError(f"{words}; an agent may also return {{completion id: number}}, or None")
-    if not math.isfinite(scalar):
-        name = "NaN" if math.isnan(scalar) else "infinite"
-        raise ValueError(f"a reward of {whose} is {name}; a reward is a finite number")
+    if not isinstance(scalar, int | float) or not math.isfinite(scalar):
+        raise ValueError(f"{whose} returned {value!r:.80}; a reward is a finite number")
     return float(scalar)
-
-
-_pool = PerLoop(lambda: WorkerPool(min(4, os.cpu_count() or 1)))  # all wrappers share it
 
 
 class AsyncRewardWrapper:
@@ -54,16 +47,13 @@ class AsyncRewardWrapper:
         self.name = f"reward function {getattr(reward_fn, '__qualname__', reward_fn)}"
         self.is_async = inspect.iscoroutinefunction(reward_fn)
         if not self.is_async:
-            remedy = "define it with `def` at the top of a module, or make it `async def`"
-            check_importable(reward_fn, self.name, remedy)
+            pickle.dumps(reward_fn)  # fails now rather than in every episode
 
     async def __call__(self, /, *args: Any, **kwargs: Any) -> float:
-        limit = self.timeout_seconds
-        words = f"{self.name} took longer than {limit:g} s and was ended"
+        words = f"{self.name} took longer than {self.timeout_seconds:g} s and was ended"
         if self.is_async:
-            value = await within(limit, self.reward_fn(*args, **kwargs), words)
-        else:
-            async with (await _pool.get()).worker() as worker:
-                call = worker.call(self.reward_fn, *args, **kwargs)
-                value = await within(limit, call, words)
-        return as_number(value, self.name)
+            work = self.reward_fn(*args, **kwargs)
+            return as_number(await within(self.timeout_seconds, work, words), self.name)
+        async with (await pools(PROCESSES).get()).worker() as worker:
+            work = worker.call(self.reward_fn, *args, **kwargs)
+            return as_number(await within(self.timeout_seconds, work, words), self.name)

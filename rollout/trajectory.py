@@ -26,55 +26,56 @@ loss_mask nothing trains; without turn_ids a row is one turn.
 """
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-INT, FLOAT = torch.int32, torch.float32
-TOKEN_KEYS: dict[str, tuple[torch.dtype, float]] = {  # [B, L]: dtype and fill value
-    "input_ids": (INT, 0),
-    "attention_mask": (torch.bool, 0),
-    "loss_mask": (INT, 0),
-    "logprobs": (FLOAT, 0.0),
-    "versions": (INT, -1),
-    "turn_ids": (INT, -1),
-    "turn_rewards": (FLOAT, 0.0),
-    "temperatures": (FLOAT, 1.0),
-}
-COUNTS = ("truncated", "side_conversations", "masked", "group_ids", "task_ids")
-ROW_KEYS: dict[str, tuple[torch.dtype, float]] = {  # [B]
-    "rewards": (FLOAT, 0.0),
-    "parents": (INT, -1),
-    **dict.fromkeys(COUNTS, (INT, 0)),
-}
-PADDING = {name: fill for name, (_, fill) in (TOKEN_KEYS | ROW_KEYS).items()}
 
+class Key(NamedTuple):
+    dims: int  # 2: [B, L], a value per token; 1: [B], a value per row
+    dtype: torch.dtype
+    fill: float = 0  # padding, and what a workflow leaves out
+
+
+INT, FLOAT = torch.int32, torch.float32
+KEYS = {
+    "input_ids": Key(2, INT),
+    "attention_mask": Key(2, torch.bool),
+    "loss_mask": Key(2, INT),
+    "logprobs": Key(2, FLOAT),
+    "versions": Key(2, INT, -1),
+    "turn_ids": Key(2, INT, -1),
+    "turn_rewards": Key(2, FLOAT),
+    "temperatures": Key(2, FLOAT, 1.0),
+    "rewards": Key(1, FLOAT),
+    "truncated": Key(1, INT),
+    "side_conversations": Key(1, INT),
+    "masked": Key(1, INT),
+    "parents": Key(1, INT, -1),
+    "group_ids": Key(1, INT),
+    "task_ids": Key(1, INT),
+}
 Trajectory = dict[str, Tensor]
+
+
+def version_span(traj: Trajectory, tokens: Tensor) -> tuple[int | None, int | None]:
+    """The oldest and the newest version among some tokens (B, L), None if there are none."""
+    versions = traj["versions"][tokens].tolist()
+    return min(versions, default=None), max(versions, default=None)
 
 
 def generated(traj: Trajectory) -> Tensor:
     """A mask (B, L) of the tokens that the policy sampled, also those that are not trained."""
-    if "turn_ids" in traj:
-        return traj["turn_ids"] >= 0
-    return traj.get("loss_mask", torch.zeros_like(traj["input_ids"])) > 0
+    return traj["turn_ids"] >= 0
 
 
 def head_version(traj: Trajectory) -> int | None:
-    """The oldest version among the generated tokens, None if there are none."""
-    return min(traj["versions"][generated(traj)].tolist(), default=None)
-
-
-def tail_version(traj: Trajectory) -> int | None:
-    """The newest version among the generated tokens, None if there are none."""
-    return max(traj["versions"][generated(traj)].tolist(), default=None)
-
-
-def oldest_trained(traj: Trajectory) -> int | None:
     """The oldest version among the trained tokens, None if there are none."""
-    return min(traj["versions"][traj["loss_mask"] > 0].tolist(), default=None)
+    return version_span(traj, traj["loss_mask"] > 0)[0]
 
 
 def without_older(traj: Trajectory, oldest: int) -> Trajectory | None:
@@ -88,37 +89,29 @@ def without_older(traj: Trajectory, oldest: int) -> Trajectory | None:
 def check_trajectory_format(traj: Any, expected_keys: frozenset[str] | None = None) -> None:
     """Raise ValueError if a trajectory is malformed, or its keys are not those of the workflow's
     earlier ones. The message names the key."""
-
-    def need(condition: Any, message: str) -> None:
-        if not condition:
-            raise ValueError(message)
-
-    need(isinstance(traj, dict), f"a trajectory is a dict of tensors, not {type(traj).__name__}")
-    missing = [key for key in ("input_ids", "attention_mask") if key not in traj]
-    need(not missing, f"the trajectory lacks {', '.join(missing)}; it has {sorted(traj)}")
-    for key, value in traj.items():
-        kind = type(value).__name__
-        need(isinstance(value, Tensor), f"trajectory[{key!r}] is a {kind}; a tensor is needed")
+    if not isinstance(traj, dict) or not {"input_ids", "attention_mask"} <= traj.keys():
+        words = f"not {sorted(traj) if isinstance(traj, dict) else type(traj).__name__}"
+        raise ValueError(f"a trajectory is a dict with input_ids and attention_mask, {words}")
+    if differ := traj.keys() ^ (expected_keys or traj.keys()):
+        raise ValueError(f"only some trajectories of this workflow have {sorted(differ)}")
     shape = traj["input_ids"].shape
-    found = f"its shape is {list(shape)}; an empty trajectory is not allowed"
-    need(len(shape) == 2 and 0 not in shape, f"input_ids must be [batch, seq_len], but {found}")
+    if len(shape) != 2 or 0 in shape:
+        raise ValueError(f"input_ids must be [batch, seq_len] and not empty, not {list(shape)}")
     for key, value in traj.items():
-        needed = shape if key in TOKEN_KEYS else shape[:1]
-        got = value.shape if key in PADDING else value.shape[:1]  # a user's key: [B, ...]
-        found = f"has shape {list(value.shape)}"
-        need(got == needed, f"trajectory[{key!r}] {found}; {list(needed)} is needed")
-        need(not value.isnan().any(), f"trajectory[{key!r}] holds NaN")
-        need(not value.isinf().any(), f"trajectory[{key!r}] holds an infinite value")
-    sampled = generated(traj)
-    padding = sampled & ~traj["attention_mask"].bool()
-    need(not padding.any(), "the trajectory trains on padding: attention_mask is False there")
-    old = traj.get("versions", sampled)[sampled] < 0
-    need(not old.any(), "trajectory['versions'] is negative on generated tokens")
-    known = expected_keys or frozenset(traj)
-    fewer, more = sorted(known - traj.keys()), sorted(traj.keys() - known)
-    need(
-        not fewer + more, f"unlike this workflow's earlier trajectories: lacks {fewer}, adds {more}"
-    )
+        if not isinstance(value, Tensor):
+            raise ValueError(f"trajectory[{key!r}] is a {type(value).__name__}, not a tensor")
+        needed = shape[: KEYS[key].dims] if key in KEYS else shape[:1] + value.shape[1:]
+        if value.shape != needed:
+            found = f"has shape {list(value.shape)}; {list(needed)} is needed"
+            raise ValueError(f"trajectory[{key!r}] {found}")
+        if not value.isfinite().all():
+            raise ValueError(f"trajectory[{key!r}] holds NaN or an infinite value")
+    full = complete(traj, 0)
+    sampled = generated(full)
+    if (sampled & ~full["attention_mask"]).any():
+        raise ValueError("the trajectory trains on padding: attention_mask is False there")
+    if (full["versions"][sampled] < 0).any():
+        raise ValueError("trajectory['versions'] is negative on generated tokens")
 
 
 def complete(traj: Trajectory, task_id: int, version: int = 0) -> Trajectory:
@@ -126,9 +119,8 @@ def complete(traj: Trajectory, task_id: int, version: int = 0) -> Trajectory:
 
     Without `versions`, generated tokens get `version`, at which the episode started: none is older.
     """
-    shape, full = traj["input_ids"].shape, dict[str, Tensor]()
-    for keys, size in ((TOKEN_KEYS, shape), (ROW_KEYS, shape[:1])):
-        full |= {key: torch.full(size, fill, dtype=dtype) for key, (dtype, fill) in keys.items()}
+    shape = traj["input_ids"].shape
+    full = {key: torch.full(shape[:dims], fill, dtype=t) for key, (dims, t, fill) in KEYS.items()}
     full |= {key: x.to(full[key].dtype) if key in full else x for key, x in traj.items()}
     if "turn_ids" not in traj:
         full["turn_ids"] = full["loss_mask"].clamp(max=1) - 1
@@ -147,7 +139,7 @@ def concat_padded_tensors(trajectories: list[Trajectory]) -> Trajectory:
     only stacked. Raises ValueError for none, or for different keys.
     """
     if not trajectories:
-        raise ValueError("no trajectories to concatenate")
+        raise ValueError("there is no trajectory to concatenate")
     keys = trajectories[0].keys()
     if partial := {key for traj in trajectories for key in keys ^ traj.keys()}:
         raise ValueError(f"trajectories to concatenate: only some have {sorted(partial)}")
@@ -157,40 +149,39 @@ def concat_padded_tensors(trajectories: list[Trajectory]) -> Trajectory:
         values = [traj[key] for traj in trajectories]
         if [value.shape[1:2] for value in values] == lengths:
             rows = [row for value in values for row in value]
-            batch[key] = pad_sequence(rows, batch_first=True, padding_value=PADDING.get(key, 0))
+            fill = KEYS[key].fill if key in KEYS else 0
+            batch[key] = pad_sequence(rows, batch_first=True, padding_value=fill)
         else:
             batch[key] = torch.cat(values)
     return batch
 
 
-def dump_lines(traj: Trajectory, task_id: int, tokenizer: Any) -> list[dict[str, Any]]:
+def dump_lines(traj: Trajectory, task_id: int, tokenizer: Any) -> Iterator[dict[str, Any]]:
     """One record a row (AReaL's Rollout Workflow, "Trajectory Dumping"). The completion begins with
     the first generated token, and contains what stands between the turns."""
-    lines = []
     for i, sampled in enumerate(generated(traj)):
+        row = {key: traj[key][i] for key in ("input_ids", "versions", "rewards")}
         real = traj["attention_mask"][i]
-        ids, own = traj["input_ids"][i][real].tolist(), sampled[real].tolist()
-        versions = traj["versions"][i][sampled].tolist()
-        prompt_len = own.index(True) if versions else len(ids)
-        line = {
+        ids, own = row["input_ids"][real].tolist(), sampled[real].tolist()
+        prompt_len = [*own, True].index(True)
+        oldest, newest = version_span(row, sampled)
+        yield {
             "task_id": task_id,
             "sample_idx": i,
             "seqlen": len(ids),
             "prompt_len": prompt_len,
-            "head_version": min(versions, default=None),
-            "tail_version": max(versions, default=None),
-            "reward": traj["rewards"][i].item(),
-            "prompt": tokenizer.decode(ids[:prompt_len], skip_special_tokens=False),
-            "completion": tokenizer.decode(ids[prompt_len:], skip_special_tokens=False),
+            "head_version": oldest,
+            "tail_version": newest,
+            "reward": row["rewards"].item(),
+            "prompt": tokenizer.decode(ids[:prompt_len]),
+            "completion": tokenizer.decode(ids[prompt_len:]),
         }
-        lines.append(line)
-    return lines
 
 
 def dump(traj: Trajectory, task_id: int, folder: Path, version: int, tokenizer: Any) -> None:
-    """Write the records to {folder}/{newest version}/{task_id}.jsonl; `version` if it has none."""
-    newest = tail_version(traj)
-    path = folder / str(version if newest is None else newest) / f"{task_id}.jsonl"
+    """Write the records to {folder}/{version}/{task_id}.jsonl."""
+    path = folder / str(version) / f"{task_id}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = (json.dumps(x, ensure_ascii=False) for x in dump_lines(traj, task_id, tokenizer))
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    records = dump_lines(traj, task_id, tokenizer)
+    lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
+    path.write_text("".join(lines), encoding="utf-8")

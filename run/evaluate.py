@@ -1,8 +1,8 @@
 """Evaluation: one episode per validation prompt, and statistics of the rewards.
 
-During training a second executor, without the staleness gate, runs these episodes under the newest
-weights. `python train.py mode=eval` evaluates a model alone; with evaluator.base_url=URL it
-evaluates another endpoint instead (extras/endpoint.py).
+During training these episodes run beside the staleness gate, under the newest weights. `python
+train.py mode=eval` evaluates a model alone; with evaluator.base_url=URL it evaluates another
+endpoint instead (extras/endpoint.py).
 """
 
 import json
@@ -19,13 +19,8 @@ Evaluation = dict[str, float | None]
 
 
 def evaluate(executor: Any, inputs: Inputs) -> Evaluation:
-    """Run the validation prompts on an executor without a gate. The reward of an episode is that of
-    its last row."""
-    tasks = [
-        executor.submit(sample, inputs.evaluated, group_size=1, is_eval=True)
-        for sample in inputs.validation
-    ]
-    groups = [executor.wait_for_task(task) for task in tasks]
+    """Run the validation prompts. The reward of an episode is that of its last row."""
+    groups = executor.evaluate(inputs.validation, inputs.evaluated)
     return describe([None if g is None else g["rewards"][-1].item() for g in groups], inputs)
 
 

@@ -61,7 +61,6 @@ class Run:
     ref: Any = None
     engine: Any = None
     executor: Any = None
-    evaluation: Any = None
     prints_steps = True  # a line a step, unless a callback shows them
 
     def __init__(
@@ -207,7 +206,7 @@ class Run:
             self.stopping = True
             print("Ctrl-C: the step ends; a second Ctrl-C ends at once", flush=True)
             if self.executor:
-                self.executor.interrupt(KeyboardInterrupt)
+                self.executor.dispatcher.interrupt()
 
         signal.signal(signal.SIGINT, first)
 

@@ -514,8 +514,8 @@ def test_a_custom_workflow_is_submitted(
     custom: type, real_engine: RemoteInfEngine, tiny_tokenizer: Any
 ):
     """`engine.submit` runs the page's workflow as a group. A negative reward rejects it."""
-    options = RolloutConfig(max_head_offpolicyness=9)
-    executor = WorkflowExecutor(real_engine, options, tiny_tokenizer, SHORT)
+    gate = StalenessManager(real_engine, 9, 9, 0)
+    executor = WorkflowExecutor(real_engine, RolloutConfig(), gate, tiny_tokenizer, SHORT)
     try:
         for reward in (1.0, -1.0):
             sample = {"prompt": "hi", "reward": reward}
@@ -524,7 +524,7 @@ def test_a_custom_workflow_is_submitted(
         assert first["rewards"].tolist() == [1.0] * 4
         assert executor.wait_for_task(1, timeout=60) is None
     finally:
-        executor.destroy()
+        executor.dispatcher.destroy()
 
 
 def test_a_custom_workflow_is_trained(
@@ -784,9 +784,8 @@ def test_the_loop(
     config, _ = load(words.split())
     rollout = RemoteInfEngine([server := start_tiny_server()])
     rollout.initialize()
-    options = RolloutConfig(max_head_offpolicyness=0, consumer_batch_size=2)
-    executor = WorkflowExecutor(rollout, options, tiny_tokenizer, config.gconfig)
-    evaluation = executor.for_evaluation(config.gconfig.new(n_samples=1))
+    gate = StalenessManager(rollout, 2, 2, 0)
+    executor = WorkflowExecutor(rollout, RolloutConfig(), gate, tiny_tokenizer, config.gconfig)
     actor = FSDPPPOActor(config.actor, tiny_model_dir)
     actor.create_process_group()
     actor.initialize(max_steps=2)
@@ -799,7 +798,7 @@ def test_the_loop(
 
     def evaluate_step(actor: Any, samples: list[dict], step: int) -> None:
         inputs = Inputs(None, [], samples, tiny_tokenizer, workflow, workflow)
-        history.append({"step": step} | evaluate(evaluation, inputs))
+        history.append({"step": step} | evaluate(executor, inputs))
 
     def save(actor: Any, step: int) -> None:
         save_model(actor, tmp_path, step, history)
@@ -820,6 +819,5 @@ def test_the_loop(
         with pytest.raises(ValueError, match="version 2 is not newer than 2"):
             rollout.update_weights(meta.with_version(2))
     finally:
-        executor.destroy()
         rollout.destroy()
         actor.destroy()

@@ -90,11 +90,6 @@ def test_a_rejected_rollout_gives_its_place_back():
     assert manager.get_stats() == RolloutStat(rejected=2, failed=1, dropped=1, withdrawn=1)
 
 
-def test_the_pending_limit_is_one_gate_full():
-    """Between two batches the gate admits at most (eta + 1) B groups."""
-    assert make_manager(eta=2, batch=4).get_pending_limit() == 12
-
-
 EVENTS = ["enqueued", "submitted", "accepted", "rejected", "dropped", "withdrawn"]
 
 
@@ -107,7 +102,7 @@ def test_counters_are_never_negative_and_lose_nobody(events):
         try:
             getattr(manager, f"on_rollout_{event}")()
             entered += event == "enqueued"
-        except (RuntimeError, StalenessError):
+        except RuntimeError:
             pass
         s = manager.get_stats()
         counts = s.enqueued, s.running, s.accepted, s.rejected, s.dropped, s.withdrawn
@@ -116,21 +111,9 @@ def test_counters_are_never_negative_and_lose_nobody(events):
 
 
 def test_an_impossible_event_says_what_is_wrong():
-    """A group cannot be accepted before it runs, nor start through a closed gate."""
-    manager = make_manager(batch=1)
+    """A group cannot be accepted before it runs."""
     with pytest.raises(RuntimeError, match="became accepted, but none was running"):
-        manager.on_rollout_accepted()
-    run(manager, 1)
-    manager.on_rollout_enqueued()
-    with pytest.raises(StalenessError, match="the gate is closed"):
-        manager.on_rollout_submitted()
-
-
-def test_stats_are_a_copy():
-    """Whoever reads them cannot change them."""
-    manager = make_manager()
-    manager.get_stats().running = 7
-    assert manager.get_stats().running == 0
+        make_manager().on_rollout_accepted()
 
 
 def test_recovery_restores_what_was_consumed():
@@ -154,12 +137,6 @@ def test_the_age_check():
     for check in (manager.check_age, manager.is_fresh):
         with pytest.raises(StalenessError, match="version 8 is newer than the policy"):
             check(8)
-
-
-def test_a_negative_bound_is_refused():
-    """The gate would never admit a group."""
-    with pytest.raises(ValueError, match="max_staleness"):
-        make_manager(eta=-1)
 
 
 # ---- the bound
@@ -276,19 +253,3 @@ def test_a_trainer_that_forgets_to_consume_is_caught():
     with pytest.raises(StalenessError, match="version 0 is consumed at version 2"):
         state.take(2)
     assert len(state.next_groups(4)) == 4
-
-
-def test_what_was_dropped_gives_its_place_back():
-    """With stale=drop, groups that are too old are counted, and others may start."""
-    clock = Version()
-    manager = StalenessManager(clock, 100, 2, 0)
-    state = make_state(manager, stale="drop")
-    started: dict[int, int] = {}
-    feed(state, 0, 0, started)
-    for task_id in started:
-        state.finish(task_id, Group(task_id, 0))
-    clock.version = 1
-    assert manager.get_capacity() == 2
-    assert state.take(2) == []
-    assert manager.get_stats() == RolloutStat(dropped=2)
-    assert manager.get_capacity() == 4

@@ -179,10 +179,7 @@ class DispatchMachine:
             raise Broken("data", f"sample {sample} is task {task_id}, and {expected} is next")
         state.enqueue(Prompt(task_id))
         world.submitted += 1
-        try:
-            [task] = state.start()
-        except self.staleness.StalenessError as error:
-            raise Broken("gate", str(error)) from error
+        [task] = state.start()
         world.started[task.task_id] = world.version
         stat, b = state.manager.get_stats(), self.bounds
         if stat.accepted + stat.running > (b.eta + world.version + 1) * b.batch:

@@ -163,7 +163,7 @@ def test_standard_ppo_and_other_baselines_raise_nothing() -> None:
 
 
 def start(
-    fileroot: Path, kind: type[Doctor] = Doctor, rank: int = 0, last: int = 99, **executor: Any
+    fileroot: Path, kind: type[Doctor] = Doctor, rank: int = 0, last: int = 99, loop: Any = None
 ) -> tuple[Doctor, SimpleNamespace]:
     """Return a started doctor and its run, whose servers always have the trainer's weights. The
     thread of the doctor has nothing to do."""
@@ -173,7 +173,7 @@ def start(
     actor = SimpleNamespace(compute_logp=lambda rows: torch.zeros(rows["input_ids"].shape))
     engine = servers_that(lambda: [answer([7, 8])]) if rank == 0 else None
     run = SimpleNamespace(rank=rank, step=0, last_step=last, history=[], actor=actor, engine=engine)
-    run.executor = SimpleNamespace(stats=RolloutStat(), loop=LOOP, **executor)
+    run.executor = SimpleNamespace(stats=RolloutStat(), dispatcher=loop or LOOP)
     doctor = kind(config)
     doctor.over.set()
     doctor.on_start(run)
@@ -263,7 +263,8 @@ def test_a_step_that_never_ends_is_stopped(
 ) -> None:
     """A blocked loop, or ten rejected batches of eight groups, end a strict run within its step."""
     failed: list[Exception] = []
-    doctor, run = start(tmp_path, Strict, fail=failed.append)
+    loop = SimpleNamespace(thread=LOOP.thread, fail=failed.append)
+    doctor, run = start(tmp_path, Strict, loop=loop)
     run.executor.stats = RolloutStat(rejected=20)  # before this step
     monkeypatch.setattr("extras.doctor.find_blocker", lambda *_: where)
     turns: Iterator[bool] = iter([False, False, True])
@@ -423,7 +424,7 @@ def test_the_trainer_does_not_wait_for_the_canary() -> None:
 
 @pytest.fixture
 def loop() -> Iterator[Any]:
-    """An event loop in a thread, as rollout/loop.py has it."""
+    """An event loop in a thread, as the dispatcher has it."""
     events = asyncio.new_event_loop()
     thread = threading.Thread(target=events.run_forever, daemon=True)
     thread.start()

@@ -30,6 +30,7 @@ from extras.replay import FILE, Differs, Hooks, Replay, Schedule, check, compare
 from inference.io_struct import EngineError, GenerationHyperparameters, ModelRequest, ModelResponse
 from rollout.executor import WorkflowExecutor
 from run.config import ConfigError, RolloutConfig, load
+from staleness import StalenessManager
 
 Fact = dict[str, Any]
 PROMPT = [5, 6]
@@ -328,13 +329,13 @@ def repeat(tmp_path: Path) -> Iterator[Callable[..., Replay]]:
     def repeat(*facts: Fact, batch_size: int = 2) -> Replay:
         write(tmp_path / FILE, *facts)
         engine = ScriptedEngine(None)
-        keys = {"consumer_batch_size": batch_size, "max_head_offpolicyness": 4}
-        made.append(WorkflowExecutor(engine, RolloutConfig(**keys)))
+        gate = StalenessManager(engine, 100, batch_size, 4)
+        made.append(WorkflowExecutor(engine, RolloutConfig(), gate))
         return start(tmp_path, batch_size, engine=engine, executor=made[-1])
 
     yield repeat
     for executor in made:
-        executor.destroy()
+        executor.dispatcher.destroy()
 
 
 def test_groups_start_and_are_consumed_as_recorded(repeat: Any) -> None:

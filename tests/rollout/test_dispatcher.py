@@ -5,9 +5,7 @@ deadline of 10 s is for tests that hang.
 """
 
 import asyncio
-import concurrent.futures
 import queue
-import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,7 +17,6 @@ from typing import Any
 import pytest
 
 from rollout.dispatcher import BatchTaskDispatcher, DispatchState
-from rollout.loop import RolloutLoop
 from staleness import RolloutStat, StalenessError, StalenessManager
 
 DEADLINE = 10.0
@@ -52,8 +49,7 @@ class Stage:
         self._outcomes: dict[int, Future] = {}
         options = {"trace": lambda *event: self.events.append(event)} | options
         self.state = DispatchState(self.manager, lambda group: group.version, **options)
-        self.loop = RolloutLoop()
-        self.dispatcher = BatchTaskDispatcher(self._episode, self.state, self.loop)
+        self.dispatcher = BatchTaskDispatcher(self._episode, self.state)
 
     def get_version(self) -> int:
         return self.version
@@ -109,7 +105,7 @@ def make_stage() -> Iterator[Callable[..., Stage]]:
 
     yield make
     for stage in stages:
-        stage.loop.destroy()
+        stage.dispatcher.destroy()
 
 
 @pytest.fixture
@@ -258,10 +254,15 @@ def test_nothing_but_rejections_ends_the_run(make_stage):
 
 
 @pytest.mark.parametrize(("batch", "limit"), [(1, 8), (32, 64)])
-def test_how_many_failures_are_a_bug(batch, limit):
+def test_how_many_failures_are_a_bug(make_stage, batch, limit):
     """max(8, 2 B) of them."""
-    state = DispatchState(StalenessManager(None, 1, batch, 0), len)  # type: ignore[arg-type]
-    assert state.max_failures == limit
+    state = make_stage(batch=batch, eta=10**6).state
+    for task_id in range(limit):
+        assert state.failure is None
+        state.enqueue(Prompt(task_id))
+        state.start()
+        state.finish(task_id, None)
+    assert state.failure
 
 
 def test_one_success_ends_a_row_of_failures(make_stage):
@@ -359,16 +360,6 @@ def test_wait_for_one_task(make_stage):
     assert stage.manager.get_stats() == RolloutStat(accepted=2, withdrawn=1)
 
 
-def test_many_single_tasks_pass_a_narrow_gate(make_stage):
-    """More tasks than places come through one after another; a rejected one is None."""
-    stage = make_stage(eta=0, batch=2)
-    stage.submit(*range(6))
-    stage.finish(0, 1, 2, 4, 5)
-    stage.reject(3)
-    results = [stage.wait_for(task_id) for task_id in range(6)]
-    assert [group and group.task_id for group in results] == [0, 1, 2, None, 4, 5]
-
-
 # ---- failures and the end of a run
 
 
@@ -377,16 +368,14 @@ def test_fail_reaches_a_waiting_caller(make_stage, background):
     stage = make_stage()
     stage.submit(0)
     waiting = background(stage.take, 1, None)
-    error = ConnectionError("server 1 is gone")
-    stage.dispatcher.fail(error)
+    stage.dispatcher.fail(ConnectionError("server 1 is gone"))
     stage.dispatcher.fail(ValueError("a later failure"))
-    with pytest.raises(RuntimeError, match="server 1 is gone") as info:
+    with pytest.raises(ConnectionError, match="server 1 is gone"):
         waiting.result(DEADLINE)
-    assert info.value.__cause__ is error
     for call in (stage.submit, stage.take, stage.wait_for):
-        with pytest.raises(RuntimeError, match="server 1 is gone"):
+        with pytest.raises(ConnectionError, match="server 1 is gone"):
             call(1)
-    with pytest.raises(RuntimeError, match="server 1 is gone"):
+    with pytest.raises(ConnectionError, match="server 1 is gone"):
         stage.dispatcher.in_flight()
 
 
@@ -403,7 +392,7 @@ def test_fail_ends_a_wait_even_if_an_episode_blocks_the_loop(make_stage, backgro
     stage.submit(0)
     assert blocked.wait(DEADLINE)
     waiting = background(stage.take, 1, None)
-    stage.dispatcher.fail(RuntimeError("blocked"), "an agent blocks the loop")
+    stage.dispatcher.fail(RuntimeError("an agent blocks the loop"))
     with pytest.raises(RuntimeError, match="an agent blocks the loop"):
         waiting.result(DEADLINE / 2)
     release.set()
@@ -419,9 +408,8 @@ def test_a_broken_listener_ends_the_run(make_stage):
     stage = make_stage(trace=broken)
     stage.submit(0)
     stage.finish(0)
-    with pytest.raises(RuntimeError, match="the rollout cannot go on") as info:
+    with pytest.raises(OSError, match="disk full"):
         stage.take(1)
-    assert isinstance(info.value.__cause__, OSError)
 
 
 class Panic(BaseException):
@@ -475,8 +463,8 @@ def test_destroy_cancels_cleans_up_and_leaves_no_thread(background):
     stage.submit(0, 1, 2)
     stage.started(2)
     waiting = background(stage.take, 1, None)
-    stage.loop.destroy()
-    stage.loop.destroy()
+    stage.dispatcher.destroy()
+    stage.dispatcher.destroy()
     with pytest.raises(RuntimeError, match=r"^the rollout is destroyed$"):
         waiting.result(DEADLINE)
     assert sorted(stage.cleaned_up) == [0, 1]
@@ -486,37 +474,15 @@ def test_destroy_cancels_cleans_up_and_leaves_no_thread(background):
         stage.submit(3)
 
 
-def test_ctrl_c_gets_through_to_a_waiting_trainer(make_stage, monkeypatch):
-    """It ends the main thread's wait at once, even without a timeout."""
-    stage, main_thread, waits = make_stage(), threading.get_ident(), threading.Event()
-
-    def wait(*args: Any, **options: Any) -> Any:
-        waits.set()
-        return concurrent.futures.wait(*args, **options)
-
-    def interrupt() -> None:
-        waits.wait(DEADLINE)
-        signal.pthread_kill(main_thread, signal.SIGINT)
-
-    monkeypatch.setattr("rollout.loop.wait", wait)
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    with pytest.raises(KeyboardInterrupt):
-        stage.take(1, None)
-    thread.join()
-
-
 def test_an_interrupt_leaves_every_group_where_it_was(make_stage, background):
-    """It is raised by the call that waits or by the next one, and consumes and cancels nothing."""
+    """It ends the wait, and every later one, and consumes and cancels nothing."""
     stage = make_stage()
     stage.submit(0, 1)
     stage.finish(0)
-    stage.dispatcher.interrupt(KeyboardInterrupt)
+    waiting = background(stage.take, 2, None)
+    stage.dispatcher.interrupt()
+    assert isinstance(waiting.exception(DEADLINE), KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt):
         stage.take(1)
-    waiting = background(stage.take, 2, None)
-    stage.dispatcher.interrupt(KeyboardInterrupt)
-    assert isinstance(waiting.exception(DEADLINE), KeyboardInterrupt)
     assert stage.dispatcher.in_flight() == {0, 1}
-    stage.finish(1)
-    assert stage.take(2) == [0, 1]
+    assert stage.manager.get_stats().running >= 1

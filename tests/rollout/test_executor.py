@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from mode_agents import MyAgent
 from openai import AsyncOpenAI, DefaultAioHttpClient
 from scripted import Echo, ScriptedEngine, loader
+from torch.utils.data import DataLoader
 
 from calls.client import ProxyAddress
 from engine import RemoteInfEngine
@@ -62,16 +62,16 @@ def make(tiny_tokenizer: Any) -> Iterator[Make]:
     made: list[WorkflowExecutor] = []
 
     def make(
-        engine: Any = None, config: dict[str, Any] | None = None, **options: Any
+        engine: Any = None, config: dict | None = None, batch: int = 2, eta: int = 0, **options: Any
     ) -> WorkflowExecutor:
-        settings = {"consumer_batch_size": 2, "max_head_offpolicyness": 0} | (config or {})
         engine = engine or ScriptedEngine(tiny_tokenizer)
-        made.append(WorkflowExecutor(engine, RolloutConfig(**settings), **options))
+        gate = StalenessManager(engine, 100, batch, eta)
+        made.append(WorkflowExecutor(engine, RolloutConfig(**(config or {})), gate, **options))
         return made[-1]
 
     yield make
     for executor in made:
-        executor.destroy()
+        executor.dispatcher.destroy()
 
 
 def next_version(executor: WorkflowExecutor) -> None:
@@ -130,7 +130,7 @@ def test_every_sample_is_served_by_the_arguments_that_drew_it(make: Make) -> Non
 
 def test_rows_come_in_order_of_start_and_members_in_order(make: Make) -> None:
     """Even if the last group finishes first. The members of a group stand together."""
-    executor = make(config={"consumer_batch_size": 4})
+    executor = make(batch=4)
     data = loader(SAMPLES[:4], batch_size=4)
     batch = executor.prepare_batch(data, Waits(4), group_size=2)
     assert batch["input_ids"][:, :2].tolist() == [[n, i] for n in (1, 2, 3, 4) for i in (0, 1)]
@@ -169,59 +169,29 @@ def test_a_failing_member_is_counted_beside_the_groups(make: Make) -> None:
     assert replace(executor.stats, enqueued=0) == RolloutStat(accepted=2, failed_members=2)
 
 
-class Panic(BaseException):
-    """Libraries written in Rust raise what is no Exception."""
-
-
-@pytest.mark.parametrize("group_size", [1, 2])
-@pytest.mark.parametrize(
-    "error", [ValueError("broken"), SystemExit("broken"), Panic("broken")], ids=repr
-)
-def test_whatever_an_episode_raises_is_its_failure(
-    make: Make, caplog: pytest.LogCaptureFixture, error: BaseException, group_size: int
-) -> None:
-    """It is counted and logged with its traceback, and the next task runs."""
-
-    def fail(engine: Any, data: dict, traj: dict) -> None:
-        if data["n"] == 0:
-            raise error
-
-    executor = make()
-    for sample in SAMPLES[:2]:
-        executor.submit(sample, Does(fail), group_size=group_size)
-    assert executor.wait(1, timeout=30)["rewards"].tolist() == [1.0] * group_size
-    assert executor.stats == RolloutStat(accepted=1, rejected=1, failed=1)
-    [record] = [r for r in caplog.records if "rollout task 0 failed" in r.getMessage()]
-    assert record.exc_info
-    assert "broken" in record.getMessage()
-
-
-def test_the_same_failure_again_and_again_stops_the_run(make: Make) -> None:
-    """The first exception is the cause, with its task."""
-    with pytest.raises(RuntimeError, match=r"first task 0: .*sample 0 is broken") as stopped:
-        make().prepare_batch(loader(SAMPLES), Echo(fails=(0, 1, 2, 3, 4)))
-    assert isinstance(stopped.value.__cause__, ValueError)
-
-
 def test_the_loaders_batch_is_what_the_gate_counts(make: Make) -> None:
-    """Another size is an error. The gate may be given."""
+    """Another size is an error."""
     with pytest.raises(ValueError, match="consumer_batch_size=2 must equal 3"):
         make().prepare_batch(loader(SAMPLES, batch_size=3), Echo())
-    engine = ScriptedEngine(None)
-    executor = make(engine, gate=StalenessManager(engine, 3, 3, 0))
-    assert train(executor, loader(SAMPLES, batch_size=3), 1) == [0, 1, 2]
 
 
-def test_group_size_and_n_samples_are_one_number(make: Make) -> None:
-    """Given both and different is an error; an evaluation may have its own."""
-    executor = make(gconfig=GenerationHyperparameters(n_samples=3))
-    with pytest.raises(ValueError, match=r"group_size=2 and gconfig.n_samples=3 are one number"):
-        executor.prepare_batch(loader(SAMPLES), Echo(), group_size=2)
-    assert len(executor.prepare_batch(loader(SAMPLES), Echo())["rewards"]) == 6
-    other = make(config={"group_size": 4})
-    assert len(other.prepare_batch(loader(SAMPLES), Echo())["rewards"]) == 8
-    evaluated = executor.for_evaluation().rollout_batch(SAMPLES, Echo(), group_size=1, is_eval=True)
-    assert len(evaluated["rewards"]) == 5
+def test_an_empty_dataloader_is_an_error(make: Make) -> None:
+    """And no endless search for a sample."""
+    with pytest.raises(ValueError, match="the dataloader is empty"):
+        make().prepare_batch(DataLoader([], batch_size=2), Echo())
+
+
+@pytest.mark.parametrize(
+    ("given", "config", "n_samples", "rows"), [(None, 1, 3, 3), (None, 4, 1, 4), (2, 4, 3, 2)]
+)
+def test_the_size_of_a_group(
+    make: Make, given: Any, config: int, n_samples: int, rows: int
+) -> None:
+    """It is that of the call, else rollout.group_size, else gconfig.n_samples."""
+    gconfig = GenerationHyperparameters(n_samples=n_samples)
+    executor = make(config={"group_size": config if config > 1 else None}, gconfig=gconfig)
+    batch = executor.prepare_batch(loader(SAMPLES), Echo(), group_size=given)
+    assert len(batch["rewards"]) == 2 * rows
 
 
 def test_should_accept_fn_may_be_named(make: Make) -> None:
@@ -240,17 +210,15 @@ def is_even(traj: dict[str, torch.Tensor]) -> bool:
 def test_a_restart_skips_no_prompt_and_repeats_none(make: Make) -> None:
     """The data are drawn again, without the consumed and rejected positions."""
     samples = [{"n": n} for n in range(40)]
-    config = {"max_head_offpolicyness": 1}
-    first, rejects = make(config=config), Echo(rejects=(1, 4))
-    assert train(first, loader(samples, seed=3), 0) == []
+    first, rejects = make(eta=1), Echo(rejects=(1, 4))
     order = [sample["n"] for batch in loader(samples, seed=3) for sample in batch]
     refuses = Echo(rejects=(order[1], order[4]))
     assert train(first, loader(samples, seed=3), 2, refuses) == [order[i] for i in (0, 2, 3, 5)]
-    first.pause()
+    first.dispatcher.pause()
     saved = json.loads(json.dumps(first.state_dict()))
     assert saved["open"] == list(range(6, saved["next_id"]))
 
-    second = make(config=config)
+    second = make(eta=1)
     second.load_state_dict(saved, version=2)
     second.engine.version = 2
     assert second.state_dict() == saved
@@ -263,7 +231,7 @@ def test_a_restart_skips_no_prompt_and_repeats_none(make: Make) -> None:
 
 def test_submit_and_wait(make: Make) -> None:
     """They are the engine's methods, too."""
-    executor = make(config={"consumer_batch_size": 8})
+    executor = make(batch=8)
     engine, workflow = executor.engine, Echo(rejects=(1,))
     ids = [engine.submit(sample, workflow) for sample in SAMPLES]
     assert engine.wait_for_task(ids[3], timeout=30)["rewards"].tolist() == [3.0]
@@ -274,28 +242,26 @@ def test_submit_and_wait(make: Make) -> None:
 
 def test_rollout_batch_keeps_the_order_of_the_data(make: Make) -> None:
     """It returns the accepted groups, and raises if there is none."""
-    executor = make(config={"consumer_batch_size": 8})
+    executor = make(batch=8)
     batch = executor.rollout_batch(SAMPLES, Echo(rejects=(1,)))
     assert batch["rewards"].tolist() == [0.0, 2.0, 3.0, 4.0]
-    with pytest.raises(RuntimeError, match="none of 5 rollouts was accepted"):
+    with pytest.raises(ValueError, match="there is no trajectory"):
         executor.rollout_batch(SAMPLES, Echo(rejects=(0, 1, 2, 3, 4)))
 
 
 def test_evaluation_needs_no_new_version_and_leaves_the_engine_alone(make: Make) -> None:
-    """It has no gate and goes on after any number of rejections, in the same loop."""
+    """It passes by the gate, one episode per sample, after any number of failures."""
     evaluated: list[Any] = []
-    look = lambda *args: evaluated.append(workflow_context.get().is_eval)  # noqa: E731
-    executor = make()
-    evaluation = executor.for_evaluation()
+    look = lambda *args: evaluated.append(workflow_context.get()[:3])  # noqa: E731
+    executor, heard = make(config={"group_size": 4}), list[Any]()
+    executor.listeners.append(lambda *event: heard.append(event))
     many = [{"n": n} for n in range(40)]
-    batch = evaluation.rollout_batch(many, Does(look), group_size=1, is_eval=True)
-    assert batch["rewards"].tolist() == [float(n) for n in range(40)]
-    assert evaluated == [True] * 40
-    rejects = Echo(rejects=tuple(range(30)))
-    assert len(evaluation.rollout_batch(many, rejects, is_eval=True)["rewards"]) == 10
-    assert executor.engine.executor is executor
-    assert evaluation.loop is executor.loop
-    assert executor.stats == RolloutStat()
+    for group, sample in zip(executor.evaluate(many, Does(look)), many, strict=True):
+        assert group["rewards"].tolist() == [sample["n"]]
+    assert sorted(evaluated) == [(True, n, 0) for n in range(40)]
+    groups = executor.evaluate(many, Echo(fails=tuple(range(20)), rejects=tuple(range(20, 30))))
+    assert [group is None for group in groups] == [True] * 30 + [False] * 10
+    assert (executor.stats, heard) == (RolloutStat(), [])
 
 
 def test_a_workflow_cannot_change_the_dataset(make: Make) -> None:
@@ -303,27 +269,6 @@ def test_a_workflow_cannot_change_the_dataset(make: Make) -> None:
     samples = [{"n": 0}, {"n": 1}]
     make().prepare_batch(loader(samples), Does(lambda engine, data, traj: data.clear()))
     assert samples == [{"n": 0}, {"n": 1}]
-
-
-def test_pause_interrupt_fail_and_destroy(make: Make) -> None:
-    """Between pause and resume nothing starts; the others end a wait."""
-    executor = make()
-    executor.pause()
-    task_id = executor.submit(SAMPLES[0], Echo())
-    assert executor.stats == RolloutStat(enqueued=1)
-    executor.interrupt(KeyboardInterrupt)
-    with pytest.raises(KeyboardInterrupt):
-        executor.prepare_batch(loader(SAMPLES), Echo())
-    executor.resume()
-    assert executor.wait_for_task(task_id, timeout=30) is not None
-    executor.fail(ChildProcessError("the server died"))
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="the server died"):
-            executor.prepare_batch(loader(SAMPLES), Echo())
-        with pytest.raises(RuntimeError, match="the server died"):
-            executor.state_dict()
-        executor.destroy()
-    assert executor.engine.executor is None
 
 
 # ---------------------------------------------------------------- trajectories
@@ -339,14 +284,13 @@ def test_a_malformed_trajectory_is_a_failure_that_is_explained(
     make: Make, caplog: pytest.LogCaptureFixture, group_size: int
 ) -> None:
     """The log names the task, and what is wrong with it."""
-    executor = make(config={"consumer_batch_size": 9})
+    executor = make(batch=9)
     good = {"input_ids": torch.ones(1, 2), "attention_mask": torch.ones(1, 2)}
     cases: list[tuple[Any, str]] = [
-        ({"input_ids": torch.ones(2)}, "lacks attention_mask; it has"),
-        (good | {"hint": torch.ones(1)}, r"adds \['hint'\]"),
-        ({}, r"it has \[\]"),
-        ({key: value[0] for key, value in good.items()}, "its shape is"),
-        (good | {"rewards": torch.tensor([torch.nan])}, r"'rewards'\] holds NaN"),
+        ({"input_ids": torch.ones(2)}, "not .'input_ids'"),
+        (good | {"hint": torch.ones(1)}, r"only some .* have \['hint'\]"),
+        ({}, r"not \[\]"),
+        (good | {"attention_mask": torch.full((1, 2), torch.nan)}, r"'attention_mask'\] holds NaN"),
         (1.0, "not float"),
     ]
     for returns in (good, *(case for case, _ in cases)):
@@ -356,32 +300,6 @@ def test_a_malformed_trajectory_is_a_failure_that_is_explained(
     said = [r.getMessage() for r in caplog.records if "rollout task" in r.getMessage()]
     for message, (_, words) in zip(said, cases, strict=True):
         assert re.search(words, message)
-
-
-def test_only_generated_tokens_have_an_age(make: Make) -> None:
-    """A prompt of version -1 does not make a group old; a token from the future fails it."""
-
-    def relabel(engine: Any, data: dict, traj: dict) -> None:
-        traj["versions"][:, :2] = -1
-        traj["versions"][:, 2] += data["n"]
-
-    executor = make(config={"max_head_offpolicyness": 9})
-    executor.engine.set_version(3)
-    tasks = [executor.submit({"n": n}, Does(relabel)) for n in (0, 996)]
-    group = executor.wait_for_task(tasks[0], timeout=30)
-    assert group is not None
-    assert group["versions"].tolist() == [[-1, -1, 3]]
-    assert executor.wait_for_task(tasks[1], timeout=30) is None
-
-
-def test_a_version_that_nobody_has_made_is_named(
-    make: Make, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The log says which."""
-    future = Does(lambda engine, data, traj: traj["versions"].fill_(999))
-    executor = make()
-    assert executor.wait_for_task(executor.submit(SAMPLES[0], future), timeout=30) is None
-    assert "a token has version 999, which nobody has made" in caplog.text
 
 
 class OneIsSlow(Echo):
@@ -400,7 +318,7 @@ class OneIsSlow(Echo):
 @pytest.mark.parametrize("stale", ["mask", "drop"])
 def test_no_step_waits_for_a_slow_group(make: Make, stale: str) -> None:
     """With mask its old tokens leave the loss; with drop the group goes."""
-    executor = make(config={"max_head_offpolicyness": 1, "stale": stale})
+    executor = make(config={"stale": stale}, eta=1)
     data, slow = loader(SAMPLES), list[int]()
     while not slow and executor.stats.dropped == 0:
         version, batch = executor.engine.get_version(), executor.prepare_batch(data, OneIsSlow())
@@ -496,21 +414,11 @@ def run_agent(make: Make, proxy: ProxyAddress, tiny_server: str) -> Iterator[Run
         executor = make(engine, {"openai": OpenAIConfig(**openai)}, proxy=proxy)
         task_id = executor.submit(QUESTION, agent, group_size=group_size)
         result = executor.wait_for_task(task_id, timeout=60), executor.stats
-        executor.destroy()
+        executor.dispatcher.destroy()
         return result
 
     yield run
     engine.destroy()
-
-
-def test_the_documents_agent_is_trained_on_unchanged(run_agent: RunAgent) -> None:
-    """The "Proxy Approach" of AReaL's Agent Workflow yields rows with rewards."""
-    group, stats = run_agent(MyAgent, group_size=3)
-    assert group["rewards"].shape == (3,)
-    assert set(group["rewards"].tolist()) <= {0.5, 1.0}
-    assert (group["loss_mask"].sum(1) >= 1).all()
-    assert group["group_ids"].tolist() == [0, 0, 0]
-    assert stats == RolloutStat(withdrawn=1)
 
 
 NUMBERS = [1, 1.0, True, np.float32(1), np.int64(1), torch.tensor(1.0), torch.tensor(True)]
@@ -577,8 +485,11 @@ def test_none_means_what_the_agent_set_itself(run_agent: RunAgent) -> None:
 @pytest.mark.parametrize(
     ("agent", "said"),
     [
-        (Talks(lambda ids: "1.0"), "agent Talks in task 0-0 returned '1.0'; a reward is a number"),
-        (Talks(lambda ids: float("nan")), "a reward of agent Talks in task 0-0 is NaN"),
+        (
+            Talks(lambda ids: "1.0"),
+            "agent Talks in task 0-0 returned '1.0'; a reward is a finite number",
+        ),
+        (Talks(lambda ids: float("nan")), "agent Talks in task 0-0 returned nan"),
         (Talks(lambda ids: 1.0, turns=0), "rollout task 0 failed"),
         (Talks(lambda ids: 1 / 0), "ZeroDivisionError"),
     ],

@@ -3,13 +3,14 @@
 import asyncio
 import json
 import os
+import pickle
 import re
 import select
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -22,11 +23,10 @@ from runs import SMALL_GUESS, assert_gone, check_metrics, start_and_wait_for_ste
 
 from calls.client import ProxyAddress
 from engine import RemoteInfEngine
-from rollout import workers
 from rollout.executor import WorkflowExecutor
-from rollout.workers import WorkerDied, WorkerPool, within
+from rollout.workers import WorkerPool, within
 from run.config import OpenAIConfig, RolloutConfig
-from staleness import RolloutStat
+from staleness import RolloutStat, StalenessManager
 from workflow import (
     OpenAIProxyWorkflow,
     WorkflowContext,
@@ -47,12 +47,9 @@ def run_agent(proxy: ProxyAddress, tiny_server: str) -> Iterator[Run]:
     engine.initialize()
 
     def run(agent: Any, *samples: dict, group_size: int = 1, **openai: Any) -> Any:
-        config = RolloutConfig(
-            consumer_batch_size=4,
-            max_head_offpolicyness=9,
-            openai=OpenAIConfig(**{"mode": "subproc", "subproc_max_workers": 2, **openai}),
-        )
-        executor = WorkflowExecutor(engine, config, proxy=proxy)
+        modes = OpenAIConfig(**{"mode": "subproc", "subproc_max_workers": 2, **openai})
+        gate = StalenessManager(engine, 9, 9, 0)
+        executor = WorkflowExecutor(engine, RolloutConfig(openai=modes), gate, proxy=proxy)
         try:
             tasks = [
                 executor.submit(QUESTION | sample, agent, group_size=group_size)
@@ -60,7 +57,7 @@ def run_agent(proxy: ProxyAddress, tiny_server: str) -> Iterator[Run]:
             ]
             return [executor.wait_for_task(task, timeout=60) for task in tasks], executor.stats
         finally:
-            executor.destroy()
+            executor.dispatcher.destroy()
 
     yield run
     engine.destroy()
@@ -166,7 +163,7 @@ def test_an_agent_that_exits_inline_ends_no_other_episode(
     groups, stats = run_agent(mode_agents.Talks, {"then": "exits"}, {}, mode="inline")
     assert [group is None for group in groups] == [True, False]
     assert (stats.failed, stats.rejected) == (1, 1)
-    assert "the episode called sys.exit('enough')" in caplog.text
+    assert "SystemExit('enough')" in caplog.text
 
 
 def test_a_process_runs_one_episode_at_a_time(run_agent: Run) -> None:
@@ -187,17 +184,18 @@ def fifo(tmp_path: Path) -> Iterator[TextIO]:
 
 @pytest.fixture
 def limit_passes(fifo: TextIO, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first time limit of 200 s passes as soon as the agent has written to the pipe."""
-    wait = asyncio.wait
+    """A time limit of 200 s passes as soon as the agent has written to the pipe."""
+    timeout = asyncio.timeout
 
-    async def wait_for_pipe(tasks: Any, timeout: float | None = None) -> Any:
-        if timeout == 200:
-            monkeypatch.setattr(asyncio, "wait", wait)
-            await asyncio.to_thread(select.select, [fifo], [], [], timeout)
-            timeout = 0
-        return await wait(tasks, timeout=timeout)
+    def until_pipe(seconds: float | None) -> asyncio.Timeout:
+        limit = timeout(seconds)
+        if seconds == 200:
+            loop = asyncio.get_running_loop()
+            written = loop.run_in_executor(None, select.select, [fifo], [], [], seconds)
+            written.add_done_callback(lambda _: limit.reschedule(loop.time()))
+        return limit
 
-    monkeypatch.setattr(asyncio, "wait", wait_for_pipe)
+    monkeypatch.setattr(asyncio, "timeout", until_pipe)
 
 
 @pytest.mark.usefixtures("limit_passes")
@@ -221,26 +219,25 @@ def test_destroy_ends_agents_that_run(
     os.mkfifo(fifo := tmp_path / "fifo")
     engine = RemoteInfEngine([tiny_server])
     engine.initialize()
-    config = RolloutConfig(consumer_batch_size=1, openai=OpenAIConfig(mode="subproc"))
-    executor = WorkflowExecutor(engine, config, proxy=proxy)
+    config = RolloutConfig(openai=OpenAIConfig(mode="subproc"))
+    executor = WorkflowExecutor(engine, config, StalenessManager(engine, 1, 1, 0), proxy=proxy)
     executor.submit(QUESTION | {"then": "hangs", "fifo": str(fifo)}, mode_agents.Talks)
     with open(fifo) as file:
         assert file.read(5) == "alive"
-        executor.destroy()
+        executor.dispatcher.destroy()
         assert file.read() == ""
     engine.destroy()
 
 
 def test_what_cannot_be_pickled_is_named_before_anything_starts() -> None:
-    """With its class, and what to change."""
+    """By Python itself."""
     address = {"proxy_addr": "http://127.0.0.1:1", "admin_key": "k", "mode": "subproc"}
 
     class Local(mode_agents.Talks):
         pass
 
     for agent in (mode_agents.Unpicklable, Local):
-        said = rf"agent {agent.__name__} .*cannot be pickled.*top of a module.*mode=inline"
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises((pickle.PicklingError, AttributeError, TypeError), match="pickle"):
             resolve_workflow(agent, proxy=address)
         inline = resolve_workflow(agent, proxy=address | {"mode": "inline"})
         assert isinstance(inline, OpenAIProxyWorkflow)
@@ -271,18 +268,6 @@ def test_a_run_leaves_no_process(tmp_path: Path, end: signal.Signals) -> None:
 
 
 @pytest.mark.anyio
-async def test_a_worker_that_dies_while_idle_is_replaced() -> None:
-    """The next call runs in another process."""
-    async with aclosing(WorkerPool(1)) as pool:
-        async with pool.worker() as worker:
-            first = await worker.call(os.getpid)
-            os.kill(first, signal.SIGKILL)
-            worker.process.wait()
-        async with pool.worker() as worker:
-            assert await worker.call(os.getpid) != first
-
-
-@pytest.mark.anyio
 async def test_only_the_call_that_died_fails() -> None:
     """The others, also those that waited for a process, return."""
 
@@ -295,7 +280,6 @@ async def test_only_the_call_that_died_fails() -> None:
         work = (call(pool, *each) for each in calls)
         results = await asyncio.gather(*work, return_exceptions=True)
     assert [results[0], *results[2:]] == [1, 3, 4]
-    assert isinstance(results[1], WorkerDied)
     assert str(results[1]) == "the process that ran _exit ended with code 7"
 
 
@@ -307,29 +291,9 @@ async def test_a_function_that_a_worker_cannot_import_is_an_error_and_no_hang(
     (tmp_path / "only_here.py").write_text("def f():\n    return 1\n")
     async with aclosing(WorkerPool(1)) as pool, pool.worker() as worker:
         monkeypatch.syspath_prepend(tmp_path)  # too late for the running process
-        with pytest.raises(RuntimeError, match="only_here") as caught:
+        with pytest.raises(RuntimeError, match="only_here"):
             await worker.call(__import__("only_here").f)
-        assert "in a worker process" in str(caught.value.__cause__)
         assert await worker.call(abs, -2) == 2
-
-
-@pytest.mark.anyio
-async def test_work_that_swallows_its_cancellation_is_abandoned(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The time limit still ends the episode, and the log names it."""
-    monkeypatch.setattr(workers, "ABANDON_SECONDS", 0.01)
-    release = asyncio.Event()
-
-    async def swallows() -> None:
-        while not release.is_set():
-            with suppress(asyncio.CancelledError):
-                await release.wait()
-
-    with pytest.raises(TimeoutError, match="the agent of task 7-0"):
-        await within(0.01, swallows(), "the agent of task 7-0 took too long")
-    assert "ignores its cancellation: the agent of task 7-0" in caplog.text
-    release.set()
 
 
 @pytest.mark.anyio
@@ -352,17 +316,6 @@ async def test_a_result_runs_no_code_in_the_trainer(tmp_path: Path) -> None:
 
 
 @pytest.mark.anyio
-async def test_a_result_that_is_too_long_is_not_read() -> None:
-    """The next call runs in another process."""
-    async with aclosing(WorkerPool(1)) as pool:
-        async with pool.worker() as worker:
-            with pytest.raises(ValueError, match="limit"):
-                await worker.call(str.rjust, "x", workers.MOST_BYTES)
-        async with pool.worker() as worker:
-            assert await worker.call(str.upper, "x") == "X"
-
-
-@pytest.mark.anyio
 async def test_a_limit_tells_its_own_timeout_from_another() -> None:
     """A TimeoutError of the work is raised as it is."""
 
@@ -380,10 +333,8 @@ def test_a_loop_that_ends_takes_its_workers_along() -> None:
     script = (
         "import asyncio, os\n"
         "from rollout import workers\n"
-        "from inference.wire import PerLoop\n"
-        "pool = PerLoop(lambda: workers.WorkerPool(1))\n"
         "async def main():\n"
-        "    async with (await pool.get()).worker() as worker:\n"
+        "    async with (await workers.pools(1).get()).worker() as worker:\n"
         "        return await worker.call(os.getpid)\n"
         "print(asyncio.run(main()), asyncio.run(main()))\n"
     )
