@@ -520,7 +520,7 @@ def test_a_custom_workflow_is_submitted(
         for reward in (1.0, -1.0):
             sample = {"prompt": "hi", "reward": reward}
             execute("submit", engine=real_engine, sample=sample, MyWorkflow=custom)
-        first = executor.wait_for_task(0, timeout=60)
+        first: Any = executor.wait_for_task(0, timeout=60)
         assert first["rewards"].tolist() == [1.0] * 4
         assert executor.wait_for_task(1, timeout=60) is None
     finally:

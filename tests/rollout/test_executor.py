@@ -15,7 +15,6 @@ import pytest
 import torch
 from openai import AsyncOpenAI, DefaultAioHttpClient
 from scripted import Echo, ScriptedEngine, loader
-from torch.utils.data import DataLoader
 
 from calls.client import ProxyAddress
 from engine import RemoteInfEngine
@@ -178,7 +177,7 @@ def test_the_loaders_batch_is_what_the_gate_counts(make: Make) -> None:
 def test_an_empty_dataloader_is_an_error(make: Make) -> None:
     """And no endless search for a sample."""
     with pytest.raises(ValueError, match="the dataloader is empty"):
-        make().prepare_batch(DataLoader([], batch_size=2), Echo())
+        make().prepare_batch(loader([]), Echo())
 
 
 @pytest.mark.parametrize(
@@ -256,8 +255,8 @@ def test_evaluation_needs_no_new_version_and_leaves_the_engine_alone(make: Make)
     executor, heard = make(config={"group_size": 4}), list[Any]()
     executor.listeners.append(lambda *event: heard.append(event))
     many = [{"n": n} for n in range(40)]
-    for group, sample in zip(executor.evaluate(many, Does(look)), many, strict=True):
-        assert group["rewards"].tolist() == [sample["n"]]
+    found: list[Any] = executor.evaluate(many, Does(look))
+    assert [group["rewards"].tolist() for group in found] == [[n] for n in range(40)]
     assert sorted(evaluated) == [(True, n, 0) for n in range(40)]
     groups = executor.evaluate(many, Echo(fails=tuple(range(20)), rejects=tuple(range(20, 30))))
     assert [group is None for group in groups] == [True] * 30 + [False] * 10

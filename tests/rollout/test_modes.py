@@ -191,7 +191,7 @@ def limit_passes(fifo: TextIO, monkeypatch: pytest.MonkeyPatch) -> None:
         limit = timeout(seconds)
         if seconds == 200:
             loop = asyncio.get_running_loop()
-            written = loop.run_in_executor(None, select.select, [fifo], [], [], seconds)
+            written: Any = loop.run_in_executor(None, select.select, [fifo], [], [], seconds)
             written.add_done_callback(lambda _: limit.reschedule(loop.time()))
         return limit
 
