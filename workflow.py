@@ -204,6 +204,8 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
         failures = [result for result in results if isinstance(result, BaseException)]
         if len(failures) == self.group_size:
             raise failures[0]
+        for failure in failures:
+            logger.warning("a member of task %s failed", _context.get().task_id, exc_info=failure)
         if failures:
             self.on_failures(len(failures))
         episodes = [x for x in results if x is not None and x not in failures]
@@ -222,7 +224,6 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
                 check_trajectory_format(result)
             return result
         except BaseException as error:
-            logger.warning("member %s of a group failed", _context.get().name, exc_info=error)
             return error
 
 
