@@ -100,17 +100,13 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Return softmax(q k' / sqrt(d) + mask) v, (T, heads * d). The query heads that share a key
-    head are stacked into one product. Shapes: q (rows, columns, heads, d), k and v (rows, groups,
-    keys, d), mask (rows, 1, 1 or heads/groups * columns, keys)."""
-    rows, columns, heads, d = q.shape
-    groups = k.shape[1]
-    q = q.view(rows, columns, groups, -1, d).permute(0, 2, 3, 1, 4).reshape(rows, groups, -1, d)
-    n = q.shape[2]  # heads/groups * columns
-    if n < FEWEST:  # only in decode; what the copies give is dropped
-        q = q.repeat(1, 1, -(-FEWEST // n), 1)
-    out = F.scaled_dot_product_attention(q, k, v, mask)[:, :, :n]
-    return out.view(rows, groups, -1, columns, d).permute(0, 3, 1, 2, 4).reshape(-1, heads * d)
+    """Return softmax(q k' / sqrt(d) + mask) v, (T, heads * d). Shapes: q (rows, columns, heads, d),
+    k and v (rows, groups, keys, d), mask (rows, 1, columns, keys)."""
+    columns, q = q.shape[1], q.transpose(1, 2)
+    if columns == 1:  # what the copies give is dropped
+        q = q.repeat(1, 1, FEWEST, 1)
+    out = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)[:, :, :columns]
+    return out.transpose(1, 2).flatten(2).flatten(0, 1)
 
 
 def product(x: Tensor, w: Tensor) -> Tensor:
@@ -198,8 +194,6 @@ class Model:
         # A token sees the positions up to its own: (rows, 1, columns, n_keys).
         seen = torch.arange(n_keys) <= positions[:, None, :, None]
         mask = torch.where(seen, 0.0, -torch.inf)
-        if columns > 1:
-            mask = mask.repeat(1, 1, heads // groups, 1)
         # e^(i p f): (rows, columns, 1, d/2)
         rotation = torch.polar(self.one, positions[:, :, None, None] * self.frequencies)
         read = self.kv[:, :, first_slot : first_slot + rows, :n_keys].transpose(3, 4)
@@ -241,10 +235,9 @@ class Model:
         ends = [done + len(feed) for done, feed in zip(cached, feeds, strict=True)]
         positions = torch.tensor(ends)[:, None] + torch.arange(-columns, 0)  # (rows, columns)
         slots = torch.arange(first_slot, first_slot + rows)[:, None]
-        if min(map(len, feeds)) < columns:
-            padding = positions < torch.tensor(cached)[:, None]
-            slots = torch.where(padding, self.slots, slots)
-            positions.masked_fill_(padding, 0)
+        padding = positions < torch.tensor(cached)[:, None]
+        slots = torch.where(padding, self.slots, slots)
+        positions.masked_fill_(padding, 0)
 
         # 3. Make the cache long enough.
         n_keys, length = key_length(max(ends)), self.kv.shape[3]

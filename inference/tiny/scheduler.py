@@ -31,7 +31,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-PREFILL_TOKENS = 1024  # the most tokens that a step feeds, padding included
+PREFILL_ROWS = 8  # the most sequences that start together: a step has bounded work
 
 
 class SamplingParams(BaseModel, frozen=True, strict=True, extra="forbid"):
@@ -189,17 +189,14 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Start waiting sequences, until one does not fit."""
-        started = longest = 0
-        while self.waiting and self.n < len(self.slots):
+        end = min(self.n + PREFILL_ROWS, len(self.slots))
+        while self.waiting and self.n < end:
             sequence = self.waiting[0]
-            slot, reused = self._best_slot(sequence)
-            started += 1
-            longest = max(longest, len(sequence.tokens) - reused)  # rows are padded to the longest
             together = (*self.running, sequence)
             needed = sum(len(one.prompt) + one.params.max_new_tokens for one in together)
-            is_long = started > 1 and started * longest > PREFILL_TOKENS
-            if is_long or needed > self.max_total_tokens:
+            if needed > self.max_total_tokens:
                 break
+            slot, reused = self._best_slot(sequence)
             self._exchange(slot, self.n)
             self.slots[self.n] = self.waiting.popleft()
             self.n += 1

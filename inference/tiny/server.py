@@ -15,7 +15,7 @@ the server could not complete, before it is queued.
 A request's tokens and logprobs depend on its seed, its prompt and the weights alone. New weights
 are loaded between two steps; whoever wants the running sequences to drop their old keys pauses
 first. A client that hangs up does not end its request: that takes /abort_request. Not here:
-streams, several prompts in one request, text prompts, logprobs of prompts, grammars, LoRA, mixtures
+streams, texts, several prompts in one request, logprobs of prompts, grammars, LoRA, mixtures
 of experts, and weights by a process group.
 """
 
@@ -83,9 +83,9 @@ async def refuse(_: Request, error: Any) -> Response:
 class Server:
     """The routes. Each public coroutine serves the path of its name, with GET or POST."""
 
-    def __init__(self, scheduler: Scheduler, tokenizer: Tokenizer, folder: str, key: str = ""):
+    def __init__(self, scheduler: Scheduler, folder: str, key: str = "") -> None:
         self.scheduler, self.model = scheduler, scheduler.model
-        self.tokenizer, self.folder, self.key = tokenizer, folder, key
+        self.folder, self.key = folder, key
         self.max_length = min(self.model.context_length, scheduler.max_total_tokens)
         self.stepping: asyncio.Task | None = None
 
@@ -134,23 +134,19 @@ class Server:
         return reply(self._answer(one))
 
     def _answer(self, one: Sequence) -> dict[str, Any]:
-        """As in SGLang, a stop token stays in output_ids, and `text` ends before the stop."""
-        ids, matched = one.output, (one.finish or {}).get("matched")
-        text = self.tokenizer.decode(ids[:-1] if isinstance(matched, int) else ids)
-        if isinstance(matched, str):
-            text = text.partition(matched)[0]
+        """As in SGLang, a stop token stays in output_ids."""
         meta = {
             "id": one.rid,
             "finish_reason": one.finish,
             "prompt_tokens": len(one.prompt),
-            "completion_tokens": len(ids),
+            "completion_tokens": len(one.output),
             "cached_tokens": one.reused,
             "num_retractions": one.retractions,
             "weight_version": (one.versions or [self.scheduler.version])[-1],
             "weight_versions": one.spans(),
-            "output_token_logprobs": [[*pair, None] for pair in zip(one.logprobs, ids)],
+            "output_token_logprobs": [[*pair, None] for pair in zip(one.logprobs, one.output)],
         }
-        return {"text": text, "output_ids": ids, "meta_info": meta}
+        return {"output_ids": one.output, "meta_info": meta}
 
     async def abort_request(self, ask: Abort) -> Response:
         self.scheduler.abort(ask.rid)
@@ -158,12 +154,12 @@ class Server:
 
     async def pause_generation(self, ask: Pause) -> Response:
         self.scheduler.pause(ask.mode)
-        return reply({"message": f"Generation paused, mode {ask.mode}.", "status": "ok"})
+        return reply({"status": "ok"})
 
     async def continue_generation(self) -> Response:
         self.scheduler.paused = False
         self._wake()
-        return reply({"message": "Generation continued.", "status": "ok"})
+        return reply({"status": "ok"})
 
     # New weights
 
@@ -173,13 +169,13 @@ class Server:
         except (OSError, ValueError, SafetensorError) as error:
             return reply({"success": False, "message": f"The old weights stay: {error}"}, 400)
         self.scheduler.renew(ask.weight_version)
-        return reply({"success": True, "message": "Succeeded."})
+        return reply({"success": True})
 
     async def update_weight_version(self, ask: Label) -> Response:
         if ask.abort_all_requests:
             self.scheduler.abort()
         self.scheduler.version = ask.new_version
-        return reply({"success": True, "message": "Succeeded."})
+        return reply({"success": True})
 
     # What the server tells about itself
 
@@ -229,7 +225,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     decode = partial(tokenizer.decode, skip_special_tokens=False)
     scheduler = Scheduler(model, args.max_total_tokens, args.weight_version, decode)
-    app = Server(scheduler, tokenizer, args.model_path, args.api_key).app()
+    app = Server(scheduler, args.model_path, args.api_key).app()
     serve(app, listener, args.exit_with_parent)
     return 0
 

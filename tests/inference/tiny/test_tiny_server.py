@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from engine import EngineError, RemoteInfEngine
 from inference.tiny import server
 from inference.tiny.model import Model, read_weights
-from inference.tiny.sampling import sample, uniforms
+from inference.tiny.sampling import sample, uniform
 from inference.tiny.scheduler import SamplingParams, Scheduler, Sequence, common_prefix
 
 PROMPT = list(range(60, 80))
@@ -168,9 +168,10 @@ def test_every_kind_of_request_gets_a_forward_pass(tiny: Model, tiny_model_dir: 
         assert one.logprobs == pytest.approx(expected, abs=1e-4)
 
 
-def test_a_step_feeds_a_bounded_number_of_tokens(tiny: Model, monkeypatch: Any) -> None:
+def test_a_step_feeds_a_bounded_number_of_tokens(tiny_model_dir: Path, monkeypatch: Any) -> None:
     """The memory of a mask grows with the square of what a step feeds, so a long prompt takes
     several steps."""
+    tiny = Model(str(tiny_model_dir), slots=12)
     fed, next_tokens = [], tiny.next_tokens
 
     def counted(batch: list[Sequence], feeds: list[list[int]], first: int) -> Any:
@@ -178,10 +179,10 @@ def test_a_step_feeds_a_bounded_number_of_tokens(tiny: Model, monkeypatch: Any) 
         return next_tokens(batch, feeds, first)
 
     monkeypatch.setattr(tiny, "next_tokens", counted)
-    run(tiny, *[sequence(str(i), [i] * (300 - 10 * i), 2) for i in range(8)])
+    run(tiny, *[sequence(str(i), [i] * (300 - 10 * i), 2) for i in range(10)])
     assert max(map(max, fed)) == 128
-    assert max(len(row) * max(row) for row in fed) <= 1024
-    assert sum(map(sum, fed)) == sum(300 - 10 * i for i in range(8)) + 8  # each token once
+    assert max(len(row) for row in fed if max(row) > 1) == 8
+    assert sum(map(sum, fed)) == sum(300 - 10 * i for i in range(10)) + 10  # each token once
 
 
 def test_a_seeded_request_does_not_see_its_neighbours(tiny: Model) -> None:
@@ -225,7 +226,7 @@ def test_a_reused_prefix_equals_a_fresh_prefill(tiny: Model) -> None:
 
 def test_uniform_numbers_are_uniform_and_independent() -> None:
     """Hashes of seed and position: mean, variance, and no correlation of neighbours."""
-    grid = torch.stack([uniforms([seed] * 300, list(range(300))) for seed in range(300)])
+    grid = torch.tensor([[uniform(seed, k) for k in range(300)] for seed in range(300)])
     assert ((grid >= 0) & (grid < 1)).all()
     assert grid.mean().item() == pytest.approx(0.5, abs=0.01)
     assert grid.var().item() == pytest.approx(1 / 12, abs=0.005)
@@ -499,7 +500,7 @@ def test_bad_input_is_answered_and_kills_nothing(tiny_server: str) -> None:
 
 @pytest.mark.parametrize("seed", [-1, 2**64, 10**30])
 def test_any_integer_is_a_seed(seed: int) -> None:
-    """Negative or huge, its low 64 bits are hashed."""
+    """Negative or huge, it is hashed."""
     one = sequence("a", [], 1, seed, top_k=2**31 - 1, temperature=2**31 - 1)
     tokens, _ = sample(torch.zeros(1, 8), [one])
     assert 0 <= tokens[0] < 8
@@ -614,7 +615,7 @@ def test_a_client_that_leaves_is_no_error_of_the_server(tiny: Model) -> None:
         statuses.append(message.get("status", 0))
 
     scheduler = Scheduler(tiny, 99, "0", str)
-    app: Any = server.Server(scheduler, None, "").app()  # type: ignore[arg-type]
+    app: Any = server.Server(scheduler, "").app()
     scope = {"type": "http", "method": "POST", "path": "/abort_request", "headers": []}
     asyncio.run(app(scope | {"query_string": b""}, receive, send))
     assert statuses[0] == 400
