@@ -38,12 +38,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from engine import EngineError
 from extras import Record, append_record, printable, read_config, read_records
-from inference.io_struct import (
-    GenerationHyperparameters,
-    ModelResponse,
-    generate_body,
-    parse_segment,
-)
+from inference.io_struct import ModelResponse, parse_segment, probe
 from training.ranks import share as share_with_ranks
 
 # The largest rounding error of a log-probability, in nats.
@@ -361,8 +356,7 @@ class Canary:
 
     def ask(self) -> None:
         if self.engine is not None:
-            greedy = GenerationHyperparameters(greedy=True)
-            body = generate_body(self.prompt, greedy, CANARY_TOKENS)
+            body = probe(self.prompt, CANARY_TOKENS)
             post, timeout = self.engine.servers.post_all, self.engine.request_timeout
             self.asked = self.thread.submit(post, "/generate", body, timeout)
 

@@ -156,28 +156,24 @@ def generate_body(
     input_ids: list[int], gconfig: GenerationHyperparameters, max_new_tokens: int
 ) -> dict[str, Any]:
     """The body of a POST /generate for the next `max_new_tokens` tokens."""
-    g = gconfig if isinstance(gconfig, CallParameters) else gconfig.for_call()
-    params = {
+    g = gconfig.for_call()
+    params = g.model_dump(exclude={"n_samples", "greedy", "seed"}, exclude_none=True)
+    params |= {
         "max_new_tokens": max_new_tokens,
         "temperature": 0.0 if g.is_greedy else g.temperature,
-        "top_p": g.top_p,
-        "top_k": g.top_k,
         "min_p": 0.0,
-        "frequency_penalty": g.frequency_penalty,
-        "presence_penalty": g.presence_penalty,
         "repetition_penalty": 1.0,
-        "stop_token_ids": g.stop_token_ids,
-        "stop": g.stop or None,  # a server without a tokenizer refuses even []
-        "json_schema": g.json_schema,
-        "sampling_seed": g.seed and g.seed % 2**63,
     }
-    params = {name: value for name, value in params.items() if value is not None}
+    if not g.stop:  # a server without a tokenizer refuses even []
+        del params["stop"]
+    if g.seed is not None:
+        params["sampling_seed"] = g.seed % 2**63
     return {"input_ids": input_ids, "sampling_params": params, "return_logprob": True}
 
 
-def probe(input_ids: list[int]) -> dict[str, Any]:
-    """The body of a request for one greedy token."""
-    return generate_body(input_ids, GenerationHyperparameters(greedy=True), 1)
+def probe(input_ids: list[int], max_new_tokens: int = 1) -> dict[str, Any]:
+    """The body of a request for a few greedy tokens."""
+    return generate_body(input_ids, GenerationHyperparameters(greedy=True), max_new_tokens)
 
 
 def parse_segment(answer: dict[str, Any], vocab_size: int | None = None) -> ModelResponse:

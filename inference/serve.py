@@ -41,18 +41,14 @@ def listen(host: str, port: int, key: str | None = None) -> socket.socket:
     """A listening socket. Raises OSError for a port in use, or an open address without a key."""
     if not key and host not in ("127.0.0.1", "::1", "localhost"):
         raise OSError(f"--host {host}: others can reach this address, so a key is needed (--help)")
-    try:
-        return socket.create_server((host, port), backlog=4096)
-    except OSError as error:
-        raise OSError(f"--port {port}: cannot listen on {host}: {error}") from error
+    return socket.create_server((host, port), backlog=4096)
 
 
 def raise_open_files() -> None:
     """Allow this process and its children as many open files as the system does: 1,024, the usual
     limit, are too few for 1,000 requests in flight."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 2**16 if hard == resource.RLIM_INFINITY else hard
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 2**16)), hard))
 
 
 def follow_parent(act: Callable[[], None]) -> None:

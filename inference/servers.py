@@ -39,16 +39,12 @@ class Servers:
         self.limit = math.inf  # the trainer's version, once this process knows it
 
     def check_age(self, url: str, versions: list[int], sent_after: int) -> None:
-        """Check the versions of a server's tokens, which rise. `sent_after` is what `newest` was
-        when the request was sent. Raises EngineError (503)."""
-        oldest, newest = min(versions, default=sent_after), max(versions, default=0)
-        if newest > self.limit:
-            why = f"version {newest}, but the trainer has only {self.limit}"
+        """Check the versions of a server's tokens. `sent_after` is what `newest` was when the
+        request was sent. Raises EngineError (503)."""
+        if wrong := [v for v in versions if not sent_after <= v <= self.limit]:
+            why = f"version {wrong[0]} instead of {sent_after} to {self.limit}: was it restarted?"
             raise EngineError(f"{url} sent {why}", 503)
-        if oldest < sent_after:
-            why = f"version {oldest} after version {sent_after}: was it restarted?"
-            raise EngineError(f"{url} sent {why}", 503)
-        self.newest = max(self.newest, newest)
+        self.newest = max([self.newest, *versions])
 
     def post_all(self, path: str, body: Any = None, timeout: float = CALL_TIMEOUT) -> list[Any]:
         """Send `body` to all servers at once, and return their answers in order.

@@ -85,14 +85,13 @@ class Wire:
     """Sends requests with an API key to any server. A test may replace the network."""
 
     def __init__(self, transport: httpx.AsyncBaseTransport | None = None, key: str = "") -> None:
-        headers = {"content-type": "application/json"}
-        if key:
-            headers["authorization"] = f"Bearer {key}"
-        self._clients: PerLoop[httpx.AsyncClient] = PerLoop(
-            lambda: httpx.AsyncClient(
-                transport=transport or make_transport(), headers=headers, trust_env=False
-            )
-        )
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+
+        def make() -> httpx.AsyncClient:
+            through = transport or make_transport()
+            return httpx.AsyncClient(transport=through, headers=headers, trust_env=False)
+
+        self._clients = PerLoop(make)
 
     async def call(
         self, url: str, body: Any = None, timeout: float = CALL_TIMEOUT
@@ -101,16 +100,11 @@ class Wire:
 
         Raises EngineError if the answer is an error, or not there after `timeout` seconds.
         """
-        method, content = ("GET", None) if body is None else ("POST", orjson.dumps(body))
-        client, patience = (
-            await self._clients.get(),
-            httpx.Timeout(timeout, connect=CONNECT_TIMEOUT),
-        )
+        client, method = await self._clients.get(), "GET" if body is None else "POST"
+        patience = httpx.Timeout(timeout, connect=CONNECT_TIMEOUT)
         try:
-            response = await client.request(method, url, content=content, timeout=patience)
-        except httpx.ReadTimeout as error:
-            raise EngineError(f"{url} gave no answer within {timeout:g} s", 503) from error
+            response = await client.request(method, url, json=body, timeout=patience)
         except httpx.HTTPError as error:
-            why = " ".join(str(error.__cause__ or error).split())[:300]
-            raise EngineError(f"{url} cannot be reached: {why}", 503) from error
+            words = f"{type(error).__name__} {error.__cause__ or error}".split()
+            raise EngineError(f"{url} gave no answer: {' '.join(words)[:300]}", 503) from error
         return read_answer(url, response)

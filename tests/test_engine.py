@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import itertools
 import json
-import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine
@@ -19,7 +18,7 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import forward_logprobs, idle_connections
+from conftest import forward_logprobs
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -288,7 +287,7 @@ async def test_a_failed_server_hands_over():
     assert response.output_tokens == [4, 5]
     script = Script(httpx.ConnectError("refused"))
     with pytest.raises(
-        EngineError, match=r"http://a/generate cannot be reached.*refused"
+        EngineError, match=r"http://a/generate gave no answer.*refused"
     ) as caught:
         await script.engine(request_retries=2).agenerate(request())
     assert (caught.value.status, len(script.sent())) == (503, 3)
@@ -656,27 +655,6 @@ def test_connections_are_reused_and_end_with_their_loop():
         assert CountingServer.connections == 4
 
 
-def test_idle_connections_are_closed(monkeypatch: pytest.MonkeyPatch):
-    """A connection that was idle for KEEPALIVE seconds gives its file descriptor back."""
-    monkeypatch.setattr(wire, "KEEPALIVE", 1.0)
-
-    async def burst(url: str) -> None:
-        before = len(os.listdir("/dev/fd"))
-        async with contextlib.aclosing(wire.make_transport()) as transport:
-            requests = [httpx.Request("POST", url, content=b"{}") for _ in range(8)]
-            answers = await asyncio.gather(*map(transport.handle_async_request, requests))
-            for answer in answers:
-                await answer.aread()
-                await answer.aclose()
-            assert idle_connections(transport)
-            async with asyncio.timeout(30):
-                while idle_connections(transport) or len(os.listdir("/dev/fd")) > before + 8:
-                    await asyncio.sleep(0.01)
-
-    with counting_server() as url:
-        asyncio.run(burst(url))
-
-
 # A real server
 
 
@@ -727,10 +705,3 @@ def test_every_logprob_is_that_of_the_weights_it_names(
             for t, version in enumerate(response.output_versions)
         ]
         assert response.output_logprobs == pytest.approx(expected, abs=1e-4)
-
-
-def test_one_seed_one_answer(real_engine: RemoteInfEngine):
-    """A server draws the same tokens for the same seed, even for requests of two event loops."""
-    ask = ModelRequest([9, 8, 7], gconfig=CallParameters(max_new_tokens=16, seed=5))
-    first, second = (asyncio.run(real_engine.agenerate(ask)) for _ in range(2))
-    assert first.output_tokens == second.output_tokens

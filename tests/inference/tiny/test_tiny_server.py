@@ -1,7 +1,6 @@
 """What the small server promises beyond the contract that it shares with SGLang: versions, seeds,
 the order of events, and answers to bad input."""
 
-import asyncio
 import os
 import signal
 import socket
@@ -24,7 +23,7 @@ from engine import EngineError, RemoteInfEngine
 from inference.tiny import server
 from inference.tiny.model import Model, read_weights
 from inference.tiny.sampling import sample, uniform
-from inference.tiny.scheduler import SamplingParams, Scheduler, Sequence, common_prefix
+from inference.tiny.scheduler import SamplingParams, Scheduler, Sequence
 
 PROMPT = list(range(60, 80))
 
@@ -48,71 +47,12 @@ def run(model: Model, *sequences: Sequence, scheduler: Scheduler | None = None) 
     return scheduler
 
 
-def by_versions(one: Sequence, *paths: Path) -> list[float]:
-    """The logprob of each output token under the weights of its version."""
-    scores = [forward_logprobs(path, one.tokens)[len(one.prompt) :] for path in paths]
-    return [scores[int(version)][t] for t, version in enumerate(one.versions)]
-
-
 # Versions
 
 
 def update(scheduler: Scheduler, weights: Path, version: str) -> None:
     scheduler.model.replace_weights(read_weights(str(weights)))
     scheduler.renew(version)
-
-
-def straddle(tiny: Model, mode: str, weights: Path) -> list[Sequence]:
-    """Run three requests of 12 tokens, whose weights change after 5. Aborted ones are sent again
-    with their partial output."""
-    scheduler = Scheduler(tiny, 10_000, "0", str)
-    requests = [sequence(str(i), PROMPT[i:], 12, seed=i) for i in range(3)]
-    scheduler.waiting += requests
-    for _ in range(5):
-        scheduler.step()
-    scheduler.pause(mode)
-    assert not scheduler.step()
-    update(scheduler, weights, "1")
-    scheduler.paused = False
-    if mode == "abort":
-        for one in requests:
-            rest = sequence(one.rid, one.tokens, 12 - len(one.logprobs), int(one.rid))
-            run(tiny, rest, scheduler=scheduler)
-            one.tokens, one.logprobs = rest.tokens, one.logprobs + rest.logprobs
-            one.versions += rest.versions
-    run(tiny, scheduler=scheduler)
-    return requests
-
-
-@pytest.mark.parametrize("mode", ["retract", "abort"])
-def test_a_straddling_completion_is_a_forward_pass_under_each_tokens_version(
-    tiny: Model, tiny_model_dir: Path, other_model_dir: Path, mode: str
-) -> None:
-    """New weights after 5 tokens: each logprob is that of the token's version."""
-    for one in straddle(tiny, mode, other_model_dir):
-        assert one.spans() == [
-            {"version": "0", "start": 0, "end": 5},
-            {"version": "1", "start": 5, "end": 12},
-        ]
-        expected = by_versions(one, tiny_model_dir, other_model_dir)
-        assert one.logprobs == pytest.approx(expected, abs=1e-4)
-        assert one.retractions == (mode == "retract")
-
-
-def test_in_place_equals_no_forward_pass(tiny: Model, tiny_model_dir: Path, tmp_path: Path) -> None:
-    """In pause mode `in_place` new queries meet old keys. If weights change by 1 %, the logprobs
-    are off by .001 to .5 nats."""
-    torch.manual_seed(0)
-    old = read_weights(str(tiny_model_dir))
-    new = {name: weight * (1 + 0.01 * torch.randn_like(weight)) for name, weight in old.items()}
-    save_file(new, tmp_path / "model.safetensors", {"format": "pt"})
-    (tmp_path / "config.json").write_bytes((tiny_model_dir / "config.json").read_bytes())
-    errors = [
-        abs(got - want)
-        for one in straddle(tiny, "in_place", tmp_path)
-        for got, want in zip(one.logprobs, by_versions(one, tiny_model_dir, tmp_path), strict=True)
-    ]
-    assert 1e-3 < max(errors) < 0.5
 
 
 def test_keys_of_old_weights_are_not_reused(tiny: Model, other_model_dir: Path) -> None:
@@ -361,14 +301,6 @@ def test_every_request_ends_once_whatever_interrupts_it(events: list[tuple]) -> 
     assert len(play.lengths) == len(play.requests), repr(play.scheduler)
 
 
-@given(st.lists(st.integers(0, 2)), st.lists(st.integers(0, 2)))
-def test_common_prefix_is_the_longest(a: list[int], b: list[int]) -> None:
-    """As many tokens as are equal, and not one more."""
-    n = common_prefix(a, b)
-    assert a[:n] == b[:n]
-    assert a[n : n + 1] != b[n : n + 1] or n == len(a) == len(b)
-
-
 TEXT = st.text(
     st.one_of(
         st.sampled_from("ab終🎉é"),
@@ -566,7 +498,8 @@ def test_what_cannot_start_says_so_in_one_line(
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         said = say(tiny_model_dir, port)
-        assert said.startswith(f"error: --port {port}: cannot listen on 127.0.0.1")
+        assert "Address already in use" in said
+        assert str(port) in said
     monkeypatch.setattr(server, "listen", lambda *_: None)
     assert f"'{tmp_path}/config.json'" in say(tmp_path, 0)
     (tmp_path / "config.json").write_bytes((tiny_model_dir / "config.json").read_bytes())
@@ -602,20 +535,3 @@ def test_the_server_ends_when_told(tiny_model_dir: Path, how: str) -> None:
             parent.kill()
         said, _ = parent.communicate(timeout=60)  # until the server has closed the pipe, too
     assert "RuntimeError" not in said
-
-
-def test_a_client_that_leaves_is_no_error_of_the_server(tiny: Model) -> None:
-    """One that is gone before its whole request has come leaves no traceback in the log."""
-    statuses: list[int] = []
-
-    async def receive() -> dict[str, str]:
-        return {"type": "http.disconnect"}
-
-    async def send(message: dict[str, Any]) -> None:
-        statuses.append(message.get("status", 0))
-
-    scheduler = Scheduler(tiny, 99, "0", str)
-    app: Any = server.Server(scheduler, "").app()
-    scope = {"type": "http", "method": "POST", "path": "/abort_request", "headers": []}
-    asyncio.run(app(scope | {"query_string": b""}, receive, send))
-    assert statuses[0] == 400
