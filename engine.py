@@ -56,7 +56,6 @@ from inference.io_struct import (
     probe,
 )
 from inference.servers import Servers, rank_servers
-from inference.wire import Wire
 
 logger = logging.getLogger("pocket_areal.engine")
 
@@ -74,11 +73,6 @@ class Hooks:
     ) -> None:
         """See the completion so far, or the error. May set stop_reason to "abort", which asks for
         another segment."""
-
-
-def backoff(attempt: int, first: float, most: float) -> float:
-    """Seconds to wait after failure number `attempt`: twice as long each time, up to `most`."""
-    return min(most, first * 2.0 ** min(attempt - 1, 30))
 
 
 def read_vocab_size(model_path: str) -> int | None:
@@ -104,10 +98,9 @@ class RemoteInfEngine:
     def __post_init__(self) -> None:
         if not self.addresses:
             raise ValueError("the engine needs the address of at least one server")
-        self._wire = Wire(self.transport, self.key)
         self._hooks = self.hooks or Hooks()
         # All that changes during a run:
-        self.servers = Servers(self.addresses, self._wire)
+        self.servers = Servers(self.addresses, self.key, self.transport)
         self.vocab_size: int | None = None
         self.context_length: int | None = None  # most tokens of prompt and completion
         self.proxies: Any = None  # proxy_addr and admin_key of the proxies, told every version
@@ -132,7 +125,6 @@ class RemoteInfEngine:
             trains_exactly=g.trains_exactly,
         )
         rids = (f"{req.rid}-{k}" for k in itertools.count())  # a server knows each id once
-        empty_aborts = 0
         while True:
             # 2. One segment.
             before, failure = response.output_len, None
@@ -151,9 +143,8 @@ class RemoteInfEngine:
                 return response
 
             # 4. A server that aborts at once is paused: wait a moment.
-            empty_aborts = 0 if response.output_len > before else empty_aborts + 1
-            if empty_aborts:
-                await self.sleep(backoff(empty_aborts, 0.05, 1.0))
+            if response.output_len == before:
+                await self.sleep(0.5)
 
     async def _ask_a_server(
         self, req: ModelRequest, response: ModelResponse, limit: int, rids: Iterator[str]
@@ -169,7 +160,7 @@ class RemoteInfEngine:
                 if error.status == 400 or failures > self.request_retries:
                     raise
                 logger.warning("asking again: %s", error)
-            await self.sleep(backoff(failures, 0.5, 10.0) * random.uniform(0.5, 1.0))
+            await self.sleep(failures * random.uniform(0.5, 1.0))
 
     async def _generate_segment(
         self, server: str, rid: str, req: ModelRequest, response: ModelResponse, limit: int
@@ -179,7 +170,7 @@ class RemoteInfEngine:
         body = generate_body(ids, req.gconfig, room) | {"rid": rid}
         oldest = self.servers.newest
         try:
-            answer = await self._wire.call(server + "/generate", body, self.request_timeout)
+            answer = await self.servers.call(server + "/generate", body, self.request_timeout)
         except (asyncio.CancelledError, EngineError) as error:
             if getattr(error, "status", None) != 400:  # the server may still be generating
                 await self._abort(server, rid)
@@ -192,7 +183,7 @@ class RemoteInfEngine:
 
     async def _abort(self, server: str, rid: str) -> None:
         """Tell a server to stop, because it does not notice when a client hangs up."""
-        call = self._wire.call(server + "/abort_request", {"rid": rid}, timeout=5.0)
+        call = self.servers.call(server + "/abort_request", {"rid": rid}, timeout=5.0)
         with contextlib.suppress(EngineError):
             await asyncio.shield(call)
 
@@ -259,7 +250,7 @@ class RemoteInfEngine:
         """All servers have `version`: tell the proxies, and let the gate start more rollouts."""
         self._version = self.servers.limit = version
         if self.proxies is not None:
-            proxies = Servers(self.proxies.proxy_addr, Wire(key=self.proxies.admin_key))
+            proxies = Servers(self.proxies.proxy_addr, self.proxies.admin_key)
             proxies.post_all("/set_version", {"version": version})
         if self.executor is not None:
             self.executor.on_new_version()

@@ -35,8 +35,9 @@ from transformers import AutoTokenizer
 
 from calls.client import OpenAIProxyClient
 from inference.fields import Refusal
+from inference.servers import Servers
 from inference.tiny.server import Server
-from inference.wire import Wire, make_transport
+from inference.wire import make_transport
 from proxy import create_app
 
 KEY, SECONDS, WORKERS = "key", 60, 24
@@ -380,7 +381,7 @@ class Fuzz:
 
     def __init__(self, seed: int, addresses: dict[str, str], tokenizer: Any) -> None:
         self.seed, self.addresses, self.tokenizer = seed, addresses, tokenizer
-        self.wire, self.transport, self.honest = Wire(), make_transport(), 0
+        self.wire, self.transport, self.honest = Servers(""), make_transport(), 0
         routes = [
             (route.path, min(route.methods - {"HEAD"}))
             for route in create_app(None, tokenizer, "").routes
@@ -461,7 +462,7 @@ class Fuzz:
     async def state(self) -> Any:
         """Wait until the server runs no request. Return the server's state, its version, and its
         greedy answer to a prompt."""
-        server, wire = self.addresses["server"], Wire(key=KEY)
+        server, wire = self.addresses["server"], Servers("", KEY)
         async with asyncio.timeout(SECONDS):
             while (
                 "running=0, waiting=0"

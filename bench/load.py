@@ -50,7 +50,8 @@ from transformers.utils import logging as transformers_logging
 
 from calls.client import OpenAIProxyClient
 from inference.io_struct import EngineError
-from inference.wire import Wire, make_transport, run_all
+from inference.servers import Servers
+from inference.wire import make_transport
 
 ADMIN, COLUMNS = (
     "admin",
@@ -119,7 +120,7 @@ def usage(pid: int) -> tuple[float, int]:
 
 
 async def session(
-    wire: Wire, transport: Any, proxy: str, number: int, turns: int, seconds: list[float]
+    wire: Servers, transport: Any, proxy: str, number: int, turns: int, seconds: list[float]
 ) -> Any:
     """Run one session. Return the session's questions, the replies that the client has read, and
     the exported row.
@@ -140,7 +141,7 @@ async def session(
     return [message["content"] for message in messages[::2]], replies, row
 
 
-async def flood(wire: Wire, transport: Any, proxy: str, calls: int) -> None:
+async def flood(wire: Servers, transport: Any, proxy: str, calls: int) -> None:
     """In one session, repeat 128 * `calls` concurrent calls until the task is cancelled."""
 
     async def ask_again_and_again(url: str, number: int) -> None:
@@ -182,7 +183,7 @@ async def load(
     """Run all sessions. Return the seconds that each call took, the measurements of memory and
     descriptors, and the largest error of a log-probability."""
     transport, places = make_transport(), asyncio.Semaphore(args.concurrent)
-    wire = Wire(transport)
+    wire = Servers("", transport=transport)
     calls, seconds, samples, worst, start = (
         args.sessions * args.turns,
         [],
@@ -280,12 +281,12 @@ def main() -> None:
                 garbage, _ = stack.enter_context(process("tests.garbage_server", path))
                 words += ["--server", garbage]
             proxy, second = stack.enter_context(process("proxy", path, *words, log=log))
-            run_all([Wire(key=ADMIN).call(proxy + "/set_version", {"version": 0})])
+            Servers(proxy, ADMIN).post_all("/set_version", {"version": 0})
             seconds, samples, worst = asyncio.run(
                 load(args, proxy, [second.pid, first.pid], tokenizer, model)
             )
             if args.garbage:
-                seen = run_all([Wire().call(garbage + "/server_info")])[0]["seen"]
+                seen = Servers(garbage).post_all("/server_info")[0]["seen"]
                 print(f"{seen} requests got garbage; the log of the proxy:\n{log.read_text()}")
     p50, p99 = seconds[len(seconds) // 2], seconds[len(seconds) * 99 // 100]
     print(

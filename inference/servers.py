@@ -11,13 +11,19 @@ servers before it lets any of them continue. After an update that failed half wa
 version "7-incomplete", which no engine accepts.
 """
 
+import asyncio
 import math
 import zlib
 from collections.abc import Iterable
 from typing import Any
 
+import httpx
+
 from inference.io_struct import EngineError
-from inference.wire import CALL_TIMEOUT, Wire, run_all
+from inference.wire import PerLoop, make_transport, read_answer
+
+CALL_TIMEOUT = 60.0  # seconds for a call that generates nothing
+CONNECT_TIMEOUT = 10.0
 
 
 def rank_servers(servers: list[str], key: str) -> list[str]:
@@ -29,14 +35,54 @@ def rank_servers(servers: list[str], key: str) -> list[str]:
 
 
 class Servers:
-    """The servers at `addresses`."""
+    """The servers at `addresses`, with their API key. A test may replace the network."""
 
-    def __init__(self, addresses: str | Iterable[str], wire: Wire) -> None:
+    def __init__(
+        self,
+        addresses: str | Iterable[str],
+        key: str = "",
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
         addresses = [addresses] if isinstance(addresses, str) else addresses
         self.addresses = [address.rstrip("/") for address in addresses]
-        self._wire = wire
         self.newest = 0  # the newest version of a token that this process has received
         self.limit = math.inf  # the trainer's version, once this process knows it
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+
+        def make() -> httpx.AsyncClient:
+            through = transport or make_transport()
+            return httpx.AsyncClient(transport=through, headers=headers, trust_env=False)
+
+        self._client = PerLoop(make)
+
+    async def call(
+        self, url: str, body: Any = None, timeout: float = CALL_TIMEOUT
+    ) -> dict[str, Any]:
+        """POST `body`, or GET if it is None, and return the parsed answer.
+
+        Raises EngineError if the answer is an error, or not there after `timeout` seconds.
+        """
+        client, method = await self._client.get(), "GET" if body is None else "POST"
+        patience = httpx.Timeout(timeout, connect=CONNECT_TIMEOUT)
+        try:
+            response = await client.request(method, url, json=body, timeout=patience)
+        except httpx.HTTPError as error:
+            words = f"{type(error).__name__} {error.__cause__ or error}".split()
+            raise EngineError(f"{url} gave no answer: {' '.join(words)[:300]}", 503) from error
+        return read_answer(url, response)
+
+    def post_all(self, path: str, body: Any = None, timeout: float = CALL_TIMEOUT) -> list[Any]:
+        """Send `body` to all servers at once, and return their answers in order.
+
+        A list has one body a server; None is a GET. Raises EngineError with the words of every
+        server that failed. The calling thread has no event loop.
+        """
+        bodies = body if isinstance(body, list) else [body] * len(self.addresses)
+        pairs = zip(self.addresses, bodies, strict=True)
+        answers = run_all(self.call(url + path, one, timeout) for url, one in pairs)
+        if failed := [answer for answer in answers if isinstance(answer, BaseException)]:
+            raise EngineError("; ".join(map(str, failed)), 503) from failed[0]
+        return answers
 
     def check_age(self, url: str, versions: list[int], sent_after: int) -> None:
         """Check the versions of a server's tokens. `sent_after` is what `newest` was when the
@@ -46,15 +92,11 @@ class Servers:
             raise EngineError(f"{url} sent {why}", 503)
         self.newest = max([self.newest, *versions])
 
-    def post_all(self, path: str, body: Any = None, timeout: float = CALL_TIMEOUT) -> list[Any]:
-        """Send `body` to all servers at once, and return their answers in order.
 
-        A list has one body a server; None is a GET. Raises EngineError with the words of every
-        server that failed. The calling thread has no event loop.
-        """
-        bodies = body if isinstance(body, list) else [body] * len(self.addresses)
-        calls = zip(self.addresses, bodies, strict=True)
-        answers = run_all(self._wire.call(url + path, one, timeout) for url, one in calls)
-        if failed := [answer for answer in answers if isinstance(answer, BaseException)]:
-            raise EngineError("; ".join(map(str, failed)), 503) from failed[0]
-        return answers
+def run_all(calls: Iterable[Any]) -> list[Any]:
+    """Make all calls at once in a loop of their own, and return results and exceptions in order."""
+
+    async def gather() -> list[Any]:
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    return asyncio.run(gather())

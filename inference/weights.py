@@ -31,8 +31,7 @@ from typing import Any
 PostAll = Callable[..., list[dict[str, Any]]]  # Servers.post_all(path, body, timeout)
 Bucket = list[tuple[str, Any]]  # tensors with their names in the checkpoint files
 
-LOAD_TIMEOUT = 3600.0  # seconds for the slowest server to load a folder
-BUCKET_TIMEOUT = 600.0  # seconds to broadcast a bucket, or to wait for all ranks
+UPDATE_TIMEOUT = 3600.0  # seconds for the slowest server to load a folder or a bucket
 BUCKET_MB = 512.0
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 
@@ -122,10 +121,9 @@ def send(
         return
     body: dict[str, Any] = {"model_path": str(meta.directory), "flush_cache": meta.flush_cache}
     body |= {"weight_version": str(meta.version), "abort_all_requests": False}
-    post_all("/update_weights_from_disk", body, timeout=LOAD_TIMEOUT)
-    for other in meta.directory.parent.glob("v*"):  # the versions before
-        if other != meta.directory and other.name[1:].isdecimal():
-            shutil.rmtree(other)
+    post_all("/update_weights_from_disk", body, timeout=UPDATE_TIMEOUT)
+    previous = meta.with_version((meta.version or 0) - 1)
+    shutil.rmtree(previous.directory, ignore_errors=True)
 
 
 def label(post_all: PostAll, version: str, abort: bool = False) -> None:
@@ -168,7 +166,7 @@ def meanwhile(post_all: PostAll, path: str, body: Any) -> Iterator[None]:
     """Make a request to all servers in a thread while the block runs. Its error wins over the
     block's, which may only be a consequence."""
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(post_all, path, body, timeout=BUCKET_TIMEOUT)
+        asked = pool.submit(post_all, path, body, timeout=UPDATE_TIMEOUT)
         try:
             yield
         finally:
@@ -194,7 +192,7 @@ def join_group(address: str, port: int, rank: int, world: int, name: str, backen
     """
     import torch.distributed as dist
 
-    timeout = timedelta(seconds=BUCKET_TIMEOUT)
+    timeout = timedelta(seconds=UPDATE_TIMEOUT)
     store: Any = dist.TCPStore(address, port, world, rank == 0, timeout)
     for prefix in (name, f"{name}/", "cuda/" if backend == "nccl" else "cpu/"):
         store = dist.PrefixStore(prefix, store)

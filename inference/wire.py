@@ -1,11 +1,11 @@
-"""JSON over HTTP to the inference servers, cheap enough for hundreds of requests at once.
+"""JSON over HTTP, cheap enough for hundreds of requests at once.
 
 Every request in flight has a connection of its own, and idle ones stay open for a moment. httpx
 sends through aiohttp, whose parser is written in C.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, Generic, TypeVar
 
 import httpx
@@ -14,8 +14,6 @@ from httpx_aiohttp import AiohttpTransport
 
 from inference.io_struct import EngineError
 
-CALL_TIMEOUT = 60.0  # seconds for a call that generates nothing
-CONNECT_TIMEOUT = 10.0
 KEEPALIVE = 4.0  # uvicorn closes idle connections after 5 s, so we are first
 
 T = TypeVar("T", bound=Any)
@@ -70,41 +68,3 @@ class PerLoop(Generic[T]):
         finally:
             del self._keepers[loop]
             await self._close(thing)
-
-
-def run_all(calls: Iterable[Awaitable[Any]]) -> list[Any]:
-    """Make all calls at once in a loop of their own, and return results and exceptions in order."""
-
-    async def gather() -> list[Any]:
-        return await asyncio.gather(*calls, return_exceptions=True)
-
-    return asyncio.run(gather())
-
-
-class Wire:
-    """Sends requests with an API key to any server. A test may replace the network."""
-
-    def __init__(self, transport: httpx.AsyncBaseTransport | None = None, key: str = "") -> None:
-        headers = {"authorization": f"Bearer {key}"} if key else {}
-
-        def make() -> httpx.AsyncClient:
-            through = transport or make_transport()
-            return httpx.AsyncClient(transport=through, headers=headers, trust_env=False)
-
-        self._clients = PerLoop(make)
-
-    async def call(
-        self, url: str, body: Any = None, timeout: float = CALL_TIMEOUT
-    ) -> dict[str, Any]:
-        """POST `body`, or GET if it is None, and return the parsed answer.
-
-        Raises EngineError if the answer is an error, or not there after `timeout` seconds.
-        """
-        client, method = await self._clients.get(), "GET" if body is None else "POST"
-        patience = httpx.Timeout(timeout, connect=CONNECT_TIMEOUT)
-        try:
-            response = await client.request(method, url, json=body, timeout=patience)
-        except httpx.HTTPError as error:
-            words = f"{type(error).__name__} {error.__cause__ or error}".split()
-            raise EngineError(f"{url} gave no answer: {' '.join(words)[:300]}", 503) from error
-        return read_answer(url, response)

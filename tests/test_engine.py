@@ -23,7 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine import EngineError, Hooks, RemoteInfEngine
-from inference import wire
+from inference import servers
 from inference.io_struct import (
     CallParameters,
     GenerationHyperparameters,
@@ -179,12 +179,11 @@ async def test_version_is_the_servers_not_the_clocks():
 
 @pytest.mark.anyio
 async def test_empty_aborts_are_no_storm():
-    """After each abort without a new token the engine waits longer, from 0.05 s to 1 s."""
+    """After each abort without a new token the engine waits."""
     script = Script(*[generated([], "abort")] * 40, generated([9]))
     response = await script.engine().agenerate(request())
     assert response.output_tokens == [9]
-    assert script.slept[:6] == [0.05, 0.1, 0.2, 0.4, 0.8, 1.0]
-    assert (len(script.slept), max(script.slept)) == (40, 1.0)
+    assert script.slept == [0.5] * 40
 
 
 @pytest.mark.anyio
@@ -274,7 +273,7 @@ async def test_failure_keeps_what_was_generated(failure: Answer):
     response = await script.engine().agenerate(request())
     assert (response.output_tokens, response.output_versions) == ([4, 5, 6], [0, 0, 1])
     assert script.sent()[-1]["input_ids"] == [1, 2, 3, 4, 5]
-    assert 0.25 <= script.slept[0] <= 0.5 <= script.slept[1] <= 1.0
+    assert 0.5 <= script.slept[0] <= 1.0 <= script.slept[1] <= 2.0
 
 
 @pytest.mark.anyio
@@ -286,9 +285,7 @@ async def test_a_failed_server_hands_over():
     assert first == dead != alive
     assert response.output_tokens == [4, 5]
     script = Script(httpx.ConnectError("refused"))
-    with pytest.raises(
-        EngineError, match=r"http://a/generate gave no answer.*refused"
-    ) as caught:
+    with pytest.raises(EngineError, match=r"http://a/generate gave no answer.*refused") as caught:
         await script.engine(request_retries=2).agenerate(request())
     assert (caught.value.status, len(script.sent())) == (503, 3)
 
@@ -575,7 +572,7 @@ def test_the_proxies_learn_each_version(monkeypatch: pytest.MonkeyPatch):
         seen.append((http_request.url.host, http_request.headers["authorization"]))
         return httpx.Response(200, json={})
 
-    monkeypatch.setattr(wire, "make_transport", lambda: httpx.MockTransport(serve))
+    monkeypatch.setattr(servers, "make_transport", lambda: httpx.MockTransport(serve))
     engine = Script(generated([1])).engine()
     engine.proxies = SimpleNamespace(proxy_addr=("http://p", "http://q/"), admin_key="k")
     engine.executor = SimpleNamespace(on_new_version=lambda: seen.append("gate"))

@@ -67,8 +67,8 @@ MUTANTS = [  # property, bounds, module, code, changed code
     ("has", ONE, TRAIN, "        actor.update_weights(meta)\n", ""),
     ("paused", ONE, ENGINE, 'post_all("/continue_generation", {}, timeout=5.0)', "addresses"),
     ("paused", AGAIN, ENGINE, f"{CONTINUE}with contextlib", "with contextlib"),
-    ("deadlock", ABORT, ENGINE, "await self.sleep(backoff(empty_aborts, 0.05, 1.0))", NEVER),
-    ("deadlock", ONE, ENGINE, "await self.sleep(backoff(failures, 0.5, 10.0)", f"{NEVER}, (1.0"),
+    ("deadlock", ABORT, ENGINE, "await self.sleep(0.5)", NEVER),
+    ("deadlock", ONE, ENGINE, "await self.sleep(failures * random.uniform(0.5, 1.0))", NEVER),
 ]
 
 

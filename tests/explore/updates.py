@@ -140,8 +140,8 @@ class Server:
 
 
 class Wires:
-    """Replaces inference.wire.Wire. An event decides how each call of the trainer ends; a call of
-    the proxy arrives at once."""
+    """Replaces the network. An event decides how each call of the trainer ends; a call of the proxy
+    arrives at once."""
 
     def __init__(self, world: "World", of_trainer: bool) -> None:
         self.world, self.of_trainer = world, of_trainer
@@ -175,7 +175,7 @@ class Wires:
 
 
 def run_all(calls: Iterable[Any]) -> list[Any]:
-    """Make the trainer's calls one after the other. Replaces inference.wire.run_all."""
+    """Make the trainer's calls one after the other. Replaces inference.servers.run_all."""
     results: list[Any] = []
     waiting = [*calls]
     try:
@@ -226,7 +226,7 @@ class World(engine.Hooks):
             hooks=self,
             sleep=self.sleep,
         )
-        made._wire = made.servers._wire = Wires(self, of_trainer)
+        made.servers.call = Wires(self, of_trainer).call
         return made
 
     async def sleep(self, seconds: float) -> None:
@@ -334,7 +334,7 @@ class World(engine.Hooks):
     def die(self) -> None:
         """Kill the trainer and the proxy; the servers go on."""
         self.deaths -= 1
-        self.proxy._wire.dead = True
+        self.proxy.servers.call.__self__.dead = True
         if self.request is not None:
             self.request.cancel()
             self.loop.run()
@@ -465,9 +465,9 @@ class UpdateMachine(PathMachine):
     def run(self, path: tuple[Event, ...]) -> State:
         servers: Any = self.modules["servers"]
         client: Any = self.modules["engine"]
-        replaced = servers.run_all, client.Wire, engine.logger.disabled
+        replaced = servers.run_all, servers.Servers.call, engine.logger.disabled
         world = World(self.bounds, self.modules, self.folder)
-        servers.run_all, client.Wire = run_all, lambda *_, **__: Wires(world, True)
+        servers.run_all, servers.Servers.call = run_all, staticmethod(Wires(world, True).call)
         client.logger.disabled = True
         try:
             world.run(path)
@@ -478,7 +478,7 @@ class UpdateMachine(PathMachine):
             for server in world.servers:
                 server.alive = False
             world.loop.end()
-            servers.run_all, client.Wire, client.logger.disabled = replaced
+            servers.run_all, servers.Servers.call, client.logger.disabled = replaced
 
 
 SMALL = (

@@ -21,7 +21,6 @@ from test_engine import generated
 from engine import EngineError, RemoteInfEngine
 from inference.io_struct import GenerationHyperparameters, ModelRequest
 from inference.servers import Servers, rank_servers
-from inference.wire import Wire
 
 A, B = "http://a", "http://b"
 
@@ -102,7 +101,7 @@ def test_a_version_above_the_trainers_is_refused() -> None:
 
 def test_an_answer_from_before_an_update_is_no_restart() -> None:
     """Version 7 is right for a request that was sent before the first token of version 8 came."""
-    servers = Servers([A, B], Wire())
+    servers = Servers([A, B])
     servers.check_age(A, [7], sent_after=7)
     servers.check_age(B, [7, 8], sent_after=7)
     servers.check_age(A, [7], sent_after=7)

@@ -16,7 +16,7 @@ from runs import SMALL_GUESS, command, finish
 
 from inference.io_struct import EngineError
 from inference.serve import raise_open_files
-from inference.wire import Wire
+from inference.servers import Servers
 
 pytestmark = pytest.mark.runs
 
@@ -55,13 +55,13 @@ def test_2000_requests_in_flight_lose_none(addresses: tuple[str, str]) -> None:
         body = {"task_id": str(number)}
         start = httpx.post(proxy + "/rl/start_session", json=body, headers=admin)
         sessions.append(start.json()["session_id"])
-    wire = Wire()
+    servers = Servers(server)
 
     async def ask(number: int) -> int:
         messages = [{"role": "user", "content": f"question {number}"}]
         body = {"model": "default", "messages": messages, "max_tokens": 1}
         url = f"{proxy}/{sessions[number % SESSIONS]}/v1/chat/completions"
-        answer = await wire.call(url, body, timeout=200)
+        answer = await servers.call(url, body, timeout=200)
         return answer["usage"]["completion_tokens"]
 
     async def ask_all() -> list[int]:
@@ -71,8 +71,8 @@ def test_2000_requests_in_flight_lose_none(addresses: tuple[str, str]) -> None:
             assert time.monotonic() < deadline, f"some requests do not reach the server: {state}"
             await asyncio.sleep(0.2)
             with suppress(EngineError):  # a busy server answers late
-                state = (await wire.call(server + "/server_info"))["state"]
-        await wire.call(server + "/continue_generation", {})
+                state = (await servers.call(server + "/server_info"))["state"]
+        await servers.call(server + "/continue_generation", {})
         return await asked
 
     httpx.post(server + "/pause_generation", json={"mode": "retract"}).raise_for_status()
