@@ -84,6 +84,7 @@ class WorkflowExecutor:
             trace=self._tell,
         )
         self.dispatcher = BatchTaskDispatcher(self._run_episode, state)
+        self.wait_for_task = self.dispatcher.wait_for_task
         self._next_id = self._resume_at = 0  # positions below resume_at were drawn before a
         self._reopened = set[int]()  # restart, and run again only if they were open
         self._streams: dict[Any, Iterator[Sample]] = {}  # of each dataloader
@@ -116,10 +117,6 @@ class WorkflowExecutor:
     def wait(self, count: int, timeout: float | None = None) -> Trajectory:
         """The next `count` accepted groups as one batch. Raises TimeoutError."""
         return trajectory.concat_padded_tensors(self.dispatcher.wait_results(count, timeout))
-
-    def wait_for_task(self, task_id: int, timeout: float | None = None) -> Trajectory | None:
-        """The group of one task, or None if it was rejected. Raises TimeoutError."""
-        return self.dispatcher.wait_for_task(task_id, timeout)
 
     def rollout_batch(
         self,

@@ -12,39 +12,6 @@ import openai
 from openai import AsyncOpenAI, OpenAI
 
 
-def compute_reward(response: Any, answer: str) -> float:
-    return 1.0 if response.choices[0].message.content == answer else 0.5
-
-
-class MyAgent:
-    """The "Proxy Approach" of AReaL's Agent Workflow, with a limit of the answer's length."""
-
-    async def run(self, data, **extra_kwargs):
-        http_client = extra_kwargs.get("http_client")
-        base_url = extra_kwargs.get("base_url")
-
-        client = AsyncOpenAI(base_url=base_url, http_client=http_client, max_retries=0)
-
-        response = await client.chat.completions.create(
-            model="default", messages=data["messages"], max_completion_tokens=4
-        )
-
-        return compute_reward(response, data["answer"])
-
-
-class MySyncAgent:
-    """The "Subprocess Mode" of AReaL's Agent Workflow, with a limit of the answer's length."""
-
-    async def run(self, data, **extra_kwargs):
-        client = OpenAI(base_url=os.environ.get("OPENAI_BASE_URL"), api_key="DUMMY")
-
-        response = client.chat.completions.create(
-            model="default", messages=data["messages"], max_completion_tokens=4
-        )
-
-        return compute_reward(response, data["answer"])
-
-
 class Talks:
     """Asks the model twice, and then calls the function that data["then"] names, if any."""
 
@@ -133,14 +100,6 @@ def breaks_off(data: dict) -> float:
     """The SDK raises an exception that cannot be unpickled."""
     OpenAI(max_retries=0).chat.completions.create(model="m", messages=[])
     return 1.0
-
-
-def process_id(data: dict) -> float:
-    return float(os.getpid())
-
-
-def is_silent(data: dict) -> None:
-    return None
 
 
 def hangs(data: dict) -> float:

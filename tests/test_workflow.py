@@ -2,7 +2,6 @@
 
 import asyncio
 import copy
-import uuid
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -12,9 +11,8 @@ from scripted import ScriptedEngine
 
 from cache import InteractionWithTokenLogpReward
 from engine import EngineError, RemoteInfEngine
-from inference.io_struct import GenerationHyperparameters, ModelRequest, ModelResponse
-from rollout.reward import AsyncRewardWrapper
-from rollout.trajectory import check_trajectory_format, complete
+from inference.io_struct import GenerationHyperparameters, ModelResponse
+from rollout.trajectory import complete
 from workflow import (
     GroupedRolloutWorkflow,
     MultiTurnWorkflow,
@@ -79,117 +77,6 @@ async def exact(
     prompt: str, completion: str, prompt_ids: list, completion_ids: list, answer: str, **_: Any
 ) -> bool:
     return completion.startswith(answer)
-
-
-# ---------------------------------------------------------------- the documents' examples
-
-
-class MyWorkflow(RolloutWorkflow):
-    """The example of AReaL's Rollout Workflow, "Implementing Custom Workflows"."""
-
-    def __init__(self, tokenizer: Any, gconfig: GenerationHyperparameters, **kwargs: Any) -> None:
-        self.tokenizer = tokenizer
-        self.gconfig = gconfig
-
-    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
-        input_ids = self.tokenizer.encode(data["prompt"])
-        req = ModelRequest(
-            rid=uuid.uuid4().hex,
-            input_ids=input_ids,
-            gconfig=self.gconfig,
-            tokenizer=self.tokenizer,
-        )
-        resp = await engine.agenerate(req)
-        reward = self.compute_reward(resp, data)
-        if reward < 0:
-            return None
-        return self.build_tensor_dict(resp, reward)
-
-    def compute_reward(self, resp: ModelResponse, data: dict[str, Any]) -> float:
-        return data["reward"]
-
-    def build_tensor_dict(self, resp: ModelResponse, reward: float) -> dict[str, torch.Tensor]:
-        seq = resp.input_tokens + resp.output_tokens
-        return {
-            "input_ids": torch.tensor([seq], dtype=torch.int32),
-            "attention_mask": torch.ones(1, len(seq), dtype=torch.bool),
-            "loss_mask": torch.tensor(
-                [[0] * resp.input_len + [1] * resp.output_len], dtype=torch.int32
-            ),
-            "logprobs": torch.tensor(
-                [[0.0] * resp.input_len + resp.output_logprobs], dtype=torch.float32
-            ),
-            "rewards": torch.tensor([reward], dtype=torch.float32),
-            "versions": torch.tensor(
-                [[-1] * resp.input_len + resp.output_versions], dtype=torch.int32
-            ),
-        }
-
-
-class CustomWorkflow(RolloutWorkflow):
-    """The example from appendix A.2 of the write-up on AReaL."""
-
-    def __init__(self, gconfig: GenerationHyperparameters, tokenizer: Any) -> None:
-        self.gconfig = gconfig
-        self.tokenizer = tokenizer
-        self.async_reward_fn = AsyncRewardWrapper(self.reward_fn)
-
-    @staticmethod
-    async def reward_fn(prompt: str, completion: str, messages: list, answer: str) -> float:
-        return float(completion.startswith(answer))
-
-    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
-        input_ids = self.tokenizer.apply_chat_template(
-            data["messages"], tokenize=True, add_generation_prompt=True, return_dict=False
-        )
-        req = ModelRequest(
-            rid=uuid.uuid4().hex,
-            input_ids=input_ids,
-            gconfig=self.gconfig,
-            tokenizer=self.tokenizer,
-        )
-        resp = await engine.agenerate(req)
-        prompt_str = self.tokenizer.decode(resp.input_tokens)
-        completion_str = self.tokenizer.decode(resp.output_tokens)
-        reward = await self.async_reward_fn(prompt_str, completion_str, **data)
-        seq = resp.input_tokens + resp.output_tokens
-        logprobs = [0.0] * resp.input_len + resp.output_logprobs
-        loss_mask = [0] * resp.input_len + [1] * resp.output_len
-        versions = [-1] * resp.input_len + resp.output_versions
-        return {
-            "input_ids": torch.tensor(seq, dtype=torch.int32).unsqueeze(0),
-            "logprobs": torch.tensor(logprobs, dtype=torch.float32).unsqueeze(0),
-            "loss_mask": torch.tensor(loss_mask, dtype=torch.int32).unsqueeze(0),
-            "versions": torch.tensor(versions, dtype=torch.int32).unsqueeze(0),
-            "rewards": torch.tensor(reward, dtype=torch.float32).unsqueeze(0),
-            "attention_mask": torch.ones(len(seq), dtype=torch.bool).unsqueeze(0),
-        }
-
-
-@pytest.mark.anyio
-async def test_the_custom_workflow_of_rollout_workflow_runs(tiny_tokenizer: Any) -> None:
-    """Unchanged; resolve_workflow makes an instance of it."""
-    engine, defaults = (
-        ScriptedEngine(tiny_tokenizer),
-        {"tokenizer": tiny_tokenizer, "gconfig": GenerationHyperparameters()},
-    )
-    workflow = resolve_workflow(MyWorkflow, {"unused": 1}, defaults=defaults)
-    traj: Any = await workflow.arun_episode(engine, {"prompt": "hi", "reward": 1.0})
-    check_trajectory_format(traj)
-    assert tiny_tokenizer.decode(traj["input_ids"][0]) == "hiok<|im_end|>"
-    assert await workflow.arun_episode(engine, {"prompt": "hi", "reward": -1.0}) is None
-
-
-@pytest.mark.anyio
-async def test_the_custom_workflow_of_the_write_up_runs(tiny_tokenizer: Any) -> None:
-    """With `return_dict=False`, which newer versions of transformers need."""
-    engine = ScriptedEngine(tiny_tokenizer, lambda request: "4")
-    engine.version = 3
-    workflow = CustomWorkflow(GenerationHyperparameters(), tiny_tokenizer)
-    traj: Any = await workflow.arun_episode(engine, QUESTION)
-    check_trajectory_format(traj)
-    assert traj["rewards"].tolist() == [1.0]
-    assert traj["versions"][0][-2:].tolist() == [3, 3]
 
 
 # ---------------------------------------------------------------- one turn, and several
@@ -379,17 +266,6 @@ async def test_one_failing_member_does_not_take_its_group_along(
 
 
 @pytest.mark.anyio
-async def test_a_ragged_group_is_still_one_group() -> None:
-    """Rows say which group they belong to, also if it has lost a member."""
-    groups = []
-    for task_id, loses in enumerate([1, None]):
-        lose = lambda context, data: None if context.sample_idx == data["loses"] else row(1, 2)  # noqa: E731
-        traj, _ = await run_group(3, lose, {"loses": loses})
-        groups.append(complete(traj, task_id)["group_ids"].tolist())
-    assert groups == [[0, 0], [1, 1, 1]]
-
-
-@pytest.mark.anyio
 async def test_a_group_of_nothing_is_rejected_and_a_group_of_errors_raises_the_first() -> None:
     """Errors count where others returned None; if all raise, the group has failed as a whole."""
 
@@ -405,37 +281,26 @@ async def test_a_group_of_nothing_is_rejected_and_a_group_of_errors_raises_the_f
 
 
 @pytest.mark.anyio
-async def test_members_run_at_the_same_time_and_each_in_its_own_context() -> None:
+async def test_members_run_at_the_same_time_with_a_context_and_a_sample_of_their_own() -> None:
     """Each waits for all others; one after another, the first would wait until the deadline."""
     barrier = asyncio.Barrier(4)
 
     class Meets(RolloutWorkflow):
         async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
+            data["messages"].append("hello")
             async with asyncio.timeout(5):
                 await barrier.wait()
             context = workflow_context.get()
             assert (context.task_id, context.is_eval) == (9, True)
-            return row(1, rewards=context.sample_idx)
+            return row(*range(len(data["messages"])), rewards=context.sample_idx)
 
     workflow_context.set(WorkflowContext(is_eval=True, task_id=9))
-    traj: Any = await GroupedRolloutWorkflow(Meets(), 4).arun_episode(None, {})
+    sample: dict[str, list] = {"messages": []}
+    traj: Any = await GroupedRolloutWorkflow(Meets(), 4).arun_episode(None, sample)
     assert traj["rewards"].tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert (traj["input_ids"].shape, sample) == ((4, 1), {"messages": []})
     assert workflow_context.get().sample_idx == 0
     workflow_context.set(WorkflowContext())
-
-
-@pytest.mark.anyio
-async def test_members_do_not_write_into_each_others_sample() -> None:
-    """Each has its own copy."""
-
-    def talk(context: WorkflowContext, data: dict) -> Any:
-        data["messages"].append("hello")
-        return row(*range(len(data["messages"])))
-
-    sample: dict[str, list] = {"messages": []}
-    traj, _ = await run_group(3, talk, sample)
-    assert traj["input_ids"].shape == (3, 1)
-    assert sample == {"messages": []}
 
 
 @pytest.mark.anyio

@@ -157,16 +157,6 @@ def test_a_new_version_alone_wakes_producer_and_trainer(make_stage, background):
     assert waiting.result(DEADLINE) == [1]
 
 
-def test_the_concurrency_limit_is_kept_and_refilled(make_stage):
-    """With room for two, the third task starts when one of the first two ends."""
-    stage = make_stage(eta=5, concurrent=2)
-    stage.submit(0, 1, 2)
-    assert stage.started(2) == [0, 1]
-    assert stage.manager.get_stats() == RolloutStat(enqueued=1, running=2)
-    stage.finish(1)
-    assert stage.started(1) == [2]
-
-
 def test_pause_starts_nothing_and_resume_goes_on(make_stage):
     """While paused, running groups finish and can be taken, and none starts."""
     stage = make_stage(batch=2)
@@ -302,22 +292,6 @@ def test_a_stale_group_is_dropped_and_replaced(make_stage):
     assert stage.started(1) == [3], "nothing started in the place of a dropped group"
     assert stage.manager.get_stats() == RolloutStat(running=1, accepted=1, dropped=2)
     assert [event for event in stage.events if event[0] == "drop"] == [("drop", 0), ("drop", 1)]
-
-
-def test_a_straggler_is_dropped_and_holds_up_no_batch(make_stage):
-    """With stale=drop a batch takes what finished first; a slow group comes too late."""
-    stage = make_stage(eta=1, batch=2, stale="drop")
-    stage.submit(*range(8))
-    assert stage.started(4) == [0, 1, 2, 3]
-    stage.finish(3, 2)
-    assert stage.take(2) == [3, 2], "the groups that finished first are not consumed first"
-    stage.new_version(1)
-    stage.finish(*stage.started(2))
-    assert stage.take(2) == [4, 5]
-    stage.new_version(2)
-    stage.finish(0, *stage.started(2))
-    assert stage.take(2) == [6, 7]
-    assert stage.manager.get_stats() == RolloutStat(running=1, accepted=6, dropped=1)
 
 
 def test_a_straggler_is_masked_and_holds_up_no_batch(make_stage):

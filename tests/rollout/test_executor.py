@@ -28,20 +28,6 @@ Make = Callable[..., WorkflowExecutor]
 SAMPLES = [{"n": n} for n in range(5)]
 
 
-class Waits(Echo):
-    """The episode of sample n waits for the end of sample n + 1."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        self.gates = [asyncio.Event() for _ in range(count)]
-        self.gates[-1].set()
-
-    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
-        await self.gates[data["n"]].wait()
-        self.gates[data["n"] - 1].set()
-        return await super().arun_episode(engine, data)
-
-
 class Does(Echo):
     """Calls `act(engine, data, trajectory)` before it returns."""
 
@@ -96,14 +82,6 @@ def test_prepare_batch_cycles_the_data_in_its_own_order(make: Make) -> None:
     assert executor.prepare_batch(data, Echo())["task_ids"].tolist() == [10, 11]
 
 
-def test_the_order_of_the_data_is_the_loaders_own_generator(make: Make) -> None:
-    """Equal seeds mean equal orders, and each epoch has another one."""
-    first, again = (train(make(), loader(SAMPLES, seed=1), 5) for _ in range(2))
-    assert first == again
-    assert sorted(first[:5]) == sorted(first[5:]) == [0, 1, 2, 3, 4]
-    assert first[:5] != first[5:]
-
-
 def test_every_loader_goes_on_where_it_was(make: Make) -> None:
     """Two dataloaders may take turns, as in a curriculum."""
     executor, seen = make(), list[float]()
@@ -125,15 +103,6 @@ def test_every_sample_is_served_by_the_arguments_that_drew_it(make: Make) -> Non
     assert rows[:2] == [[[1, 0, 0], [2, 0, 0]], [[3, 0, 0], [4, 0, 0]]]  # all drawn at once
     assert rows[2] == [[5, 0, 1], [5, 1, 1], [1, 0, 1], [1, 1, 1]]
     assert rows[3] == [[2, i, 2] for i in range(3)] + [[3, i, 2] for i in range(3)]
-
-
-def test_rows_come_in_order_of_start_and_members_in_order(make: Make) -> None:
-    """Even if the last group finishes first. The members of a group stand together."""
-    executor = make(batch=4)
-    data = loader(SAMPLES[:4], batch_size=4)
-    batch = executor.prepare_batch(data, Waits(4), group_size=2)
-    assert batch["input_ids"][:, :2].tolist() == [[n, i] for n in (1, 2, 3, 4) for i in (0, 1)]
-    assert batch["group_ids"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
 def test_rejected_groups_are_refilled_and_every_event_is_told(make: Make) -> None:
@@ -290,7 +259,7 @@ def test_a_malformed_trajectory_is_a_failure_that_is_explained(
         (good | {"hint": torch.ones(1)}, r"only some .* have \['hint'\]"),
         ({}, r"not \[\]"),
         (good | {"attention_mask": torch.full((1, 2), torch.nan)}, r"'attention_mask'\] holds NaN"),
-        (1.0, "not float"),
+        (1.0, "not .'float'"),
     ]
     for returns in (good, *(case for case, _ in cases)):
         task_id = executor.submit({"returns": returns}, Bad(), group_size=group_size)

@@ -66,23 +66,6 @@ def run_agent(proxy: ProxyAddress, tiny_server: str) -> Iterator[Run]:
 # ---------------------------------------------------------------- one episode in both modes
 
 
-@pytest.mark.parametrize(
-    ("agent", "mode"),
-    [
-        (mode_agents.MyAgent, "inline"),
-        (mode_agents.MyAgent, "subproc"),
-        (mode_agents.MySyncAgent, "subproc"),
-    ],
-)
-def test_the_documents_agents_run_as_they_stand(run_agent: Run, agent: Any, mode: str) -> None:
-    """Those of AReaL's Agent Workflow, the synchronous one in a process."""
-    (group,), stats = run_agent(agent, group_size=3, mode=mode)
-    assert set(group["rewards"].tolist()) <= {0.5, 1.0}
-    assert group["rewards"].shape == (3,)
-    assert (group["loss_mask"].sum(1) >= 1).all()
-    assert stats == RolloutStat(withdrawn=1)
-
-
 @pytest.mark.anyio
 async def test_both_modes_sample_the_same_tokens(proxy: ProxyAddress) -> None:
     """With the same seed."""
@@ -116,14 +99,6 @@ def test_an_episode_that_waits_for_a_process_holds_no_session(
     samples = [{"proxy": proxy.proxy_addr}] * 4
     groups, _ = run_agent(mode_agents.CountsSessions, *samples, subproc_max_workers=1)
     assert [group["rewards"].tolist() for group in groups] == [[1.0]] * 4
-
-
-@pytest.mark.parametrize("mode", ["inline", "subproc"])
-def test_an_agent_that_sets_nothing_is_rejected(run_agent: Run, mode: str) -> None:
-    """It has not failed."""
-    silent = {"then": "is_silent"}
-    rejected = [None], RolloutStat(rejected=1)
-    assert run_agent(mode_agents.Talks, silent, mode=mode) == rejected
 
 
 # ---------------------------------------------------------------- agents that end in different ways
@@ -164,13 +139,6 @@ def test_an_agent_that_exits_inline_ends_no_other_episode(
     assert [group is None for group in groups] == [True, False]
     assert (stats.failed, stats.rejected) == (1, 1)
     assert "SystemExit('enough')" in caplog.text
-
-
-def test_a_process_runs_one_episode_at_a_time(run_agent: Run) -> None:
-    """And then the next one, so its modules are imported once."""
-    samples = [{"then": "process_id"}] * 3
-    groups, _ = run_agent(mode_agents.Talks, *samples, subproc_max_workers=1)
-    assert len({group["rewards"].item() for group in groups}) == 1
 
 
 @pytest.fixture
