@@ -266,6 +266,17 @@ async def test_one_failing_member_does_not_take_its_group_along(
 
 
 @pytest.mark.anyio
+async def test_a_ragged_group_is_still_one_group() -> None:
+    """Rows say which group they belong to, also if it has lost a member."""
+    groups = []
+    for task_id, loses in enumerate([1, None]):
+        lose = lambda context, data: None if context.sample_idx == data["loses"] else row(1, 2)  # noqa: E731
+        traj, _ = await run_group(3, lose, {"loses": loses})
+        groups.append(complete(traj, task_id)["group_ids"].tolist())
+    assert groups == [[0, 0], [1, 1, 1]]
+
+
+@pytest.mark.anyio
 async def test_a_group_of_nothing_is_rejected_and_a_group_of_errors_raises_the_first() -> None:
     """Errors count where others returned None; if all raise, the group has failed as a whole."""
 
