@@ -39,7 +39,7 @@ import copy
 import functools
 import re
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
@@ -49,10 +49,10 @@ from inference.fields import Refusal
 from inference.io_struct import ModelResponse
 
 LARGEST_REWARD = 1e30  # a sum of many still fits into a float32
-PATTERNS = (  # opencode, Claude Code, Open WebUI
-    r"\b(write|generate|create|extract|provide|suggest|output)\b.{0,80}\btitles?\b",
-    r"\bnew conversation topic\b",
-    r"^(quota|warmup)$",
+SIDE = re.compile(  # opencode, Claude Code, Open WebUI
+    r"\b(write|generate|create|extract|provide|suggest|output)\b.{0,80}\btitles?\b"
+    r"|\bnew conversation topic\b|^(quota|warmup)$",
+    re.IGNORECASE | re.DOTALL,
 )
 
 
@@ -112,8 +112,8 @@ class InteractionWithTokenLogpReward:
         from openai.types import chat, responses  # slow to import
 
         kinds: Any = {"chat.completion": chat.ChatCompletion, "response": responses.Response}
-        kind = kinds.get((self.reply or {}).get("object"))
-        return kind and kind.construct(**self.reply or {})
+        reply = self.reply or {}
+        return reply.get("object") and kinds[reply["object"]].construct(**reply)
 
     def to_lists(self) -> dict[str, Any]:
         """The row as lists of L numbers, and single numbers."""
@@ -130,6 +130,8 @@ class InteractionWithTokenLogpReward:
 
 
 Interaction = InteractionWithTokenLogpReward  # the long name is AReaL's
+# what an export copies; the row has the rest
+EXPORTED = ("interaction_id", "messages", "output_message_list", "reply", "reward", "turn")
 
 
 def extend(digest: int, message: Message) -> int:
@@ -142,9 +144,8 @@ class InteractionCache(dict[str, Interaction]):
     """{completion id: interaction} of one session, in the order of the requests. `enter` adds a
     call; `finish` or, after a failure, `discard` ends it."""
 
-    def __init__(self, side_patterns: Collection[str] = PATTERNS) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._is_side = re.compile("|".join(side_patterns) or r"(?!)", re.IGNORECASE | re.DOTALL)
         self._finished: dict[int, Interaction] = {}  # digest of the conversation -> the newest
         self._discounted = False
 
@@ -190,20 +191,19 @@ class InteractionCache(dict[str, Interaction]):
     # ---- rewards
 
     def set_reward(self, interaction_id: str, reward: Any) -> None:
-        """Raises KeyError for an unknown or unfinished call, Refusal for what is no reward."""
+        """Raises Refusal for an unknown or unfinished call, and for what is no reward."""
         if interaction_id not in self or not self[interaction_id].complete:
-            name = f"no finished interaction {interaction_id!r}"
-            raise KeyError(f"interaction_id: {name} in this session")
+            raise Refusal(f"interaction_id: this session has no finished call {interaction_id!r}")
         self[interaction_id].reward = finite(reward)
 
     def set_last_reward(self, reward: Any) -> None:
         """Reward the call that was requested last, among those that finished and are no side
-        conversation. Raises KeyError if there is none."""
+        conversation. Raises Refusal if there is none."""
         self.mark_side_conversations()
         finished = [interaction for interaction in self.finished() if not interaction.is_side]
         if not finished:
             hint = "did an agent's framework swallow an error?"
-            raise KeyError(f"reward: no call of this session has succeeded ({hint})")
+            raise Refusal(f"reward: no call of this session has succeeded ({hint})")
         finished[-1].reward = finite(reward)
 
     def apply_reward_discount(self, turn_discount: float = 1.0) -> None:
@@ -222,20 +222,15 @@ class InteractionCache(dict[str, Interaction]):
                 turn.reward = (turn.reward or 0.0) + gamma * fmean(below[turn] or [0.0])
                 below[turn.parent].append(turn.reward)
 
-    def mark_side_conversations(self) -> list[Interaction]:
-        """Set `is_side` everywhere, and return the finished side conversations."""
+    def mark_side_conversations(self) -> None:
+        """Set `is_side` of the finished calls."""
         finished, parents = self.finished(), {call.parent for call in self.values()}
-        suspects = {
-            call
-            for call in finished
-            if not (call.tools or call.parent or call in parents)
-            and self._is_side.search(call.messages[0]["content"])
-        }
-        openings = [call.messages[0] for call in finished if call not in suspects]
         for call in finished:
-            is_known = not openings or call.messages[0] in openings
-            call.is_side = call in suspects and not is_known
-        return [call for call in finished if call.is_side]
+            is_bare = not (call.tools or call.parent or call in parents)
+            call.is_side = is_bare and bool(SIDE.search(call.messages[0]["content"]))
+        openings = [call.messages[0] for call in finished if not call.is_side]
+        for call in finished:
+            call.is_side &= bool(openings) and call.messages[0] not in openings
 
     # ---- export
 
@@ -322,6 +317,5 @@ def row_to_tensors(row: dict[str, Any]) -> dict[str, Any]:
     """A row as tensors (1, L) or (1,): bool, int32 and float32."""
     import torch  # slow to import, and the proxy does without
 
-    kinds = {bool: torch.bool, int: torch.int32, float: torch.float32}
-    firsts = {key: value[0] if isinstance(value, list) else value for key, value in row.items()}
-    return {key: torch.tensor([row[key]], dtype=kinds[type(firsts[key])]) for key in row}
+    tensors = {key: torch.tensor([value]) for key, value in row.items()}
+    return {key: x.int() if x.dtype == torch.int64 else x for key, x in tensors.items()}

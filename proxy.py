@@ -47,7 +47,7 @@ from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from cache import PATTERNS, Interaction, check_style
+from cache import EXPORTED, Interaction, check_style
 from calls.messages import AgentRequest, Refusal, get
 from calls.prompts import PromptBuilder, read_text
 from calls.replies import PROTOCOLS, Answer, Protocol
@@ -82,15 +82,13 @@ class Proxy:
         seed: int | None = None,  # makes the sampling of a run repeatable
         sampling: dict[str, Any] | None = None,  # defaults of CallParameters
         tool_call_parser: str | None = None,
-        side_conversations: list[str] | None = None,  # patterns; None: those of cache.py
     ) -> None:
         self.engine, self.tokenizer, self.admin_key = engine, tokenizer, admin_key
         self.seed, self.sampling = seed, sampling or {}
         CallParameters(**self.sampling)  # raises for an unknown field
         self.prompts = PromptBuilder(tokenizer)
         self.parser = OutputParser(tool_call_parser)
-        patterns = PATTERNS if side_conversations is None else side_conversations
-        self.sessions = SessionTable(patterns)
+        self.sessions = SessionTable()
 
     # ---- start a session
 
@@ -187,13 +185,10 @@ class Proxy:
 
     def reward(self, session: Session, body: dict[str, Any]) -> None:
         interaction_id, reward = get(body, "interaction_id", str), body.get("reward")
-        try:
-            if interaction_id is None:
-                session.cache.set_last_reward(reward)
-            else:
-                session.cache.set_reward(interaction_id, reward)
-        except KeyError as error:
-            raise Refusal(error.args[0]) from error
+        if interaction_id is None:
+            session.cache.set_last_reward(reward)
+        else:
+            session.cache.set_reward(interaction_id, reward)
 
     async def end_session(self, request: Request) -> Response:
         session = self.sessions.find(session_id_of(request))
@@ -235,15 +230,9 @@ class Proxy:
 
 def export(interaction: Interaction) -> dict[str, Any]:
     """An interaction as calls/client.py reads it."""
-    return {
-        "id": interaction.interaction_id,
+    return {name: getattr(interaction, name) for name in EXPORTED} | {
         "tensors": interaction.to_lists(),
-        "reward": interaction.reward,
         "parent": interaction.parent and interaction.parent.interaction_id,
-        "turn": interaction.turn,
-        "messages": interaction.messages,
-        "output": interaction.output_message_list,
-        "reply": interaction.reply,
         "input_len": interaction.tokens.input_len,
         "stop_reason": interaction.tokens.stop_reason,
     }
@@ -308,8 +297,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--seed", type=int, help="makes the sampling of a run repeatable")
     add("--sampling", type=json, default={}, help='defaults, like {"max_new_tokens": 500}')
     add("--tool-call-parser", help="hermes, a parser of SGLang, or module.function")
-    add("--side-conversations", type=json, help="JSON list of patterns (cache.py)")
-    add("--request-timeout", type=float, default=3600.0, help="seconds of one generation")
     add("--hooks", help="module.Class: hooks of the engine (engine.py)")
     add("--hooks-args", type=json, default={}, help="its arguments as JSON")
     add("--exit-with-parent", action="store_true")
@@ -325,18 +312,14 @@ def main(argv: list[str] | None = None) -> int:
             listener = stack.enter_context(listen(args.host, args.port, args.admin_key))
             tokenizer = load_tokenizer(args.model_path)
             hooks = args.hooks and import_name(args.hooks)(**args.hooks_args)
-            timeout = args.request_timeout
-            engine = RemoteInfEngine(
-                args.server, request_timeout=timeout, key=args.server_key, hooks=hooks
-            )
+            engine = RemoteInfEngine(args.server, key=args.server_key, hooks=hooks)
             stack.callback(engine.destroy)
             engine.initialize()
             if engine.context_length:
                 args.sampling = {"max_new_tokens": engine.context_length} | args.sampling
-            names = ("seed", "sampling", "tool_call_parser", "side_conversations")
-            app = create_app(
-                engine, tokenizer, key, **{name: getattr(args, name) for name in names}
-            )
+            options = {"seed": args.seed, "sampling": args.sampling}
+            options |= {"tool_call_parser": args.tool_call_parser}
+            app = create_app(engine, tokenizer, key, **options)
         except (OSError, ValueError, ImportError, TypeError, EngineError) as error:
             print("error:", " ".join(str(error).split())[:300], file=sys.stderr)
             return 2

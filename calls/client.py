@@ -19,7 +19,7 @@ import httpx
 import openai
 import orjson
 
-from cache import Interaction, finite
+from cache import EXPORTED, Interaction, finite
 from calls.sessions import ProxyAddress as ProxyAddress
 from inference.fields import Refusal
 from inference.io_struct import ModelResponse
@@ -34,24 +34,11 @@ sdk_http: Any = sys.modules[_sdk_client.__module__.partition(".")[0]]
 def read_exported(exported: dict[str, Any]) -> Interaction:
     """An interaction from its exported form (`proxy.export`). Its reward and its row are final."""
     row, start = exported["tensors"], exported["input_len"]
-    response = ModelResponse(
-        row["input_ids"][:start],
-        row["input_ids"][start:],
-        row["logprobs"][start:],
-        row["versions"][start:],
-        exported["stop_reason"],
-        row["temperatures"][-1],
-    )
-    return Interaction(
-        exported["messages"],
-        exported["id"],
-        model_response=response,
-        output_message_list=exported["output"],
-        reply=exported["reply"],
-        reward=exported["reward"],
-        turn=exported["turn"],
-        row=row,
-    )
+    tokens = row["input_ids"][:start], row["input_ids"][start:]
+    facts = row["logprobs"][start:], row["versions"][start:]
+    response = ModelResponse(*tokens, *facts, exported["stop_reason"], row["temperatures"][-1])
+    fields = {name: exported[name] for name in EXPORTED}
+    return Interaction(**fields, model_response=response, row=row)
 
 
 class OpenAIProxyClient:

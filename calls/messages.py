@@ -23,6 +23,8 @@ ignored. Images and files become a placeholder, because the policy reads only te
 """
 
 import contextlib
+import copy
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -109,6 +111,15 @@ def canonical(message: Message) -> bytes:
     """What of a normalised message the conversation tree compares."""
     compared = [message.get(key) for key in ("role", "content", "tool_calls", "tool_call_id")]
     return orjson.dumps(compared, option=orjson.OPT_SORT_KEYS)
+
+
+def with_texts(message: Message) -> Message:
+    """A copy in which the arguments of calls are text, as OpenAI writes them."""
+    message = copy.deepcopy(message)
+    for function in (call["function"] for call in message.get("tool_calls", ())):
+        if not isinstance(function["arguments"], str):
+            function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+    return message
 
 
 def _tool_call(raw: Any, where: str) -> Json:
@@ -258,9 +269,6 @@ def _sampling(body: Json) -> Json:
             CallParameters.model_validate({key: value}, strict=True)
         except ValidationError as error:
             raise Refusal(f"{name}: {error.errors()[0]['msg']}") from error
-        is_large = isinstance(value, int) and key != "seed" and value >= 2**31  # for SGLang
-        if is_large or (key == "stop" and "" in value):
-            raise Refusal(f"{name}: no string may be empty, and no number so large")
         if sampling.setdefault(key, value) != value:
             raise Refusal(f"{name}: another parameter says something else about {key}")
     return sampling
@@ -288,14 +296,13 @@ def _tools(body: Json) -> list[Json]:
         if raw.get("type") not in (None, "function") and "input_schema" not in raw:
             continue
         given = as_object(raw.get("function", raw), where)  # chat completions wrap it
-        name = get(given, "name", str, where=where)
-        parameters = given.get("parameters", given.get("input_schema"))
-        if name is None or not isinstance(parameters, dict | None):
-            raise Refusal(f"{where}: a name is needed, and parameters are a JSON schema")
+        if not (name := get(given, "name", str, where=where)):
+            raise Refusal(f"{where}: a name is needed")
+        schema = get(given, "parameters", dict, where=where) or get(given, "input_schema", dict)
         function = {
             "name": name,
             "description": get(given, "description", str, "", where),
-            "parameters": parameters or {"type": "object", "properties": {}},
+            "parameters": schema or {"type": "object", "properties": {}},
         }
         tools.append({"type": "function", "function": function})
     return tools

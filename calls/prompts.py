@@ -24,22 +24,17 @@ Not promised: that the model works well with the long history that its template 
 
 import contextlib
 import copy
-import functools
 import hashlib
 import inspect
-import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from jinja2 import TemplateError
-
 from cache import Interaction
-from calls.messages import AgentRequest, Message, Refusal, canonical
+from calls.messages import AgentRequest, Message, Refusal, canonical, with_texts
 from inference.io_struct import GenerationHyperparameters, ModelResponse
 
 SENTINEL = "\u27e6the assistant's text\u27e7"
 STUB: list[Message] = [{"role": "user", "content": "x"}, {"role": "assistant", "content": SENTINEL}]
-REFUSES = (TemplateError, LookupError, TypeError, ValueError, RecursionError)
 
 
 class PromptBuilder:
@@ -49,8 +44,6 @@ class PromptBuilder:
         if not tokenizer.chat_template:
             raise ValueError("the tokenizer has no chat template: take that of a chat model")
         self._tokenizer = tokenizer
-        # a token's text without blanks
-        self.bare_text = functools.lru_cache(1000)(lambda token: tokenizer.decode([token]).strip())
         self._reserved = inspect.signature(tokenizer.apply_chat_template).parameters.keys()
         self.splices = self._is_local()  # whether prompts begin with the parent's tokens
 
@@ -78,7 +71,8 @@ class PromptBuilder:
         """The prompt that continues `turn` with the messages `new`: its prompt, its output, and the
         tail without those end marks that the output has. Raises Refusal."""
         said, tail = turn.output_tokens, self._tail(new, variables)
-        blanks = next((i for i, token in enumerate(tail) if self.bare_text(token)), 0)
+        texts = enumerate(self._tokenizer.decode([token]) for token in tail)
+        blanks = next((i for i, text in texts if text.strip()), 0)
         marks = tail[blanks:]
         for count in range(1, len(marks) + 1):
             if said[-count:] == marks[:count]:
@@ -95,13 +89,13 @@ class PromptBuilder:
 
     def _render(self, messages: list[Message], variables: dict[str, Any]) -> str:
         options = {"tokenize": False, "add_generation_prompt": True} | variables
-        try:
-            return self._tokenizer.apply_chat_template(messages, **options)
-        except REFUSES as error:
-            for other in other_forms(messages):
-                with contextlib.suppress(*REFUSES):
-                    return self._tokenizer.apply_chat_template(other, **options)
-            raise Refusal(f"messages: the chat template refuses them: {error}") from error
+        problems = []
+        for form in forms_of(messages):
+            try:
+                return self._tokenizer.apply_chat_template(form, **options)
+            except Exception as problem:  # a template may raise anything
+                problems.append(problem)
+        raise Refusal(f"messages: the chat template refuses them: {problems[0]}") from problems[0]
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)
@@ -114,19 +108,17 @@ def is_continued(parent: Interaction, ask: AgentRequest) -> bool:
     return has_first and parent.template_key == ask.template_key
 
 
-def other_forms(messages: list[Message]) -> list[list[Message]]:
-    """The messages with call ids of nine letters or digits, as Mistral's templates need them, and
-    with arguments as text, as DeepSeek's do."""
-    short, texts = copy.deepcopy(messages), copy.deepcopy(messages)
+def forms_of(messages: list[Message]) -> Iterator[list[Message]]:
+    """The messages; with arguments as text, as DeepSeek's templates need them; and with call ids of
+    nine letters or digits, as Mistral's do."""
+    yield messages
+    yield [with_texts(message) for message in messages]
+    short = copy.deepcopy(messages)
     for message in short:
         for holder in (*message.get("tool_calls", ()), message):
-            for key in ("id", "tool_call_id"):
-                if key in holder:
-                    holder[key] = hashlib.sha256(str(holder[key]).encode()).hexdigest()[:9]
-    for function in (call["function"] for m in texts for call in m.get("tool_calls", ())):
-        if not isinstance(function["arguments"], str):
-            function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
-    return [form for form in (short, texts) if form != messages]
+            for key in holder.keys() & {"id", "tool_call_id"}:
+                holder[key] = hashlib.sha256(str(holder[key]).encode()).hexdigest()[:9]
+    yield short
 
 
 def read_text(

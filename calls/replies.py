@@ -17,14 +17,21 @@ except `content` beside tool calls; Anthropic's events need an `event:` line. An
 of cached tokens are empty or 0, and the signature of reasoning is the reply's id.
 """
 
-import copy
 import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from calls.messages import AgentRequest, Json, Message, parse_anthropic, parse_chat, parse_responses
+from calls.messages import (
+    AgentRequest,
+    Json,
+    Message,
+    parse_anthropic,
+    parse_chat,
+    parse_responses,
+    with_texts,
+)
 from inference.io_struct import ModelResponse
 
 ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
@@ -39,14 +46,6 @@ class Answer:
     response: ModelResponse
     message: Message
     stopped_by: str = ""  # the stop string that ended it
-
-    @property
-    def calls(self) -> list[Json]:
-        """The tool calls as OpenAI writes them, with arguments as text."""
-        calls = copy.deepcopy(self.message.get("tool_calls", []))
-        for function in (call["function"] for call in calls):
-            function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
-        return calls
 
 
 def openai_error(status: int, message: str, code: str = "") -> Json:
@@ -75,9 +74,9 @@ class Chat(Reply):
         return head | fields
 
     def render(self, answer: Answer) -> Json:
-        message, written = answer.message, answer.response.output_len
-        if calls := answer.calls:
-            message = message | {"content": message["content"] or None, "tool_calls": calls}
+        message, written = with_texts(answer.message), answer.response.output_len
+        if "tool_calls" in message:
+            message["content"] = message["content"] or None
         choice = {"index": 0, "message": message, "finish_reason": answer.response.stop_reason}
         usage = {
             "prompt_tokens": self.input_len,
@@ -127,7 +126,8 @@ class Responses(Reply):
         } | fields
 
     def render(self, answer: Answer) -> Json:
-        said, calls, output = answer.message, answer.calls, list[Json]()
+        said, output = with_texts(answer.message), list[Json]()
+        calls = said.get("tool_calls", [])
         if thought := said.get("reasoning_content"):
             part: Json = {"type": "reasoning_text", "text": thought}
             item: Json = {"type": "reasoning", "summary": [], "content": [part]}
@@ -225,15 +225,12 @@ class Messages(Reply):
 
     def stream(self, body: Json) -> Iterator[Json]:
         for index, block in enumerate(body["content"]):
+            texts = [key for key in ("thinking", "signature", "text") if key in block]
+            empty: Json = dict.fromkeys(texts, "")
+            deltas = [{"type": f"{key}_delta", key: block[key]} for key in texts]
             if block["type"] == "tool_use":
-                empty: Json = {"input": {}}
+                empty = {"input": {}}
                 deltas = [{"type": "input_json_delta", "partial_json": json.dumps(block["input"])}]
-            elif block["type"] == "thinking":
-                empty = {"thinking": "", "signature": ""}
-                deltas = [{"type": "thinking_delta", "thinking": block["thinking"]}]
-                deltas += [{"type": "signature_delta", "signature": block["signature"]}]
-            else:
-                empty, deltas = {"text": ""}, [{"type": "text_delta", "text": block["text"]}]
             yield {"type": "content_block_start", "index": index, "content_block": block | empty}
             for delta in deltas:
                 yield {"type": "content_block_delta", "index": index, "delta": delta}

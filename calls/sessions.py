@@ -13,11 +13,10 @@ A session whose trainer is gone stays: the proxy ends with the trainer.
 """
 
 import secrets
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from cache import PATTERNS, Interaction, InteractionCache
+from cache import Interaction, InteractionCache
 from calls.messages import Refusal
 from inference.io_struct import SAMPLING_KEYS
 
@@ -65,10 +64,7 @@ class Session:
 class SessionTable(dict[str, Session]):
     """The open and ended sessions, and the grants for new ones."""
 
-    def __init__(self, side_patterns: Collection[str] = PATTERNS) -> None:
-        super().__init__()
-        self._side_patterns = side_patterns
-        self.capacity = 0  # unused grants
+    capacity = 0  # unused grants
 
     def start(self, task_id: str, sampling: dict[str, Any] | None = None) -> Session:
         """Use a grant. Raises Refusal."""
@@ -77,8 +73,8 @@ class SessionTable(dict[str, Session]):
         if not self.capacity:
             raise Refusal("session: none may start; POST /grant_capacity first", 429)
         self.capacity -= 1
-        name, cache = secrets.token_urlsafe(16), InteractionCache(self._side_patterns)
-        self[name] = session = Session(name, task_id, cache, sampling or {})
+        session = Session(secrets.token_urlsafe(16), task_id, InteractionCache(), sampling or {})
+        self[session.session_id] = session
         return session
 
     def find(self, session_id: str) -> Session:

@@ -107,7 +107,7 @@ class Table:
         step, earlier = metrics["step"], self.run.history[:-1]
         if metrics["side_conversations"] and not any(m["side_conversations"] for m in earlier):
             example = self.text(int(self.batch["side_conversations"].argmax()))[:160]
-            which = "side conversation, left out of training (rollout.openai.side_conversations)"
+            which = "side conversation, left out of training (cache.py)"
             print(f"step {step} has the first {which}: {example!r}", flush=True)
         if (step - 1) % SAMPLE_INTERVAL == 0:
             reward = self.batch["rewards"][0]

@@ -52,11 +52,15 @@ class GenerationHyperparameters(BaseModel):
     model_config = ConfigDict(extra="forbid", validate_assignment=True, allow_inf_nan=False)
 
     n_samples: int = Field(1, ge=1, description="episodes per prompt, the group size")
-    max_new_tokens: int = Field(512, ge=1, description="most tokens of one answer")
+    max_new_tokens: int = Field(512, ge=1, lt=2**31, description="most tokens of one answer")
     temperature: float = Field(1.0, ge=0, description="divisor of the logits; 0: greedy")
     top_p: float = Field(1.0, gt=0, le=1, description="only the likeliest tokens of this mass")
-    top_k: int = Field(-1, ge=-1, description="only so many of the likeliest tokens; -1: all")
-    stop: list[str] = Field([], description="texts that end an answer")
+    top_k: int = Field(
+        -1, ge=-1, lt=2**31, description="only so many of the likeliest tokens; -1: all"
+    )
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(
+        [], description="texts that end an answer"
+    )
     stop_token_ids: list[int] = Field([], description="tokens that end an answer, with the model's")
     frequency_penalty: Penalty = Field(
         0.0, description="off a token's logit, each time it occurred"

@@ -83,9 +83,6 @@ class OpenAIConfig(Keys):
         None, "form of the model's tool calls: hermes, a parser of SGLang, or module.function"
     )
     episode_timeout_seconds: Positive = key(3600.0, "an episode that takes longer has failed")
-    side_conversations: list[str] | None = key(
-        None, "regular expressions that find title requests; null: the built-in ones; []: none"
-    )
 
 
 class RolloutConfig(Keys):

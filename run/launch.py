@@ -238,7 +238,6 @@ def sglang() -> list[str]:
 def plan_proxies(config: TrainConfig, servers: list[str], hooks: dict[str, Any]) -> list[Child]:
     """The proxies. Each waits for its admin key and the servers' key, which it gets when the
     servers answer. `hooks` are the engine's: {class path: its arguments}, or {}."""
-    openai, patterns = config.rollout.openai, config.rollout.openai.side_conversations
     options = {
         "--server": servers,
         "--admin-key": "-",
@@ -246,8 +245,7 @@ def plan_proxies(config: TrainConfig, servers: list[str], hooks: dict[str, Any])
         "--model-path": config.tokenizer_path,
         "--seed": config.seed,
         "--sampling": json.dumps(config.gconfig.new(n_samples=1).model_dump()),
-        "--tool-call-parser": openai.tool_call_parser,
-        "--side-conversations": None if patterns is None else json.dumps(patterns),
+        "--tool-call-parser": config.rollout.openai.tool_call_parser,
         "--hooks": [*hooks],
         "--hooks-args": [json.dumps(arguments) for arguments in hooks.values()],
     }

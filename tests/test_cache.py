@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from cache import Interaction, InteractionCache
 from calls.messages import canonical, normalise
+from inference.fields import Refusal
 from inference.io_struct import ModelResponse
 
 DATA = Path(__file__).parent / "data/chat_pairs.jsonl"
@@ -55,9 +56,9 @@ def turn(
     return Interaction(messages, model_response=response, output_message_list=[message], **fields)
 
 
-def cache_of(*calls: Interaction, **options: Any) -> InteractionCache:
+def cache_of(*calls: Interaction) -> InteractionCache:
     """A cache with these calls, whose ids are "0", "1", ..."""
-    cache = InteractionCache(**options)
+    cache = InteractionCache()
     for k, call in enumerate(calls):
         cache.enter(str(k), call)
     return cache
@@ -354,11 +355,11 @@ def test_any_number_is_a_reward(reward: Any) -> None:
 def test_a_reward_for_nobody_is_an_error() -> None:
     """An unknown id, an unfinished call, an empty session."""
     cache = InteractionCache()
-    with pytest.raises(KeyError):
+    with pytest.raises(Refusal):
         cache.set_last_reward(1.0)
     cache.enter("a", Interaction([user("hi")]))
     for name in ("a", "b"):
-        with pytest.raises(KeyError, match=name):
+        with pytest.raises(Refusal, match=name):
             cache.set_reward(name, 1.0)
 
 
@@ -451,14 +452,6 @@ def test_a_rewarded_title_is_trained() -> None:
     cache.set_reward("2", 0.5)
     assert left_out(cache) == []
     assert cache["2"].reward == 0.5
-
-
-def test_the_patterns_can_be_changed() -> None:
-    """Without patterns every call counts; an own pattern finds another client's calls."""
-    cache = cache_of(*agent(), turn([TITLE, user("hello")]), side_patterns=())
-    assert left_out(cache) == []
-    cache = cache_of(*agent(), turn([user("Rate this chat")]), side_patterns=["^rate"])
-    assert left_out(cache) == ["2"]
 
 
 # ---- rows

@@ -335,9 +335,9 @@ async def test_an_unknown_interaction_or_style_is_an_error(direct: Any) -> None:
     """An unknown interaction id, a reward of NaN and an unknown export style each raise an
     error."""
     client, _ = direct()
-    with pytest.raises(KeyError, match="chatcmpl-x"):
+    with pytest.raises(Refusal, match="chatcmpl-x"):
         client.set_reward("chatcmpl-x", 1.0)
-    with pytest.raises(KeyError, match="no call of this session has succeeded"):
+    with pytest.raises(Refusal, match="no call of this session has succeeded"):
         client.set_last_reward(1.0)
     await say(client, "hello")
     with pytest.raises(ValueError, match="finite"):

@@ -365,7 +365,7 @@ async def test_two_equal_requests_on_purpose_stay_two(start: Start) -> None:
     ]
     assert bodies[0] != bodies[1] == bodies[2]
     exported = await harness.export(session)
-    assert [i["output"][0]["content"] for i in exported.values()] == ["one", "two"]
+    assert [i["output_message_list"][0]["content"] for i in exported.values()] == ["one", "two"]
 
 
 async def test_the_sdk_retries_by_itself(start: Start) -> None:
@@ -411,7 +411,7 @@ async def test_a_concurrent_title_call_takes_no_reward(start: Start) -> None:
         await call.rest()
     assert (await harness.post(f"/{session}/rl/set_reward", {"reward": 1.0})).status_code == 200
     exported = {
-        i["output"][0]["content"]: i
+        i["output_message_list"][0]["content"]: i
         for i in (await harness.export(session, style="concat")).values()
     }
     assert {said: i["reward"] for said, i in exported.items()} == {"a title": None, "done": 1.0}

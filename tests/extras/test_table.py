@@ -123,7 +123,7 @@ def test_texts_are_printed_once_and_do_not_steer_the_terminal(
         table.on_step(table.run.history[-1])
     side, *samples = capsys.readouterr().out.splitlines()
     assert side.startswith("step 20 has the first side conversation")
-    assert "rollout.openai.side_conversations" in side
+    assert "side conversation" in side
     assert "You write titles." in side
     assert samples == ["a sample, reward 0.50: \\x1b[2J red\\u202e"] * 2
 

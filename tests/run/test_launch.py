@@ -152,11 +152,10 @@ def test_sglang_is_not_installed() -> None:
 
 def test_the_proxy_is_told_what_the_configuration_says() -> None:
     """Its options come from keys; what a key leaves open is left to the proxy."""
-    config, _ = load(["gconfig.temperature=0.7", "rollout.openai.side_conversations=[title]"])
+    config, _ = load(["gconfig.temperature=0.7"])
     config.tokenizer_path = "MODEL"
     [planned] = plan_proxies(config, ["URL"], {"extras.replay.Hooks": {"folder": "F"}})
     options: dict[str, Any] = dict(zip(planned.command, planned.command[1:]))
     assert json.loads(options["--sampling"])["temperature"] == 0.7
-    assert json.loads(options["--side-conversations"]) == ["title"]
     assert json.loads(options["--hooks-args"]) == {"folder": "F"}
     assert "--tool-call-parser" not in planned.command
