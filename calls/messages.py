@@ -169,14 +169,25 @@ def _as_message(part: Json, role: Any = None) -> Json:
     return {"role": role, "content": [part]} if role else part
 
 
-def _append(messages: list[Message], piece: Message, may_join: bool) -> None:
-    """Append a piece of a conversation, or join it to the last message if both have one role."""
-    last = messages[-1] if messages else {"role": ""}
-    if may_join and last["role"] == piece["role"] != "tool":
-        for key in piece.keys() - {"role"}:  # texts, or lists of calls
-            last[key] = last[key] + piece[key] if key in last else piece[key]
-    else:
-        messages.append(piece)
+def _join(name: str, body: Json, find: Find) -> list[Message]:
+    """The messages that a list of items, or of messages with blocks, is."""
+    messages: list[Message] = []
+    for raw, where in _objects(body, name, least=1):
+        item = _referred(raw, find) if raw.get("type") == "item_reference" else raw
+        content, role = item.get("content"), item.get("role")
+        blocks = content if role and isinstance(content, list) and content else [item]
+        for k, block in enumerate(blocks):
+            part = _as_message(as_object(block, where), role if blocks is content else None)
+            piece, last = normalise(part, where), messages[-1] if messages else {"role": ""}
+            # A reply is reasoning, then a text, then calls; blocks come in any order.
+            is_more = "tool_calls" in piece or not (last.get("content") or "tool_calls" in last)
+            may_join = k > 0 or (is_more and piece["role"] == "assistant")
+            if may_join and last["role"] == piece["role"] != "tool":
+                for key in piece.keys() - {"role"}:  # texts, or lists of calls
+                    last[key] = last[key] + piece[key] if key in last else piece[key]
+            else:
+                messages.append(piece)
+    return messages
 
 
 # ---- the three protocols; each raises Refusal
@@ -192,13 +203,7 @@ def parse_responses(body: Json, find: Find = NOTHING) -> AgentRequest:
     """Read the body of POST /v1/responses."""
     if isinstance(body.get("input"), str):
         body = body | {"input": [{"role": "user", "content": body["input"]}]}
-    new: list[Message] = []
-    for raw, where in _objects(body, "input", least=1):
-        item = _referred(raw, find) if raw.get("type") == "item_reference" else raw
-        piece, last = normalise(_as_message(item), where), new[-1] if new else {}
-        # The items of one reply are reasoning, then a text, then calls.
-        fits = "tool_calls" in piece or not (last.get("content") or "tool_calls" in last)
-        _append(new, piece, may_join=fits and piece["role"] == "assistant")
+    new = _join("input", body, find)
     parent = _look_up(body, "previous_response_id", find)
     instructions = _text(body.get("instructions"), "instructions")
     return _request(body, new, _tools(body), instructions, parent)
@@ -206,14 +211,7 @@ def parse_responses(body: Json, find: Find = NOTHING) -> AgentRequest:
 
 def parse_anthropic(body: Json, find: Find = NOTHING) -> AgentRequest:
     """Read the body of POST /v1/messages."""
-    new: list[Message] = []
-    for raw, where in _objects(body, "messages", least=1):
-        content, pieces = raw.get("content"), [raw]
-        if isinstance(content, list) and content:
-            blocks = [as_object(block, f"{where}.content") for block in content]
-            pieces = [_as_message(block, raw.get("role")) for block in blocks]
-        for k, piece in enumerate(pieces):
-            _append(new, normalise(piece, where), may_join=k > 0)
+    new = _join("messages", body, find)
     if new[-1]["role"] == "assistant":
         raise Refusal("messages: the last one is the assistant's; prefilling is not supported")
     parent = _look_up(body, "thread.previous_message_id", find)

@@ -23,10 +23,7 @@ Not promised: that the model works well with the long history that its template 
 """
 
 import contextlib
-import copy
-import hashlib
-import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from cache import Interaction
@@ -44,7 +41,6 @@ class PromptBuilder:
         if not tokenizer.chat_template:
             raise ValueError("the tokenizer has no chat template: take that of a chat model")
         self._tokenizer = tokenizer
-        self._reserved = inspect.signature(tokenizer.apply_chat_template).parameters.keys()
         self.splices = self._is_local()  # whether prompts begin with the parent's tokens
 
     def _is_local(self) -> bool:
@@ -56,8 +52,6 @@ class PromptBuilder:
 
     def prompt(self, ask: AgentRequest, parent: Interaction | None) -> list[int]:
         """The prompt of a call. Raises Refusal if the template refuses the messages."""
-        if taken := ask.template_kwargs.keys() & self._reserved:
-            raise Refusal(f"chat_template_kwargs: {', '.join(sorted(taken))} cannot be set")
         variables = ask.template_kwargs | ({"tools": ask.tools} if ask.tools else {})
         if parent and self.splices and is_continued(parent, ask):
             with contextlib.suppress(Refusal):  # of the stub
@@ -88,14 +82,14 @@ class PromptBuilder:
         return self.encode(tail)
 
     def _render(self, messages: list[Message], variables: dict[str, Any]) -> str:
-        options = {"tokenize": False, "add_generation_prompt": True} | variables
-        problems = []
-        for form in forms_of(messages):
-            try:
-                return self._tokenizer.apply_chat_template(form, **options)
-            except Exception as problem:  # a template may raise anything
-                problems.append(problem)
-        raise Refusal(f"messages: the chat template refuses them: {problems[0]}") from problems[0]
+        options = variables | {"tokenize": False, "add_generation_prompt": True}
+        render = self._tokenizer.apply_chat_template
+        try:
+            return render(messages, **options)
+        except Exception as error:  # a template may raise anything
+            with contextlib.suppress(Exception):  # DeepSeek's need arguments as text
+                return render([*map(with_texts, messages)], **options)
+            raise Refusal(f"messages: the chat template refuses them: {error}") from error
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)
@@ -106,19 +100,6 @@ def is_continued(parent: Interaction, ask: AgentRequest) -> bool:
     be others."""
     has_first = canonical(parent.messages[0]) == canonical(ask.messages[0])
     return has_first and parent.template_key == ask.template_key
-
-
-def forms_of(messages: list[Message]) -> Iterator[list[Message]]:
-    """The messages; with arguments as text, as DeepSeek's templates need them; and with call ids of
-    nine letters or digits, as Mistral's do."""
-    yield messages
-    yield [with_texts(message) for message in messages]
-    short = copy.deepcopy(messages)
-    for message in short:
-        for holder in (*message.get("tool_calls", ()), message):
-            for key in holder.keys() & {"id", "tool_call_id"}:
-                holder[key] = hashlib.sha256(str(holder[key]).encode()).hexdigest()[:9]
-    yield short
 
 
 def read_text(

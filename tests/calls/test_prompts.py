@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from harness import said, with_template
+from harness import said, tool, with_template
 
 from cache import Interaction, InteractionCache
 from calls.messages import AgentRequest, Refusal
@@ -180,15 +180,17 @@ def test_a_template_that_looks_back_is_rendered_in_full(tiny_tokenizer: Any) -> 
     assert len(talk.cache.export_interactions("concat")) == 2
 
 
-@pytest.mark.parametrize("name", ["tokenize", "tools", "conversation", "return_tensors"])
+@pytest.mark.parametrize("name", ["tokenize", "tools", "add_generation_prompt"])
 def test_variables_of_the_template_are_no_arguments_of_the_tokenizer(
     tiny_tokenizer: Any, name: str
 ) -> None:
-    """chat_template_kwargs may set only variables of the template."""
-    with pytest.raises(Refusal, match=f"chat_template_kwargs: {name}"):
-        PromptBuilder(tiny_tokenizer).prompt(
-            AgentRequest([user("q")], template_kwargs={name: 1}), None
-        )
+    """chat_template_kwargs never replace what the proxy passes; a wrong one is refused."""
+    prompts, ask = PromptBuilder(tiny_tokenizer), AgentRequest([user("q")], tools=[tool("f")])
+    other = AgentRequest(ask.messages, tools=ask.tools, template_kwargs={name: 0})
+    assert prompts.prompt(other, None) == prompts.prompt(ask, None)
+    wrong = AgentRequest(ask.messages, template_kwargs={"conversation": []})
+    with pytest.raises(Refusal, match="conversation"):
+        prompts.prompt(wrong, None)
 
 
 @pytest.mark.parametrize(
@@ -211,43 +213,22 @@ def test_settings_of_the_tokenizer_do_not_change_a_prompt(
     assert prompts.prompt(ask, None) == before
 
 
-CALL = (
-    "{% for c in m.tool_calls %}{{ '<call>' + c.function.name + c.function.arguments }}{% endfor %}"
-)
-IDS = "{% if m.role == 'tool' and m.tool_call_id | length != 9 %}{{ raise_exception('ids have length 9') }}{% endif %}"
-
-
 @pytest.mark.parametrize(
-    ("wants", "says"),
-    [
-        (
-            "{% for c in m.tool_calls %}{{ c.id }}{{ c.function.arguments.a }}{% endfor %}{{ m.tool_call_id }}",
-            "{0}1/{0}",
-        ),
-        (CALL, '<call>f{{"a": 1}}/'),
-        (IDS + "{% for c in m.tool_calls %}{{ c.id }}{% endfor %}{{ m.tool_call_id }}", "{1}/{1}"),
-        (IDS + CALL, None),
-    ],
+    ("arguments", "call"),
+    [("c.function.arguments.a | string", "<call>1"), ("c.function.arguments", '<call>{"a": 1}')],
 )
 def test_calls_are_given_as_a_template_wants_them(
-    tiny_tokenizer: Any, wants: str, says: str | None
+    tiny_tokenizer: Any, arguments: str, call: str
 ) -> None:
-    """If a template refuses the tool calls, PromptBuilder tries two other forms of the tool
-    calls."""
-    template = HEAD + wants + "{{ m.content }}<|im_end|>\n" + TAIL
+    """One that refuses arguments as an object gets them as text."""
+    calls = "{% for c in m.tool_calls %}{{ '<call>' + " + arguments + " }}{% endfor %}"
+    template = HEAD + calls + "{{ m.content }}<|im_end|>\n" + TAIL
     prompts = PromptBuilder(with_template(tiny_tokenizer, template))
-    result = {"role": "tool", "content": "r", "tool_call_id": "call_ab12_0"}
-    messages = [user("q"), said("", ("f", {"a": 1})), result]
+    messages = [user("q"), said("", ("f", {"a": 1})), user("r")]
     before = json.dumps(messages)
-    if says is None:
-        with pytest.raises(Refusal, match="concatenate"):
-            prompts.prompt(AgentRequest(messages), None)
-    else:
-        whole = tiny_tokenizer.decode(prompts.prompt(AgentRequest(messages), None))
-        turns = [turn.partition("<|im_end|>")[0] for turn in whole.split("<|im_start|>")]
-        call, answer = (turn.split("\n")[-1] for turn in turns[2:4])
-        assert f"{call}/{answer}" == says.format("call_ab12_0", call[:9]) + "r"
-        assert "{1}" not in says or call[:9].isalnum()
+    assert f"{call}<|im_end|>" in tiny_tokenizer.decode(
+        prompts.prompt(AgentRequest(messages), None)
+    )
     assert json.dumps(messages) == before
 
 
