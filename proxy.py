@@ -328,7 +328,6 @@ def main(argv: list[str] | None = None) -> int:
         urls = f"OPENAI_BASE_URL={session}/v1 ANTHROPIC_BASE_URL={session}"
         print(f"a session: {urls}, any key", flush=True)
     serve(app, listener, args.exit_with_parent)
-    engine.destroy()
     return 0
 
 
