@@ -19,7 +19,6 @@ import asyncio
 import collections
 import contextlib
 import copy
-import inspect
 import itertools
 import json
 import random
@@ -28,18 +27,23 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+from fastapi.routing import APIRoute
 from load import ADMIN, allow_open_files, check, make_byte_model, process, session
 from transformers import AutoTokenizer
 
 from calls.client import OpenAIProxyClient
 from inference.fields import Refusal
 from inference.servers import Servers
-from inference.tiny.server import Server
+from inference.tiny.server import create_app as create_server
 from inference.wire import make_transport
 from proxy import create_app
 
+NO_SCHEDULER: Any = SimpleNamespace(
+    model=SimpleNamespace(context_length=0), max_total_tokens=0
+)  # only the routes are looked at
 KEY, SECONDS, WORKERS = "key", 60, 24
 TOOL = {
     "name": "f",
@@ -319,6 +323,7 @@ def request_of(
         f"{method} {path} HTTP/1.1",
         "Host: x",
         "Connection: close",
+        "Content-Type: application/json",
         f"Content-Length: {len(raw)}",
     ]
     lines += [
@@ -382,25 +387,16 @@ class Fuzz:
     def __init__(self, seed: int, addresses: dict[str, str], tokenizer: Any) -> None:
         self.seed, self.addresses, self.tokenizer = seed, addresses, tokenizer
         self.wire, self.transport, self.honest = Servers(""), make_transport(), 0
-        routes = [
-            (route.path, min(route.methods - {"HEAD"}))
-            for route in create_app(None, tokenizer, "").routes
-        ]
-        self.targets = [
-            ("control proxy" if path == "/set_version" else "proxy", ADMIN, method, path)
-            for path, method in routes
-        ]
-        names = [
-            name
-            for name, _ in inspect.getmembers(Server, inspect.iscoroutinefunction)
-            if name[0] != "_"
-        ]
-        names = sorted(
-            names * 4
-        )  # list each endpoint of the server four times, so that the server gets more requests
-        self.targets += [
-            ("server" if n in SAFE else "control server", KEY, "POST", f"/{n}") for n in names
-        ]
+        self.targets = []
+        for app in (create_app(None, tokenizer, ""), create_server(NO_SCHEDULER, "")):
+            for route in app.routes:
+                method, name = min(route.methods - {"HEAD"}), route.path[1:]
+                if isinstance(route, APIRoute):  # of the server, four times: it gets more requests
+                    where, key, count = "server" if name in SAFE else "control server", KEY, 4
+                else:
+                    where, key, count = "proxy", ADMIN, 1
+                    where = "control proxy" if name == "set_version" else where
+                self.targets += [(where, key, method, route.path)] * count
         self.counts: dict[str, collections.Counter[str]] = collections.defaultdict(
             collections.Counter
         )

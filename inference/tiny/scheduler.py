@@ -37,18 +37,18 @@ PREFILL_ROWS = 8  # the most sequences that start together: a step has bounded w
 class SamplingParams(BaseModel, frozen=True, strict=True, extra="forbid"):
     """SGLang's sampling_params. The last four are not implemented: they accept their default."""
 
-    max_new_tokens: int = Field(default=128, ge=1, lt=2**31)
-    temperature: float = Field(default=1.0, ge=0, lt=2**31)  # 0: the most likely token
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    top_k: int = Field(default=-1, ge=-1, lt=2**31)  # -1 and 0: all tokens
-    frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
+    max_new_tokens: int = Field(128, ge=1, lt=2**31)
+    temperature: float = Field(1.0, ge=0, lt=2**31)  # 0: the most likely token
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(-1, ge=-1, lt=2**31)  # -1 and 0: all tokens
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
     stop: list[Annotated[str, Field(min_length=1)]] = []
     stop_token_ids: list[int] = []
     ignore_eos: bool = False  # no token ends the output, not even one of stop_token_ids
     sampling_seed: int = Field(default_factory=lambda: random.getrandbits(64))
-    min_p: float = Field(default=0.0, ge=0, le=0)
-    presence_penalty: float = Field(default=0.0, ge=0, le=0)
-    repetition_penalty: float = Field(default=1.0, ge=1, le=1)
+    min_p: float = Field(0.0, ge=0, le=0)
+    presence_penalty: float = Field(0.0, ge=0, le=0)
+    repetition_penalty: float = Field(1.0, ge=1, le=1)
     n: Literal[1] = 1
 
 

@@ -21,7 +21,6 @@ of experts, and weights by a process group.
 
 import argparse
 import asyncio
-import inspect
 import os
 import random
 import secrets
@@ -80,38 +79,28 @@ async def refuse(_: Request, error: Any) -> Response:
     return reply({"error": {"message": message}}, getattr(error, "status", 400))
 
 
-class Server:
-    """The routes. Each public coroutine serves the path of its name, with GET or POST."""
+def create_app(scheduler: Scheduler, folder: str, key: str = "") -> FastAPI:
+    """The web application. Everybody may ask for /health, and only who has the key for the rest."""
+    model, stepping = scheduler.model, None
+    max_length = min(model.context_length, scheduler.max_total_tokens)
 
-    def __init__(self, scheduler: Scheduler, folder: str, key: str = "") -> None:
-        self.scheduler, self.model = scheduler, scheduler.model
-        self.folder, self.key = folder, key
-        self.max_length = min(self.model.context_length, scheduler.max_total_tokens)
-        self.stepping: asyncio.Task | None = None
+    async def check(request: Request) -> None:
+        if key and request.url.path != "/health":
+            check_key(request, key)
 
-    def app(self) -> FastAPI:
-        handlers: Any = {Refusal: refuse, RequestValidationError: refuse}
-        app = FastAPI(openapi_url=None, exception_handlers=handlers)
-        for name, route in inspect.getmembers(self, inspect.iscoroutinefunction):
-            if not name.startswith("_"):
-                needs = [Depends(self._check_key)] if name != "health" else []
-                methods = ["GET", "POST"]
-                app.add_api_route(f"/{name}", route, methods=methods, dependencies=needs)
-        return app
+    handlers: Any = {Refusal: refuse, RequestValidationError: refuse}
+    app = FastAPI(openapi_url=None, exception_handlers=handlers, dependencies=[Depends(check)])
 
-    async def _check_key(self, request: Request) -> None:
-        if self.key:
-            check_key(request, self.key)
-
-    def _wake(self) -> None:
+    def wake() -> None:
         """Let steps be computed, if none are."""
-        if self.stepping is None or self.stepping.done():
-            self.stepping = asyncio.create_task(self._step())
+        nonlocal stepping
+        if stepping is None or stepping.done():
+            stepping = asyncio.create_task(compute())
 
-    async def _step(self) -> None:
+    async def compute() -> None:
         """Compute steps until there is nothing to compute."""
         try:
-            while self.scheduler.step():
+            while scheduler.step():
                 for _ in range(3):  # a request takes three turns of the loop: read, run, answer
                     await asyncio.sleep(0)
         except Exception:  # without steps, all clients would wait forever
@@ -120,79 +109,84 @@ class Server:
 
     # Generation
 
-    async def generate(self, ask: Generate) -> Response:
-        prompt, vocab = ask.input_ids, self.model.vocab_size
+    @app.post("/generate")
+    async def generate(ask: Generate) -> Response:
+        prompt, vocab = ask.input_ids, model.vocab_size
         if min(prompt) < 0 or max(prompt) >= vocab:
             raise Refusal(f"input_ids: token ids are integers from 0 to {vocab - 1}")
-        if (total := len(prompt) + ask.sampling_params.max_new_tokens) > self.max_length:
-            limit = f"{self.max_length}, the context length or --max-total-tokens"
+        if (total := len(prompt) + ask.sampling_params.max_new_tokens) > max_length:
+            limit = f"{max_length}, the context length or --max-total-tokens"
             raise Refusal(f"prompt and max_new_tokens make {total} tokens, more than {limit}")
         one = Sequence(ask.rid, prompt, ask.sampling_params)
-        self.scheduler.waiting.append(one)
-        self._wake()
+        scheduler.waiting.append(one)
+        wake()
         await one.ended.wait()
-        return reply(self._answer(one))
-
-    def _answer(self, one: Sequence) -> dict[str, Any]:
-        """As in SGLang, a stop token stays in output_ids."""
         meta = {
             "id": one.rid,
             "finish_reason": one.finish,
-            "prompt_tokens": len(one.prompt),
+            "prompt_tokens": len(prompt),
             "completion_tokens": len(one.output),
             "cached_tokens": one.reused,
             "num_retractions": one.retractions,
-            "weight_version": (one.versions or [self.scheduler.version])[-1],
+            "weight_version": (one.versions or [scheduler.version])[-1],
             "weight_versions": one.spans(),
             "output_token_logprobs": [[*pair, None] for pair in zip(one.logprobs, one.output)],
         }
-        return {"output_ids": one.output, "meta_info": meta}
+        return reply({"output_ids": one.output, "meta_info": meta})  # a stop token stays in them
 
-    async def abort_request(self, ask: Abort) -> Response:
-        self.scheduler.abort(ask.rid)
+    @app.post("/abort_request")
+    async def abort(ask: Abort) -> Response:
+        scheduler.abort(ask.rid)
         return Response()
 
-    async def pause_generation(self, ask: Pause) -> Response:
-        self.scheduler.pause(ask.mode)
+    @app.post("/pause_generation")
+    async def pause(ask: Pause) -> Response:
+        scheduler.pause(ask.mode)
         return reply({"status": "ok"})
 
-    async def continue_generation(self) -> Response:
-        self.scheduler.paused = False
-        self._wake()
+    @app.post("/continue_generation")
+    async def resume() -> Response:
+        scheduler.paused = False
+        wake()
         return reply({"status": "ok"})
 
     # New weights
 
-    async def update_weights_from_disk(self, ask: Load) -> Response:
+    @app.post("/update_weights_from_disk")
+    async def load(ask: Load) -> Response:
         try:
-            self.model.replace_weights(await asyncio.to_thread(read_weights, ask.model_path))
+            model.replace_weights(await asyncio.to_thread(read_weights, ask.model_path))
         except (OSError, ValueError, SafetensorError) as error:
             return reply({"success": False, "message": f"The old weights stay: {error}"}, 400)
-        self.scheduler.renew(ask.weight_version)
+        scheduler.renew(ask.weight_version)
         return reply({"success": True})
 
-    async def update_weight_version(self, ask: Label) -> Response:
+    @app.post("/update_weight_version")
+    async def label(ask: Label) -> Response:
         if ask.abort_all_requests:
-            self.scheduler.abort()
-        self.scheduler.version = ask.new_version
+            scheduler.abort()
+        scheduler.version = ask.new_version
         return reply({"success": True})
 
     # What the server tells about itself
 
-    async def server_info(self) -> Response:
+    @app.get("/server_info")
+    @app.get("/model_info")
+    async def info() -> Response:
         told = {
-            "model_path": self.folder,
-            "max_req_input_len": self.max_length,
-            "weight_version": self.scheduler.version,
-            "state": repr(self.scheduler),
+            "model_path": folder,
+            "max_req_input_len": max_length,
+            "weight_version": scheduler.version,
+            "state": repr(scheduler),
             "cpu_seconds": time.process_time(),
         }
         return reply(told)
 
-    model_info = server_info
-
-    async def health(self) -> Response:
+    @app.get("/health")
+    async def health() -> Response:
         return Response()
+
+    return app
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -225,7 +219,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     decode = partial(tokenizer.decode, skip_special_tokens=False)
     scheduler = Scheduler(model, args.max_total_tokens, args.weight_version, decode)
-    app = Server(scheduler, args.model_path, args.api_key).app()
+    app = create_app(scheduler, args.model_path, args.api_key)
     serve(app, listener, args.exit_with_parent)
     return 0
 

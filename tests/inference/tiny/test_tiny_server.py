@@ -353,11 +353,12 @@ def test_the_context_that_is_told_is_the_one_that_is_honoured(
 def test_only_a_key_opens_the_server(start_tiny_server: StartServer) -> None:
     """With --api-key only health checks need none; the engine sends it with every request."""
     url = start_tiny_server("--api-key", "secret")
-    control = ("/generate", "/pause_generation", "/update_weight_version", "/server_info")
+    control = ("/generate", "/pause_generation", "/update_weight_version")
     for path in (*control, "/update_weights_from_disk"):
         body, wrong = {"new_version": "999"}, {"authorization": "Bearer guess"}
         assert post(url, path, body).status_code == 401, path
         assert post(url, path, headers=wrong).status_code == 403, path
+    assert httpx.get(url + "/server_info").status_code == 401
     assert httpx.get(url + "/health").status_code == 200
     engine = RemoteInfEngine([url], key="secret")
     engine.initialize()
