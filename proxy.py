@@ -307,7 +307,6 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     key = args.admin_key or secrets.token_urlsafe(16)
     try:
-        listener = listen(args.host, args.port, args.admin_key)
         tokenizer = load_tokenizer(args.model_path)
         hooks = args.hooks and import_name(args.hooks)(**args.hooks_args)
         engine = RemoteInfEngine(args.server, key=args.server_key, hooks=hooks)
@@ -317,6 +316,7 @@ def main(argv: list[str] | None = None) -> int:
         options = {"seed": args.seed, "sampling": args.sampling}
         options |= {"tool_call_parser": args.tool_call_parser}
         app = create_app(engine, tokenizer, key, **options)
+        listener = listen(args.host, args.port, args.admin_key)
     except (OSError, ValueError, ImportError, TypeError, EngineError) as error:
         print("error:", " ".join(str(error).split())[:300], file=sys.stderr)
         return 2
