@@ -307,27 +307,26 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     key = args.admin_key or secrets.token_urlsafe(16)
     try:
-        tokenizer = load_tokenizer(args.model_path)
-        hooks = args.hooks and import_name(args.hooks)(**args.hooks_args)
-        engine = RemoteInfEngine(args.server, key=args.server_key, hooks=hooks)
-        engine.initialize()
-        if engine.context_length:
-            args.sampling = {"max_new_tokens": engine.context_length} | args.sampling
-        options = {"seed": args.seed, "sampling": args.sampling}
-        options |= {"tool_call_parser": args.tool_call_parser}
-        app = create_app(engine, tokenizer, key, **options)
-        listener = listen(args.host, args.port, args.admin_key)
+        with listen(args.host, args.port, args.admin_key) as listener:
+            tokenizer = load_tokenizer(args.model_path)
+            hooks = args.hooks and import_name(args.hooks)(**args.hooks_args)
+            engine = RemoteInfEngine(args.server, key=args.server_key, hooks=hooks)
+            engine.initialize()
+            if engine.context_length:
+                args.sampling = {"max_new_tokens": engine.context_length} | args.sampling
+            options = {"sampling": args.sampling, "tool_call_parser": args.tool_call_parser}
+            app = create_app(engine, tokenizer, key, seed=args.seed, **options)
+            url = f"http://{args.host}:{listener.getsockname()[1]}"
+            # Only a key that was made here is printed.
+            print(f"proxy at {url}" + ("" if args.admin_key else f", admin key {key}"), flush=True)
+            if not args.exit_with_parent:  # started by hand: offer a session to try an agent
+                session = f"{url}/{app.state.proxy.start_own_session('by hand').session_id}"
+                urls = f"OPENAI_BASE_URL={session}/v1 ANTHROPIC_BASE_URL={session}"
+                print(f"a session: {urls}, any key", flush=True)
+            serve(app, listener, args.exit_with_parent)
     except (OSError, ValueError, ImportError, TypeError, EngineError) as error:
         print("error:", " ".join(str(error).split())[:300], file=sys.stderr)
         return 2
-    url = f"http://{args.host}:{listener.getsockname()[1]}"
-    # Only a key that was made here is printed.
-    print(f"proxy at {url}" + ("" if args.admin_key else f", admin key {key}"), flush=True)
-    if not args.exit_with_parent:  # started by hand: offer a session to try an agent
-        session = f"{url}/{app.state.proxy.start_own_session('by hand').session_id}"
-        urls = f"OPENAI_BASE_URL={session}/v1 ANTHROPIC_BASE_URL={session}"
-        print(f"a session: {urls}, any key", flush=True)
-    serve(app, listener, args.exit_with_parent)
     return 0
 
 
