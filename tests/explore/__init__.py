@@ -1,7 +1,6 @@
 """Explore every order in which the events of a small system can happen, and check each state that
 the system can reach.
 
-    `python -m tests.explore --show` prints every state of the smallest case of the dispatcher.
     `python -m tests.explore --large` explores all state machines within large bounds, and counts
     the states. `python -m tests.explore --walk` makes random walks within bounds that are too large
     for a complete search.

@@ -7,7 +7,7 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 from . import dispatcher, turns, updates
-from .search import explore, show, walk
+from .search import explore, walk
 
 MODES = dispatcher.MODES
 CASES: list[
@@ -56,15 +56,8 @@ def stroll(case: int) -> tuple[int, str]:
 
 
 def main(argv: list[str]) -> None:
-    if argv == ["--show"]:
-        print(f"The dispatcher with {dispatcher.SMALLEST}, in each mode of rollout.stale.")
-        print(
-            "A line with a number is a state. A line with an arrow is an event, and the number of the state after it."
-        )
-        print(show(explore(dispatcher.DispatchMachine("wait", dispatcher.SMALLEST))))
-        return
     if argv not in (["--large"], ["--walk"]):
-        raise SystemExit("python -m tests.explore --show, --large or --walk")
+        raise SystemExit("python -m tests.explore --large or --walk")
     began, total = time.monotonic(), 0
     with ProcessPoolExecutor(2) as pool:
         jobs = (

@@ -291,7 +291,6 @@ class DispatchMachine:
 
 
 MODES = ("wait", "mask", "drop")
-SMALLEST = Bounds(eta=0, batch=1, concurrent=1, versions=1, rejections=1)
 SMALL = (
     Bounds(eta=1, batch=1, concurrent=2, versions=3, rejections=1),
     Bounds(eta=0, batch=2, concurrent=3, versions=2, rejections=1),

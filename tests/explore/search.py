@@ -22,9 +22,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 S = TypeVar("S")
 Event = tuple[Any, ...]  # the name of an event and its arguments
-Way = (
-    tuple[int, Event] | None
-)  # number of a state and an event that happens in this state; None for an initial state
+# The number of a state, and an event that happens in it; None for an initial state.
+Way = tuple[int, Event] | None
 
 
 class Machine(Protocol[S]):
@@ -109,28 +108,19 @@ class PathMachine:
 
 @dataclass
 class Graph:
-    """All states that the search reached, and the transitions between them. States are numbered in
-    the order of the search.
+    """All states that the search reached, numbered in its order, and the transitions between them.
 
-    If the search does not keep the states, `states` and `events` are empty.
+    If the search does not keep the states, `states` is empty.
     """
 
-    states: list[Any] = field(
-        default_factory=list
-    )  # the first state that the search found for each key
-    events: list[Event] = field(default_factory=list)  # the event of each transition
+    states: list[Any] = field(default_factory=list)  # the first state with each key
     came_by: list[Way] = field(
         default_factory=list
-    )  # for each state, the last event of the shortest path to the state
-    sources: array = field(
-        default_factory=lambda: array("I")
-    )  # number of the state before each transition
-    targets: array = field(
-        default_factory=lambda: array("I")
-    )  # number of the state after each transition
-    goals: bytearray = field(
-        default_factory=bytearray
-    )  # for each state, 1 if the state is a goal, or else 0
+    )  # of each state, the last event that leads there
+    # numbers of the states before and after each transition
+    sources: array = field(default_factory=lambda: array("I"))
+    targets: array = field(default_factory=lambda: array("I"))
+    goals: bytearray = field(default_factory=bytearray)  # of each state, 1 for a goal, else 0
     seconds: float = 0.0
 
     def __len__(self) -> int:
@@ -166,21 +156,14 @@ def explore(machine: Machine[S], keep: bool = True) -> Graph:
                 way = here, event
                 graph.targets.append(visit(machine.apply(state, event), way))
                 graph.sources.append(here)
-                if keep:
-                    graph.events.append(event)
     except Broken as broken:
-        raise Broken(
-            broken.name, f"{broken.why}\n{story(machine, events_to(graph, way))}"
-        ) from broken
+        told = story(machine, events_to(graph, way))
+        raise Broken(broken.name, f"{broken.why}\n{told}") from broken
     if lost := stuck(graph):
         moves = {source for source, target in zip(graph.sources, graph.targets) if source != target}
-        ends = [number for number in lost if number not in moves]
-        # No event leads from a state in `ends` to a different state. If `ends` is not empty, the
-        # error shows the events that lead to a state in `ends`.
-        events = events_to(graph, graph.came_by[(ends or lost)[0]])
-        raise Broken(
-            "deadlock", f"no goal can be reached after these events:\n{story(machine, events)}"
-        )
+        ends = [number for number in lost if number not in moves]  # no event leads away
+        told = story(machine, events_to(graph, graph.came_by[(ends or lost)[0]]))
+        raise Broken("deadlock", f"no goal can be reached after these events:\n{told}")
     graph.seconds = time.monotonic() - began
     return graph
 
@@ -221,20 +204,6 @@ def story(machine: Machine[Any], events: Sequence[Event]) -> str:
     return "\n".join(lines)
 
 
-def show(graph: Graph) -> str:
-    """Return a text that lists all states and, below each state, the events that lead to a
-    different state."""
-    ends = {0: "", 1: "   (goal)"}
-    lines = [
-        [f"{number:>3}  {state}{ends[graph.goals[number]]}"]
-        for number, state in enumerate(graph.states)
-    ]
-    for source, event, target in zip(graph.sources, graph.events, graph.targets):
-        if source != target:
-            lines[source].append(f"       {' '.join(map(str, event))} -> {target}")
-    return "\n".join(line for of_state in lines for line in of_state)
-
-
 def walk(machine: Machine[S], seed: int, length: int) -> list[S]:
     """Follow `length` random events, check each state, and return the distinct states.
 
@@ -253,7 +222,6 @@ def walk(machine: Machine[S], seed: int, length: int) -> list[S]:
             machine.check(state)
             seen.setdefault(machine.key(state), state)
     except Broken as broken:
-        raise Broken(
-            broken.name, f"{broken.why}, seed {seed}\n{story(machine, events)}"
-        ) from broken
+        told = story(machine, events)
+        raise Broken(broken.name, f"{broken.why}, seed {seed}\n{told}") from broken
     return [*seen.values()]
