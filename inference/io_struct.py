@@ -197,6 +197,8 @@ def parse_segment(answer: dict[str, Any], vocab_size: int | None = None) -> Mode
         logprobs = [entry[0] for entry in entries]
         if [entry[1] for entry in entries] != tokens:
             raise ValueError("other ids stand beside the logprobs")
+        if tokens and not 0 <= min(tokens) <= max(tokens) < (vocab_size or 2**31):
+            raise ValueError("an id is outside the vocabulary")
         if not all(-1e30 < logprob <= 1e-3 for logprob in logprobs):
             raise ValueError("a logprob is above 0, or no number")
         whole = {"version": meta["weight_version"], "start": 0, "end": len(tokens)}
@@ -204,8 +206,6 @@ def parse_segment(answer: dict[str, Any], vocab_size: int | None = None) -> Mode
         versions = [int(s["version"]) for s in spans for _ in tokens[s["start"] : s["end"]]]
         if len(versions) != len(tokens) or versions != sorted(versions):
             raise ValueError("the versions have gaps, or fall")
-        if tokens and not 0 <= min(tokens) <= max(tokens) < (vocab_size or 2**31):
-            raise ValueError("an id is outside the vocabulary")
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         hint = "start SGLang with --weight-version 0, and check its last weight update"
         raise EngineError(f"the answer cannot be read ({error!r}): {hint}", 502) from error

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from engine import EngineError, RemoteInfEngine
+from engine import RemoteInfEngine
 from inference.tiny import server
 from inference.tiny.model import Model, read_weights
 from inference.tiny.sampling import sample, uniform
@@ -338,41 +338,28 @@ def post(url: str, path: str, body: Any = None, **kwargs: Any) -> httpx.Response
     return httpx.post(url + path, json=body or {}, timeout=60, **kwargs)
 
 
-def test_the_context_that_is_told_is_the_one_that_is_honoured(
-    start_tiny_server: StartServer,
-) -> None:
-    """/server_info tells the most tokens of a request; --max-total-tokens bounds it."""
-    url = start_tiny_server("--max-total-tokens", "100")
-    told = httpx.get(url + "/server_info").json()["max_req_input_len"]
-    assert told == 100
-    for prompt, status in ((told - 1, 200), (told, 400)):
-        body = {"input_ids": [1] * prompt, "sampling_params": {"max_new_tokens": 1}}
-        assert post(url, "/generate", body).status_code == status
-
-
 def test_only_a_key_opens_the_server(start_tiny_server: StartServer) -> None:
-    """With --api-key only health checks need none; the engine sends it with every request."""
-    url = start_tiny_server("--api-key", "secret")
-    control = ("/generate", "/pause_generation", "/update_weight_version")
-    for path in (*control, "/update_weights_from_disk"):
+    """With --api-key only health checks need none. The engine sends it with every request, and
+    learns how many tokens --max-total-tokens allows."""
+    url = start_tiny_server("--api-key", "secret", "--max-total-tokens", "100")
+    for name in (
+        "generate",
+        "pause_generation",
+        "update_weight_version",
+        "update_weights_from_disk",
+    ):
         body, wrong = {"new_version": "999"}, {"authorization": "Bearer guess"}
-        assert post(url, path, body).status_code == 401, path
-        assert post(url, path, headers=wrong).status_code == 403, path
+        assert post(url, f"/{name}", body).status_code == 401, name
+        assert post(url, f"/{name}", headers=wrong).status_code == 403, name
     assert httpx.get(url + "/server_info").status_code == 401
     assert httpx.get(url + "/health").status_code == 200
     engine = RemoteInfEngine([url], key="secret")
     engine.initialize()
-    assert engine.servers.post_all("/model_info")[0]["weight_version"] == "0"
-    with pytest.raises(EngineError, match="401"):
-        RemoteInfEngine([url]).initialize()
-
-
-@pytest.mark.parametrize("host", ["0.0.0.0", "", "::"])
-def test_a_public_address_needs_a_key(host: str, tiny_model_dir: Path, capsys: Any) -> None:
-    """A server that other machines can reach does not start without a key."""
-    words = ["--model-path", str(tiny_model_dir), "--host", host, "--port", "0", "--api-key", ""]
-    assert server.main(words) == 2
-    assert "a key is needed" in capsys.readouterr().err
+    assert engine.context_length == 100
+    key = {"authorization": "Bearer secret"}
+    for length, status in ((99, 200), (100, 400)):
+        body = {"input_ids": [1] * length, "sampling_params": {"max_new_tokens": 1}}
+        assert post(url, "/generate", body, headers=key).status_code == status
 
 
 BAD: list[dict[str, Any]] = [
@@ -380,36 +367,23 @@ BAD: list[dict[str, Any]] = [
     {"input_ids": []},
     {"input_ids": [1, 259]},
     {"input_ids": [1, -1]},
-    {"input_ids": [1, None]},
     {"input_ids": [1, True]},
     {"input_ids": [[1]]},
-    {"input_ids": "abc"},
-    {"text": 5},
-    {"input_ids": [1], "rid": 7},
     {"input_ids": [1], "stream": True},
-    {"input_ids": [1] * 2049, "sampling_params": {"max_new_tokens": 1}},
-    *(  # type: ignore[var-annotated]
-        {"input_ids": [1], "sampling_params": params}
-        for params in (
-            3,
-            [{}, {}],
-            {"temperature": "hot"},
-            {"max_new_tokens": 2.5},
-            {"max_new_tokens": 0},
-            {"max_new_tokens": 2048},
-            {"max_new_tokens": 2**31},
-            {"temperature": 2**63},
-            {"top_k": 2**63},
-            {"top_k": 2**31},
-            {"top_k": -2},
-            {"min_p": 0.1},
-            {"stop": [""]},
-            {"stop_token_ids": ["a"]},
-            {"json_schema": "{}"},
-            {"n": 2},
-        )
-    ),
+    {"input_ids": [1], "sampling_params": 3},
 ]
+BAD_PARAMETERS: list[dict[str, Any]] = [
+    {"temperature": "hot"},
+    {"temperature": 2**63},
+    {"max_new_tokens": 0},
+    {"max_new_tokens": 2048},
+    {"top_k": 2**31},
+    {"min_p": 0.1},
+    {"stop": [""]},
+    {"json_schema": "{}"},
+    {"n": 2},
+]
+BAD += [{"input_ids": [1], "sampling_params": params} for params in BAD_PARAMETERS]
 
 
 def test_bad_input_is_answered_and_kills_nothing(tiny_server: str) -> None:
@@ -423,7 +397,7 @@ def test_bad_input_is_answered_and_kills_nothing(tiny_server: str) -> None:
     assert post(tiny_server, "/pause_generation", {"mode": "sideways"}).status_code == 400
     assert post(tiny_server, "/abort_request").status_code == 400
     assert post(tiny_server, "/update_weights_from_disk").status_code == 400
-    for seed in (-(2**60), -1):
+    for seed in (-1, 2**64, 10**30):
         odd = {"max_new_tokens": 3, "temperature": 1e-9, "top_p": 1e-9, "top_k": 10**9}
         body = {"input_ids": [1], "sampling_params": odd | {"sampling_seed": seed}, "unknown": 1}
         answer = post(tiny_server, "/generate", body)
@@ -431,16 +405,8 @@ def test_bad_input_is_answered_and_kills_nothing(tiny_server: str) -> None:
         assert len(answer.json()["output_ids"]) == 3
 
 
-@pytest.mark.parametrize("seed", [-1, 2**64, 10**30])
-def test_any_integer_is_a_seed(seed: int) -> None:
-    """Negative or huge, it is hashed."""
-    one = sequence("a", [], 1, seed, top_k=2**31 - 1, temperature=2**31 - 1)
-    tokens, _ = sample(torch.zeros(1, 8), [one])
-    assert 0 <= tokens[0] < 8
-
-
-def test_bad_weights_are_answered_and_kill_nothing(tiny_server: str) -> None:
-    """A malformed update gets 400, and changes neither version nor weights."""
+def test_bad_weights_change_nothing(tiny_server: str, tiny_model_dir: Path, tmp_path: Path) -> None:
+    """An update without a folder, or with a damaged file, gets 400; version and weights stay."""
 
     def state() -> tuple[str, list[int]]:
         body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 4, "temperature": 0}}
@@ -448,25 +414,16 @@ def test_bad_weights_are_answered_and_kill_nothing(tiny_server: str) -> None:
         return answer["meta_info"]["weight_version"], answer["output_ids"]
 
     before = state()
-    none = {"model_path": "/no/such/folder", "weight_version": "9"}
-    for path, body in (("disk", {}), ("disk", none)):
-        assert post(tiny_server, f"/update_weights_from_{path}", body).status_code == 400
     assert post(tiny_server, "/update_weight_version").status_code == 400
-    assert state() == before
-
-
-@pytest.mark.parametrize("cut", [0.5, 0.0])
-def test_a_damaged_file_of_weights_changes_nothing(
-    tiny_server: str, tiny_model_dir: Path, tmp_path: Path, cut: float
-) -> None:
-    """Its update gets 400 with the reason, and the server goes on with the old weights."""
     whole = (tiny_model_dir / "model.safetensors").read_bytes()
-    (tmp_path / "model.safetensors").write_bytes(whole[: int(len(whole) * cut)])
-    answer = post(tiny_server, "/update_weights_from_disk", {"model_path": str(tmp_path)})
-    assert answer.status_code == 400
-    assert "old weights stay" in answer.json()["message"]
-    body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 2}}
-    assert len(post(tiny_server, "/generate", body).json()["output_ids"]) == 2
+    for content in (None, b"", whole[: len(whole) // 2]):
+        if content is not None:
+            (tmp_path / "model.safetensors").write_bytes(content)
+        body = {"model_path": str(tmp_path), "weight_version": "9"}
+        answer = post(tiny_server, "/update_weights_from_disk", body)
+        assert answer.status_code == 400
+        assert "old weights stay" in answer.json()["message"]
+    assert state() == before
 
 
 def test_seeds_are_honoured_over_http(tiny_server: str) -> None:
