@@ -114,7 +114,7 @@ def ways(model: Any, rows: Tensor, share: float) -> dict[str, Callable[[], Tenso
 
     def over(tree: PackedTree, dense: bool) -> Tensor:
         model.set_attn_implementation("sdpa" if dense else "tree")
-        how: dict[str, Any] = {"tree": tree}
+        how: dict[str, Any] = {"subtree_end": tree.subtree_end}
         if dense:
             k = torch.arange(len(tree.subtree_end))
             how = {
@@ -123,14 +123,14 @@ def ways(model: Any, rows: Tensor, share: float) -> dict[str, Callable[[], Tenso
         hidden = model.model(
             input_ids=tree.input_ids, position_ids=tree.position_ids, use_cache=False, **how
         ).last_hidden_state[0]
-        before = torch.cat([path[own - 1 : -1] for path in tree.paths])
+        before = tree.states[:, own - 1 : -1].flatten()
         return loss_of(model, hidden[before], torch.cat([rows[row, own:] for row in tree.rows]))
 
     def tree() -> Tensor:
-        return over(build_trees(rows.tolist(), rows.numel())[0], dense=False)
+        return over(build_trees(rows, rows.numel())[0], dense=False)
 
     def dense() -> Tensor:
-        return over(build_trees(rows.tolist(), rows.numel())[0], dense=True)
+        return over(build_trees(rows, rows.numel())[0], dense=True)
 
     return {"padded": padded, "hf": hf, "dense": dense, "tree": tree}
 
@@ -155,7 +155,7 @@ def measure(width: int, length: int, share: float, rounds: int) -> str:
             worst = max(
                 worst, *(float((g - t).norm() / t.norm()) for g, t in zip(gradients, truth))
             )
-    [tree] = build_trees(rows.tolist(), rows.numel())
+    [tree] = build_trees(rows, rows.numel())
     gain = best["padded"] / best["tree"]
     shown = [
         f"{best[name] * 1e3:.0f}" if name in best else ""
@@ -183,7 +183,7 @@ def measure_building(rounds: int) -> None:
         best = {"ours": float("inf"), "theirs": float("inf")}
         for _ in range(rounds):
             began = time.process_time()
-            build_trees(rows.tolist(), rows.numel())
+            build_trees(rows, rows.numel())
             best["ours"] = min(best["ours"], time.process_time() - began)
             if _greedy_build_tries:
                 began = time.process_time()

@@ -381,13 +381,3 @@ def test_nothing_to_train_is_defined():
     assert not advantages_of(batch, "group", "group").any()
     batch = {key: value[:0] for key, value in batch.items()}
     assert advantages_of(batch, "group", "group").shape[0] == 0
-
-
-def test_a_broken_trajectory_says_what_is_wrong():
-    """A trained token without a turn, or a reward that is not finite."""
-    outside = single((0, 1.0))
-    outside["turn_ids"][:] = -1
-    with pytest.raises(ValueError, match="turn_ids is -1"):
-        advantages_of(outside)
-    with pytest.raises(ValueError, match="not finite"):
-        advantages_of(single((0, NAN), (0, 1.0)))

@@ -83,7 +83,7 @@ def make_actor(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
 
 SHAPE = {
     "vocab_size": 259,
-    "hidden_size": 64,  # heads of 16 numbers, the fewest that FlexAttention's kernel accepts
+    "hidden_size": 64,
     "intermediate_size": 64,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,

@@ -22,7 +22,6 @@ ranks, results are equal up to rounding, not bit for bit.
 """
 
 import math
-import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -47,10 +46,18 @@ from inference import weights
 from inference.fields import import_name
 from ppo import log_ratio
 from run.config import OptimizerConfig, PPOActorConfig
-from training.layout import Batch, Piece, cut_rows, pick_layout, row_lengths, split_minibatches
+from training.layout import (
+    Batch,
+    Piece,
+    cut_rows,
+    pick_layout,
+    row_lengths,
+    split_minibatches,
+    take,
+)
 from training.logprobs import add_read_hidden, token_logprobs
 from training.proximal import interpolation, loglinear
-from training.ranks import join_ranks, leave_ranks, share
+from training.ranks import join_ranks, share
 from training.tree_attention import cut_trees
 
 LOSS_KEYS = {"eps_clip", "eps_clip_higher", "c_clip", "behave_imp_weight_cap"}
@@ -60,17 +67,12 @@ LR_FLOOR = 0.1  # where linear and cosine schedules end, as a share of the peak
 def lr_factor(step: int, config: OptimizerConfig, max_steps: int) -> float:
     """The learning rate of training step `step`, counted from 0, as a share of the peak: a linear
     warm-up, then constant, or down to a tenth at max_steps."""
-    if step < config.warmup_steps:
-        return (step + 1) / config.warmup_steps
-    done = min((step - config.warmup_steps) / max(max_steps - config.warmup_steps, 1), 1.0)
+    warmup = config.warmup_steps
+    if step < warmup:
+        return (step + 1) / warmup
+    done = min((step - warmup) / max(max_steps - warmup, 1), 1.0)
     fallen = {"constant": 0.0, "linear": done, "cosine": (1 - math.cos(math.pi * done)) / 2}
     return 1 - (1 - LR_FLOOR) * fallen[config.lr_scheduler_type]
-
-
-def sum_over_ranks(x: Tensor) -> Tensor:
-    """Replace `x` by its sum over the ranks, and return it."""
-    dist.all_reduce(x)
-    return x
 
 
 class FSDPEngine:
@@ -79,11 +81,9 @@ class FSDPEngine:
     def __init__(self, config: PPOActorConfig, model_path: str | Path) -> None:
         self.config, self.model_path = config, str(model_path)
         self.dtype: torch.dtype = getattr(torch, config.dtype)
-        has_gpu = torch.cuda.is_available()
-        self.device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if has_gpu else "cpu")
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.model: Any = None
         self.cut: Any = None  # of the layout
-        self.owns_process_group = False
 
     @property
     def rank(self) -> int:
@@ -91,7 +91,7 @@ class FSDPEngine:
 
     def create_process_group(self, *_: Any, **__: Any) -> None:
         """Join the ranks of torchrun, or be the only one. The arguments of AReaL's are ignored."""
-        self.owns_process_group |= join_ranks()
+        join_ranks()
 
     def initialize(self, *_: Any, **__: Any) -> None:
         """Load the model, and keep this rank's shards of it. All ranks call this."""
@@ -116,7 +116,7 @@ class FSDPEngine:
         if dist.get_world_size() == 1 and c.dtype == "float32" and not c.offload:
             model.to(self.device)
             return
-        mesh = init_device_mesh(self.device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))
+        mesh = init_device_mesh(self.device.type, (dist.get_world_size(),))
         precision = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
         pinned = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
         policy = pinned if c.offload else OffloadPolicy()
@@ -126,39 +126,50 @@ class FSDPEngine:
     def compute_logp(self, batch: Batch) -> Tensor:
         """log p(token | tokens before it), (B, T) float32, of the trained tokens; 0 elsewhere. All
         ranks call this with the same batch, and get the same result."""
-        logp = torch.zeros(batch["input_ids"].shape)  # (B, T)
+        pieces = self.passes(batch, range(len(batch["input_ids"])))
         with torch.no_grad():
-            for piece in self.passes(batch, range(len(logp))):
-                logp[piece.index] = self.forward(batch, piece)[0].cpu()
-        return sum_over_ranks(logp)
+            for piece in pieces:
+                piece.tokens["logp"] = self.forward(piece)[0]
+        return self.gather(batch, pieces, "logp")
 
-    def forward(self, batch: Batch, piece: Piece) -> tuple[Tensor, Tensor]:
+    def gather(self, batch: Batch, pieces: list[Piece], key: str) -> Tensor:
+        """What the pieces of all ranks say of their tokens, as one tensor (B, T)."""
+        whole = torch.zeros(batch["input_ids"].shape, device=self.device)  # (B, T)
+        for tokens in (piece.tokens for piece in pieces):
+            whole[tokens["row"], tokens["column"]] = tokens[key]
+        dist.all_reduce(whole)
+        return whole.cpu()
+
+    def forward(self, piece: Piece) -> tuple[Tensor, Tensor]:
         """Run a piece, and return the log-probabilities (N,) of its trained tokens and the
         entropies (N,) of the distributions that they were sampled from."""
-        ids = batch["input_ids"][piece.index].to(self.device).long()  # (N,)
-        temperatures = batch["temperatures"][piece.index].to(self.device)  # (N,)
+        tokens = piece.tokens
 
         def read(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-            states = hidden.flatten(0, 1)[piece.predicted_by.to(self.device)]  # (N, D)
+            states = hidden.flatten(0, 1)[tokens["predicted_by"]]  # (N, D)
+            ids, temperatures = tokens["input_ids"].long(), tokens["temperatures"]  # (N,), (N,)
             return token_logprobs(states, weight, ids, temperatures)
 
-        inputs = piece.inputs.items()
-        on_device = {k: x.to(self.device) if isinstance(x, Tensor) else x for k, x in inputs}
-        return self.model.read_hidden(read, **on_device)
+        return self.model.read_hidden(read, **piece.inputs)
 
     def passes(self, batch: Batch, rows: Sequence[int]) -> list[Piece]:
         """This rank's pieces of `rows`. With FSDP all ranks make the same number of passes, so a
         rank may make extra ones, in which no token is trained."""
+        batch = batch | {"row": torch.arange(len(batch["input_ids"]))}
         lengths = row_lengths(batch)
         shares = split_minibatches([lengths[row] for row in rows], dist.get_world_size())
-        cuts = [
-            list(self.cut(batch, [rows[i] for i in share], self.config.mb_tokens))
-            for share in shares
-        ]
+        parts = [take(batch, [rows[i] for i in share]) for share in shares]
+        cuts = [list(self.cut(part, self.config.mb_tokens)) for part in parts]
         own = cuts[self.rank] if self.rank < len(cuts) else []
-        nothing = torch.empty(0, dtype=torch.int64)
-        extra = Piece(cuts[0][0].inputs, (nothing, nothing), nothing)
-        return own + [extra] * (max(map(len, cuts)) - len(own))
+        first = cuts[0][0]
+        extra = Piece(first.inputs, {key: x[:0] for key, x in first.tokens.items()})
+        pieces = own + [extra] * (max(map(len, cuts)) - len(own))
+        return [Piece(*map(self.move, piece)) for piece in pieces]
+
+    def move(self, things: dict[str, Any]) -> dict[str, Any]:
+        """The same, with the tensors on the model's device."""
+        on_device = {k: x.to(self.device) for k, x in things.items() if isinstance(x, Tensor)}
+        return things | on_device
 
     def save(self, path: str | Path, dtype: torch.dtype = torch.float32) -> None:
         """Write a Hugging Face folder. All ranks call this."""
@@ -169,10 +180,8 @@ class FSDPEngine:
         dist.barrier()
 
     def destroy(self) -> None:
-        """Release the model, and leave the ranks if this object has joined them."""
+        """Release the model. The ranks stay connected until training.ranks.leave_ranks."""
         self.model = None
-        if self.owns_process_group:
-            leave_ranks()
 
 
 class FSDPPPOActor(FSDPEngine):
@@ -188,7 +197,6 @@ class FSDPPPOActor(FSDPEngine):
         self.minibatch: dict[str, float] = {}  # metrics of the latest mini-batch
         self.version = 0
         self.rollout: Any = None  # the rollout engine, on rank 0
-        self.weight_update_meta = weights.WeightUpdateMeta()
         self.written: int | None = None  # newest version in files (mode disk)
 
     def initialize(self, *args: Any, max_steps: int = 1, **kwargs: Any) -> None:
@@ -198,15 +206,13 @@ class FSDPPPOActor(FSDPEngine):
         o = self.config.optimizer
         matrices = [p for p in self.model.parameters() if p.dim() > 1]
         vectors = [p for p in self.model.parameters() if p.dim() <= 1]  # norms and biases
-        groups: Any = [
-            {"params": matrices, "weight_decay": o.weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
-        ]
-        self.optimizer = torch.optim.AdamW(groups, o.lr, (0.9, o.beta2), fused=True)
+        groups: Any = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+        keys: Any = {"weight_decay": o.weight_decay, "fused": True}
+        self.optimizer = torch.optim.AdamW(groups, o.lr, (0.9, o.beta2), **keys)
 
     def connect_engine(self, rollout: Any, meta: weights.WeightUpdateMeta) -> None:
-        """Set the engine that makes batches and gets new weights."""
-        self.rollout, self.weight_update_meta = rollout, meta
+        """Set the engine that makes batches and gets new weights. update_weights gets `meta`."""
+        self.rollout = rollout
 
     def prepare_batch(self, dataloader: Any, **options: Any) -> Batch:
         """The next batch, on every rank. Rank 0 gets it from the rollout side."""
@@ -239,51 +245,53 @@ class FSDPPPOActor(FSDPEngine):
         ValueError if nothing is trained, and FloatingPointError before the optimizer step of a
         mini-batch whose loss or gradient is not finite.
         """
-        c = self.config
-        batch["theta_logp"] = torch.zeros(batch["input_ids"].shape)  # (B, T)
         batch["step_fraction"] = torch.zeros(len(batch["input_ids"]))  # (B,)
-        # All epochs have the same mini-batches, so each is cut into pieces once.
-        minibatches = split_minibatches(row_lengths(batch), c.ppo_n_minibatches)
-        cuts = [(rows, self.passes(batch, rows)) for rows in minibatches]
-        steps, parts = len(cuts) * c.ppo_epochs, []
-        for k in range(steps):
-            rows, pieces = cuts[k % len(cuts)]
-            batch["step_fraction"][rows] = k / steps
-            if tokens := int((batch["loss_mask"][rows, 1:] > 0).sum()):
-                parts.append((tokens, self.minibatch_step(batch, pieces, tokens)))
-        if not parts:
+        minibatches = []
+        for rows in split_minibatches(row_lengths(batch), self.config.ppo_n_minibatches):
+            if count := int((batch["loss_mask"][rows, 1:] > 0).sum()):
+                minibatches.append((rows, count, self.passes(batch, rows)))
+        if not minibatches:
             raise ValueError("no token of the batch is trained (docs/agents.md)")
-        sum_over_ranks(batch["theta_logp"])
-        total = sum(tokens for tokens, _ in parts)
-        stats = {key: sum(n * part[key] for n, part in parts) / total for key in parts[0][1]}
+        steps = minibatches * self.config.ppo_epochs
+        found = []
+        for k, (rows, count, pieces) in enumerate(steps):
+            batch["step_fraction"][rows] = k / len(steps)
+            found.append(self.minibatch_step(pieces, count, k / len(steps)))
+
+        pieces = [piece for *_, pieces in minibatches for piece in pieces]
+        batch["theta_logp"] = self.gather(batch, pieces, "theta_logp")
+        counts = [count for _, count, _ in steps]
+        stats = {
+            key: sum(n * one[key] for n, one in zip(counts, found)) / sum(counts)
+            for key in found[0]
+        }
         # effective sample size: (sum w)^2 / (M sum w^2) = (mean w)^2 / mean w^2
         square = stats.pop("behave_weight_square")
         stats["behave_ess"] = stats["behave_weight_mean"] ** 2 / square if square else 0.0
         return stats
 
-    def minibatch_step(self, batch: Batch, pieces: list[Piece], tokens: int) -> dict[str, float]:
-        """One optimizer step on a mini-batch with so many trained tokens on all ranks. `pieces` are
-        this rank's."""
-        o = self.config.optimizer
+    def minibatch_step(self, pieces: list[Piece], count: int, fraction: float) -> dict[str, float]:
+        """One optimizer step on a mini-batch with `count` trained tokens on all ranks, after the
+        share `fraction` of the training step. `pieces` are this rank's."""
+        o, found = self.config.optimizer, []
         # 1. Add up the gradients of all pieces. FSDP averages over the ranks, and we want the sum.
         self.optimizer.zero_grad()
-        sums: dict[str, Any] = {}
         for piece in pieces:
-            loss, stats = self.piece_loss(batch, piece, tokens)
+            loss, stats = self.piece_loss(piece, count, fraction)
             (loss * dist.get_world_size()).backward()
-            sums = {key: x + sums.get(key, 0.0) for key, x in stats.items()}
-        found = sum_over_ranks(torch.stack([*sums.values()])).tolist()
+            found.append(torch.stack([*stats.values()]))
+        sums = torch.stack(found).sum(0)
+        dist.all_reduce(sums)
 
         # 2. Clip the gradient, and check that everything is finite.
         limit = o.gradient_clipping or math.inf
         norm: Any = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
         grad_norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-        self.minibatch = {**dict(zip(sums, found)), "grad_norm": grad_norm}
+        self.minibatch = dict(zip(stats, sums.tolist())) | {"grad_norm": grad_norm}
         if not math.isfinite(grad_norm + self.minibatch["loss"]):
             raise FloatingPointError(
-                f"loss {self.minibatch['loss']}, gradient norm {grad_norm} in training step"
-                f" {self.steps + 1}: look for logprobs or rewards that are not finite, or lower"
-                " actor.optimizer.lr"
+                f"loss or gradient of training step {self.steps + 1} is not finite: look for such"
+                " logprobs or rewards, or lower actor.optimizer.lr"
             )
 
         # 3. The optimizer step, before which a hook of the optimizer may change the rate.
@@ -293,27 +301,21 @@ class FSDPPPOActor(FSDPEngine):
         return self.minibatch | {"lr": group["lr"]}
 
     def piece_loss(
-        self, batch: Batch, piece: Piece, tokens: int
+        self, piece: Piece, count: int, fraction: float
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of a piece, and its metrics, both divided by `tokens`, the trained tokens of the
-        whole mini-batch, so that the sums over all pieces are its means."""
-        c = self.config
-
-        def pick(key: str) -> Tensor:  # (B, T) -> (N,)
-            return batch[key][piece.index].to(self.device)
-
+        """The loss of a piece, and its metrics, both divided by `count`, the trained tokens of the
+        whole mini-batch, so that the sums over all pieces are its means. Writes
+        piece.tokens["theta_logp"] (N,)."""
+        c, tokens = self.config, piece.tokens
         # 1. pi_theta, pi_prox and pi_behav
-        logp, entropy = self.forward(batch, piece)  # (N,), (N,)
-        theta_logp = logp.detach()  # (N,)
-        batch["theta_logp"][piece.index] = theta_logp.cpu()
-        prox_logp, old_logp = map(pick, self.policies())
+        logp, entropy = self.forward(piece)  # (N,), (N,)
+        tokens["theta_logp"] = theta_logp = logp.detach()  # (N,)
+        prox_logp, old_logp = (tokens[key] for key in self.policies())
         # k2, an estimate of KL(pi_theta, pi_behav); the clamp keeps it finite
         kl = log_ratio(theta_logp, old_logp).clamp(-1e4, 1e4).square() / 2  # (N,)
         means = {"entropy": entropy, "kl": kl}
-        rows = piece.index[0]  # (N,)
         if c.use_decoupled_loss and c.prox_logp_method != "recompute":
-            fraction = batch["step_fraction"][rows].to(self.device)
-            alpha = interpolation(pick("versions"), self.version, fraction)  # (N,)
+            alpha = interpolation(tokens["versions"], self.version, fraction)  # (N,)
             if c.prox_logp_method == "loglinear":
                 prox_logp = loglinear(old_logp, theta_logp, alpha)
             else:
@@ -322,15 +324,15 @@ class FSDPPPOActor(FSDPEngine):
 
         # 2. loss = -J - entropy_coeff * mean entropy + kl_ctl * mean (log pi_theta / pi_ref)^2 / 2
         keys = c.model_dump(include=LOSS_KEYS)
-        keys |= {"sequence_ids": rows.to(self.device), "denominator": tokens}
-        mask = torch.ones_like(logp)
-        loss, stats = self.loss_fn(logp, prox_logp, old_logp, pick("advantages"), mask, **keys)
+        keys |= {"sequence_ids": tokens["row"], "denominator": count}
+        A, mask = tokens["advantages"], tokens["loss_mask"]
+        loss, stats = self.loss_fn(logp, prox_logp, old_logp, A, mask, **keys)
         if c.entropy_coeff:
-            loss = loss - self.annealed(c.entropy_coeff) * entropy.sum() / tokens
-        if c.kl_ctl or "ref_logp" in batch:
-            means["ref_kl"] = log_ratio(logp, pick("ref_logp")).square() / 2  # (N,)
-            loss = loss + self.annealed(c.kl_ctl) * means["ref_kl"].sum() / tokens
-        stats = {"loss": loss, **stats, **{key: x.sum() / tokens for key, x in means.items()}}
+            loss = loss - self.annealed(c.entropy_coeff) * entropy.sum() / count
+        if c.kl_ctl or "ref_logp" in tokens:
+            means["ref_kl"] = log_ratio(logp, tokens["ref_logp"]).square() / 2  # (N,)
+            loss = loss + self.annealed(c.kl_ctl) * means["ref_kl"].sum() / count
+        stats = {"loss": loss, **stats, **{key: x.sum() / count for key, x in means.items()}}
         return loss, {key: x.detach() for key, x in stats.items()}
 
     def annealed(self, coefficient: float) -> float:

@@ -31,25 +31,32 @@ from run.config import PPOActorConfig
 
 Batch = dict[str, Tensor]
 
-# Keys of transformers' configurations that cap or scale the logits.
-BENT_LOGITS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-BENT_LOGITS += ("logits_scaling", "logit_scale", "lm_head_multiplier", "output_multiplier")
-BENT_LOGITS += ("logits_mup_width_multiplier",)
+# Keys of transformers' configurations that cap, scale or shift logits, or attention.
+UNUSUAL = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+UNUSUAL += ("logits_scaling", "logit_scale", "lm_head_multiplier", "output_multiplier")
+UNUSUAL += ("logits_mup_width_multiplier", "attn_logit_softcapping")
 
 
 class Piece(NamedTuple):
     """The input of one forward pass, and the N trained tokens that it predicts."""
 
     inputs: dict[str, Any]  # of the model: input_ids (b, t), and what the attention needs
-    index: tuple[Tensor, Tensor]  # rows (N,) and columns (N,) in the batch
-    predicted_by: Tensor  # (N,) hidden state, from 0 to b * t - 1
+    # (N,) of each token: what the batch says, where, and the hidden state that predicts it, from 0
+    # to b * t - 1.
+    tokens: Batch
 
 
-def make_piece(batch: Batch, rows: list[int], states: Tensor, inputs: dict[str, Any]) -> Piece:
-    """A piece of R rows, whose tokens have the hidden states `states` (R, t). A token is predicted
-    by the state of the one before it."""
-    row, before = (batch["loss_mask"][rows, 1:] > 0).nonzero(as_tuple=True)  # (N,), (N,)
-    return Piece(inputs, (torch.tensor(rows)[row], before + 1), states[row, before])
+def make_piece(rows: Batch, states: Tensor, inputs: dict[str, Any]) -> Piece:
+    """A piece of `rows`, whose tokens have the hidden states `states` (R, t). A token is predicted
+    by the state of the one before it. rows["row"] is their place in the whole batch."""
+    row, before = (rows["loss_mask"][:, 1:] > 0).nonzero(as_tuple=True)  # (N,), (N,)
+    tokens = {key: x[row, before + 1] for key, x in rows.items() if x.dim() == 2}
+    tokens |= {"row": rows["row"][row], "column": before + 1}
+    return Piece(inputs, tokens | {"predicted_by": states[row, before]})
+
+
+def take(batch: Batch, rows: Sequence[int]) -> Batch:
+    return {key: x[rows] for key, x in batch.items()}
 
 
 def row_lengths(batch: Batch) -> list[int]:
@@ -60,15 +67,10 @@ def row_lengths(batch: Batch) -> list[int]:
 
 
 def split_minibatches(lengths: Sequence[int], n: int) -> list[list[int]]:
-    """Distribute all rows over n mini-batches, the longest first, each to the one with the fewest
-    tokens. None is empty, so few rows give few mini-batches."""
-    parts: list[list[int]] = [[] for _ in range(min(n, len(lengths)))]
-    loads = [0] * len(parts)
-    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
-        lightest = min(range(len(parts)), key=lambda j: (loads[j], len(parts[j])))
-        parts[lightest].append(row)
-        loads[lightest] += lengths[row]
-    return parts
+    """Deal out all rows to n mini-batches, the longest first. Their tokens differ by at most one
+    row. None is empty, so few rows give few mini-batches."""
+    longest_first = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+    return [longest_first[k::n] for k in range(min(n, len(lengths)))]
 
 
 def fill_pieces(
@@ -87,49 +89,44 @@ def fill_pieces(
     return pieces
 
 
-def cut_rows(batch: Batch, rows: Sequence[int], mb_tokens: int, is_packed: bool) -> Iterator[Piece]:
+def cut_rows(batch: Batch, mb_tokens: int, is_packed: bool) -> Iterator[Piece]:
     """Pieces of packed or padded rows. A padded row costs as much as the first of its piece."""
     lengths = row_lengths(batch)
 
     def cost(row: int, part: list[int]) -> int:
         return lengths[row if is_packed else [*part, row][0]]
 
-    for part in fill_pieces(sorted(rows, key=lambda row: -lengths[row]), cost, mb_tokens):
-        t = lengths[part[0]]
-        ids, real = (batch[key][part, :t] for key in ("input_ids", "attention_mask"))  # (b, t)
-        states, inputs = torch.arange(ids.numel()).view(ids.shape), {"input_ids": ids.long()}
+    longest_first = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+    for part in fill_pieces(longest_first, cost, mb_tokens):
+        rows, t = take(batch, part), lengths[part[0]]
+        ids, real = rows["input_ids"][:, :t].long(), rows["attention_mask"][:, :t].bool()  # (b, t)
+        states, inputs = torch.arange(ids.numel()).view(ids.shape), {"input_ids": ids}
         if is_packed:
-            real = real.bool()
-            states = real.flatten().cumsum(0).view(real.shape) - 1  # (b, t)
+            states = real.flatten().cumsum(0).view(ids.shape) - 1  # (b, t)
             inputs = {
-                "input_ids": ids[real].long()[None],  # (1, n)
+                "input_ids": ids[real][None],  # (1, n)
                 "position_ids": real.nonzero()[None, :, 1],  # (1, n)
                 "bounds": F.pad(real.sum(1).cumsum(0), (1, 0)).int(),  # (b + 1,) starts, and n
                 "longest": t,
             }
-        yield make_piece(batch, part, states, inputs)
+        yield make_piece(rows, states, inputs)
 
 
 def pick_layout(actor: PPOActorConfig, device: str, model: Any) -> str:
     """The layout for a model; the kernel for packed rows takes 16-bit numbers. Raises ValueError
     for a model that would be trained wrongly without any other error."""
     shape, head = model.config.get_text_config(), model.get_output_embeddings()
-    kinds = getattr(shape, "layer_types", None) or [getattr(shape, "sliding_window", None)]
-    is_plain = {*kinds} <= {"full_attention", None}  # causal attention in every layer
-    bent = [key for key in BENT_LOGITS if getattr(shape, key, None) not in (None, 1)]
-    reasons = {
-        # Some versions of transformers compute capped attention (Gemma 2) without its cap.
-        "attention of its own": getattr(shape, "attn_logit_softcapping", None),
-        "logits that are not hidden @ weight.T": bent or getattr(head, "bias", None) is not None,
-        "layers that no tree computes": actor.enable_tree_training and not is_plain,
-    }
-    for reason, applies in reasons.items():
-        if applies:
-            raise ValueError(f"{type(model).__name__} has {reason}: it cannot be trained")
+    window = ["sliding_window"] if getattr(shape, "sliding_window", None) else []
+    beyond = {*(getattr(shape, "layer_types", None) or window)} - {"full_attention"}
+    refused = [key for key in UNUSUAL if getattr(shape, key, None) not in (None, 1)]
+    refused += ["a bias of the logits"] * (getattr(head, "bias", None) is not None)
+    refused += beyond if actor.enable_tree_training else ()
+    if refused:
+        raise ValueError(f"{type(model).__name__} cannot be trained, because of {refused}")
     if actor.enable_tree_training:
         return "tree"
     has_kernel = device == "cuda" and actor.dtype == "bfloat16"
-    return "packed" if has_kernel and is_plain else "padded"
+    return "packed" if has_kernel and not beyond else "padded"
 
 
 def attend_apart(

@@ -15,10 +15,11 @@ import torch.distributed as dist
 PATIENCE = timedelta(hours=2)  # of a rank that waits, for example for a batch
 
 
-def join_ranks() -> bool:
-    """Make torch's default process group, of one rank without torchrun. False if there is one."""
+def join_ranks() -> None:
+    """Make torch's default process group, of one rank without torchrun. A second call does
+    nothing."""
     if dist.is_initialized():
-        return False
+        return
     backend, alone = "gloo", {}
     if torch.cuda.is_available():
         backend = "cpu:gloo,cuda:nccl"
@@ -30,7 +31,6 @@ def join_ranks() -> bool:
         # Gloo would listen on the address of the hostname.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     dist.init_process_group(backend, timeout=PATIENCE, **alone)
-    return True
 
 
 def leave_ranks() -> None:
