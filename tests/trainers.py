@@ -9,6 +9,7 @@ import cpu_kernel  # noqa: F401  # registers attention of packed rows
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from run.config import NormConfig, OptimizerConfig, PPOActorConfig
@@ -125,6 +126,20 @@ def make_family(path: Path, name: str, **changes: Any) -> Path:
     config = AutoConfig.for_model(name, **SHAPE | FAMILIES.get(name, {}) | changes)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)
     return path
+
+
+class Products(TorchDispatchMode):
+    """Records the results of all matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.results: list[Tensor] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket is torch.ops.aten.mm:
+            self.results.append(out)
+        return out
 
 
 def prepare(actor: FSDPPPOActor, batch: dict[str, Tensor], drift=0.3) -> dict[str, Tensor]:

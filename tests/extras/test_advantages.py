@@ -79,20 +79,12 @@ def test_the_kl_estimates_and_what_they_estimate(kind):
 
 
 def test_k3_counts_as_at_most_10():
-    """The bound touches only tokens on which the policies are far apart."""
+    """So one token cannot invert an advantage: at log (pi / pi_ref) = -8 and weight .001, a return
+    of 1 falls by .01."""
     x = torch.tensor([-500.0, -8.0, -2.7, -2.5, 0.0, 2.0, 500.0])
     slow = [min(math.exp(-max(d, -20)) - 1 + d, 10) for d in x.tolist()]
     assert slow.count(10) == 4
     assert kl_estimate(x, torch.zeros(7), "k3").tolist() == pytest.approx(slow, rel=1e-5)
-
-
-def test_one_token_cannot_invert_an_advantage_through_k3():
-    """At log (pi / pi_ref) = -8 and weight .001, a return of 1 falls by .01."""
-    batch = single((0, 1.0), (0, 0.0))
-    batch["ref_logp"] = torch.zeros_like(batch["logprobs"])
-    batch["logprobs"][0, 2] = -8.0
-    A = kl_in_reward(batch, weight=0.001, kind="k3", std_level="none")
-    assert A[0, 2].item() == pytest.approx((1 - 0.01) / 2)
 
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
@@ -107,28 +99,6 @@ def test_each_kl_in_the_reward_is_charged_to_its_turn(kind, scaling):
     assert A[0, batch["turn_ids"][0] == 0].tolist() == pytest.approx([scaling] * 2)
     expected = scaling - 0.1 * 3 * per_token
     assert A[0, batch["turn_ids"][0] == 1].tolist() == pytest.approx([expected] * 3)
-
-
-def test_the_turns_kl_and_the_kl_to_go_have_one_gradient():
-    """In expectation it does not matter whether earlier tokens' KL is charged to a token. The sum
-    is over all turns of two tokens."""
-    g = torch.Generator().manual_seed(3)
-    first = torch.randn(3, generator=g, dtype=torch.float64, requires_grad=True)
-    second = torch.randn(3, 3, generator=g, dtype=torch.float64, requires_grad=True)
-    ref = torch.randn(2, 3, generator=g, dtype=torch.float64).log_softmax(-1)
-    gradients = []
-    for to_go in (False, True):
-        surrogate = torch.zeros((), dtype=torch.float64)
-        for a in range(3):
-            for b in range(3):
-                logp = torch.stack([first.log_softmax(-1)[a], second.log_softmax(-1)[a, b]])
-                kl = kl_estimate(logp, torch.stack([ref[0, a], ref[1, b]]), "k1").detach()
-                cost = torch.stack([kl.sum(), kl[1]]) if to_go else kl.sum().expand(2)
-                surrogate = surrogate + logp.sum().exp().detach() * (cost * logp).sum()
-        found = torch.autograd.grad(surrogate, (first, second))
-        gradients.append(torch.cat([x.flatten() for x in found]))
-    torch.testing.assert_close(*gradients)
-    assert gradients[0].abs().max() > 0.01
 
 
 def test_the_overlong_penalty_is_a_ramp():

@@ -200,26 +200,24 @@ def test_untrained_tokens_change_no_variant(variant, poison):
 
 
 def test_the_reported_errors_are_those_of_the_definition():
-    """Absolute and relative, of log pi_prox, w and u, by a loop."""
+    """Absolute and relative, of log pi_prox, w and u, for each guess."""
     g = torch.Generator().manual_seed(2)
-    tensors = [-3 * torch.rand(20, generator=g, dtype=torch.float64) - 0.1 for _ in range(3)]
-    alpha = torch.rand(20, generator=g, dtype=torch.float64)
-    prox, old, theta = tensors
-    errors = guess_errors(prox, old, theta, alpha)
+    prox, old, theta = (-3 * torch.rand(20, generator=g, dtype=torch.float64) - 0.1 for _ in "pbt")
+    a = torch.rand(20, generator=g, dtype=torch.float64)
+    errors = guess_errors(prox, old, theta, a)
     assert len(errors) == 18
-    for i, (p, b, t, a) in enumerate(zip(*(x.tolist() for x in (*tensors, alpha)))):
-        guesses = {
-            "loglinear": b + a * (t - b),
-            "linear": math.log((1 - a) * math.exp(b) + a * math.exp(t)),
-            "rollout": b,
+    guesses = {
+        "loglinear": old + a * (theta - old),
+        "linear": ((1 - a) * old.exp() + a * theta.exp()).log(),
+        "rollout": old,
+    }
+    for name, guess in guesses.items():
+        pairs = {
+            "logp": (guess, prox),
+            "behave_weight": ((guess - old).exp(), (prox - old).exp()),
+            "ratio": ((theta - guess).exp(), (theta - prox).exp()),
         }
-        for name, guess in guesses.items():
-            pairs = {
-                "logp": (guess, p),
-                "behave_weight": (math.exp(guess - b), math.exp(p - b)),
-                "ratio": (math.exp(t - guess), math.exp(t - p)),
-            }
-            for key, (mine, truth) in pairs.items():
-                found = [errors[f"{name}_{key}_{kind}_error"][i].item() for kind in ("abs", "rel")]
-                expected = [abs(mine - truth), abs((mine - truth) / truth)]
-                assert found == pytest.approx(expected, abs=1e-9)
+        for key, (mine, truth) in pairs.items():
+            error = (mine - truth).abs()
+            torch.testing.assert_close(errors[f"{name}_{key}_abs_error"], error)
+            torch.testing.assert_close(errors[f"{name}_{key}_rel_error"], error / truth.abs())

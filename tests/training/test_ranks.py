@@ -3,7 +3,6 @@
 torchrun starts them with gloo on this machine.
 """
 
-import functools
 import json
 import os
 import re
@@ -12,12 +11,12 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import ROOT, make_byte_model, rest_of
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -49,8 +48,13 @@ def start(n: int, *words: str, **variables: str) -> subprocess.Popen[str]:
 # ---- the programs of the ranks
 
 
+def count_held(parameter: Any) -> int:
+    return getattr(parameter, "to_local", lambda: parameter)().numel()
+
+
 def work_numbers(model_dir: Path, out: Path, **changes: Any) -> None:
-    """Write the gradients of one update, and the parameters after SGD_STEPS more."""
+    """Write the gradients of one update, the parameters after SGD_STEPS more, and how many numbers
+    of them each rank holds."""
     actor = start_actor(model_dir, mb_tokens=40, **changes)
     actor.optimizer = torch.optim.SGD(actor.model.parameters(), lr=0.05)
     actor.config.optimizer.lr = 0.05
@@ -62,7 +66,10 @@ def work_numbers(model_dir: Path, out: Path, **changes: Any) -> None:
     for _ in range(SGD_STEPS):
         actor.ppo_update(batch)
     result |= {f"param.{name}": p for name, p in parameters(actor).items()}
+    held = [None] * dist.get_world_size()
+    dist.all_gather_object(held, sum(count_held(p) for p in actor.model.parameters()))
     if actor.rank == 0:
+        (out / "held.json").write_text(json.dumps(held))
         save_file({name: t.contiguous() for name, t in result.items()}, out / "numbers.safetensors")
         (out / "stats.json").write_text(json.dumps(stats))
     actor.destroy()
@@ -70,15 +77,6 @@ def work_numbers(model_dir: Path, out: Path, **changes: Any) -> None:
 
 def work_trees(model_dir: Path, out: Path) -> None:
     work_numbers(model_dir, out, enable_tree_training=True)
-
-
-def work_memory(model_dir: Path, out: Path) -> None:
-    """Write how many numbers of the parameters each rank holds."""
-    actor = start_actor(model_dir, offload=True)
-    held = sum(p.to_local().numel() for p in actor.model.parameters())
-    (out / f"rank{actor.rank}.json").write_text(json.dumps(held))
-    prepare(actor, make_batch())
-    actor.destroy()
 
 
 def work_wait(model_dir: Path, out: Path) -> None:
@@ -112,8 +110,9 @@ def work_checkpoint(model_dir: Path, out: Path) -> None:
 # ---- the tests
 
 
-@pytest.mark.parametrize(("rank", "gpu"), [(None, 0), ("3", 3)])
-@pytest.mark.parametrize(("given", "cumem"), [(None, "0"), ("1", "1")])
+@pytest.mark.parametrize(
+    ("rank", "gpu", "given", "cumem"), [(None, 0, None, "0"), ("3", 3, "1", "1")]
+)
 def test_a_rank_chooses_its_gpu_before_it_joins(monkeypatch, rank, gpu, given, cumem) -> None:
     """Then torch need not guess it. NCCL_CUMEM_ENABLE is SGLang's, unless the user sets it."""
     calls: list[Any] = []
@@ -125,40 +124,40 @@ def test_a_rank_chooses_its_gpu_before_it_joins(monkeypatch, rank, gpu, given, c
         calls.extend([backend, os.environ["NCCL_CUMEM_ENABLE"]])
 
     monkeypatch.setattr(ranks.dist, "init_process_group", join)
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    names = ("RANK", "LOCAL_RANK", "GLOO_SOCKET_IFNAME")
     for name, value in dict.fromkeys(names, rank).items() | {("NCCL_CUMEM_ENABLE", given)}:
         monkeypatch.setenv(name, value or "")  # so that it is restored
         if value is None:
             monkeypatch.delenv(name)
-    assert ranks.join_ranks()
+    ranks.join_ranks()
     assert calls == [gpu, "cpu:gloo,cuda:nccl", cumem]
 
 
-@pytest.fixture(scope="module")
-def numbers(
-    tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[..., tuple[dict, dict]]:
-    """numbers(n, program) runs a program on n ranks, and returns its tensors and metrics."""
-
-    @functools.cache
-    def run(n: int, program: str = "work_numbers") -> tuple[dict, dict]:
-        out = tmp_path_factory.mktemp(f"world{n}")
-        done = start(n, __file__, program, str(tiny_model_dir), str(out))
-        output, _ = done.communicate(timeout=300)
-        assert done.returncode == 0, output
-        return load_file(out / "numbers.safetensors"), json.loads((out / "stats.json").read_text())
-
-    return run
-
-
-CASES = [(2, "work_numbers"), (4, "work_numbers"), (2, "work_trees")]
+def run_ranks(n: int, program: str, model_dir: Path, out: Path) -> None:
+    done = start(n, __file__, program, str(model_dir), str(out))
+    output, _ = done.communicate(timeout=300)
+    assert done.returncode == 0, output
 
 
 @pytest.mark.runs
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_gradients_and_parameters_are_those_of_one_rank(numbers, case: tuple[int, str]) -> None:
-    """So are log-probabilities and metrics, also with trees."""
-    (one, one_stats), (many, many_stats) = numbers(1), numbers(*case)
+@pytest.mark.parametrize(
+    ("n", "program", "tied"), [(4, "work_numbers", False), (2, "work_trees", True)]
+)
+def test_ranks_share_a_model_and_compute_what_one_computes(
+    tmp_path: Path, n: int, program: str, tied: bool
+) -> None:
+    """Log-probabilities, gradients, parameters and metrics are those of one rank, and each number
+    of a parameter is held by exactly one."""
+    model_dir, found = make_byte_model(tmp_path / "model", tied=tied), []
+    for world, work in ((1, "work_numbers"), (n, program)):
+        (out := tmp_path / str(world)).mkdir()
+        run_ranks(world, work, model_dir, out)
+        files = ((out / f"{name}.json").read_text() for name in ("stats", "held"))
+        found.append((load_file(out / "numbers.safetensors"), *map(json.loads, files)))
+    (one, stats, [total]), (many, many_stats, held) = found
+    assert sum(held) == total
+    assert max(held) < 1.2 * total / n
+    assert many_stats == pytest.approx(stats, rel=1e-4, abs=1e-6)
     assert one.keys() == many.keys()
     for name in one:
         if name.startswith("grad."):
@@ -167,30 +166,13 @@ def test_gradients_and_parameters_are_those_of_one_rank(numbers, case: tuple[int
         else:
             torch.testing.assert_close(many[name], one[name], atol=1e-5, rtol=0, msg=name)
     assert any(name.startswith("grad.") and one[name].norm() > 1e-3 for name in one)
-    assert many_stats == pytest.approx(one_stats, rel=1e-4, abs=1e-6)
-
-
-@pytest.mark.runs
-@pytest.mark.parametrize("tied", [False, True])
-def test_ranks_share_the_parameters(tmp_path: Path, tied: bool) -> None:
-    """Each number of a parameter is held by exactly one rank."""
-    model_dir = make_byte_model(tmp_path / "model", tied=tied)
-    total = sum(t.numel() for t in load_file(model_dir / "model.safetensors").values())
-    done = start(2, __file__, "work_memory", str(model_dir), str(tmp_path))
-    output, _ = done.communicate(timeout=200)
-    assert done.returncode == 0, output
-    found = [json.loads((tmp_path / f"rank{r}.json").read_text()) for r in range(2)]
-    assert sum(found) == total
-    assert max(found) < 0.6 * total
 
 
 @pytest.mark.runs
 def test_a_checkpoint_of_two_ranks_goes_on_with_one(tiny_model_dir: Path, tmp_path: Path) -> None:
     """The step after it gives the same weights."""
     for n in (2, 1):
-        done = start(n, __file__, "work_checkpoint", str(tiny_model_dir), str(tmp_path))
-        output, _ = done.communicate(timeout=200)
-        assert done.returncode == 0, output
+        run_ranks(n, "work_checkpoint", tiny_model_dir, tmp_path)
     two, one = (load_file(tmp_path / f"after{n}.safetensors") for n in (2, 1))
     assert two["steps"] == 1
     for name, tensor in two.items():
@@ -267,5 +249,5 @@ def test_a_single_rank_listens_on_the_loopback_address(tmp_path: Path) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    programs = (work_numbers, work_trees, work_memory, work_wait, work_checkpoint)
+    programs = (work_numbers, work_trees, work_wait, work_checkpoint)
     {work.__name__: work for work in programs}[sys.argv[1]](*map(Path, sys.argv[2:]))

@@ -29,12 +29,6 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
         "head_dim": 32,
     },
-    "llama": {
-        "hidden_size": 128,
-        "intermediate_size": 320,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 8,
-    },
 }
 ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 # PyTorch counts its attention on GPUs; this table counts it on CPUs, too.
@@ -65,7 +59,7 @@ def test_the_table_on_the_page() -> None:
 def test_the_flops_of_a_step_are_those_that_pytorch_counts(
     family: str, checkpointing: bool, tmp_path: Path
 ) -> None:
-    """For compute_logp and ppo_update, with three architectures and two mini-batches."""
+    """For compute_logp and ppo_update, with two architectures and two mini-batches."""
     config = AutoConfig.for_model(
         family, num_hidden_layers=3, vocab_size=300, pad_token_id=0, **SHAPES[family]
     )
