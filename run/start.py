@@ -253,7 +253,8 @@ def begin(argv: list[str]) -> Run:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return Run(config, options.force, options.replay, options.replay_until)
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        if os.environ.get("RANK", "0") == "0":
+            print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
 
 
