@@ -37,6 +37,7 @@ Not promised: a turn whose messages the agent changed afterwards is no parent of
 
 import copy
 import functools
+import math
 import re
 from collections import defaultdict
 from collections.abc import Sequence
@@ -57,13 +58,16 @@ SIDE = re.compile(  # opencode, Claude Code, Open WebUI
 
 
 def finite(reward: Any) -> float:
-    """`reward` as a float. Raises Refusal, a ValueError, unless it is a number of a sane size."""
+    """A Python, numpy or torch number as a float. Raises Refusal, a ValueError, for anything else,
+    and for a number of no sane size."""
     try:
-        if abs(reward) <= LARGEST_REWARD:
-            return float(reward)
-    except TypeError:
-        pass
-    raise Refusal(f"reward: a finite number of at most {LARGEST_REWARD:g} is needed")
+        number = math.nan if isinstance(reward, str) else float(reward)
+    except (TypeError, OverflowError):
+        number = math.nan
+    if abs(number) <= LARGEST_REWARD:
+        return number
+    needed = f"a finite number of at most {LARGEST_REWARD:g} is needed"
+    raise Refusal(f"reward: {needed}, not {reward!r:.80}")
 
 
 def check_style(style: Any) -> None:

@@ -48,7 +48,7 @@ from calls.prompts import PromptBuilder
 from inference.fields import import_name
 from inference.io_struct import GenerationHyperparameters, ModelRequest, ModelResponse, call_seed
 from inference.wire import PerLoop, make_transport, many_connections
-from rollout.reward import AsyncRewardWrapper, parse_rewards
+from rollout.reward import AsyncRewardWrapper
 from rollout.trajectory import Trajectory, check_trajectory_format, concat_padded_tensors
 from rollout.workers import pools, run_agent, within
 
@@ -280,9 +280,9 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
         limit = f"{self.episode_timeout:g} s (rollout.openai.episode_timeout_seconds)"
         async with OpenAIProxyClient(*where, grant=True, sampling=self.sampling) as client:
             work = run(base_url=client.session_url, api_key=client.api_key)
-            found = await within(self.episode_timeout, work, f"{whose} took longer than {limit}")
+            rewards = await within(self.episode_timeout, work, f"{whose} took longer than {limit}")
             options = {"discount": self.discount, "style": self.export_style}
-            interactions = await client.finish(parse_rewards(found, whose), **options)
+            interactions = await client.finish(rewards, **options)
         # Side conversations have no reward. They come first: the last row has the episode's.
         side = {key: value for key, value in interactions.items() if value.reward is None}
         return side | interactions if client.rewarded_count else None

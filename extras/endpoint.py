@@ -13,8 +13,8 @@ import os
 import time
 from typing import Any
 
+from cache import finite
 from extras.failures import Failures
-from rollout.reward import parse_rewards
 from run.config import ConfigError, TrainConfig
 from run.evaluate import Evaluation, conclude, describe
 from run.inputs import Inputs, load_dataset, load_workflow
@@ -35,8 +35,8 @@ def evaluate_endpoint(config: TrainConfig, inputs: Inputs) -> Evaluation:
         try:
             async with places, asyncio.timeout(limit):
                 result = await agent.run(sample, base_url=url, api_key=key, http_client=None)
-            reward = parse_rewards(result)
-            return [*reward.values()][-1] if isinstance(reward, dict) else reward
+            reward = [*result.values()][-1] if isinstance(result, dict) else result
+            return None if reward is None else finite(reward)
         except Exception as error:  # the episode counts as rejected
             logger.warning("eval-rollout task %d failed: %r", i, error, exc_info=error)
             return None

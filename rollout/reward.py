@@ -9,29 +9,14 @@ would learn.
 """
 
 import inspect
-import math
 import pickle
 from collections.abc import Callable
 from typing import Any
 
+from cache import finite
 from rollout.workers import pools, within
 
 PROCESSES = 4
-
-
-def parse_rewards(value: Any, whose: str = "an agent") -> dict[str, float] | float | None:
-    """What an agent returned, as floats. Raises ValueError, which names `whose`."""
-    if isinstance(value, dict):
-        return {name: as_number(reward, whose) for name, reward in value.items()}
-    return None if value is None else as_number(value, whose)
-
-
-def as_number(value: Any, whose: str) -> float:
-    """A Python, numpy or torch scalar as a float. Raises ValueError."""
-    scalar = value.item() if getattr(value, "shape", None) == () else value
-    if not isinstance(scalar, int | float) or not math.isfinite(scalar):
-        raise ValueError(f"{whose} returned {value!r:.80}; a reward is a finite number")
-    return float(scalar)
 
 
 class AsyncRewardWrapper:
@@ -53,7 +38,7 @@ class AsyncRewardWrapper:
         words = f"{self.name} took longer than {self.timeout_seconds:g} s and was ended"
         if self.is_async:
             work = self.reward_fn(*args, **kwargs)
-            return as_number(await within(self.timeout_seconds, work, words), self.name)
+            return finite(await within(self.timeout_seconds, work, words))
         async with (await pools(PROCESSES).get()).worker() as worker:
             work = worker.call(self.reward_fn, *args, **kwargs)
-            return as_number(await within(self.timeout_seconds, work, words), self.name)
+            return finite(await within(self.timeout_seconds, work, words))

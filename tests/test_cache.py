@@ -8,6 +8,7 @@ from itertools import permutations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -344,9 +345,11 @@ def test_a_reward_is_a_finite_number(reward: Any) -> None:
         chain(1).set_reward("0", reward)
 
 
-@pytest.mark.parametrize("reward", [1, True, torch.tensor(1.0)])
+@pytest.mark.parametrize(
+    "reward", [1, True, np.int64(1), np.bool_(True), torch.tensor(True), torch.ones(()).bfloat16()]
+)
 def test_any_number_is_a_reward(reward: Any) -> None:
-    """An int, a bool or a scalar of torch becomes a float."""
+    """An int, a bool or a scalar of numpy or torch becomes a float."""
     cache = chain(1)
     cache.set_last_reward(reward)
     assert cache["0"].reward == 1.0

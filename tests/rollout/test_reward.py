@@ -8,17 +8,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from decimal import Decimal
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from conftest import ROOT
 
-from rollout.reward import AsyncRewardWrapper, parse_rewards
+from rollout.reward import AsyncRewardWrapper
 
 REWARDS = '''
 import os, signal, sys
@@ -81,35 +77,6 @@ def fifo(tmp_path: Path) -> str:
     return str(tmp_path / "fifo")
 
 
-def read_until_gone(fifo: str | int) -> str:
-    with open(fifo) as file:
-        return file.read()
-
-
-TORCH = [torch.tensor(x) for x in (1, 1.0, True)] + [torch.tensor(1.0, dtype=torch.bfloat16)]
-NUMPY = [np.float32(1), np.float64(1), np.int64(1), np.bool_(True), np.array(1.0)]
-
-
-@pytest.mark.parametrize("value", [1, 1.0, True, *NUMPY, *TORCH], ids=repr)
-def test_every_kind_of_number_is_a_reward(value: Any) -> None:
-    """Of Python, numpy and torch; None is no reward of 0, but none at all."""
-    assert parse_rewards(value) == 1.0
-    assert type(parse_rewards(value)) is float
-    assert parse_rewards({"chatcmpl-1": value, "b": 0}) == {"chatcmpl-1": 1.0, "b": 0.0}
-    assert parse_rewards(None) is None
-
-
-NO_NUMBERS = ["1", [1.0], torch.ones(2), np.ones(1), 1j, {"a": None}, Decimal(1)]
-NO_NUMBERS += [float("nan"), float("inf"), {"chatcmpl-1": torch.tensor(float("nan"))}]
-
-
-@pytest.mark.parametrize("value", NO_NUMBERS, ids=lambda v: type(v).__name__)
-def test_what_is_no_number_is_named(value: Any) -> None:
-    """With whose it is. One NaN would make every weight of the model NaN."""
-    with pytest.raises(ValueError, match=r"agent A returned .*; a reward is a finite number"):
-        parse_rewards(value, "agent A")
-
-
 @pytest.mark.anyio
 async def test_a_plain_function_runs_in_another_process(rewards: ModuleType) -> None:
     """What it prints is no result, and a column of the data may have any name."""
@@ -124,8 +91,8 @@ async def test_a_reward_that_fails_is_an_error_and_not_zero(rewards: ModuleType)
     """The error has the exception's type and text, or names the function."""
     with pytest.raises(RuntimeError, match=r"KeyError: .no answer in the data"):
         await AsyncRewardWrapper(rewards.broken)()
-    for function, said in ((rewards.nothing, "nothing returned None"), (rewards.undefined, "nan")):
-        with pytest.raises(ValueError, match=f"reward function .*{said}"):
+    for function, said in ((rewards.nothing, "None"), (rewards.undefined, "nan")):
+        with pytest.raises(ValueError, match=f"a finite number .* is needed, not {said}"):
             await AsyncRewardWrapper(function)()
 
 
@@ -167,33 +134,14 @@ async def test_a_coroutine_function_is_awaited_where_it_is() -> None:
 
 
 @pytest.mark.anyio
-async def test_a_timed_out_reward_has_ended(rewards: ModuleType, fifo: str) -> None:
-    """The process is killed. The error names the function and the limit."""
-    gone = asyncio.create_task(asyncio.to_thread(read_until_gone, fifo))
-    with pytest.raises(TimeoutError, match="hang took longer than 1 s"):
-        await AsyncRewardWrapper(rewards.hang, timeout_seconds=1)(fifo)
-    assert await asyncio.wait_for(gone, 30) == "alive"
-
-
-@pytest.mark.anyio
 async def test_hanging_rewards_leave_the_pool_free(rewards: ModuleType) -> None:
-    """More calls hang than there are processes, and the next call is served."""
+    """More calls hang than there are processes. Each is ended, and the next call is served."""
     hang = AsyncRewardWrapper(time.sleep, timeout_seconds=0.1)
     results = await asyncio.gather(*(hang(3600) for _ in range(6)), return_exceptions=True)
-    assert {type(result) for result in results} == {TimeoutError}
+    assert {str(result) for result in results} == {
+        "reward function sleep took longer than 0.1 s and was ended"
+    }
     assert await AsyncRewardWrapper(rewards.equals)("", "4", [], [], answer="4") == 1.0
-
-
-@pytest.mark.anyio
-async def test_a_cancelled_episode_takes_its_reward_with_it(rewards: ModuleType, fifo: str) -> None:
-    """The process that computes it is killed."""
-    running = asyncio.create_task(AsyncRewardWrapper(rewards.hang, timeout_seconds=60)(fifo))
-    with await asyncio.to_thread(open, fifo) as file:
-        assert await asyncio.to_thread(file.read, 5) == "alive"
-        running.cancel()
-        assert await asyncio.wait_for(asyncio.to_thread(file.read), 30) == ""
-    with pytest.raises(asyncio.CancelledError):
-        await running
 
 
 TRAINER = """
