@@ -96,8 +96,6 @@ class RemoteInfEngine:
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep  # replaces time in tests
 
     def __post_init__(self) -> None:
-        if not self.addresses:
-            raise ValueError("the engine needs the address of at least one server")
         self._hooks = self.hooks or Hooks()
         # All that changes during a run:
         self.servers = Servers(self.addresses, self.key, self.transport)

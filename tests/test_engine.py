@@ -5,13 +5,8 @@ sleeps: a list has the seconds of each sleep. The tests with `real_engine` talk 
 """
 
 import asyncio
-import contextlib
-import itertools
 import json
-import threading
-from collections import Counter
 from collections.abc import Callable, Coroutine
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -471,22 +466,14 @@ def test_any_seed_is_one_that_servers_take(seed: int):
     assert params["sampling_seed"] == seed % 2**63
 
 
-@pytest.mark.anyio
-@pytest.mark.parametrize("kind", ["group", "session"])
-async def test_what_shares_a_prompt_goes_to_one_server(kind: str):
-    """All turns of all members of a group go to one server, and so do those of a session without
-    a group."""
-    script = Script(generated([5]))
-    engine = script.engine(A, B)
-    for key, member, turn in itertools.product("0123456789ab", range(3), range(2)):
-        call = f"{int(key, 16)}-{member}.{turn}" if kind == "group" else f"eval-7-{turn}.1"
-        session = f"{key}{member}" if kind == "group" else key
-        await engine.agenerate(ModelRequest([1], session=session, call=call))
-    hosts = [url for url, _ in script.requests]
-    assert all(len({*hosts[k : k + 6]}) == 1 for k in range(0, 72, 6))
-    assert len({*hosts}) == 2
-    if kind == "group":
-        assert Counter(hosts) == {hosts[0]: 36, hosts[6]: 36}
+def test_what_shares_a_prompt_goes_to_one_server():
+    """All turns of all members of a group have one affinity, and so have those of a session."""
+    calls = {
+        ModelRequest([1], call=f"7-{k}.{turn}").affinity for k in range(3) for turn in range(2)
+    }
+    assert calls == {"7"}
+    assert ModelRequest([1], session="s", call="eval-7-0.1").affinity == "s"
+    assert ModelRequest([1], rid="r").affinity == "r"
 
 
 # Control
@@ -594,62 +581,6 @@ def test_destroy_leaves_no_server_paused():
     script.requests.clear()
     engine.destroy()
     assert script.calls() == ["executor/destroy"]
-
-
-def test_an_engine_needs_a_server():
-    """Without an address there is nobody to ask."""
-    with pytest.raises(ValueError, match="needs the address"):
-        RemoteInfEngine([])
-
-
-# Connections
-
-
-class CountingServer(BaseHTTPRequestHandler):
-    """Counts its connections."""
-
-    protocol_version = "HTTP/1.1"
-    connections = 0
-
-    def setup(self) -> None:
-        type(self).connections += 1
-        super().setup()
-
-    def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["content-length"]))
-        content = generated([1, 2]).content
-        self.send_response(200)
-        self.send_header("content-length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, *_: Any) -> None: ...
-
-
-@contextlib.contextmanager
-def counting_server():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), CountingServer)
-    serving = threading.Thread(target=server.serve_forever)
-    serving.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        serving.join()
-        server.server_close()
-
-
-def test_connections_are_reused_and_end_with_their_loop():
-    """Four requests at once need four connections, and the next four use them again."""
-    CountingServer.connections = 0
-
-    async def rounds_of_four(engine: RemoteInfEngine) -> None:
-        for _ in range(5):
-            await asyncio.gather(*(engine.agenerate(ModelRequest([1])) for _ in range(4)))
-
-    with counting_server() as url:
-        asyncio.run(rounds_of_four(RemoteInfEngine([url])))
-        assert CountingServer.connections == 4
 
 
 # A real server

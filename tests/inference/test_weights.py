@@ -58,6 +58,7 @@ def test_a_checkpoint_is_a_hugging_face_directory(
 ):
     """`from_pretrained` reads the tensors, names and tokenizer that write_checkpoint wrote."""
     changed = {name: tensor + 1 for name, tensor in state.items()}
+    changed["lm_head.weight"] = changed["lm_head.weight"].t().contiguous().t()  # another layout
     written = write_checkpoint(changed, tiny_model_dir, tmp_path / "deep" / "v3")
     loaded = AutoModelForCausalLM.from_pretrained(written).state_dict()
     assert loaded.keys() == state.keys()
@@ -66,18 +67,6 @@ def test_a_checkpoint_is_a_hugging_face_directory(
     source, copy = (AutoTokenizer.from_pretrained(path) for path in (tiny_model_dir, written))
     assert copy(text) == source(text)
     assert copy.chat_template == source.chat_template
-
-
-def test_own_dtype_and_layout(tiny_model_dir: Path, tmp_path: Path):
-    """A tensor keeps its dtype and its values, even if it is not contiguous."""
-    half = torch.arange(6, dtype=torch.bfloat16).reshape(2, 3)
-    tensors = {"half": half, "strided": torch.arange(6.0).reshape(2, 3).T}
-    folder = write_checkpoint(tensors, tiny_model_dir, tmp_path / "v0")
-    written = load_file(folder / "model.safetensors")
-    assert set(written) == {"half", "strided"}
-    assert written["half"].dtype == torch.bfloat16
-    assert torch.equal(written["half"], half)
-    assert torch.equal(written["strided"], tensors["strided"])
 
 
 @pytest.mark.parametrize("step", ["tensors", "replace"])

@@ -426,22 +426,6 @@ def test_bad_weights_change_nothing(tiny_server: str, tiny_model_dir: Path, tmp_
     assert state() == before
 
 
-def test_seeds_are_honoured_over_http(tiny_server: str) -> None:
-    """On a busy server, equal seeds give equal tokens, and no seed gives others."""
-
-    def ask(seed: int | None) -> list[int]:
-        params = {"max_new_tokens": 20, "ignore_eos": True}
-        params |= {} if seed is None else {"sampling_seed": seed}
-        body = {"input_ids": PROMPT, "sampling_params": params}
-        return post(tiny_server, "/generate", body).json()["output_ids"]
-
-    with ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(ask, [5, None, 5, 6, 5, None, 5, 6]))
-    assert answers[0] == answers[2] == answers[4] == answers[6]
-    assert answers[3] == answers[7] != answers[0]
-    assert answers[1] != answers[5]
-
-
 def test_what_cannot_start_says_so_in_one_line(
     tiny_model_dir: Path, tmp_path: Path, capsys: Any, monkeypatch: Any
 ) -> None:
