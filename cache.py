@@ -124,8 +124,11 @@ class InteractionWithTokenLogpReward:
         return self.row or make_row(self.row_turns or [(self, True)])
 
     def to_tensor_dict(self) -> dict[str, Any]:
-        """The row as tensors, (1, L) or (1,)."""
-        return row_to_tensors(self.to_lists())
+        """The row as tensors, (1, L) or (1,): bool, int32 and float32."""
+        import torch  # slow to import, and the proxy does without
+
+        tensors = {key: torch.tensor([value]) for key, value in self.to_lists().items()}
+        return {key: x.int() if x.dtype == torch.int64 else x for key, x in tensors.items()}
 
     def __repr__(self) -> str:
         parent = self.parent.interaction_id if self.parent else None
@@ -194,21 +197,21 @@ class InteractionCache(dict[str, Interaction]):
 
     # ---- rewards
 
-    def set_reward(self, interaction_id: str, reward: Any) -> None:
-        """Raises Refusal for an unknown or unfinished call, and for what is no reward."""
-        if interaction_id not in self or not self[interaction_id].complete:
-            raise Refusal(f"interaction_id: this session has no finished call {interaction_id!r}")
-        self[interaction_id].reward = finite(reward)
+    def set_reward(self, interaction_id: str | None, reward: Any) -> None:
+        """Reward a finished call; None is the one that was requested last and is no side
+        conversation. Raises Refusal."""
+        self.mark_side_conversations()
+        found = [call for call in self.finished() if not call.is_side]
+        if interaction_id is not None:
+            found = [call for call in self.finished() if call.interaction_id == interaction_id]
+        if not found:
+            which = "call" if interaction_id is None else f"call {interaction_id!r}"
+            hint = "did an agent's framework swallow an error?"
+            raise Refusal(f"reward: no {which} of this session has succeeded ({hint})")
+        found[-1].reward = finite(reward)
 
     def set_last_reward(self, reward: Any) -> None:
-        """Reward the call that was requested last, among those that finished and are no side
-        conversation. Raises Refusal if there is none."""
-        self.mark_side_conversations()
-        finished = [interaction for interaction in self.finished() if not interaction.is_side]
-        if not finished:
-            hint = "did an agent's framework swallow an error?"
-            raise Refusal(f"reward: no call of this session has succeeded ({hint})")
-        finished[-1].reward = finite(reward)
+        self.set_reward(None, reward)
 
     def apply_reward_discount(self, turn_discount: float = 1.0) -> None:
         """Replace every reward r(i) by the final R(i). Raises RuntimeError the second time."""
@@ -315,11 +318,3 @@ def make_row(turns: Sequence[tuple[Interaction, bool]]) -> dict[str, Any]:
         row["turn_rewards"][span] = [turn.reward or 0.0] * said.output_len
         row["temperatures"][span] = [said.temperature] * said.output_len
     return row
-
-
-def row_to_tensors(row: dict[str, Any]) -> dict[str, Any]:
-    """A row as tensors (1, L) or (1,): bool, int32 and float32."""
-    import torch  # slow to import, and the proxy does without
-
-    tensors = {key: torch.tensor([value]) for key, value in row.items()}
-    return {key: x.int() if x.dtype == torch.int64 else x for key, x in tensors.items()}

@@ -183,11 +183,7 @@ class Proxy:
         return reply({"message": "ok"})
 
     def reward(self, session: Session, body: dict[str, Any]) -> None:
-        interaction_id, reward = get(body, "interaction_id", str), body.get("reward")
-        if interaction_id is None:
-            session.cache.set_last_reward(reward)
-        else:
-            session.cache.set_reward(interaction_id, reward)
+        session.cache.set_reward(get(body, "interaction_id", str), body.get("reward"))
 
     async def end_session(self, request: Request) -> Response:
         session = self.sessions.find(session_id_of(request))

@@ -83,25 +83,21 @@ class OpenAIProxyClient:
             ended = await self._post(path, discard=error is not None)
             self.rewarded_count = ended["rewarded_count"]
 
-    async def set_reward(self, interaction_id: str, reward: float) -> None:
-        """Raises ValueError for a reward that is not finite, and Refusal for an unknown id."""
+    async def set_reward(self, interaction_id: str | None, reward: float) -> None:
+        """Reward a call; None is the last one. Raises Refusal."""
         path = f"/{self.session_id}/rl/set_reward"
         await self._post(path, interaction_id=interaction_id, reward=finite(reward))
 
     async def set_last_reward(self, reward: float) -> None:
-        await self._post(f"/{self.session_id}/rl/set_reward", reward=finite(reward))
+        await self.set_reward(None, reward)
 
     async def finish(
         self, rewards: float | dict[str, float] | None, **options: Any
     ) -> dict[str, Interaction]:
         """Set the rewards, end the session and export it. `rewards` is that of the last call, or
         {id: reward}, or None; `options` are those of `export_interactions`."""
-        named: Any = rewards if isinstance(rewards, dict) else {None: rewards}
-        given = [
-            {"interaction_id": name, "reward": finite(reward)}
-            for name, reward in named.items()
-            if rewards is not None
-        ]
+        named: Any = {None: rewards} if isinstance(rewards, int | float) else rewards or {}
+        given = [{"interaction_id": name, "reward": finite(x)} for name, x in named.items()]
         exported = await self.export_interactions(**options, rewards=given)
         self.session_id = ""
         return exported
