@@ -7,8 +7,8 @@ The agent sends the whole conversation with every call, so later calls begin wit
                                    +- user' - [C] assistant
 
 **The tree is a dict.** A finished interaction is stored under the digest of its conversation, which
-is its messages and its output. A new call computes the digests of all prefixes of its messages,
-message by message, and looks up the longest first. What it finds is its parent: here A for B and C.
+is its messages and its output. A new call looks up the digest of every prefix of its messages. The
+longest that it finds is its parent: here A for B and C.
 Two messages are equal if calls/messages.py says so (`canonical`), because clients rewrite JSON.
 
 **Rewards.** From the leaves to the roots,

@@ -275,7 +275,7 @@ def main() -> None:
         with contextlib.ExitStack() as stack:
             server, first = stack.enter_context(process("inference.tiny.server", path))
             address = start_relay(server, args.cut) if args.cut else server
-            words = ["--server", address, "--admin-key", ADMIN, "--request-timeout", "30"]
+            words = ["--server", address, "--admin-key", ADMIN]
             log = Path(folder) / "proxy.log"
             if args.garbage:
                 garbage, _ = stack.enter_context(process("tests.garbage_server", path))
