@@ -137,7 +137,7 @@ class InteractionWithTokenLogpReward:
 
 
 Interaction = InteractionWithTokenLogpReward  # the long name is AReaL's
-# what an export copies; the row has the rest
+# what an export copies
 EXPORTED = ("interaction_id", "messages", "output_message_list", "reply", "reward", "turn")
 
 

@@ -228,8 +228,7 @@ def export(interaction: Interaction) -> dict[str, Any]:
     return {name: getattr(interaction, name) for name in EXPORTED} | {
         "tensors": interaction.to_lists(),
         "parent": interaction.parent and interaction.parent.interaction_id,
-        "input_len": interaction.tokens.input_len,
-        "stop_reason": interaction.tokens.stop_reason,
+        "model_response": vars(interaction.tokens),
     }
 
 

@@ -33,12 +33,9 @@ sdk_http: Any = sys.modules[_sdk_client.__module__.partition(".")[0]]
 
 def read_exported(exported: dict[str, Any]) -> Interaction:
     """An interaction from its exported form (`proxy.export`). Its reward and its row are final."""
-    row, start = exported["tensors"], exported["input_len"]
-    tokens = row["input_ids"][:start], row["input_ids"][start:]
-    facts = row["logprobs"][start:], row["versions"][start:]
-    response = ModelResponse(*tokens, *facts, exported["stop_reason"], row["temperatures"][-1])
     fields = {name: exported[name] for name in EXPORTED}
-    return Interaction(**fields, model_response=response, row=row)
+    response = ModelResponse(**exported["model_response"])
+    return Interaction(**fields, model_response=response, row=exported["tensors"])
 
 
 class OpenAIProxyClient:

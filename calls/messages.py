@@ -332,8 +332,8 @@ def _objects(body: Json, name: str, least: int = 0) -> list[tuple[Json, str]]:
 
 def _look_up(body: Json, path: str, find: Find) -> Any:
     """The interaction whose id stands at this path, if there is one."""
-    previous = get(body, path, str)
-    found = find(previous) if previous else None
+    previous = get(body, path, str, "")
+    found = find(previous)
     if previous and not found:
         raise Refusal(f"{path}: this session has no finished response {previous!r}")
     return found
@@ -343,8 +343,7 @@ def _referred(reference: Json, find: Find) -> Json:
     """The item of an earlier reply. resp_<x> has the items rs_<x>, msg_<x> and fc_<x>_<k>."""
     item_id = str(reference.get("id"))
     found = find("resp_" + item_id.partition("_")[2].partition("_")[0])
-    items = found.reply["output"] if found else []
-    for item in items:
-        if item["id"] == item_id:
-            return item
-    raise Refusal(f"input: item_reference: this session has no item {item_id!r}")
+    items = {item["id"]: item for item in found.reply["output"]} if found else {}
+    if item_id not in items:
+        raise Refusal(f"input: item_reference: this session has no item {item_id!r}")
+    return items[item_id]
