@@ -234,10 +234,9 @@ class WorkflowExecutor:
             if result is None:
                 return None
             group = workflows.to_tensors(result)
-            if self.config.check_trajectory_format:
-                kind = type(getattr(task.workflow, "workflow", task.workflow))
-                trajectory.check_trajectory_format(group, self._keys.get(kind))
-                self._keys.setdefault(kind, frozenset(group))
+            kind = type(getattr(task.workflow, "workflow", task.workflow))
+            trajectory.check_trajectory_format(group, self._keys.get(kind))
+            self._keys.setdefault(kind, frozenset(group))
             group = trajectory.complete(group, task.task_id, version)
             versions = trajectory.version_span(group, trajectory.generated(group))
             if not task.is_eval:

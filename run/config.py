@@ -105,7 +105,6 @@ class RolloutConfig(Keys):
         "retract", "how a weight update interrupts the servers (engine.py)"
     )
     enable_tracing: bool = key(False, "write every event of every group to trace.json")
-    check_trajectory_format: bool = key(True, "check what workflows return")
     dump_to_file: bool = key(True, "write trajectories as text, rollout/{version}/{task_id}.jsonl")
     server_addrs: list[str] = key([], "URLs of running servers; empty: the run starts its own")
     openai: OpenAIConfig = key(OpenAIConfig(), "agents")

@@ -152,11 +152,3 @@ def test_what_cannot_be_imported_is_said_early(
     find_model(config)
     with pytest.raises(ConfigError, match=says):
         load_inputs(config)
-
-
-def test_a_model_without_weights_is_said_early(tmp_path: Path) -> None:
-    """Before a server starts."""
-    (tmp_path / "config.json").write_text("{}")
-    config, _ = load(["--config", "gsm8k", "callbacks=[]", f"model_path={tmp_path}"])
-    with pytest.raises(ConfigError, match=r"no model at .*safetensors"):
-        find_model(config)

@@ -4,7 +4,6 @@ determines the base model."""
 import io
 import json
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,9 +37,9 @@ def tokenizer(models: dict) -> Any:
     return AutoTokenizer.from_pretrained(models[guess, 1, 0])
 
 
-def weights_of(path: Path) -> dict:
-    """Return the weights of a saved model."""
-    return AutoModelForCausalLM.from_pretrained(path).state_dict()
+def talk(*texts: str) -> list[dict]:
+    """A conversation, in which the user begins."""
+    return [{"role": ("user", "assistant")[i % 2], "content": s} for i, s in enumerate(texts)]
 
 
 @TASKS
@@ -48,7 +47,10 @@ def test_base_model_is_deterministic(models: dict, task) -> None:
     """The same seed gives the same base model, and different seeds give different base models.
     Making a model does not change the state of the caller's random generator."""
     state = torch.random.get_rng_state()
-    first, again, other = (weights_of(models[task, *key]) for key in ((1, 0), (1, 1), (2, 0)))
+    first, again, other = (
+        AutoModelForCausalLM.from_pretrained(models[task, *key]).state_dict()
+        for key in ((1, 0), (1, 1), (2, 0))
+    )
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not all(torch.equal(first[name], other[name]) for name in first)
     base_model.make_qwen3(base_model.make_tokenizer(guess.WORDS), layers=1, context=64, seed=1)
@@ -60,15 +62,10 @@ def test_base_model_is_an_ordinary_one(models: dict, task) -> None:
     """The Auto classes of transformers load the base model, and the model and the tokenizer have
     the same end token."""
     path = models[task, 1, 0]
-    model, tokenizer = (
-        AutoModelForCausalLM.from_pretrained(path),
-        AutoTokenizer.from_pretrained(path),
-    )
-    assert model.config.vocab_size == len(tokenizer)
-    assert model.config.eos_token_id == tokenizer.eos_token_id
-    assert [file.name for file in path.parent.iterdir()] == [
-        "base"
-    ]  # no temporary folder is left next to the model
+    config = AutoModelForCausalLM.from_pretrained(path).config
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    assert (config.vocab_size, config.eos_token_id) == (len(tokenizer), tokenizer.eos_token_id)
+    assert [file.name for file in path.parent.iterdir()] == ["base"]  # no temporary folder is left
 
 
 def test_processes_may_race(models: dict) -> None:
@@ -91,9 +88,7 @@ def test_template_splices(tokenizer: Any, data: st.DataObject) -> None:
     tokens of the new message."""
     words = st.lists(st.sampled_from(guess.WORDS), max_size=4).map(" ".join)
     texts = data.draw(st.lists(words, min_size=3, max_size=7).filter(lambda texts: len(texts) % 2))
-    messages = [
-        {"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)
-    ]
+    messages = talk(*texts)
 
     def ids(part: list[dict]) -> list[int]:
         return tokenizer.apply_chat_template(part, add_generation_prompt=True, return_dict=False)
@@ -107,15 +102,10 @@ def test_template_splices(tokenizer: Any, data: st.DataObject) -> None:
 def test_only_answers_are_imitated(tokenizer: Any) -> None:
     """The loss of the warm-up covers only the assistant's words and the end tokens of the
     assistant's turns."""
-    said = [guess.QUESTION, "3", "higher", "5"]
-    ids = base_model.render(
-        tokenizer,
-        [{"role": ("user", "assistant")[i % 2], "content": s} for i, s in enumerate(said)],
-    )
-    labels = [
-        label for label in base_model.answers_only(tokenizer, ids) if label != base_model.IGNORED
-    ]
-    assert tokenizer.decode(labels) == "3 <end> 5 <end>"
+    ids = base_model.render(tokenizer, talk(guess.QUESTION, "3", "higher", "5"))
+    labels = base_model.answers_only(tokenizer, ids)
+    trained = [label for label in labels if label != base_model.IGNORED]
+    assert tokenizer.decode(trained) == "3 <end> 5 <end>"
 
 
 # ---------------------------------------------------------------- the task `guess`
@@ -138,11 +128,10 @@ def test_a_strategy_is_judged_as_it_plays(rng: random.Random) -> None:
     """For each secret that a strategy finds in the game, and for no other secret, `explore` reports
     the number of guesses."""
     answers: dict[str, str] = {}
+    words = [*map(str, guess.SECRETS), "9", "higher"]
 
     def play(messages: list[dict], _: object = None) -> str:
-        return answers.setdefault(
-            str(messages), rng.choice([*map(str, guess.SECRETS), "9", "higher"])
-        )
+        return answers.setdefault(str(messages), rng.choice(words))
 
     explored: list[int] = []
     guess.explore(play, explored)
@@ -156,12 +145,8 @@ def test_a_strategy_is_judged_as_it_plays(rng: random.Random) -> None:
                 found.append(turn)
             if number is None or number == secret:
                 break
-            word = guess.feedback(number, secret)
-            messages = [
-                *messages,
-                {"role": "assistant", "content": answer},
-                {"role": "user", "content": word},
-            ]
+            messages.append({"role": "assistant", "content": answer})
+            messages.append({"role": "user", "content": guess.feedback(number, secret)})
     assert sorted(explored) == sorted(found)
 
 
@@ -185,14 +170,8 @@ class Endpoint:
         self.asked.append(json.loads(request.content)["messages"])
         message = {"role": "assistant", "content": self.answers.pop(0)}
         choice = {"index": 0, "finish_reason": "stop", "message": message}
-        body = {
-            "id": "1",
-            "object": "chat.completion",
-            "created": 0,
-            "model": "default",
-            "choices": [choice],
-        }
-        return sdk_http.Response(200, json=body)
+        body = {"id": "1", "object": "chat.completion", "created": 0, "model": "default"}
+        return sdk_http.Response(200, json=body | {"choices": [choice]})
 
     async def play(self, secret: int) -> float:
         """Let the agent play one game and return its reward."""
@@ -203,29 +182,17 @@ class Endpoint:
 
 @pytest.mark.anyio
 async def test_agent_plays_to_the_end() -> None:
-    """The agent plays until the secret is found or no guess is left, and sends the model's answers
-    back unchanged."""
+    """The agent plays until the secret is found, no guess is left or an answer is no guess, and
+    sends the model's answers back unchanged."""
     winner, loser = Endpoint("3", " 5", "4"), Endpoint("1", "2", "3", "4")
     assert await winner.play(secret=4) == 1.0
     assert await loser.play(secret=6) == 0.0
     assert [len(asked) for asked in winner.asked] == [1, 3, 5]
-    assert [m["content"] for m in winner.asked[-1]] == [
-        guess.QUESTION,
-        "3",
-        "higher",
-        " 5",
-        "lower",
-    ]
+    assert winner.asked[-1] == talk(guess.QUESTION, "3", "higher", " 5", "lower")
     assert len(loser.asked) == guess.GUESSES
-    assert await Endpoint("4").play(secret=4) == 1.0
-
-
-@pytest.mark.anyio
-async def test_no_number_ends_the_game() -> None:
-    """An answer that is not a guess ends the game with reward 0."""
-    endpoint = Endpoint("3", "higher", "5")
-    assert await endpoint.play(secret=5) == 0.0
-    assert len(endpoint.asked) == 2
+    silent = Endpoint("3", "higher", "5")
+    assert await silent.play(secret=5) == 0.0
+    assert len(silent.asked) == 2
 
 
 # ---------------------------------------------------------------- the task `maze`
@@ -287,14 +254,12 @@ def test_drunkard_comes_home_sometimes() -> None:
     """The drunk, whom the maze's base model imitates, never goes through a wall. About a quarter of
     the drunk's walks end at home."""
     rng = random.Random(0)
-    walks = [
-        (d, maze.stagger(rng, d["start"], d["home"])) for d in maze.dataset() for _ in range(3)
-    ]
-    answers = [(" ".join(map(maze.name, walk)), d["start"], d["home"]) for d, walk in walks]
-    assert all(maze.walk_of(answer, start) is not None for answer, start, _ in answers)
-    rewards = [
-        maze.reward("", answer, [], [], start=start, home=home) for answer, start, home in answers
-    ]
+    rewards = []
+    for sample in 3 * maze.dataset():
+        start, home = sample["start"], sample["home"]
+        answer = " ".join(map(maze.name, maze.stagger(rng, start, home)))
+        assert maze.walk_of(answer, start) is not None
+        rewards.append(maze.reward("", answer, [], [], start=start, home=home))
     assert 0.2 < sum(reward > 0 for reward in rewards) / len(rewards) < 0.35
 
 
