@@ -232,6 +232,8 @@ def _request(
             raise Refusal(f"{name}: this server does not support it; leave it out")
     if body.get("n") not in (None, 1):
         raise Refusal("n: a call has one answer; make several calls")
+    if "message.output_text.logprobs" in get(body, "include", list, []):
+        raise Refusal("include: this server returns no log-probabilities")
     messages = [*parent.conversation, *new] if parent else new
     if system and parent and messages[0]["role"] == "system":
         messages = messages[1:]

@@ -425,6 +425,7 @@ WRONG: dict[Any, dict[str, list[Any]]] = {
         "stream": ["yes"],
         "tool_choice": ["f"],
         "max_output_tokens": [0],
+        "include": [["message.output_text.logprobs"]],
         "input": [
             *([], None, 3, [3], [{"type": "message"}], [{"type": "x"}]),
             [{"type": "custom_tool_call", "call_id": "c", "name": "f", "input": "x"}],
