@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -25,6 +26,7 @@ from workflow import (
     workflow_context,
 )
 
+pytestmark = pytest.mark.anyio
 QUESTION = {"messages": [{"role": "user", "content": "2+2?"}], "answer": "4"}
 PROXY = {"proxy_addr": "http://127.0.0.1:1", "admin_key": "k"}
 
@@ -73,34 +75,37 @@ class SyncAgent:
         return 1.0
 
 
-async def exact(
-    prompt: str, completion: str, prompt_ids: list, completion_ids: list, answer: str, **_: Any
-) -> bool:
+async def exact(prompt: str, completion: str, *ids: list, answer: str, **data: Any) -> bool:
     return completion.startswith(answer)
+
+
+Make = Callable[..., Any]
+
+
+@pytest.fixture
+def multi_turn(tiny_tokenizer: Any) -> Make:
+    """multi_turn(**options) makes a MultiTurnWorkflow, which is right if it says the answer."""
+    start = functools.partial(MultiTurnWorkflow, exact, tokenizer=tiny_tokenizer)
+    return functools.partial(start, gconfig=GenerationHyperparameters())
 
 
 # ---------------------------------------------------------------- one turn, and several
 
 
-@pytest.mark.anyio
 async def test_rlvr_is_one_row_with_the_sampling_it_was_made_with(tiny_tokenizer: Any) -> None:
     """Its generated tokens have the temperature of the request, and the reward."""
     engine = ScriptedEngine(tiny_tokenizer, lambda request: "4")
-    workflow = RLVRWorkflow(
-        exact, GenerationHyperparameters(temperature=0.5, n_samples=4), tiny_tokenizer
-    )
-    traj = complete(await workflow.arun_episode(engine, QUESTION), task_id=0)  # type: ignore[arg-type]
+    gconfig = GenerationHyperparameters(temperature=0.5, n_samples=4)
+    workflow: Any = RLVRWorkflow(exact, gconfig, tiny_tokenizer)
+    traj = complete(await workflow.arun_episode(engine, QUESTION), task_id=0)
     assert engine.requests[0].gconfig.n_samples == 1
-    assert (
-        tiny_tokenizer.decode(traj["input_ids"][0])
-        == "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n4<|im_end|>"
-    )
+    text = "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n4<|im_end|>"
+    assert tiny_tokenizer.decode(traj["input_ids"][0]) == text
     assert traj["loss_mask"][0].tolist() == [0] * (traj["input_ids"].shape[1] - 2) + [1, 1]
     assert traj["temperatures"][0][-3:].tolist() == [1.0, 0.5, 0.5]
     assert traj["turn_rewards"][0][-3:].tolist() == [0.0, 1.0, 1.0]
 
 
-@pytest.mark.anyio
 async def test_sampling_that_training_cannot_reproduce_stays_out_of_the_loss(
     tiny_tokenizer: Any,
 ) -> None:
@@ -111,20 +116,14 @@ async def test_sampling_that_training_cannot_reproduce_stays_out_of_the_loss(
     assert traj["turn_ids"].max() == 0
 
 
-@pytest.mark.anyio
-async def test_multi_turn_asks_again_until_the_reward_is_positive(tiny_tokenizer: Any) -> None:
+async def test_multi_turn_asks_again_until_the_reward_is_positive(
+    multi_turn: Make, tiny_tokenizer: Any
+) -> None:
     """The k-th answer is worth turn_discount^(k-1) times its reward."""
     answers = iter(["5", "3", "4"])
     engine = ScriptedEngine(tiny_tokenizer, lambda request: next(answers))
-    workflow = MultiTurnWorkflow(
-        exact,
-        GenerationHyperparameters(),
-        tiny_tokenizer,
-        max_turns=5,
-        turn_discount=0.5,
-        reflection_message="no",
-    )
-    traj = complete(await workflow.arun_episode(engine, QUESTION), task_id=0)  # type: ignore[arg-type]
+    workflow = multi_turn(max_turns=5, turn_discount=0.5, reflection_message="no")
+    traj = complete(await workflow.arun_episode(engine, QUESTION), task_id=0)
     talk = [
         *QUESTION["messages"],
         *({"role": "assistant", "content": "5"}, {"role": "user", "content": "no"}),
@@ -139,68 +138,57 @@ async def test_multi_turn_asks_again_until_the_reward_is_positive(tiny_tokenizer
     assert traj["turn_rewards"][0][traj["loss_mask"][0] == 1].tolist() == [0.25] * 6
 
 
-@pytest.mark.anyio
 async def test_a_turn_cut_by_length_is_closed_in_the_prompt_and_counted(
-    tiny_tokenizer: Any,
+    multi_turn: Make, tiny_tokenizer: Any
 ) -> None:
     """With an end-of-turn token that is not trained."""
     engine = ScriptedEngine(tiny_tokenizer, lambda request: "5")
     engine.cut = True
-    workflow = MultiTurnWorkflow(exact, GenerationHyperparameters(), tiny_tokenizer, max_turns=2)
-    traj: Any = await workflow.arun_episode(engine, QUESTION)
+    traj: Any = await multi_turn(max_turns=2).arun_episode(engine, QUESTION)
     assert "5<|im_end|>\n<|im_start|>user\n" in tiny_tokenizer.decode(traj["input_ids"][0])
     assert tiny_tokenizer.decode(traj["input_ids"][0][traj["loss_mask"][0] == 1]) == "55"
     assert traj["truncated"].tolist() == [1]
     assert traj["rewards"].tolist() == [0.0]
 
 
-@pytest.mark.anyio
 async def test_a_full_context_ends_the_conversation(
-    real_engine: RemoteInfEngine, tiny_tokenizer: Any
+    real_engine: RemoteInfEngine, multi_turn: Make
 ) -> None:
     """But a first prompt that does not fit is an error."""
     assert real_engine.context_length == 2048
     gconfig = GenerationHyperparameters(max_new_tokens=600)
-    never = {"answer": "\0"}
-    workflow = MultiTurnWorkflow(
-        exact, gconfig, tiny_tokenizer, max_turns=100, reflection_message="no " * 100
-    )
-    traj: Any = await workflow.arun_episode(
-        real_engine, never | {"messages": [{"role": "user", "content": "x" * 900}]}
-    )
+    workflow = multi_turn(gconfig=gconfig, max_turns=100, reflection_message="no " * 100)
+
+    async def ask(letters: int) -> Any:
+        messages = [{"role": "user", "content": "x" * letters}]
+        return await workflow.arun_episode(real_engine, {"messages": messages, "answer": "\0"})
+
+    traj = await ask(900)
     turns = int(traj["turn_ids"].max()) + 1
     assert 2 <= turns < 100
     assert traj["rewards"].tolist() == [0.0]
     assert traj["input_ids"].shape[1] <= 2048
     with pytest.raises(EngineError, match="prompt is too long: 2067 tokens > 2048"):
-        await workflow.arun_episode(
-            real_engine, never | {"messages": [{"role": "user", "content": "x" * 2048}]}
-        )
+        await ask(2048)
 
 
 def test_a_template_that_rewrites_history_is_refused(tiny_tokenizer: Any) -> None:
     """Its earlier turns would not be the tokens that were sampled."""
     rewriting = copy.deepcopy(tiny_tokenizer)
-    rewriting.chat_template = (
-        "{{ messages | length }} messages, the last: {{ messages[-1]['content'] }}"
-    )
+    rewriting.chat_template = "{{ messages | length }} messages: {{ messages[-1]['content'] }}"
     with pytest.raises(ValueError, match="renders history anew"):
         MultiTurnWorkflow(exact, GenerationHyperparameters(), rewriting)
 
 
-@pytest.mark.anyio
 async def test_the_noise_of_a_request_depends_on_the_episode_and_on_nothing_else(
-    tiny_tokenizer: Any,
+    multi_turn: Make, tiny_tokenizer: Any
 ) -> None:
     """Each turn of each member of each task has its own seed, the same in two equal runs."""
 
     async def seeds(task_id: int, seed: int | None) -> set[int | None]:
         engine = ScriptedEngine(tiny_tokenizer)
         workflow_context.set(WorkflowContext(task_id=task_id, seed=seed))
-        workflow = MultiTurnWorkflow(
-            exact, GenerationHyperparameters(), tiny_tokenizer, max_turns=2
-        )
-        await GroupedRolloutWorkflow(workflow, 3).arun_episode(engine, QUESTION)
+        await GroupedRolloutWorkflow(multi_turn(max_turns=2), 3).arun_episode(engine, QUESTION)
         found = [getattr(request.gconfig, "seed", None) for request in engine.requests]
         assert len(found) == 6
         return set(found)
@@ -211,7 +199,6 @@ async def test_the_noise_of_a_request_depends_on_the_episode_and_on_nothing_else
     assert await seeds(0, None) == {None}
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("extra", [(), ("stats",)])
 async def test_the_older_form_may_return_a_tuple_that_begins_with_the_result(extra: tuple) -> None:
     """`_run_one_episode` gets the episode's name as rid."""
@@ -243,7 +230,6 @@ async def run_group(
 BAD = [1.0, {}, row(), {"input_ids": torch.ones(3), "attention_mask": torch.ones(3)}]
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("bad", [ConnectionError("the tool is down"), SystemExit(3), *BAD])
 async def test_one_failing_member_does_not_take_its_group_along(
     bad: Any, caplog: pytest.LogCaptureFixture
@@ -265,7 +251,6 @@ async def test_one_failing_member_does_not_take_its_group_along(
     assert said.get(type(bad), "ValueError") in caplog.text
 
 
-@pytest.mark.anyio
 async def test_a_ragged_group_is_still_one_group() -> None:
     """Rows say which group they belong to, also if it has lost a member."""
     groups = []
@@ -276,7 +261,6 @@ async def test_a_ragged_group_is_still_one_group() -> None:
     assert groups == [[0, 0], [1, 1, 1]]
 
 
-@pytest.mark.anyio
 async def test_a_group_of_nothing_is_rejected_and_a_group_of_errors_raises_the_first() -> None:
     """Errors count where others returned None; if all raise, the group has failed as a whole."""
 
@@ -291,7 +275,6 @@ async def test_a_group_of_nothing_is_rejected_and_a_group_of_errors_raises_the_f
         await run_group(3, errors, {"none": []})
 
 
-@pytest.mark.anyio
 async def test_members_run_at_the_same_time_with_a_context_and_a_sample_of_their_own() -> None:
     """Each waits for all others; one after another, the first would wait until the deadline."""
     barrier = asyncio.Barrier(4)
@@ -314,7 +297,6 @@ async def test_members_run_at_the_same_time_with_a_context_and_a_sample_of_their
     workflow_context.set(WorkflowContext())
 
 
-@pytest.mark.anyio
 async def test_groups_of_interactions_are_merged() -> None:
     """`parents` are rows of the whole group."""
 
@@ -349,7 +331,6 @@ class Client:
         return turns
 
 
-@pytest.mark.anyio
 async def test_the_last_row_of_an_episode_is_of_the_conversation_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -359,7 +340,6 @@ async def test_the_last_row_of_an_episode_is_of_the_conversation_itself(
     assert list(episode) == ["title", "first", "last"]
 
 
-@pytest.mark.anyio
 async def test_an_episode_keeps_to_one_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every proxy gets equally many members, and a member always the same proxy."""
     monkeypatch.setattr("workflow.OpenAIProxyClient", Client)

@@ -35,6 +35,7 @@ from workflow import (
     workflow_context,
 )
 
+pytestmark = pytest.mark.anyio
 QUESTION = {"messages": [{"role": "user", "content": "2+2?"}], "answer": "4"}
 SUBPROC = ("rollout.openai.mode=subproc", "rollout.openai.subproc_max_workers=2")
 Run = Callable[..., Any]
@@ -66,7 +67,6 @@ def run_agent(proxy: ProxyAddress, tiny_server: str) -> Iterator[Run]:
 # ---------------------------------------------------------------- one episode in both modes
 
 
-@pytest.mark.anyio
 async def test_both_modes_sample_the_same_tokens(proxy: ProxyAddress) -> None:
     """With the same seed."""
     workflow_context.set(WorkflowContext(task_id=77))
@@ -235,7 +235,6 @@ def test_a_run_leaves_no_process(tmp_path: Path, end: signal.Signals) -> None:
 # ---------------------------------------------------------------- the pool of processes
 
 
-@pytest.mark.anyio
 async def test_only_the_call_that_died_fails() -> None:
     """The others, also those that waited for a process, return."""
 
@@ -251,7 +250,6 @@ async def test_only_the_call_that_died_fails() -> None:
     assert str(results[1]) == "the process that ran _exit ended with code 7"
 
 
-@pytest.mark.anyio
 async def test_a_function_that_a_worker_cannot_import_is_an_error_and_no_hang(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -264,7 +262,6 @@ async def test_a_function_that_a_worker_cannot_import_is_an_error_and_no_hang(
         assert await worker.call(abs, -2) == 2
 
 
-@pytest.mark.anyio
 async def test_a_worker_gets_no_key_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """It gets the user's other keys."""
     monkeypatch.setenv("POCKET_AREAL_SERVER_KEY", "secret")
@@ -274,7 +271,6 @@ async def test_a_worker_gets_no_key_of_the_run(monkeypatch: pytest.MonkeyPatch) 
         assert await worker.call(os.getenv, "MY_TOOLS_KEY") == "the agent's"
 
 
-@pytest.mark.anyio
 async def test_a_result_runs_no_code_in_the_trainer(tmp_path: Path) -> None:
     """Not even one whose pickle would."""
     async with aclosing(WorkerPool(1)) as pool, pool.worker() as worker:
@@ -283,7 +279,6 @@ async def test_a_result_runs_no_code_in_the_trainer(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.anyio
 async def test_a_limit_tells_its_own_timeout_from_another() -> None:
     """A TimeoutError of the work is raised as it is."""
 

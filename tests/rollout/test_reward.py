@@ -16,6 +16,7 @@ from conftest import ROOT
 
 from rollout.reward import AsyncRewardWrapper
 
+pytestmark = pytest.mark.anyio
 REWARDS = '''
 import os, signal, sys
 
@@ -77,7 +78,6 @@ def fifo(tmp_path: Path) -> str:
     return str(tmp_path / "fifo")
 
 
-@pytest.mark.anyio
 async def test_a_plain_function_runs_in_another_process(rewards: ModuleType) -> None:
     """What it prints is no result, and a column of the data may have any name."""
     equals = AsyncRewardWrapper(rewards.equals)
@@ -86,7 +86,6 @@ async def test_a_plain_function_runs_in_another_process(rewards: ModuleType) -> 
     assert await AsyncRewardWrapper(rewards.columns)("", "", [], [], function=1, self=2) == 3.0
 
 
-@pytest.mark.anyio
 async def test_a_reward_that_fails_is_an_error_and_not_zero(rewards: ModuleType) -> None:
     """The error has the exception's type and text, or names the function."""
     with pytest.raises(RuntimeError, match=r"KeyError: .no answer in the data"):
@@ -118,7 +117,6 @@ def test_workers_do_not_run_the_trainers_script(rewards: ModuleType, tmp_path: P
     assert ended.stdout.decode().splitlines() == ["the script runs", "0.0"], ended.stderr.decode()
 
 
-@pytest.mark.anyio
 async def test_a_coroutine_function_is_awaited_where_it_is() -> None:
     """It may hold network connections. Its time limit holds, too."""
 
@@ -133,7 +131,6 @@ async def test_a_coroutine_function_is_awaited_where_it_is() -> None:
         await AsyncRewardWrapper(hangs, timeout_seconds=0.01)()
 
 
-@pytest.mark.anyio
 async def test_hanging_rewards_leave_the_pool_free(rewards: ModuleType) -> None:
     """More calls hang than there are processes. Each is ended, and the next call is served."""
     hang = AsyncRewardWrapper(time.sleep, timeout_seconds=0.1)
