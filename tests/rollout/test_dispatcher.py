@@ -294,29 +294,6 @@ def test_a_stale_group_is_dropped_and_replaced(make_stage):
     assert [event for event in stage.events if event[0] == "drop"] == [("drop", 0), ("drop", 1)]
 
 
-def test_a_straggler_is_masked_and_holds_up_no_batch(make_stage):
-    """With stale=mask a slow group loses its old tokens; if it did not, take() would raise."""
-
-    def without_older(group: Group, oldest: int) -> Group | None:
-        return Group(group.task_id, max(group.version, oldest))
-
-    stage = make_stage(eta=0, batch=1, stale="mask", without_older=without_older)
-    stage.submit(*range(4))
-    assert stage.started(1) == [0]
-    stage.new_version(1)
-    stage.finish(*stage.started(1))
-    assert stage.take(1) == [1]
-    stage.new_version(2)
-    stage.finish(0)
-    assert stage.dispatcher.wait_results(1, DEADLINE) == [Group(0, 2)]
-    assert stage.manager.get_stats().dropped == 0
-    stage.state.without_older = lambda group, oldest: group
-    stage.finish(*stage.started(1))
-    stage.new_version(3)
-    with pytest.raises(StalenessError, match="version 2 is consumed at version 3"):
-        stage.take(1)
-
-
 # ---- one task
 
 
