@@ -92,9 +92,11 @@ class OpenAIProxyClient:
         self, rewards: float | dict[str, float] | None, **options: Any
     ) -> dict[str, Interaction]:
         """Set the rewards, end the session and export it. `rewards` is that of the last call, or
-        {id: reward}, or None; `options` are those of `export_interactions`."""
-        named: Any = {None: rewards} if isinstance(rewards, int | float) else rewards or {}
-        given = [{"interaction_id": name, "reward": finite(x)} for name, x in named.items()]
+        {id: reward}, or None; a reward may be a scalar of numpy or torch. `options` are those of
+        `export_interactions`."""
+        named: Any = rewards if isinstance(rewards, dict) else {None: rewards}
+        items = [] if rewards is None else named.items()
+        given = [{"interaction_id": name, "reward": finite(x)} for name, x in items]
         exported = await self.export_interactions(**options, rewards=given)
         self.session_id = ""
         return exported
