@@ -38,7 +38,8 @@ import contextlib
 import itertools
 import logging
 import random
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+import secrets
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -122,13 +123,12 @@ class RemoteInfEngine:
             temperature=1.0 if g.is_greedy else g.temperature,
             trains_exactly=g.trains_exactly,
         )
-        rids = (f"{req.rid}-{k}" for k in itertools.count())  # a server knows each id once
         while True:
             # 2. One segment.
             before, failure = response.output_len, None
             try:
                 limit = await self._hooks.before_segment(req, response)
-                response.extend(await self._ask_a_server(req, response, limit, rids))
+                response.extend(await self._ask_a_server(req, response, limit))
             except BaseException as error:
                 failure = error
                 raise
@@ -145,14 +145,14 @@ class RemoteInfEngine:
                 await self.sleep(0.5)
 
     async def _ask_a_server(
-        self, req: ModelRequest, response: ModelResponse, limit: int, rids: Iterator[str]
+        self, req: ModelRequest, response: ModelResponse, limit: int
     ) -> ModelResponse:
         """Get the next segment from the group's server, or, when that fails, from the next one."""
         ranking = itertools.cycle(rank_servers(self.servers.addresses, req.affinity))
         failures = 0
         while True:
             try:
-                return await self._generate_segment(next(ranking), next(rids), req, response, limit)
+                return await self._generate_segment(next(ranking), req, response, limit)
             except EngineError as error:
                 failures += 1
                 if error.status == 400 or failures > self.request_retries:
@@ -161,29 +161,26 @@ class RemoteInfEngine:
             await self.sleep(failures * random.uniform(0.5, 1.0))
 
     async def _generate_segment(
-        self, server: str, rid: str, req: ModelRequest, response: ModelResponse, limit: int
+        self, server: str, req: ModelRequest, response: ModelResponse, limit: int
     ) -> ModelResponse:
         """One POST /generate, and its checked answer."""
         ids, room = response.input_tokens + response.output_tokens, limit - response.output_len
+        rid = f"{req.rid}-{secrets.token_hex(4)}"  # a server knows each id once
         body = generate_body(ids, req.gconfig, room) | {"rid": rid}
         oldest = self.servers.newest
         try:
             answer = await self.servers.call(server + "/generate", body, self.request_timeout)
-        except (asyncio.CancelledError, EngineError) as error:
-            if getattr(error, "status", None) != 400:  # the server may still be generating
-                await self._abort(server, rid)
+        except (asyncio.CancelledError, EngineError):
+            # The server may still be generating: it does not notice when a client hangs up.
+            abort = self.servers.call(server + "/abort_request", {"rid": rid}, timeout=5.0)
+            with contextlib.suppress(EngineError):
+                await asyncio.shield(abort)
             raise
         segment = parse_segment(answer, self.vocab_size)
         if segment.output_len > room:
             raise EngineError(f"{server} sent more tokens than were asked for", 502)
         self.servers.check_age(server, segment.output_versions, oldest)
         return segment
-
-    async def _abort(self, server: str, rid: str) -> None:
-        """Tell a server to stop, because it does not notice when a client hangs up."""
-        call = self.servers.call(server + "/abort_request", {"rid": rid}, timeout=5.0)
-        with contextlib.suppress(EngineError):
-            await asyncio.shield(call)
 
     def _budget(self, req: ModelRequest) -> int:
         """How many tokens `req` may generate. Raises EngineError (400) for a wrong request; an id

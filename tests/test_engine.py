@@ -110,7 +110,7 @@ async def test_resumes_where_it_was_interrupted():
     first, second = script.sent()
     assert (first["input_ids"], second["input_ids"]) == ([1, 2, 3], [1, 2, 3, 10, 11])
     assert [body["sampling_params"]["max_new_tokens"] for body in (first, second)] == [8, 6]
-    assert [body["rid"] for body in (first, second)] == ["r-0", "r-1"]
+    assert first["rid"] != second["rid"]
     assert (response.input_len, response.output_len) == (3, 5)
 
 
@@ -292,7 +292,7 @@ async def test_a_wrong_request_is_sent_once(status: int):
     script = Script(httpx.Response(status, json={"error": {"message": "unknown field: top_q"}}))
     with pytest.raises(EngineError, match="unknown field: top_q") as caught:
         await script.engine().agenerate(request())
-    assert (caught.value.status, script.calls()) == (400, ["generate"])
+    assert (caught.value.status, len(script.sent())) == (400, 1)
 
 
 @pytest.mark.anyio
@@ -364,7 +364,7 @@ async def test_who_gives_up_tells_the_server(failure: type[BaseException]):
         task.cancel()
     with pytest.raises((asyncio.CancelledError, EngineError)):
         await task
-    assert script.sent("/abort_request") == [{"rid": "r-1"}]
+    assert script.sent("/abort_request") == [{"rid": script.sent()[-1]["rid"]}]
 
 
 # What is sent
