@@ -102,11 +102,13 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """Return softmax(q k' / sqrt(d) + mask) v, (T, heads * d). Shapes: q (rows, columns, heads, d),
     k and v (rows, groups, keys, d), mask (rows, 1, columns, keys)."""
-    columns, q = q.shape[1], q.transpose(1, 2)
-    if columns == 1:  # what the copies give is dropped
-        q = q.repeat(1, 1, FEWEST, 1)
-    out = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)[:, :, :columns]
-    return out.transpose(1, 2).flatten(2).flatten(0, 1)
+    if q.shape[1] > 1:
+        out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, mask, enable_gqa=True)
+        return out.transpose(1, 2).flatten(2).flatten(0, 1)
+    # In decode the heads that share a key head make one product. What the copies give is dropped.
+    q = q.view(len(q), k.shape[1], -1, q.shape[-1])
+    copies = q.repeat(1, 1, -(-FEWEST // q.shape[2]), 1)
+    return F.scaled_dot_product_attention(copies, k, v, mask)[:, :, : q.shape[2]].flatten(1)
 
 
 def product(x: Tensor, w: Tensor) -> Tensor:
