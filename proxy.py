@@ -52,7 +52,7 @@ from calls.prompts import PromptBuilder, read_text
 from calls.replies import PROTOCOLS, Answer, Protocol
 from calls.sessions import ProxyAddress as ProxyAddress
 from calls.sessions import Session, SessionTable
-from calls.tools import THINK, OutputParser
+from calls.tools import THINK, find_parser, opening, parse
 from calls.turn import EventStream, Turn
 from engine import RemoteInfEngine
 from inference.fields import as_object, import_name
@@ -86,7 +86,7 @@ class Proxy:
         self.seed, self.sampling = seed, sampling or {}
         CallParameters(**self.sampling)  # raises for an unknown field
         self.prompts = PromptBuilder(tokenizer)
-        self.parser = OutputParser(tool_call_parser)
+        self.parser = find_parser(tool_call_parser)
         self.sessions = SessionTable()
 
     # ---- start a session
@@ -133,13 +133,14 @@ class Proxy:
     async def answer(self, turn: Turn) -> Answer:
         """Make the prompt of a call, generate, and read what the model wrote."""
         ask, tools = turn.ask, turn.ask.callable_tools
-        prompt, opening = self.prompt(ask, turn.interaction.parent)
+        prompt, begun = self.prompt(ask, turn.interaction.parent)
         turn.form = turn.protocol(ask, turn.suffix, len(prompt))
         request = self.request(turn.session, ask, prompt)
         response = await self.engine.agenerate(request)
-        tokens, foreign = response.output_tokens, self.parser.foreign(tools)
-        text, stop = read_text(self.tokenizer, tokens, request.gconfig, opening, foreign)
-        message = self.parser.parse(text, tools, turn.suffix)
+        # The marks of another form of calls may be special tokens.
+        tokens, special = response.output_tokens, bool(self.parser and tools)
+        text, stop = read_text(self.tokenizer, tokens, request.gconfig, begun, special)
+        message = parse(text, tools, turn.suffix, self.parser)
         if "tool_calls" in message and response.stop_reason == "stop":
             response.stop_reason = "tool_calls"
         return Answer(response, message, stop)
@@ -160,8 +161,8 @@ class Proxy:
         ids = self.prompts.prompt(ask, parent)
         end = self.tokenizer.decode(ids[-16:]).rstrip()
         begun = THINK if end.endswith(THINK) else ""
-        opening = self.parser.opening(ask.tool_choice, ask.callable_tools, begun)
-        return ids + self.prompts.encode(opening) if opening else ids, begun + opening
+        first = opening(ask.tool_choice, ask.callable_tools, begun, self.parser)
+        return ids + self.prompts.encode(first) if first else ids, begun + first
 
     async def count_tokens(self, request: Request) -> Response:
         session = self.sessions.find(session_id_of(request))

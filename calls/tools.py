@@ -70,52 +70,44 @@ def read_call(body: str, tools: Tools) -> Json | None:
     return {"name": name, "arguments": arguments} if is_call else None
 
 
-class OutputParser:
-    """Parses the texts of one model. Raises ValueError if there is no such parser."""
+def parse(text: str, tools: Tools, suffix: str, parser: Parser | None = None) -> Message:
+    """The message that a whole text is, in the form of calls/messages.py. What calls a tool that is
+    not in `tools` is text. The ids of the calls have this suffix and a number. `parser` reads
+    another form."""
+    reasoning, rest = split_thinking(text)
+    if parser and tools:
+        try:
+            rest, functions = parser(rest, tools)
+            calls: list[Any] = [read_call(json.dumps(one), tools) for one in functions]
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+            calls = [None]
+        if None in calls:
+            reasoning, rest, calls = "", text, []
+    else:
+        rest, calls = split_calls(rest, tools)
+    message: Message = {"role": "assistant", "content": rest}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if calls:
+        message["tool_calls"] = [
+            {"id": f"call_{suffix}_{k}", "type": "function", "function": call}
+            for k, call in enumerate(calls)
+        ]
+    return message
 
-    def __init__(self, tool_call_parser: str | None = None) -> None:
-        self._parser = find_parser(tool_call_parser)
 
-    def foreign(self, tools: Tools) -> bool:
-        """Whether the text has another form, whose marks may be special tokens."""
-        return self._parser is not None and bool(tools)
-
-    def parse(self, text: str, tools: Tools, suffix: str) -> Message:
-        """The message that a whole text is, in the form of calls/messages.py. What calls a tool
-        that is not in `tools` is text. The ids of the calls have this suffix and a number."""
-        reasoning, rest = split_thinking(text)
-        if self._parser and tools:
-            try:
-                rest, functions = self._parser(rest, tools)
-                calls: list[Any] = [read_call(json.dumps(one), tools) for one in functions]
-            except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
-                calls = [None]
-            if None in calls:
-                reasoning, rest, calls = "", text, []
-        else:
-            rest, calls = split_calls(rest, tools)
-        message: Message = {"role": "assistant", "content": rest}
-        if reasoning:
-            message["reasoning_content"] = reasoning
-        if calls:
-            message["tool_calls"] = [
-                {"id": f"call_{suffix}_{k}", "type": "function", "function": call}
-                for k, call in enumerate(calls)
-            ]
-        return message
-
-    def opening(self, tool_choice: str, tools: Tools, begun: str) -> str:
-        """The first words of a forced call, such as '<tool_call>\\n{"name": "f", "arguments": ', or
-        "". With several tools the model writes the name. `begun`: the prompt has begun the
-        reasoning. Raises Refusal."""
-        if tool_choice in ("auto", "none"):
-            return ""
-        if self.foreign(tools):
-            raise Refusal("tool_choice: this model's form of tool calls cannot be forced; use auto")
-        names = names_of(tools) if tool_choice == "required" else [tool_choice]
-        name = f'{json.dumps(names[0])}, "arguments": ' if len(names) == 1 else '"'
-        end = f"{END_OF_THINK}\n\n" if begun else ""
-        return f'{end}<tool_call>\n{{"name": {name}'
+def opening(tool_choice: str, tools: Tools, begun: str, parser: Parser | None = None) -> str:
+    """The first words of a forced call, such as '<tool_call>\\n{"name": "f", "arguments": ', or "".
+    With several tools the model writes the name. `begun`: the prompt has begun the reasoning.
+    Raises Refusal."""
+    if tool_choice in ("auto", "none"):
+        return ""
+    if parser:
+        raise Refusal("tool_choice: this model's form of tool calls cannot be forced; use auto")
+    names = names_of(tools) if tool_choice == "required" else [tool_choice]
+    name = f'{json.dumps(names[0])}, "arguments": ' if len(names) == 1 else '"'
+    end = f"{END_OF_THINK}\n\n" if begun else ""
+    return f'{end}<tool_call>\n{{"name": {name}'
 
 
 def find_parser(name: str | None) -> Parser | None:

@@ -10,15 +10,14 @@ from conftest import ROOT, SGLANG
 from harness import said, tool
 
 from calls.messages import normalise
-from calls.tools import OutputParser
+from calls.tools import find_parser, opening, parse
 from inference.fields import Refusal
 
 TOOLS = [tool("f"), tool("g")]
-PARSER = OutputParser()
 
 
-def parse(text: str, tools: list = TOOLS, parser: OutputParser = PARSER) -> dict[str, Any]:
-    return parser.parse(text, tools, "ab12")
+def read(text: str, tools: list = TOOLS, parser: Any = None) -> dict[str, Any]:
+    return parse(text, tools, "ab12", parser)
 
 
 def call(name: str = "f", arguments: str = "{}") -> str:
@@ -49,7 +48,7 @@ NESTED = {"a": "</think>", "b": [1, 2]}
 )
 def test_a_text_is_taken_apart(text: str, message: dict[str, Any]) -> None:
     """Into reasoning, text and calls."""
-    assert parse(text) == message
+    assert read(text) == message
     assert normalise(message) == message
 
 
@@ -77,14 +76,14 @@ BROKEN = [
 @pytest.mark.parametrize("text", BROKEN)
 def test_a_malformed_call_stays_text(text: str) -> None:
     """Nothing is repaired."""
-    assert parse(text) == said(text)
+    assert read(text) == said(text)
     if text.endswith("</tool_call>"):
-        assert parse(text + call("g")) == said(text, G)
+        assert read(text + call("g")) == said(text, G)
 
 
 def test_without_tools_nothing_is_a_call() -> None:
     """The agent offers no tools, or forbids calls."""
-    assert parse(call(), []) == said(call())
+    assert read(call(), []) == said(call())
 
 
 # ---- forced calls
@@ -104,11 +103,11 @@ def test_a_forced_call_is_begun_for_the_model(
 ) -> None:
     """To force a call, the proxy writes the beginning of the call into the prompt, and the model
     writes the rest."""
-    opening = PARSER.opening(choice, tools, begun)
-    assert (begun + opening).count("</think>") == bool(begun)
-    assert parse(begun + opening + written, tools) == said("", ("f", {"a": 1}))
-    assert "tool_calls" not in parse(begun + opening + "nonsense", tools)
-    assert [PARSER.opening(word, tools, begun) for word in ("auto", "none")] == ["", ""]
+    first = opening(choice, tools, begun)
+    assert (begun + first).count("</think>") == bool(begun)
+    assert read(begun + first + written, tools) == said("", ("f", {"a": 1}))
+    assert "tool_calls" not in read(begun + first + "nonsense", tools)
+    assert [opening(word, tools, begun) for word in ("auto", "none")] == ["", ""]
 
 
 # ---- other forms
@@ -122,21 +121,21 @@ def brackets(text: str, tools: Any) -> tuple[str, list[dict[str, Any]]]:
 
 def test_a_function_may_read_the_calls() -> None:
     """`module.function` gets the text after the reasoning."""
-    parser = OutputParser(f"{__name__}.brackets")
-    whole = parse('<think>hm</think>[f {"a": 1}]', TOOLS, parser)
+    parser = find_parser(f"{__name__}.brackets")
+    whole = read('<think>hm</think>[f {"a": 1}]', TOOLS, parser)
     assert whole == said("", ("f", {"a": 1}), reasoning="hm")
     for broken in ("[f 1]", "[unknown {}]", "f"):
-        assert parse(broken, TOOLS, parser) == said(broken)
-    assert parse("[f {}]", [], parser) == said("[f {}]")
+        assert read(broken, TOOLS, parser) == said(broken)
+    assert read("[f {}]", [], parser) == said("[f {}]")
     with pytest.raises(Refusal, match=r"^tool_choice"):
-        parser.opening("required", TOOLS, "")
+        opening("required", TOOLS, "", parser)
 
 
 @pytest.mark.parametrize("name", ["no such form", "no.such.module", "calls.tools.nothing"])
 def test_a_parser_that_is_not_there_is_an_error_at_once(name: str) -> None:
     """Not when the first call arrives."""
     with pytest.raises(ValueError, match=rf"^tool_call_parser: {name}"):
-        OutputParser(name)
+        find_parser(name)
 
 
 READ_BY_SGLANG = """
@@ -146,17 +145,16 @@ import launch  # replaces modules that SGLang imports but does not need on a CPU
 from transformers import AutoTokenizer
 from inference.io_struct import GenerationHyperparameters
 from calls.prompts import read_text
-from calls.messages import normalise
-from calls.tools import OutputParser
+from calls.tools import find_parser, opening, parse
 tokenizer, tools, said = AutoTokenizer.from_pretrained(sys.argv[3]), json.loads(sys.argv[4]), json.loads(sys.argv[5])
 for form, text in said:
-    parser = OutputParser(form)
+    parser = find_parser(form)
     tokens = [*tokenizer.encode(text), tokenizer.eos_token_id]
     gconfig = GenerationHyperparameters(stop_token_ids=[tokenizer.eos_token_id])
-    read, _ = read_text(tokenizer, tokens, gconfig, special_tokens=parser.foreign(tools))
-    print(json.dumps(parser.parse(read, tools, "ab12")))
+    read, _ = read_text(tokenizer, tokens, gconfig, special_tokens=True)
+    print(json.dumps(parse(read, tools, "ab12", parser)))
     try:
-        parser.opening("f", tools, "")
+        opening("f", tools, "", parser)
     except ValueError as error:
         print(error)
 """
