@@ -103,7 +103,7 @@ class RemoteInfEngine:
         self.vocab_size: int | None = None
         self.context_length: int | None = None  # most tokens of prompt and completion
         self.proxies: Any = None  # proxy_addr and admin_key of the proxies, told every version
-        self.executor: Any = None  # the executor of training sets this
+        self.executor: Any = None  # what starts rollouts: a dispatcher
         self._version = 0  # newest version that all servers have
         self._sent = -1  # newest version that was sent
         self._paused = False
