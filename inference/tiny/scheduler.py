@@ -26,7 +26,6 @@ import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
@@ -79,17 +78,22 @@ class Sequence:
     def output(self) -> list[int]:
         return self.tokens[len(self.prompt) :]
 
+    @property
+    def most(self) -> int:
+        """How many tokens it may have in the end."""
+        return len(self.prompt) + self.params.max_new_tokens
+
     def end(self, reason: dict[str, Any]) -> None:
         self.finish = reason
         self.ended.set()
 
     def spans(self) -> list[dict[str, Any]]:
         """Return SGLang's weight_versions: one version computed output tokens start to end - 1."""
-        spans, start = [], 0
-        for version, run in groupby(self.versions):
-            end = start + len(list(run))
-            spans.append({"version": version, "start": start, "end": end})
-            start = end
+        spans: list[dict[str, Any]] = []
+        for i, version in enumerate(self.versions):
+            if not spans or spans[-1]["version"] != version:
+                spans.append({"version": version, "start": i})
+            spans[-1]["end"] = i + 1
         return spans
 
 
@@ -192,9 +196,7 @@ class Scheduler:
         end = min(self.n + PREFILL_ROWS, len(self.slots))
         while self.waiting and self.n < end:
             sequence = self.waiting[0]
-            together = (*self.running, sequence)
-            needed = sum(len(one.prompt) + one.params.max_new_tokens for one in together)
-            if needed > self.max_total_tokens:
+            if sum(one.most for one in (*self.running, sequence)) > self.max_total_tokens:
                 break
             slot, reused = self._best_slot(sequence)
             self._exchange(slot, self.n)

@@ -114,10 +114,10 @@ def create_app(scheduler: Scheduler, folder: str, key: str = "") -> FastAPI:
         prompt, vocab = ask.input_ids, model.vocab_size
         if min(prompt) < 0 or max(prompt) >= vocab:
             raise Refusal(f"input_ids: token ids are integers from 0 to {vocab - 1}")
-        if (total := len(prompt) + ask.sampling_params.max_new_tokens) > max_length:
-            limit = f"{max_length}, the context length or --max-total-tokens"
-            raise Refusal(f"prompt and max_new_tokens make {total} tokens, more than {limit}")
         one = Sequence(ask.rid, prompt, ask.sampling_params)
+        if one.most > max_length:
+            limit = f"{max_length}, the context length or --max-total-tokens"
+            raise Refusal(f"prompt and max_new_tokens make {one.most} tokens, more than {limit}")
         scheduler.waiting.append(one)
         wake()
         await one.ended.wait()
