@@ -110,7 +110,7 @@ def step_bytes(
     saved = layers * (one if is_kept else tokens * b * shape.hidden_size)
     # head = b R + (4 + b) V H + saved + chunk: the last layer with its gradient in float32, what
     # one chunk of tokens adds to it, and the chunk's logits.
-    head = (4 + b) * last + saved + (12 + b) * logprobs.CHUNK_ELEMENTS[device]
+    head = (4 + b) * last + saved + 24 * logprobs.CHUNK_ELEMENTS[device]
     # layers = b R + b V H + (8 + 3 b) P + saved: two whole layers and the gradient of one, and that
     # gradient in float32 before and after the ranks add theirs.
     middle = b * last + saved + (0 if is_kept else one)

@@ -313,9 +313,9 @@ def test_servers_elsewhere_need_the_address_of_the_trainer(
 @pytest.mark.parametrize(
     ("gpus", "ranks", "words", "process", "gib"),
     [
-        (1, 1, [], "rank 0", "a rank alone 30.8 GiB"),
-        (2, 1, [], "rank 0", "a rank alone 30.8 GiB"),
-        (8, 4, ["server.count=4"], "rank 3", "one of four 13.6"),
+        (1, 1, [], "rank 0", "a rank alone 30.6 GiB"),
+        (2, 1, [], "rank 0", "a rank alone 30.6 GiB"),
+        (8, 4, ["server.count=4"], "rank 3", "one of four 13.3"),
         (8, 4, ["server.count=4"], "server-3", "a server 16.6"),
     ],
 )
