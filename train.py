@@ -48,7 +48,7 @@ from inference.weights import WeightUpdateMeta
 from ppo import describe_mode
 from proxy import ProxyAddress
 from rollout.executor import WorkflowExecutor
-from run.checkpoint import load_checkpoint, save_checkpoint, save_model
+from run.checkpoint import load_checkpoint, save_checkpoint
 from run.config import TrainConfig
 from run.evaluate import conclude, evaluate
 from run.inputs import load_inputs, make_dataloader
@@ -70,15 +70,16 @@ def start_rollout(run: Run) -> None:
     config, rollout = run.config, run.config.rollout
 
     # 1. The engine asks the inference servers for tokens, and tells them the new weights.
+    run.wait_ready()
     hooks = next((import_name(name)(**kwargs) for name, kwargs in run.hooks.items()), None)
-    engine = RemoteInfEngine(run.server_urls(), rollout.pause_mode, key=run.key, hooks=hooks)
+    engine = RemoteInfEngine(run.server_urls, rollout.pause_mode, key=run.key, hooks=hooks)
     run.stack.callback(engine.destroy)
     if rollout.server_addrs and config.mode == "train":
         engine.take_over()
     engine.initialize()
 
     # 2. The proxies answer agents over HTTP, keep the tokens (cache.py), and ask the same servers.
-    proxy = ProxyAddress(run.proxy_urls(), run.admin_key)
+    proxy = ProxyAddress(tuple(child.url for child in run.proxies), run.admin_key)
     engine.proxies = proxy if config.mode == "train" else None
 
     # 3. The gate says how many prompt groups may start at the engine's version.
@@ -97,7 +98,8 @@ def start_rollout(run: Run) -> None:
         proxy=proxy,
         dump_dir=run.run_dir,
     )
-    run.fleet.watch(run.executor.dispatcher.fail)
+    for child in run.children:
+        child.watch(run.executor.dispatcher.fail)
     run.engine = engine
 
 
@@ -204,7 +206,7 @@ class PPOTrainer:
         if is_due(step, config.evaluator.interval):
             metrics |= share(evaluate(run.executor, run.inputs) if run.executor else None)
         if is_last or is_due(step, config.saver.interval):
-            save_model(actor, run.run_dir, step, [*run.history, metrics])
+            actor.save(run.run_dir / "checkpoints" / f"step{step:05d}")
 
         # 8. The step's line of metrics.jsonl, and the checkpoint from which a killed run goes on.
         metrics |= clock.seconds | {"step_s": clock.total()}
@@ -247,20 +249,16 @@ class Clock:
         return time.monotonic() - self.begin
 
 
-def evaluate_only(run: Run) -> None:
-    """mode=eval: run the validation prompts, and write eval.json."""
-    with run:
-        run.inputs = load_inputs(run.config)
-        run.record()
-        start_rollout(run)
-        conclude(run.run_dir, evaluate(run.executor, run.inputs))
-
-
 def train_or_evaluate(run: Run) -> None:
+    """Train, or with mode=eval run the validation prompts and write eval.json."""
     if run.config.mode == "train":
         PPOTrainer(run.config, run).train()
     elif run.rank == 0:
-        evaluate_only(run)
+        with run:
+            run.inputs = load_inputs(run.config)
+            run.record()
+            start_rollout(run)
+            conclude(run.run_dir, evaluate(run.executor, run.inputs))
 
 
 if __name__ == "__main__":

@@ -14,8 +14,7 @@ these it prints the command of `python -m extras.episode`, which runs the agent 
 import asyncio
 import secrets
 import sys
-import tempfile
-from contextlib import closing, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ from extras import read_config
 from extras.episode import start_server
 from inference.io_struct import GenerationHyperparameters, ModelRequest
 from run.checkpoint import folders_of_steps
-from run.launch import Fleet
 
 
 def unknown_words(tokenizer: Any, text: str) -> list[str]:
@@ -57,8 +55,8 @@ def main(words: list[str]) -> int:
     tokenizer: Any = AutoTokenizer.from_pretrained(model)
     gconfig = GenerationHyperparameters(max_new_tokens=most, greedy=True)
     messages: list[dict] = []
-    with tempfile.TemporaryDirectory() as logs, closing(Fleet(Path(logs))) as fleet:
-        engine = RemoteInfEngine([start_server(fleet, str(model), key)], key=key)
+    with ExitStack() as stack:
+        engine = RemoteInfEngine([start_server(stack, str(model), key)], key=key)
         engine.initialize()
         for line in map(str.strip, sys.stdin):
             if not line:

@@ -17,7 +17,7 @@ import json
 import secrets
 import sys
 import tempfile
-from contextlib import closing
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from rich.tree import Tree
 
 from cache import InteractionWithTokenLogpReward
 from extras.failures import describe
-from run.launch import Child, Fleet, command
+from run.launch import Child, command
 from workflow import resolve_workflow
 
 
@@ -60,10 +60,16 @@ def text_of(message: dict[str, Any]) -> str:
     return " ".join(filter(None, [message["content"], *calls]))
 
 
-def start_server(fleet: Fleet, model: str, key: str) -> str:
-    """Start a small server with a model, and return its URL when it answers."""
+def start_server(stack: ExitStack, model: str, key: str) -> str:
+    """Start a small server with a model, and return its URL when it answers. `stack` ends it."""
     words = command("inference.tiny.server", {"--model-path": model, "--api-key": "-"})
-    return fleet.start(Child("server", words), key).wait_ready()
+    return start(stack, Child("server", words), key)
+
+
+def start(stack: ExitStack, child: Child, *keys: str) -> str:
+    child.start(Path(stack.enter_context(tempfile.TemporaryDirectory())), *keys)
+    stack.callback(child.end)
+    return child.wait_ready()
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -80,7 +86,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     key, code = secrets.token_urlsafe(), 2
     proxy = {"proxy_addr": "", "admin_key": key, "mode": args.mode, "discount": args.discount}
-    with tempfile.TemporaryDirectory() as logs, closing(Fleet(Path(logs))) as fleet:
+    with ExitStack() as stack:
         try:
             workflow: Any = resolve_workflow(args.agent, args.kwargs, proxy=proxy)
             task = sys.modules.get(args.agent.rpartition(".")[0])
@@ -88,12 +94,12 @@ def main(argv: list[str] | None = None) -> int:
             code = 1  # the command line was right
             options = {
                 "--model-path": args.model_path,
-                "--server": args.server or start_server(fleet, args.model_path, key),
+                "--server": args.server or start_server(stack, args.model_path, key),
                 "--admin-key": "-",
                 "--server-key": None if args.server else "-",
             }
-            front = fleet.start(Child("proxy", command("proxy", options)), key, key)
-            workflow.proxy_addr = front.wait_ready()
+            proxy_child = Child("proxy", command("proxy", options))
+            workflow.proxy_addr = start(stack, proxy_child, key, key)
             interactions = asyncio.run(workflow.arun_episode(None, sample))
         except Exception as error:  # an agent may raise any
             print(f"error: {describe(error)}", file=sys.stderr)

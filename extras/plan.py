@@ -22,8 +22,6 @@ import os
 import resource
 import shlex
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -33,7 +31,7 @@ from inference.serve import free_port
 from run.checkpoint import KEPT
 from run.config import ROOT, ConfigError, PPOActorConfig, TrainConfig
 from run.inputs import base_model_path
-from run.launch import Child, choose_update_mode, plan_proxies, plan_servers, visible_gpus
+from run.launch import Child, plan_proxies, plan_servers, visible_gpus
 from training import logprobs
 
 GIB = 2**30
@@ -189,13 +187,26 @@ def check_memory(
         )
 
 
+def check_gpus(config: TrainConfig, gpus: list[str], ranks: int) -> None:
+    """Raise ConfigError if the ranks, or the parts of a server, are more than the GPUs."""
+    needs = {"torchrun --nproc-per-node": ranks, "server.tp_size": config.server.tp_size}
+    for key, wanted in needs.items():
+        if gpus and wanted > len(gpus):
+            raise ConfigError(f"{key}={wanted}, but there are {len(gpus)} GPUs")
+
+
+def has_own_gpus(servers: list[Child], gpus: list[str]) -> bool:
+    """Whether no server shares a GPU with another one, or with the first rank."""
+    used = [gpu for server in servers for gpu in server.gpus]
+    return len({*gpus[:1], *used}) == 1 + len(used)
+
+
 def check_update_mode(config: TrainConfig, servers: list[Child], gpus: list[str]) -> None:
     """Raise ConfigError if weight_update.mode=distributed cannot work."""
     update, urls = config.weight_update, config.rollout.server_addrs
     if update.mode != "distributed":
         return
-    used = [gpu for process in servers for gpu in process.gpus]
-    if used and len({*gpus[:1], *used}) < 1 + len(used):
+    if any(server.gpus for server in servers) and not has_own_gpus(servers, gpus):
         raise ConfigError(
             "weight_update.mode=distributed: NCCL refuses GPUs that two processes share:"
             " set weight_update.mode=disk"
@@ -247,20 +258,6 @@ def memory_of_each(gpus: list[str]) -> float:
     return min(map(float, found.split())) / 1024
 
 
-@contextmanager
-def machine_with_sglang(is_elsewhere: bool) -> Iterator[None]:
-    """Plan as if SGLang were installed: a plan for other GPUs is for another machine."""
-    key = "POCKET_AREAL_SGLANG"
-    if not is_elsewhere or key in os.environ:
-        yield
-        return
-    os.environ[key] = "python -m sglang.launch_server"
-    try:
-        yield
-    finally:
-        del os.environ[key]
-
-
 def paste(planned: Child, port: int) -> str:
     """A command that starts this process by hand, with KEY for each of its keys."""
     variables = {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ",".join(planned.gpus)}
@@ -281,9 +278,10 @@ def describe_load(config: TrainConfig) -> str:
 
 
 def weights_on_disk(config: TrainConfig, n: int) -> int:
-    """Bytes of the newest models and the best one, of the checkpoints (parameters and two moments)
-    and of two versions for the servers."""
-    models = KEPT + bool(config.evaluator.interval)
+    """Bytes of the saved models, of the checkpoints (parameters and two moments) and of two
+    versions for the servers."""
+    interval = config.saver.interval or config.max_steps
+    models = -(-config.max_steps // interval)
     return (4 * models + 12 * KEPT + 2 * number_bytes(config.actor)) * n
 
 
@@ -300,12 +298,11 @@ def print_plan(config: TrainConfig, gpus: int | None, gpu_memory: float | None) 
     config.tokenizer_path = config.tokenizer_path or config.model_path
     if gpus and config.server.backend == "auto":
         config.server.backend = "sglang"
-    with machine_with_sglang(gpus is not None):
-        servers = plan_servers(config, names)
-    mode = choose_update_mode(config, servers, names)
+    servers = plan_servers(config, names)
+    here, ranks = (int(os.environ.get(key, 1)) for key in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
+    check_gpus(config, names, here)
     check_update_mode(config, servers, names)
     check_open_files(config, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
-    here, ranks = (int(os.environ.get(key, 1)) for key in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
     trainers = [Child(f"rank {k}", [], names[k : k + 1]) for k in range(here)]
     ports = [free_port() for _ in servers]
     urls = [f"http://127.0.0.1:{port}" for port in ports] or config.rollout.server_addrs
@@ -325,7 +322,9 @@ def print_plan(config: TrainConfig, gpus: int | None, gpu_memory: float | None) 
     if unused := [gpu for gpu in names if not any(gpu in p.gpus for p in trainers + servers)]:
         keys = "server.count or " * bool(servers) + "torchrun --nproc-per-node"
         print(f"GPUs {','.join(unused)} are idle; to use them, raise {keys}")
-    print(f"weight_update.mode={mode}\n{describe_load(config)}")
+    if config.weight_update.mode == "disk" and servers and has_own_gpus(servers, names):
+        print("the servers have GPUs of their own: weight_update.mode=distributed needs no files")
+    print(describe_load(config))
     if shape:
         weights = weights_on_disk(config, n) / 1e9
         print(f"{n:,} parameters, at most {weights:.1f} GB of weights on the disk")

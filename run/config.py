@@ -9,8 +9,8 @@ import argparse
 import difflib
 import importlib.util
 import re
-import sys
 from collections.abc import Iterator
+from functools import reduce
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -21,10 +21,15 @@ from pydantic.fields import FieldInfo
 from inference.io_struct import GenerationHyperparameters
 
 
-def check_module(module: str) -> str:
-    """A misspelt name is said early: nothing is imported here, since torch takes seconds."""
-    find_source(module)
-    return module
+def find_source(module: str) -> Path:
+    """The file of a module, which is not imported: torch takes seconds. Raises ValueError."""
+    try:
+        spec = importlib.util.find_spec(module)
+    except ModuleNotFoundError:  # its package
+        spec = None
+    if spec is None or spec.origin is None:
+        raise ValueError(f"there is no module {module!r}")
+    return Path(spec.origin)
 
 
 def check_name(path: str) -> str:
@@ -37,23 +42,12 @@ def check_name(path: str) -> str:
     return path
 
 
-def find_source(module: str) -> Path:
-    try:
-        spec = importlib.util.find_spec(module)
-    except ModuleNotFoundError:  # its package
-        spec = None
-    if spec is None or spec.origin is None:
-        raise ValueError(f"there is no module {module!r}")
-    return Path(spec.origin)
-
-
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 FolderName = Annotated[str, Field(pattern=r"^\w[^/]*$")]
-Module = Annotated[str, AfterValidator(check_module)]
 Named = Annotated[str, AfterValidator(check_name)]  # module.function, module.Class or FILE.jsonl
 
 
@@ -107,7 +101,7 @@ class RolloutConfig(Keys):
     enable_tracing: bool = key(False, "write every event of every group to trace.json")
     dump_to_file: bool = key(True, "write trajectories as text, rollout/{version}/{task_id}.jsonl")
     server_addrs: list[str] = key([], "URLs of running servers; empty: the run starts its own")
-    openai: OpenAIConfig = key(OpenAIConfig(), "agents")
+    openai: OpenAIConfig = OpenAIConfig()
 
 
 class ServerConfig(Keys):
@@ -177,8 +171,8 @@ class PPOActorConfig(Keys):
     kl_ctl: NonNegative = key(0.0, "weight of the KL to the reference model; 0: no such model")
     anneal: bool = key(False, "let entropy_coeff and kl_ctl fall linearly to 0")
     reward_scaling: Positive = key(1.0, "multiplied with every reward")
-    adv_norm: NormConfig = key(NormConfig(), "baseline and divisor")
-    optimizer: OptimizerConfig = key(OptimizerConfig(), "AdamW")
+    adv_norm: NormConfig = NormConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
 
 
 class ProxyConfig(Keys):
@@ -223,8 +217,8 @@ class SaverConfig(Keys):
 class WeightUpdateConfig(Keys):
     """How new weights reach the servers."""
 
-    mode: Literal["auto", "disk", "distributed"] = key(
-        "auto", "files, or a process group; auto: files on one machine or for one GPU"
+    mode: Literal["disk", "distributed"] = key(
+        "disk", "files, or a process group, if the servers have GPUs of their own"
     )
     path: str | None = key(None, "folder for the files, such as /dev/shm; default: the run's")
     address: str = key("127.0.0.1", "where servers reach the trainer, with mode=distributed")
@@ -234,7 +228,7 @@ class TrainConfig(Keys):
     """A run."""
 
     mode: Literal["train", "eval"] = key("train", "train, or only evaluate")
-    task: Module | None = key("tasks.guess", "module with data, agent and model; null: keys say it")
+    task: str | None = key("tasks.guess", "module with data, agent and model; null: keys say it")
     experiment_name: FolderName = key(
         "guess", "the run's folder is fileroot/experiment_name/trial_name"
     )
@@ -249,18 +243,18 @@ class TrainConfig(Keys):
     should_accept_fn: Named | None = key(None, "module.function that accepts or rejects a group")
     callbacks: list[Named] = key([], "classes that observe the run, such as extras.doctor.Doctor")
     recover_interval: CountOrZero = key(10, "steps between two checkpoints; 0: none")
-    gconfig: GenerationHyperparameters = key(GenerationHyperparameters(), "sampling")
+    gconfig: GenerationHyperparameters = GenerationHyperparameters()
     eval_gconfig: dict[str, Any] = key({}, "fields of gconfig that differ in evaluations")
-    rollout: RolloutConfig = key(RolloutConfig(), "rollouts")
-    server: ServerConfig = key(ServerConfig(), "servers")
-    proxy: ProxyConfig = key(ProxyConfig(), "proxies")
-    actor: PPOActorConfig = key(PPOActorConfig(), "trainer")
-    ref: RefConfig = key(RefConfig(), "reference model")
-    train_dataset: DatasetConfig = key(DatasetConfig(), "training prompts")
-    valid_dataset: ValidDatasetConfig = key(ValidDatasetConfig(), "validation prompts")
-    evaluator: EvaluatorConfig = key(EvaluatorConfig(), "evaluation")
-    saver: SaverConfig = key(SaverConfig(), "saved models")
-    weight_update: WeightUpdateConfig = key(WeightUpdateConfig(), "weight updates")
+    rollout: RolloutConfig = RolloutConfig()
+    server: ServerConfig = ServerConfig()
+    proxy: ProxyConfig = ProxyConfig()
+    actor: PPOActorConfig = PPOActorConfig()
+    ref: RefConfig = RefConfig()
+    train_dataset: DatasetConfig = DatasetConfig()
+    valid_dataset: ValidDatasetConfig = ValidDatasetConfig()
+    evaluator: EvaluatorConfig = EvaluatorConfig()
+    saver: SaverConfig = SaverConfig()
+    weight_update: WeightUpdateConfig = WeightUpdateConfig()
 
     @property
     def run_dir(self) -> Path:
@@ -310,12 +304,27 @@ def list_keys(group: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any, Fi
             yield f"{prefix}{name}", value, declared
 
 
-def make_parser() -> argparse.ArgumentParser:
-    usage = "python train.py [options] [key=value ...]"
-    parser = argparse.ArgumentParser(usage=usage, add_help=False, allow_abbrev=False)
+def describe_keys(every: bool) -> str:
+    lines = ["the keys:" if every else "the keys that matter most (--help-all shows all):"]
+    for name, value, declared in list_keys(TrainConfig()):
+        if every or name in MAIN:
+            choices = [x for x in get_args(declared.annotation) if isinstance(x, str)]
+            lines += [
+                f"  {name}={value}",
+                f"      {' '.join([declared.description or '', *choices])}",
+            ]
+    return "\n".join(lines)
+
+
+def parse_words(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        usage="python train.py [options] [key=value ...]",
+        epilog=describe_keys("--help-all" in argv),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     add = parser.add_argument
-    add("--help", action="store_true", help="show the options and the keys that matter most")
-    add("--help-all", action="store_true", help="show the options and all keys")
+    add("--help-all", action="help", help="show all keys, too")
     add("--config", action="append", metavar="FILE", help="a recipe, or its name in configs/")
     add("--dry-run", action="store_true", help="print the plan of the run, and start nothing")
     add("--gpus", type=int, metavar="N", help="with --dry-run: plan for so many GPUs")
@@ -325,15 +334,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--replay", metavar="RUN", help="repeat the run in this folder, bit by bit")
     add("--replay-until", type=int, metavar="N", help="with --replay: stop after step N")
     add("words", nargs="*", metavar="key=value", help="a key, without dashes")
-    return parser
-
-
-def print_keys(every: bool) -> None:
-    print("\nkeys:" if every else "\nthe keys that matter most (--help-all shows all):")
-    for name, value, declared in list_keys(TrainConfig()):
-        if every or name in MAIN:
-            choices = [x for x in get_args(declared.annotation) if isinstance(x, str)]
-            print(f"  {name}={value}\n      {declared.description}", *choices)
+    return parser.parse_intermixed_args(argv)
 
 
 def nest(name: str, value: Any) -> dict[str, Any]:
@@ -374,12 +375,11 @@ def read_recipe(name: str) -> dict[str, Any]:
     """The settings of a recipe: a file, or its name in configs/. Raises ConfigError."""
     path = next((p for p in (Path(name), ROOT / "configs" / f"{name}.yaml") if p.is_file()), None)
     if path is None:
-        names = ", ".join(sorted(path.stem for path in (ROOT / "configs").glob("*.yaml")))
-        raise ConfigError(f"no recipe at {name}; configs/ has {names}")
+        raise ConfigError(f"no recipe at {name}, nor in {ROOT / 'configs'}")
     settings = parse(path.read_text(), path) or {}
     if not isinstance(settings, dict):
         raise ConfigError(f"{path}: lines of the form `key: value` are needed")
-    return rename(settings)
+    return settings
 
 
 def load(argv: list[str]) -> tuple[TrainConfig, argparse.Namespace]:
@@ -387,22 +387,16 @@ def load(argv: list[str]) -> tuple[TrainConfig, argparse.Namespace]:
 
     Raises ConfigError if a key is wrong.
     """
-    options = (parser := make_parser()).parse_intermixed_args(argv)
-    if options.help or options.help_all:
-        parser.print_help()
-        print_keys(options.help_all)
-        sys.exit()
+    options = parse_words(argv)
     recipes = [f"{options.replay}/config.yaml"] if options.replay else []
     recipes += options.config or ([] if options.replay else ["demo"])
-    settings: dict[str, Any] = {}
-    for recipe in recipes:
-        settings = merge(settings, read_recipe(recipe))
     given: dict[str, Any] = {}
     for word in options.words:
         name, _, value = word.partition("=")
         given = merge(given, nest(name, parse(value, name)))
+    settings = reduce(merge, map(rename, [*map(read_recipe, recipes), given]))
     try:
-        config = TrainConfig.model_validate(merge(settings, rename(given)))
+        config = TrainConfig.model_validate(settings)
         resolve(config)
     except ValidationError as error:
         first = error.errors()[0]

@@ -26,21 +26,22 @@ def evaluate(executor: Any, inputs: Inputs) -> Evaluation:
 
 def describe(rewards: Sequence[float | None], inputs: Inputs) -> Evaluation:
     """The mean reward and its standard error, the share of successes among all episodes, and how
-    many episodes there were and had no reward (None)."""
+    many episodes there were and had no reward (None). They are printed, too."""
     found = [reward for reward in rewards if reward is not None]
     n = len(found)
-    return {
+    metrics: Evaluation = {
         "eval_reward": fmean(found) if n else None,
         "eval_reward_sem": stdev(found) / math.sqrt(n) if n > 1 else None,
         "eval_success": inputs.success(found) * n / len(rewards) if n else 0.0,
         "eval_episodes": len(rewards),
         "eval_rejected": len(rewards) - n,
     }
+    print("  ".join(f"{k} {v:.4g}" for k, v in metrics.items() if v is not None), flush=True)
+    return metrics
 
 
 def conclude(run_dir: Path, found: Evaluation) -> None:
-    """Write eval.json and print the result. An evaluation without any reward has failed."""
+    """Write eval.json. An evaluation without any reward has failed."""
     (run_dir / "eval.json").write_text(json.dumps(found))
-    print("  ".join(f"{k} {v:.4g}" for k, v in found.items() if v is not None))
     if found["eval_episodes"] == found["eval_rejected"]:
         sys.exit("error: no episode of the evaluation has a reward")

@@ -7,7 +7,6 @@ a small base model (tasks/guess.py, tasks/gsm8k.py). Keys replace parts of it.
 
 import hashlib
 import importlib
-import importlib.util
 import json
 import os
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from inference.fields import import_name
-from run.config import ConfigError, TrainConfig
+from run.config import ConfigError, TrainConfig, find_source
 
 
 @contextmanager
@@ -34,11 +33,12 @@ def one_line(what: str) -> Iterator[None]:
 
 
 def base_model_path(config: TrainConfig) -> str:
-    """Where the task's base model is kept. The name changes with the sources that make it."""
-    modules = (importlib.util.find_spec(name) for name in (str(config.task), "tasks.base_model"))
-    sources = b"".join(Path(spec.origin).read_bytes() for spec in modules if spec and spec.origin)
-    digest = hashlib.blake2b(sources, digest_size=4).hexdigest()
-    return f".cache/{config.task}-{config.seed}-{digest}"
+    """Where the task's base model is kept. The name changes with the sources that make it. Raises
+    ConfigError."""
+    with one_line(f"task={config.task}"):
+        files = find_source(str(config.task)), find_source("tasks.base_model")
+    digest = hashlib.blake2b(b"".join(file.read_bytes() for file in files), digest_size=4)
+    return f".cache/{config.task}-{config.seed}-{digest.hexdigest()}"
 
 
 def find_model(config: TrainConfig) -> None:

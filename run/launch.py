@@ -31,7 +31,7 @@ from typing import Any
 import httpx
 
 from inference.serve import free_port
-from run.config import ROOT, ConfigError, TrainConfig
+from run.config import ROOT, TrainConfig
 
 GRACE_SECONDS = 5.0  # from SIGTERM to SIGKILL
 
@@ -57,9 +57,10 @@ class Child:
     command: list[str]
     gpus: list[str] = field(default_factory=list)  # as in CUDA_VISIBLE_DEVICES
     variables: dict[str, str] = field(default_factory=dict)
+    is_ending = False
 
-    def start(self, log_dir: Path) -> None:
-        """Start the process, and return at once."""
+    def start(self, log_dir: Path, *keys: str) -> None:
+        """Start the process and return at once. It gets its keys, if they are known already."""
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         self.log = log_dir / f"{self.name}.log"
@@ -74,6 +75,8 @@ class Child:
                 env=environment(self.gpus) | self.variables,
                 text=True,
             )
+        if keys:
+            self.send(*keys)
 
     def send(self, *keys: str) -> None:
         """Write secrets to its standard input, which other users cannot read, and close it."""
@@ -95,43 +98,25 @@ class Child:
         said = f"{self.name} ended with code {self.process.wait()}; the end of {self.log}:"
         return ProcessDied("\n".join([said, *last]))
 
-
-class Fleet:
-    """The child processes of a run."""
-
-    def __init__(self, log_dir: Path) -> None:
-        self.log_dir, self.children, self.ending = log_dir, list[Child](), False
-
-    def start(self, child: Child, *keys: str) -> Child:
-        """Start a process, and send it its keys if they are known already."""
-        child.start(self.log_dir)
-        self.children.append(child)
-        if keys:
-            child.send(*keys)
-        return child
-
     def watch(self, on_death: Callable[[ProcessDied], None]) -> None:
-        """Call `on_death` in a thread if a child ends before `close`."""
+        """Call `on_death` in a thread if the process ends before `end`."""
 
-        def wait_for(child: Child) -> None:
-            child.process.wait()
-            if not self.ending:
-                on_death(child.death())
+        def wait() -> None:
+            self.process.wait()
+            if not self.is_ending:
+                on_death(self.death())
 
-        for child in self.children:
-            threading.Thread(target=wait_for, args=(child,), daemon=True).start()
+        threading.Thread(target=wait, daemon=True).start()
 
-    def close(self) -> None:
-        """End the children: SIGTERM, and then SIGKILL for their whole sessions."""
-        self.ending = True
-        for child in self.children:
-            child.process.terminate()
-        for child in self.children:
-            with suppress(subprocess.TimeoutExpired):
-                child.process.wait(GRACE_SECONDS)
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(child.process.pid, signal.SIGKILL)
-            child.process.communicate()  # waits, and closes its standard input
+    def end(self) -> None:
+        """End the process and what it has started: SIGTERM, and then SIGKILL for the session."""
+        self.is_ending = True
+        self.process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(GRACE_SECONDS)
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.communicate()  # waits, and closes its standard input
 
 
 def environment(gpus: list[str]) -> dict[str, str]:
@@ -181,10 +166,7 @@ def uses_sglang(config: TrainConfig, gpus: list[str]) -> bool:
 
 
 def plan_servers(config: TrainConfig, gpus: list[str]) -> list[Child]:
-    """The inference servers to start; none if rollout.server_addrs names running ones.
-
-    Raises ConfigError if SGLang is needed and not installed.
-    """
+    """The inference servers to start; none if rollout.server_addrs names running ones."""
     server, ranks = config.server, int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if config.rollout.server_addrs:
         return []
@@ -225,14 +207,8 @@ SGLANG_VARIABLES = {
 
 def sglang() -> list[str]:
     """The words that start SGLang. POCKET_AREAL_SGLANG may be another command that does."""
-    words = os.environ.get("POCKET_AREAL_SGLANG")
-    if not words and importlib.util.find_spec("sglang") is None:
-        raise ConfigError(
-            "sglang is not installed: pip install -e '.[gpu]', or take server.backend=tiny, or name"
-            " running servers by rollout.server_addrs=[URL]"
-        )
-    with_parent = [sys.executable, "-P", "-m", "inference.with_parent", "--api-key"]
-    return [*with_parent, *shlex.split(words or f"{sys.executable} -m sglang.launch_server")]
+    words = os.environ.get("POCKET_AREAL_SGLANG", f"{sys.executable} -m sglang.launch_server")
+    return [sys.executable, "-P", "-m", "inference.with_parent", "--api-key", *shlex.split(words)]
 
 
 def plan_proxies(config: TrainConfig, servers: list[str], hooks: dict[str, Any]) -> list[Child]:
@@ -250,12 +226,3 @@ def plan_proxies(config: TrainConfig, servers: list[str], hooks: dict[str, Any])
         "--hooks-args": [json.dumps(arguments) for arguments in hooks.values()],
     }
     return [Child(f"proxy-{k}", command("proxy", options)) for k in range(config.proxy.workers)]
-
-
-def choose_update_mode(config: TrainConfig, servers: list[Child], gpus: list[str]) -> str:
-    """`distributed` where SGLang has GPUs of its own, else `disk`: NCCL refuses shared GPUs."""
-    used = [gpu for server in servers for gpu in server.gpus]
-    if config.weight_update.mode != "auto":
-        return config.weight_update.mode
-    apart = used and len({gpus[0], *used}) == 1 + len(used)
-    return "distributed" if apart and not os.environ.get("POCKET_AREAL_SGLANG") else "disk"

@@ -19,14 +19,6 @@ logger = logging.getLogger("pocket_areal")  # the parent of all the project's lo
 
 # Groups, and members of groups, counted since the step before.
 COUNTS = ("accepted", "rejected", "failed", "dropped", "failed_members")
-SHOWN = (  # what the line of a step shows
-    ("reward", "reward {:.3f}"),
-    ("success", "success {:.3f}"),
-    ("staleness_mean", "lag {:.2f}"),
-    ("staleness_max", "max {:.0f}"),
-    ("step_s", "{:.1f} s"),
-    ("rollout_wait_s", "waiting {:.1f} s"),
-)
 
 
 def describe_batch(batch: dict[str, Tensor], version: int) -> dict[str, Any]:
@@ -87,11 +79,12 @@ class Log:
             file.write(json.dumps(metrics) + "\n")
         run.history.append(metrics)
         if run.prints_steps:
-            shown = [text.format(metrics[key]) for key, text in SHOWN]
-            print(f"step {metrics['step']} of {run.last_step}", *shown, sep="  ", flush=True)
-        if "eval_episodes" in metrics:
-            found = {k: v for k, v in metrics.items() if k.startswith("eval_") and v is not None}
-            print("evaluation:", *(f"{k[5:]} {v:.4g}" for k, v in found.items()), flush=True)
+            print(
+                "step {step} of {last}  reward {reward:.3f}  success {success:.3f}  lag"
+                " {staleness_mean:.2f}  max {staleness_max:.0f}  {step_s:.1f} s  waiting"
+                " {rollout_wait_s:.1f} s".format(last=run.last_step, **metrics),
+                flush=True,
+            )
 
     def write_tokens(self, batch: dict[str, Tensor], step: int) -> None:
         """Write a batch with the texts of its tokens, so that it is read without a tokenizer."""

@@ -31,7 +31,7 @@ from inference.fields import import_name
 from inference.serve import raise_open_files
 from run.config import ROOT, ConfigError, TrainConfig, load
 from run.inputs import find_model
-from run.launch import Child, Fleet, choose_update_mode, plan_proxies, plan_servers, visible_gpus
+from run.launch import Child, plan_proxies, plan_servers, visible_gpus
 
 DEATH_SECONDS = 0.5  # a killed process closes its connections at most this long before it ends
 
@@ -89,19 +89,17 @@ class Run:
         self.key = self.admin_key  # of the servers
         if config.rollout.server_addrs:
             self.key = os.environ.get("POCKET_AREAL_SERVER_KEY", "")
-        self.fleet = Fleet(self.run_dir / "logs")
-        self.stack.callback(self.fleet.close)
-        if self.rank == 0:  # the servers load while the callbacks import torch
-            self.start_servers()
-        names = [*config.callbacks]
+        self.children: list[Child] = []
+        self.servers = self.start(plan_servers(config, visible_gpus()), self.key)
+        self.server_urls = [child.url for child in self.servers] or config.rollout.server_addrs
+        names = [*config.callbacks]  # the servers load while these import torch
         names += ["extras.trace.Trace"] * config.rollout.enable_tracing
         names += ["extras.replay.Replay"] * bool(self.replaying)
         kinds = map(import_name, dict.fromkeys(names))
         is_eval = config.mode == "eval"
         self.callbacks = [c(config) for c in kinds if not is_eval or hasattr(c, "also_evaluates")]
         self.hooks = self.call("hooks", self)  # of the engine: {class path: its arguments}
-        if self.rank == 0:
-            self.start_proxies()
+        self.proxies = self.start(plan_proxies(config, self.server_urls, self.hooks))
 
     def claim(self, force: bool) -> None:
         """Name the run's folder and lock it. Raises ConfigError if another process has it, or if it
@@ -132,36 +130,25 @@ class Run:
         (self.run_dir / name).write_text(about + keys)
         shutil.copy(ROOT / "run" / "folder.md", self.run_dir / "README.md")
 
-    # ---- the processes
+    def start(self, children: list[Child], *keys: str) -> list[Child]:
+        """Start processes, and return at once. Only rank 0 has any."""
+        if self.rank > 0:
+            return []
+        for child in children:
+            child.start(self.run_dir / "logs", *keys)
+            self.stack.callback(child.end)
+            print(f"starting {child.name}; its log is {child.log}")
+        self.children += children
+        return children
 
-    def start_servers(self) -> None:
-        """Start the servers, and return at once."""
-        config, gpus = self.config, visible_gpus()
-        self.servers = plan_servers(config, gpus)
-        config.weight_update.mode = choose_update_mode(config, self.servers, gpus)  # type: ignore[assignment]
+    def wait_ready(self) -> None:
+        """Wait until the servers answer, give the proxies their keys, and wait for these."""
         for child in self.servers:
-            self.start(child, self.key)
-
-    def start_proxies(self) -> None:
-        """Start the proxies, which wait for their keys, and return at once."""
-        urls = [child.url for child in self.servers] or self.config.rollout.server_addrs
-        self.proxies = plan_proxies(self.config, urls, self.hooks)
-        for child in self.proxies:
-            self.start(child)
-
-    def start(self, child: Child, *keys: str) -> None:
-        print(f"starting {child.name}; its log is {self.fleet.log_dir}/{child.name}.log")
-        self.fleet.start(child, *keys)
-
-    def server_urls(self) -> list[str]:
-        """Wait until the servers answer."""
-        return [child.wait_ready() for child in self.servers] or self.config.rollout.server_addrs
-
-    def proxy_urls(self) -> tuple[str, ...]:
-        """Give the proxies their keys, now that the servers answer, and wait until they do, too."""
+            child.wait_ready()
         for child in self.proxies:
             child.send(self.admin_key, self.key)
-        return tuple(child.wait_ready() for child in self.proxies)
+        for child in self.proxies:
+            child.wait_ready()
 
     def call(self, event: str, *args: Any) -> dict[str, Any]:
         """Call a method of every callback that has it, and merge the dicts that they return."""
@@ -175,11 +162,8 @@ class Run:
         from training.ranks import join_ranks, share
 
         join_ranks()
-        config = self.config
-        config.trial_name, config.weight_update.mode = share(
-            (config.trial_name, config.weight_update.mode)
-        )
-        self.run_dir = config.run_dir
+        self.config.trial_name = share(self.config.trial_name)
+        self.run_dir = self.config.run_dir
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
@@ -188,7 +172,7 @@ class Run:
         death = None
         if isinstance(error, Exception):
             time.sleep(DEATH_SECONDS)  # a dead server or proxy is the reason, not its consequence
-            death = next((c.death() for c in self.fleet.children if c.process.poll()), None)
+            death = next((c.death() for c in self.children if c.process.poll()), None)
         with self.stack:
             self.call("on_end", error)
         if death:
@@ -217,14 +201,10 @@ class Run:
         return shlex.join([sys.executable, *start, *words])
 
     def say_how_to_go_on(self) -> None:
-        from run.checkpoint import checkpoints
-
         print(f"the run's folder is {self.run_dir}", file=sys.stderr)
         if self.config.mode == "train" and self.config.recover_interval and not self.replaying:
-            step = max(checkpoints(self.run_dir), default=0)
-            place = f"from the checkpoint of step {step}" if step else "from the beginning"
             words = self.command(f"trial_name={self.config.trial_name}")
-            print(f"to go on {place}: {words}", file=sys.stderr)
+            print(f"to go on from the last checkpoint: {words}", file=sys.stderr)
 
 
 def end_at_once(*_: Any) -> None:

@@ -1,6 +1,6 @@
 """Run train.py with a planted error, and print what the run leaves behind.
 
-    python tests/leftovers.py run/start.py "stack.callback(fleet.close)" "pass" max_steps=1
+    python tests/leftovers.py run/start.py "stack.callback(child.end)" "pass" max_steps=1
 
 The arguments are a file, a piece of its code, what replaces it, and those of train.py. An empty
 piece plants nothing. The last line of the output is JSON: threads, processes and files. TMPDIR

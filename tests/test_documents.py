@@ -47,7 +47,6 @@ from rollout.dispatcher import DispatchState
 from rollout.executor import WorkflowExecutor
 from rollout.reward import AsyncRewardWrapper
 from rollout.trajectory import check_trajectory_format, complete, concat_padded_tensors, dump_lines
-from run.checkpoint import save_model
 from run.config import ALIASES, PPOActorConfig, RolloutConfig, load
 from run.evaluate import evaluate
 from run.inputs import Inputs
@@ -548,8 +547,8 @@ def test_a_custom_workflow_is_trained(
     assert json.loads(line)["tokens"] > 0
     assert json.loads(line)["success"] == 1.0
     assert not torch.distributed.is_initialized()
-    assert trainer.run.fleet.children
-    assert all(child.process.poll() is not None for child in trainer.run.fleet.children)
+    assert trainer.run.children
+    assert all(child.process.poll() is not None for child in trainer.run.children)
 
 
 async def reward_of_one(*texts: Any, **data: Any) -> float:
@@ -801,7 +800,7 @@ def test_the_loop(
         history.append({"step": step} | evaluate(executor, inputs))
 
     def save(actor: Any, step: int) -> None:
-        save_model(actor, tmp_path, step, history)
+        actor.save(tmp_path / "checkpoints" / f"step{step:05d}")
 
     names: dict[str, Any] = {"config": config, "rollout": rollout, "actor": actor, "ref": ref}
     names |= {"train_dataloader": loader([QUESTION] * 4), "valid_dataloader": [QUESTION] * 3}

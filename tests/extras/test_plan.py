@@ -35,7 +35,7 @@ from extras.plan import (
     step_bytes,
 )
 from run.config import ConfigError, TrainConfig, load
-from run.launch import Child, choose_update_mode, plan_servers
+from run.launch import Child, plan_servers
 from training import logprobs
 from training.actor import FSDPPPOActor
 
@@ -251,40 +251,35 @@ def test_the_command_of_sglang(
 
 
 @pytest.mark.parametrize(
-    ("gpus", "ranks", "words", "mode"),
+    ("gpus", "ranks", "words", "works"),
     [
-        (1, 1, [], "disk"),  # trainer and server share the GPU
-        (2, 1, [], "distributed"),
-        (8, 4, ["server.count=2", "server.tp_size=2"], "distributed"),
-        (8, 8, ["server.count=2"], "disk"),
-        (2, 2, ["server.count=2"], "disk"),
-        (1, 1, ["server.count=2"], "disk"),
-        (2, 1, ["weight_update.mode=disk"], "disk"),
-        (2, 1, ["server.backend=tiny"], "disk"),
-        (0, 1, [], "disk"),
-        (1, 1, ["rollout.server_addrs=[http://up]"], "disk"),
-        (1, 1, ["weight_update.mode=distributed"], None),
-        (2, 2, ["weight_update.mode=distributed", "server.count=2"], None),
-        (2, 1, ["weight_update.mode=distributed"], "distributed"),
-        (1, 1, ["weight_update.mode=distributed", "server.backend=tiny"], "distributed"),  # gloo
+        (1, 1, [], False),  # trainer and server share the GPU
+        (2, 2, ["server.count=2"], False),
+        (8, 8, ["server.count=2"], False),
+        (2, 1, [], True),
+        (8, 4, ["server.count=2", "server.tp_size=2"], True),
+        (1, 1, ["server.backend=tiny"], True),  # gloo
     ],
 )
-def test_how_new_weights_reach_the_servers(
-    gpus: int, ranks: int, words: list[str], mode: str | None, monkeypatch: pytest.MonkeyPatch
+def test_a_group_for_new_weights_needs_gpus_of_its_own(
+    gpus: int, ranks: int, words: list[str], works: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`distributed` needs GPUs that no two processes share, because NCCL refuses them; the plan
-    accepts what the run chooses, and names `disk` where it refuses."""
+    """NCCL refuses GPUs that two processes share, and the line names `disk`."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-    monkeypatch.setenv("POCKET_AREAL_SGLANG", "PY -m sglang.launch_server")
     names = [str(k) for k in range(gpus)]
-    given = recipe("DIR", "server.backend=sglang", *words)
-    planned = plan_servers(given, names)
-    monkeypatch.delenv("POCKET_AREAL_SGLANG")
+    given = recipe("DIR", "server.backend=sglang", "weight_update.mode=distributed", *words)
     refused = pytest.raises(ConfigError, match=r"share: set weight_update.mode=disk")
-    with refused if mode is None else nullcontext():
-        found = choose_update_mode(given, planned, names)
-        check_update_mode(given, planned, names)
-        assert found == mode
+    with nullcontext() if works else refused:
+        check_update_mode(given, plan_servers(given, names), names)
+
+
+def test_too_few_gpus(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The line names what there is too much of."""
+    with pytest.raises(ConfigError, match=r"server\.tp_size=2, but there are 1 GPUs"):
+        print_plan(recipe(qwen, "server.tp_size=2"), 1, None)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="nproc-per-node=2, but there are 1 GPUs"):
+        print_plan(recipe(qwen), 1, None)
 
 
 @pytest.mark.parametrize(
@@ -377,7 +372,9 @@ def test_a_plan_that_does_not_fit_is_shown(qwen: Path, capsys: pytest.CaptureFix
 def test_advice_of_the_plan(qwen: Path, plan: Callable[..., str], monkeypatch: Any) -> None:
     """It names idle GPUs, and counts the host memory of offload for the ranks of this machine."""
     says = "GPUs 1,2,3,4,5,6 are idle; to use them, raise server.count or torchrun --nproc-per-node"
-    assert says in plan(recipe(qwen), 8).splitlines()
+    lines = plan(recipe(qwen), 8).splitlines()
+    assert says in lines
+    assert any("weight_update.mode=distributed needs no files" in line for line in lines)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setenv("WORLD_SIZE", "4")
     text = plan(recipe(qwen, "actor.offload=true"), 4)

@@ -46,7 +46,6 @@ def config_of(*words: str) -> TrainConfig:
         (["gconfig.greedy=true"], "or set mode=eval"),
         (["eval_gconfig.temprature=0"], "unknown key 'temprature'"),
         (["trial_name=../../escape"], "trial_name="),
-        (["task=tasks.gues"], "there is no module 'tasks.gues'"),
         (["workflow=nowhere.Agent"], "there is no module 'nowhere'"),
         (["workflow=tasks.guess.Agend"], "tasks.guess has no Agend"),
         (["actor.loss=ppo.loss_fn"], "ppo has no loss_fn"),
@@ -61,13 +60,17 @@ def test_what_cannot_run_is_one_line(words: list[str], says: str) -> None:
     assert len(str(error.value).splitlines()) == 1
 
 
-def test_a_mistake_is_said_before_torch_is_imported() -> None:
+@pytest.mark.parametrize("word", ["workflow=nowhere.Agent", "task=tasks.gues"])
+def test_a_mistake_is_said_before_torch_is_imported(tmp_path: Path, word: str) -> None:
     """A misspelt path takes half a second to be said, not five."""
     code = "import sys; from run.start import begin; begin(sys.argv[1:])"
-    words = ["-X", "importtime", "-c", code, "workflow=nowhere.Agent"]
+    words = ["-X", "importtime", "-c", code, word, f"fileroot={tmp_path}"]
     done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith("error: workflow='nowhere.Agent'")
+    key, _, path = word.partition("=")
+    said = done.stderr.splitlines()[-1]
+    assert said.startswith(f"error: {key}=")
+    assert f"there is no module '{path.removesuffix('.Agent')}'" in said
     assert not re.search(r"\| +(torch|transformers)$", done.stderr, re.MULTILINE)
 
 

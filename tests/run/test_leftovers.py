@@ -20,7 +20,7 @@ pytestmark = [
 ERRORS = [
     ("threads", "rollout/dispatcher.py", "self.call_soon(self._end.set)", "pass"),
     ("files", "train.py", "run.stack.callback(shutil.rmtree, folder, ignore_errors=True)", "pass"),
-    ("processes", "run/start.py", "self.stack.callback(self.fleet.close)", "pass"),
+    ("processes", "run/start.py", "self.stack.callback(child.end)", "pass"),
 ]
 
 

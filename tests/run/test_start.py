@@ -20,7 +20,7 @@ from run.start import Run, code_digest
 def claim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Run]]:
     """A function that makes a Run in {tmp_path}/e/t, which claims its folder and starts nothing."""
     monkeypatch.setattr("run.start.find_model", lambda config: None)
-    monkeypatch.setattr(Run, "start", lambda self, child, *keys: setattr(child, "url", ""))
+    monkeypatch.setattr(Run, "start", lambda self, children, *keys: [])
 
     words = [f"fileroot={tmp_path}", "experiment_name=e", "trial_name=t", "callbacks=[]"]
     runs = list[Run]()
@@ -91,7 +91,8 @@ def test_ctrl_c(tmp_path: Path) -> None:
     last = len((folder / "metrics.jsonl").read_text().splitlines())
     *_, where, go_on = output.splitlines()
     assert where == f"the run's folder is {folder}"
-    assert go_on.startswith(f"to go on from the checkpoint of step {last}: {sys.executable}")
+    assert (folder / "recover" / f"step{last:05d}").is_dir()
+    assert go_on.startswith(f"to go on from the last checkpoint: {sys.executable}")
     assert go_on.endswith(" trial_name=t")
     assert_gone(pids)
 
@@ -136,7 +137,7 @@ def test_an_agent_that_never_works_ends_the_run(tmp_path: Path, agent: str, reas
     words = [*SMALL_GUESS, f"workflow=sick_agents.{agent}", "max_steps=3"]
     done = finish(command(tmp_path, *words, "callbacks=[extras.failures.Failures]"), code=1)
     assert reason in done.stderr
-    assert "to go on from the beginning: " in done.stderr
+    assert "to go on from " in done.stderr
     assert (tmp_path / "e/t/logs/failures.log").exists() or agent == "NoneAgent"
 
 
