@@ -97,7 +97,8 @@ def test_the_gradient_is_weighted_and_flows_to_pi_theta_alone():
     weight are constants."""
     _, prox, behav, A, mask = random_tokens(5)
     leaves: Any = [x.clone().requires_grad_() for x in (prox, prox, behav)]
-    ppo_actor_loss_fn(*leaves, A, mask)[0].backward()
+    theta, prox_leaf, behav_leaf = leaves
+    ppo_actor_loss_fn(theta, prox_leaf, behav_leaf, A, mask)[0].backward()
     torch.testing.assert_close(leaves[0].grad, -(prox - behav).exp() * A * mask / mask.sum())
     assert leaves[1].grad is None
     assert leaves[2].grad is None

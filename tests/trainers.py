@@ -135,7 +135,7 @@ class Products(TorchDispatchMode):
         super().__init__()
         self.results: list[Tensor] = []
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         if func.overloadpacket is torch.ops.aten.mm:
             self.results.append(out)

@@ -32,9 +32,11 @@ from run.config import PPOActorConfig
 Batch = dict[str, Tensor]
 
 # Keys of transformers' configurations that cap, scale or shift logits, or attention.
-UNUSUAL = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-UNUSUAL += ("logits_scaling", "logit_scale", "lm_head_multiplier", "output_multiplier")
-UNUSUAL += ("logits_mup_width_multiplier", "attn_logit_softcapping")
+UNUSUAL = (
+    *("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap", "logits_scaling"),
+    *("logit_scale", "lm_head_multiplier", "output_multiplier", "logits_mup_width_multiplier"),
+    "attn_logit_softcapping",
+)
 
 
 class Piece(NamedTuple):
@@ -100,7 +102,8 @@ def cut_rows(batch: Batch, mb_tokens: int, is_packed: bool) -> Iterator[Piece]:
     for part in fill_pieces(longest_first, cost, mb_tokens):
         rows, t = take(batch, part), lengths[part[0]]
         ids, real = rows["input_ids"][:, :t].long(), rows["attention_mask"][:, :t].bool()  # (b, t)
-        states, inputs = torch.arange(ids.numel()).view(ids.shape), {"input_ids": ids}
+        states = torch.arange(ids.numel()).view(ids.shape)  # (b, t)
+        inputs: dict[str, Any] = {"input_ids": ids}
         if is_packed:
             states = real.flatten().cumsum(0).view(ids.shape) - 1  # (b, t)
             inputs = {

@@ -277,12 +277,12 @@ def test_padding_on_the_left_is_refused():
 def test_half_precision_trains_float32_weights(make_actor):
     """With bfloat16 in the passes, parameters and gradients stay float32."""
     exact, half = make_actor(), make_actor(dtype="bfloat16")
-    assert isinstance(half.model, FSDPModule)
     batch = prepare(exact, make_batch())
     a, b = (actor.ppo_update(dict(batch)) for actor in (exact, half))
     assert {p.dtype for p in half.model.parameters()} == {torch.float32}
     assert {p.grad.dtype for p in half.model.parameters()} == {torch.float32}
     assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=0.1)
+    assert isinstance(half.model, FSDPModule)
 
 
 # ---- pi_prox

@@ -358,8 +358,8 @@ def test_only_a_key_opens_the_server(start_tiny_server: StartServer) -> None:
     assert engine.context_length == 100
     key = {"authorization": "Bearer secret"}
     for length, status in ((99, 200), (100, 400)):
-        body = {"input_ids": [1] * length, "sampling_params": {"max_new_tokens": 1}}
-        assert post(url, "/generate", body, headers=key).status_code == status
+        ask: Any = {"input_ids": [1] * length, "sampling_params": {"max_new_tokens": 1}}
+        assert post(url, "/generate", ask, headers=key).status_code == status
 
 
 BAD: list[dict[str, Any]] = [
