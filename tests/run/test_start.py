@@ -126,7 +126,7 @@ def test_a_run_that_loses_a_process_ends_at_once(tmp_path: Path, victim: str) ->
 @pytest.mark.parametrize(
     ("agent", "reason"),
     [
-        ("NaNAgent", "is NaN"),
+        ("NaNAgent", "not nan"),
         ("RaisingAgent", "OSError: no board"),
         ("NoneAgent", "none was accepted"),
         ("ExitingAgent", "sys.exit"),
