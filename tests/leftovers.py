@@ -21,13 +21,16 @@ ROOT, MARK = Path(__file__).resolve().parent.parent, "LEFTOVERS_OF"
 
 
 def plant(file: str, line: str, changed: str) -> None:
-    """Import a module of the project with a piece of its code replaced."""
+    """Import a module of the project with a piece of its code replaced; train.py is run."""
     source, name = (ROOT / file).read_text(), file.removesuffix(".py").replace("/", ".")
     assert source.count(line) == 1, f"{line!r} is not in {file} one time"
+    code = compile(source.replace(line, changed), file, "exec")
+    if file == "train.py":
+        exec(code, {"__name__": "__main__"})
     spec = importlib.util.spec_from_file_location(name, ROOT / file)
     assert spec is not None
     sys.modules[name] = module = importlib.util.module_from_spec(spec)
-    exec(compile(source.replace(line, changed), file, "exec"), vars(module))
+    exec(code, vars(module))
 
 
 def processes() -> list[str]:
@@ -45,9 +48,11 @@ def main() -> None:
     os.environ[MARK] = str(os.getpid())
     sys.argv, sys.path[0] = ["train.py", *words], str(ROOT)
     if line:
-        plant(file, line, changed)
-    with suppress(SystemExit):
-        runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+        with suppress(SystemExit):
+            plant(file, line, changed)
+    if file != "train.py" or not line:
+        with suppress(SystemExit):
+            runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
     paths = *Path(tempfile.gettempdir()).rglob("*"), *Path("/dev/shm").glob(f"*{os.getpid()}*")
     main_thread = threading.main_thread()
     left = {
