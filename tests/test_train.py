@@ -149,13 +149,12 @@ def test_a_wrong_configuration_is_one_line(tmp_path: Path, words: list[str], say
 
 @pytest.mark.runs
 def test_an_error_of_the_trainer_is_told(tmp_path: Path) -> None:
-    """One line says what, where the traceback is, and how to go on."""
+    """By Python's traceback, and then the last lines say how to go on."""
     folder = tmp_path / "e" / "t"
     folder.mkdir(parents=True)
     (folder / "checkpoints").write_text("in the way")
     words = [*SMALL_GUESS, "saver.interval=2", "max_steps=50"]
     done = finish(command(tmp_path, *words), code=1)
-    assert "error: NotADirectoryError" in done.stderr or "error: FileExistsError" in done.stderr
-    assert "to go on from " in done.stderr
-    assert "Traceback" not in done.stderr
+    assert "NotADirectoryError" in done.stderr or "FileExistsError" in done.stderr
+    assert "to go on from " in done.stderr.splitlines()[-1]
     assert len(metrics_of(tmp_path)) == 1
