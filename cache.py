@@ -200,15 +200,16 @@ class InteractionCache(dict[str, Interaction]):
     def set_reward(self, interaction_id: str | None, reward: Any) -> None:
         """Reward a finished call; None is the one that was requested last and is no side
         conversation. Raises Refusal."""
-        self.mark_side_conversations()
-        found = [call for call in self.finished() if not call.is_side]
-        if interaction_id is not None:
-            found = [call for call in self.finished() if call.interaction_id == interaction_id]
-        if not found:
+        if interaction_id is None:
+            self.mark_side_conversations()
+            found = next((call for call in reversed(self.finished()) if not call.is_side), None)
+        else:
+            found = self.get(interaction_id)
+        if found is None or not found.complete:
             which = "call" if interaction_id is None else f"call {interaction_id!r}"
             hint = "did an agent's framework swallow an error?"
             raise Refusal(f"reward: no {which} of this session has succeeded ({hint})")
-        found[-1].reward = finite(reward)
+        found.reward = finite(reward)
 
     def set_last_reward(self, reward: Any) -> None:
         self.set_reward(None, reward)
@@ -235,9 +236,10 @@ class InteractionCache(dict[str, Interaction]):
         for call in finished:
             is_bare = not (call.tools or call.parent or call in parents)
             call.is_side = is_bare and bool(SIDE.search(call.messages[0]["content"]))
-        openings = [call.messages[0] for call in finished if not call.is_side]
+        openings = {canonical(call.messages[0]) for call in finished if not call.is_side}
         for call in finished:
-            call.is_side &= bool(openings) and call.messages[0] not in openings
+            if call.is_side and (not openings or canonical(call.messages[0]) in openings):
+                call.is_side = False
 
     # ---- export
 
