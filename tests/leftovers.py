@@ -10,7 +10,6 @@ should be an empty folder, so that only files of the run are listed.
 import importlib.util
 import json
 import os
-import runpy
 import sys
 import tempfile
 import threading
@@ -22,15 +21,13 @@ ROOT, MARK = Path(__file__).resolve().parent.parent, "LEFTOVERS_OF"
 
 def plant(file: str, line: str, changed: str) -> None:
     """Import a module of the project with a piece of its code replaced; train.py is run."""
-    source, name = (ROOT / file).read_text(), file.removesuffix(".py").replace("/", ".")
-    assert source.count(line) == 1, f"{line!r} is not in {file} one time"
-    code = compile(source.replace(line, changed), file, "exec")
-    if file == "train.py":
-        exec(code, {"__name__": "__main__"})
+    source = (ROOT / file).read_text()
+    assert not line or source.count(line) == 1, f"{line!r} is not in {file} one time"
+    name = file.removesuffix(".py").replace("/", ".") if file != "train.py" else "__main__"
     spec = importlib.util.spec_from_file_location(name, ROOT / file)
     assert spec is not None
     sys.modules[name] = module = importlib.util.module_from_spec(spec)
-    exec(code, vars(module))
+    exec(compile(source.replace(line, changed), file, "exec"), vars(module))
 
 
 def processes() -> list[str]:
@@ -47,12 +44,11 @@ def main() -> None:
     _, file, line, changed, *words = sys.argv
     os.environ[MARK] = str(os.getpid())
     sys.argv, sys.path[0] = ["train.py", *words], str(ROOT)
-    if line:
-        with suppress(SystemExit):
+    with suppress(SystemExit):
+        if file != "train.py":
             plant(file, line, changed)
-    if file != "train.py" or not line:
-        with suppress(SystemExit):
-            runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+            line = changed = ""
+        plant("train.py", line, changed)
     paths = *Path(tempfile.gettempdir()).rglob("*"), *Path("/dev/shm").glob(f"*{os.getpid()}*")
     main_thread = threading.main_thread()
     left = {

@@ -32,7 +32,7 @@ def leftovers(tmp_path: Path, *error: str) -> dict[str, list[str]]:
     python, unbuffered, _, *words = command(tmp_path, *words)
     compiled = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"  # torch keeps it
     env = os.environ | {"TMPDIR": str(folder), "TORCHINDUCTOR_CACHE_DIR": str(compiled)}
-    whole = [python, unbuffered, "tests/leftovers.py", *(error or ("", "", "")), *words]
+    whole = [python, unbuffered, "tests/leftovers.py", *(error or ("train.py", "", "")), *words]
     done = subprocess.run(whole, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
     assert "step 2 " in done.stdout, done.stdout[-2000:] + done.stderr[-4000:]
     left: dict[str, list[str]] = json.loads(done.stdout.splitlines()[-1])
