@@ -42,7 +42,7 @@ PROGRESS_SECONDS = 5.0
 
 
 class Turn:
-    """A call that is being answered. Making it enters the call in the tree."""
+    """A call that is being answered. Its constructor enters it in the tree."""
 
     def __init__(self, session: Session, protocol: Protocol, ask: AgentRequest) -> None:
         self.session, self.protocol, self.ask = session, protocol, ask

@@ -6,10 +6,10 @@ metrics.jsonl, and a limit. It fires above its limit, and also at NaN. For examp
 text is printed: the cause and the remedy. Each rule speaks once a run.
 
 The doctor adds four metrics. Two tell whether the advantages teach anything and belong to their
-groups. Two tell whether a server has missed an update: after each one every server completes the
-canary, a fixed prompt, and the trainer scores what it answers. And since a step may never end, a
-thread looks every second for a function that blocks the event loop, and for groups that are all
-rejected.
+groups. Two tell whether a server has missed an update. For these, every server completes the same
+prompt after each update, the canary, and the trainer scores the tokens of its answer. And since a
+step may never end, a thread looks every second for a function that blocks the event loop, and for
+groups that are all rejected.
 
 `callbacks=[extras.doctor.Doctor]` warns. `extras.doctor.Strict` ends the run, except for `waiting`:
 a run that waits is slow and correct. `python -m extras.doctor runs/guess/one` checks a run
@@ -345,7 +345,7 @@ class Canary:
         self.prompt: list[int] = []  # from the first batch of the run
         self.asked: Future[list[Any]] | None = None
         self.answers: list[ModelResponse] = []  # the newest of each server
-        # The trainer's scores of these, and of the answers before them: (tokens,) each.
+        # The trainer's scores of the newest answers, and those of the ones before: (tokens,) each.
         self.scores: dict[Tokens, Tensor] = {}
         self.before: dict[Tokens, Tensor] = {}
 

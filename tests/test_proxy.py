@@ -149,7 +149,7 @@ async def test_the_agents_parameters_win(start: Start, tiny_tokenizer: Any) -> N
 
 
 async def test_a_session_may_have_default_values_of_its_own(start: Start) -> None:
-    """They replace the proxy's, for example in an evaluation."""
+    """A session's sampling replaces the proxy's defaults, for example in an evaluation."""
     harness = start(sampling={"temperature": 0.9, "max_new_tokens": 9})
     body: dict[str, Any] = {"task_id": "t", "grant": True}
     for sampling in (None, {"temperature": 0.0, "max_new_tokens": 5}):

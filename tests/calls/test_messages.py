@@ -109,7 +109,8 @@ def places(value: Any, path: tuple = ()) -> list[tuple]:
 
 
 def echoed(pair: dict[str, Any]) -> tuple[list, int, int]:
-    """The items of the second request, and the range of those that repeat the first reply."""
+    """Return the items of the second request, and where those begin and end that repeat the first
+    reply."""
     key = "input" if pair["path"] == "responses" else "messages"
     items, begin = pair["child"][key], len(pair["parent"][key])
     others = [item.get("role", "assistant") != "assistant" or "output" in item for item in items]
