@@ -70,7 +70,7 @@ def start_rollout(run: Run) -> None:
     config, rollout = run.config, run.config.rollout
 
     # 1. The engine asks the inference servers for tokens, and tells them the new weights.
-    run.wait_ready()
+    run.wait_for_servers()
     hooks = next((import_name(name)(**kwargs) for name, kwargs in run.hooks.items()), None)
     engine = RemoteInfEngine(run.server_urls, rollout.pause_mode, key=run.key, hooks=hooks)
     run.stack.callback(engine.destroy)
@@ -79,6 +79,7 @@ def start_rollout(run: Run) -> None:
     engine.initialize()
 
     # 2. The proxies answer agents over HTTP, keep the tokens (cache.py), and ask the same servers.
+    run.wait_for_proxies()
     proxy = ProxyAddress(tuple(child.url for child in run.proxies), run.admin_key)
     engine.proxies = proxy if config.mode == "train" else None
 

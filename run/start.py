@@ -141,10 +141,13 @@ class Run:
         self.children += children
         return children
 
-    def wait_ready(self) -> None:
-        """Wait until the servers answer, give the proxies their keys, and wait for these."""
+    def wait_for_servers(self) -> None:
         for child in self.servers:
             child.wait_ready()
+
+    def wait_for_proxies(self) -> None:
+        """Give the proxies their keys, and wait until they answer. They ask the servers for a
+        token, so none may be paused."""
         for child in self.proxies:
             child.send(self.admin_key, self.key)
         for child in self.proxies:
