@@ -1,6 +1,7 @@
 """Agents with which a run never finishes its first step, and one that leaves a process behind."""
 
 import asyncio
+import itertools
 import subprocess
 import sys
 import threading
@@ -22,6 +23,14 @@ class NoneAgent:
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> None:
         await asyncio.sleep(0)
+
+
+groups = itertools.count()
+
+
+def accept_once(_: Any) -> bool:
+    """Accepts the first group that ends, so a step waits for ever for a second one."""
+    return next(groups) == 0
 
 
 class NaNAgent(GuessAgent):

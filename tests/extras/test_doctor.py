@@ -491,13 +491,17 @@ def test_the_end_of_a_run_ends_the_search(loop: Any) -> None:
 
 @pytest.mark.runs
 @pytest.mark.parametrize(
-    ("agent", "rule"), [("BlockingAgent", "blocked_loop"), ("NoneAgent", "rejection")]
+    ("sick", "rule"),
+    [
+        ("workflow=sick_agents.BlockingAgent", "blocked_loop"),
+        ("should_accept_fn=sick_agents.accept_once", "rejection"),
+    ],
 )
 def test_a_run_that_never_ends_its_first_step_is_stopped(
-    tmp_path: Path, agent: str, rule: str
+    tmp_path: Path, sick: str, rule: str
 ) -> None:
     """A strict doctor ends the run with the rule's line and code 1."""
-    strict = ("callbacks=[extras.doctor.Strict]", f"workflow=sick_agents.{agent}")
+    strict = ("callbacks=[extras.doctor.Strict]", sick)
     words = command(tmp_path, *SMALL_GUESS, *strict)
     done = subprocess.run(
         words, cwd=ROOT, env=WITH_TEST_MODULES, capture_output=True, text=True, timeout=300

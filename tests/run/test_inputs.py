@@ -12,10 +12,14 @@ from run.config import ConfigError, load
 from run.inputs import Inputs, find_model, load_inputs, make_dataloader
 
 AGENT = """
+import openai
 {imports}
 
 class Agent:
     async def run(self, data, **extra_kwargs):
+        client = openai.AsyncOpenAI(**extra_kwargs)
+        messages = [{{"role": "user", "content": data["question"]}}]
+        await client.chat.completions.create(model="default", messages=messages)
         return 1.0
 """
 OWN = ["task=null", "callbacks=[]", "actor.kl_ctl=0"]
