@@ -5,6 +5,7 @@ sends through aiohttp, whose parser is written in C.
 """
 
 import asyncio
+import functools
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, Generic, TypeVar
 
@@ -38,8 +39,12 @@ def many_connections(http: Any = httpx) -> dict[str, Any]:
     return {"limits": http.Limits(max_connections=2**16, keepalive_expiry=KEEPALIVE)}
 
 
+# Reading the certificates takes 40 ms, which every call to the servers would spend.
+ssl_context = functools.cache(httpx.create_ssl_context)
+
+
 def make_transport() -> httpx.AsyncBaseTransport:
-    return AiohttpTransport(**many_connections())
+    return AiohttpTransport(verify=ssl_context(), **many_connections())
 
 
 class PerLoop(Generic[T]):

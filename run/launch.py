@@ -86,11 +86,12 @@ class Child:
 
     def wait_ready(self) -> str:
         """Wait until the process answers, and return its URL. Raises ProcessDied."""
-        while self.process.poll() is None:
-            with suppress(httpx.TransportError):
-                if httpx.get(f"{self.url}/health", timeout=5, trust_env=False).is_success:
-                    return self.url
-            time.sleep(0.05)
+        with httpx.Client(timeout=5, trust_env=False) as client:
+            while self.process.poll() is None:
+                with suppress(httpx.TransportError):
+                    if client.get(f"{self.url}/health").is_success:
+                        return self.url
+                time.sleep(0.05)
         raise self.death()
 
     def death(self) -> ProcessDied:
