@@ -18,9 +18,14 @@ def probabilities(q: Tensor, k: Tensor, bounds: Tensor, scale: float) -> tuple[T
     t = torch.arange(len(q))
     row = torch.bucketize(t, bounds[1:], right=True)
     visible = (t[:, None] >= t) & (row[:, None] == row)  # (t, t)
-    scores = torch.einsum("qhd,khd->hqk", q.float(), k.float()) * scale
+    scores = torch.einsum("qhd,khd->hqk", q.float(), for_each_head(k, q)) * scale
     scores = scores.masked_fill(~visible, -torch.inf)
     return scores.softmax(-1), scores.logsumexp(-1)
+
+
+def for_each_head(x: Tensor, q: Tensor) -> Tensor:
+    """Keys or values (t, groups, d) as (t, heads, d)."""
+    return x.float().repeat_interleave(q.shape[1] // x.shape[1], 1)
 
 
 def refuse(
@@ -30,7 +35,9 @@ def refuse(
     assert all(x.dim() == 3 and x.stride(-1) == 1 for x in (q, k, v))
     assert q.shape[-1] % 8 == 0
     assert q.shape[-1] <= 256
-    assert q.shape == k.shape == v.shape
+    assert q.shape[::2] == k.shape[::2] == v.shape[::2]
+    assert k.shape == v.shape
+    assert q.shape[1] % k.shape[1] == 0
     for x in (bounds, others):
         assert x.dtype == torch.int32, "offsets are int32"
         assert x.is_contiguous()
@@ -57,7 +64,7 @@ def forward(
     assert causal
     assert window == [-1, 0]
     p, sums = probabilities(q, k, bounds, scale)
-    out = torch.einsum("hqk,khd->qhd", p, v.float()).to(q.dtype)
+    out = torch.einsum("hqk,khd->qhd", p, for_each_head(v, q)).to(q.dtype)
     return out.contiguous(), sums, torch.zeros(2, dtype=torch.uint64)
 
 
@@ -74,11 +81,12 @@ def backward(
     scale, window = more[-2:]
     assert window == [-1, 0]
     p, _ = probabilities(q, k, bounds, scale)
-    grad_p = torch.einsum("qhd,khd->hqk", grad.float(), v.float())
+    grad_p = torch.einsum("qhd,khd->hqk", grad.float(), for_each_head(v, q))
     grad_scores = scale * p * (grad_p - (p * grad_p).sum(-1, keepdim=True))
-    grad_q = torch.einsum("hqk,khd->qhd", grad_scores, k.float())
+    grad_q = torch.einsum("hqk,khd->qhd", grad_scores, for_each_head(k, q))
     grad_k = torch.einsum("hqk,qhd->khd", grad_scores, q.float())
     grad_v = torch.einsum("hqk,qhd->khd", p, grad.float())
+    grad_k, grad_v = (x.unflatten(1, (k.shape[1], -1)).sum(2) for x in (grad_k, grad_v))
     grad_q, grad_k, grad_v = (x.to(q.dtype).contiguous() for x in (grad_q, grad_k, grad_v))
     return grad_q, grad_k, grad_v
 

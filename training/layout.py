@@ -19,6 +19,7 @@ windows, convolutions or recurrent states are padded.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +31,9 @@ from transformers import AttentionInterface
 from run.config import PPOActorConfig
 
 Batch = dict[str, Tensor]
+
+# Heads may share keys. The kernel of torch 2.11 sees that; later ones are told.
+GROUPED = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 
 # Keys of transformers' configurations that cap, scale or shift logits, or attention.
 UNUSUAL = (
@@ -147,9 +151,7 @@ def attend_apart(
     """Causal attention within each row of a packed piece. `query` is (1, heads, t, d), `key` and
     `value` (1, groups, t, d), the output (1, t, heads, d)."""
     q, k, v = (x.transpose(1, 2).squeeze(0) for x in (query, key, value))
-    copies = q.shape[1] // k.shape[1]  # the kernel of torch 2.11 needs a key for each head
-    k, v = (x.repeat_interleave(copies, 1) for x in (k, v))  # (t, heads, d)
-    causal: Any = {"scale": scaling, "window_size": (-1, 0)}  # all before, none after
+    causal: Any = {"scale": scaling, "window_size": (-1, 0), **GROUPED}  # all before, none after
     out: Any = varlen_attn(q, k, v, bounds, bounds, longest, longest, **causal)  # (t, heads, d)
     return out.unsqueeze(0), None
 

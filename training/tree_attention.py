@@ -18,18 +18,21 @@ tokens, their tree 6:
 So e (4) attends to a, b and itself, but not to c and d, whose subtrees end at 4. Where several rows
 train a token of the tree, their gradients add up.
 
-Each block of 128 queries takes only the keys that one of them attends to. Loss and gradients are
-those of separate rows to 1e-6 and 1e-5, not bit for bit. Rows of different mini-batches never share
-a tree.
+Each block of 128 queries takes only the keys that one of them attends to; on a GPU FlexAttention
+does so in one kernel. Loss and gradients are those of separate rows to 1e-6 and 1e-5, not bit for
+bit. Rows of different mini-batches never share a tree.
 """
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers import AttentionInterface
+from transformers.integrations.flex_attention import flex_attention_forward
 
 from training.layout import Batch, Piece, fill_pieces, make_piece, take
 
@@ -90,6 +93,17 @@ def cut_trees(batch: Batch, mb_tokens: int) -> Iterator[Piece]:
         yield make_piece(take(batch, tree.rows), tree.states, inputs)
 
 
+@lru_cache(maxsize=1)  # all layers of a pass have one tree
+def block_mask(subtree_end: Tensor) -> BlockMask:
+    """The blocks of queries and keys (128, 128) in which a query attends to a key."""
+
+    def attends(row: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (k <= q) & (q < subtree_end[k])
+
+    n = len(subtree_end)
+    return create_block_mask(attends, None, None, n, n, subtree_end.device)
+
+
 def tree_attention(
     module: Any,
     query: Tensor,
@@ -103,6 +117,9 @@ def tree_attention(
 ) -> tuple[Tensor, None]:
     """softmax(q k' * scaling) v, where each token attends to its ancestors and itself. `query` is
     (1, heads, N, d), `key` and `value` (1, groups, N, d), the output (1, N, heads, d)."""
+    if query.is_cuda:
+        tree = block_mask(subtree_end)
+        return flex_attention_forward(module, query, key, value, tree, scaling=scaling)[0], None
     copies = query.shape[1] // key.shape[1]
     index, out = torch.arange(len(subtree_end), device=query.device), []
     for q in index.split(BLOCK):  # (b,)

@@ -15,7 +15,7 @@ from trainers import DEVICE, parameters, prepare
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from training import tree_attention as module
-from training.tree_attention import BLOCK, PackedTree, tree_attention
+from training.tree_attention import BLOCK, PackedTree, block_mask, tree_attention
 
 make_actor = trainers.make_actor
 Rows = list[list[int]]
@@ -86,6 +86,17 @@ def dense_mask(tree: PackedTree) -> Tensor:
     """mask[q, k] is True if q attends to k, (N, N)."""
     k = torch.arange(len(tree.subtree_end))
     return (k <= k[:, None]) & (k[:, None] < tree.subtree_end)
+
+
+def test_a_gpu_gets_the_same_mask() -> None:
+    [tree] = build_trees(make_rows(5, 9, longest=2 * BLOCK), 10**6)
+    q = torch.arange(len(tree.subtree_end))
+    mask = block_mask(tree.subtree_end)
+    zero: Any = torch.zeros((), dtype=torch.int64)
+    assert mask.mask_mod(zero, zero, q[:, None], q).equal(dense_mask(tree))
+    parts = F.pad(dense_mask(tree), (0, -len(q) % BLOCK, 0, -len(q) % BLOCK))
+    some = parts.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK)).any(3).any(1)
+    assert mask.to_dense()[0, 0].bool().equal(some)
 
 
 def tree_logp(model: Any, rows: Rows, max_tokens: int) -> list[Tensor]:
