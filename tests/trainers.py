@@ -112,7 +112,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_next": EXPERTS | LINEAR | {"layer_types": ["linear_attention", "full_attention"]},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "falcon_h1": MAMBA,
-    "gemma2": {"attn_logit_softcapping": 1.0, "final_logit_softcapping": None, "head_dim": 8},
+    "gemma2": {"attn_logit_softcapping": 2.0, "final_logit_softcapping": None, "head_dim": 8},
     "gpt_oss": {"num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 8},
     "bloom": {"n_head": 4},
 }

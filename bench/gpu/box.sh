@@ -45,6 +45,8 @@ train() { # train NAME LIMIT OPTIONS...: training steps without a server
 info() { nvidia-smi 2>&1 | head -n 15 >"$WORK/logs/smi.log"; cell info 60 "$PY" $CELLS info; }
 unit() { tests unit 150 tests/training tests/test_ppo.py tests/extras/test_losses.py tests/extras/test_advantages.py; }
 demo() { run demo 150 max_steps=$DEMO_STEPS; }
+demo_seed2() { run demo-seed2 150 max_steps=$DEMO_STEPS seed=2; }
+demo_sync() { run demo-sync 150 max_steps=$DEMO_STEPS rollout.max_head_offpolicyness=0; }
 maze_async() { run maze-async 70 --config maze max_steps=$MAZE_STEPS; }
 maze_sync() { run maze-sync 70 --config maze max_steps=$MAZE_STEPS rollout.max_head_offpolicyness=0; }
 packed() { train packed 90 --check --profile; }
@@ -61,14 +63,19 @@ gsm8k() { # gsm8k NAME LIMIT WORDS...: the recipe's step with a random model, wh
     train_dataset.path=tests/data/gsm8k.jsonl workflow=workflow.RLVRWorkflow workflow_kwargs.reward_fn=cells.reward \
     max_steps=6 evaluator.interval=0 saver.interval=0 gconfig.n_samples=8 train_dataset.batch_size=16 \
     gconfig.max_new_tokens=$((LONGEST / 4)) weight_update.path="$SHM/weights" "$@"; }
-sglang() { # on the same GPU as the trainer; .sgl or an installation provides it
-  if [ -d .sgl ] && [ ! -d /tmp/sgl ]; then
-    mkdir -p /tmp/sgl; cat .sgl/site.tar.xz* | tar -xJ -C /tmp/sgl || return; fi
-  local variables="PYTHONPATH=/tmp/sgl:$SITE SGLANG_IS_FLASHINFER_AVAILABLE=false"
-  export POCKET_AREAL_SGLANG="env $variables $PY -m sglang.launch_server"
-  gsm8k sglang 170 server.backend=sglang server.max_total_tokens=131072 \
+gsm8k_tiny() { gsm8k gsm8k-tiny 100 server.backend=tiny; }
+sglang() { # on the same GPU as the trainer; .sgl (prepare_sglang.sh) or an installation provides it
+  if [ -d .sgl ]; then
+    mkdir -p /tmp/sgl; cat .sgl/site.tar.xz.* | "$PY" -c \
+      "import sys, tarfile; tarfile.open(fileobj=sys.stdin.buffer, mode='r|xz').extractall('/tmp/sgl', filter='fully_trusted')" || return
+    cp -r .sgl/tvm-ffi /tmp/sgl/; fi
+  export POCKET_AREAL_SGLANG="env PYTHONPATH=/tmp/sgl:$SITE SGLANG_IS_FLASHINFER_AVAILABLE=false TVM_FFI_CACHE_DIR=/tmp/sgl/tvm-ffi $PY -m sglang.launch_server"
+  gsm8k sglang 190 server.backend=sglang server.max_total_tokens=131072 \
     'server.args=[--attention-backend,triton,--sampling-backend,pytorch,--grammar-backend,none,--disable-prefill-cuda-graph,--cuda-graph-max-bs-decode,128]'
   note "$(tail -n 5 "$WORK"/runs/gsm8k/sglang/logs/server-0.log 2>/dev/null | cut -c1-300 | sed 's/^/    > /')"; }
+second() { # what the first call brought to light, and SGLang
+  model & unit & demo & demo_seed2 & demo_sync & wait
+  packed; tree; sglang; compiled; push; nockpt; }
 first() { # what the CPU bounds runs at the same time, the measurements alone
   model & unit & demo & { maze_async; maze_sync; } & wait
   packed; tree; compiled; push; decode; }
