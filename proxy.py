@@ -57,16 +57,7 @@ from calls.turn import EventStream, Turn
 from engine import RemoteInfEngine
 from inference.fields import as_object, import_name
 from inference.io_struct import CallParameters, EngineError, ModelRequest, call_seed
-from inference.serve import (
-    bearer,
-    check_key,
-    listen,
-    load_tokenizer,
-    read_object,
-    read_secret,
-    reply,
-    serve,
-)
+from inference.serve import bearer, check_key, listen, load_tokenizer, read_object, reply, serve
 
 
 class Proxy:
@@ -287,8 +278,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--model-path", required=True, help="folder with the tokenizer")
     add("--host", default="127.0.0.1")
     add("--port", type=int, default=8100)
-    add("--admin-key", type=read_secret, default=env("POCKET_AREAL_ADMIN_KEY"), help="-: stdin")
-    add("--server-key", type=read_secret, default=env("POCKET_AREAL_SERVER_KEY", ""))
+    add("--admin-key", default=env("POCKET_AREAL_ADMIN_KEY"))
+    add("--server-key", default=env("POCKET_AREAL_SERVER_KEY", ""))
     add("--seed", type=int, help="makes the sampling of a run repeatable")
     add("--sampling", type=json, default={}, help='defaults, like {"max_new_tokens": 500}')
     add("--tool-call-parser", help="hermes, a parser of SGLang, or module.function")

@@ -29,7 +29,7 @@ Only rank 0 has the rollout side. What observes a run is a callback (extras/).
 
 import sys
 
-if __name__ == "__main__":  # servers and proxies load their models while we import torch
+if __name__ == "__main__":  # the servers load their model while we import torch
     from run.start import begin
 
     this_run = begin(sys.argv[1:])
@@ -52,6 +52,7 @@ from run.checkpoint import load_checkpoint, save_checkpoint
 from run.config import TrainConfig
 from run.evaluate import conclude, evaluate
 from run.inputs import load_inputs, make_dataloader
+from run.launch import plan_proxies
 from run.log import Log, describe_batch, logp_mismatch
 from run.start import Run, main
 from staleness import StalenessManager
@@ -70,18 +71,20 @@ def start_rollout(run: Run) -> None:
     config, rollout = run.config, run.config.rollout
 
     # 1. The engine asks the inference servers for tokens, and tells them the new weights.
-    run.wait_for_servers()
-    hooks = next((import_name(name)(**kwargs) for name, kwargs in run.hooks.items()), None)
+    run.wait_until_ready()
+    named = run.call("hooks", run)  # {class path: its arguments}
+    hooks = next((import_name(name)(**kwargs) for name, kwargs in named.items()), None)
     engine = RemoteInfEngine(run.server_urls, rollout.pause_mode, key=run.key, hooks=hooks)
-    run.stack.callback(engine.destroy)
     if rollout.server_addrs and config.mode == "train":
         engine.take_over()
     engine.initialize()
 
     # 2. The proxies answer agents over HTTP, keep the tokens (cache.py), and ask the same servers.
-    run.wait_for_proxies()
-    proxy = ProxyAddress(tuple(child.url for child in run.proxies), run.admin_key)
+    #    They load while the trainer does.
+    urls = run.start(plan_proxies(config, run.server_urls, run.key, run.admin_key, named))
+    proxy = ProxyAddress(tuple(urls), run.admin_key)
     engine.proxies = proxy if config.mode == "train" else None
+    run.stack.callback(engine.destroy)
 
     # 3. The gate says how many prompt groups may start at the engine's version.
     batch, eta = config.train_dataset.batch_size, rollout.max_head_offpolicyness
@@ -122,6 +125,8 @@ class PPOTrainer:
     def __init__(self, config: TrainConfig, run: Run | None = None) -> None:
         self.run = run or Run(config)
         self.config = config
+        names = [*config.callbacks, *["extras.trace.Trace"] * config.rollout.enable_tracing]
+        self.run.callbacks += [import_name(name)(config) for name in names]
 
     def train(
         self, workflow: Workflow | Any = None, workflow_kwargs: dict[str, Any] | None = None
@@ -133,12 +138,9 @@ class PPOTrainer:
         """
         with self.run as run:
             self.start(workflow, workflow_kwargs)
-            run.stop_after_step()
             for step in range(run.step + 1, run.last_step + 1):
                 self.train_step(step)
                 run.step = step
-                if run.stopping:
-                    raise KeyboardInterrupt
             print(f"{run.step} steps; everything is in {run.run_dir}", flush=True)
 
     def start(self, workflow: Any, workflow_kwargs: dict[str, Any] | None) -> None:
@@ -146,9 +148,10 @@ class PPOTrainer:
         run, config = self.run, self.config
         run.inputs = load_inputs(config, workflow, workflow_kwargs)
         self.dataloader = make_dataloader(config, run.inputs.dataset)
-        start_trainer(run)
         if run.rank == 0:
             start_rollout(run)
+        start_trainer(run)
+        run.wait_until_ready()
         keys = config.weight_update
         folder = Path(keys.path or run.run_dir) / f"weights-{config.trial_name}"
         run.stack.callback(shutil.rmtree, folder, ignore_errors=True)
@@ -214,7 +217,7 @@ class PPOTrainer:
         if run.rank == 0:
             self.log.write(batch, metrics)
         run.call("on_step", metrics)
-        if is_last or run.stopping or is_due(step, config.recover_interval):
+        if is_last or is_due(step, config.recover_interval):
             save_checkpoint(run.run_dir, step, actor, run.executor)
 
     def push(self, version: int) -> None:
@@ -257,8 +260,8 @@ def train_or_evaluate(run: Run) -> None:
     elif run.rank == 0:
         with run:
             run.inputs = load_inputs(run.config)
-            run.record()
             start_rollout(run)
+            run.wait_until_ready()
             conclude(run.run_dir, evaluate(run.executor, run.inputs))
 
 

@@ -24,7 +24,6 @@ from engine import EngineError, RemoteInfEngine
 from extras import read_config
 from extras.episode import start_server
 from inference.io_struct import GenerationHyperparameters, ModelRequest
-from run.checkpoint import folders_of_steps
 
 
 def unknown_words(tokenizer: Any, text: str) -> list[str]:
@@ -42,13 +41,13 @@ def main(words: list[str]) -> int:
     folder = Path(*words)
     config = read_config(folder)
     try:
-        step, model = max(folders_of_steps(folder / "checkpoints").items())
+        model = max((folder / "checkpoints").glob("step*"))
         most = config.gconfig.max_new_tokens
     except (ValueError, AttributeError):
         hint = "give the folder of a run that has checkpoints (one is written at its end)"
         print(f"error: no model in {folder.resolve()}; {hint}", file=sys.stderr)
         return 2
-    print(f"the model of step {step}; an empty line begins a new conversation, Ctrl-D ends")
+    print(f"the model of {model.name}; an empty line begins a new conversation, Ctrl-D ends")
     agent = config.workflow or f"{config.task}.WORKFLOW"
     print(f"its tools and turns: {sys.executable} -m extras.episode {agent} --model-path {model}")
     key = secrets.token_urlsafe()

@@ -62,12 +62,12 @@ def text_of(message: dict[str, Any]) -> str:
 
 def start_server(stack: ExitStack, model: str, key: str) -> str:
     """Start a small server with a model, and return its URL when it answers. `stack` ends it."""
-    words = command("inference.tiny.server", {"--model-path": model, "--api-key": "-"})
-    return start(stack, Child("server", words), key)
+    words = command("inference.tiny.server", "--model-path", model)
+    return start(stack, Child("server", words, variables={"POCKET_AREAL_SERVER_KEY": key}))
 
 
-def start(stack: ExitStack, child: Child, *keys: str) -> str:
-    child.start(Path(stack.enter_context(tempfile.TemporaryDirectory())), *keys)
+def start(stack: ExitStack, child: Child) -> str:
+    child.start(Path(stack.enter_context(tempfile.TemporaryDirectory())))
     stack.callback(child.end)
     return child.wait_ready()
 
@@ -92,14 +92,11 @@ def main(argv: list[str] | None = None) -> int:
             task = sys.modules.get(args.agent.rpartition(".")[0])
             sample: Any = args.data or getattr(task, "dataset", lambda: [{}])()[0]
             code = 1  # the command line was right
-            options = {
-                "--model-path": args.model_path,
-                "--server": args.server or start_server(stack, args.model_path, key),
-                "--admin-key": "-",
-                "--server-key": None if args.server else "-",
-            }
-            proxy_child = Child("proxy", command("proxy", options))
-            workflow.proxy_addr = start(stack, proxy_child, key, key)
+            server = args.server or start_server(stack, args.model_path, key)
+            words = command("proxy", "--model-path", args.model_path, "--server", server)
+            keys = {"POCKET_AREAL_ADMIN_KEY": key}
+            keys |= {} if args.server else {"POCKET_AREAL_SERVER_KEY": key}
+            workflow.proxy_addr = start(stack, Child("proxy", words, variables=keys))
             interactions = asyncio.run(workflow.arun_episode(None, sample))
         except Exception as error:  # an agent may raise any
             print(f"error: {describe(error)}", file=sys.stderr)

@@ -38,8 +38,6 @@ def describe(error: BaseException) -> str:
 class Failures(logging.Handler):
     """The callback: a handler of the project's logger, until the run ends."""
 
-    also_evaluates = True
-
     def __init__(self, config: Any) -> None:
         super().__init__(logging.WARNING)
         self.path = config.run_dir / "logs" / "failures.log"

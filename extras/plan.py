@@ -1,9 +1,10 @@
-"""What a run would start and need: `python train.py ... --dry-run` prints this and starts nothing.
+"""What a run would start and need, printed for the words of its command:
 
-    python train.py --config gsm8k model_path=DIR --dry-run --gpus 8 --gpu-memory 80
+    python -m extras.plan --config gsm8k model_path=DIR --gpus 8 --gpu-memory 80
 
-It needs neither data nor weights nor those GPUs, only the config.json of the model. The servers and
-their GPUs are the run's own decision (run/launch.py); what is estimated here is memory and disk.
+It starts nothing, and needs neither data nor weights nor those GPUs, only the config.json of the
+model. The servers and their GPUs are the run's own decision (run/launch.py); what is estimated here
+is memory and disk.
 
 A trainer's rank keeps 16 bytes of each of its parameters: four float32 numbers, which are the
 parameter, its gradient and two moments of AdamW. A reference model adds 4. A step needs the largest
@@ -17,19 +18,20 @@ The formulas hold for dense models like Llama and Qwen. tests/extras/test_plan.p
 what real layers save and what a real step allocates, to 10 %. CUDA_BYTES is a guess.
 """
 
+import argparse
 import importlib
 import os
 import resource
 import shlex
 import subprocess
+import sys
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from inference.serve import free_port
-from run.checkpoint import KEPT
-from run.config import ROOT, ConfigError, PPOActorConfig, TrainConfig
+from run.config import ROOT, ConfigError, PPOActorConfig, TrainConfig, load
 from run.inputs import base_model_path
 from run.launch import Child, plan_proxies, plan_servers, visible_gpus
 from training import logprobs
@@ -259,11 +261,10 @@ def memory_of_each(gpus: list[str]) -> float:
 
 
 def paste(planned: Child, port: int) -> str:
-    """A command that starts this process by hand, with KEY for each of its keys."""
+    """A command that starts this process by hand."""
     variables = {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ",".join(planned.gpus)}
     pairs = [f"{k}={v}" for k, v in (variables | planned.variables).items()]
-    words = shlex.join(["env", *pairs, *planned.command, "--port", str(port)])
-    return f"printf 'KEY\\nKEY\\n' | {words}"
+    return shlex.join(["env", *pairs, *planned.command, "--port", str(port)])
 
 
 def describe_load(config: TrainConfig) -> str:
@@ -278,11 +279,11 @@ def describe_load(config: TrainConfig) -> str:
 
 
 def weights_on_disk(config: TrainConfig, n: int) -> int:
-    """Bytes of the saved models, of the checkpoints (parameters and two moments) and of two
-    versions for the servers."""
+    """Bytes of the saved models, of two checkpoints (parameters and two moments; one while it is
+    written) and of two versions for the servers."""
     interval = config.saver.interval or config.max_steps
     models = -(-config.max_steps // interval)
-    return (4 * models + 12 * KEPT + 2 * number_bytes(config.actor)) * n
+    return (4 * models + 12 * 2 + 2 * number_bytes(config.actor)) * n
 
 
 def print_plan(config: TrainConfig, gpus: int | None, gpu_memory: float | None) -> int:
@@ -296,9 +297,8 @@ def print_plan(config: TrainConfig, gpus: int | None, gpu_memory: float | None) 
         raise ConfigError("no model: set model_path to a Hugging Face folder or a hub name")
     config.model_path = config.model_path or base_model_path(config)
     config.tokenizer_path = config.tokenizer_path or config.model_path
-    if gpus and config.server.backend == "auto":
-        config.server.backend = "sglang"
-    servers = plan_servers(config, names)
+    is_running = bool(config.rollout.server_addrs)
+    servers = [] if is_running else plan_servers(config, names, "KEY")
     here, ranks = (int(os.environ.get(key, 1)) for key in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
     check_gpus(config, names, here)
     check_update_mode(config, servers, names)
@@ -306,7 +306,7 @@ def print_plan(config: TrainConfig, gpus: int | None, gpu_memory: float | None) 
     trainers = [Child(f"rank {k}", [], names[k : k + 1]) for k in range(here)]
     ports = [free_port() for _ in servers]
     urls = [f"http://127.0.0.1:{port}" for port in ports] or config.rollout.server_addrs
-    proxies = plan_proxies(config, urls, {})
+    proxies = plan_proxies(config, urls, "KEY", "KEY", {})
     needs = [(each, PROXY_GIB) for each in proxies]
     if shape := find_shape(config.model_path):
         n, has_head_norms = count_parameters(shape)
@@ -338,3 +338,20 @@ def print_plan(config: TrainConfig, gpus: int | None, gpu_memory: float | None) 
     for each, port in zip(servers + proxies, [*ports, *(free_port() for _ in proxies)]):
         print(paste(each, port))
     return 0
+
+
+def main(argv: list[str]) -> int:
+    """Print the plan. Return 2 if the run cannot work."""
+    parser = argparse.ArgumentParser(prog="python -m extras.plan", allow_abbrev=False)
+    parser.add_argument("--gpus", type=int, metavar="N", help="plan for so many GPUs")
+    parser.add_argument("--gpu-memory", type=float, metavar="GIB", help="the memory of each")
+    options, words = parser.parse_known_args(argv)
+    try:
+        return print_plan(load(words)[0], options.gpus, options.gpu_memory)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

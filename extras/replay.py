@@ -1,7 +1,7 @@
 """Record the schedule of a run, and repeat the run token by token and bit by bit.
 
-    python train.py --replay runs/guess/one                       all steps
-    python train.py --replay runs/guess/one --replay-until 7      seven of them
+    python -m extras.replay runs/guess/one                all steps
+    python -m extras.replay runs/guess/one --until 7      seven of them
 
 Two runs with one seed differ because a weight update interrupts a completion at token 57 in one
 and at token 61 in the other. All else is fixed: the seed gives the prompts and, with the names of
@@ -25,11 +25,13 @@ on with token 58. It generates only what a step consumed, and stops at the first
 Not promised: evaluations are not recorded. An agent must be deterministic, and so must a server.
 """
 
+import argparse
 import asyncio
 import hashlib
 import importlib.metadata
 import os
 import re
+import sys
 from itertools import islice
 from pathlib import Path
 from typing import Any, Self
@@ -39,6 +41,7 @@ from pydantic import TypeAdapter
 
 import engine
 from inference.io_struct import EngineError, ModelRequest, ModelResponse
+from run.config import ROOT, ConfigError, list_keys, load
 
 Fact = dict[str, Any]
 Spans = list[tuple[int, int, str]]  # (version, end, hash of all tokens before `end`)
@@ -199,29 +202,33 @@ class Hooks(engine.Hooks):
 # ---- the trainer's side
 
 
+def code_digest() -> str:
+    """A hash of the project's modules."""
+    rooms = ("calls", "inference", "rollout", "training", "run", "tasks", "extras")
+    files = [*ROOT.glob("*.py"), *(f for room in rooms for f in (ROOT / room).rglob("*.py"))]
+    content = b"".join(file.read_bytes() for file in sorted(files))
+    return hashlib.blake2b(content, digest_size=6).hexdigest()
+
+
 def facts() -> Fact:
     """What a run depends on beside its configuration."""
-    from run.start import code_digest
-
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     return {"code": code_digest(), "torch": importlib.metadata.version("torch"), "ranks": ranks}
 
 
 def check(config: Any, folder: str) -> None:
     """Raise ConfigError if this code cannot repeat the run in `folder` with this configuration."""
-    from run.config import ConfigError, list_keys, load
-
     try:
         recorded = Schedule(Path(folder) / FILE).read()
         steps = recorded.check(config.train_dataset.batch_size)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--replay: {error}") from error
+        raise ConfigError(f"no replay: {error}") from error
     if not steps or config.rollout.pause_mode == "in_place":
         needs = "a finished step and a pause_mode other than in_place"
-        raise ConfigError(f"--replay: {folder} lacks {needs}")
+        raise ConfigError(f"no replay: {folder} lacks {needs}")
     keys, now = (
         {name: value for name, value, _ in list_keys(each)}
-        for each in (load(["--replay", folder])[0], config)
+        for each in (load(["--config", f"{folder}/config.yaml"])[0], config)
     )
     now |= facts()
     differ = {
@@ -231,25 +238,30 @@ def check(config: Any, folder: str) -> None:
         if key not in FREE and value != now.get(key)
     }
     if differ:
-        raise ConfigError(f"--replay needs code and keys of {folder}: {', '.join(sorted(differ))}")
+        raise ConfigError(f"a replay needs the same code and keys: {', '.join(sorted(differ))}")
 
 
 class Replay:
-    """The callback. In a replay its `prepare_batch` takes the place of the executor's."""
+    """The callback. In a replay its `prepare_batch` takes the place of the executor's.
 
-    def __init__(self, config: Any) -> None:
+    `replaying` is the folder of the run to repeat, up to step `until`.
+    """
+
+    def __init__(self, config: Any, replaying: str = "", until: int | None = None) -> None:
         self.batch_size = config.train_dataset.batch_size
+        self.replaying, self.until = replaying, until
 
     def hooks(self, run: Any) -> Fact:
         """Hooks of the engine, here and in the proxies: {class: its arguments}."""
-        arguments = {"schedule": str(run.run_dir / FILE), "replay": run.replaying or ""}
+        arguments = {"schedule": str(run.run_dir / FILE), "replay": self.replaying}
         return {"extras.replay.Hooks": arguments}
 
     def on_start(self, run: Any) -> None:
         self.run = run
-        if run.replaying:
-            self.recorded = Schedule(Path(run.replaying) / FILE).read()
-            run.last_step = min(run.last_step, self.recorded.check(self.batch_size))
+        if self.replaying:
+            self.recorded = Schedule(Path(self.replaying) / FILE).read()
+            steps = self.recorded.check(self.batch_size)
+            run.last_step = min(self.until or run.last_step, steps)
         if run.rank > 0:
             return
         # A kill may have cut the last line. It is newer than the checkpoint, so nobody needs it.
@@ -258,10 +270,10 @@ class Replay:
         self.record = run.engine.hooks.record
         self.record(run=facts(), step=run.step)
         run.executor.listeners.append(self.on_event)
-        if run.replaying:
+        if self.replaying:
             self.own = Schedule(path)
-            steps = self.recorded.steps
-            self.step_of = {task: v + 1 for v in range(run.last_step) for task in steps[v]}
+            consumed = self.recorded.steps
+            self.step_of = {task: v + 1 for v in range(run.last_step) for task in consumed[v]}
             self.running: list[int] = []  # started, and not consumed
             self.samples: list[Any] = []  # of task 0, 1, ...
             run.engine.prepare_batch = self.prepare_batch
@@ -273,8 +285,8 @@ class Replay:
     def on_step(self, metrics: Fact) -> None:
         if self.run.rank == 0:
             self.record(pushed=metrics["step"])
-            if self.run.replaying:
-                compare(self.run, metrics["step"])
+            if self.replaying:
+                compare(Path(self.replaying), self.run, metrics["step"])
 
     def prepare_batch(self, dataloader: Any, **how: Any) -> Any:
         """The batch that the recorded run consumed at this version. Raises Differs."""
@@ -337,14 +349,14 @@ class Replay:
         return Differs(f"{whose} differs: {why}; are agent and server deterministic?")
 
 
-def compare(run: Any, step: int) -> None:
-    """Compare a step's batch and model with the recorded ones, where both runs have saved them.
-    Raises Differs."""
+def compare(recorded: Path, run: Any, step: int) -> None:
+    """Compare a step's batch and model with those in the folder `recorded`, where both runs have
+    saved them. Raises Differs."""
     import torch
     from safetensors.torch import load_file
 
     for name in (f"tokens/{step:05d}.safetensors", f"checkpoints/step{step:05d}/model.safetensors"):
-        paths = Path(run.replaying) / name, run.run_dir / name
+        paths = recorded / name, run.run_dir / name
         if all(path.exists() for path in paths):
             before, now = map(load_file, paths)
             try:
@@ -353,4 +365,30 @@ def compare(run: Any, step: int) -> None:
                 first = f"step {step} is the first that differs, in {name}"
                 raise Differs(f"{first}: {error}") from None
     if step == run.last_step:
-        print(f"no batch and no model up to step {step} differs from {run.replaying}", flush=True)
+        print(f"no batch and no model up to step {step} differs from {recorded}", flush=True)
+
+
+def main(argv: list[str]) -> Any:
+    """Repeat a run, and return the exit code."""
+    from run import start
+
+    parser = argparse.ArgumentParser(prog="python -m extras.replay", allow_abbrev=False)
+    parser.add_argument("folder", help="of the run to repeat; key=value words may follow")
+    parser.add_argument("--until", type=int, metavar="N", help="stop after step N")
+    options, words = parser.parse_known_args(argv)
+
+    def make(config: Any) -> start.Run:
+        check(config, options.folder)
+        config.callbacks = [name for name in config.callbacks if name != "extras.replay.Replay"]
+        config.recover_interval = 0  # a replay does not go on: it begins again
+        return start.Run(config, [Replay(config, options.folder, options.until)])
+
+    recipe = f"{options.folder}/config.yaml"
+    run = start.begin(["--config", recipe, *words, "trial_name=auto"], make)
+    from train import train_or_evaluate
+
+    return start.main(run, train_or_evaluate)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -24,11 +24,6 @@ from fastapi import FastAPI, Request, Response
 from inference.fields import Refusal, as_object
 
 
-def read_secret(word: str) -> str:
-    """The key of a command line; "-" reads a line of standard input, which nobody else can see."""
-    return sys.stdin.readline().strip() if word == "-" else word
-
-
 def free_port() -> int:
     """A free port from 20000 to 31999, where no outgoing connection can take it meanwhile."""
     while True:

@@ -1,9 +1,8 @@
-"""`python -m inference.with_parent [--api-key] COMMAND ...` runs a command that ends with us.
+"""`python -m inference.with_parent COMMAND ...` runs a command that ends with us.
 
 SGLang has no option for this. When our parent is gone, or on SIGTERM, the command gets SIGTERM, and
 when it has ended, or after three seconds, its whole process group SIGKILL. So start this in a
-session of its own. With --api-key, the first line of standard input becomes the command's last
-word, --api-key=KEY.
+session of its own.
 """
 
 import os
@@ -16,9 +15,7 @@ from inference.serve import follow_parent
 
 
 def main(words: list[str]) -> int:
-    if words[0] == "--api-key":
-        words = [*words[1:], f"--api-key={sys.stdin.readline().strip()}"]
-    child = subprocess.Popen(words, stdin=subprocess.DEVNULL)
+    child = subprocess.Popen(words)
     ending = threading.Event()
 
     def end(*_: object) -> None:

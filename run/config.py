@@ -1,46 +1,21 @@
 """The configuration of a run: every key with its default, its range and its meaning.
 
-A key's type is its range and its description is its help text, so there is one place to look a key
-up and one validator. YAML recipes and `key=value` words merge first, the later one wins; then one
+A key's type is its range and the text below it its help, so there is one place to look a key up and
+one validator. YAML recipes and `key=value` words merge first, the later one wins; then one
 `TrainConfig.model_validate` checks everything before any process starts.
 """
 
 import argparse
 import difflib
-import importlib.util
-import re
 from collections.abc import Iterator
-from functools import reduce
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
 from inference.io_struct import GenerationHyperparameters
-
-
-def find_source(module: str) -> Path:
-    """The file of a module, which is not imported: torch takes seconds. Raises ValueError."""
-    try:
-        spec = importlib.util.find_spec(module)
-    except ModuleNotFoundError:  # its package
-        spec = None
-    if spec is None or spec.origin is None:
-        raise ValueError(f"there is no module {module!r}")
-    return Path(spec.origin)
-
-
-def check_name(path: str) -> str:
-    module, _, name = path.rpartition(".")
-    if name == "jsonl":
-        if not Path(path).is_file():
-            raise ValueError("there is no such file")
-    elif not re.search(rf"\b{name}\b", find_source(module).read_text()):
-        raise ValueError(f"{module} has no {name}")
-    return path
-
 
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
@@ -48,129 +23,145 @@ Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 FolderName = Annotated[str, Field(pattern=r"^\w[^/]*$")]
-Named = Annotated[str, AfterValidator(check_name)]  # module.function, module.Class or FILE.jsonl
-
-
-def key(default: Any, meaning: str) -> Any:
-    """One key: its default and its meaning. A mutable default is copied for every configuration."""
-    return Field(default, description=meaning)
 
 
 class Keys(BaseModel):
     """A group of keys. Unknown keys and wrong values are errors, also when they are set later."""
 
-    model_config = ConfigDict(extra="forbid", validate_assignment=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", validate_assignment=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 class OpenAIConfig(Keys):
     """Agents: where they run, and how their calls become rows."""
 
-    mode: Literal["inline", "subproc"] = key(
-        "inline", "agents run in the trainer's event loop, or each episode in a process of its own"
-    )
-    subproc_max_workers: Count = key(4, "processes for agents, with mode=subproc")
-    turn_discount: Share = key(1.0, "gamma in R = r + gamma * mean R(children)")
-    export_style: Literal["individual", "concat"] = key(
-        "concat", "one row per turn, or one row per conversation"
-    )
-    tool_call_parser: str | None = key(
-        None, "form of the model's tool calls: hermes, a parser of SGLang, or module.function"
-    )
-    episode_timeout_seconds: Positive = key(3600.0, "an episode that takes longer has failed")
+    mode: Literal["inline", "subproc"] = "inline"
+    """inline: agents run in the trainer's event loop; subproc: each episode in its own process"""
+    subproc_max_workers: Count = 4
+    """processes for agents, with mode=subproc"""
+    turn_discount: Share = 1.0
+    """gamma in R = r + gamma * mean R(children)"""
+    export_style: Literal["individual", "concat"] = "concat"
+    """individual: one row per turn; concat: one row per conversation"""
+    tool_call_parser: str | None = None
+    """form of the model's tool calls: hermes, a parser of SGLang, or module.function"""
+    episode_timeout_seconds: Positive = 3600.0
+    """an episode that takes longer has failed"""
 
 
 class RolloutConfig(Keys):
     """Rollouts: how many run, and how old their tokens may become."""
 
-    max_head_offpolicyness: CountOrZero = key(
-        2, "eta: how many versions a trained token may be old; 0: synchronous training"
-    )
-    max_concurrent_rollouts: Count | None = key(
-        None, "prompt groups that run at once; default: batch size * (eta + 1)"
-    )
-    consumer_batch_size: Count | None = key(
-        None, "prompt groups of a step (B); the same number as train_dataset.batch_size"
-    )
-    group_size: Count | None = key(
-        None, "episodes per prompt; the same number as gconfig.n_samples"
-    )
-    stale: Literal["wait", "mask", "drop"] = key("wait", "how eta is kept (staleness.py)")
-    pause_mode: Literal["retract", "abort", "in_place"] = key(
-        "retract", "how a weight update interrupts the servers (engine.py)"
-    )
-    enable_tracing: bool = key(False, "write every event of every group to trace.json")
-    dump_to_file: bool = key(True, "write trajectories as text, rollout/{version}/{task_id}.jsonl")
-    server_addrs: list[str] = key([], "URLs of running servers; empty: the run starts its own")
+    max_head_offpolicyness: CountOrZero = 2
+    """eta: how many versions a trained token may be old; 0: synchronous training"""
+    max_concurrent_rollouts: Count | None = None
+    """prompt groups that run at once; default: batch size * (eta + 1)"""
+    consumer_batch_size: Count | None = None
+    """prompt groups of a step (B); the same number as train_dataset.batch_size"""
+    group_size: Count | None = None
+    """episodes per prompt; the same number as gconfig.n_samples"""
+    stale: Literal["wait", "mask", "drop"] = "wait"
+    """how eta is kept: wait, mask or drop (staleness.py)"""
+    pause_mode: Literal["retract", "abort", "in_place"] = "retract"
+    """how a weight update interrupts the servers: retract, abort or in_place (engine.py)"""
+    enable_tracing: bool = False
+    """write every event of every group to trace.json"""
+    dump_to_file: bool = True
+    """write trajectories as text, rollout/{version}/{task_id}.jsonl"""
+    server_addrs: list[str] = []
+    """URLs of running servers; empty: the run starts its own"""
     openai: OpenAIConfig = OpenAIConfig()
 
 
 class ServerConfig(Keys):
     """The inference servers that a run starts."""
 
-    backend: Literal["auto", "tiny", "sglang"] = key(
-        "auto", "auto: SGLang where it is installed and there is a GPU, else the small server"
-    )
-    count: Count = key(1, "number of servers")
-    tp_size: Count = key(1, "GPUs per server")
-    args: list[str] = key([], "more words for the command line of every server")
-    max_running_requests: Count = key(64, "sequences that a server decodes at once")
-    max_total_tokens: Count = key(16384, "tokens in a server's key-value cache")
+    backend: Literal["tiny", "sglang"] = "tiny"
+    """tiny: the small server; sglang: SGLang, on GPUs"""
+    count: Count = 1
+    """number of servers"""
+    tp_size: Count = 1
+    """GPUs per server"""
+    args: list[str] = []
+    """more words for the command line of every server"""
+    max_running_requests: Count = 64
+    """sequences that a server decodes at once"""
+    max_total_tokens: Count = 16384
+    """tokens in a server's key-value cache"""
 
 
 class NormConfig(Keys):
     """The advantage A = (R - mean) / std of a return R."""
 
-    mean_level: Literal["group", "batch", "none"] = key("group", "whose mean is the baseline")
-    std_level: Literal["group", "batch", "none"] = key("group", "whose std divides; none: 1")
-    per_turn: bool = key(True, "compare turn k only with turns that have the number k")
+    mean_level: Literal["group", "batch", "none"] = "group"
+    """whose mean is the baseline: the group's, the batch's, or none"""
+    std_level: Literal["group", "batch", "none"] = "group"
+    """whose std divides: the group's, the batch's, or none"""
+    per_turn: bool = True
+    """compare turn k only with turns that have the number k"""
 
 
 class OptimizerConfig(Keys):
     """AdamW and its learning rate."""
 
-    lr: NonNegative = key(1e-5, "largest learning rate")
-    beta2: Annotated[float, Field(ge=0, lt=1)] = key(0.95, "memory of the squared gradients")
-    weight_decay: NonNegative = key(0.01, "decay of the weights")
-    lr_scheduler_type: Literal["constant", "linear", "cosine"] = key(
-        "constant", "course of the learning rate after the warm-up"
-    )
-    warmup_steps: CountOrZero = key(0, "steps in which the learning rate rises from 0")
-    gradient_clipping: NonNegative = key(1.0, "largest norm of a gradient; 0: no limit")
+    lr: NonNegative = 1e-5
+    """largest learning rate"""
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """memory of the squared gradients"""
+    weight_decay: NonNegative = 0.01
+    """decay of the weights"""
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
+    """course of the learning rate after the warm-up: constant, linear or cosine"""
+    warmup_steps: CountOrZero = 0
+    """steps in which the learning rate rises from 0"""
+    gradient_clipping: NonNegative = 1.0
+    """largest norm of a gradient; 0: no limit"""
 
 
 class PPOActorConfig(Keys):
     """The trainer: its model, the decoupled objective and the optimizer."""
 
-    dtype: Literal["float32", "bfloat16"] = key(
-        "float32", "numbers in the forward pass; the parameters are float32"
-    )
-    ppo_n_minibatches: Count = key(4, "optimizer steps in a pass over the batch")
-    ppo_epochs: Count = key(1, "passes over a batch")
-    mb_tokens: Count = key(16384, "most tokens in one forward pass")
-    gradient_checkpointing: bool = key(False, "recompute the layers in the backward pass")
-    enable_tree_training: bool = key(False, "compute the shared beginning of rows only once")
-    offload: bool = key(False, "keep parameters and optimizer in host memory")
-    use_decoupled_loss: bool = key(True, "decoupled PPO; false: standard PPO")
-    recompute_logprob: bool = key(
-        True, "standard PPO: compute log pi_old again; false: take the server's"
-    )
-    prox_logp_method: Literal["recompute", "loglinear", "metrics"] = key(
-        "recompute", "how log pi_prox is found"
-    )
-    eps_clip: Share = key(0.2, "clip u = pi_theta / pi_prox below 1 - eps_clip")
-    eps_clip_higher: NonNegative | None = key(None, "clip u above 1 + this; default: eps_clip")
-    c_clip: Annotated[float, Field(gt=1)] | None = key(None, "dual clip: for A < 0, J >= c_clip A")
-    behave_imp_weight_cap: Annotated[float, Field(ge=1)] | None = key(
-        5.0, "tokens with a larger pi_prox / pi_behav are left out; null: none"
-    )
-    loss: Named = key("ppo.ppo_actor_loss_fn", "module.function of the loss (extras/losses.py)")
-    advantages: Named = key(
-        "ppo.compute_advantages", "module.function of the advantages (extras/advantages.py)"
-    )
-    entropy_coeff: NonNegative = key(0.0, "weight of the entropy bonus")
-    kl_ctl: NonNegative = key(0.0, "weight of the KL to the reference model; 0: no such model")
-    anneal: bool = key(False, "let entropy_coeff and kl_ctl fall linearly to 0")
-    reward_scaling: Positive = key(1.0, "multiplied with every reward")
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """numbers in the forward pass, float32 or bfloat16; the parameters are float32"""
+    ppo_n_minibatches: Count = 4
+    """optimizer steps in a pass over the batch"""
+    ppo_epochs: Count = 1
+    """passes over a batch"""
+    mb_tokens: Count = 16384
+    """most tokens in one forward pass"""
+    gradient_checkpointing: bool = False
+    """recompute the layers in the backward pass"""
+    enable_tree_training: bool = False
+    """compute the shared beginning of rows only once"""
+    offload: bool = False
+    """keep parameters and optimizer in host memory"""
+    use_decoupled_loss: bool = True
+    """decoupled PPO; false: standard PPO"""
+    recompute_logprob: bool = True
+    """standard PPO: compute log pi_old again; false: take the server's"""
+    prox_logp_method: Literal["recompute", "loglinear", "metrics"] = "recompute"
+    """how log pi_prox is found: recompute, loglinear or metrics"""
+    eps_clip: Share = 0.2
+    """clip u = pi_theta / pi_prox below 1 - eps_clip"""
+    eps_clip_higher: NonNegative | None = None
+    """clip u above 1 + this; default: eps_clip"""
+    c_clip: Annotated[float, Field(gt=1)] | None = None
+    """dual clip: for A < 0, J >= c_clip A"""
+    behave_imp_weight_cap: Annotated[float, Field(ge=1)] | None = 5.0
+    """tokens with a larger pi_prox / pi_behav are left out; null: none"""
+    loss: str = "ppo.ppo_actor_loss_fn"
+    """module.function of the loss (extras/losses.py)"""
+    advantages: str = "ppo.compute_advantages"
+    """module.function of the advantages (extras/advantages.py)"""
+    entropy_coeff: NonNegative = 0.0
+    """weight of the entropy bonus"""
+    kl_ctl: NonNegative = 0.0
+    """weight of the KL to the reference model; 0: no such model"""
+    anneal: bool = False
+    """let entropy_coeff and kl_ctl fall linearly to 0"""
+    reward_scaling: Positive = 1.0
+    """multiplied with every reward"""
     adv_norm: NormConfig = NormConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
 
@@ -178,80 +169,101 @@ class PPOActorConfig(Keys):
 class ProxyConfig(Keys):
     """The proxies."""
 
-    workers: Count = key(1, "number of proxy processes; an episode stays with one of them")
+    workers: Count = 1
+    """number of proxy processes; an episode stays with one of them"""
 
 
 class RefConfig(Keys):
     """The frozen model of the KL penalty."""
 
-    path: str | None = key(None, "its folder; default: model_path")
+    path: str | None = None
+    """its folder; default: model_path"""
 
 
 class DatasetConfig(Keys):
+    """Prompts."""
+
+    path: str | None = None
+    """FILE.jsonl or module.function; default: the task's"""
+
+
+class TrainDatasetConfig(DatasetConfig):
     """The prompts to train on."""
 
-    path: Named | None = key(None, "FILE.jsonl or module.function; default: the task's")
-    batch_size: Count = key(8, "prompt groups in a step (B)")
-    shuffle: bool = key(True, "a new order in every epoch")
-
-
-class ValidDatasetConfig(Keys):
-    """The prompts to evaluate on."""
-
-    path: Named | None = key(None, "FILE.jsonl or module.function; default: the task's")
+    batch_size: Count = 8
+    """prompt groups in a step (B)"""
+    shuffle: bool = True
+    """a new order in every epoch"""
 
 
 class EvaluatorConfig(Keys):
     """Evaluations: one episode per validation prompt."""
 
-    interval: CountOrZero = key(0, "steps between two evaluations; 0: never")
-    base_url: str | None = key(None, "with mode=eval: any OpenAI endpoint to evaluate instead")
+    interval: CountOrZero = 0
+    """steps between two evaluations; 0: never"""
+    base_url: str | None = None
+    """with mode=eval: any OpenAI endpoint to evaluate instead"""
 
 
 class SaverConfig(Keys):
     """Models in checkpoints/, as Hugging Face folders."""
 
-    interval: CountOrZero = key(0, "steps between two models; 0: only the last one")
+    interval: CountOrZero = 0
+    """steps between two models; 0: only the last one"""
 
 
 class WeightUpdateConfig(Keys):
     """How new weights reach the servers."""
 
-    mode: Literal["disk", "distributed"] = key(
-        "disk", "files, or a process group, if the servers have GPUs of their own"
-    )
-    path: str | None = key(None, "folder for the files, such as /dev/shm; default: the run's")
-    address: str = key("127.0.0.1", "where servers reach the trainer, with mode=distributed")
+    mode: Literal["disk", "distributed"] = "disk"
+    """disk: by files; distributed: by a process group, if the servers have GPUs of their own"""
+    path: str | None = None
+    """folder for the files, such as /dev/shm; default: the run's"""
+    address: str = "127.0.0.1"
+    """where servers reach the trainer, with mode=distributed"""
 
 
 class TrainConfig(Keys):
     """A run."""
 
-    mode: Literal["train", "eval"] = key("train", "train, or only evaluate")
-    task: str | None = key("tasks.guess", "module with data, agent and model; null: keys say it")
-    experiment_name: FolderName = key(
-        "guess", "the run's folder is fileroot/experiment_name/trial_name"
-    )
-    trial_name: FolderName = key("auto", "an existing one continues; auto: date and time")
-    fileroot: str = key("runs", "folder of all runs")
-    seed: Annotated[int, Field(ge=0, lt=2**31)] = key(1, "order of the data, and sampling")
-    max_steps: Count = key(80, "training steps")
-    model_path: str | None = key(None, "folder or hub name of the model; default: the task's")
-    tokenizer_path: str | None = key(None, "folder of the tokenizer; default: model_path")
-    workflow: Named | None = key(None, "module.Class of an agent or workflow; default: the task's")
-    workflow_kwargs: dict[str, Any] = key({}, "arguments of that class")
-    should_accept_fn: Named | None = key(None, "module.function that accepts or rejects a group")
-    callbacks: list[Named] = key([], "classes that observe the run, such as extras.doctor.Doctor")
-    recover_interval: CountOrZero = key(10, "steps between two checkpoints; 0: none")
+    mode: Literal["train", "eval"] = "train"
+    """train: train; eval: only evaluate"""
+    task: str | None = "tasks.guess"
+    """module with data, agent and model; null: keys say it"""
+    experiment_name: FolderName = "guess"
+    """the run's folder is fileroot/experiment_name/trial_name"""
+    trial_name: FolderName = "auto"
+    """an existing one continues; auto: date and time"""
+    fileroot: str = "runs"
+    """folder of all runs"""
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 1
+    """order of the data, and sampling"""
+    max_steps: Count = 80
+    """training steps"""
+    model_path: str | None = None
+    """folder or hub name of the model; default: the task's"""
+    tokenizer_path: str | None = None
+    """folder of the tokenizer; default: model_path"""
+    workflow: str | None = None
+    """module.Class of an agent or workflow; default: the task's"""
+    workflow_kwargs: dict[str, Any] = {}
+    """arguments of that class"""
+    should_accept_fn: str | None = None
+    """module.function that accepts or rejects a group"""
+    callbacks: list[str] = []
+    """classes that observe the run, such as extras.doctor.Doctor"""
+    recover_interval: CountOrZero = 10
+    """steps between two checkpoints; 0: none"""
     gconfig: GenerationHyperparameters = GenerationHyperparameters()
-    eval_gconfig: dict[str, Any] = key({}, "fields of gconfig that differ in evaluations")
+    eval_gconfig: dict[str, Any] = {}
+    """fields of gconfig that differ in evaluations"""
     rollout: RolloutConfig = RolloutConfig()
     server: ServerConfig = ServerConfig()
     proxy: ProxyConfig = ProxyConfig()
     actor: PPOActorConfig = PPOActorConfig()
     ref: RefConfig = RefConfig()
-    train_dataset: DatasetConfig = DatasetConfig()
-    valid_dataset: ValidDatasetConfig = ValidDatasetConfig()
+    train_dataset: TrainDatasetConfig = TrainDatasetConfig()
+    valid_dataset: DatasetConfig = DatasetConfig()
     evaluator: EvaluatorConfig = EvaluatorConfig()
     saver: SaverConfig = SaverConfig()
     weight_update: WeightUpdateConfig = WeightUpdateConfig()
@@ -281,17 +293,12 @@ ALIASES = {  # other names of a key: those of AReaL's documents
     "rollout.group_size": "gconfig.n_samples",
     **{f"rollout.{x}": x for x in ("fileroot", "experiment_name", "trial_name", "tokenizer_path")},
 }
-MAIN = (  # what --help shows
-    *("task", "model_path", "workflow", "train_dataset.path", "train_dataset.batch_size"),
-    *("gconfig.n_samples", "gconfig.max_new_tokens", "gconfig.temperature", "max_steps", "seed"),
-    *("rollout.max_head_offpolicyness", "rollout.max_concurrent_rollouts", "rollout.stale"),
-    *("rollout.server_addrs", "rollout.openai.mode", "server.backend", "actor.optimizer.lr"),
-    *("actor.dtype", "evaluator.interval", "trial_name"),
-)
 
 
 class ConfigError(ValueError):
     """The configuration is wrong. The message is one line that says what to change."""
+
+    is_verdict = True  # the message says everything: no traceback
 
 
 def list_keys(group: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any, FieldInfo]]:
@@ -304,63 +311,36 @@ def list_keys(group: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any, Fi
             yield f"{prefix}{name}", value, declared
 
 
-def describe_keys(every: bool) -> str:
-    lines = ["the keys:" if every else "the keys that matter most (--help-all shows all):"]
-    for name, value, declared in list_keys(TrainConfig()):
-        if every or name in MAIN:
-            choices = [x for x in get_args(declared.annotation) if isinstance(x, str)]
-            lines += [
-                f"  {name}={value}",
-                f"      {' '.join([declared.description or '', *choices])}",
-            ]
-    return "\n".join(lines)
+def flatten(settings: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the full name and the value of every setting: actor.eps_clip and 0.2."""
+    for name, value in settings.items():
+        if isinstance(value, dict) and value:
+            yield from flatten(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
-def parse_words(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        usage="python train.py [options] [key=value ...]",
-        epilog=describe_keys("--help-all" in argv),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add("--help-all", action="help", help="show all keys, too")
-    add("--config", action="append", metavar="FILE", help="a recipe, or its name in configs/")
-    add("--dry-run", action="store_true", help="print the plan of the run, and start nothing")
-    add("--gpus", type=int, metavar="N", help="with --dry-run: plan for so many GPUs")
-    add("--gpu-memory", type=float, metavar="GIB", help="with --dry-run: the memory of each")
-    add("--quiet", action="store_true", help="print only warnings and errors")
-    add("--force", action="store_true", help="continue a run that was started with other code")
-    add("--replay", metavar="RUN", help="repeat the run in this folder, bit by bit")
-    add("--replay-until", type=int, metavar="N", help="with --replay: stop after step N")
-    add("words", nargs="*", metavar="key=value", help="a key, without dashes")
-    return parser.parse_intermixed_args(argv)
-
-
-def nest(name: str, value: Any) -> dict[str, Any]:
-    """Turn actor.eps_clip and 0.2 into {"actor": {"eps_clip": 0.2}}."""
-    for part in reversed(name.split(".")):
-        value = {part: value}
-    return value
-
-
-def merge(below: Any, above: Any) -> Any:
-    """Lay the settings `above` over those `below`, group by group."""
-    if not (isinstance(below, dict) and isinstance(above, dict)):
-        return above
-    return below | {name: merge(below.get(name), value) for name, value in above.items()}
+def nest(settings: dict[str, Any]) -> dict[str, Any]:
+    """Turn {"actor.eps_clip": 0.2} into {"actor": {"eps_clip": 0.2}}."""
+    nested: dict[str, Any] = {}
+    for name, value in settings.items():
+        *groups, last = name.split(".")
+        group = nested
+        for part in groups:
+            if not isinstance(group.get(part), dict):
+                group[part] = {}
+            group = group[part]
+        group[last] = value
+    return nested
 
 
 def rename(settings: dict[str, Any]) -> dict[str, Any]:
     """The settings of one source without aliases. Raises ConfigError for two values of a key."""
     for alias, name in ALIASES.items():
-        group, _, last = alias.rpartition(".")
-        place = settings.get(group) if group else settings
-        if isinstance(place, dict) and last in place:
-            found = nest(name, place.pop(last))
-            if merge(found, settings) != merge(settings, found):
+        if alias in settings:
+            value = settings.pop(alias)
+            if settings.setdefault(name, value) != value:
                 raise ConfigError(f"{alias} and {name} are one key: give one of them")
-            settings = merge(settings, found)
     return settings
 
 
@@ -382,36 +362,41 @@ def read_recipe(name: str) -> dict[str, Any]:
     return settings
 
 
-def load(argv: list[str]) -> tuple[TrainConfig, argparse.Namespace]:
-    """Return the configuration and the options of a command line. --help prints and exits.
+def load(argv: list[str]) -> tuple[TrainConfig, list[str]]:
+    """Return the configuration of a command line, and its recipes. --help prints and exits.
 
     Raises ConfigError if a key is wrong.
     """
-    options = parse_words(argv)
-    recipes = [f"{options.replay}/config.yaml"] if options.replay else []
-    recipes += options.config or ([] if options.replay else ["demo"])
-    given: dict[str, Any] = {}
-    for word in options.words:
-        name, _, value = word.partition("=")
-        given = merge(given, nest(name, parse(value, name)))
-    settings = reduce(merge, map(rename, [*map(read_recipe, recipes), given]))
+    keys = [*list_keys(TrainConfig())]
+    lines = [f"  {name}={value}\n      {key.description}" for name, value, key in keys]
+    parser = argparse.ArgumentParser(
+        usage="python train.py [--config FILE] [key=value ...]",
+        epilog="\n".join(["the keys:", *lines]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    help_text = "a recipe, or its name in configs/; default: demo"
+    parser.add_argument("--config", action="append", metavar="FILE", help=help_text)
+    parser.add_argument("words", nargs="*", metavar="key=value", help="a key, without dashes")
+    options = parser.parse_intermixed_args(argv)
+    recipes = options.config or ["demo"]
+    pairs = [word.partition("=") for word in options.words]
+    words = {name: parse(value, name) for name, _, value in pairs}
+    settings: dict[str, Any] = {}
+    for source in [*map(read_recipe, recipes), words]:
+        settings |= rename(dict(flatten(source)))
     try:
-        config = TrainConfig.model_validate(settings)
+        config = TrainConfig.model_validate(nest(settings))
         resolve(config)
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(map(str, first["loc"]))
-        if first["type"] == "extra_forbidden":
-            raise ConfigError(f"unknown key {name!r}; {did_you_mean(name)}") from error
-        raise ConfigError(f"{name}={first['input']!r}: {first['msg']}") from error
-    return config, options
-
-
-def did_you_mean(name: str) -> str:
-    known = [key for key, _, _ in list_keys(TrainConfig())]
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
-    near += [key for key in known if key.endswith("." + name.rpartition(".")[2])]
-    return f"did you mean {near[0]!r}?" if near else "python train.py --help-all lists the keys"
+        if first["type"] != "extra_forbidden":
+            raise ConfigError(f"{name}={first['input']!r}: {first['msg']}") from error
+        near = difflib.get_close_matches(name, [known for known, _, _ in keys])
+        hint = " or ".join(map(repr, near)) or "one of --help"
+        raise ConfigError(f"unknown key {name!r}: did you mean {hint}?") from error
+    return config, recipes
 
 
 def resolve(config: TrainConfig) -> None:

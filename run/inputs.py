@@ -7,6 +7,7 @@ a small base model (tasks/guess.py, tasks/gsm8k.py). Keys replace parts of it.
 
 import hashlib
 import importlib
+import importlib.util
 import json
 import os
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from inference.fields import import_name
-from run.config import ConfigError, TrainConfig, find_source
+from run.config import ConfigError, TrainConfig
 
 
 @contextmanager
@@ -36,24 +37,29 @@ def base_model_path(config: TrainConfig) -> str:
     """Where the task's base model is kept. The name changes with the sources that make it. Raises
     ConfigError."""
     with one_line(f"task={config.task}"):
-        files = find_source(str(config.task)), find_source("tasks.base_model")
-    digest = hashlib.blake2b(b"".join(file.read_bytes() for file in files), digest_size=4)
+        specs = map(importlib.util.find_spec, (str(config.task), "tasks.base_model"))
+        content = b"".join(Path(spec.origin).read_bytes() for spec in specs)  # type: ignore
+    digest = hashlib.blake2b(content, digest_size=4)
     return f".cache/{config.task}-{config.seed}-{digest.hexdigest()}"
 
 
 def find_model(config: TrainConfig) -> None:
     """Set the folders of model, tokenizer and reference model. Raises ConfigError."""
-    if config.task and config.model_path in (None, base_model_path(config)):
-        config.model_path = base_model_path(config)
-        if not Path(config.model_path).is_dir() and os.environ.get("RANK", "0") == "0":
-            make_model(config)
-    elif config.model_path:
-        config.model_path = fetch(config.model_path)
-    else:
+    base = base_model_path(config) if config.task else None
+    path = config.model_path or base
+    if path is None:
         raise ConfigError("no model: set model_path to a Hugging Face folder or a hub name")
-    config.tokenizer_path = config.tokenizer_path or config.model_path
+    if path != base:
+        path = fetch(path)
+    elif not Path(path).is_dir() and os.environ.get("RANK", "0") == "0":
+        with one_line("no model_path is set, and the task makes no model"):
+            make_model = importlib.import_module(str(config.task)).make_model
+        print(f"making the base model {path} (once)", flush=True)
+        make_model(Path(path), config.seed)
+    config.model_path = path
+    config.tokenizer_path = config.tokenizer_path or path
     if config.actor.kl_ctl > 0:
-        config.ref.path = fetch(config.ref.path) if config.ref.path else config.model_path
+        config.ref.path = config.ref.path or path
 
 
 def fetch(name: str) -> str:
@@ -64,15 +70,6 @@ def fetch(name: str) -> str:
 
     with one_line(f"no model at {name}, and the hub does not give it"):
         return snapshot_download(name, ignore_patterns=["*.pth", "*.gguf", "*.onnx", "*.h5"])
-
-
-def make_model(config: TrainConfig) -> None:
-    """Let the task make its base model, which takes seconds, once."""
-    task = importlib.import_module(str(config.task))
-    if not hasattr(task, "make_model"):
-        raise ConfigError(f"task={config.task} has no model of its own: set model_path")
-    print(f"making the base model {config.model_path} (once)", flush=True)
-    task.make_model(Path(str(config.model_path)), config.seed)
 
 
 # ---- data and workflow
@@ -128,13 +125,10 @@ def load_workflow(
     """
     from workflow import OpenAIProxyWorkflow, resolve_workflow
 
-    given = dict(kwargs or {})
+    workflow, given = workflow or config.workflow, config.workflow_kwargs | (kwargs or {})
     if workflow is None:
-        given = config.workflow_kwargs | given
-        workflow = config.workflow
-    if workflow is None:
-        given = getattr(task, "WORKFLOW_KWARGS", {}) | given
         workflow = getattr(task, "WORKFLOW", None)
+        given = getattr(task, "WORKFLOW_KWARGS", {}) | given
     if workflow is None:
         raise ConfigError("no workflow: set workflow=module.Class, an agent or a RolloutWorkflow")
     proxy = {"proxy_addr": "", "admin_key": ""}  # the executor has the real ones

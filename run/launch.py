@@ -1,8 +1,8 @@
 """Start, watch and end the processes of a run: inference servers and proxies.
 
-They start before train.py imports torch, because all of them take seconds to load. Each has a
-process session of its own, so Ctrl-C reaches train.py alone, which then ends them in order. A
-process ends by itself when its parent is gone, even after `kill -9`.
+Each has a process session of its own, so Ctrl-C reaches train.py alone, which then ends them in
+order. A process ends by itself when its parent is gone, even after `kill -9`. It gets its keys in
+its environment, which other users cannot read.
 
 The trainer's ranks take the first GPUs of the machine, the servers the last. With 8 GPUs, 4 ranks
 and 2 servers of 2 GPUs each, the servers get GPUs 4, 5 and 6, 7. Where there are too few GPUs, the
@@ -12,7 +12,6 @@ A run that loses a server or a proxy ends at once, with the last lines of its lo
 its last checkpoint.
 """
 
-import importlib.util
 import json
 import os
 import re
@@ -56,11 +55,10 @@ class Child:
     name: str
     command: list[str]
     gpus: list[str] = field(default_factory=list)  # as in CUDA_VISIBLE_DEVICES
-    variables: dict[str, str] = field(default_factory=dict)
-    is_ending = False
+    variables: dict[str, str] = field(default_factory=dict)  # beside those of `environment`
 
-    def start(self, log_dir: Path, *keys: str) -> None:
-        """Start the process and return at once. It gets its keys, if they are known already."""
+    def start(self, log_dir: Path) -> None:
+        """Start the process and return at once."""
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         self.log = log_dir / f"{self.name}.log"
@@ -68,21 +66,11 @@ class Child:
         with self.log.open("w") as out:
             self.process = subprocess.Popen(
                 [*self.command, "--port", str(port)],
-                stdin=subprocess.PIPE,
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
                 env=environment(self.gpus) | self.variables,
-                text=True,
             )
-        if keys:
-            self.send(*keys)
-
-    def send(self, *keys: str) -> None:
-        """Write secrets to its standard input, which other users cannot read, and close it."""
-        assert self.process.stdin is not None
-        with suppress(BrokenPipeError), self.process.stdin as pipe:  # it may have ended
-            pipe.writelines(f"{key}\n" for key in keys)
 
     def wait_ready(self) -> str:
         """Wait until the process answers, and return its URL. Raises ProcessDied."""
@@ -100,24 +88,22 @@ class Child:
         return ProcessDied("\n".join([said, *last]))
 
     def watch(self, on_death: Callable[[ProcessDied], None]) -> None:
-        """Call `on_death` in a thread if the process ends before `end`."""
+        """Call `on_death` in a thread when the process has ended."""
 
         def wait() -> None:
             self.process.wait()
-            if not self.is_ending:
-                on_death(self.death())
+            on_death(self.death())
 
         threading.Thread(target=wait, daemon=True).start()
 
     def end(self) -> None:
         """End the process and what it has started: SIGTERM, and then SIGKILL for the session."""
-        self.is_ending = True
         self.process.terminate()
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(GRACE_SECONDS)
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.communicate()  # waits, and closes its standard input
+        self.process.wait()
 
 
 def environment(gpus: list[str]) -> dict[str, str]:
@@ -125,7 +111,6 @@ def environment(gpus: list[str]) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not DROPPED.fullmatch(name)}
     direct = os.environ.get("NO_PROXY", "") + ",127.0.0.1,localhost"
     return kept | {
-        "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "CUDA_VISIBLE_DEVICES": ",".join(gpus),
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
@@ -134,16 +119,9 @@ def environment(gpus: list[str]) -> dict[str, str]:
     }
 
 
-def command(module: str, options: dict[str, Any]) -> list[str]:
+def command(module: str, *words: Any) -> list[str]:
     """The command that starts a server of this project."""
-    start = [sys.executable, "-P", "-m", module, "--exit-with-parent"]
-    return [*start, *to_words(options)]
-
-
-def to_words(options: dict[str, Any]) -> list[str]:
-    """Options as words of a command line: None leaves an option out, a list repeats it."""
-    pairs = [(k, x) for k, v in options.items() for x in (v if isinstance(v, list) else [v])]
-    return [str(word) for k, x in pairs if x is not None for word in (k, x)]
+    return [sys.executable, "-P", "-m", module, "--exit-with-parent", *map(str, words)]
 
 
 # ---- what to start
@@ -160,39 +138,30 @@ def visible_gpus() -> list[str]:
         return []
 
 
-def uses_sglang(config: TrainConfig, gpus: list[str]) -> bool:
-    if config.server.backend != "auto":
-        return config.server.backend == "sglang"
-    return bool(gpus) and importlib.util.find_spec("sglang") is not None
+def plan_servers(config: TrainConfig, gpus: list[str], key: str) -> list[Child]:
+    """The inference servers to start, with their API key."""
+    server, size = config.server, config.server.tp_size
+    words: list[Any] = ["--model-path", config.model_path, "--weight-version", 0]
+    words += ["--max-running-requests", server.max_running_requests]
+    words += ["--max-total-tokens", server.max_total_tokens]
+    if server.backend == "tiny":
+        whole = command("inference.tiny.server", *words, "--seed", config.seed, *server.args)
+        keys = {"POCKET_AREAL_SERVER_KEY": key}
+        return [Child(f"server-{k}", whole, variables=keys) for k in range(server.count)]
 
-
-def plan_servers(config: TrainConfig, gpus: list[str]) -> list[Child]:
-    """The inference servers to start; none if rollout.server_addrs names running ones."""
-    server, ranks = config.server, int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if config.rollout.server_addrs:
-        return []
-    options: dict[str, Any] = {
-        "--model-path": config.model_path,
-        "--weight-version": 0,
-        "--max-running-requests": server.max_running_requests,
-        "--max-total-tokens": server.max_total_tokens,
-    }
-    if not uses_sglang(config, gpus):
-        options |= {"--seed": config.seed, "--api-key": "-"}
-        words = [*command("inference.tiny.server", options), *server.args]
-        return [Child(f"server-{k}", words) for k in range(server.count)]
-
-    size, wanted, spare = server.tp_size, server.count * server.tp_size, gpus[ranks:]
-    is_shared = len(spare) < wanted
-    pool = gpus * server.count if is_shared else spare[-wanted:]
-    options |= {"--random-seed": config.seed, "--tp-size": size}
-    flags = []
+    words += [f"--api-key={key}", "--random-seed", config.seed, "--tp-size", size]
+    ranks, wanted = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), server.count * size
+    is_shared = len(gpus) - ranks < wanted
+    pool = gpus * server.count if is_shared else gpus[-wanted:]
     if gpus:  # float32 logits, as the trainer has; SGLang would serve float32 models in float16
-        options |= {"--dtype": "bfloat16", "--mem-fraction-static": 0.6 if is_shared else 0.85}
-        flags = ["--enable-fp32-lm-head"]
-    words = [*sglang(), *to_words(options), *flags, *server.args]
+        words += ["--dtype", "bfloat16", "--enable-fp32-lm-head"]
+        words += ["--mem-fraction-static", 0.6 if is_shared else 0.85]
+    # POCKET_AREAL_SGLANG may be another command that starts SGLang.
+    sglang = os.environ.get("POCKET_AREAL_SGLANG", f"{sys.executable} -m sglang.launch_server")
+    start = [sys.executable, "-P", "-m", "inference.with_parent", *shlex.split(sglang)]
+    whole = [*start, *map(str, words), *server.args]
     return [
-        Child(f"server-{k}", words, pool[k * size : (k + 1) * size], SGLANG_VARIABLES)
+        Child(f"server-{k}", whole, pool[k * size : (k + 1) * size], SGLANG_VARIABLES)
         for k in range(server.count)
     ]
 
@@ -206,24 +175,19 @@ SGLANG_VARIABLES = {
 }
 
 
-def sglang() -> list[str]:
-    """The words that start SGLang. POCKET_AREAL_SGLANG may be another command that does."""
-    words = os.environ.get("POCKET_AREAL_SGLANG", f"{sys.executable} -m sglang.launch_server")
-    return [sys.executable, "-P", "-m", "inference.with_parent", "--api-key", *shlex.split(words)]
-
-
-def plan_proxies(config: TrainConfig, servers: list[str], hooks: dict[str, Any]) -> list[Child]:
-    """The proxies. Each waits for its admin key and the servers' key, which it gets when the
-    servers answer. `hooks` are the engine's: {class path: its arguments}, or {}."""
-    options = {
-        "--server": servers,
-        "--admin-key": "-",
-        "--server-key": "-",
-        "--model-path": config.tokenizer_path,
-        "--seed": config.seed,
-        "--sampling": json.dumps(config.gconfig.new(n_samples=1).model_dump()),
-        "--tool-call-parser": config.rollout.openai.tool_call_parser,
-        "--hooks": [*hooks],
-        "--hooks-args": [json.dumps(arguments) for arguments in hooks.values()],
-    }
-    return [Child(f"proxy-{k}", command("proxy", options)) for k in range(config.proxy.workers)]
+def plan_proxies(
+    config: TrainConfig, servers: list[str], key: str, admin_key: str, hooks: dict[str, Any]
+) -> list[Child]:
+    """The proxies of these servers, which must answer already. `hooks` are the engine's:
+    {class path: its arguments}, or {}."""
+    words: list[Any] = ["--model-path", config.tokenizer_path, "--seed", config.seed]
+    words += ["--sampling", json.dumps(config.gconfig.new(n_samples=1).model_dump())]
+    for url in servers:
+        words += ["--server", url]
+    for name, arguments in hooks.items():
+        words += ["--hooks", name, "--hooks-args", json.dumps(arguments)]
+    if parser := config.rollout.openai.tool_call_parser:
+        words += ["--tool-call-parser", parser]
+    keys = {"POCKET_AREAL_ADMIN_KEY": admin_key, "POCKET_AREAL_SERVER_KEY": key}
+    whole = command("proxy", *words)
+    return [Child(f"proxy-{k}", whole, variables=keys) for k in range(config.proxy.workers)]

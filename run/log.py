@@ -7,6 +7,7 @@ Tables, reports, traces and counts of failures are callbacks (extras/).
 
 import json
 import logging
+import os
 import time
 from dataclasses import asdict
 from typing import Any
@@ -62,7 +63,10 @@ class Log:
 
     def __init__(self, run: Any) -> None:
         self.run, self.path = run, run.run_dir / "metrics.jsonl"
-        lines = self.path.read_text().splitlines() if self.path.exists() else []
+        self.path.touch()
+        # The steps after the checkpoint are trained again.
+        lines = self.path.read_text().splitlines(keepends=True)[: run.step]
+        os.truncate(self.path, sum(map(len, lines)))
         run.history[:] = map(json.loads, lines)
         self.start = time.monotonic() - (run.history[-1]["wall_s"] if run.history else 0.0)
         self.counts = asdict(run.executor.stats)

@@ -39,7 +39,7 @@ from safetensors import SafetensorError
 from tokenizers import Tokenizer
 
 from inference.fields import Refusal
-from inference.serve import check_key, listen, read_secret, reply, serve
+from inference.serve import check_key, listen, reply, serve
 from inference.tiny.model import Model, read_weights
 from inference.tiny.scheduler import SamplingParams, Scheduler, Sequence
 
@@ -195,7 +195,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--model-path", required=True, help="a Hugging Face folder with model and tokenizer")
     add("--host", default="127.0.0.1", help="address to listen on")
     add("--port", type=int, default=30000, help="port to listen on")
-    add("--api-key", type=read_secret, default=key, help="-: read it from stdin")
+    add("--api-key", default=key)
     add("--weight-version", default="0", help="version of the weights at start")
     add("--max-running-requests", type=int, default=64, help="most sequences at the same time")
     add("--max-total-tokens", type=int, default=65536, help="most tokens of these together")

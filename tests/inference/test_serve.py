@@ -85,17 +85,16 @@ def test_a_command_ends_with_its_parent(parent: Any) -> None:
 
 
 @pytest.mark.parametrize("ending", ["exit", "SIGTERM"])
-def test_a_key_reaches_the_command_and_its_code_comes_back(ending: str) -> None:
-    """The key comes by standard input; SIGTERM ends the whole group."""
-    code = "import sys, time; print(sys.argv[-1], flush=True); sys.stdin.read() or sys.exit(3)"
-    if ending == "SIGTERM":
-        code = "import sys, time; print(sys.argv[-1], flush=True); time.sleep(60)"
-    words = [sys.executable, "-m", "inference.with_parent", "--api-key", sys.executable, "-c", code]
-    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen(words, cwd=ROOT, start_new_session=True, **pipes) as process:
-        print("-k3y", file=process.stdin, flush=True)
+def test_the_code_of_a_command_comes_back(ending: str) -> None:
+    """SIGTERM ends the whole group."""
+    code = (
+        "import sys, time; print(1, flush=True); 'exit' in sys.argv and sys.exit(3); time.sleep(60)"
+    )
+    words = [sys.executable, "-m", "inference.with_parent", sys.executable, "-c", code, ending]
+    pipe: Any = {"stdout": subprocess.PIPE, "start_new_session": True}
+    with subprocess.Popen(words, cwd=ROOT, **pipe) as process:
         assert process.stdout is not None
-        assert process.stdout.readline() == "--api-key=-k3y\n"
+        process.stdout.readline()
         if ending == "SIGTERM":
             process.terminate()
         assert process.wait(60) == (3 if ending == "exit" else -signal.SIGKILL)

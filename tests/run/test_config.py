@@ -3,18 +3,15 @@ starts."""
 
 import ast
 import re
-import subprocess
-import sys
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 from conftest import ROOT
 from test_structure import MODULES
 
-from run.config import ALIASES, MAIN, ConfigError, NormConfig, TrainConfig, list_keys, load
+from run.config import ALIASES, ConfigError, NormConfig, TrainConfig, list_keys, load
 
 
 def config_of(*words: str) -> TrainConfig:
@@ -26,30 +23,20 @@ def config_of(*words: str) -> TrainConfig:
     [
         (["actor.eps_clp=0.1"], "did you mean 'actor.eps_clip'"),
         (["train_datset.path=x"], "did you mean 'train_dataset.path'"),
+        (["qwertyuiop=1"], "did you mean one of --help"),
         (["saver=3"], "saver=3: Input should be a valid dictionary"),
-        (["lr=0.1"], "did you mean 'actor.optimizer.lr'"),
-        (["qwertyuiop=1"], "--help-all lists the keys"),
         (["--config", "nowhere.yaml"], "no recipe at nowhere.yaml"),
         (["train"], "unknown key 'train'"),
         (["max_steps"], "max_steps=None"),
         (["max_steps=["], "max_steps: while parsing"),
-        (["max_steps=many"], "max_steps='many'"),
         (["max_steps=0"], "greater than or equal to 1"),
         (["rollout.pause_mode=now"], "'retract', 'abort' or 'in_place'"),
         (["rollout.group_size=2", "gconfig.n_samples=3"], "are one key"),
         (["rollout.consumer_batch_size=5", "train_dataset.batch_size=6"], "are one key"),
-        (["rollout.max_head_offpolicyness=-1"], "greater than or equal to 0"),
-        (["actor.c_clip=0.5"], "greater than 1"),
-        (["actor.eps_clip_higher=-.5"], "greater than or equal to 0"),
         (["gconfig.n_samples=1"], "raise gconfig.n_samples"),
         (["--config", "gsm8k", "gconfig.top_p=0.9"], "cannot reproduce samples"),
-        (["gconfig.greedy=true"], "or set mode=eval"),
         (["eval_gconfig.temprature=0"], "unknown key 'temprature'"),
         (["trial_name=../../escape"], "trial_name="),
-        (["workflow=nowhere.Agent"], "there is no module 'nowhere'"),
-        (["workflow=tasks.guess.Agend"], "tasks.guess has no Agend"),
-        (["actor.loss=ppo.loss_fn"], "ppo has no loss_fn"),
-        (["train_dataset.path=nowhere.jsonl"], "there is no such file"),
     ],
 )
 def test_what_cannot_run_is_one_line(words: list[str], says: str) -> None:
@@ -60,76 +47,47 @@ def test_what_cannot_run_is_one_line(words: list[str], says: str) -> None:
     assert len(str(error.value).splitlines()) == 1
 
 
-@pytest.mark.parametrize("word", ["workflow=nowhere.Agent", "task=tasks.gues"])
-def test_a_mistake_is_said_before_torch_is_imported(tmp_path: Path, word: str) -> None:
-    """A misspelt path takes half a second to be said, not five."""
-    code = "import sys; from run.start import begin; begin(sys.argv[1:])"
-    words = ["-X", "importtime", "-c", code, word, f"fileroot={tmp_path}"]
-    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2
-    key, _, path = word.partition("=")
-    said = done.stderr.splitlines()[-1]
-    assert said.startswith(f"error: {key}=")
-    assert f"there is no module '{path.removesuffix('.Agent')}'" in said
-    assert not re.search(r"\| +(torch|transformers)$", done.stderr, re.MULTILINE)
-
-
 def test_at_most_90_keys_each_with_a_meaning() -> None:
-    """The configuration has at most 90 keys, and each says what it means."""
+    """A key that no module reads would be a lie."""
     keys = list(list_keys(TrainConfig()))
     assert len(keys) <= 90
     assert [name for name, _, declared in keys if not declared.description] == []
-
-
-def test_every_key_is_read() -> None:
-    """A key that no module reads would be a lie."""
-    read: set[str] = set()
-    for path in MODULES:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
-                read.add(node.attr)
-    names = {name.rpartition(".")[2] for name, _, _ in list_keys(TrainConfig())}
+    nodes = [node for path in MODULES for node in ast.walk(ast.parse(path.read_text()))]
+    read = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    names = {name.rpartition(".")[2] for name, _, _ in keys}
     assert names - read - NormConfig.model_fields.keys() == set()  # these are passed on whole
 
 
 @pytest.mark.parametrize("value", ["nan", ".inf", "-1e300"])
 def test_no_number_is_absurd(value: str) -> None:
     """Every number refuses NaN, infinity and what lies far below its range."""
-    words = ["mode=eval"]
     for name, _, declared in list_keys(TrainConfig()):
-        if re.search(r"\b(int|float)\b", str(declared.annotation)) and "list" not in str(
-            declared.annotation
-        ):
+        kind = str(declared.annotation)
+        if re.search(r"\b(int|float)\b", kind) and "list" not in kind:
             with pytest.raises(ConfigError, match=re.escape(ALIASES.get(name, name))):
-                load([f"{name}={value}", *words])
+                load([f"{name}={value}", "mode=eval"])
 
 
-def test_help_shows_what_matters(capsys: pytest.CaptureFixture[str]) -> None:
-    """--help shows the keys that matter, --help-all all of them, each with its meaning."""
-    said = {}
-    for option in ("--help", "--help-all"):
-        with pytest.raises(SystemExit) as ended:
-            load([option])
-        assert not ended.value.code
-        said[option] = capsys.readouterr().out
-    for name, _, declared in list_keys(TrainConfig()):
-        assert f"  {name}=" in said["--help-all"]
-        assert str(declared.description) in said["--help-all"]
-        assert (f"\n  {name}=" in said["--help"]) == (name in MAIN)
-    assert 15 <= len(MAIN) <= 20
-    assert max(map(len, said["--help"].splitlines())) <= 120
+def test_help_shows_every_key(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        load(["--help"])
+    said = capsys.readouterr().out
+    for name, value, declared in list_keys(TrainConfig()):
+        assert f"  {name}={value}\n      {declared.description}" in said
 
 
 def test_later_words_win(tmp_path: Path) -> None:
     """Words override the last recipe, which overrides the first, which overrides the defaults."""
     recipe, second = tmp_path / "recipe.yaml", tmp_path / "second.yaml"
-    recipe.write_text("max_steps: 3\nseed: 5\ngconfig: {n_samples: 2}\nactor: {eps_clip: 0.3}\n")
+    recipe.write_text("max_steps: 3\nseed: 5\nsaver: 1\nactor: {eps_clip: 0.3}\n")
     second.write_text("seed: 6\nworkflow_kwargs: {any: {thing: 1}}\n")
     words = ["max_steps=4", "workflow_kwargs.other=x", "rollout.server_addrs=[http://127.0.0.1:9]"]
+    words += ["saver.interval=7", "gconfig={top_k: 3}", "mode=eval"]
     config = config_of("seed=7", "--config", str(recipe), "--config", str(second), *words)
     assert (config.max_steps, config.seed, config.actor.eps_clip) == (4, 7, 0.3)
     assert config.workflow_kwargs == {"any": {"thing": 1}, "other": "x"}
     assert config.rollout.server_addrs == ["http://127.0.0.1:9"]
+    assert (config.saver.interval, config.gconfig.top_k) == (7, 3)
 
 
 def test_two_names_of_one_number() -> None:
@@ -151,12 +109,10 @@ def test_a_recipe_that_cannot_be_read(tmp_path: Path, text: str) -> None:
     assert len(str(error.value).splitlines()) == 1
 
 
-def test_an_unknown_option_is_pythons_own_error(capsys: pytest.CaptureFixture[str]) -> None:
-    """Options are not abbreviated, and a key with dashes is no option."""
-    for word in ("--dry", "--max_steps=5"):
-        with pytest.raises(SystemExit, match="2"):
-            load([word])
-        assert f"unrecognized arguments: {word}" in capsys.readouterr().err
+def test_a_key_with_dashes_is_pythons_own_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        load(["--max_steps=5"])
+    assert "unrecognized arguments: --max_steps=5" in capsys.readouterr().err
 
 
 def test_recipes_are_found_by_name() -> None:
@@ -185,9 +141,8 @@ actor: {use_decoupled_loss: true, recompute_logprob: true, prox_logp_method: rec
 @pytest.mark.parametrize("name", WRITE_UP)
 def test_presets_are_the_write_ups(name: str) -> None:
     """A preset sets exactly the keys and values of the write-up."""
-    assert yaml.safe_load((ROOT / f"configs/{name}.yaml").read_text()) == yaml.safe_load(
-        WRITE_UP[name]
-    )
+    ours, theirs = (ROOT / f"configs/{name}.yaml").read_text(), WRITE_UP[name]
+    assert yaml.safe_load(ours) == yaml.safe_load(theirs)
 
 
 def test_a_group_of_one_learns_without_a_groups_baseline() -> None:
@@ -200,8 +155,5 @@ def test_aliases_of_the_documents() -> None:
     """The documents' names set our keys."""
     words = ["model=m", "eval_interval=3", "rollout.fileroot=r", "actor.recompute_logprobs=false"]
     config = config_of(*words)
-    found: list[Any] = [
-        attrgetter(name)(config)
-        for name in ("model_path", "evaluator.interval", "fileroot", "actor.recompute_logprob")
-    ]
-    assert found == ["m", 3, "r", False]
+    names = ("model_path", "evaluator.interval", "fileroot", "actor.recompute_logprob")
+    assert [attrgetter(name)(config) for name in names] == ["m", 3, "r", False]

@@ -1,9 +1,15 @@
 """The metrics of a batch: how old its tokens are, and whether server and trainer agree."""
 
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
-from run.log import describe_batch, logp_mismatch
+from run.log import Log, describe_batch, logp_mismatch
+from staleness import RolloutStat
 
 BATCH = {
     "loss_mask": torch.tensor([[0, 1, 1, 0], [0, 1, 1, 1], [0, 0, 0, 0]]),
@@ -34,3 +40,15 @@ def test_only_fresh_tokens_are_compared() -> None:
     assert logp_mismatch(BATCH, 4) == 0.0
     batch["prox_logp"] = batch["prox_logp"] * torch.nan
     assert logp_mismatch(batch, 4) == float("inf")
+
+
+def test_a_restarted_run_forgets_the_steps_after_its_checkpoint(tmp_path: Path) -> None:
+    """They are trained again. A kill may have cut the last line."""
+    lines = [json.dumps({"step": step, "wall_s": 1.0}) + "\n" for step in (1, 2, 3)]
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(lines) + '{"st')
+    executor = SimpleNamespace(stats=RolloutStat())
+    run: Any = SimpleNamespace(run_dir=tmp_path, step=2, history=[], executor=executor)
+    Log(run)
+    assert path.read_text() == "".join(lines[:2])
+    assert [line["step"] for line in run.history] == [1, 2]
